@@ -14,10 +14,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 recorder: Any = None
 
 
-def step() -> None:
-    """Say that a step of the training loop has ended; from the first call on, steps end here and nowhere else."""
+def step(*, samples: int | None = None, tokens: int | None = None) -> None:
+    """Say that a step of the training loop has ended; from the first call on, steps end here and nowhere else.
+
+    `samples`, `tokens`: of how many this rank's step was, where its loaders and its model's input do not show that.
+    """
     if recorder is not None:
-        recorder.clock.user_step()
+        recorder.clock.user_step(samples, tokens)
 
 
 def annotate(name: str) -> _Annotation:

@@ -59,6 +59,9 @@ STEPS: Mapping[str, str] = {
     "backwards": "int64",
     "optimizer_steps": "int64",
     "unused_forward_ns": "int64",  # of forward_ns, in passes without gradients, or after the last backward pass
+    "samples": "int64",  # that dlprof.step() named, else those of the loaders' batches
+    "inputs": "int64",  # first dimension of what the model got, of its first call for each backward pass
+    "tokens": "int64",  # that dlprof.step() named, else elements of two-dimensional integer tensors among these inputs
     "profiled": "int64",  # 1: the profiler was preparing, recording or exporting during this step
     "first": "int64",  # 1: holds an epoch's first next() or its end
 }

@@ -50,7 +50,7 @@ def test_every_command_and_option_has_help(name: str) -> None:
 
 
 def test_commands_are_sorted_and_named_after_their_files() -> None:
-    files = {p.stem.rstrip("_") for p in (Path(__file__).parent.parent / "dlprof" / "commands").glob("[!_]*.py")}
+    files = {p.stem.rstrip("_") for p in (Path(__file__).parent.parent / "dlprof" / "commands").rglob("[!_]*.py")}
     assert sorted(files - SHARED) == list(COMMANDS)
 
 

@@ -19,8 +19,8 @@ class Clock:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def user_step(self) -> None:
-        self.log.append("step")
+    def user_step(self, samples: Any, tokens: Any) -> None:
+        self.log.append(f"step {samples} {tokens}")
 
     def open_range(self, name: str) -> Any:
         self.log.append(f"+{name}")
@@ -37,7 +37,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_steps_and_ranges_reach_the_recorder(clock: Clock) -> None:
     with dlprof.annotate("outer"):
         dlprof.step()
-    assert clock.log == ["+outer", "step", "-outer"]
+        dlprof.step(samples=8, tokens=64)
+    assert clock.log == ["+outer", "step None None", "step 8 64", "-outer"]
 
 
 def test_a_decorated_function_has_a_range_for_each_call_also_where_it_recurses(clock: Clock) -> None:

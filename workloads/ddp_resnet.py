@@ -75,6 +75,16 @@ NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "t
 
 KEPT: list[Any] = []  # by garbage and keeps_batches
 
+# What `dlprof run ddp_resnet --ladder` records: options, each on top of those before; "ranks": one more of them.
+LADDER = {
+    "fp32": "--precision fp32 --workers 0 --no-channels-last --epochs 2",
+    "bf16": "--precision bf16",
+    "channels_last": "--channels-last",
+    "compile": "--compile",
+    "workers": "--workers 2",
+    "two_ranks": "ranks",
+}
+
 
 def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault.

@@ -51,6 +51,7 @@ from dlprof.result import (
     Window,
     Work,
 )
+from dlprof.result.throughput import Throughput
 from dlprof.units import duration, percent
 
 T = TypeVar("T")
@@ -276,6 +277,9 @@ def _window(
     device_lag: Maybe[pd.DataFrame],
     arithmetic: Maybe[pd.DataFrame],
     phases_of_step: Maybe[pd.DataFrame],
+    throughput: Maybe[Throughput],
+    most_memory: Maybe[float],
+    lengths_ns: Maybe[tuple[float, ...]],
 ) -> Window | None:
     means = step_means.or_none()
     if means is None:
@@ -293,6 +297,9 @@ def _window(
         noise_ns=_noise(spread.or_none()),
         lag_ns=None if lag is None else float(lag["lag_ns"].mean()),
         micro_batches=1 if phases_of_step.or_none() is None else int(phases_of_step.get()["micro_batches"].max()),
+        throughput=throughput.or_none(),
+        memory_bytes=most_memory.or_none(),
+        lengths_ns=lengths_ns.or_none() or (),
         **{str(name): float(value) for name, value in figures.items()},
     )
 

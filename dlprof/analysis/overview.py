@@ -14,6 +14,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.host.stacks import DOING
 from dlprof.analysis.panel import MOST_RANKS
+from dlprof.analysis.throughput.facts import of_throughput
 from dlprof.overrides import Outcome, described
 from dlprof.result import Fact, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
@@ -113,6 +114,10 @@ def _of_software(job: Job) -> list[Fact]:
     return section.facts
 
 
+# Facts of a loader and a model that nobody set.
+_OF_RANK = ("replica", "reads_sequences")
+
+
 def _of_settings(job: Job) -> list[Fact]:
     found = []
     recorded = {
@@ -126,7 +131,7 @@ def _of_settings(job: Job) -> list[Fact]:
             if isinstance(value, Mapping):
                 for inner, of in value.items():
                     section.add(f"{key}.{inner}", of)
-            else:
+            elif key not in _OF_RANK:
                 section.add(str(key).replace("_", " "), value)
         found += section.facts
     pipeline = _Section("Pipeline")
@@ -366,6 +371,7 @@ SECTIONS: tuple[Callable[..., list[Fact]], ...] = (
     _of_software,
     _of_settings,
     _of_overrides,
+    of_throughput,
     _of_step,
     _of_loading,
     _of_precision,

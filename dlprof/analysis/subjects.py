@@ -16,6 +16,7 @@ from dlprof.analysis import engine
 SUBJECTS = (
     "timeline",
     "step",
+    "throughput",
     "input",
     "communication",
     "stragglers",

@@ -16,8 +16,8 @@ from dlprof.read.opening import NO_LIMITS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Each is a function of its name in a module of its name; try_ is that of try, a word of Python's own. In the order of
-# the help, with the words of an example.
+# Each is a function of its name in a module of its name, those of "prove" in a folder; try_ is that of try, a word of
+# Python's own. In the order of the help, with the words of an example.
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "record": {"wrap": "train.py --lr 0.1", "run": "ddp_resnet --procs 2", "doctor": ""},
     "read": {
@@ -29,7 +29,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "prove": {
         "try": "runs/a --minutes 5",
+        "sweep": "loader.num_workers=0,1,2,4 -- train.py",
+        "whatif": "runs/a --input perfect --device 1.5x",
         "compare": "runs/before runs/after",
+        "history": "runs/",
         "check": "runs/a --max 'input_wait<5%'",
     },
 }
@@ -39,8 +42,8 @@ COMMANDS = tuple(sorted(EXAMPLES))
 
 def command(name: str) -> click.Command:
     """Return one of COMMANDS, importing no other's module."""
-    module = f"{name}_" if keyword.iskeyword(name) else name
-    found: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), module)
+    module, folder = f"{name}_" if keyword.iskeyword(name) else name, "prove." if name in GROUPS["prove"] else ""
+    found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
     return found
 

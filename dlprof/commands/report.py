@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,7 @@ from dlprof.record.launch.folder import make_first
 
 if TYPE_CHECKING:
     from dlprof.analysis.engine import Done
+    from dlprof.report.compare.summary import Summary
     from dlprof.result import Result
 
 
@@ -199,6 +200,39 @@ def write_files(result: Result, path: Path, out: Path | None) -> Path:
     if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
         out = path
     return write_into("dlprof-report", out, files)
+
+
+def print_summary(summary: Summary, data: Mapping[str, Any], form: str) -> None:
+    """Print a summary, or its data as JSON."""
+    from dlprof.report.compare import summary as summaries
+
+    click.echo(compact(data) if form == "json" else summaries.text(summary, width(), colour()), nl=form == "json")
+
+
+def write_summary(
+    summary: Summary,
+    data: Mapping[str, Any],
+    file: str,
+    folder: str,
+    out: Path | None,
+    form: str,
+    *,
+    show: bool = False,
+) -> None:
+    """Print a summary, and write it as a page and its data as JSON: FILE.html and FILE.json in a new folder, or `out`.
+
+    Raises DlprofError where they cannot be written.
+    """
+    from dlprof.report.compare import summary as summaries
+
+    try:
+        page = write_into(folder, out, {f"{file}.json": compact(data), f"{file}.html": summaries.page(summary)})
+    finally:
+        print_summary(summary, data, form)
+    if form != "json":
+        say(f"page: {shown(page)}")
+    if show:
+        browse(page)
 
 
 def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option("--procs", type=click.IntRange(min=1), help="Ranks on the CPU, over gloo.")
 @click.option("--fault", help="A fault to plant, by name; --list shows them.")
+@click.option(
+    "--ladder", is_flag=True, help="Record it several times, each time with one change more, and compare these."
+)
 @recording_options
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -59,6 +63,7 @@ def run(
     gpus: int | None,
     procs: int | None,
     fault: str | None,
+    ladder: bool,
     recording: Recording,
     args: tuple[str, ...],
 ) -> None:
@@ -73,6 +78,9 @@ def run(
     known = constant(script, "FAULTS")
     if fault and known and fault not in known:
         raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
+    if ladder:
+        _climb(script, gpus, procs, recording, args)
+        return
     usual = constant(script, "RANKS")
     there = 0 if procs else count_gpus()
     if gpus and gpus > there:
@@ -88,6 +96,42 @@ def run(
     command = [*_launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
+
+
+def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recording, args: Sequence[str]) -> None:
+    """Record a workload with the changes of its LADDER, one more each time, and print what each gave.
+
+    A change with which the workload fails is left out of those that follow. Raises DlprofError where it has no ladder.
+    """
+    from dlprof.commands.prove.compare import compare_runs
+    from dlprof.files import writing
+    from dlprof.record.launch.folder import new_folder
+
+    rungs = constant(script, "LADDER")
+    if not rungs:
+        raise DlprofError(f"{script.stem} has no ladder: it sets no LADDER")
+    most = gpus or procs or (min(count_gpus(), 2) or 2)
+    on = ["--gpus"] if gpus or (not procs and count_gpus()) else ["--procs"]
+    folder = recording.out or new_folder(f"{script.stem}-ladder", os.environ)
+    with writing(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+    said, done = list[str](), list[Path]()
+    ranks = 1
+    for n, (name, words) in enumerate(rungs.items(), 1):
+        more = [most] if words == "ranks" else []
+        options = [*said, *([] if more else words.split())]
+        run = folder / f"{n}-{name}"
+        command = [sys.executable, "-m", "dlprof", "run", str(script), *on, str(more[0] if more else ranks)]
+        command += ["-o", str(run), "--quiet", "--no-report", "--", *options, *args]
+        if not recording.quiet:
+            click.echo(f"dlprof: {name}: {' '.join(options)}", err=True)
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode
+        if ended:
+            click.echo(f"dlprof: {name} is left out: it ended with exit code {ended}", err=True)
+            continue
+        said, ranks = options, more[0] if more else ranks
+        done.append(run)
+    compare_runs(done, folder, "text", None, show=False, quiet=recording.quiet)
 
 
 def _launcher(script: Path, ranks: int) -> list[str]:

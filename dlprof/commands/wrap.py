@@ -159,8 +159,8 @@ def _report(ended: Ended, quiet: bool) -> None:
 def _try(ended: Ended, recording: Recording) -> None:
     """Try what the report advises."""
     with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {ended.folder}"):
+        from dlprof.commands.prove.try_ import try_run
         from dlprof.commands.report import analyse
-        from dlprof.commands.try_ import try_run
         from dlprof.trial.trying import Options
 
         options = Options(allow_numerics=recording.allow_numerics)

@@ -55,11 +55,18 @@ RANK: Mapping[str, Shape] = {
     "loaders": [
         {
             **_all(str, "role start_method dataset"),
-            **_all(int, "num_workers batch_size prefetch_factor dataset_length"),
+            **_all(int, "num_workers batch_size prefetch_factor dataset_length replicas replica"),
             **_all(bool, "pin_memory persistent_workers"),
         }
     ],
-    "models": [{"class": str, **_all(int, "parameters parameter_bytes"), **_all({}, "dtypes ddp"), "compiled": bool}],
+    "models": [
+        {
+            "class": str,
+            **_all(int, "parameters parameter_bytes tensor_parallel"),
+            **_all({}, "dtypes ddp"),
+            **_all(bool, "compiled fsdp reads_sequences batch_first"),
+        }
+    ],
     "optimizers": [
         {"class": str, "takes": [str], **_all(bool, "fused foreach"), **_all(int, "parameters parameter_groups")}
     ],
@@ -80,7 +87,7 @@ RANK: Mapping[str, Shape] = {
         "shapes": [{**_all(str, "operator dtype shape"), **_all(int, "calls flops bytes")}],
         "uncounted": {},
     },
-    "step": {"mark": str},
+    "step": {"mark": str, "told": bool},
     "window": {
         "state": str,
         **_all(int, "skip warmup active first_step last_step export_ns extended"),

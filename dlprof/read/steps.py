@@ -41,7 +41,8 @@ def _settled(frame: pd.DataFrame) -> pd.DataFrame:
 
 # A line of several steps holds the sum of these; in the rest its steps are alike.
 _PARTS = ("lead_ns", "fetch_ns", "forward_ns", "backward_ns", "optimizer_ns", "device_step_ns", "unused_forward_ns")
-_SUMS = ("dur_ns", *_PARTS, "fetches", "forwards", "backwards", "optimizer_steps")
+_COUNTS = ("fetches", "forwards", "backwards", "optimizer_steps", "samples", "inputs", "tokens")
+_SUMS = ("dur_ns", *_PARTS, *_COUNTS)
 
 
 def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from dlprof.record.calls.attribution import in_place_of, passed_over
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
 from dlprof.record.calls.watched import watch
-from dlprof.record.graphs import Graphs
+from dlprof.record.device.graphs import Graphs
 from dlprof.record.loaders import forget_passes
 from dlprof.record.observed import Observed
 from dlprof.record.recorder import Collector, Recorder
@@ -180,7 +180,7 @@ def _watch_modules(clock: StepClock) -> None:
             is_traced()
             or clock.inside
             or (compiler._is_compiling_flag if flagged else is_compiling())
-            or not clock.begin_forward(self)
+            or not clock.begin_forward(self, args, kwargs)
         ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
@@ -323,7 +323,7 @@ def _watch_loaders(clock: StepClock) -> None:
             if isinstance(e, StopIteration):
                 clock.end_of_epoch()
             raise
-        clock.end_fetch(self)
+        clock.end_fetch(self, batch)
         return batch
 
     def watched(iterating: Any) -> Any:

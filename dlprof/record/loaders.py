@@ -1,6 +1,4 @@
-"""The script's loaders, as a rank sees them while it iterates them: how they are set up, each pass over one, and of how
-many tensors their batches are made. A worker that makes a batch has to send each of these.
-"""
+"""The script's loaders, as a rank sees them while it iterates them: how they are set up, and each pass over one."""
 
 from __future__ import annotations
 
@@ -9,15 +7,6 @@ import weakref
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
-
-# Parts of a batch that are looked at: a batch may be a list of many thousand numbers.
-_MOST_PARTS = 1_000
-
-# Of each loader's batches, the first few are looked at, and then one of so many.
-_FIRST, _EVERY = 4, 32
-
-# Of a batch that was not looked at.
-UNSEEN = (-1, -1)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +30,10 @@ class Pass(_Referable):
     began_ns: int
     took_ns: int  # by iter()
     unsettled: bool = True  # the role of its loader may still change
+    # How batches.py counts its batches: by the first dimension of their first tensor (None: nobody has looked yet), or
+    # so many samples each; −1: not known.
+    leads: bool | None = None
+    size: int = -1
     # For the FetchWatcher:
     looked_at: bool = False
     asks: bool = True  # call FetchWatcher.ask before the next batch
@@ -112,6 +105,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         ),
         "drop_last": loader.drop_last,
         "in_order": getattr(loader, "in_order", None),
+        **_share(loader, sampler),
     }
 
 
@@ -124,6 +118,20 @@ def _sampling(loader: Any) -> tuple[Any, int | None]:
         batches = inner
     size = getattr(batches, "batch_size", None)
     return getattr(batches, "sampler", loader.sampler), size if isinstance(size, int) else None
+
+
+def _share(loader: Any, sampler: Any) -> dict[str, int | None]:
+    """Return among how many ranks a loader's samples are shared out, and which share it has; None: not known.
+
+    `split`: into how many parts accelerate splits each batch, one for each rank.
+    """
+    ours = getattr(loader, "batch_sampler", None)
+    shares = {
+        "replicas": getattr(sampler, "num_replicas", getattr(ours, "num_processes", None)),
+        "replica": getattr(sampler, "rank", getattr(ours, "process_index", None)),
+        "split": getattr(ours, "num_processes", None) if getattr(ours, "split_batches", False) else None,
+    }
+    return {name: n if type(n) is int else None for name, n in shares.items()}
 
 
 def _start_method(context: Any) -> str:
@@ -140,59 +148,4 @@ def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
-        return None
-
-
-class BatchSize:
-    """Looks at some of a loader's batches."""
-
-    def __init__(self) -> None:
-        self._last = UNSEEN
-        self._seen = 0
-
-    def see(self, batch: Any) -> tuple[int, int]:
-        """Look at a batch, if it is its turn; return the tensors and bytes of the last that was looked at."""
-        self._seen += 1
-        if self._seen <= _FIRST or self._seen % _EVERY == 0:
-            self._last = size_of(batch)
-        return self._last
-
-
-def size_of(batch: Any) -> tuple[int, int]:
-    """Return how many tensors a batch has, and their bytes, in lists, tuples, dicts and attributes of objects.
-
-    (−1, −1): it has too many parts to tell. No code of the script's is called.
-    """
-    tensor: Any = sys.modules["torch"].Tensor
-    tensors, size, parts, seen = 0, 0, [batch], set()
-    for _ in range(_MOST_PARTS):
-        if not parts:
-            return tensors, size
-        part = parts.pop()
-        kind = type(part)
-        if kind is tensor:
-            tensors += 1
-            size += part.nelement() * part.element_size() if part.layout is _strided() else 0
-        elif issubclass(kind, tensor):  # what asks it may be the script's
-            tensors += 1
-        elif issubclass(kind, (list, tuple)):
-            items = tuple.__iter__(part) if issubclass(kind, tuple) else list.__iter__(part)
-            parts.extend(item for item, _ in zip(items, range(_MOST_PARTS), strict=False))
-        elif issubclass(kind, dict):
-            parts.extend(value for value, _ in zip(dict.values(part), range(_MOST_PARTS), strict=False))
-        elif kind.__module__ != "builtins" and id(part) not in seen:
-            seen.add(id(part))
-            inside = _attributes(part)
-            parts.extend(inside.values() if type(inside) is dict else ())
-    return UNSEEN
-
-
-def _strided() -> Any:
-    return sys.modules["torch"].strided
-
-
-def _attributes(part: Any) -> Any:
-    try:
-        return object.__getattribute__(part, "__dict__")
-    except AttributeError:  # it has none
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from dlprof.record.calls.seen import Calls
@@ -11,6 +12,9 @@ from dlprof.record.loaders import LoaderSeen, begin_pass, settings_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
 _MOST = 100
+
+# Samples or tokens of one step.
+_MOST_TOLD = 2**50
 
 # Calls of outermost modules that are looked at for autocast.
 _AUTOCAST_LOOKS = 16
@@ -29,19 +33,23 @@ class Observed:
     grad_scaler: bool = False
     graphs: int = 0  # CUDA graphs that were captured
     pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
+    told: bool = False  # the script says how many samples or tokens its steps are
+    untold: str = ""  # the type of what it said instead of a number, the first time
     autocast_looks: int = _AUTOCAST_LOOKS  # left
     model_id: int = 0  # of the last model and the last optimizer, which need no look
     optimizer_id: int = 0
-    _model_ids: set[int] = field(default_factory=set)
+    learns: bool = False  # the last module has parameters: it is a model, and no loss
+    _model_ids: dict[int, bool] = field(default_factory=dict)
     _optimizer_ids: set[int] = field(default_factory=set)
 
     def see_model(self, module: Any) -> None:
         """Keep an outermost module that has parameters."""
         self.model_id = id(module)
+        self.learns = self._model_ids.get(self.model_id, False)
         if self.model_id in self._model_ids or len(self._model_ids) >= _MOST:
             return
-        self._model_ids.add(self.model_id)
-        if next(module.parameters(), None) is not None:
+        self.learns = self._model_ids[self.model_id] = next(module.parameters(), None) is not None
+        if self.learns:
             self.models.append(weakref.ref(module))
             self.calls.see("forward")
             self.news = True
@@ -71,6 +79,21 @@ class Observed:
                 self.news = True
         self.calls.see_iteration(loader, seen)
         begin_pass(iterator, seen, began_ns, took_ns)
+
+    def see_told(self, number: Any) -> int:
+        """Return a number of samples or tokens that the script gives; 0: it gives none, or nothing that is one."""
+        if number is None:
+            return 0
+        # A tensor on a device is not read: that would wait for the device.
+        if isinstance(number, Integral) and not isinstance(number, bool) and 0 < int(number) <= _MOST_TOLD:
+            self.news = self.news or not self.told
+            self.told = True
+            return int(number)
+        if not self.untold:
+            self.untold = type(number).__name__
+            self.calls.problem = f"dlprof.step() takes whole numbers of samples and tokens, not a {self.untold}"
+            self.news = True
+        return 0
 
     def see_autocast(self) -> None:
         """Look whether autocast is on, until it was seen once."""

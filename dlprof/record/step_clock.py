@@ -15,6 +15,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof.record import guarded
+from dlprof.record.batches import samples_of
 from dlprof.record.loaders import FetchWatcher, adopt
 from dlprof.record.observed import Observed
 from dlprof.record.stepping import (
@@ -100,8 +101,8 @@ class StepClock(Phases):
             return False
         return True
 
-    def begin_forward(self, module: Any) -> bool:
-        """Enter an outermost module's call."""
+    def begin_forward(self, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
+        """Enter an outermost module's call with these arguments."""
         try:
             if self.off or (get_ident() != self.owner and not self.owns(FORWARD)):
                 return False
@@ -116,6 +117,8 @@ class StepClock(Phases):
             row.used_from = row.backwards if with_grad else NEVER
             if id(module) != observed.model_id:
                 observed.see_model(module)
+            if observed.learns and (row.taken != row.backwards or observed.pipeline) and (with_grad or not self.trains):
+                row.take(args, kwargs or {})
             if observed.autocast_looks:
                 observed.see_autocast()
             if self.phases or self.ranges:
@@ -162,9 +165,11 @@ class StepClock(Phases):
             return False
         return True
 
-    def end_fetch(self, iterator: Any) -> None:
+    def end_fetch(self, iterator: Any, batch: Any) -> None:
         """Leave next() of a loader's iterator, which returned a batch."""
         phases = self.phases
+        if FETCH in phases and (over := iterator._dlprof_pass) is not None:
+            self.row.load(samples_of(batch, over))
         if len(phases) == 1 and phases[0] == FETCH and not self._open_ranges:
             phases.pop()
             now = perf_counter_ns()
@@ -268,14 +273,15 @@ class StepClock(Phases):
 
     # -- steps
 
-    def user_step(self) -> None:
-        """End a step where the script says so (dlprof.step())."""
+    def user_step(self, samples: Any = None, tokens: Any = None) -> None:
+        """End a step where the script says so (dlprof.step()), which may say how much it worked on."""
         if is_compiling():
             return
         try:
             if self.off or not self.owns(FETCH):
                 return
             self.mark = "user"
+            self.row.told = self.observed.see_told(samples), self.observed.see_told(tokens)
             self.end_step(perf_counter_ns())
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)

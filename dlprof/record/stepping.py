@@ -10,6 +10,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dlprof.record.batches import look_at
 from dlprof.record.loaders import LoaderSeen, Pass
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _NONE = (0, 0, 0, 0)
+_UNTOLD = (0, 0)
 PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
 _RANGES = tuple(f"dlprof::{phase}" for phase in PHASES)
 
@@ -62,6 +64,9 @@ class Step(NamedTuple):
     profiled: int
     device: Any  # what StepClock.end_of_step returned
     unused_forward_ns: int = 0  # of forward_ns, in passes whose result no backward pass uses
+    samples: int = -1  # this and the next two: see the table `steps`; -1: not counted
+    inputs: int = -1
+    tokens: int = -1
 
     @property
     def end_ns(self) -> int:
@@ -90,6 +95,11 @@ class Row:
     unused_forward_ns: int = 0
     judged_ns: int = 0  # of the forward passes so far, those of which it is known whether a backward pass uses them
     used_from: int = 0  # a backward pass uses the last forward pass once there are more of them than this; NEVER
+    samples: int = 0  # so far; -1: something could not be counted
+    inputs: int = 0
+    tokens: int = 0
+    taken: int = -1  # backward passes at the last call of a model that counts in these
+    told: tuple[int, int] = (0, 0)  # samples and tokens as the script names them, 0: it does not
     # Loaders that it took batches from, and that are not yet known to train.
     unsettled: list[LoaderSeen] = field(default_factory=list)
 
@@ -120,15 +130,32 @@ class Row:
             self.profiled,
             device,
             self.unused_forward_ns,
+            self.told[0] or self.samples or -1,
+            self.inputs or -1,
+            self.told[1] or self.tokens or -1,
         )
         self.number += 1
         self.start_ns = now
         self.lead_ns = -1
         parts[:] = _NONE
         self.fetches = self.forwards = self.backwards = self.optimizer_steps = self.first = self.profiled = 0
+        self.samples = self.inputs = self.tokens = 0
+        self.told = _UNTOLD
+        self.taken = -1
         if self.judged_ns:
             self.unused_forward_ns = self.judged_ns = 0
         return cells
+
+    def load(self, samples: int) -> None:
+        """Count the samples of a loader's batch; −1: not known."""
+        self.samples = self.samples + samples if samples >= 0 <= self.samples else -1
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count what a model gets as its first argument."""
+        shape, tokens = look_at(args[0] if args else next(iter(kwargs.values()), None))
+        self.inputs = self.inputs + shape if shape >= 0 <= self.inputs else -1
+        self.tokens += tokens
+        self.taken = self.backwards
 
     def forward_again(self, *, with_grad: bool) -> None:
         """Judge the forward passes so far, where another one begins."""

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from dlprof import units
 from dlprof.plain import NBSP, plain
 from dlprof.result import CATEGORIES, TIMELESS, Change, Outcome, Place, Result, State, TimePart
+from dlprof.result.throughput import Throughput
 from dlprof.units import MINUS, UNKNOWN, digits
 
 _QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
@@ -177,7 +178,21 @@ def steps(result: Result) -> str:
         return f"a trace of {duration(window.step_ns)} without step markers"
     used = f" · {percent(window.mfu)} MFU" if window.mfu is not None else ""
     micro = f" (1 step = {window.micro_batches} micro-batches)" if window.micro_batches > 1 else ""
-    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{micro}{used}"
+    rate = f" · {throughput(window.throughput)}" if window.throughput else ""
+    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{micro}{rate}{used}"
+
+
+def throughput(t: Throughput) -> str:
+    """Write samples and tokens a second: "305 samples/s, 39,040 tokens/s"; of a rank where the job's are not known."""
+    both = ((t.samples_per_s, "samples/s"), (t.tokens_per_s, "tokens/s"))
+    said = ", ".join(f"{digits(rate)}{NBSP}{unit}" for rate, unit in both if rate is not None)
+    return f"{said} a rank" if t.of == "rank" else said
+
+
+def rates(t: Throughput) -> list[tuple[str, str]]:
+    """Return the figures of a throughput with what each is of: tokens where they are known, else samples."""
+    known = (t.tokens_per_s, "tokens") if t.tokens_per_s is not None else (t.samples_per_s, "samples")
+    return [(digits(known[0]), f"{known[1]} a second{' and rank' if t.of == 'rank' else ''}")] if known[0] else []
 
 
 def all_traced(result: Result) -> bool:

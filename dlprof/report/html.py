@@ -68,10 +68,10 @@ def render(result: Result) -> str:
     return template("report.html").render(
         title=f"{formatting.name(result)} · {plain(diagnosis, 120)}",
         css=Markup(asset("page.css")),
-        scripts=tuple(Markup(s) for s in _scripts()),
-        policy=_policy(),
+        scripts=tuple(Markup(s) for s in scripts()),
+        policy=policy(),
         colours=colours(),
-        data=_data(specs),
+        data=data(specs),
         name=formatting.name(result),
         headline=emphasised(diagnosis, share),
         calm=not result.found,
@@ -164,6 +164,8 @@ def _tiles(result: Result) -> list[Tile]:
         if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
             said = "at the least, if finding 1 is fixed" if first.at_most else "predicted if finding 1 is fixed"
             tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), said))
+        if window.throughput is not None:
+            tiles += [Tile(*tile) for tile in formatting.rates(window.throughput)]
         if window.mfu is not None:
             tiles.append(Tile(formatting.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
     computing = formatting.mean_shares(result.time).get("computation")
@@ -278,7 +280,7 @@ def colours() -> Markup:
     return themed(block)
 
 
-def _data(specs: dict[str, Any]) -> Markup:
+def data(specs: dict[str, Any]) -> Markup:
     """Return the figures as JSON that cannot end its script element in any HTML parser."""
     often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
     packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
@@ -338,14 +340,15 @@ def asset(name: str) -> str:
     return (files("dlprof.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def _scripts() -> tuple[str, ...]:
+def scripts() -> tuple[str, ...]:
+    """Return the scripts of a page with figures."""
     return asset("plotly-basic.min.js"), asset("page.js")
 
 
 @cache
-def _policy() -> str:
+def policy() -> str:
     """Return the page's content security policy: it runs its own two scripts; nothing is fetched, sent or framed."""
-    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in _scripts())
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts())
     own = " ".join(f"'sha256-{h}'" for h in hashes)
     # plotly sets styles on what it draws, and offers a figure as an image through data: and blob:.
     return (
@@ -357,7 +360,7 @@ def _policy() -> str:
 def prepare() -> None:
     """Prepare what every page needs, to be called while the result is not there yet."""
     template("report.html")
-    _policy()
+    policy()
 
 
 @cache

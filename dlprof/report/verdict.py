@@ -206,7 +206,9 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         return sentence, _WITHOUT_TIME.get(first.scope, "It has no estimated saving.")
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
-        return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}."
+        larger = any(s.name == "batch_size" for change in first.changes[:1] for s in change.settings)
+        per = " for as many samples" if larger else ""
+        return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}{per}."
     most = "at most " if first.at_most else ""
     return sentence, f"Fixing it would save {most}{duration(first.saving_ns)} of {_each(result)}."
 

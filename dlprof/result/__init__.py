@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from dlprof.result.throughput import Throughput
 from dlprof.result.tried import Tried
 
-# The exclusive parts of a step, in order of precedence. The report draws them in this order.
+# The exclusive parts of a step, in order of precedence, as the report draws them.
 CATEGORIES = (
     "computation",
     "communication",
@@ -40,8 +41,8 @@ SAVING = (
 
 QUANTILES = (0.05, 0.5, 0.95, 1.0)  # of a rank's steady steps, next to their mean
 
-# Operators and kernels that are kept, the lightest far below a hundredth of a step; ranks that have costs.
-MOST_WORK, MOST_RANKS = 200, 512
+# Operators and kernels that are kept, the lightest far below a hundredth of a step; ranks with costs; lengths of steps.
+MOST_WORK, MOST_RANKS, MOST_LENGTHS = 200, 512, 400
 
 # What a finding is about. step: the mean steady step. job: time outside the steady steps; its saving is that time
 # spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
@@ -208,6 +209,9 @@ class Window(msgspec.Struct, frozen=True):
     # The device's lag behind the host at the start of a traced step, the mean of the ranks; None: not known.
     lag_ns: float | None = None
     micro_batches: int = 1  # that a step takes one optimizer step for
+    throughput: Throughput | None = None  # None: not known
+    memory_bytes: float | None = None  # most of any rank's GPU (PyTorch's allocator), else its process; None: not known
+    lengths_ns: tuple[float, ...] = ()  # of steady steps in their order, MOST_LENGTHS drawn at most; the ranks' mean
 
 
 class DeviceTime(msgspec.Struct, frozen=True):

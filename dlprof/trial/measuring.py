@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import RankData
+from dlprof.analysis.engine import Job, RankData
+from dlprof.analysis.engine.ranks import RankAnswer
+from dlprof.analysis.throughput.rates import share
 from dlprof.analysis.timeline.steady import ENOUGH
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.read.run import Rank, open_run
+from dlprof.read.run import Rank, Run, open_run
 from dlprof.result.tried import Of
 
 
@@ -23,7 +25,8 @@ class Steps:
     """What a short run measured, in ns: its steady steps by number, and the mean step with all that is between steps.
 
     `epochs_ns`: the mean training step over whole epochs, None where it held none. `loop_ns`: the same from the first
-    to the last steady step. `ahead`: batches that the loader makes ahead; `batch_size`: of the training loader.
+    to the last steady step. `ahead`: batches that the loader makes ahead; `batch_size`: of the training loader;
+    `samples`: of a step of the whole job, None: not known.
     """
 
     numbers: NDArray[np.int64]
@@ -32,6 +35,7 @@ class Steps:
     loop_ns: float
     ahead: int = 0
     batch_size: int | None = None
+    samples: float | None = None
 
     @property
     def step_ns(self) -> float:
@@ -42,12 +46,28 @@ class Steps:
 def steps_of(folder: Path) -> Steps:
     """Return the steps that a run folder holds; raise NotMeasured where there are fewer than ENOUGH steady ones."""
     try:
-        ranks = open_run(folder).ranks
+        run = open_run(folder)
     except DlprofError as e:
         raise NotMeasured(str(e)) from None
+    ranks = run.ranks
     if not ranks or ranks[0].index != 0:
         raise NotMeasured("rank 0 recorded no step")
-    return steps_of_rank(ranks[0])
+    return replace(steps_of_rank(ranks[0]), samples=_samples(run))
+
+
+def _samples(run: Run) -> float | None:
+    """Return the samples of a mean step of the whole job, by rank 0's; None where they are not known."""
+    job = Job(run, {r.index: RankAnswer({}, r.facts, {}, ()) for r in run.ranks})
+    try:
+        mine = float(RankData(run.ranks[0]).call(_work)["samples"].iloc[0])
+    except NotMeasured:
+        return None
+    times = share(job).times
+    return mine * times if times and math.isfinite(mine) else None
+
+
+def _work(work_done: pd.DataFrame) -> pd.DataFrame:
+    return work_done
 
 
 def steps_of_rank(rank: Rank) -> Steps:

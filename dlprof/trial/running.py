@@ -32,6 +32,9 @@ from dlprof.trial.measuring import Steps, ahead, steps_of, training_loader
 
 _POLL_S = 0.05
 
+# What a run that is only timed does not record.
+QUICK = ("--no-trace", "--no-sample", "--stacks", "off", "--flops", "off")
+
 # Folders of failed runs that are kept, with what they printed.
 KEPT = 3
 
@@ -61,7 +64,8 @@ class Runner:
     """Runs a job again and again, each run in a folder of its own below `folder`, which must be there.
 
     A run is over after so many steady `steps` that last for `seconds`. `stopped` is asked many times a second whether
-    to give up. `copy`: each run has a copy of the working directory.
+    to give up. `copy`: each run has a copy of the working directory. `may_be_the_same`: settings that the job has
+    already are no failure. `recording`: options of the recording. `keep`: where the recording of a run is left.
     """
 
     job: Job
@@ -71,6 +75,9 @@ class Runner:
     seconds: float = 0.0
     copy: bool = False
     allow_numerics: bool = False
+    may_be_the_same: bool = False
+    recording: tuple[str, ...] = QUICK
+    keep: Path | None = None
     runs: int = 0
     _failures: list[Path] = field(default_factory=list)
     _printed_nan: bool = False  # a run without changes has printed one
@@ -95,6 +102,9 @@ class Runner:
             for old in self._failures[:-KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
         else:
+            if self.keep is not None:
+                shutil.rmtree(self.keep, ignore_errors=True)
+                shutil.move(folder / "run", self.keep)
             shutil.rmtree(folder, ignore_errors=True)
         return done
 
@@ -131,8 +141,8 @@ class Runner:
         return self._judged(settings, run, output, ended, time.monotonic() - begun > limit_s)
 
     def _words(self, settings: Mapping[str, Value], run: Path) -> list[str]:
-        words = [sys.executable, "-c", _START, _ROOT, "wrap", "-o", str(run), "--quiet", "--no-report", "--no-trace"]
-        words += ["--no-sample", "--stacks", "off", "--flops", "off"]
+        words = [sys.executable, "-c", _START, _ROOT, "wrap", "-o", str(run), "--quiet", "--no-report"]
+        words += self.recording
         for name, value in settings.items():
             words += ["--set", f"{name}={value}"]
         allowed = self.allow_numerics or overrides.changes_numbers(self.job.settings)
@@ -149,7 +159,8 @@ class Runner:
         for name, effect in effects.items():
             if not effect.applied:
                 return Failed(f"{name} never took effect" + (f": {effect.error}" if effect.error else ""), output)
-        if all(effects[n].before == (settings[n],) for n in settings) and settings:
+        same = all(effects[n].before == (settings[n],) for n in settings)
+        if same and settings and not self.may_be_the_same:
             return Failed("the job has these settings already")
         try:
             steps = steps_of(run)

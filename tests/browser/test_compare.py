@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from dlprof.report import compare_page
+from dlprof.report.compare import page as compare_page
 from tests.fixtures import comparisons
 from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
 

@@ -51,7 +51,8 @@ def test_a_line_of_an_older_dlprof_is_read(tmp_path: Path, device_ns: int) -> No
     row = {"step": 7, "kind": "train", "start_ns": 1000, "dur_ns": 100, "lead_ns": 1, "fetch_ns": 2, "forward_ns": 3}
     row |= {"backward_ns": 4, "optimizer_ns": 5, "device_step_ns": 95, "fetches": 6, "backwards": 8}
     row |= {"optimizer_steps": 9, "profiled": 0, "first": 1}
-    row |= {"forwards": -1, "unused_forward_ns": -1}  # which it did not count
+    # Which it did not count.
+    row |= dict.fromkeys(("forwards", "unused_forward_ns", "samples", "inputs", "tokens"), -1)
     reading = steps.read(write(path, OLD % (device_ns, "")))
     assert reading.tables["steps"].to_dict("records") == [row]
     assert reading.warnings == ()

@@ -1,14 +1,13 @@
-"""How loaders of every make describe themselves; what batches are made of, within bounds, without the script's code."""
+"""How loaders of every make describe themselves."""
 
 from __future__ import annotations
 
-from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dlprof.record.loaders import BatchSize, Pass, adopt, forget_passes, settings_of, size_of
+from dlprof.record.loaders import Pass, adopt, forget_passes, settings_of
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler  # noqa: E402
@@ -72,42 +71,3 @@ def test_an_iterator_that_was_not_seen_being_made_gets_a_pass_once() -> None:
     over.reported, over.place = True, 3
     forget_passes()
     assert (over.loader, over.reported, over.place, over.unsettled) == (None, False, -1, True)
-
-
-class Sample:
-    """As libraries make them: tensors in attributes, one of them a ring."""
-
-    def __init__(self) -> None:
-        self.x, self.y, self.itself = torch.zeros(3), [torch.zeros(2, dtype=torch.int64)], self
-
-    def __len__(self) -> int:
-        raise AssertionError("called")
-
-    def __getattr__(self, _: str) -> Any:
-        raise AssertionError("asked")
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (torch.zeros(4, 8), (1, 128)),
-        ([torch.zeros(2), {"a": torch.zeros(1, dtype=torch.uint8), "b": ("text", 3)}], (2, 9)),
-        (UserDict(a=torch.zeros(2)), (1, 8)),
-        (torch.nn.Parameter(torch.zeros(2)), (1, 0)),
-        (7, (0, 0)),
-        (list(range(5_000)), (-1, -1)),
-        ([torch.zeros(2).to_sparse(), torch.zeros(2)], (2, 8)),
-    ],
-)
-def test_tensors_are_counted_with_their_bytes(batch: object, size: tuple[int, int]) -> None:
-    assert size_of(batch) == size
-
-
-def test_attributes_are_looked_at_and_not_asked_for() -> None:
-    assert size_of(Sample()) == (2, 28)
-
-
-def test_the_first_batches_are_looked_at_and_then_few() -> None:
-    batches = BatchSize()
-    seen = [batches.see(torch.zeros(n)) for n in range(1, 65)]
-    assert sorted(set(seen)) == [(1, 4 * n) for n in (1, 2, 3, 4, 32, 64)]

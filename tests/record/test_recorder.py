@@ -295,7 +295,7 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
         clock.see_iterator(loader, iterator)
         for batch in range(2):
             assert clock.begin_fetch(iterator, first=not batch)
-            clock.end_fetch(iterator)
+            clock.end_fetch(iterator, None)
             clock.row.forwards += 1
 
     epoch()

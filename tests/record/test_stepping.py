@@ -11,7 +11,10 @@ import pytest
 
 from dlprof.record.loaders import LoaderSeen, Pass
 from dlprof.record.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, PHASES, Phases, Row, Step, kind_of
+from tests.fixtures.devices import Model, Parameter
 from tests.fixtures.ticking import Job
+
+torch = pytest.importorskip("torch", reason="recording needs torch")
 
 
 class Source:
@@ -248,3 +251,75 @@ def test_forward_passes_that_no_backward_pass_uses(job: Job) -> None:
     job.update()
     job.fetch()
     assert [(s.forward_ns, s.unused_forward_ns) for s in job.steps] == [(11, 1), (1110, 1100), (14, 0)]
+
+
+def test_samples_are_those_of_the_loaders_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    for n in (4, 6):
+        job.fetch(batch=torch.zeros(n, 2))
+        job.train()
+    job.fetch(batch=torch.zeros(1, 2))
+    job.fetch(batch=torch.zeros(3, 2))
+    job.train()
+    job.fetch(batch="text")
+    job.train()
+    job.fetch()
+    assert [s.samples for s in job.steps] == [4, 6, 4, -1]
+
+
+def test_inputs_are_what_the_model_gets_first_for_each_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.model = Model(Parameter(4, "cpu"))
+    text = torch.zeros(4, 8, dtype=torch.int64)
+    for _ in range(3):
+        job.fetch()
+        for _ in range(2):  # two micro-batches, each called twice
+            job.forward(1, text)
+            job.forward(1, text)
+            job.backward()
+        job.update()
+    job.fetch()
+    assert [(s.inputs, s.tokens) for s in job.steps][1:] == [(8, 64), (8, 64)]
+
+
+def test_a_loss_gets_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.model = Model(Parameter(4, "cpu"))
+    for _ in range(3):
+        job.fetch()
+        job.clock.grad_enabled = lambda: True
+        job.forward(1, torch.zeros(5, 2))
+        assert job.clock.begin_forward(torch.nn.MSELoss(), (torch.zeros(9),))
+        job.clock.end()
+        job.backward()
+        job.update()
+    job.fetch()
+    assert [s.inputs for s in job.steps][1:] == [5, 5]
+
+
+def test_validation_counts_nothing_of_a_model_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.model = Model(Parameter(4, "cpu"))
+    for _ in range(2):
+        job.fetch()
+        job.forward(1, torch.zeros(5, 2))
+        job.backward()
+        job.update()
+    job.fetch()
+    job.forward(1, torch.zeros(5, 2), with_grad=False)
+    job.fetch()
+    assert [s.inputs for s in job.steps][1:] == [5, -1]
+
+
+def test_the_script_says_how_much_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.model = Model(Parameter(4, "cpu"))
+    for told in ((8, 64), (9, None), (torch.tensor(3), "many"), (None, None)):
+        job.fetch(batch=torch.zeros(4, 2))
+        job.forward()
+        job.backward()
+        job.update()
+        job.clock.user_step(*told)
+    assert [(s.samples, s.tokens) for s in job.steps] == [(8, 64), (9, -1), (4, -1), (4, -1)]
+    assert job.clock.observed.told
+    assert job.clock.observed.calls.problem == "dlprof.step() takes whole numbers of samples and tokens, not a Tensor"

@@ -143,7 +143,7 @@ def test_plotly_is_the_vendored_file_and_can_stand_in_a_script() -> None:
 
 def test_data_cannot_close_its_element_and_reads_back_as_it_was() -> None:
     specs = {"</script><!--": ["<script>", "&lt;", "\u2028\u2029", 'quote"', None, 1.5]}
-    text = str(html._data(specs))
+    text = str(html.data(specs))
     assert not set("<>&\u2028\u2029") & set(text)
     assert json.loads(text)["figures"] == specs
 
@@ -151,7 +151,7 @@ def test_data_cannot_close_its_element_and_reads_back_as_it_was() -> None:
 def test_lists_that_several_figures_share_are_written_once() -> None:
     times, short = [float(n) for n in range(html.PACKED)], [1.0, 2.0]
     specs = {name: {"data": [{"x": times, "y": [*times, place], "z": short}]} for place, name in enumerate("ab")}
-    data = json.loads(str(html._data(specs)))
+    data = json.loads(str(html.data(specs)))
     assert data["lists"] == [times]
     assert [data["figures"][name]["data"][0]["x"] for name in "ab"] == [{"list": 0}] * 2
     assert data["figures"]["b"]["data"][0]["y"] == [*times, 1]

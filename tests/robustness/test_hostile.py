@@ -205,7 +205,8 @@ def test_no_damage_to_a_file_breaks_a_diagnosis(
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(set(results.ALL) - {"hostile"})))
 def test_no_result_of_a_stranger_breaks_a_comparison(seed: int, name: str) -> None:
     from dlprof.analysis.compare import comparison
-    from dlprof.report import compare_page, compare_text
+    from dlprof.report.compare import page as compare_page
+    from dlprof.report.compare import text as compare_text
 
     sane = results.ALL[name]()
     data = changed(json.loads(json.dumps(to_json(sane))), random.Random(seed))

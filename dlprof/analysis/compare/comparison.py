@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any, Literal
 
 from dlprof.analysis.compare.predictions import Prediction, prediction
+from dlprof.analysis.compare.rates import Rates, rates
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
 from dlprof.result.stored import plain
-from dlprof.units import count, used_by_others
+from dlprof.units import count, digits, used_by_others
 
 FORMAT = 2
 
@@ -59,6 +60,8 @@ class Comparison:
     measured: tuple[Setting, ...]  # facts that are no settings, where they differ
     not_compared: tuple[str, ...]
     step: Difference | None = None
+    rates: Rates | None = None
+    other_work: tuple[str, ...] = ()  # why a step of B is not known to do the work of one of A
     quantiles: tuple[Difference, ...] = ()  # of the steps, the mean over ranks, by QUANTILES; their noise is not known
     ranks: tuple[Difference, ...] = ()
     time: tuple[Difference, ...] = ()  # by category, the mean over ranks
@@ -99,12 +102,15 @@ def compare(a: Result, b: Result) -> Comparison:
             " of steps that may do different work"
         )
     step = pair.difference("step", a.window.step_ns, b.window.step_ns, a.window.noise_ns, b.window.noise_ns)
-    other_work = [s for s in settings if (s.section, s.name) in _WORK and s.a and s.b]
+    by = rates(a, b)
+    other_work = tuple(_other_work(by, same_ranks, settings, a, b))
     predictable = same_ranks and a.run.device == b.run.device and not other_work
     time, time_by_rank = _times(pair)
     return always(
         (*refused, *_missing(a, b)),
         step=step,
+        rates=by,
+        other_work=other_work,
         quantiles=_quantiles(pair),
         ranks=_ranks(pair) if same_ranks else (),
         time=time,
@@ -113,7 +119,7 @@ def compare(a: Result, b: Result) -> Comparison:
         kernels=_works(pair, "kernel"),
         exchanges=_exchanges(pair),
         prediction=prediction(a, b, step, settings) if predictable else None,
-        doubts=tuple(_doubts(a, b, other_work)),
+        doubts=tuple(_doubts(a, b, other_work, by)),
     )
 
 
@@ -123,6 +129,7 @@ def to_json(c: Comparison) -> dict[str, Any]:
     for name, result in (("a", c.a), ("b", c.b)):
         data[name] = {"run": plain(result.run), "window": plain(result.window) if result.window else None}
     data["step"] = _plain(c.step)
+    data["rates"] = {**plain(c.rates), "ratio": c.rates.ratio, "verdict": c.rates.verdict} if c.rates else None
     data["quantiles"] = [_plain(d) for d in c.quantiles]
     data["ranks"] = [_plain(d) for d in c.ranks]
     data["time"] = [_plain(d) for d in c.time]
@@ -151,7 +158,19 @@ def _refused(a: Result, b: Result) -> Iterator[str]:
             yield f"steps and their parts: the trace of {name} has no step markers"
 
 
-def _doubts(a: Result, b: Result, other_work: Iterable[Setting]) -> Iterator[str]:
+def _other_work(by: Rates | None, same_ranks: bool, settings: Iterable[Setting], a: Result, b: Result) -> Iterator[str]:
+    """Yield the reasons why a step of one run may do other work than one of the other."""
+    if by is not None and not by.same_work:
+        yield f"a step is of {digits(by.a_per_step)} {by.unit} in A and of {digits(by.b_per_step)} in B"
+    if not same_ranks and by is None:
+        yield f"A has {count(a.run.world_size, 'rank')} and B {b.run.world_size}"
+    for s in settings:
+        counted = by is not None and s.name == "batch size"
+        if (s.section, s.name) in _WORK and s.a and s.b and not counted:
+            yield f"{s.name} is {s.a} in A and {s.b} in B"
+
+
+def _doubts(a: Result, b: Result, other_work: Iterable[str], by: Rates | None) -> Iterator[str]:
     assert a.window is not None
     assert b.window is not None
     if a.run.device != b.run.device:
@@ -165,8 +184,9 @@ def _doubts(a: Result, b: Result, other_work: Iterable[Setting]) -> Iterator[str
             f"{traced}'s step is the mean of traced steps, which the profiler slows, {other}'s that of untraced ones:"
             " this alone makes a difference"
         )
-    for s in other_work:
-        yield f"{s.name} is {s.a} in A and {s.b} in B: steps do different work, and A's predictions are not checked"
+    for why in other_work:
+        how = "" if by is None else f", so the runs are compared by {by.unit} a second"
+        yield f"{why}: steps do different work{how}, and A's predictions are not checked"
     for name, result in (("A", a), ("B", b)):
         load = result.foreign_load
         if load is not None and load.disturbs:

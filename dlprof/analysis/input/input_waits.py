@@ -7,7 +7,7 @@ samples'. What one rank waited for another that had no core is gone with what to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -231,6 +231,7 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
     NotMeasured as `trusted` does.
     """
     recorded, now = paces.of(rank), trusted(paces, rank)
+    corrected = correction(paces, rank, now)
     given = [now]
     if recorded.workers and settings.on_cpu(paces.job):
         given.append(replayed(recorded, 0))
@@ -242,11 +243,17 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
         # Two that gained nothing may be the two that make one round of an uneven number; three are enough.
         if n > recorded.workers and since >= 3:
             break
+    return tuple(map(corrected, given))
+
+
+def correction(paces: Paces, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
+    """Return what corrects a rank's forecasts by how far the replay of it as it is, `now`, is off."""
+    recorded = paces.of(rank)
     off = now.step_ns - paces.step_ns(rank)
     # What the loop waited and the replay does not explain, it waited for workers: nothing of that without them.
     waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
-    return tuple(replace(f, step_ns=float(f.step_ns - off - (0.0 if f.workers else queue))) for f in given)
+    return lambda f: replace(f, step_ns=float(f.step_ns - off - (0.0 if f.workers else queue)))
 
 
 def proposed(given: tuple[Forecast, ...]) -> Forecast:

@@ -205,6 +205,19 @@ def _readings(memory: pd.DataFrame) -> pd.DataFrame:
     return memory
 
 
+@across_ranks
+def most_memory(memory_use: Maybe[pd.DataFrame], sample_means: Maybe[pd.DataFrame]) -> float:
+    """Return the most that a rank held on its GPU, else in its process, in bytes; raise NotMeasured without either."""
+    allocated, means = memory_use.or_none(), sample_means.or_none()
+    if allocated is not None and len(allocated):
+        return float(allocated["peak_allocated_bytes"].max())
+    if means is not None:
+        held = means[(means["source"] == "processes") & (means["metric"] == "rss_bytes")]
+        if len(held):
+            return float(held["largest"].max())
+    raise NotMeasured("neither the memory of a GPU nor that of the processes was recorded")
+
+
 def _total_bytes(rank: RankFacts) -> float:
     """Return the memory of the rank's GPU; NaN: unknown."""
     device = rank.facts.get("device") or {}

@@ -90,29 +90,36 @@ def least_of_kernels(
 
 
 @across_ranks
-def pipeline_plans(
+def pipeline_models(
     pipes: list[Pipe], python_in_chunks: Maybe[pd.DataFrame], least_of_kernels: Maybe[pd.DataFrame], job: Job
-) -> pd.DataFrame:
+) -> list[Model]:
+    """Return the model of each pipeline whose schedule is known; raise NotMeasured where there is none."""
+    on_cpu = settings.on_cpu(job)
+    least = (python_in_chunks if on_cpu else least_of_kernels).or_none()
+    least_ns = {} if least is None else by_rank(least, "ns")
+    known = [pipe for pipe in pipes if pipe.is_known]
+    if not known:
+        raise NotMeasured(f"what {min(pipe.schedule for pipe in pipes)} does is not known here")
+    return [Model(p, least_ns, p.hand_over_ns if on_cpu else min(p.hand_over_ns, SEND_START_NS)) for p in known]
+
+
+@across_ranks
+def pipeline_plans(pipeline_models: list[Model], job: Job) -> pd.DataFrame:
     """Return what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
     Columns: ranks (of the pipeline, as `pipeline` has them), change (in words), schedule, microbatches, chunks (stages
     a rank), easy (it is one line of the script), even (it evens out the stages and changes nothing else), step_ns,
     gain_ns (of one call of schedule.step()), bubble (mean over the ranks).
     """
-    on_cpu = settings.on_cpu(job)
-    least = (python_in_chunks if on_cpu else least_of_kernels).or_none()
-    least_ns = {} if least is None else by_rank(least, "ns")
     batch = settings.training_loader(job).get("batch_size")
     rows: list[dict[str, Any]] = []
-    for pipe in (pipe for pipe in pipes if pipe.is_known):
-        model = _Model(pipe, least_ns, pipe.hand_over_ns if on_cpu else min(pipe.hand_over_ns, SEND_START_NS))
+    for model in pipeline_models:
+        pipe = model.pipe
         ranks, busy = ", ".join(map(str, pipe.ranks)), float(np.mean(list(pipe.busy_ns.values())))
         for plan in _plans(pipe, batch):
             step = model.step(plan)
             then = {"step_ns": step, "gain_ns": pipe.step_ns - step, "bubble": max(0.0, 1 - busy / step)}
             rows.append({"ranks": ranks, **vars(plan), **then})
-    if not rows:
-        raise NotMeasured(f"what {min(pipe.schedule for pipe in pipes)} does is not known here")
     return pd.DataFrame(rows)
 
 
@@ -136,7 +143,7 @@ def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
     """A pipeline as the sum of its parts, which can be put together anew. All times in ns."""
 
     pipe: Pipe
@@ -157,6 +164,22 @@ class _Model:
         """By what the replay of the pipeline as it is differs from what was measured."""
         pipe = self.pipe
         return pipe.step_ns / self._replayed(_Plan("", pipe.schedule, pipe.microbatches, pipe.chunks))
+
+    def step_with(self, *, schedule: str | None = None, microbatches: int | None = None, even: bool = False) -> float:
+        """Return how long the step takes with other settings, and even stages, ns.
+
+        Raises NotMeasured where such a schedule cannot run, or is not known.
+        """
+        pipe = self.pipe
+        names = {short(name).lower(): name for name in SCHEDULES}
+        chosen = names.get(short(schedule).lower(), schedule) if schedule else pipe.schedule
+        plan = _Plan("", chosen, microbatches or pipe.microbatches, pipe.chunks)
+        if not runs(chosen, len(pipe.ranks), plan.microbatches, pipe.chunks):
+            stages = f"{pipe.chunks} stages a rank and {plan.microbatches} micro-batches"
+            raise NotMeasured(f"{short(chosen)} does not run with {stages} on {len(pipe.ranks)} ranks")
+        # The stages are as uneven by any schedule.
+        left = 1 - pipe.saved_by_even_ns / pipe.step_ns if even else 1.0
+        return left * self.step(plan)
 
     def step(self, plan: _Plan) -> float:
         """Return how long the step takes by a plan, ns."""

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, per_rank
+from dlprof.analysis.engine import Maybe, across_ranks, per_rank
 from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, standard_error, stretch_means
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.traced import TracedSteps
-from dlprof.result import QUANTILES
+from dlprof.result import MOST_LENGTHS, QUANTILES
 
 # So many standard errors a figure must be away from nothing: what comes and goes by chance is no finding.
 LEAST_NOISE = 2.0
@@ -29,6 +29,22 @@ def spread(timing: Timing) -> pd.DataFrame:
         noise = max(noise, standard_error(stretch_means(timing.even)))
     quantiles = {f"q{i}": float(q) for i, q in enumerate(np.quantile(timing.lengths, QUANTILES))}
     return pd.DataFrame([{"steps": timing.steps, "step_ns": timing.step_ns, "noise_ns": noise, **quantiles}])
+
+
+@per_rank
+def step_lengths(timing: Timing) -> pd.DataFrame:
+    """Return steady steps in their order: place, length_ns. Of many, MOST_LENGTHS are drawn, the same on all ranks."""
+    place = np.arange(timing.steps, dtype=np.uint64)
+    # By a hash of the place: steps that are periodically longer are neither all drawn nor all left out.
+    drawn = np.sort(np.argsort(place * np.uint64(2_654_435_761) % np.uint64(2**32))[:MOST_LENGTHS])
+    return pd.DataFrame({"place": drawn, "length_ns": timing.lengths[drawn].astype(float)})
+
+
+@across_ranks
+def lengths_ns(step_lengths: pd.DataFrame) -> tuple[float, ...]:
+    """Return the lengths of the steps that all ranks have, the mean over the ranks, in ns."""
+    by = step_lengths.groupby("place")["length_ns"].agg(["mean", "size"])
+    return tuple(by.loc[by["size"] == step_lengths["rank"].nunique(), "mean"].round().tolist())
 
 
 @per_rank

@@ -87,6 +87,10 @@ class WhatIf:
         """Return how long the step is with other durations of its work, as a multiple of the step."""
         return self._ratio(self.replay.step_ns(self._kept(), durations))
 
+    def ratio(self, durations: NDArray[np.int64], *, fetch: float = 1.0, host: float = 1.0) -> float:
+        """Return the same with only a share left of the wait for data, and of the host's calls and Python."""
+        return self._ratio(self.replay.step_ns(self._kept(fetch, host, host), durations))
+
     def _ratio(self, then_ns: float) -> float:
         return then_ns / self.step_ns if self.step_ns > 0 else 1.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections import Counter
@@ -100,7 +101,7 @@ class Facts:
             "calls": observed.calls.facts(),
             "directory": observed.calls.directory,
             "matmul": _ask(_matmul),
-            "step": {"mark": recorder.clock.mark},
+            "step": {"mark": recorder.clock.mark, "told": observed.told},
             "pipeline": observed.pipeline,
             "window": recorder.window,
             "flops": recorder.flops,
@@ -231,6 +232,7 @@ def _model(model: Any) -> dict[str, Any]:
     images = [m.weight for m in modules if isinstance(m, torch.nn.Conv2d)]
     names = [type(m).__name__ for m in modules]
     ddp = next((m for m in modules if type(m).__name__ == "DistributedDataParallel"), None)
+    fsdp = any("FSDP" in name or name == "FullyShardedDataParallel" for name in names)
     return {
         "class": _ask(_inner_class, model, name="the model's class") or type(model).__name__,
         **_answers(
@@ -245,10 +247,30 @@ def _model(model: Any) -> dict[str, Any]:
             ),
             channels_last=lambda: _channels_last(images[0]) if images else None,
             ddp=lambda: _ddp(ddp) if ddp is not None else None,
+            tensor_parallel=lambda: _tensor_parallel(parameters, fsdp=fsdp),
+            reads_sequences=lambda: any(map(_SEQUENTIAL.search, names)),
+            batch_first=lambda: all(getattr(m, "batch_first", True) is not False for m in modules),
         ),
         "data_parallel": "DataParallel" in names,
-        "fsdp": any("FSDP" in name or name == "FullyShardedDataParallel" for name in names),
+        "fsdp": fsdp,
     }
+
+
+# Classes of modules that work along a sequence.
+_SEQUENTIAL = re.compile(r"attention|transformer|attn|lstm|gru|rnn|mamba|rwkv|gpt|llama|bert", re.IGNORECASE)
+
+
+def _tensor_parallel(parameters: Sequence[Any], *, fsdp: bool) -> int:
+    """Return among how many ranks layers are cut up, all of which get the same batch; 1: they are not.
+
+    FSDP cuts up parameters along the first dimension of its mesh, tensor parallelism along the last one.
+    """
+    most = 1
+    for parameter in parameters:
+        mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+        if mesh is not None and (not fsdp or sum(not p.is_replicate() for p in placements) > 1):
+            most = max(most, int(mesh.size(mesh.ndim - 1)))
+    return most
 
 
 def _bytes(parameter: Any) -> int:

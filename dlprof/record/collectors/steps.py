@@ -21,7 +21,7 @@ _SHARED_NS = 40_000_000
 _LINE = (
     '{"step":%s,"kind":"%s","start_ns":%s,"dur_ns":%s,"lead_ns":%s,"fetch_ns":%s,"forward_ns":%s,"backward_ns":%s,'
     '"optimizer_ns":%s,"device_step_ns":%s,"fetches":%s,"forwards":%s,"backwards":%s,'
-    '"optimizer_steps":%s,"unused_forward_ns":%s,"profiled":%s,"first":%s%s}\n'
+    '"optimizer_steps":%s,"unused_forward_ns":%s,"samples":%s,"inputs":%s,"tokens":%s,"profiled":%s,"first":%s%s}\n'
 )
 
 # Steps whose device time is still outstanding; a device that is further behind than this loses it, not the step. About
@@ -150,5 +150,5 @@ class Steps:
 
 def _figures(step: Step, device: int) -> tuple[int, ...]:
     """Return what a line of several steps has the sums of, in its order; −1: not measured."""
-    _, _, dur, lead, fetch, forward, backward, optimizer, fetches, forwards, backwards, steps, _, _, _, unused = step
-    return (dur, lead, fetch, forward, backward, optimizer, device, fetches, forwards, backwards, steps, unused)
+    _, _, *times, fetches, forwards, backwards, steps, _, _, _, unused, samples, inputs, tokens = step
+    return (*times, device, fetches, forwards, backwards, steps, unused, samples, inputs, tokens)

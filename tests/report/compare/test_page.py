@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dlprof.report import compare_page
+from dlprof.report.compare import page as compare_page
 from tests.fixtures import comparisons
 from tests.fixtures.pages import Page
 

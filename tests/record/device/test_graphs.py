@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dlprof.record.collectors.steps import Steps
-from dlprof.record.graphs import Graphs
+from dlprof.record.device.graphs import Graphs
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.jobs import facts, launch, record, rows
@@ -39,7 +39,7 @@ class Job:
 
     def fetch(self) -> None:
         assert self.recorder.clock.begin_fetch(self.iterator, first=False)
-        self.recorder.clock.end_fetch(self.iterator)
+        self.recorder.clock.end_fetch(self.iterator, None)
 
     def forward(self, inside: Callable[[], object] = lambda: None) -> None:
         assert self.recorder.clock.begin_forward(self.model)

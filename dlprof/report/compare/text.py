@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
 from dlprof.analysis.compare.predictions import Prediction
 from dlprof.analysis.compare.settings_diff import Setting
-from dlprof.analysis.compare.significance import Difference
+from dlprof.analysis.compare.significance import Difference, Verdict
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.terminal import NARROWEST, columns, legend, painter, stripe, wrap
 from dlprof.result import Result, TimePart
-from dlprof.units import MINUS, UNKNOWN
+from dlprof.units import MINUS, UNKNOWN, digits
 
 MOST_REACHED = 3.0  # of a predicted gain; of a gain of next to nothing any other is a large multiple
 MOST_ROWS = 6  # of operators, kernels, collectives and settings; the page has them all
@@ -84,11 +84,20 @@ def headline(c: Comparison) -> tuple[str, str]:
     return _verdict(c), came_true(c.prediction, c.step) if c.prediction and c.step else ""
 
 
+def verdict_of(c: Comparison) -> Verdict:
+    """Return whether B is faster or slower: by samples a second where steps do different work, else by the step."""
+    if c.other_work:
+        return c.rates.verdict if c.rates else "unknown"
+    return c.step.verdict if c.step else "unknown"
+
+
 def _verdict(c: Comparison) -> str:
     d = c.step
     if d is None or d.a_ns is None or d.b_ns is None:
         return "The steps of these runs cannot be compared."
     a, b = formatting.duration(d.a_ns), formatting.duration(d.b_ns)
+    if c.other_work:
+        return _of_other_work(c, a, b)
     if d.verdict == "noise":
         return f"No difference beyond noise: a step takes {a} in A and {b} in B."
     if d.verdict == "unknown":
@@ -97,6 +106,23 @@ def _verdict(c: Comparison) -> str:
     if d.verdict == "faster":
         return f"B is {factor} faster: a step takes {b} instead of {a}."
     return f"B takes {factor} as long: a step takes {b} instead of {a}."
+
+
+def _of_other_work(c: Comparison, a: str, b: str) -> str:
+    """Return the verdict on runs whose steps (which take a and b) do different work: by samples a second."""
+    r = c.rates
+    if r is None:
+        return f"A step takes {a} in A and {b} in B, but they do different work: {c.other_work[0]}."
+    rank = " and rank" if r.of == "rank" else ""
+    per_s = [f"{digits(n)} {r.unit} a second{rank}" for n in (r.a_per_s, r.b_per_s)]
+    steps = f"a step takes {a} in A and {b} in B, of {digits(r.a_per_step)} and {digits(r.b_per_step)} {r.unit}"
+    if r.verdict == "noise":
+        return f"No difference beyond noise: {per_s[0]} in A and {digits(r.b_per_s)} in B ({steps})."
+    if r.verdict == "unknown":
+        return f"A trains on {per_s[0]}, B on {digits(r.b_per_s)}; how much of that is noise is not known ({steps})."
+    if r.verdict == "faster":
+        return f"B is {formatting.times(r.ratio)} faster: {per_s[1]} instead of {digits(r.a_per_s)} ({steps})."
+    return f"B takes {formatting.times(1 / r.ratio)} as long: {per_s[1]} instead of {digits(r.a_per_s)} ({steps})."
 
 
 def came_true(prediction: Prediction, step: Difference) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dlprof.analysis.compare.predictions import CameTrue
-from dlprof.report import compare_text
+from dlprof.report.compare import text as compare_text
 from dlprof.report.terminal import columns
 from tests.fixtures import comparisons
 

@@ -10,7 +10,8 @@ from markupsafe import Markup
 from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
 from dlprof.analysis.compare.significance import NOISE, Difference
 from dlprof.plain import plain
-from dlprof.report import compare_text, formatting, html, looks
+from dlprof.report import formatting, html, looks
+from dlprof.report.compare import text as compare_text
 from dlprof.report.figures.drawing import ON_LIGHT, inside
 from dlprof.result import Result
 from dlprof.units import MINUS, UNKNOWN, digits
@@ -73,14 +74,13 @@ class Row:
 def render(c: Comparison) -> str:
     """Return the page as text."""
     first, second = compare_text.headline(c)
-    d = c.step
     return html.template("compare.html").render(
         title=f"{formatting.name(c.a)} · {plain(first, 120)}",
         css=Markup(html.asset("page.css") + html.asset("compare.css")),
         colours=html.colours() + _inks(),
         policy=POLICY,
         headline=html.emphasised(first, ""),
-        good=d is not None and d.verdict in ("faster", "noise"),
+        good=compare_text.verdict_of(c) in ("faster", "noise"),
         second=second,
         runs=[("A", c.a.run.path, _lede(c.a)), ("B", c.b.run.path, _lede(c.b))],
         notices=[*c.doubts, *(f"Not compared: {why}." for why in c.not_compared)],
@@ -129,6 +129,15 @@ def _tiles(c: Comparison) -> list[html.Tile]:
     if d is None or d.a_ns is None or d.b_ns is None or d.ns is None:
         return []
     difference = f"{MINUS if d.ns < 0 else '+'}{formatting.duration(abs(d.ns))}"
+    if c.other_work and c.rates is not None:
+        r = c.rates
+        return [
+            html.Tile(digits(r.a_per_s), f"{r.unit} a second of A"),
+            html.Tile(digits(r.b_per_s), f"{r.unit} a second of B"),
+            html.Tile(formatting.times(r.ratio), f"the {r.unit} a second of A"),
+            html.Tile(formatting.duration(d.a_ns), f"a step of A, of {digits(r.a_per_step)} {r.unit}"),
+            html.Tile(formatting.duration(d.b_ns), f"a step of B, of {digits(r.b_per_step)} {r.unit}"),
+        ]
     tiles = [
         html.Tile(formatting.duration(d.a_ns), "mean steady step of A"),
         html.Tile(formatting.duration(d.b_ns), "mean steady step of B"),
@@ -140,7 +149,7 @@ def _tiles(c: Comparison) -> list[html.Tile]:
         tiles.append(html.Tile(most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
         if compare_text.came_near(p):
             tiles.append(html.Tile(formatting.percent(p.reached or 0.0), "of the predicted gain was measured"))
-    elif d.a_ns and d.b_ns:
+    elif d.a_ns and d.b_ns and not c.other_work:
         tiles.append(html.Tile(formatting.times(d.a_ns / d.b_ns), "the steps per second of A"))
     return tiles
 

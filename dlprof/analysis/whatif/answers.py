@@ -1,0 +1,272 @@
+"""What a run's step would be with the changes that a user asks for: each alone, and all of them together.
+
+A rank's own step is replayed (replays.py); where its loader was recorded, its batches are replayed beside that, so that
+a device twice as fast shows the loader that cannot keep up. Ranks are then settled as everywhere: the job is as fast as
+its slowest. What is not in the recording is said with each answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis import settings, subjects
+from dlprof.analysis.communication.exchange_plans import Fit
+from dlprof.analysis.engine import ALSO, Job, Maybe, Measured, MeasureFailed, Progress, by_rank, measure
+from dlprof.analysis.input.fetch_replay import Pace, replayed
+from dlprof.analysis.input.input_waits import correction, trusted
+from dlprof.analysis.input.paces import Paces
+from dlprof.analysis.pipeline.pipeline_plans import Model
+from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.savings import saving, saving_input
+from dlprof.analysis.whatif.asked import PERFECT, Asked
+from dlprof.analysis.whatif.replays import COLUMNS, replays
+from dlprof.errors import NotMeasured
+from dlprof.read.run import Run
+from dlprof.result.throughput import Throughput
+from dlprof.result.whatif import Answer, Answers
+
+subjects.check(lambda: None)  # whose import makes all measures known
+
+# Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.
+_MOST_RANKS = 32
+
+# What a CPU job's step is made of that is faster with a faster CPU.
+_COMPUTED = ("computation", "optimizer_host", "host")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What of a run the answers are made from. Its fields are needs: the engine fills them."""
+
+    job: Job
+    mean_step_ns: float
+    own_time: pd.DataFrame
+    step_series: Maybe[pd.DataFrame]
+    breakdown: Maybe[pd.DataFrame]
+    input_waits: Maybe[pd.DataFrame]
+    paces: Maybe[Paces]
+    exposed_transfer: Maybe[pd.Series[float]]
+    fitted: Maybe[Fit | None]
+    transfers: Maybe[pd.DataFrame]
+    pipeline_models: Maybe[list[Model]]
+    throughput: Maybe[Throughput]
+
+
+def answers(run: Run, asked: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
+    """Return what the changes give on a run; raise NotMeasured where no step of it is known."""
+    singles = tuple(asked.singles)
+    every = (*singles, asked) if len(singles) > 1 else singles
+    measured = measure(run, [Known], jobs, progress, also=partial(replays, (Asked(), *every)))
+    return answered(measured, every, len(singles))
+
+
+def predictions(run: Run, asked: Sequence[Asked]) -> list[Answer]:
+    """Return what each of several changes gives alone; raise NotMeasured where no step of the run is known."""
+    measured = measure(run, [Known], also=partial(replays, (Asked(), *asked)))
+    return list(answered(measured, asked, len(asked)).alone)
+
+
+def answered(measured: Measured, every: Sequence[Asked], singles: int) -> Answers:
+    """Return the answers from what was measured: of `every`, the first so many are single changes."""
+    try:
+        known = measured.call(Known)
+    except MeasureFailed as e:
+        raise NotMeasured(f"dlprof failed to measure it: {e}") from None
+    try:
+        frame = measured.frame(ALSO)
+    except NotMeasured:
+        frame = pd.DataFrame(columns=["rank", *COLUMNS])
+    alone = tuple(_answer(known, one, _Replayed(frame, n)) for n, one in enumerate(every[:singles], 1))
+    together = None
+    if len(every) > singles:
+        # What cannot be known alone has no part in it.
+        lacking = [one for one, a in zip(every, alone, strict=False) if a.step_ns is None]
+        asked = every[singles].without(lacking)
+        together = _answer(known, asked, _Replayed(frame, singles + 1)) if asked.named else None
+    return Answers(known.mean_step_ns, alone, together, known.throughput.or_none())
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """The replays of all ranks with one change; place 0 of `frame` is the ranks as they are."""
+
+    frame: pd.DataFrame
+    place: int
+
+    def ratio(self, rank: int, fetch: float, left: float = 1.0) -> float | None:
+        """Return the step of a rank as a multiple of its step as it is; None where it was not replayed."""
+        return self._of(self.place, rank, fetch, left)
+
+    def without_fetch(self, rank: int) -> float | None:
+        """Return the same of the rank as it is, but for its wait for data."""
+        return self._of(0, rank, 0.0, 1.0)
+
+    def _of(self, place: int, rank: int, fetch: float, left: float) -> float | None:
+        f = self.frame
+        mine = f[(f["rank"] == rank) & (f["change"] == place) & (f["fetch"] == fetch)].sort_values("communication")
+        if not len(mine):
+            return None
+        return float(np.interp(left, mine["communication"], mine["ratio"]))
+
+
+def _answer(known: Known, asked: Asked, replayed: _Replayed) -> Answer:
+    try:
+        step, unknown = _step(known, asked, replayed)
+    except NotMeasured as e:
+        return Answer(asked.named, None, str(e))
+    return Answer(asked.named, step, unknown=tuple(dict.fromkeys(unknown)))
+
+
+def _step(known: Known, asked: Asked, replays: _Replayed) -> tuple[float, list[str]]:
+    """Return the mean steady step with some changes, and what is not known of it; raise NotMeasured."""
+    unknown: list[str] = []
+    factor = _of_pipeline(known, asked, unknown) if asked.of_pipeline else 1.0
+    local = replace(asked, stages=False, microbatches=None, schedule=None)
+    gone: dict[int, float] = {}
+    if local.named:
+        own = known.own_time.set_index("rank")["own_ns"]
+        slowest = own.sort_values(ascending=False).index[:_MOST_RANKS]
+        for rank in slowest:
+            gone[int(rank)] = _gained(known, local, replays, int(rank), float(own[rank]), unknown)
+        like = float(np.mean([gone[r] / max(own[r], 1.0) for r in gone]))
+        gone |= {int(r): like * float(own[r]) for r in own.index if r not in gone}
+    gain = _settled(known, local, gone) if gone else 0.0
+    if asked.device is not None and settings.on_cpu(known.job) and len(known.job.ranks) > 1:
+        unknown.append("ranks that share a host may share its memory bandwidth, which is no faster")
+    return max((known.mean_step_ns - gain) * factor, 0.0), unknown
+
+
+def _settled(known: Known, asked: Asked, gone: Mapping[int, float]) -> float:
+    """Return how much shorter the job's step is where each rank's own time is shorter by so much; below 0: longer."""
+    series = known.step_series.or_none()
+    if asked == Asked(input=PERFECT) and series is not None:
+        return saving_input(series, known.own_time, gone)
+    if min(gone.values()) >= 0:
+        return saving(known.own_time, gone)
+    own = known.own_time.set_index("rank")["own_ns"]
+    return float(own.max() - max(own[r] - ns for r, ns in gone.items()))
+
+
+def _gained(known: Known, asked: Asked, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
+    """Return how much shorter a rank's own time is, ns; below 0: longer."""
+    cpu = settings.on_cpu(known.job)
+    left = _communication_left(known, asked, rank, unknown) if asked.network is not None and not cpu else 1.0
+    now, then = replays.without_fetch(rank), replays.ratio(rank, 0.0, left)
+    if now is None or then is None:
+        if not cpu:
+            raise NotMeasured("the traced steps cannot be replayed: the trace lacks launches, or steps")
+        return _gained_on_cpu(known, asked, rank, own_ns, unknown)
+    step = known.mean_step_ns
+    if asked.input == PERFECT:
+        return (1 - then) * step
+    paces = known.paces.or_none()
+    if paces is not None and not _lacks_paces(paces, rank):
+        return step - _with_loader(paces, rank, asked, then / now if now else 1.0)
+    if asked.of_input:
+        raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
+    if asked.device is not None or asked.host is not None:
+        unknown.append("whether the loader keeps up with faster steps is not known: its batches were not recorded")
+    whole = replays.ratio(rank, 1.0, left)
+    return (1 - (then if whole is None else whole)) * step
+
+
+def _gained_on_cpu(known: Known, asked: Asked, rank: int, own_ns: float, unknown: list[str]) -> float:
+    """Return the same for a rank without a device: its parts of the step, each as much shorter as asked."""
+    if asked.host is not None or asked.copies is not None:
+        raise NotMeasured("the job trains on the CPU: device is what computes there, and nothing is copied")
+    frame = known.breakdown.get()
+
+    def of(*categories: str) -> float:
+        return part(frame, *categories).get(rank, 0.0)
+
+    removed = 0.0
+    if asked.device is not None:
+        removed += of(*_COMPUTED) * (1 - 1 / asked.device)
+    if asked.network is not None:
+        transfer = float(known.exposed_transfer.get().get(rank, 0.0))
+        removed += transfer * (1 - 1 / asked.network)
+        unknown.append("what of a transfer is starting it, which a faster network leaves, is not known on a CPU")
+    waits = known.input_waits.or_none()
+    wait = 0.0 if waits is None else by_rank(waits, "wait_ns").get(rank, 0.0)
+    if asked.input == PERFECT:
+        if waits is None:
+            raise NotMeasured(known.input_waits.why())
+        return removed + wait
+    paces = known.paces.or_none()
+    if paces is not None and not _lacks_paces(paces, rank):
+        loop = max(own_ns - wait, 1.0)
+        return known.mean_step_ns - _with_loader(paces, rank, asked, max(loop - removed, 1.0) / loop)
+    if asked.of_input:
+        raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
+    return removed
+
+
+def _with_loader(paces: Paces, rank: int, asked: Asked, own: float) -> float:
+    """Return a rank's step where the loop's own work takes `own` times as long, and batches are made as asked."""
+    now, pace = trusted(paces, rank), paces.of(rank)
+    then = replace(pace, own=pace.own * own)
+    if asked.input is not None:
+        then = _made_faster(then, asked.input)
+    workers = pace.workers if asked.workers is None else asked.workers
+    return correction(paces, rank, now)(replayed(then, workers)).step_ns
+
+
+def _made_faster(pace: Pace, factor: float) -> Pace:
+    return replace(
+        pace,
+        fetch=pace.fetch / factor,
+        fetch_cpu=pace.fetch_cpu / factor,
+        collate=pace.collate / factor,
+        collate_cpu=pace.collate_cpu / factor,
+        others_cpu=pace.others_cpu / factor,
+    )
+
+
+def _lacks_paces(paces: Paces, rank: int) -> bool:
+    try:
+        trusted(paces, rank)
+    except NotMeasured:
+        return True
+    return False
+
+
+def _why(known: Known, rank: int) -> str:
+    try:
+        trusted(known.paces.get(), rank)
+    except NotMeasured as e:
+        return str(e)
+    return ""
+
+
+def _communication_left(known: Known, asked: Asked, rank: int, unknown: list[str]) -> float:
+    """Return what share of a rank's collectives is left on a network so many times as fast: its waiting all stays."""
+    assert asked.network is not None
+    exposed_transfer = known.exposed_transfer.get()
+    exposed = part(known.breakdown.get(), "communication").get(rank, 0.0)
+    moves = min(float(exposed_transfer.get(rank, 0.0)) / exposed, 1.0) if exposed > 0 else 1.0
+    fit, transfers = known.fitted.or_none(), known.transfers.or_none()
+    if asked.network == PERFECT:
+        return 1 - moves
+    if fit is None or transfers is None:
+        unknown.append("what of a collective is starting it, which a faster network leaves, is not known")
+    else:
+        sized = transfers.loc[transfers["bytes"] > 0, "bytes"]
+        moving = float(sized.sum()) * fit.byte_ns
+        moves *= moving / max(moving + len(sized) * fit.start_ns, 1.0)
+    return 1 - moves * (1 - 1 / asked.network)
+
+
+def _of_pipeline(known: Known, asked: Asked, unknown: list[str]) -> float:
+    """Return the pipeline's step with other settings as a multiple of what it is: the slowest of several counts."""
+    if asked.device is not None or asked.network is not None:
+        unknown.append("a pipeline's gain is taken to be the same share of a step that is faster anyway")
+    ratios = []
+    for model in known.pipeline_models.get():
+        then = model.step_with(schedule=asked.schedule, microbatches=asked.microbatches, even=asked.stages)
+        ratios.append(1 - (model.pipe.step_ns - then) * model.pipe.calls_a_step / known.mean_step_ns)
+    return max(ratios, default=1.0)

@@ -1,0 +1,133 @@
+"""`dlprof sweep NAME=VALUES -- SCRIPT`: the job with each of several values of its settings, measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from dlprof.commands import form, out, quiet, say, show
+from dlprof.errors import DlprofError
+
+
+class _Sweep(click.Command):
+    """Takes everything after `--` as the command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta["dlprof.command"] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+@click.command(cls=_Sweep, short_help="Measure a job with each of several values of its settings.")
+@click.argument("axes", nargs=-1, required=True, metavar="NAME=VALUES... -- SCRIPT.py [ARGS]...")
+@click.option(
+    "--minutes", type=click.FloatRange(0.1, 10_000), default=30.0, show_default=True, help="How long it may take."
+)
+@click.option(
+    "--steps", type=click.IntRange(8, 1_000_000), default=30, show_default=True, help="Steady steps of each run."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100), default=2, show_default=True, help="How often each point is measured."
+)
+@click.option("--no-predict", is_flag=True, help="Do not record the job first to predict the curve of its workers.")
+@click.option("--allow-numerics", is_flag=True, help="Allow settings with which the job computes other numbers.")
+@click.option("--copy", is_flag=True, help="Run in a new copy of the working directory each time.")
+@click.option("--list", "listed", is_flag=True, help="Print the points, and run nothing.")
+@out("Folder of the sweep; one that holds this sweep already is gone on with. [default: a new dlprof-sweep]")
+@form
+@show
+@quiet
+@click.pass_context
+def sweep(
+    ctx: click.Context,
+    axes: tuple[str, ...],
+    minutes: float,
+    steps: int,
+    rounds: int,
+    no_predict: bool,
+    allow_numerics: bool,
+    copy: bool,
+    listed: bool,
+    out: Path | None,
+    form: str,
+    show: bool,
+    quiet: bool,
+) -> None:
+    """Run an unedited script with each of several values of its settings, and show the curve.
+
+    \b
+    dlprof sweep loader.num_workers=0,1,2,4,8 -- train.py --lr 0.1
+    dlprof sweep loader.num_workers=0..4 torch.num_threads=1,2 -- train.py
+    dlprof sweep batch=8..64*2 -- train.py --batch-size {batch}
+    dlprof sweep n=1,2,4 -- torchrun --nproc-per-node {n} train.py
+
+    NAME is a setting of `dlprof explain settings`, or stands as {NAME} in the command. VALUES: by commas, A..B,
+    A..B..STEP or A..B*FACTOR; several axes make a grid. Each point starts the job anew and ends it after some steady
+    steps, in rounds, so that a machine that drifts does so to all points. What it writes, it writes each time. After
+    Ctrl-C, or when the time is up, the same command with -o of its folder goes on.
+    """  # noqa: D301 - \b keeps these lines apart in click's help
+    from dlprof.commands.report import print_summary, shown, write_summary
+    from dlprof.overrides import changes_numbers
+    from dlprof.report.compare.sweep import summary
+    from dlprof.result.sweep import to_json
+    from dlprof.trial.job import Job
+    from dlprof.trial.stopping import stopping
+    from dlprof.trial.sweep.axes import axis, grid, placeholders, settings
+    from dlprof.trial.sweep.sweeping import Options, begun, swept
+
+    words = ctx.meta["dlprof.command"]
+    if not words:
+        raise click.UsageError("name the script after --: dlprof sweep loader.num_workers=0,2 -- train.py")
+    if os.environ.get("DLPROF_RUN"):
+        raise DlprofError(f"this already runs under dlprof, which records into {os.environ['DLPROF_RUN']}")
+    python = words[0].endswith(".py") or words[0].startswith("-m")
+    command = (sys.executable, *words) if python else words
+    try:
+        asked = [axis(word) for word in axes]
+        of_command = placeholders(asked, command)
+        points = grid(asked)
+    except DlprofError as e:
+        raise click.UsageError(str(e)) from None
+    other = sorted({n for p in points for n in changes_numbers(settings(p, of_command))})
+    if other and not allow_numerics:
+        raise click.UsageError(f"{', '.join(other)}: the job then computes other numbers; --allow-numerics allows it")
+    if listed:
+        for point in points:
+            say(" ".join(f"{n}={v}" for n, v in point.items()))
+        return
+    folder = out or _new()
+    options = Options(minutes, steps, rounds, not no_predict, copy, allow_numerics)
+    going = begun(command, asked, folder, options)
+    job = Job(command, Path.cwd(), {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}, {})
+
+    def tell(line: str) -> None:
+        if not quiet:
+            say(f"dlprof: {line}", err=True)
+
+    tell(f"{len(points)} points, {rounds} rounds, for at most {minutes:g} minutes, in {shown(folder)}")
+    with stopping() as asks:
+        done = swept(going, job, folder, options, asks, tell)
+    said = summary(done)
+    if any(p.readings for p in done.points):
+        write_summary(said, to_json(done), "sweep", "", folder, form, show=show)
+    else:
+        print_summary(said, to_json(done), form)
+    if asks.by:
+        raise SystemExit(128 + asks.by)
+    if not any(p.readings for p in done.points):
+        raise SystemExit(1)
+
+
+def _new() -> Path:
+    """Make and return a new folder; raise DlprofError where that fails."""
+    from dlprof.files import writing
+    from dlprof.record.launch.folder import make_first
+
+    with writing("a folder for the sweep", "; -o names another one"):
+        made = make_first(Path("dlprof-sweep" if n == 1 else f"dlprof-sweep-{n}") for n in range(1, 1000))
+    if made is None:
+        raise DlprofError("a thousand folders dlprof-sweep are here already; -o names another")
+    return made

@@ -1,0 +1,1 @@
+"""Several runs: a comparison of two, and what is said of more."""

@@ -1,0 +1,147 @@
+"""What a command says of several runs, or of one in several ways: for the terminal, and as a page; summary.html.
+
+It is a verdict, a table and further panels, whatever the command: a ladder of runs, a sweep, a what-if, a history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from dlprof.marks import __version__
+from dlprof.plain import NBSP, plain
+from dlprof.report import formatting, html, looks
+from dlprof.report.figures import shapes
+from dlprof.report.terminal import NARROWEST, columns, painter, wrap
+from dlprof.result import Panel
+from dlprof.units import UNKNOWN
+
+_BAR = 16  # columns of the longest bar in a terminal
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A verdict in one or two sentences, warnings, figures in large type, a table, and panels of any shape.
+
+    `bars` names the column of the table that has bars in a terminal. `good`: nothing needs the reader's attention.
+    """
+
+    name: str
+    headline: str
+    table: Panel
+    second: str = ""
+    lede: str = ""
+    notices: tuple[str, ...] = ()
+    tiles: tuple[tuple[str, str], ...] = ()  # value and name
+    panels: tuple[Panel, ...] = ()
+    bars: str = ""
+    good: bool = True
+
+
+def page(s: Summary) -> str:
+    """Return the page as text; write it as html.render's."""
+    figures = [(f"figure-{i}", shapes.panel(p)) for i, p in enumerate((*s.panels, s.table), 1)]
+    specs = {key: figure.spec for key, figure in figures if figure.spec}
+    return html.template("summary.html").render(
+        title=f"{s.name} · {plain(s.headline, 120)}",
+        css=Markup(html.asset("page.css")),
+        scripts=tuple(Markup(script) for script in html.scripts()),
+        policy=html.policy(),
+        colours=html.colours(),
+        data=html.data(specs),
+        name=s.name,
+        headline=html.emphasised(plain(s.headline, 600), ""),
+        second=s.second,
+        lede=s.lede,
+        good=s.good,
+        notices=s.notices,
+        tiles=[html.Tile(*tile) for tile in s.tiles],
+        figures=figures,
+        looks=looks.DRAWN,
+        look=looks.look,
+        dlprof=__version__,
+    )
+
+
+def text(s: Summary, width: int = 80, colour: bool = False) -> str:
+    """Return the same as lines of at most `width` columns (40 at least), in colours if asked; of panels the table."""
+    width = max(width, NARROWEST)
+    paint = painter(colour)
+    lines = [*wrap(plain(s.lede, 400), width), ""] if s.lede else []
+    lines += [paint(line, "1") for line in wrap(plain(s.headline, 600), width, "  ")]
+    lines += wrap(plain(s.second, 600), width, "  ") if s.second else []
+    if s.notices:
+        lines.append("")
+    for notice in s.notices:
+        lines += [paint(line, "33") for line in wrap(plain(notice, 600), width, "  ! ", "    ")]
+    if s.table.rows:
+        lines += ["", *_table(s, width)]
+    if s.table.note:
+        lines += ["", *wrap(plain(s.table.note, 600), width, "  ")]
+    return "\n".join(line.replace(NBSP, " ").rstrip() for line in lines) + "\n"
+
+
+def _table(s: Summary, width: int) -> list[str]:
+    """Return the table in columns where they fit, else each row as a sentence of its cells."""
+    names = s.table.columns
+    shown = [[formatting.cell(v, c) for v, c in zip(row, names, strict=True)] for row in s.table.rows]
+    heads = [formatting.header(c) for c in names]
+    right = [_is_figure([row[i] for row in s.table.rows]) for i in range(len(names))]
+    if s.bars in names:
+        at = names.index(s.bars)
+        for row, bar in zip(shown, _bars([row[at] for row in s.table.rows]), strict=True):
+            row.insert(at + 1, bar)
+        heads.insert(at + 1, "")
+        right.insert(at + 1, False)
+    # A column that says nothing of any row is left out.
+    kept = [i for i in range(len(heads)) if i == 0 or {row[i] for row in shown} - {UNKNOWN, ""}]
+    heads, right = [heads[i] for i in kept], [right[i] for i in kept]
+    shown = [[row[i] for i in kept] for row in shown]
+    widths = [max(columns(row[i]) for row in [heads, *shown]) for i in range(len(heads))]
+    last = 0 if right and right[-1] else widths[-1]
+    fixed = 2 * (len(widths) + 1) + sum(widths) - last
+    if fixed + min(last, 24) > width:
+        lines = []
+        for row in shown:
+            cells = [f"{head}: {cell}" if head else cell for head, cell in zip(heads[1:], row[1:], strict=True) if cell]
+            lines += wrap(f"{row[0]}  {', '.join(cells)}", width, "  ", "    ")
+        return lines
+    widths[-1] = min(widths[-1], width - fixed) if last else widths[-1]
+    lines = []
+    for row in [heads, *shown]:
+        *before, end = row
+        cells = [_set(cell, w, of) for cell, w, of in zip(before, widths, right, strict=False)]
+        start = "  " + "".join(f"{cell}  " for cell in cells)
+        lines += wrap(_set(end, widths[-1], True), width, start) if not last else wrap(end, width, start)
+    return lines
+
+
+def _set(cell: str, width: int, right: bool) -> str:
+    space = " " * max(width - columns(cell), 0)
+    # No-break spaces: wrapping must not take the columns apart.
+    return (space + cell if right else cell + space).replace(" ", NBSP)
+
+
+def _is_figure(cells: Sequence[Any]) -> bool:
+    """Return whether a column is set flush right: it holds numbers, or texts that begin with one."""
+    known = [cell for cell in cells if cell not in (None, "")]
+    return bool(known) and all(isinstance(cell, int | float) or _is_share(str(cell)) for cell in known)
+
+
+def _is_share(cell: str) -> bool:
+    return cell[-1] in "%×" and (cell[0].isdigit() or cell[0] in "−+")
+
+
+def _bars(values: Sequence[Any]) -> list[str]:
+    """Return a bar for each value, as long as its share of the largest."""
+    numbers = [v if isinstance(v, int | float) and v > 0 else 0.0 for v in values]
+    largest = max(numbers, default=0.0) or 1.0
+    bars = []
+    for n in numbers:
+        eighths = round(8 * _BAR * n / largest)
+        bars.append("█" * (eighths // 8) + _BLOCKS[eighths % 8].strip())
+    return bars

@@ -1,0 +1,91 @@
+"""What `dlprof sweep` measured: a job with each of several values of its settings. sweep.json holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from dlprof.errors import DlprofError
+
+FILE = "sweep.json"
+FORMAT = 1
+
+State = Literal["complete", "out_of_time", "interrupted"]
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """A setting, or a {placeholder} of the command, and its values in their order."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """One run of a point: its mean steady step, and the samples of it, of the whole job; None: not known."""
+
+    step_ns: float
+    samples: float | None = None
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One combination of values: what was measured, what is predicted (None: nothing), and why it has no reading."""
+
+    values: Mapping[str, str]
+    readings: tuple[Reading, ...] = ()
+    predicted_ns: float | None = None
+    why: str = ""
+
+    @property
+    def step_ns(self) -> float | None:
+        """The mean of the readings' steps."""
+        return sum(r.step_ns for r in self.readings) / len(self.readings) if self.readings else None
+
+    @property
+    def spread(self) -> float | None:
+        """By how much readings differ: their standard deviation as a share of the mean; None: there is but one."""
+        steps, mean = [r.step_ns for r in self.readings], self.step_ns
+        if len(steps) < 2 or not mean:
+            return None
+        return math.sqrt(sum((s - mean) ** 2 for s in steps) / (len(steps) - 1)) / mean
+
+    def rate(self, samples: bool) -> float | None:
+        """Return samples a second, or steps a second; None: not measured."""
+        per_s = [1e9 / r.step_ns * ((r.samples or 0.0) if samples else 1.0) for r in self.readings]
+        return sum(per_s) / len(per_s) if per_s else None
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """A sweep as far as it has come. `rounds`: readings that each point is to have."""
+
+    command: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    points: tuple[Point, ...]
+    rounds: int
+    steps: int
+    state: State = "interrupted"
+    seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether the samples of every reading are known."""
+        readings = [r for p in self.points for r in p.readings]
+        return bool(readings) and all(r.samples for r in readings)
+
+
+def to_json(sweep: Sweep) -> dict[str, Any]:
+    """Return a sweep as plain data."""
+    return {"format": FORMAT, **msgspec.to_builtins(sweep)}
+
+
+def from_json(data: Any) -> Sweep:
+    """Return the sweep of the plain data of sweep.json; raise DlprofError where it is none."""
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise DlprofError(f"{FILE} is no sweep of this dlprof's")
+    try:
+        return msgspec.convert({k: v for k, v in data.items() if k != "format"}, Sweep)
+    except msgspec.ValidationError as e:
+        raise DlprofError(f"{FILE} is broken: {e}") from None

@@ -1,0 +1,213 @@
+"""Runs every point of a grid for some steps, round after round, and keeps each reading as it comes.
+
+Rounds go through the points forwards and backwards in turn: a machine that gets slower or faster meanwhile does so to
+all of them alike. A point that fails costs itself alone. A sweep that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec.structs import replace as changed
+
+from dlprof.analysis.whatif.answers import predictions
+from dlprof.analysis.whatif.asked import Asked
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.files import compact, write, writing
+from dlprof.read.opening import read_file
+from dlprof.read.run import open_run
+from dlprof.result.sweep import FILE, Axis, Point, Reading, Sweep, from_json, to_json
+from dlprof.trial.job import Job
+from dlprof.trial.running import Failed, Runner, Stopped
+from dlprof.trial.sweep.axes import filled, grid, placeholders, settings
+from dlprof.units import few
+
+# What is predicted: of all settings, only what the replay of batches knows.
+WORKERS = "loader.num_workers"
+
+RECORDED, RUNS = "recorded", "runs"  # of a sweep's folder
+
+# A point may take so many times as long as the longest one so far, and so many seconds more.
+_LONGER, _MORE_S = 3.0, 120.0
+
+_TRACED = ("--no-sample", "--stacks", "off", "--flops", "off")
+_TRACED_STEPS = 60  # that the recording for predictions has at least: its window is over by then
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `dlprof sweep`."""
+
+    minutes: float = 30.0
+    steps: int = 30
+    rounds: int = 2
+    predict: bool = True
+    copy: bool = False
+    allow_numerics: bool = False
+
+
+def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: Options) -> Sweep:
+    """Return the sweep that a folder holds, to go on with, or a new one.
+
+    Raises DlprofError where the folder holds one of another command, or an axis is no setting and not in the command.
+    """
+    placeholders(axes, command)
+    points = grid(axes)
+    sweep = Sweep(tuple(command), tuple(axes), tuple(map(Point, points)), options.rounds, options.steps)
+    path = folder / FILE
+    if not path.exists():
+        return sweep
+    try:
+        before = from_json(json.loads(read_file(path)))
+    except (ValueError, RecursionError) as e:
+        raise DlprofError(f"{path} is broken ({str(e)[:120]}): remove it, or name another folder (-o)") from None
+    if before.command != sweep.command or [a.name for a in before.axes] != [a.name for a in axes]:
+        raise DlprofError(f"{folder} holds a sweep of another command or other settings: name another folder (-o)")
+    known = {_key(p.values): p for p in before.points}
+    # What failed is tried again: it may have been the machine.
+    kept = tuple(changed(known.get(_key(p.values), p), why="") for p in sweep.points)
+    return changed(sweep, points=kept, seconds=before.seconds)
+
+
+def swept(
+    sweep: Sweep,
+    job: Job,
+    folder: Path,
+    options: Options,
+    stopped: Callable[[], bool],
+    tell: Callable[[str], None] = lambda _line: None,
+) -> Sweep:
+    """Run what a sweep lacks until it is complete, the time is up or `stopped` says so; sweep.json is always whole.
+
+    No process is left in any case. Raises DlprofError where the folder cannot be written.
+    """
+    going = _Going(sweep, job, folder, options, stopped, tell)
+    with writing(str(folder)):
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    try:
+        going.predict()
+        going.measure()
+    except Stopped:
+        going.keep("interrupted")
+    return going.sweep
+
+
+@dataclass
+class _Going:
+    """A sweep that is being run."""
+
+    sweep: Sweep
+    job: Job
+    folder: Path
+    options: Options
+    stopped: Callable[[], bool]
+    tell: Callable[[str], None]
+    longest_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begun = time.monotonic()
+        self.before_s = self.sweep.seconds
+        self.of_command = placeholders(self.sweep.axes, self.sweep.command)
+        self.runs = 0
+
+    def left(self) -> float:
+        return 60 * self.options.minutes - (time.monotonic() - self.begun)
+
+    def measure(self) -> None:
+        """Give every point as many readings as there are rounds."""
+        for n in range(self.sweep.rounds):
+            order = range(len(self.sweep.points))
+            for place in order if n % 2 == 0 else reversed(order):
+                point = self.sweep.points[place]
+                if point.why or len(point.readings) > n:
+                    continue
+                if self.left() < self.longest_s or self.left() <= 0:
+                    self.keep("out_of_time")
+                    return
+                self._read(place, point)
+        self.keep("complete")
+
+    def _read(self, place: int, point: Point) -> None:
+        started = time.monotonic()
+        limit = min(self.left(), _LONGER * self.longest_s + _MORE_S) if self.longest_s else self.left()
+        found = self._runner(point.values)(settings(point.values, self.of_command), limit)
+        if isinstance(found, Failed):
+            if found.over and self.left() <= 0:
+                return
+            point = changed(point, why=found.why)
+        else:
+            self.longest_s = max(self.longest_s, time.monotonic() - started)
+            point = changed(point, readings=(*point.readings, Reading(found.step_ns, found.samples)))
+        points = self.sweep.points
+        self.sweep = changed(self.sweep, points=(*points[:place], point, *points[place + 1 :]))
+        self.keep("interrupted")
+        self.tell(_told(point))
+
+    def predict(self) -> None:
+        """Record the job as it is once, and predict the points with other workers where nothing else is swept."""
+        alone = [a.name for a in self.sweep.axes] == [WORKERS]
+        if not (self.options.predict and alone) or all(p.predicted_ns for p in self.sweep.points):
+            return
+        recorded = self.folder / RECORDED
+        runner = replace(self._runner({}), recording=_TRACED, keep=recorded)
+        runner.steps = max(self.options.steps, _TRACED_STEPS)
+        self.tell("recording the job as it is, for the predictions")
+        started = time.monotonic()
+        found = runner({}, self.left())
+        if isinstance(found, Failed):
+            self._warn(f"nothing is predicted: the job as it is was not recorded: {found.why}")
+            return
+        self.longest_s = time.monotonic() - started
+        values = [int(p.values[WORKERS]) for p in self.sweep.points]
+        try:
+            known = predictions(open_run(recorded), [Asked(workers=n) for n in values])
+        except (DlprofError, NotMeasured) as e:
+            self._warn(f"nothing is predicted: {e}")
+            return
+        whys = {a.why for a in known if a.step_ns is None}
+        if whys:
+            self._warn(f"not all is predicted: {few(sorted(whys), 3)}")
+        points = [changed(p, predicted_ns=_finite(a.step_ns)) for p, a in zip(self.sweep.points, known, strict=True)]
+        self.sweep = changed(self.sweep, points=tuple(points))
+        self.keep("interrupted")
+
+    def _runner(self, values: Mapping[str, str]) -> Runner:
+        self.runs += 1
+        folder = self.folder / RUNS / f"{self.runs:04d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        job = replace(self.job, command=filled(self.job.command, values))
+        o = self.options
+        return Runner(
+            job, folder, o.steps, self.stopped, copy=o.copy, allow_numerics=o.allow_numerics, may_be_the_same=True
+        )
+
+    def _warn(self, text: str) -> None:
+        self.sweep = changed(self.sweep, warnings=tuple(dict.fromkeys((*self.sweep.warnings, text))))
+        self.tell(text)
+
+    def keep(self, state: str) -> None:
+        """Write sweep.json."""
+        seconds = round(self.before_s + time.monotonic() - self.begun, 1)
+        self.sweep = changed(self.sweep, state=state, seconds=seconds)
+        with writing(str(self.folder / FILE)):
+            write(self.folder / FILE, compact(to_json(self.sweep)))
+
+
+def _key(values: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(values.items()))
+
+
+def _finite(ns: float | None) -> float | None:
+    return ns if ns is not None and math.isfinite(ns) and ns > 0 else None
+
+
+def _told(point: Point) -> str:
+    from dlprof.units import duration
+
+    name = " ".join(f"{n}={v}" for n, v in point.values.items())
+    return f"{name}: {point.why}" if point.why else f"{name}: {duration(point.readings[-1].step_ns)} a step"
