@@ -46,6 +46,14 @@ OTHER_STEP = ("tiny_batch",)
 # A CPU has neither tensor cores nor launches; beside its computing the search for unused parameters is nothing.
 NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "scores_in_memory", "tiny_batch")
 NEEDS_TWO_RANKS = ("find_unused",)
+# What `dlprof run amp_transformer --ladder` records: options, each on top of those before; "ranks": on all ranks.
+LADDER = {
+    "fp32": "--precision fp32 --no-fused",
+    "fused": "--fused",
+    "bf16": "--precision bf16",
+    "compile": "--compile",
+    "two_ranks": "ranks",
+}
 
 
 def plant(args: argparse.Namespace) -> None:

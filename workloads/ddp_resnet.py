@@ -54,6 +54,7 @@ FAULTS = {
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "python_metrics": "host_bound",  # statistics in pure Python between the steps
+    "same_core": "shared_cores",  # on the CPU, all ranks are bound to the first core of the host
     "slow_decode": "input_wait",  # a costly filter on every picture, on every rank
     "slow_loader_one_rank": "input_wait",  # rank 1 reads from slow storage, and all wait for it
     "slow_rank": "straggler",  # the last rank computes more than the others
@@ -71,7 +72,7 @@ SHOWN_WITH = {"tiny_buckets": "--batch-size 16"}  # a start of an exchange is li
 OTHER_STEP = ("small_batch",)
 # On the CPU no batch is copied, and no value waited for.
 NEEDS_GPU = ("blocking_copies", "copies_back", "item_every_step", "pageable", "small_batch", "tight_memory")
-NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "tiny_buckets")
+NEEDS_TWO_RANKS = ("blocking_allreduce", "same_core", "slow_loader_one_rank", "slow_rank", "tiny_buckets")
 
 KEPT: list[Any] = []  # by garbage and keeps_batches
 
@@ -97,7 +98,7 @@ def plant(args: argparse.Namespace) -> None:
     saved, kept = (40, 8) if cpu else (1, 1)  # on the CPU as if the model and its batches were so many times larger
     healthy: dict[str, Any] = {"compile_sizes": None, "ddp": True, "non_blocking": True, "threads": None}
     healthy |= {"on_read": unchanged, "on_images": unchanged, "after_backward": lambda _: None}
-    healthy |= {"after_step": lambda **_: None, "checkpoint_times": 1}
+    healthy |= {"after_step": lambda **_: None, "checkpoint_times": 1, "cores": None}
     faulty: dict[str, dict[str, Any]] = {
         "blocking_allreduce": {"ddp": False, "after_backward": reduce_one_by_one},
         "blocking_copies": {"pin_memory": True, "non_blocking": False},
@@ -115,6 +116,7 @@ def plant(args: argparse.Namespace) -> None:
         "no_workers": {"workers": 0},
         "pageable": {"pin_memory": False, "non_blocking": False},
         "python_metrics": {"after_step": lambda logits, labels, **_: bootstrap_accuracy(logits, labels)},
+        "same_core": {"cores": {min(os.sched_getaffinity(0))}},
         "slow_decode": {"on_read": smooth},
         "slow_loader_one_rank": {"read_ms": args.read_ms + (6.0 if args.rank == 1 else 0.0)},
         "slow_rank": {"on_images": compute_twice} if args.rank == args.world - 1 else {},
@@ -235,7 +237,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = read(parser, argv, DEFAULTS, NEEDS_GPU, NEEDS_TWO_RANKS)
     cpu, pictures = args.device == "cpu", args.batch_size * args.world
     for wrong, why in (
-        (args.fault == "many_threads" and not cpu, "--fault many_threads needs --device cpu"),
+        (args.fault in ("many_threads", "same_core") and not cpu, f"--fault {args.fault} needs --device cpu"),
         ((args.find_unused or args.hook) and args.world < 2, "--find-unused and --hook need two ranks"),
         (args.accumulate < 1, f"--accumulate {args.accumulate}: one batch at least"),
         (cpu and args.precision in ("tf32", "fp16"), f"--precision {args.precision} needs a GPU"),
@@ -318,6 +320,8 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 def train(args: argparse.Namespace, folder: Path) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.cores:
+        os.sched_setaffinity(0, args.cores)
     torch.backends.cudnn.benchmark = args.device == "cuda"  # the shapes never change
     in_precision = autocast(args)
 

@@ -2,16 +2,20 @@
 
     python workloads/loader_variants.py                                        files, two workers, forked
     python workloads/loader_variants.py --storage tar --start-method spawn     a stream of sharded tar files
+    python workloads/loader_variants.py --storage hdf5                         or lmdb, webdataset: see parts/formats.py
+    python workloads/loader_variants.py --ceiling                              the loader alone: how fast it can be
     python workloads/loader_variants.py --fault workers_restart                with a mistake
 
 The records are written once, under --data, in each form: a file a record, tar files of many (read from front to end, a
-share of them a worker), and one array that is mapped into memory.
+share of them a worker), one array that is mapped into memory, and what parts/formats.py has. --local copies them to a
+folder of this machine's first, as jobs on a cluster do.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import io
 import shutil
 import tarfile
@@ -23,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from parts.formats import Hdf5, Lmdb, Shared, WebDataset
 from parts.job import announce, batches, options, read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -52,6 +57,16 @@ SHOWN_WITH = {"one_thread": "--storage mapped --workers 0 --read-ms 0 --batch-si
 OTHER_STEP = ("needless_workers",)
 NEEDS_GPU = ("blocking_copies", "pageable")  # on the CPU no batch is copied
 RANKS = 1  # no distributed job
+# What `dlprof run loader_variants --ladder` records: options, each on top of those before.
+LADDER = {
+    "files": "--storage files --workers 0 --epochs 8",
+    "tar": "--storage tar",
+    "webdataset": "--storage webdataset",
+    "hdf5": "--storage hdf5",
+    "lmdb": "--storage lmdb",
+    "memory": "--storage memory",
+    "workers": "--workers 2",
+}
 
 
 def plant(args: argparse.Namespace) -> None:
@@ -120,6 +135,18 @@ def make_records(data: Path, records: int) -> Path:
     return folder
 
 
+def copied(folder: Path, local: Path) -> Path:
+    """Return a folder of this machine's with the same records, copied there unless they are."""
+    to, partial = local / folder.name, local / f"{folder.name}.partial"
+    if not to.exists():
+        began = time.perf_counter()
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(folder, partial)
+        partial.rename(to)
+        print(f"copied the records to {to} in {time.perf_counter() - began:.2f} s", flush=True)
+    return to
+
+
 class Files(Dataset[Record]):
     """A file a record."""
 
@@ -172,7 +199,16 @@ class Shards(IterableDataset[Record]):
                     yield torch.from_numpy(record), int(member.name[:6]) % CLASSES
 
 
-STORAGE: dict[str, type[Files | Mapped | Shards]] = {"files": Files, "mapped": Mapped, "tar": Shards}
+STORAGE: dict[str, Callable[[Path, Callable[[], None]], Dataset[Record]]] = {
+    "files": Files,
+    "mapped": Mapped,
+    "tar": Shards,
+    "hdf5": functools.partial(Hdf5, classes=CLASSES),
+    "lmdb": functools.partial(Lmdb, classes=CLASSES),
+    "webdataset": functools.partial(WebDataset, classes=CLASSES),
+    "memory": functools.partial(Shared, classes=CLASSES),
+}
+STREAMS = ("tar", "webdataset")  # have an order of their own
 
 
 class Storage:
@@ -209,9 +245,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--start-method", choices=["fork", "forkserver", "spawn"], default="fork")
     add("--read-ms", type=float, default=0.2, help="what a read waits for storage (default: 0.2)")
     add("--layers", type=int, default=32, help="of the network (default: 32)")
+    add("--ceiling", action="store_true", help="a network that costs next to nothing: how fast the loader can be")
+    add("--local", type=Path, metavar="DIR", help="copy the records into this folder first, and read them there")
     args = read(parser, argv, {"cpu": {"pin_memory": False}, "cuda": {"pin_memory": True}}, NEEDS_GPU)
     if args.records < args.batch_size:
         parser.error(f"--records {args.records} is not one batch of {args.batch_size}")
+    args.layers = 0 if args.ceiling else args.layers
     plant(args)
     return args
 
@@ -226,7 +265,7 @@ def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
     return DataLoader(
         records,
         args.batch_size,
-        shuffle=None if args.storage == "tar" else True,
+        shuffle=None if args.storage in STREAMS else True,
         num_workers=args.workers,
         pin_memory=args.pin_memory,
         drop_last=True,
@@ -240,6 +279,8 @@ def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
 def main() -> None:
     args = parse()
     folder = make_records(args.data, args.records)
+    if args.local:
+        folder = copied(folder, args.local)
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

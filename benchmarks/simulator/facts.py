@@ -159,7 +159,7 @@ def _model(job: Job) -> dict[str, Any]:
         }
         if ddp
         else None,
-        "data_parallel": job.devices > 1,
+        "data_parallel": job.devices > 1 and not job.cut,
         "fsdp": job.ranks > 1 and gradients.how == "fsdp",
     }
 

@@ -125,7 +125,8 @@ class Job:
     speeds: tuple[tuple[int, float], ...] = ()  # what all of a rank's kernels take, as a factor
     host_speeds: tuple[tuple[int, float], ...] = ()  # what a rank's calls take, as a factor
     clocks: tuple[tuple[int, float], ...] = ()  # a rank's clock, of its maximum: it is hot
-    devices: int = 1  # that one process drives (nn.DataParallel)
+    devices: int = 1  # that one process drives: nn.DataParallel, or
+    cut: int = 0  # the model's layers lie on them, and a batch goes through in so many micro-batches
     used_memory: float = 0.75  # share of the device's memory that is reserved
 
     def tokens_of(self, rank: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import lcm
 
 from benchmarks.simulator.groups import groups
+from benchmarks.simulator.halving import Halves
 from benchmarks.simulator.hardware import DEVICES
 from benchmarks.simulator.job import Job, Recording
 from benchmarks.simulator.pipelining import Stage
@@ -45,7 +46,7 @@ def _maker(job: Job, rank: int) -> Callable[[int], Step]:
     if job.pipeline is not None:
         return Stage(job, rank).step
     if job.devices > 1:
-        return Replicas(job, rank).step
+        return (Halves if job.cut else Replicas)(job, rank).step
     return Training(job, rank).step
 
 

@@ -93,8 +93,7 @@ def _share(rank: Simulated, warm: int) -> Share | None:
     low, high, steps = begins[0][1], begins[-1][1], len(begins) - 1
     busy = sorted(
         (start, end, kind)
-        for number, stream in rank.work.items()
-        if number < SECOND_DEVICE
+        for stream in rank.work.values()
         for work in stream
         for kind, start, end in intervals(work)
         if end > low and start < high

@@ -19,7 +19,7 @@ from dlprof.analysis.compute.rules import (
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait, step_python
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
-from dlprof.analysis.machine.rules import idle_cores, thread_oversubscription, throttled_clock
+from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
     allocator_retries,
     blocking_copy,
@@ -30,7 +30,7 @@ from dlprof.analysis.memory.rules import (
     out_of_memory,
     pageable_copy,
 )
-from dlprof.analysis.pipeline.rules import pipeline_bubble, stage_imbalance
+from dlprof.analysis.pipeline.rules import devices_in_turn, pipeline_bubble, stage_imbalance
 from dlprof.analysis.step.rules import (
     checkpoint_stall,
     gc_pauses,
@@ -46,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     blocking_copy.RULE,
     checkpoint_stall.RULE,
     data_parallel.RULE,
+    devices_in_turn.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,
     fp32_matmul.RULE,
@@ -67,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     pipeline_bubble.RULE,
     queued_wait.RULE,
     recompilation.RULE,
+    shared_cores.RULE,
     slow_link.RULE,
     slow_worker_batches.RULE,
     small_collectives.RULE,

@@ -53,6 +53,7 @@ def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option("--procs", type=click.IntRange(min=1), help="Ranks on the CPU, over gloo.")
 @click.option("--fault", help="A fault to plant, by name; --list shows them.")
+@click.option("--ceiling", is_flag=True, help="With a model that costs next to nothing: how fast the loader can be.")
 @click.option(
     "--ladder", is_flag=True, help="Record it several times, each time with one change more, and compare these."
 )
@@ -63,6 +64,7 @@ def run(
     gpus: int | None,
     procs: int | None,
     fault: str | None,
+    ceiling: bool,
     ladder: bool,
     recording: Recording,
     args: tuple[str, ...],
@@ -78,6 +80,8 @@ def run(
     known = constant(script, "FAULTS")
     if fault and known and fault not in known:
         raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
+    if ceiling:
+        args = ("--ceiling", *args)  # a workload without it says so
     if ladder:
         _climb(script, gpus, procs, recording, args)
         return
@@ -118,8 +122,8 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
     said, done = list[str](), list[Path]()
     ranks = 1
     for n, (name, words) in enumerate(rungs.items(), 1):
-        more = [most] if words == "ranks" else []
-        options = [*said, *([] if more else words.split())]
+        more = [most] if "ranks" in words.split() else []
+        options = [*said, *(word for word in words.split() if word != "ranks")]
         run = folder / f"{n}-{name}"
         command = [sys.executable, "-m", "dlprof", "run", str(script), *on, str(more[0] if more else ranks)]
         command += ["-o", str(run), "--quiet", "--no-report", "--", *options, *args]

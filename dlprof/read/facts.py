@@ -42,13 +42,15 @@ RANK: Mapping[str, Shape] = {
     "clock": _all(int, "unix_ns perf_ns"),
     "device": {
         **_all(str, "type name uuid pci slice vendor"),
-        **_all(int, "index memory_bytes count"),
+        **_all(int, "index memory_bytes count node"),
         "capability": [int],
     },
     "alone": bool,
     "cpu": {
         **_all(int, "count affinity torch_threads torch_interop_threads"),
         "quota": float,
+        "cores": str,
+        "nodes": {},
         "units": [str],
         "onednn": bool,
     },

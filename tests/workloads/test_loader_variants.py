@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,14 @@ TINY = ("--device=cpu", "--records=256", "--batch-size=16", "--steps=20", "--rea
 workload = load("loader_variants")
 
 
-@pytest.mark.parametrize("storage", ["files", "mapped", "tar"])
+# What a storage is read with, where that is no part of Python or NumPy.
+LIBRARIES = {"hdf5": "h5py", "lmdb": "lmdb", "webdataset": "webdataset"}
+
+
+@pytest.mark.parametrize("storage", [name for name in workload.STORAGE if name != "files"])
 def test_every_storage_holds_the_same_records(data: Path, storage: str) -> None:
+    if storage in LIBRARIES:
+        pytest.importorskip(LIBRARIES[storage], reason=f"{storage} needs {LIBRARIES[storage]}")
     args = workload.parse([*TINY, "--workers=0", "--storage", storage, "--data", str(data)])
     folder = workload.make_records(data, args.records)
     sums: dict[int, float] = {}
@@ -41,6 +48,43 @@ def test_it_trains(data: Path, options: list[str]) -> None:
     done = train("loader_variants", *TINY, "--data", str(data), *options, ranks=1)
     assert len(losses(done)) == 1
     assert re.search(r"^20 steps  loss \d", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("storage", [*LIBRARIES])
+def test_a_format_without_its_library_says_what_to_install(
+    data: Path, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, LIBRARIES[storage], None)
+    args = workload.parse([*TINY, "--workers=0", "--storage", storage, "--data", str(data)])
+    with pytest.raises(SystemExit, match=f"pip install {LIBRARIES[storage]}"):
+        workload.build_loader(args, workload.make_records(data, args.records))
+
+
+@pytest.mark.parametrize("storage", [*LIBRARIES, "memory"])
+def test_workers_read_a_format_each_for_itself(data: Path, storage: str) -> None:
+    if storage in LIBRARIES:
+        pytest.importorskip(LIBRARIES[storage], reason=f"{storage} needs {LIBRARIES[storage]}")
+    args = workload.parse([*TINY, "--workers=2", "--storage", storage, "--data", str(data)])
+    found = [
+        label
+        for _, labels in workload.build_loader(args, workload.make_records(data, args.records))
+        for label in labels
+    ]
+    assert len(found) == 256
+
+
+def test_records_are_copied_to_a_folder_of_the_machine_once(data: Path, tmp_path: Path) -> None:
+    folder = workload.make_records(data, 256)
+    to = workload.copied(folder, tmp_path / "local")
+    before = (to / "records.npy").stat().st_mtime_ns
+    assert len(list((to / "files").iterdir())) == 256
+    assert workload.copied(folder, tmp_path / "local") == to
+    assert (to / "records.npy").stat().st_mtime_ns == before
+
+
+def test_the_ceiling_has_no_layers_but_the_last() -> None:
+    assert workload.parse([*TINY, "--ceiling"]).layers == 0
+    assert workload.parse([*TINY]).layers == 1
 
 
 @pytest.mark.parametrize("fault", workload.NEEDS_GPU)

@@ -36,6 +36,12 @@ def test_other_schedules_train(options: list[str]) -> None:
     assert len(found("--steps=10", *options)) == 1
 
 
+@pytest.mark.slow
+def test_two_pipelines_beside_each_other_train_one_model() -> None:
+    done = losses(train("pipeline_transformer", *TINY, "--steps=40", "--replicas=2", ranks=4))
+    assert done[-1] < done[0]
+
+
 @pytest.mark.parametrize("schedule", workload.SCHEDULES)
 def test_every_stage_and_layer_is_on_one_rank(schedule: str) -> None:
     stages = [s for rank in range(3) for s in workload.stages_of(rank, 3, schedule)]
@@ -65,6 +71,7 @@ def test_the_text_is_the_same_for_every_rank_and_can_be_predicted() -> None:
         ((), 1, "a pipeline needs two ranks"),
         (("--microbatches=5",), 2, "cannot be cut into 5"),
         (("--split=3,2",), 2, "2 stages of 4 layers"),
+        (("--replicas=2",), 2, "for each of 2 pipelines"),
     ],
 )
 def test_what_cannot_be_is_a_usage_error(

@@ -129,6 +129,16 @@ def _processes(job: Job) -> Job:
     return replace(job, ranks=job.devices, devices=1, model=model, batch=batch)
 
 
+def _in_turn(seed: int) -> Job:
+    job, rng = base(seed), draws(seed)
+    model = replace(job.model, hidden=2_048, blocks=8, vocabulary=2_048, tokens=int(rng.choice((32, 48))) * 1_024)
+    return replace(job, devices=2, cut=1, model=model)
+
+
+def _in_pieces(job: Job) -> Job:
+    return replace(job, cut=4 * job.devices)
+
+
 def _pipeline(seed: int, schedule: str, microbatches: int, split: tuple[int, ...]) -> Job:
     job, rng = base(seed), draws(seed)
     model = replace(
@@ -239,6 +249,14 @@ FAULTS = (
         accepted=("host_bound", "small_kernels", "straggler"),  # the hosts differ, and then one of them is late
     ),
     Fault("replicas", "data_parallel", "one process drives two or four GPUs", _replicas, _processes),
+    Fault(
+        "layers_apart",
+        "devices_in_turn",
+        "a model's halves lie on two devices, in turn",
+        _in_turn,
+        _in_pieces,
+        accepted=("exposed_copy",),  # what is handed over from one to the other
+    ),
     Fault("gpipe", "pipeline_bubble", "GPipe, four stages, four micro-batches", _gpipe, _more_microbatches, steps=20),
     Fault(
         "one_forward",

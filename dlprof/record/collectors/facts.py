@@ -178,6 +178,7 @@ def _device(recorder: Recorder) -> dict[str, Any]:
             uuid=lambda: str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
             pci=lambda: _pci(properties),
             slice=lambda: _slice(index),
+            node=lambda: cpu.node_of(_pci(properties)),
             memory_bytes=lambda: properties.total_memory,
             capability=lambda: [properties.major, properties.minor],
             count=torch.cuda.device_count,
@@ -217,6 +218,8 @@ def _cpu() -> dict[str, Any]:
     return _answers(
         count=os.cpu_count,
         affinity=lambda: len(os.sched_getaffinity(0)),
+        cores=cpu.cores,
+        nodes=cpu.nodes,
         quota=cpu.quota,
         torch_threads=torch.get_num_threads,
         torch_interop_threads=torch.get_num_interop_threads,

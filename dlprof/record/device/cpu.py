@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 # What decides how fast a core multiplies, in 16 bits and in others: x86's names, then Arm's.
@@ -43,6 +45,36 @@ def quota() -> float | None:
         return None
     most_us = int((v1 / "cpu.cfs_quota_us").read_text())
     return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
+
+
+def cores() -> str:
+    """Return which cores this process may use, as the kernel writes them: "0-3,8"."""
+    return listed(os.sched_getaffinity(0))
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Write numbers of cores with neighbours joined: "0-3,8"."""
+    runs: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], n)
+        else:
+            runs.append((n, n))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def nodes(path: str = "/sys/devices/system/node") -> dict[str, str]:
+    """Return the cores of each NUMA node of the host: {"0": "0-15", "1": "16-31"}; empty where it does not say."""
+    found = Path(path).glob("node[0-9]*/cpulist")
+    return {file.parent.name.removeprefix("node"): file.read_text().strip() for file in sorted(found)}
+
+
+def node_of(pci: str | None, path: str = "/sys/bus/pci/devices") -> int | None:
+    """Return the NUMA node that a device on the PCI bus is at; None where that is not known."""
+    if pci is None:
+        return None
+    number = int((Path(path) / pci / "numa_node").read_text())
+    return number if number >= 0 else None
 
 
 @functools.cache

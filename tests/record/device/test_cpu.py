@@ -53,3 +53,24 @@ def test_this_processor_has_a_name_and_a_quota_above_nothing() -> None:
     assert cpu.name()
     quota = cpu.quota()
     assert quota is None or quota > 0
+
+
+def test_cores_are_written_as_the_kernel_writes_them() -> None:
+    assert cpu.listed([3, 0, 1, 2, 8]) == "0-3,8"
+    assert cpu.listed([5]) == "5"
+    assert cpu.listed([0, 1]) == "0-1"
+    assert cpu.cores()
+
+
+def test_the_nodes_of_a_host_and_of_a_device(tmp_path: Path) -> None:
+    for node, cores in (("node0", "0-15"), ("node1", "16-31")):
+        (tmp_path / "nodes" / node).mkdir(parents=True)
+        (tmp_path / "nodes" / node / "cpulist").write_text(f"{cores}\n")
+    assert cpu.nodes(str(tmp_path / "nodes")) == {"0": "0-15", "1": "16-31"}
+    assert cpu.nodes(str(tmp_path / "none")) == {}
+    for pci, node in (("0000:c1:00.0", "1"), ("0000:01:00.0", "-1")):
+        (tmp_path / pci).mkdir()
+        (tmp_path / pci / "numa_node").write_text(f"{node}\n")
+    assert cpu.node_of("0000:c1:00.0", str(tmp_path)) == 1
+    assert cpu.node_of("0000:01:00.0", str(tmp_path)) is None
+    assert cpu.node_of(None) is None

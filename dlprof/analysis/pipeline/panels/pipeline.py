@@ -9,6 +9,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.panel import MOST_RANKS, Picture, table
 from dlprof.analysis.pipeline.chunks import SCHEDULE
+from dlprof.analysis.pipeline.held import schedules
 from dlprof.analysis.pipeline.schedules import short
 from dlprof.analysis.timeline import host
 from dlprof.result import Panel
@@ -25,6 +26,8 @@ _BUBBLES = {c: c for c in ("rank", "idle_ns", "schedule_ns", "imbalance_ns")} | 
     "scheduled": "even stages_share",
     "closed": "formula_share",
 }
+_HELD = {"schedule": "schedule", "idle": "idle_share", "activations": "activations_share"}
+_HELD |= {"weights": "copies of the weights", "how": "how"}
 _STAGES = {c: c for c in ("stage", "rank", "forward_ns", "backward_ns")} | {"relative": "of the mean stage_times"}
 
 
@@ -37,6 +40,7 @@ def draw(
         *([] if chunks is None else [gantt(bubbles, chunks, bubbles["ranks"].iloc[0])]),
         _bubbles(bubbles),
         *([] if stages is None else [_stages(stages)]),
+        _schedules(bubbles),
     ]
 
 
@@ -96,6 +100,19 @@ def _stages(stage_lengths: pd.DataFrame) -> Panel:
     saved = max(0.0, float(frame["saved_ns"].iloc[0]))
     note = f"The mean of a micro-batch. Replayed with even stages, the step would be {duration(saved)} shorter."
     return table("Pipeline stages", frame, _STAGES, _MOST_ROWS, note + _first(len(frame), "stages"))
+
+
+def _schedules(bubbles: pd.DataFrame) -> Panel:
+    first = bubbles.iloc[0]
+    ranks, microbatches = int(first["size"]), int(first["microbatches"])
+    note = (
+        "Of stages alike, a backward pass twice as long as the forward pass, and handing over for nothing. Activations:"
+        " the most that a rank holds, as a share of what its layers leave of a whole batch; a schedule with several"
+        " stages a rank has two here. Replayed from the grid that torch runs; closed forms are Li and Hoefler's"
+        " (Chimera, 2021) of schedules that torch does not run."
+    )
+    title = f"What schedules leave idle and hold, {count(ranks, 'rank')} and {count(microbatches, 'micro-batch')}"
+    return table(title, schedules(ranks, microbatches), _HELD, note=note)
 
 
 def _first(there: int, what: str) -> str:

@@ -14,7 +14,9 @@ from tests.fixtures.runs import MS
 
 def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
-    _, ranks, stages = runs.called(path, pipeline.PICTURE.draw)
+    _, ranks, stages, schedules = runs.called(path, pipeline.PICTURE.draw)
+    assert ("GPipe", 0.2, 1.0, 1.0, "replayed") in schedules.rows
+    assert schedules.title == "What schedules leave idle and hold, 2 ranks and 4 micro-batches"
     # Five slots of 30 ms and two hand-overs a round of two micro-batches.
     assert ranks.rows[0][:6] == pytest.approx((0, 50 * MS, 30 * MS, 0, 20 * MS, 0))
     assert ranks.rows[0][6:] == pytest.approx((5 / 17, 0.2, 0.2, 0.2))
@@ -27,7 +29,7 @@ def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
 
 def test_what_was_not_replayed_is_not_told(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), here=[0])
-    _, ranks = runs.called(path, pipeline.PICTURE.draw)
+    _, ranks, _ = runs.called(path, pipeline.PICTURE.draw)
     assert ranks.rows[0] == (0, pytest.approx(30 * MS), *(None,) * 4, pytest.approx(0.2), None, None, 0.2)
 
 
