@@ -41,6 +41,10 @@ def _fault(name: str) -> Callable[[int], Job]:
     return next(f for f in FAULTS if f.name == name).make
 
 
+def _fix(name: str) -> Callable[[Job], Job]:
+    return next(f for f in FAULTS if f.name == name).fix
+
+
 def _faster(job: Job, device: float = 1.0, host: float = 1.0) -> Job:
     ranks = range(job.ranks)
     speeds = {r: dict(job.speeds).get(r, 1.0) / device for r in ranks}
@@ -80,12 +84,6 @@ def _pipeline(job: Job, **changed: object) -> Job:
     return replace(job, pipeline=replace(job.pipeline, **changed))  # type: ignore[arg-type]
 
 
-def _even(job: Job) -> Job:
-    assert job.pipeline is not None
-    split = job.pipeline.split
-    return _pipeline(job, split=(sum(split) // len(split),) * len(split))
-
-
 _FEW, _AFTER, _LAUNCHES = _fault("few_workers"), _fault("after_backward"), _fault("many_launches")
 _BOTH = Asked(network=2.0, device=2.0)
 
@@ -104,7 +102,7 @@ QUESTIONS = (
     Question("network 2x and device 2x", _AFTER, _BOTH, lambda j: _faster(_network(j, 2), 2)),
     Question("microbatches 16", _fault("gpipe"), Asked(microbatches=16), lambda j: _pipeline(j, microbatches=16), 20),
     Question("schedule 1F1B", _fault("gpipe"), Asked(schedule="1F1B"), lambda j: _pipeline(j, schedule="1F1B"), 20),
-    Question("stages even", _fault("uneven_stages"), Asked(stages=True), _even, 20),
+    Question("stages even", _fault("uneven_stages"), Asked(stages=True), _fix("uneven_stages"), 20),
 )
 
 

@@ -104,6 +104,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("ddp_resnet", "histograms"): "is shown on a CPU only",
     ("ddp_resnet", "logs_all"): "is shown on a CPU only",
     ("ddp_resnet", "many_threads"): "is shown on a CPU only",
+    ("ddp_resnet", "same_core"): "is shown on a CPU only",
     ("ddp_resnet", "slow_loader_one_rank"): _TWO,
     ("ddp_resnet", "slow_rank"): _TWO,
     ("ddp_resnet", "tiny_buckets"): _TWO,
@@ -118,6 +119,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("horovod_resnet", "*"): "needs Horovod",
     ("loader_variants", "needless_workers"): "is shown on a CPU only",
     ("loader_variants", "one_thread"): "is shown on a CPU only",
+    ("model_parallel", "*"): _TWO,
     ("pipeline_transformer", "*"): _TWO,
     ("tensor_parallel_gpt", "*"): _TWO,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from dlprof.analysis.throughput.rates import throughput, work_done
 from dlprof.errors import NotMeasured
 from dlprof.result.throughput import Throughput
-from tests.fixtures import runs
+from tests.fixtures import jobs, runs
 from tests.fixtures.runs import MS
 
 LOADER = {"role": "train", "num_workers": 0, "batch_size": 8, "dataset_length": 4000, "iterable": False}
@@ -136,3 +137,60 @@ def test_gpus_are_counted_where_each_rank_has_one(tmp_path: Path) -> None:
     assert t.gpus == 2
     several = {**runs.GPU, "models": [{"class": "Net", "data_parallel": True}]}
     assert told(tmp_path / "b", {"samples": 8}, several).gpus is None
+
+
+LOOPS = {
+    "loader": (
+        """
+        for batch in DataLoader(data, batch_size=6, drop_last=True):
+            pass
+        for epoch in range(12):
+            for batch in DataLoader(data, batch_size=6, drop_last=True):
+                train(batch)
+        """,
+        ("loader", 6, None),
+    ),
+    "tokens": (
+        """
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+            def forward(self, tokens):
+                return self.head(self.embedding(tokens))
+
+        model = Attention()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(120):
+            tokens = torch.randint(0, 50, (4, 16))
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        ("model", 4, 64),
+    ),
+    "script": (
+        """
+        import dlprof
+        for step in range(120):
+            train((torch.randn(3, 8), torch.randn(3, 1)))
+            dlprof.step(samples=30, tokens=300)
+        """,
+        ("script", 30, 300),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_real_job_counts_what_it_trains_on(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    body, (source, samples, tokens) = LOOPS[name]
+    script = jobs.tiny(tmp_path, body)
+    done = jobs.launch(jobs.wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    t = runs.measured(tmp_path / "run", throughput).call(_given)
+    assert (t.source, t.samples_per_step, t.tokens_per_step) == (source, samples, tokens)
+    assert t.samples_per_s is not None
+    assert t.samples_per_s > samples  # a step takes far less than a second

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests.fixtures import traces
+from tests.fixtures import runs, traces
 from tests.fixtures.readings import crowded
+from tests.fixtures.runs import MS
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +120,76 @@ def test_a_run_beside_other_programs_passes_no_limit_unless_it_is_allowed(tmp_pa
     assert "warn  programs outside the job" in allowed.stdout
     quiet = check(crowded(tmp_path / "quiet", 0.0, threads=4, ours=2.0), "input_wait<5%")
     assert (quiet.exit_code, "outside" in quiet.stdout) == (0, False)
+
+
+def timed(folder: Path, step_ms: float, script: str = "train.py") -> Path:
+    """Record 200 steps of about so long."""
+    draw = np.random.default_rng(int(step_ms * 10))
+    lengths = (step_ms * MS * (1 + 0.02 * draw.standard_normal(200))).astype(int).tolist()
+    rows = [runs.light(n, ns, n * 1_000 * MS) for n, ns in enumerate(lengths)]
+    return runs.recorded(folder, (None, rows, runs.CPU), command=["python", script])
+
+
+def against(path: Path, baseline: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli, ["check", str(path), "--baseline", str(baseline), *more])
+
+
+def test_a_run_that_is_slower_than_its_baseline_fails(tmp_path: Path) -> None:
+    before, slower, same = timed(tmp_path / "a", 100), timed(tmp_path / "b", 106), timed(tmp_path / "c", 100.1)
+    done = against(slower, before)
+    assert done.exit_code == 3
+    assert done.stdout.startswith("FAIL  slower than")
+    assert "% slower (99 % interval +" in done.stdout
+    assert against(same, before).exit_code == 0
+    assert against(slower, before, "--max-slowdown", "10%").exit_code == 0
+
+
+def test_a_baseline_may_be_its_result_alone(tmp_path: Path) -> None:
+    before, slower = timed(tmp_path / "a", 100), timed(tmp_path / "b", 110)
+    assert CliRunner().invoke(cli, ["report", "--quiet", str(before)]).exit_code == 0
+    assert against(slower, before / "result.json").exit_code == 3
+
+
+def test_a_baseline_of_another_script_is_not_judged(tmp_path: Path) -> None:
+    before, other = timed(tmp_path / "a", 100), timed(tmp_path / "b", 100, "other.py")
+    done = against(other, before)
+    assert (done.exit_code, "another script" in done.stdout) == (3, True)
+    assert against(other, before, "--not-measured", "pass").exit_code == 0
+
+
+def test_what_cannot_be_measured_may_pass(job: Path) -> None:
+    limit = "idle_cores<5%"
+    assert check(job, limit).exit_code in (0, 3)
+    assert CliRunner().invoke(cli, ["check", str(job), "--max", "memory_headroom<5%"]).exit_code == 3
+    passing = ["check", str(job), "--max", "memory_headroom<5%", "--not-measured", "pass"]
+    done = CliRunner().invoke(cli, passing)
+    assert (done.exit_code, done.stdout.startswith("????")) == (0, True)
+
+
+def test_outcomes_as_junit_and_annotations(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    out = tmp_path / "speed.xml"
+    limits = [
+        "--max",
+        "input_wait<5%",
+        "--max",
+        "input_wait<90%",
+        "--max",
+        "memory_headroom<5%",
+        "--not-measured",
+        "pass",
+    ]
+    done = CliRunner().invoke(cli, ["check", str(job), *limits, "--junit", str(out)])
+    assert done.exit_code == 3
+    lines = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    assert [line.split()[0] for line in lines] == ["::error", "::warning"]
+    assert "title=dlprof%3A input_wait < 5 %25" in lines[0]
+    suite = ElementTree.parse(out).getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    assert [child.tag for case in suite for child in case] == ["failure", "system-out", "skipped"]
+
+
+def test_mistakes(job: Path) -> None:
+    assert CliRunner().invoke(cli, ["check", str(job)]).exit_code == 2
+    assert against(job, job, "--max-slowdown", "much").exit_code == 2
+    assert against(job, job / "none").exit_code == 1

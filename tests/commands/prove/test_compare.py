@@ -150,3 +150,24 @@ def test_two_real_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {d["name"]: d["verdict"] for d in told["time"]}["input_wait"] == "faster"
     assert "input_wait" in told["prediction"]["findings"]
     assert "num_workers 0 → 2" in told["prediction"]["changed"]
+
+
+def test_more_than_two_runs_are_a_ladder(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    last, broken = job(tmp_path / "last", 50, 1, 4), tmp_path / "broken"
+    (broken / "ranks").mkdir(parents=True)
+    done = run(*pair, broken, last, "-o", "out")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "The last run is 2.00 × as fast as the first" in said
+    assert "The largest gain is 1.61 × by fixed (num workers 0 → 2)" in said
+    assert "broken is left out" in said
+    told: dict[str, Any] = json.loads((tmp_path / "out/ladder.json").read_text())
+    assert [r["name"] for r in told["runs"]] == ["slow", "fixed", "last"]
+    assert "What each change gave" in (tmp_path / "out/ladder.html").read_text(encoding="utf-8")
+
+
+def test_a_ladder_of_one_is_none(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "broken/ranks").mkdir(parents=True)
+    done = run(pair[0], tmp_path / "broken", tmp_path / "none")
+    assert done.exit_code == 1
+    assert "fewer than two of these runs can be compared" in done.output

@@ -65,6 +65,9 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             "compiled": False,
             "channels_last": True,
             "ddp": None,
+            "tensor_parallel": 1,
+            "reads_sequences": False,
+            "batch_first": True,
             "data_parallel": False,
             "fsdp": False,
         }
@@ -187,6 +190,7 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
         "uuid": "11111111-2222-3333-4444-555555555555",
         "pci": "0000:c1:00.0",
         "slice": "MIG-77777777-2222-3333-4444-555555555555",
+        "node": None,
         "memory_bytes": 80 << 30,
         "capability": [9, 0],
         "count": 2,

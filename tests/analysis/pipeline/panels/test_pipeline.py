@@ -15,7 +15,7 @@ from tests.fixtures.runs import MS
 def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
     _, ranks, stages, schedules = runs.called(path, pipeline.PICTURE.draw)
-    assert ("GPipe", 0.2, 1.0, 1.0, "replayed") in schedules.rows
+    assert schedules.rows[0] == ("GPipe", pytest.approx(0.2), 1.0, 1.0, "replayed")
     assert schedules.title == "What schedules leave idle and hold, 2 ranks and 4 micro-batches"
     # Five slots of 30 ms and two hand-overs a round of two micro-batches.
     assert ranks.rows[0][:6] == pytest.approx((0, 50 * MS, 30 * MS, 0, 20 * MS, 0))
