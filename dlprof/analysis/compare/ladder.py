@@ -142,11 +142,11 @@ def _changes(a: Result, b: Result) -> tuple[str, ...]:
     if a.run.world_size != b.run.world_size:
         said.insert(0, f"{count(a.run.world_size, 'rank')} → {b.run.world_size}")
     words = next((s for s in differ if (s.section, s.name) == _COMMAND), None)
-    if words is not None and (words.a or words.b):
+    if words is not None and not all(part.isdecimal() for part in (words.a, words.b)):
         said.insert(0, " → ".join(filter(None, (words.a, words.b or "without it"))))
     if not said:
         said = [_written(s) for s in differ if s.name not in _UNSAID]
-    return (*said[:_NAMED], *([f"{len(said) - _NAMED} more settings"] if len(said) > _NAMED else []))
+    return (*said[:_NAMED], *([count(len(said) - _NAMED, "more setting")] if len(said) > _NAMED else []))
 
 
 def _written(s: Setting) -> str:

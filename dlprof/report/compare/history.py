@@ -37,7 +37,7 @@ def summary(found: History) -> Summary:
         lede=f"{script} · {count(len(rungs), 'run')} · {_when(found.starts_ns[0])} to {_when(found.starts_ns[-1])}",
         notices=(*left_out, *found.ladder.doubts),
         table=Panel("table", "All runs", rows, columns, note=f"A change of less than {WORTH:.0%} is not called one."),
-        panels=(Panel("lines", f"{per_s.capitalize()} by run", line, ("run", per_s), unit=f"{unit}/s", marks=marks),),
+        panels=(Panel("lines", f"{per_s.capitalize()} by run", line, ("run", per_s), marks=marks),),
         bars=f"{unit}/s",
         good=not any(m.rung.before and m.rung.before.ratio < 1 for m in found.moments),
     )

@@ -10,12 +10,12 @@ from dlprof.report import formatting
 from dlprof.report.compare.summary import Summary
 from dlprof.result import Panel, Result
 from dlprof.result.stored import plain as data_of
-from dlprof.units import MINUS, digits
+from dlprof.units import digits
 
 FORMAT = 1
 
 _NOTE = (
-    "×: how many times as fast as the run before, and as the first one, ± twice its standard error within the runs; how"
+    "×: how many times as fast as the run before, ± twice its standard error within the runs, and as the first one; how"
     " much recordings of the same job differ is not part of it."
 )
 
@@ -43,7 +43,6 @@ def summary(ladder: Ladder) -> Summary:
                 "bars",
                 f"{per_s.capitalize()}, run by run",
                 tuple((_label(n, rung), rate(rung.result, unit)) for n, rung in enumerate(rungs, 1)),
-                unit=f"{unit}/s",
             ),
         ),
         bars=f"{unit}/s",
@@ -97,7 +96,7 @@ def _row(n: int, rung: Rung, unit: str) -> tuple[Any, ...]:
         _label(n, rung),
         None if per_s is None else float(f"{per_s:.4g}"),
         times(rung.before),
-        times(rung.first),
+        formatting.times(rung.first.ratio) if rung.first else "",
         w.step_ns if w else None,
         w.memory_bytes if w else None,
         joules,
@@ -106,7 +105,8 @@ def _row(n: int, rung: Rung, unit: str) -> tuple[Any, ...]:
 
 
 def _label(n: int, rung: Rung) -> str:
-    return f"{n} {plain(rung.name, 40)}"
+    name = plain(rung.name, 40)
+    return name if name.startswith(f"{n}-") else f"{n} {name}"
 
 
 def _headline(rungs: tuple[Rung, ...], per_s: str) -> str:
@@ -135,7 +135,7 @@ def _largest(rungs: tuple[Rung, ...]) -> str:
     worse = [(ratio, r) for ratio, r in steps if ratio < 1]
     if worse:
         ratio, rung = min(worse, key=lambda s: s[0])
-        said.append(f"{_named(rung)} cost {MINUS}{formatting.percent(1 - ratio)}.")
+        said.append(f"{_named(rung)} cost {formatting.percent(1 - ratio)}.")
     return " ".join(said)
 
 

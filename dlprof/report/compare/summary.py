@@ -19,7 +19,7 @@ from dlprof.report.terminal import NARROWEST, columns, painter, wrap
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN
 
-_BAR = 16  # columns of the longest bar in a terminal
+_BAR = 12  # columns of the longest bar in a terminal
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -104,6 +104,8 @@ def _table(s: Summary, width: int) -> list[str]:
     widths = [max(columns(row[i]) for row in [heads, *shown]) for i in range(len(heads))]
     last = 0 if right and right[-1] else widths[-1]
     fixed = 2 * (len(widths) + 1) + sum(widths) - last
+    if last and fixed + min(last, 24) > width >= fixed - 2:
+        return _below(heads, shown, right, width)
     if fixed + min(last, 24) > width:
         lines = []
         for row in shown:
@@ -117,6 +119,17 @@ def _table(s: Summary, width: int) -> list[str]:
         cells = [_set(cell, w, of) for cell, w, of in zip(before, widths, right, strict=False)]
         start = "  " + "".join(f"{cell}  " for cell in cells)
         lines += wrap(_set(end, widths[-1], True), width, start) if not last else wrap(end, width, start)
+    return lines
+
+
+def _below(heads: Sequence[str], shown: Sequence[Sequence[str]], right: Sequence[bool], width: int) -> list[str]:
+    """Return the table with the texts of its last column in lines of their own."""
+    widths = [max(columns(row[i]) for row in [heads, *shown]) for i in range(len(heads) - 1)]
+    lines = []
+    for row in [heads, *shown]:
+        cells = [_set(cell, w, of) for cell, w, of in zip(row[:-1], widths, right, strict=False)]
+        lines.append("  " + "  ".join(cells))
+        lines += wrap(row[-1], width, "      ") if row is not heads and row[-1] else []
     return lines
 
 

@@ -44,7 +44,7 @@ def summary(sweep: Sweep) -> Summary:
         name="sweep",
         headline=headline,
         second=second,
-        lede=f"{' '.join(map(plain, sweep.command))[:200]} · {', '.join(names)} · {count(len(sweep.points), 'point')},"
+        lede=f"{_command(sweep.command)} · {', '.join(names)} · {count(len(sweep.points), 'point')},"
         f" each measured {often(sweep.rounds)} over {count(sweep.steps, 'step')}",
         notices=(*notices, *sweep.warnings),
         table=Panel("table", "All points", rows, columns, note=_NOTE),
@@ -58,6 +58,12 @@ _NOTE = (
     "±: how far single runs of a point are apart (their standard deviation), where it was run more than once; off: the"
     " predicted step against the measured one."
 )
+
+
+def _command(words: Sequence[str]) -> str:
+    """Write a command without the Python that runs it."""
+    first = words[0].rpartition("/")[2] if words else ""
+    return plain(" ".join(words[1:] if first.startswith("python") else words), 200)
 
 
 def knee(sweep: Sweep) -> Point | None:
@@ -120,16 +126,16 @@ def _curve(sweep: Sweep, samples: bool, per_s: str) -> tuple[Panel, ...]:
             then = _predicted_rate(p, samples) if with_predicted else None
             rows.append((p.values[name], p.rate(samples), *((then,) if with_predicted else ())))
         columns = (name, "measured", *(("predicted",) if with_predicted else ()))
-        return (Panel("lines", f"{per_s.capitalize()} by {name}", tuple(rows), columns, unit=f"{per_s.split()[0]}/s"),)
+        return (Panel("lines", f"{per_s.capitalize()} by {name}", tuple(rows), columns),)
     if len(sweep.axes) == 2:
         one, other = sweep.axes
         rates = {(p.values[one.name], p.values[other.name]): p.rate(samples) for p in measured}
         rows = [(v, *(rates.get((v, w)) for w in other.values)) for v in one.values]
         columns = (one.name, *(f"{other.name}={w}" for w in other.values))
         title = f"{per_s.capitalize()} by {one.name}"
-        return (Panel("lines", title, tuple(rows), columns, unit=f"{per_s.split()[0]}/s"),)
+        return (Panel("lines", title, tuple(rows), columns),)
     bars = tuple((_named(p), p.rate(samples)) for p in measured)
-    return (Panel("bars", per_s.capitalize(), bars, unit=f"{per_s.split()[0]}/s"),)
+    return (Panel("bars", per_s.capitalize(), bars),)
 
 
 def _predicted_rate(p: Point, samples: bool) -> float | None:
