@@ -29,8 +29,8 @@ _MOST_TENSORS, _DEEPEST = 16, 3
 def samples_of(batch: Any, over: Pass) -> int:
     """Return how many samples a batch is made of; −1: not known.
 
-    A loader that has a batch size makes such batches, but for the last one of an epoch, which the first dimension of
-    its tensors shows. Of a loader without, all tensors of the first batch must agree in their first dimension.
+    A loader that has a batch size makes such batches; that the last one of an epoch may be smaller is not worth looking
+    at each. Of a loader without, all tensors of the first batch must agree in their first dimension.
     """
     if over.leads is None:
         _settle(batch, over)
@@ -57,8 +57,9 @@ def _settle(batch: Any, over: Pass) -> None:
     settings = over.loader.settings if over.loader is not None else {}
     size, length = settings.get("batch_size"), settings.get("dataset_length")
     if isinstance(size, int) and size > 0:
-        size = over.size = max(size // (settings.get("split") or 1), 1)
-        over.leads = _leading(batch, 0) in (size, length)
+        size = max(size // (settings.get("split") or 1), 1)
+        over.size = min(size, length) if isinstance(length, int) and length > 0 else size
+        over.leads = False
         return
     found: list[int] = []
     _collect(batch, found, 0)

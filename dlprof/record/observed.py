@@ -54,6 +54,10 @@ class Observed:
             self.calls.see("forward")
             self.news = True
 
+    def look_no_more(self) -> None:
+        """Count no more of what the last model gets: its loader says as much, and it gets no tokens."""
+        self.learns = self._model_ids[self.model_id] = False
+
     def see_optimizer(self, optimizer: Any) -> bool:
         """Keep an optimizer, and return whether it was new."""
         self.optimizer_id = id(optimizer)

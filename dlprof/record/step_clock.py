@@ -15,7 +15,6 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof.record import guarded
-from dlprof.record.batches import samples_of
 from dlprof.record.loaders import FetchWatcher, adopt
 from dlprof.record.observed import Observed
 from dlprof.record.stepping import (
@@ -117,8 +116,9 @@ class StepClock(Phases):
             row.used_from = row.backwards if with_grad else NEVER
             if id(module) != observed.model_id:
                 observed.see_model(module)
-            if observed.learns and (row.taken != row.backwards or observed.pipeline) and (with_grad or not self.trains):
-                row.take(args, kwargs or {})
+            looks = observed.learns and (row.taken != row.backwards or observed.pipeline)
+            if looks and (with_grad or not self.trains) and not row.take(args, kwargs or {}):
+                observed.look_no_more()
             if observed.autocast_looks:
                 observed.see_autocast()
             if self.phases or self.ranges:
@@ -169,7 +169,7 @@ class StepClock(Phases):
         """Leave next() of a loader's iterator, which returned a batch."""
         phases = self.phases
         if FETCH in phases and (over := iterator._dlprof_pass) is not None:
-            self.row.load(samples_of(batch, over))
+            self.row.load(batch, over)
         if len(phases) == 1 and phases[0] == FETCH and not self._open_ranges:
             phases.pop()
             now = perf_counter_ns()

@@ -10,7 +10,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dlprof.record.batches import look_at
+from dlprof.record.batches import look_at, samples_of
 from dlprof.record.loaders import LoaderSeen, Pass
 
 if TYPE_CHECKING:
@@ -146,16 +146,18 @@ class Row:
             self.unused_forward_ns = self.judged_ns = 0
         return cells
 
-    def load(self, samples: int) -> None:
-        """Count the samples of a loader's batch; −1: not known."""
+    def load(self, batch: Any, over: Pass) -> None:
+        """Count the samples of a batch of a pass over a loader."""
+        samples = over.size if over.leads is False else samples_of(batch, over)
         self.samples = self.samples + samples if samples >= 0 <= self.samples else -1
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count what a model gets as its first argument."""
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Count what a model gets as its first argument; return whether that says more than the loader's batches."""
         shape, tokens = look_at(args[0] if args else next(iter(kwargs.values()), None))
         self.inputs = self.inputs + shape if shape >= 0 <= self.inputs else -1
         self.tokens += tokens
         self.taken = self.backwards
+        return tokens > 0 or self.samples <= 0
 
     def forward_again(self, *, with_grad: bool) -> None:
         """Judge the forward passes so far, where another one begins."""

@@ -43,12 +43,9 @@ def test_batches_of_a_loader_with_a_batch_size(batch: object, of: int) -> None:
     assert samples_of(batch, passing(4)) == of
 
 
-def test_the_last_batch_of_an_epoch_is_smaller_where_its_tensors_show_it() -> None:
-    over = passing(4)
-    assert [samples_of([images(n)], over) for n in (4, 4, 2)] == [4, 4, 2]
-    ragged = passing(4)
-    assert [samples_of([[torch.zeros(3, 2, 2)] * n], ragged) for n in (4, 2)] == [4, 4]
-    assert samples_of([images(3)], passing(4, length=3)) == 3
+def test_a_data_set_that_is_smaller_than_a_batch_is_one() -> None:
+    over = passing(4, length=3)
+    assert [samples_of([images(n)], over) for n in (3, 3)] == [3, 3]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Shared(Dataset[Record]):
 
     def __init__(self, folder: Path, read: Read, classes: int) -> None:
         self.read, self.classes = read, classes
-        self.records = torch.from_numpy(np.load(folder / "records.npy")).share_memory_()
+        self.records = torch.from_numpy(np.load(folder / "records.npy")).share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.records)

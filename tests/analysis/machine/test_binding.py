@@ -25,7 +25,8 @@ def job(folder: Path, *cores: str, count: int = 8, **device: Any) -> Path:
 
 def found(path: Path) -> list[dict[str, Any]]:
     columns = ["rank", "cores", "shared", "left", "node", "gpu_node"]
-    return runs.measured(path, bindings).call(_given)[columns].to_dict("records")
+    rows: list[dict[str, Any]] = runs.measured(path, bindings).call(_given)[columns].to_dict("records")
+    return rows
 
 
 def _given(bindings: Any) -> Any:

@@ -16,6 +16,8 @@ What to change: `srun --cpus-per-task=N --cpu-bind=cores`, `torchrun --numa-bind
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, by_rank
@@ -72,7 +74,7 @@ def explain(estimate: Estimate, bindings: Frame, core_waits: Frame) -> Explanati
     crowded: pd.DataFrame = estimate.seen
     row = crowded[crowded["rank"] == estimate.worst].iloc[0]
     waits = by_rank(core_waits, "waits_ns")
-    shown = bindings.assign(waits_ns=[waits.get(rank) for rank in bindings["rank"]])
+    shown = bindings.assign(waits_ns=[waits.get(rank, math.nan) for rank in bindings["rank"]])
     each = max(int(row["cores"]) + int(row["left"]) // max(len(crowded), 1), 1)
     bind = f"bind each rank to cores of its own: `srun --cpus-per-task={each} --cpu-bind=cores`, or `torchrun"
     cores, shared, left = (count(int(row[c]), "core") for c in ("cores", "shared", "left"))
