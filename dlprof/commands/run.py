@@ -119,6 +119,8 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
     folder = recording.out or new_folder(f"{script.stem}-ladder", os.environ)
     with writing(str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
+    overridden = [word for setting in recording.settings for word in ("--set", setting)]
+    overridden += ["--allow-numerics"] if recording.allow_numerics else []
     said, done = list[str](), list[Path]()
     ranks = 1
     for n, (name, words) in enumerate(rungs.items(), 1):
@@ -126,7 +128,7 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
         options = [*said, *(word for word in words.split() if word != "ranks")]
         run = folder / f"{n}-{name}"
         command = [sys.executable, "-m", "dlprof", "run", str(script), *on, str(more[0] if more else ranks)]
-        command += ["-o", str(run), "--quiet", "--no-report", "--", *options, *args]
+        command += ["-o", str(run), "--quiet", "--no-report", *overridden, "--", *options, *args]
         if not recording.quiet:
             click.echo(f"dlprof: {name}: {' '.join(options)}", err=True)
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode

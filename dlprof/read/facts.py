@@ -49,7 +49,7 @@ RANK: Mapping[str, Shape] = {
     "cpu": {
         **_all(int, "count affinity torch_threads torch_interop_threads"),
         "quota": float,
-        "cores": str,
+        "allowed": str,
         "nodes": {},
         "units": [str],
         "onednn": bool,

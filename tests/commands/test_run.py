@@ -137,3 +137,46 @@ def test_gpus_are_counted_as_the_job_would_see_them(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert count_gpus() == count
+
+
+def test_a_workload_without_a_ladder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads/flat.py").write_text('"""Nothing."""\n')
+    done = launch([*DLPROF, "run", "flat", "--ladder", "--procs", "1"], tmp_path)
+    assert (done.returncode, done.stderr) == (1, "dlprof: flat has no ladder: it sets no LADDER\n")
+
+
+@pytest.mark.long
+def test_a_ladder_adds_one_change_after_the_other_and_leaves_out_what_fails(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads/steps.py").write_text(LADDER)
+    done = launch([*DLPROF, "run", "steps", "--ladder", "--procs", "1", "-o", "out"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2-broken" not in done.stdout
+    assert "broken is left out: it ended with exit code 1" in done.stderr
+    assert "3-fast (--ms 5)" in done.stdout
+    told = json.loads((tmp_path / "out/ladder.json").read_text())
+    assert [r["name"] for r in told["runs"]] == ["1-slow", "3-fast"]
+
+
+# A workload that sleeps, and dies where it is told to sleep for less than nothing.
+LADDER = '''"""Sleep."""
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+LADDER = {"slow": "--ms 15", "broken": "--ms -1", "fast": "--ms 5"}
+FAULTS: dict[str, str] = {}
+ms = float(sys.argv[-1])
+assert ms > 0
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(8):
+    for (x,) in DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(ms / 1000)
+'''

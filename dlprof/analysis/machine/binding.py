@@ -35,7 +35,7 @@ def bindings(job: Job) -> pd.DataFrame:
     counts: dict[str, int] = {}
     for rank in job.ranks:
         cpu = job.facts[rank].get("cpu") or {}
-        mine, host = cores_of(cpu.get("cores")), settings.host(job, rank)
+        mine, host = cores_of(cpu.get("allowed")), settings.host(job, rank)
         if mine and isinstance(cpu.get("count"), int):
             sets[host][rank], counts[host] = mine, cpu["count"]
     if not sets:

@@ -31,6 +31,8 @@ def device_turns(device_work: pd.DataFrame, timing: Timing, replication: Maybe[p
     if replication:
         raise DoesNotApply("the devices are replicas of nn.DataParallel")
     kernels = device_work[host.is_kind(device_work, "kernel")]
+    if not len(kernels):
+        raise DoesNotApply("one device computes in each process, or none")
     names = kernels["lane"].astype("str").str.partition(":")[0]
     steps, n = iv.merge(timing.windows), max(len(timing.windows), 1)
     busy = {device: iv.intersect(steps, host.cover(kernels[names == device])) for device in sorted(names.unique())}

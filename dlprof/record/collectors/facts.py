@@ -218,7 +218,7 @@ def _cpu() -> dict[str, Any]:
     return _answers(
         count=os.cpu_count,
         affinity=lambda: len(os.sched_getaffinity(0)),
-        cores=cpu.cores,
+        allowed=cpu.cores,
         nodes=cpu.nodes,
         quota=cpu.quota,
         torch_threads=torch.get_num_threads,

@@ -17,7 +17,7 @@ NODES = {"0": "0-3", "1": "4-7"}
 
 def job(folder: Path, *cores: str, count: int = 8, **device: Any) -> Path:
     rows = [runs.light(n, 100 * MS) for n in range(20)]
-    facts = [{**runs.CPU, "cpu": {"count": count, "cores": text, "nodes": NODES}} for text in cores]
+    facts = [{**runs.CPU, "cpu": {"count": count, "allowed": text, "nodes": NODES}} for text in cores]
     if device:
         facts = [f | {"device": {**runs.A100, "index": 0, **device}} for f in facts]
     return runs.recorded(folder, *((None, rows, f) for f in facts))

@@ -12,7 +12,7 @@ import pytest
 from dlprof.analysis.throughput.rates import throughput, work_done
 from dlprof.errors import NotMeasured
 from dlprof.result.throughput import Throughput
-from tests.fixtures import jobs, runs
+from tests.fixtures import jobs, readings, runs
 from tests.fixtures.runs import MS
 
 LOADER = {"role": "train", "num_workers": 0, "batch_size": 8, "dataset_length": 4000, "iterable": False}
@@ -194,3 +194,17 @@ def test_a_real_job_counts_what_it_trains_on(tmp_path: Path, name: str) -> None:
     assert (t.source, t.samples_per_step, t.tokens_per_step) == (source, samples, tokens)
     assert t.samples_per_s is not None
     assert t.samples_per_s > samples  # a step takes far less than a second
+
+
+def test_the_energy_of_an_epoch_is_that_of_all_gpus(tmp_path: Path) -> None:
+    rows = [runs.light(n, 900 * MS, samples=8) for n in range(40)]
+    facts = [{**runs.GPU, **shared(r)} for r in (0, 1)]
+    path = runs.recorded(tmp_path / "run", *((None, rows, f) for f in facts))
+    for rank, watts in enumerate((300, 500)):
+        readings.write(path / f"ranks/{rank:05d}/gpu.jsonl", ({"power_w": watts} for _ in range(40)))
+    t = runs.measured(path, throughput).call(_given)
+    assert (t.gpus, t.power_w) == (2, pytest.approx(800))
+    epoch: Any = t.epoch
+    assert epoch.seconds == pytest.approx(4000 / 16 * 0.9, rel=0.01)
+    assert epoch.joules == pytest.approx(800 * epoch.seconds)
+    assert epoch.gpu_hours == pytest.approx(2 * epoch.seconds / 3600)

@@ -39,7 +39,7 @@ def test_ranks_that_share_cores_and_never_wait_are_left_alone(tmp_path: Path) ->
 
 def test_a_gpu_on_another_node_is_told_without_a_figure(tmp_path: Path) -> None:
     rows = [runs.light(n, 100 * MS) for n in range(30)]
-    cpu = {"count": 8, "cores": "0-3", "nodes": {"0": "0-3", "1": "4-7"}}
+    cpu = {"count": 8, "allowed": "0-3", "nodes": {"0": "0-3", "1": "4-7"}}
     facts = {"device": {**runs.A100, "index": 0, "node": 1}, "host": "node-1", "cpu": cpu}
     found = ask(RULE, runs.recorded(tmp_path / "run", (None, rows, facts)))
     assert found.state == "not_measured"
