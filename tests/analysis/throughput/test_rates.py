@@ -202,9 +202,9 @@ def test_the_energy_of_an_epoch_is_that_of_all_gpus(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", *((None, rows, f) for f in facts))
     for rank, watts in enumerate((300, 500)):
         readings.write(path / f"ranks/{rank:05d}/gpu.jsonl", ({"power_w": watts} for _ in range(40)))
-    t = runs.measured(path, throughput).call(_given)
+    t: Any = runs.measured(path, throughput).call(_given)
     assert (t.gpus, t.power_w) == (2, pytest.approx(800))
-    epoch: Any = t.epoch
+    epoch = t.epoch
     assert epoch.seconds == pytest.approx(4000 / 16 * 0.9, rel=0.01)
     assert epoch.joules == pytest.approx(800 * epoch.seconds)
     assert epoch.gpu_hours == pytest.approx(2 * epoch.seconds / 3600)
