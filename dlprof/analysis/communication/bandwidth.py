@@ -19,18 +19,10 @@ from dlprof.analysis.compute.peaks import nvlink
 from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
+from dlprof.result.bandwidth import bus_factor
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it; an all-gather counts its output."""
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    if collective in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0
 
 
 @across_ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.communication.bandwidth import bandwidth, bus_factor, exchanged, size_class
+from dlprof.analysis.communication.bandwidth import bandwidth, exchanged, size_class
 from tests.fixtures import runs
 from tests.fixtures.exchanges import exchanging
 from tests.fixtures.runs import MS
