@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dlprof.analysis.engine import Job, Maybe, Measured
+from dlprof.analysis.machine import measured_links
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.serving import engine_of
 from dlprof.read.run import together
@@ -51,6 +52,7 @@ def warnings(
         found.append(
             f"the traces are of inference by {engine}: a step is one of its, and rules of training do not apply"
         )
+    found += measured_links.unreadable(job)
     found += _of_others(foreign_load.or_none())
     means, likeness = step_means.or_none(), window_likeness.or_none()
     if whole_job.or_none() is not None:

@@ -92,6 +92,12 @@ def host(job: Job, rank: int) -> str:
     return str(job.facts[rank].get("host") or job.trace_facts[rank].get("host") or "")
 
 
+def device(job: Job, rank: int) -> str:
+    """Return the name of a rank's device from the recording, else from its trace; "" where it is not known."""
+    devices = [job.facts[rank].get("device") or {}, *(job.trace_facts[rank].get("devices") or ())]
+    return next((str(d["name"]) for d in devices[:2] if d.get("name")), "")
+
+
 def neighbours(job: Job, rank: int) -> int:
     """Count the ranks on a rank's host, itself among them."""
     mine = host(job, rank)

@@ -41,7 +41,7 @@ class Timing(msgspec.Struct, frozen=True):
 
     collective: str
     bytes: int
-    count: int  # elements
+    count: int = 0  # elements
     ns: float | None = None
     low_ns: float | None = None
     high_ns: float | None = None

@@ -123,10 +123,7 @@ def _peak(job: Job, members: str) -> float:
     ranks = {int(r) for r in members.split(",")} if members not in ("", NOBODY) else set(range(job.world_size))
     if members == NOBODY or not ranks <= set(job.ranks):
         return np.nan
-    hosts, names = {settings.host(job, r) for r in ranks}, set()
-    for rank in ranks:
-        devices = [job.facts[rank].get("device") or {}, *(job.trace_facts[rank].get("devices") or ())]
-        names.add(next((str(d["name"]) for d in devices[:2] if d.get("name")), ""))
+    hosts, names = ({of(job, r) for r in ranks} for of in (settings.host, settings.device))
     if len(hosts) != 1 or "" in hosts or len(names) != 1:
         return np.nan
     return nvlink(names.pop()) or np.nan

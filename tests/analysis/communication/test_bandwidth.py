@@ -1,4 +1,4 @@
-"""Bandwidth of collectives: nccl-tests' factors, sizes, the link's peak, and what missing ranks leave unknown."""
+"""Bandwidth of collectives: sizes, the link's peak, and what missing ranks leave unknown."""
 
 from pathlib import Path
 
@@ -9,20 +9,6 @@ from dlprof.analysis.communication.bandwidth import bandwidth, exchanged, size_c
 from tests.fixtures import runs
 from tests.fixtures.exchanges import exchanging
 from tests.fixtures.runs import MS
-
-
-@pytest.mark.parametrize(
-    ("collective", "ranks", "factor"),
-    [
-        ("all_reduce", 2, 1.0),
-        ("all_reduce", 8, 1.75),
-        ("all_gather", 4, 0.75),
-        ("all_to_all", 4, 0.75),
-        ("broadcast", 8, 1),
-    ],
-)
-def test_the_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor: float) -> None:
-    assert bus_factor(collective, ranks) == factor
 
 
 def test_waiting_is_no_transfer(tmp_path: Path) -> None:
