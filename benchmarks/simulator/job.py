@@ -128,6 +128,7 @@ class Job:
     devices: int = 1  # that one process drives: nn.DataParallel, or
     cut: int = 0  # the model's layers lie on them, and a batch goes through in so many micro-batches
     used_memory: float = 0.75  # share of the device's memory that is reserved
+    measured: Link | None = None  # what `dlprof bandwidth` found between its ranks; None: nobody asked
 
     def tokens_of(self, rank: int) -> int:
         """Return the tokens of a rank's batch."""

@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks.simulated import of_fault
+from benchmarks.simulator import folder
 from benchmarks.simulator.faults import FAULTS
+from dlprof.analysis.communication.rules import slow_link
+from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
 
 SEED = 1
 NEAR = 0.15
@@ -21,7 +28,7 @@ CAUTIOUS = ("float32",)
 # Further faults of a rule that another one stands for: each takes some seconds, and 4 to 18 where it has several ranks.
 FURTHER = (
     "after_backward", "boolean_mask", "few_workers", "gpipe", "graph_waits", "host_function", "loop_optimizer",
-    "many_launches", "more_work", "one_hot_gpu", "rank_sleeps", "slow_loader_one_rank", "sync_every_batch",
+    "many_launches", "more_work", "one_hot_gpu", "rank_sleeps", "slow_loader_one_rank", "slow_network", "sync_every_batch",
     "synchronize_every_step", "tiny_buckets",
 )  # fmt: skip
 
@@ -47,3 +54,17 @@ def test_every_fault_is_of_a_rule_and_one_of_each_rule_is_always_checked() -> No
     assert rules <= {rule.id for rule in RULES}
     assert rules == {fault.rule for fault in FAULTS if fault.name not in FURTHER}
     assert set(FURTHER) <= {fault.name for fault in FAULTS}
+
+
+@pytest.mark.long
+def test_a_network_is_slow_by_what_was_measured_and_by_nothing_else(tmp_path: Path) -> None:
+    """The slow one is found with the measurement and unknown without it; one that is as fast as measured is fine."""
+    fault = next(f for f in FAULTS if f.name == "slow_network")
+    slow = fault.make(SEED)
+    assert fault.recorded is not None
+    states = []
+    for n, job in enumerate((slow, replace(slow, measured=None), fault.fix(slow))):
+        folder.write(tmp_path / f"{n}/run", job, fault.recorded(job))
+        (outcome,) = diagnose(open_run(tmp_path / f"{n}/run"), [slow_link.RULE], jobs=1).outcomes
+        states.append(outcome.state)
+    assert states == ["found", "not_measured", "clear"]

@@ -103,7 +103,9 @@ def links(
     frame = frame[frame[["of_peak", "alike_ns", "measured_ns"]].notna().any(axis=1)]
     if not len(frame):
         why = measured_links.why() or "`dlprof bandwidth` measured no such group and size, or nothing ran alone"
-        raise NotMeasured(f"what this link can carry is not known, and there is no similar group to compare with: {why}")
+        raise NotMeasured(
+            f"what this link can carry is not known, and there is no similar group to compare with: {why}"
+        )
     at_peak = (frame["of_peak"] / ATTAINABLE * frame["took_ns"]).where(frame["of_peak"] < SLOW_OF_PEAK)
     as_others = frame["alike_ns"].where(frame["took_ns"] > SLOWER * frame["alike_ns"])
     slower = frame["alone_ns"] / frame["measured_ns"]
@@ -175,8 +177,10 @@ def _alone(pairs: pd.DataFrame, exposed: pd.DataFrame, key: list[str]) -> pd.Dat
     bare = exposed_between(exposed, of["rank"].to_numpy(), begin, end) >= EXPOSED * (end - begin)
     of = of.assign(alone=bare & (of["start_ns"] >= before) & (of["end_ns"] <= after), dur_ns=end - of["start_ns"])
     kinds = {name: (name, "first") for name in (*key[:2], "bytes", "dtype")}
-    one = of.rename(columns={"wanted": "ranks"}).groupby("instance").agg(
-        **kinds, ranks=("ranks", "first"), alone=("alone", "all"), alone_ns=("dur_ns", "min")
+    one = (
+        of.rename(columns={"wanted": "ranks"})
+        .groupby("instance")
+        .agg(**kinds, ranks=("ranks", "first"), alone=("alone", "all"), alone_ns=("dur_ns", "min"))
     )
     one = one[one["alone"]].assign(size=size_classes(one["bytes"][one["alone"]]))
     summed = one.groupby(key, as_index=False).agg(

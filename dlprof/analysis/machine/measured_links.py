@@ -69,7 +69,9 @@ def measured_links(job: Job) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def expected(links: pd.DataFrame, collective: str, ranks: int, hosts: int, bytes: float, dtype: str) -> tuple[float, str]:  # noqa: A002 - the unit
+def expected(
+    links: pd.DataFrame, collective: str, ranks: int, hosts: int, bytes: float, dtype: str
+) -> tuple[float, str]:  # noqa: A002 - the unit
     """Return what one takes by measured links, ns, and the measurement's source; NaN where no size like it was measured.
 
     Of as many ranks on as many hosts; `dtype` "" is any. Between two measured sizes a time lies on the line between

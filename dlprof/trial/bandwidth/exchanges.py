@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 # A prime, so that what is shifted or swapped shows; its numbers fit into int8.
 PERIOD = 97
+# Their names from torch 2.13 on, and before.
+_C10D: Any = dist
+_ALL_GATHER = getattr(_C10D, "all_gather_single", None) or _C10D.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(_C10D, "reduce_scatter_single", None) or _C10D.reduce_scatter_tensor
+
 # By how much patterns of different ranks, and of the parts of one rank's input, are shifted.
 _BY_RANK, _BY_PART = 13, 29
 
@@ -51,7 +57,7 @@ def prepare(collective: str, size: int, dtype: torch.dtype, device: torch.device
         return Exchange(
             count,
             count * width,
-            lambda: dist.all_gather_into_tensor(got, given),
+            lambda: _ALL_GATHER(got, given),
             lambda: all(_holds(got[r * part : (r + 1) * part], _numbers(got, r * _BY_RANK)) for r in range(ranks)),
             given,
         )
@@ -62,7 +68,7 @@ def prepare(collective: str, size: int, dtype: torch.dtype, device: torch.device
         return Exchange(
             count,
             count * width,
-            lambda: dist.reduce_scatter_tensor(got, given),
+            lambda: _REDUCE_SCATTER(got, given),
             lambda: _holds(got, _numbers(got, rank * _BY_RANK)),
             given,
         )
