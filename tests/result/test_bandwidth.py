@@ -1,4 +1,4 @@
-"""A measurement is read back as it is; its bandwidths are nccl-tests', and pairs slower than those like them are known."""
+"""A measurement is read back as it is; its bandwidths are nccl-tests', and it knows slow pairs of ranks."""
 
 from __future__ import annotations
 

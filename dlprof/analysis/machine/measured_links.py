@@ -70,9 +70,9 @@ def measured_links(job: Job) -> pd.DataFrame:
 
 
 def expected(
-    links: pd.DataFrame, collective: str, ranks: int, hosts: int, bytes: float, dtype: str
-) -> tuple[float, str]:  # noqa: A002 - the unit
-    """Return what one takes by measured links, ns, and the measurement's source; NaN where no size like it was measured.
+    links: pd.DataFrame, collective: str, ranks: int, hosts: int, size: float, dtype: str
+) -> tuple[float, str]:
+    """Return what a collective of `size` bytes takes by measured links, ns, and the source; NaN where none is like it.
 
     Of as many ranks on as many hosts; `dtype` "" is any. Between two measured sizes a time lies on the line between
     theirs. Beyond the largest it grows with the bytes; below the smallest it stays, for a start takes as long.
@@ -82,8 +82,8 @@ def expected(
     for source in of["source"].unique():  # the best first
         points = of[of["source"] == source].sort_values("bytes")
         sizes, took = points["bytes"].to_numpy(dtype=float), points["took_ns"].to_numpy(dtype=float)
-        if sizes[0] / ALIKE_SIZE <= bytes <= sizes[-1] * ALIKE_SIZE:
-            return float(np.interp(bytes, sizes, took) * max(bytes / sizes[-1], 1.0)), str(source)
+        if sizes[0] / ALIKE_SIZE <= size <= sizes[-1] * ALIKE_SIZE:
+            return float(np.interp(size, sizes, took) * max(size / sizes[-1], 1.0)), str(source)
     return np.nan, ""
 
 
@@ -98,7 +98,7 @@ def _kept(job: Job) -> tuple[list[tuple[Path, Bandwidth]], list[str]]:
     for path in _files(job):
         try:
             kept.append((path, from_json(json.loads(read_file(path)))))
-        except DlprofError as e:
+        except DlprofError as e:  # noqa: PERF203 - each may be broken
             broken.append(f"{path.name}: {e}")
         except (ValueError, RecursionError) as e:
             broken.append(f"{path.name} is broken ({str(e)[:120]})")

@@ -55,7 +55,7 @@ def test_around_foreign_traces_nothing_is_looked_for(tmp_path: Path) -> None:
     ],
 )
 def test_what_tells_nothing_of_the_job(
-    tmp_path: Path, changed: dict[str, str], facts: dict[str, Any], says: str
+    tmp_path: Path, changed: dict[str, Any], facts: dict[str, Any], says: str
 ) -> None:
     save(tmp_path, measured(HERE, 10e9, **changed))
     found = job(tmp_path / "run", **facts)

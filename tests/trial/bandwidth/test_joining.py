@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="exchanging needs torch")
-import torch.distributed as dist  # noqa: E402 - after the check that there is torch
-
-from dlprof.errors import DlprofError  # noqa: E402
-from dlprof.trial.bandwidth import joining  # noqa: E402
-from dlprof.trial.bandwidth.joining import BrokenError, Ranks, first_host, first_line, place  # noqa: E402
-from dlprof.trial.bandwidth.watching import Watch  # noqa: E402
+pytest.importorskip("torch", reason="exchanging needs torch")
+from dlprof.errors import DlprofError
+from dlprof.trial.bandwidth import joining
+from dlprof.trial.bandwidth.joining import BrokenError, Ranks, first_host, first_line, place
+from dlprof.trial.bandwidth.watching import Watch
+from tests.fixtures import worlds
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_all_ranks_take_one_backend_or_none_does() -> None:
 
 
 def test_ranks_collect_and_announce() -> None:
-    store = dist.HashStore()
+    store = worlds.store()
     with Watch(60) as watch:
         first, second = (Ranks(r, 2, store, watch) for r in range(2))
         other = threading.Thread(target=lambda: second.collect("who", "b"))
@@ -82,9 +82,7 @@ def test_ranks_collect_and_announce() -> None:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    from datetime import timedelta
-
-    store = dist.HashStore()
+    store = worlds.store()
     store.set_timeout(timedelta(milliseconds=50))
     with Watch(60) as watch, pytest.raises(BrokenError, match="rank 1 has not come as far"):
         Ranks(0, 2, store, watch).collect("who", "a")

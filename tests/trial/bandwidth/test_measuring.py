@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="exchanging needs torch")
-import torch.distributed as dist  # noqa: E402 - after the check that there is torch
-
-from dlprof.trial.bandwidth import exchanges, measuring  # noqa: E402
+from dlprof.trial.bandwidth import exchanges, measuring  # noqa: E402 - after the check that there is torch
 from dlprof.trial.bandwidth.joining import BrokenError, Ranks  # noqa: E402
 from dlprof.trial.bandwidth.measuring import measure, pair_members  # noqa: E402
 from dlprof.trial.bandwidth.plan import Plan  # noqa: E402
@@ -32,7 +30,7 @@ def world() -> Iterator[None]:
 
 def rows(plan: Plan) -> list[Row]:
     with Watch(60) as watch:
-        here = Ranks(0, 1, dist.HashStore(), watch)
+        here = Ranks(0, 1, worlds.store(), watch)
         found, pairs = measure(plan, here, CPU, ["n1"], lambda _: None)
     assert pairs == []
     return found
@@ -67,7 +65,7 @@ def test_every_size_of_every_collective_has_its_samples_the_small_first() -> Non
 def test_short_calls_are_repeated_and_long_ones_share_the_time(call_s: float, samples: int, calls: int) -> None:
     plan = replace(PLAN, sizes=(1, 4), iterations=20)
     with Watch(60) as watch:
-        ours = measuring.Measurement(plan, Ranks(0, 1, dist.HashStore(), watch), CPU, lambda _: None)
+        ours = measuring.Measurement(plan, Ranks(0, 1, worlds.store(), watch), CPU, lambda _: None)
     # Of 100 s the first of two sizes has a fifth, by its bytes, and each of two collectives half of that.
     found = ours._often(call_s, 0, 99.9)
     assert found == (samples, calls)
@@ -88,7 +86,7 @@ def test_what_the_backend_cannot_do_is_said_once(monkeypatch: pytest.MonkeyPatch
 
         return replace(made, run=cannot) if collective == "all_to_all" else made
 
-    monkeypatch.setattr(measuring.exchanges, "prepare", prepare)
+    monkeypatch.setattr(exchanges, "prepare", prepare)
     found = rows(PLAN)
     assert [r.why for r in found] == ["", "ProcessGroupX does not support alltoall_base", ""]
 
@@ -101,7 +99,7 @@ def test_too_little_memory_is_a_row_and_a_wrong_result_is_seen(monkeypatch: pyte
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory")
         return replace(real(collective, size, *args), is_right=lambda: False)
 
-    monkeypatch.setattr(measuring.exchanges, "prepare", prepare)
+    monkeypatch.setattr(exchanges, "prepare", prepare)
     found = rows(PLAN)
     assert [r.correct for r in found] == [False, False, None, None]
     assert "rank 0: [enforce fail at alloc_cpu.cpp:127] can't allocate memory" in {r.why for r in found}
@@ -117,7 +115,7 @@ def test_an_exchange_that_breaks_off_is_one_error(monkeypatch: pytest.MonkeyPatc
         made = real(collective, size, *args)
         return made if size == 1 << 10 else replace(made, run=breaks)
 
-    monkeypatch.setattr(measuring.exchanges, "prepare", prepare)
+    monkeypatch.setattr(exchanges, "prepare", prepare)
     with pytest.raises(BrokenError, match=r"all_reduce of 65\.5 kB broke off: Connection closed by peer"):
         rows(PLAN)
 

@@ -12,8 +12,8 @@ folder, or beside it in that of all runs, it is what a collective of as many ran
 where nothing ran beside it.
 
 Saving: the exposed transfer of the slow ones, shorter by as much as they would be at three quarters of the link's peak,
-at the others' pace, or at the measured one; then the step replayed, for no rank gets faster than the next slowest. What computation hides
-and waiting for a late rank do not count. Where collectives queue behind each other, more is gained.
+at the others' pace, or at the measured one; then the step replayed, for no rank gets faster than the next slowest. What
+computation hides and waiting for a late rank do not count. Where collectives queue behind each other, more is gained.
 
 What to change: settings that turn the fast path off (`NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE`); then the hardware.
 `NCCL_DEBUG=INFO` shows the path that was taken.
