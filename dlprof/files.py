@@ -52,6 +52,9 @@ def compact(data: object) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
+# What `dlprof bandwidth` saves, in the folder of a run or in that of all runs.
+BANDWIDTHS = "bandwidth*.json"
+
 # The file in a host's folder that says which machine's it is.
 BOOT = "boot"
 

@@ -14,10 +14,6 @@ from dlprof.errors import DlprofError
 
 FORMAT = 1
 
-# What a run's folder, or the folder of all runs, holds such files as. One of each backend and shape: measured anew, it
-# replaces the one before.
-PATTERN = "bandwidth*.json"
-
 State = Literal["complete", "out_of_time"]
 
 # Links fail by halves: one port of two, half of a slot's lanes. Half way there is more than neighbours' traffic.
@@ -107,7 +103,7 @@ class Bandwidth(msgspec.Struct, frozen=True):
 
     @property
     def file(self) -> str:
-        """The name of the file that it is kept in."""
+        """The name of the file that it is kept in: one of files.BANDWIDTHS, for each backend and shape."""
         return f"bandwidth-{self.backend}-{self.ranks}-ranks-{len(set(self.hosts))}-hosts.json"
 
     def is_local(self, pair: Pair) -> bool:

@@ -17,8 +17,9 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, across_ranks
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.files import BANDWIDTHS
 from dlprof.read.opening import Inside, read_file
-from dlprof.result.bandwidth import PATTERN, Bandwidth, from_json
+from dlprof.result.bandwidth import Bandwidth, from_json
 from dlprof.units import count
 
 # A folder may hold anything: so many are read.
@@ -112,7 +113,7 @@ def _files(job: Job) -> Iterator[Path]:
     for where in (folder, folder.resolve().parent) if run.recorded else (folder,):
         inside = Inside(where)
         try:
-            yield from [path for path in sorted(where.glob(PATTERN)) if inside.holds(path)][:_MOST_FILES]
+            yield from [path for path in sorted(where.glob(BANDWIDTHS)) if inside.holds(path)][:_MOST_FILES]
         except OSError:  # may not be listed
             continue
 

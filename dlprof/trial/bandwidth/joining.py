@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dlprof.errors import DlprofError
-from dlprof.files import write
+from dlprof.files import boot, longer, write
 from dlprof.record.ranks import find_rank, find_size, number_of
 from dlprof.trial.bandwidth.watching import Watch
 
@@ -80,8 +80,8 @@ def first_line(error: BaseException) -> str:
 def place(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port where the ranks of a launcher's job meet; raise DlprofError where it does not say.
 
-    torchrun sets MASTER_ADDR and MASTER_PORT. srun does not, and its first host is taken; mpirun neither, and of one
-    host no address is needed.
+    torchrun sets MASTER_ADDR and MASTER_PORT. srun does not, and its first host is taken; mpirun neither, and where all
+    ranks are on one host no address is needed.
     """
     port = environ.get("MASTER_PORT", "")
     chosen = int(port) if port.isdigit() else _port(environ)
@@ -90,16 +90,18 @@ def place(environ: Mapping[str, str]) -> tuple[str, int]:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes and environ.get("SLURM_STEP_ID"):
         return first_host(nodes), chosen
-    size = environ.get("OMPI_COMM_WORLD_SIZE")
-    if size and size == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
-        return "127.0.0.1", chosen
+    for size, local in (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("PMI_SIZE", "MPI_LOCALNRANKS")):
+        if environ.get(size) and environ.get(size) == environ.get(local):
+            return "127.0.0.1", chosen
     raise DlprofError("MASTER_ADDR is not set: name the host of rank 0 there, as for torch.distributed")
 
 
 def _port(environ: Mapping[str, str]) -> int:
     """Return a port that all ranks of a job come to and those of other jobs seldom do."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    return _FIRST_PORT + zlib.crc32("/".join(environ.get(name, "") for name in names).encode()) % _PORTS
+    # MPICH names no job; the ranks of one host have one parent.
+    job = "/".join(environ.get(name, "") for name in names).strip("/") or str(os.getppid())
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
 def first_host(nodes: str) -> str:
@@ -160,7 +162,13 @@ def joined(
     except DlprofError as e:
         device, why = torch.device("cpu"), str(e)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    mine = {"host": os.uname().nodename, "device": name, "backend": backend or _usual(device), "why": why}
+    mine = {
+        "host": os.uname().nodename,
+        "boot": boot(),
+        "device": name,
+        "backend": backend or _usual(device),
+        "why": why,
+    }
     who = here.collect("joined", mine)
     chosen, fault = here.announce("backend", _agreed(who) if who else None)
     if fault:
@@ -183,6 +191,12 @@ def joined(
     yield here, device, who or [], chosen
     # Not where something was raised: it may wait for others, who may be gone.
     dist.destroy_process_group()
+
+
+def hosts_of(who: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the host of each rank; of machines that share a name all but the first with their kernel's start."""
+    first = {one["host"]: one["boot"] for one in reversed(who)}
+    return [one["host"] if one["boot"] == first[one["host"]] else longer(one["host"], one["boot"]) for one in who]
 
 
 def _usual(device: torch.device) -> str:

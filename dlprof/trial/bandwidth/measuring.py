@@ -114,7 +114,7 @@ class Measurement:
 
     def _prepared(self, collective: str, size: int) -> tuple[Exchange | None, str]:
         here = self._here
-        self._here.watch.at(f"rank {here.rank} has no memory for {collective} of {bytes_text(size)}")
+        here.watch.at(f"rank {here.rank} has not made the tensors of {collective} of {bytes_text(size)}")
         try:
             return exchanges.prepare(collective, size, self._dtype, self._device, here.rank, here.ranks), ""
         except RuntimeError as e:  # out of memory
@@ -144,6 +144,7 @@ class Measurement:
         """Run it as often as asked, and return what one call took, seconds; 0: none was asked for."""
         begun = time.monotonic()
         for _ in range(self._plan.warmup):
+            self._here.watch.still()
             exchange.run()
         self._synchronize()
         return (time.monotonic() - begun) / max(self._plan.warmup, 1)
@@ -153,6 +154,7 @@ class Measurement:
             return self._on_gpu(exchange, samples, calls)
         took = []
         for _ in range(samples):
+            self._here.watch.still()
             if barrier:
                 dist.barrier()
             begun = time.perf_counter()

@@ -51,13 +51,14 @@ def in_launcher(plan: Plan, progress: Tell) -> Raw | None:
 def _take_part(plan: Plan, rank: int, ranks: int, store: Any, watch: Watch, progress: Tell) -> Raw | None:
     start_ns, begun = time.time_ns(), time.monotonic()
     with joining.joined(rank, ranks, store, plan.backend, plan.timeout_s, watch) as (here, device, who, backend):
-        rows, pairs = measure(plan, here, device, [one["host"] for one in who], progress)
+        hosts = joining.hosts_of(who)
+        rows, pairs = measure(plan, here, device, hosts, progress)
     if rank:
         return None
     return Raw(
         rows=tuple(rows),
         pairs=tuple(pairs),
-        hosts=tuple(one["host"] for one in who),
+        hosts=tuple(hosts),
         device=" and ".join(dict.fromkeys(one["device"] for one in who)) if device.type == "cuda" else "",
         backend=backend,
         start_ns=start_ns,

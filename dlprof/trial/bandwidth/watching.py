@@ -38,6 +38,10 @@ class Watch:
         """Note what begins now, in words for the user; it may take so much longer than the limit."""
         self._what, self._until = what, time.monotonic() + self._limit_s + more_s
 
+    def still(self) -> None:
+        """Note that it goes on: from now it may take as long again."""
+        self._until = max(self._until, time.monotonic() + self._limit_s)
+
     def _look(self) -> None:
         while not self._over.wait(_POLL_S):
             if time.monotonic() > self._until:

@@ -40,6 +40,7 @@ def test_launchers_say_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place({**step, "SLURM_STEP_ID": "4"})[1] != port
     assert 20_000 <= port < 28_000
     assert place({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})[0] == "127.0.0.1"
+    assert place({"PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"})[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,11 @@ def test_all_ranks_take_one_backend_or_none_does() -> None:
     assert joining._agreed(who(("nccl", ""), ("gloo", ""))) == ("gloo", "")
     backend, why = joining._agreed(who(("nccl", ""), ("nccl", "there is no GPU for nccl")))
     assert (backend, why) == ("", "rank 1 on n1 cannot take part: there is no GPU for nccl")
+
+
+def test_machines_of_one_name_are_two_hosts() -> None:
+    who = [{"host": host, "boot": boot} for host, boot in (("n", "1" * 9), ("n", "2" * 9), ("m", "3"), ("n", "1" * 9))]
+    assert joining.hosts_of(who) == ["n", "n~22222222", "m", "n"]
 
 
 def test_ranks_collect_and_announce() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,9 @@ import pytest
 
 pytest.importorskip("torch", reason="exchanging needs torch")
 
-from tests.fixtures.jobs import DLPROF, environment, launch
+from tests.fixtures.jobs import DLPROF, environment, free_port, launch
 
 ASKED = ("bandwidth", "--sizes", "64K", "--iterations", "3", "--collectives", "all_reduce", "--backend", "gloo")
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 @pytest.mark.long

@@ -28,5 +28,6 @@ def test_what_goes_on_or_has_more_time_is_left_alone() -> None:
     said: list[str] = []
     with Watch(0.0, said.append, lambda _: None) as watch:
         watch.at("this takes long", more_s=3_600)
+        watch.still()  # takes nothing away
         watch._over.wait(0.5)  # several looks
     assert said == []
