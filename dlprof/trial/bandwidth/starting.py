@@ -80,7 +80,7 @@ def _start(
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, stopped: Callable[[], bool]) -> None:
     """Wait until all have ended well. Raises DlprofError once one has failed, and StoppedError."""
-    failed_s: float | None = None
+    failed_s, first = 0.0, -1
     while True:
         if stopped():
             raise StoppedError
@@ -88,26 +88,26 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, stopped: C
         if all(code == 0 for code in codes):
             return
         if any(codes):
-            failed_s = time.monotonic() if failed_s is None else failed_s
+            if first < 0:
+                failed_s, first = time.monotonic(), next(r for r, code in enumerate(codes) if code)
             if None not in codes or time.monotonic() - failed_s > _TOGETHER_S:
-                raise DlprofError(_why(codes, folder))
+                raise DlprofError(_why(codes, first, folder))
         time.sleep(_POLL_S)
 
 
-def _why(codes: Sequence[int | None], folder: Path) -> str:
-    """Say why the ranks failed: a rank that was ended by a signal has taken the others along."""
+def _why(codes: Sequence[int | None], first: int, folder: Path) -> str:
+    """Say why the ranks failed: one that was ended by a signal has taken the others along, else the first to fail.
+
+    NCCL aborts a rank (SIGABRT) whose peer has gone.
+    """
     for rank, code in enumerate(codes):
-        if code is not None and code < 0:
-            try:
-                name = signal.Signals(-code).name
-            except ValueError:
-                name = f"signal {-code}"
+        if code is not None and code < 0 and -code != signal.SIGABRT:
+            name = signal.strsignal(-code) or f"signal {-code}"
             more = ": out of memory?" if -code == signal.SIGKILL else ""
-            return f"rank {rank} was ended by {name}{more}"
-    said = [(rank, _last_line(folder / f"{rank}.txt")) for rank, code in enumerate(codes) if code]
-    rank, line = next(((rank, line) for rank, line in said if line), (said[0][0], "it said nothing"))
+            return f"rank {rank} was ended by a signal ({name}){more}"
+    line = _last_line(folder / f"{first}.txt") or "it said nothing"
     own = line.removeprefix("dlprof: ")
-    return own if own != line else f"rank {rank} failed: {line}"
+    return own if own != line else f"rank {first} failed: {line}"
 
 
 def _last_line(output: Path) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -32,7 +33,7 @@ _LATER_S = 5.0
 def in_launcher(plan: Plan, progress: Tell) -> Raw | None:
     """Take part as the launcher's environment says; return what was measured on rank 0, None elsewhere.
 
-    Raises DlprofError on rank 0, or where the fault is this rank's own; any other ends quietly with exit code 1.
+    Where it fails, all ranks end with exit code 1: rank 0 says why, and another one only what is its own fault.
     """
     rank = find_rank()
     say: Callable[[str], None] = tell if rank == 0 else lambda _: None
@@ -41,11 +42,12 @@ def in_launcher(plan: Plan, progress: Tell) -> Raw | None:
         try:
             rank, ranks, store = joining.of_launcher(plan.timeout_s)
             return _take_part(plan, rank, ranks, store, watch, progress)
-        except joining.BrokenError as e:
-            if rank == 0:
-                tell(str(e))
-            _leave()
-        return None
+        except DlprofError as e:
+            say(str(e))
+        except RuntimeError as e:  # of this rank's GPU
+            tell(f"rank {rank} on {os.uname().nodename}: {joining.first_line(e)}")
+        _leave()
+    return None
 
 
 def _take_part(plan: Plan, rank: int, ranks: int, store: Any, watch: Watch, progress: Tell) -> Raw | None:
@@ -89,9 +91,18 @@ def main(words: list[str]) -> None:
         with Watch(plan.timeout_s + _LATER_S) as watch:
             watch.at(f"rank {rank} has not met the others")
             store = joining.of_started(rank, ranks, folder, plan.timeout_s)
-            raw = _take_part(plan, rank, ranks, store, watch, lambda line: print(f"dlprof: {line}", flush=True))
+            raw = _take_part(plan, rank, ranks, store, watch, _print)
         if raw is not None:
             write(folder / RESULT, msgspec.json.encode(raw).decode())
     except (DlprofError, OSError) as e:
         tell(words_of(e))
         _leave()
+    except RuntimeError as e:
+        tell(f"rank {rank}: {joining.first_line(e)}")
+        _leave()
+
+
+def _print(line: str) -> None:
+    """Print on stdout, which is the terminal's stderr; whoever read there may be gone."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"dlprof: {line}\n".encode())
