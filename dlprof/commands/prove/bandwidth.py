@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ def bandwidth(
         )
     except DlprofError as e:
         raise click.UsageError(str(e)) from None
+    if find_spec("torch") is None:
+        raise DlprofError("this Python has no torch, whose collectives are measured")
     if into and not into.is_dir():
         raise DlprofError(f"--into {into}: there is no such folder")
     raw = _of_launcher(plan, quiet) if launched > 1 else _started(plan, procs, gpus, quiet)

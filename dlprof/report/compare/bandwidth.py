@@ -52,7 +52,7 @@ def _lede(measured: Bandwidth) -> str:
     device = measured.device or "CPU"
     versions = ", ".join(f"{name} {version}" for name, version in measured.versions.items())
     ranks = f"{count(measured.ranks, 'rank')} on {plain(on, 60)}"
-    return " · ".join((measured.backend, ranks, device, measured.dtype, versions))
+    return " · ".join(filter(None, (measured.backend, ranks, device, measured.dtype, versions)))
 
 
 def _headline(measured: Bandwidth) -> str:
