@@ -33,7 +33,9 @@ _RUNS = Path("runs")
 )
 @click.option("--warmup", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Calls before them.")
 @click.option("--dtype", default="float32", show_default=True, help="Type of the elements, as torch names it.")
-@click.option("--backend", type=click.Choice(["nccl", "gloo"]), help="[default: nccl where there are GPUs, else gloo]")
+@click.option(
+    "--backend", type=click.Choice(["nccl", "gloo"]), help="What exchanges. [default: nccl where there are GPUs]"
+)
 @click.option(
     "--seconds", type=click.FloatRange(1, 86_400), default=60.0, show_default=True, help="How long it may take."
 )

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="exchanging needs torch")
+torch = pytest.importorskip("torch", reason="exchanging needs torch")
 
-from dlprof.errors import DlprofError
-from dlprof.trial.bandwidth import starting
-from dlprof.trial.bandwidth.plan import Plan, sizes
-from dlprof.trial.bandwidth.starting import StoppedError, environment, run_here
+from dlprof.errors import DlprofError  # noqa: E402 - after the check that there is torch
+from dlprof.trial.bandwidth import starting  # noqa: E402
+from dlprof.trial.bandwidth.plan import COLLECTIVES, Plan, sizes  # noqa: E402
+from dlprof.trial.bandwidth.starting import StoppedError, environment, run_here  # noqa: E402
 
 PLAN = Plan(sizes("64K"), ("all_reduce",), iterations=3, warmup=1, backend="gloo")
 LONG = Plan(sizes("1K..64M*2"), iterations=1000, backend="gloo", seconds=600)
@@ -51,6 +51,19 @@ def test_two_ranks_measure(started: list[subprocess.Popen[bytes]]) -> None:
     assert [len(of) for of in row.samples] == [3, 3]
     assert (raw.backend, raw.hosts, raw.device) == ("gloo", (os.uname().nodename,) * 2, "")
     assert [rank.returncode for rank in started] == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_on_gpus_measure_over_nccl(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    collectives = COLLECTIVES if ranks > 1 else COLLECTIVES[:-1]  # nobody sends to himself
+    plan = Plan(sizes("64K,16M"), collectives, iterations=5, backend="nccl")
+    raw = run_here(plan, ranks, environment(os.environ, ranks, on_gpus=True), True, lambda: False)
+    assert (raw.backend, raw.device) == ("nccl", torch.cuda.get_device_name(0))
+    assert [(row.collective, row.correct) for row in raw.rows] == [(c, True) for c in collectives] * 2
+    assert all(took > 0 for row in raw.rows for of in row.samples for took in of)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
