@@ -21,6 +21,7 @@ from dlprof import cupti
 from dlprof.commands import form
 from dlprof.record.device import relay
 from dlprof.record.launch.supervisor import recorded
+from dlprof.run_folder import in_hosts
 
 # An import of torch from a busy network disk takes its time.
 _PATIENCE_S = 120.0
@@ -93,7 +94,7 @@ def _hook() -> str:
     with tempfile.TemporaryDirectory() as folder:
         env = recorded({k: v for k, v in os.environ.items() if k != "DLPROF_RUN"}, Path(folder))
         done = _run([sys.executable, "-c", "pass"], failing, remedy, env=env)
-        if any(Path(folder).glob("hosts/*/hello.jsonl")):
+        if any((host / "hello.jsonl").exists() for host in in_hosts(Path(folder))):
             return f"gets into {sys.executable}"
     raise _Answer(failing + _last_line(done), remedy)
 

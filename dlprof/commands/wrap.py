@@ -19,6 +19,7 @@ from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.redaction import shown
+from dlprof.run_folder import recorded
 
 _AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
 
@@ -93,11 +94,11 @@ def record(
         ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher, recording.overrides)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
-        if not recording.quiet:
+        if ended.last and not recording.quiet:
             _say_applied(folder, recording)
         if trial:
             _end_rest(folder)
-    if not recording.no_report and ended.last and any(folder.glob("ranks/*/facts.json")):
+    if not recording.no_report and ended.last and recorded(folder):
         _report(ended, recording.quiet)
         if recording.tries and ended.signal is None:
             _try(ended, recording)

@@ -35,9 +35,10 @@ TASK: Mapping[str, Shape] = {**_COMMAND, **_all(str, "host number")}
 RUN: Mapping[str, Shape] = {**_COMMAND, "dlprof": str, "hosts": [str], "options": {}, "tasks": [TASK]}
 
 RANK: Mapping[str, Shape] = {
-    **_all(int, "rank local_rank world_size pid restart graphs"),
+    **_all(int, "rank local_rank world_size pid restart graphs ended_ns"),
     **_all(str, "backend host boot script"),
     **_all({}, "env versions matmul"),
+    "launch": _all(str, "batch PMIX_NAMESPACE TORCHELASTIC_RUN_ID MASTER_PORT"),
     **_all([str], "argv warnings"),
     "clock": _all(int, "unix_ns perf_ns"),
     "device": {
@@ -91,7 +92,7 @@ RANK: Mapping[str, Shape] = {
     },
     "step": {"mark": str, "told": bool},
     "window": {
-        "state": str,
+        **_all(str, "state asked"),
         **_all(int, "skip warmup active first_step last_step export_ns extended"),
         "cupti_torn_down": bool,
         "errors": [str],

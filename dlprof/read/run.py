@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
+from dlprof.read.folders.jobs import of_one_job
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
@@ -115,7 +117,9 @@ def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tupl
 def _unended(folder: Path) -> str:
     """Say what it means that the end of a job was not recorded: it still runs, if its files were just written to."""
     written = 0.0
-    for path in itertools.chain(folder.glob("ranks/*/*.jsonl"), folder.glob("hosts/*/*.jsonl")):
+    for path in itertools.chain(
+        *(f.glob("*.jsonl") for f in (*run_folder.in_ranks(folder), *run_folder.in_hosts(folder)))
+    ):
         with suppress(OSError):
             written = max(written, path.stat().st_mtime)
     if time.time() - written < _STILL_S:
@@ -131,13 +135,13 @@ def _recorded(folder: Path) -> Run:
         raise DlprofError(
             f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
         )
+    tasks = info.get("tasks") or _tasks(inside)
+    if info and tasks and info.get("end_ns") is None:
+        info = {**info, **run_folder.together(tasks)}  # none of them was the last to end
     warnings += info.get("warnings") or ()
     warnings += _of_hosts(inside)
     ranks, odd = _ranks(inside)
     warnings += odd
-    tasks = info.get("tasks") or [
-        _facts(inside, path, facts.TASK)[0] for path in sorted(folder.glob("tasks/*.json")) if inside.holds(path)
-    ]
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
     more = beside(folder, [rank.index for rank in ranks])
     ranks = [
@@ -168,6 +172,12 @@ def _recorded(folder: Path) -> Run:
     )
 
 
+def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
+    """Return what the tasks of a job have written, each into a file of its own."""
+    files = (path for path in run_folder.in_tasks(inside.root) if path.suffix == ".json")
+    return [_facts(inside, path, facts.TASK)[0] for path in files if inside.holds(path)]
+
+
 def _foreign(where: Path, found: Gathered) -> Run:
     ranks = [Rank(rank, files, pieces=found.pieces.get(rank, {})) for rank, files in sorted(found.files.items())]
     return Run(path=where, ranks=tuple(ranks), warnings=found.warnings, taken=found.taken)
@@ -178,7 +188,7 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
     warnings = []
     lives: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
-    for folder in sorted((inside.root / "ranks").glob("*")) if inside.holds_folder(inside.root / "ranks") else ():
+    for folder in run_folder.in_ranks(inside.root) if inside.holds_folder(inside.root / "ranks") else ():
         # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
         life = _LIFE.fullmatch(folder.name)
         if life and inside.holds_folder(folder):
@@ -190,18 +200,27 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
     last = max((attempt for mine in lives.values() for attempt, _ in mine), default=0)
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
-    hosts: dict[Any, Path] = {path.name: path for path in inside.root.glob("hosts/*") if inside.holds_folder(path)}
+    hosts: dict[Any, Path] = {path.name: path for path in run_folder.in_hosts(inside.root) if inside.holds_folder(path)}
     every_host = dict(hosts)
     boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
     ranks = []
     of_ranks: list[tuple[str, str]] = []
+    known: dict[int, tuple[Path, Mapping[str, Any]]] = {}
+    odd_of: dict[int, list[str]] = {}
     for index, mine in sorted(lives.items()):
         attempt, folder = max(mine)
         if attempt < last:
             warnings.append(f"rank {index} left nothing after the last restart")
             continue
         told, odd = _facts(inside, folder / "facts.json", facts.RANK)
-        of_ranks += [(f"rank {index}", warning) for warning in (*odd, *(told.get("warnings") or ()))]
+        known[index] = folder, told
+        odd_of[index] = odd
+    of_job, others = of_one_job({index: told for index, (_, told) in known.items()})
+    warnings += others
+    for index, (folder, told) in known.items():
+        if index not in of_job:
+            continue
+        of_ranks += [(f"rank {index}", text) for text in (*odd_of[index], *(told.get("warnings") or ()))]
         # Where machines share a name, the first to sample has it, else the first rank's.
         name, boot = told.get("host"), told.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
@@ -250,7 +269,7 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _of_hosts(inside: Inside) -> list[str]:
     """Return the warnings of each host's samplers; the same of several once."""
-    files = sorted(inside.root.glob("hosts/*/warnings.txt"))
+    files = [host / "warnings.txt" for host in run_folder.in_hosts(inside.root)]
     return together([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
 
 

@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dlprof import overrides
+from dlprof import overrides, run_folder
 from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
 from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, new_folder
-from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded
-from dlprof.record.launch.tasks import TASK_NUMBERS, task_of
-from dlprof.record.launch.unapplied import applied, unapplied
+from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded, whole_run
+from dlprof.record.launch.tasks import TASK_NUMBERS
+from dlprof.record.launch.unapplied import applied
 from dlprof.record.recorder import say
 from dlprof.record.redaction import shown
 
@@ -116,7 +116,7 @@ class Block:
         command, name = _command()
         folder = (self.path or new_folder(name, env)).absolute()
         written = {**self._asked, "set": self._overridden} if self._settings else self._asked
-        run = RunFolder(folder, command, written, task_of(env))
+        run = RunFolder(folder, command, written, env)
         self._pid, self.path = os.getpid(), folder
         import torch  # noqa: F401 - what the hooks hang on
 
@@ -139,15 +139,19 @@ class Block:
             return  # a fork's child leaves the block too
         end_ns = time.time_ns()
         samplers.end()
-        compress(run.path)
-        warnings = [*samplers.wait(), *unapplied(run.path, self._overridden)]
+        ranks = run.ranks
+        compress(ranks)
+        warnings = samplers.wait()
         self._why_not = ""
-        if not any(run.path.glob("ranks/*/facts.json")):
+        if not (any((rank / "facts.json").exists() for rank in ranks) or run_folder.recorded(run.path)):
             self._why_not = "no backward() and no optimizer step was seen in the block"
             warnings.append(f"nothing was recorded: {self._why_not}")
-        for line in (*warnings, *applied(run.path, self._overridden)):
+        for line in warnings:
             say(line)
-        run.end(end_ns=end_ns, exit=self._exit, resumed_ns=[], warnings=warnings)
+        end = {"end_ns": end_ns, "exit": self._exit, "resumed_ns": [], "warnings": warnings}
+        of_all = run.end(lambda: whole_run(run.path, self._overridden), **end)
+        for line in () if of_all is None else (*of_all, *applied(run.path, self._overridden)):
+            say(line)
 
     @property
     def _run(self) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlprof import run_folder
 from dlprof.files import write
 from dlprof.record.launch.process import started
 
@@ -53,21 +54,29 @@ def make_folder(run: Path, rank: int, restart: int, *, alone: bool) -> tuple[Pat
     other has a folder of another name, which is not read. Raises OSError.
     """
     ranks, life = run / "ranks", f".r{restart}" if restart else ""
-    ranks.mkdir(parents=True, exist_ok=True)
     for number in range(rank, rank + (_MOST_ALONE if alone else 1)):
-        folder = ranks / f"{number:05d}{life}"
+        folder = ranks / run_folder.rank_name(number, life)
         try:
-            folder.mkdir()
+            _make(folder)
         except FileExistsError:
-            if alone and _trains(run, folder.name):
+            if alone and _trains(run, folder):
                 continue
             break
-        _leave_word(run, folder.name)
+        _leave_word(run, folder)
         return folder, number, None
     other = folder.with_name(f"{folder.name}.{os.getpid()}")
     other.mkdir()
-    _leave_word(run, other.name)
+    _leave_word(run, other)
     return other, number, folder
+
+
+def _make(folder: Path) -> None:
+    """Make a rank's folder, in a folder that most often is there already. Raises FileExistsError, OSError."""
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
 
 
 def number_of(*names: str) -> int | None:
@@ -93,7 +102,7 @@ class Word(NamedTuple):
 
     host: str
     pid: int
-    folder: str
+    folder: str  # below ranks/
     rank: int
     supervisor: str
     since: str  # what `started` says of it
@@ -104,39 +113,47 @@ class Word(NamedTuple):
         return self.since == str(started(self.pid))
 
 
+def words_here(run: Path) -> Iterator[Word]:
+    """Return what the processes of this host have said, in the files rank-PID of its folder."""
+    return words_in(_host(run).glob("rank-*"))
+
+
 def words_in(paths: Iterable[Path]) -> Iterator[Word]:
     """Return what these files rank-PID of hosts' folders hold."""
     for path in paths:
         try:
             pid = int(path.name.removeprefix("rank-"))
             folder, supervisor, since = path.read_text().split()
-            yield Word(path.parent.name, pid, folder, int(folder.partition(".")[0]), supervisor, since)
+            rank = int(folder.rpartition("/")[2].partition(".")[0])
+            yield Word(path.parent.name, pid, folder, rank, supervisor, since)
         except (OSError, ValueError):  # noqa: PERF203 - each may be half written, or just now deleted
             continue
 
 
-def _leave_word(run: Path, name: str) -> None:
+def _host(run: Path) -> Path:
+    return run_folder.host_folder(run, os.uname().nodename)
+
+
+def _leave_word(run: Path, folder: Path) -> None:
     """Say which folder this process has.
 
     To its loaders' workers, which were started before, and to the supervisor, which looks at what the job has left: a
     process's environment may be written over later.
     """
-    host = run / "hosts" / os.uname().nodename
+    host = _host(run)
     host.mkdir(parents=True, exist_ok=True)
+    name = folder.relative_to(run / "ranks").as_posix()
     word = f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}"
     write(host / f"rank-{os.getpid()}", word)
 
 
-def _trains(run: Path, name: str) -> bool:
+def _trains(run: Path, folder: Path) -> bool:
     """Return whether the process that has a folder still runs: another one than this.
 
-    One that has just made it has left no word yet, and one of another host is taken to run.
+    One that has left no word on this host is taken to run: it has just made the folder, or is of another host.
     """
-    here = os.uname().nodename
-    for word in words_in(run.glob("hosts/*/rank-*")):
-        if word.folder == name:
-            return word.host != here or (word.pid != os.getpid() and word.runs)
-    return True
+    word = next((word for word in words_here(run) if run / "ranks" / word.folder == folder), None)
+    return word is None or (word.pid != os.getpid() and word.runs)
 
 
 def folder_of_rank(run: Path) -> Path | None:
@@ -159,4 +176,4 @@ def _word_of_rank(run: Path) -> Path:
     from multiprocessing.process import parent_process
 
     rank = parent_process()
-    return run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
+    return _host(run) / f"rank-{rank.pid if rank else 0}"

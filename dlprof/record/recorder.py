@@ -304,9 +304,11 @@ class Recorder:
         self.alone = is_alone()
         folder, self.rank, taken = make_folder(self.run, self.rank, self.restart, alone=self.alone)
         if taken is not None and _recorded_by(taken) == os.getpid():
-            self.warn(f"the script replaced itself (os.exec): what was before is in ranks/{taken.name}, not here")
+            before = taken.relative_to(self.run)
+            self.warn(f"the script replaced itself (os.exec): what was before is in {before}, not here")
         elif taken is not None:
-            self.warn(f"another process records as ranks/{taken.name}: this one is in ranks/{folder.name}")
+            theirs, ours = (one.relative_to(self.run) for one in (taken, folder))
+            self.warn(f"another process records as {theirs}: this one is in {ours}")
         return folder
 
     def _stop_with_process(self) -> None:

@@ -17,6 +17,7 @@ from dlprof.marks import __version__
 from dlprof.plain import words_of
 from dlprof.record import redaction
 from dlprof.record.device import cpu
+from dlprof.record.launch.tasks import batch_of
 from dlprof.record.ranks import find_size, number_of, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -25,6 +26,10 @@ from dlprof.record.stepping import Step
 # pause is this many times as long as the last writing took: 0.1 % of the job at most.
 _FREE = 50
 _REST = 1000
+
+
+# Variables in which launchers name a job to its ranks: alike in all of them, and in no other job that runs meanwhile.
+_LAUNCH = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 
 
 class Facts:
@@ -54,6 +59,7 @@ class Facts:
             "boot": boot(),
             "pid": os.getpid(),
             "restart": recorder.restart,
+            "launch": {"batch": batch_of(os.environ)} | {name: os.environ.get(name) for name in _LAUNCH},
             "env": redaction.environment(os.environ),
             "script": sys.argv[0] if sys.argv else None,
             "argv": redaction.words(sys.argv),
@@ -107,6 +113,7 @@ class Facts:
             "flops": recorder.flops,
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
             "ended": recorder.ended,
+            "ended_ns": time.time_ns() if recorder.ended else None,
         }
         write(recorder.folder / "facts.json", json.dumps(facts, default=str))
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from dlprof.record.ranks import words_in
+from dlprof.record.launch.folder import RunFolder
+from dlprof.record.ranks import words_here
+from dlprof.run_folder import recorded
 
 # How long ranks may take to end after the command, as those of a launcher that was signalled together with them.
 _LEAVING_S = 1.0
@@ -15,12 +18,11 @@ _MOST_NAMED = 16
 _NOT_REACHED = "(python -I, -E, -S, a cleaned environment, or no Python)"
 
 
-def missing(folder: Path) -> list[str]:
+def missing(run: RunFolder) -> list[str]:
     """Say, in at most one line, why nothing was recorded."""
-    if any(folder.glob("ranks/*/facts.json")):
+    if any((rank / "facts.json").exists() for rank in run.ranks) or recorded(run.path):
         return []
-    texts = [path.read_text(errors="replace") for path in folder.glob("hosts/*/hello.jsonl")]
-    hellos = [line for text in texts for line in text.splitlines()]
+    hellos = _hellos(run.hosts)
     last = {line.partition(",")[0]: line for line in hellos}  # by process
     if not hellos:
         why = f"the hook was never reached {_NOT_REACHED}"
@@ -32,6 +34,12 @@ def missing(folder: Path) -> list[str]:
     else:
         why = "torch was imported, but no backward(), no optimizer step and no lasting inference was seen"
     return [f"nothing was recorded: {why}"]
+
+
+def _hellos(hosts: Iterable[Path]) -> list[str]:
+    """Return what the interpreters of hosts have said as they started, line by line."""
+    files = (host / "hello.jsonl" for host in hosts)
+    return [line for file in files if file.is_file() for line in file.read_text(errors="replace").splitlines()]
 
 
 def left(folder: Path) -> list[str]:
@@ -54,5 +62,4 @@ def _running(folder: Path) -> list[tuple[int, int]]:
 
     By what each has said of itself: its environment is gone where a title was written over it (setproctitle).
     """
-    here = (folder / "hosts" / os.uname().nodename).glob("rank-*")
-    return sorted((w.rank, w.pid) for w in words_in(here) if w.supervisor == str(os.getpid()) and w.runs)
+    return sorted((w.rank, w.pid) for w in words_here(folder) if w.supervisor == str(os.getpid()) and w.runs)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import wait_or_kill
-from dlprof.record.launch.tasks import task_of
 from dlprof.record.launch.unapplied import unapplied
 from dlprof.record.redaction import shown
 
@@ -73,8 +73,8 @@ def supervise(
     must_be_linux()
     folder = folder.absolute()
     asked = {name: shown(name, value) for name, value in (overrides or {}).items()}
-    run = RunFolder(folder, command, {**options, "set": asked} if asked else options, task_of(env))
-    here = folder / "hosts" / os.uname().nodename
+    run = RunFolder(folder, command, {**options, "set": asked} if asked else options, env)
+    here = run_folder.host_folder(folder, os.uname().nodename)
     if launcher:
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
@@ -84,21 +84,27 @@ def supervise(
     end_ns = time.time_ns()
     samplers.end()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
-    warnings = [] if code in (126, 127) else missing(folder)
+    warnings = [] if code in (126, 127) else missing(run)
     if resumed:
         times = "" if len(resumed) == 1 else f" {len(resumed)} times"
         warnings.append(f"the job was stopped and went on again{times}: the steps in which it was stopped are left out")
     warnings += left(folder)
-    warnings += unapplied(folder, asked)
     warnings += launcher.ended(here) if launcher else []
-    compress(folder)
+    compress(run.ranks)
     warnings += samplers.wait()
-    last = True
+    end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed, "warnings": warnings}
+    of_all: list[str] | None = []
     try:
-        last = run.end(end_ns=end_ns, exit={"code": code, "signal": number}, resumed_ns=resumed, warnings=warnings)
+        of_all = run.end(lambda: whole_run(folder, asked), **end)
     except (OSError, ValueError) as e:
         warnings.append(f"run.json has no end: {e}")
-    return Ended(folder, code, number, tuple(warnings), last)
+    return Ended(folder, code, number, (*warnings, *(of_all or ())), of_all is not None)
+
+
+def whole_run(folder: Path, asked: Mapping[str, Any]) -> list[str]:
+    """Do what is left to do once all ranks have ended, wherever they ran; return warnings about them."""
+    compress(run_folder.in_ranks(folder))
+    return unapplied(folder, asked)
 
 
 def must_be_linux() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dlprof.files import boot, longer
@@ -12,6 +12,19 @@ from dlprof.record.launch.process import started
 # What tells a task its number among those that one launcher has started.
 TASK_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
+# Where launchers say on how many hosts a job runs; torchrun may say from how many to how many.
+_HOSTS = ("SLURM_STEP_NUM_NODES", "PET_NNODES", "SLURM_NNODES")
+# Where they say how many ranks there are, and how many of them on this host.
+_SIZES = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+# The job of a scheduler that a process belongs to, and how often the scheduler has restarted it.
+_BATCH = (
+    ("SLURM", "SLURM_HET_JOB_ID", "SLURM_RESTART_COUNT"),  # of several allocations
+    ("SLURM", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+    ("PBS", "PBS_JOBID", ""),
+    ("LSF", "LSB_JOBID", ""),
+)
+
 
 class Task(NamedTuple):
     """One of several supervisors that record parts of one job into one folder."""
@@ -19,6 +32,7 @@ class Task(NamedTuple):
     job: str
     host: str
     number: str | None  # among the launcher's tasks; None: the job was started host by host
+    batch: str | None  # the scheduler's job that it is in; None: in none
 
     @property
     def name(self) -> str:
@@ -33,7 +47,30 @@ def task_of(env: Mapping[str, str]) -> Task | None:
     """
     job = _job(env)
     number = next((env[name] for name in TASK_NUMBERS if env.get(name)), None)
-    return None if job is None else Task(job, os.uname().nodename, number)
+    return None if job is None else Task(job, os.uname().nodename, number, batch_of(env))
+
+
+def batch_of(env: Mapping[str, str]) -> str | None:
+    """Name the scheduler's job that a process is in; None: in none. A job that was requeued is another one."""
+    for scheduler, name, restarts in _BATCH:
+        if env.get(name):
+            again = env.get(restarts, "0")
+            return f"{scheduler} job {env[name]}" + (f" (restart {again})" if again not in ("", "0") else "")
+    return None
+
+
+def host_count(env: Mapping[str, str], command: Sequence[str]) -> int:
+    """Return on how many hosts a job runs, as far as its launcher says; 1: it does not.
+
+    `command` may start a launcher itself: torchrun --nnodes 2048.
+    """
+    parts = [word.partition("=") for word in command]
+    after = [*(word for word, _, _ in parts[1:]), ""]
+    asked = [value or word for (name, _, value), word in zip(parts, after, strict=False) if name == "--nnodes"]
+    named = [text.rpartition(":")[2] for text in (*(env.get(name, "") for name in _HOSTS), *asked)]
+    sizes = [(env.get(every, ""), env.get(here, "")) for every, here in _SIZES]
+    counted = [int(every) // max(int(here), 1) for every, here in sizes if every.isdigit() and here.isdigit()]
+    return max([1, *(int(text) for text in named if text.isdigit()), *counted])
 
 
 def _job(env: Mapping[str, str]) -> str | None:
@@ -44,7 +81,8 @@ def _job(env: Mapping[str, str]) -> str | None:
         return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     # Of this step: SLURM_NTASKS is the allocation's, where one process in a batch script or a shell is its own job.
     if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+        again = env.get("SLURM_RESTART_COUNT", "0")  # a job that was requeued has its number again
+        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}" + (f"-r{again}" if again not in ("", "0") else "")
     if env.get("PMI_SIZE", "1") != "1":
         return _process_manager()
     return None

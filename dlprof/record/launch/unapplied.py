@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dlprof import overrides
+from dlprof import overrides, run_folder
 from dlprof.overrides import Outcome
 
 
 def outcomes(folder: Path, asked: Iterable[str]) -> dict[str, Outcome]:
     """Return what each override did in the ranks of a run folder, by name; a rank that left no file did nothing."""
     reports = []
-    for path in sorted(folder.glob("ranks/*/overrides.json")):
+    for path in run_folder.of_ranks(run_folder.in_ranks(folder), "overrides.json"):
         try:
             reports.append(json.loads(path.read_text()))
         except (OSError, ValueError, RecursionError):  # noqa: PERF203 - of a rank that was killed, or a disk that is full

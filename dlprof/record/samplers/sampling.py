@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dlprof import run_folder
 from dlprof.files import BOOT, boot, longer
 from dlprof.plain import tell, words_of
 from dlprof.record.launch.process import started
 from dlprof.record.log import Log
+from dlprof.record.ranks import Word, words_here
 
 # How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
@@ -32,7 +34,7 @@ _CLAIM_AGAIN_S = 2.0
 _AGE_SHARE = 600
 _LEAST_S, _MOST_S = 1.0, 5.0
 
-# How often the ranks' folder is listed after it has changed: some disks tell only the second of a change.
+# How often the host's folder is listed after it has changed: some disks tell only the second of a change.
 _LISTINGS = 5
 
 
@@ -84,12 +86,13 @@ class Host:
         self.name = os.uname().nodename
         self.boot = boot()
         self.began_s = time.monotonic()
-        self.folder = run / "hosts" / self.name
+        self.folder = run_folder.host_folder(run, self.name)
         self.ranks: tuple[RankHere, ...] = ()
+        self._words = self.folder  # where ranks say of themselves that they train
         self._listed_ns = -1
         self._listings = 0  # that are still to come
-        self._unread: set[str] = set()  # folders of ranks that have no facts yet
-        self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
+        self._unread: set[Word] = set()  # of ranks that have no facts yet
+        self._elsewhere: set[Word] = set()  # of ranks of another host of this name, or that ended
         self._warned: set[str] = set()
 
     @property
@@ -128,38 +131,39 @@ class Host:
     def look(self) -> None:
         """Bring `ranks` up to date. Costs one stat while no rank comes: the folder may be on a busy network disk.
 
-        A change that falls into the same tick of the disk's clock as a listing does not show: so a few more follow.
+        Only this host's own folder is looked at: the job may have thousands of ranks elsewhere. A change that falls
+        into the same tick of the disk's clock as a listing does not show: so a few more follow.
         """
         self.ranks = tuple(rank for rank in self.ranks if started(rank.pid) == rank.since)
-        folder = self.run / "ranks"
         try:
-            changed = folder.stat().st_mtime_ns
+            changed = self._words.stat().st_mtime_ns
             if changed != self._listed_ns:
                 self._listings = _LISTINGS
             if self._listings:
                 self._listings -= 1
-                known = self._elsewhere | {rank.name for rank in self.ranks}
-                self._unread = {entry.name for entry in os.scandir(folder) if entry.name not in known}
+                known = {rank.name for rank in self.ranks}
+                words = {word for word in words_here(self.run) if word.folder not in known}
+                self._unread = words - self._elsewhere
                 self._listed_ns = changed
         except OSError:
             return
-        for name in sorted(self._unread):
+        for word in sorted(self._unread):
             try:
-                rank = self._here(name, json.loads((folder / name / "facts.json").read_bytes()))
+                rank = self._here(word, json.loads((self.run / "ranks" / word.folder / "facts.json").read_bytes()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue  # not yet written, or by somebody else
-            self._unread.discard(name)
+            self._unread.discard(word)
             if rank is None:
-                self._elsewhere.add(name)
+                self._elsewhere.add(word)
             else:
                 self.ranks = (*self.ranks, rank)
 
-    def _here(self, name: str, facts: Any) -> RankHere | None:
+    def _here(self, word: Word, facts: Any) -> RankHere | None:
         here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot
         since = started(int(facts["pid"])) if here else None
         if since is None:
             return None
-        return RankHere(int(facts["rank"]), name, facts["pid"], since, facts.get("device") or {})
+        return RankHere(int(facts["rank"]), word.folder, facts["pid"], since, facts.get("device") or {})
 
 
 class Paced:
@@ -183,11 +187,18 @@ def claim(run: Path) -> socket.socket | None:
     A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers
     of other names may share it, with the host's network.
     """
+    return _bound(_name(run))
+
+
+def _name(run: Path) -> str:
     what = os.fsencode(run.resolve()) + f"\0{os.uname().nodename}\0{boot()}".encode()
-    digest = hashlib.sha256(what).hexdigest()[:32]
+    return f"\0dlprof-{hashlib.sha256(what).hexdigest()[:32]}"
+
+
+def _bound(name: str) -> socket.socket | None:
     claimed = socket.socket(socket.AF_UNIX)
     try:
-        claimed.bind(f"\0dlprof-{digest}")
+        claimed.bind(name)
     except OSError:
         claimed.close()
         return None
@@ -201,7 +212,8 @@ def over(end: int, seconds: float) -> bool:
 
 def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
     """Drive the samplers of this host until the job is over; or wait to, while another process does."""
-    while (claimed := claim(run)) is None:
+    name = _name(run)  # once: those that wait leave the disk alone
+    while (claimed := _bound(name)) is None:
         if over(end, _CLAIM_AGAIN_S):
             return
     with claimed:

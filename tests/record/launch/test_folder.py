@@ -15,10 +15,10 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.files import boot
 from dlprof.read.run import open_run
-from dlprof.record.launch import folder as run_folder
-from dlprof.record.launch.folder import new_folder
+from dlprof.record.launch.folder import RunFolder, new_folder
 from dlprof.record.launch.supervisor import supervise
 from dlprof.record.launch.tasks import task_of
+from dlprof.run_folder import in_hosts
 from tests.fixtures.jobs import DLPROF, environment, launch, wrapped
 
 
@@ -67,7 +67,8 @@ def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-1"]
     (word,) = (tmp_path / "run/tasks").glob("*.json")
     assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
-    word.rename(word.with_name("another-host.json"))
+    for suffix in (".json", ".ended"):
+        word.with_suffix(suffix).rename(word.with_name(f"another-host{suffix}"))
     assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
     told = json.loads((tmp_path / "run/run.json").read_text())
     assert [task["exit"]["code"] for task in told["tasks"]] == [0, 1]
@@ -97,11 +98,11 @@ def test_the_folder_of_a_job_tells_how_each_task_ended(tmp_path: Path) -> None:
     ]
     host = os.uname().nodename
     assert tasks[1].wait(60) == 7
-    told = json.loads((tmp_path / "run/run.json").read_text())
-    assert told["end_ns"] is None
-    assert told["exit"] == {"code": 7, "signal": None}
-    assert [one["end_ns"] is None for one in told["tasks"]] == [True, False, True]
-    assert f"2 tasks did not end, as far as is known: 0 on {host}, 2 on {host}" in open_run(tmp_path / "run").warnings
+    # Only the last to end writes run.json again: until then the reader asks the tasks themselves.
+    assert json.loads((tmp_path / "run/run.json").read_text())["tasks"] == []
+    so_far = open_run(tmp_path / "run")
+    assert so_far.exit == {"code": 7, "signal": None}
+    assert f"2 tasks did not end, as far as is known: 0 on {host}, 2 on {host}" in so_far.warnings
     (tmp_path / "go").touch()
     assert [task.wait(60) for task in tasks] == [0, 7, -signal.SIGABRT]
     told = json.loads((tmp_path / "run/run.json").read_text())
@@ -116,10 +117,7 @@ def test_the_folder_of_a_job_tells_how_each_task_ended(tmp_path: Path) -> None:
     ]
 
 
-def test_of_many_tasks_only_the_last_to_end_reads_what_all_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_folder, "_MOST_READ", 1)
+def test_only_the_last_task_to_end_reads_what_all_said(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "PATH": os.environ["PATH"]}
     run, there = tmp_path / "run", tmp_path / "run/tasks/there-2"
     there.parent.mkdir(parents=True)
@@ -150,6 +148,87 @@ def test_of_many_tasks_only_the_last_to_end_reads_what_all_said(
         {"code": 1, "signal": None},
         ["0", "1", "2"],
     )
+
+
+def test_tasks_beyond_the_first_few_hundred_lie_in_folders_of_their_own(tmp_path: Path) -> None:
+    """Those of one folder may all have ended while those of another run."""
+    step = {"OMPI_COMM_WORLD_SIZE": "9999", "PMIX_NAMESPACE": "1", "PATH": os.environ["PATH"]}
+    run, host = tmp_path / "run", os.uname().nodename
+
+    def task(number: int) -> RunFolder:
+        return RunFolder(run, ["true"], {}, step | {"OMPI_COMM_WORLD_RANK": str(number)})
+
+    end: dict[str, Any] = {"end_ns": 1, "exit": {"code": 0, "signal": None}, "resumed_ns": [], "warnings": []}
+    tasks = [task(number) for number in (7, 255, 256, 9_000)]
+    places = sorted(path.relative_to(run / "tasks").as_posix() for path in (run / "tasks").rglob("*.json"))
+    assert places == [
+        f"00256-00511/{host}-256.json",
+        f"08960-09215/{host}-9000.json",
+        f"{host}-255.json",
+        f"{host}-7.json",
+    ]
+    assert [one.end(list, **end) for one in tasks[:-1]] == [None] * 3
+    assert tasks[-1].end(lambda: ["of all"], **end | {"warnings": ["of one"]}) == ["of all"]
+    told = json.loads((run / "run.json").read_text())
+    assert sorted(one["number"] for one in told["tasks"]) == ["255", "256", "7", "9000"]
+    assert told["warnings"] == ["of one", "of all"]
+    assert (told["end_ns"], told["exit"]) == (1, {"code": 0, "signal": None})
+
+
+def test_the_hosts_of_a_job_lie_flat_unless_its_launcher_says_that_they_are_many(tmp_path: Path) -> None:
+    for nodes, there in (("256", "hosts"), ("257", "many-hosts")):
+        run = tmp_path / nodes
+        env = environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES=nodes)
+        done = launch(wrapped(run, [sys.executable, "-c", "pass"], "--no-sample"), tmp_path, env=env)
+        # The interpreter has said that it was there, and the supervisor has found that.
+        assert "never imported torch" in done.stderr
+        (folder,) = in_hosts(run)
+        assert folder.parts[len(run.parts)] == there
+        assert (folder / "hello.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"SLURM_JOB_ID": "8"}, "already holds a run of SLURM job 7 under the name seven, and this is SLURM job 8"),
+        ({"SLURM_RESTART_COUNT": "1"}, "and this is SLURM job 7 (restart 1)"),
+        ({"DLPROF_JOB": "eight"}, "already holds a run"),
+        ({"SLURM_JOB_ID": ""}, ""),  # a host that was reached by ssh
+        ({}, ""),
+    ],
+)
+def test_a_second_job_of_the_same_name_is_refused_or_kept_apart(
+    changes: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"DLPROF_JOB": "seven", "SLURM_JOB_ID": "7", "PATH": os.environ["PATH"]}
+    first = new_folder("train", env)
+    RunFolder(first, ["true"], {}, env)
+    # What follows is on another host.
+    (mine,) = (first / "tasks").glob("*.json")
+    mine.rename(mine.with_name("another-host.json"))
+    assert (new_folder("train", env | changes) == first) == (not said)
+    if not said:
+        RunFolder(first, ["true"], {}, env | changes)
+        return
+    with pytest.raises(DlprofError, match="choose another folder: -o PATH") as refused:
+        RunFolder(first, ["true"], {}, env | changes)
+    assert said in str(refused.value)
+    assert [path.name for path in (first / "tasks").iterdir()] == ["another-host.json"]
+
+
+def test_a_job_that_ended_takes_no_task_of_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"DLPROF_JOB": "seven", "PATH": os.environ["PATH"]}
+    first = supervise(["true"], new_folder("train", env), env, {}).folder
+    for path in (first / "tasks").glob(f"{os.uname().nodename}*"):
+        path.rename(path.with_name("another-host" + path.suffix))
+    assert new_folder("train", env) == first.relative_to(tmp_path)  # it ended just now
+    told = json.loads((first / "run.json").read_text())
+    (first / "run.json").write_text(json.dumps(told | {"end_ns": told["end_ns"] - 400_000_000_000}))
+    assert new_folder("train", env).name == "train-seven-1"
+    with pytest.raises(DlprofError, match="of another job under the name seven, which ended at 20"):
+        RunFolder(first, ["true"], {}, env)
 
 
 # Eight tasks of one job, each in a process of its own, that end in the same moment.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.record.launch import postmortem
+from dlprof.record.launch.folder import RunFolder
 from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import started
 from tests.fixtures.jobs import launch, wrapped
@@ -26,7 +27,8 @@ def test_a_run_that_recorded_nothing_says_why(tmp_path: Path) -> None:
     assert "never imported torch" in json.loads((tmp_path / "c/run.json").read_text())["warnings"][0]
     (tmp_path / "c/ranks/00000").mkdir()
     (tmp_path / "c/ranks/00000/facts.json").write_text("{}")
-    assert missing(tmp_path / "c") == []
+    (tmp_path / "c/run.json").unlink()
+    assert missing(RunFolder(tmp_path / "c", ["true"], {}, {})) == []
 
 
 def test_the_ranks_that_still_run_are_told_by_what_they_said_of_themselves(

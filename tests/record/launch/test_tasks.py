@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from dlprof.record.collectors.facts import Facts
-from dlprof.record.launch.tasks import task_of
+from dlprof.record.launch.tasks import batch_of, host_count, task_of
 from dlprof.record.ranks import find_rank
 from tests.fixtures.jobs import environment
 
@@ -22,6 +22,32 @@ _OPEN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WO
 _OPEN |= {"PMIX_NAMESPACE": "2004221953"}
 _HOROVOD = {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3", "HOROVOD_LOCAL_RANK": "1"}
 _MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "command", "hosts"),
+    [
+        ({}, ["python", "train.py"], 1),
+        ({"SLURM_STEP_NUM_NODES": "2048"}, [], 2048),
+        ({"SLURM_NNODES": "300"}, [], 300),
+        (_OPEN | {"OMPI_COMM_WORLD_SIZE": "600", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [], 300),
+        ({"WORLD_SIZE": "16384", "LOCAL_WORLD_SIZE": "8"}, [], 2048),
+        ({"WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "0", "PET_NNODES": "x"}, [], 1),
+        ({}, ["torchrun", "--nnodes", "16:512", "train.py"], 512),
+        ({}, ["torchrun", "--nnodes=512", "train.py"], 512),
+        ({}, ["torchrun", "--nnodes"], 1),
+    ],
+)
+def test_how_many_hosts_there_are_is_what_launchers_say(env: dict[str, str], command: list[str], hosts: int) -> None:
+    assert host_count(env, command) == hosts
+
+
+def test_a_requeued_job_of_slurm_is_another_one() -> None:
+    again = _STEP | {"SLURM_RESTART_COUNT": "2"}
+    assert [task.job for env in (_STEP, again) if (task := task_of(env))] == ["11.2", "11.2-r2"]
+    assert [batch_of(env) for env in ({}, _STEP, again)] == [None, "SLURM job 11", "SLURM job 11 (restart 2)"]
+    assert batch_of(_STEP | {"SLURM_HET_JOB_ID": "10"}) == "SLURM job 10"
+    assert batch_of({"PBS_JOBID": "7.server"}) == "PBS job 7.server"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from dlprof.record.samplers.host import HostSampler, _waited
 from dlprof.record.samplers.sampling import Host
 from tests.fixtures.jobs import until
+from tests.fixtures.sampling import leave_word
 
 # A rank that sleeps and a worker that computes; a line to stdin ends the worker, the next one the rank.
 RANK = """
@@ -37,6 +38,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     folder = tmp_path / "ranks" / "00003"
     folder.mkdir(parents=True)
     (folder / "facts.json").write_text(json.dumps({"rank": 3, "host": os.uname().nodename, "pid": process.pid}))
+    leave_word(tmp_path, folder.name, process.pid)
     yield process
     process.communicate("\n\n", timeout=30)
 
@@ -52,7 +54,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_a_rank_and_its_workers_are_told_apart(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
     host = Host(tmp_path)
-    host.folder.mkdir(parents=True)
+    host.folder.mkdir(parents=True, exist_ok=True)
     sampler = HostSampler()
     sampler.start(host)
     assert rank.stdout is not None
@@ -93,7 +95,7 @@ def test_a_rank_and_its_workers_are_told_apart(tmp_path: Path, rank: subprocess.
 
 def test_the_host_is_told_as_the_kernel_counts(tmp_path: Path) -> None:
     host = Host(tmp_path)
-    host.folder.mkdir(parents=True)
+    host.folder.mkdir(parents=True, exist_ok=True)
     sampler = HostSampler()
     sampler.start(host)
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -117,7 +119,7 @@ def test_the_host_is_told_as_the_kernel_counts(tmp_path: Path) -> None:
 def test_what_the_job_used_holds_what_has_ended(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
     """A rank's worker is a process of the job, and what it used stays used when the rank has waited for its end."""
     host = Host(tmp_path)
-    host.folder.mkdir(parents=True)
+    host.folder.mkdir(parents=True, exist_ok=True)
     sampler = HostSampler()
     sampler.start(host)
     sampler._supervisor = rank.pid  # and not whoever started the tests
@@ -165,7 +167,7 @@ def test_the_waiting_of_a_pools_threads_is_counted_beside_the_main_ones(tmp_path
 def test_an_hour_of_a_large_host_stays_small(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
     """128 cores, 8 ranks and a line a second: below 50 MB an hour, as the whole folder of a rank may be."""
     host = Host(tmp_path)
-    host.folder.mkdir(parents=True)
+    host.folder.mkdir(parents=True, exist_ok=True)
     sampler = HostSampler()
     sampler.start(host)
     host.look()

@@ -18,6 +18,7 @@ from dlprof.read.run import open_run
 from dlprof.record.samplers.sampling import Host, claim
 from tests.fixtures import jobs
 from tests.fixtures.jobs import until
+from tests.fixtures.sampling import leave_word
 
 # Four samplers: one that counts and says whom it sees, and one for each moment at which a sampler may fail.
 SAMPLES = """
@@ -78,6 +79,7 @@ def add_rank(run: Path, name: str, pid: int, **said: Any) -> None:
     (run / "ranks" / name).mkdir()
     facts = {"rank": int(name), "host": os.uname().nodename, "pid": pid, "device": {"type": "cpu"}} | said
     (run / "ranks" / name / "facts.json").write_text(json.dumps(facts))
+    leave_word(run, name, pid)
 
 
 def test_a_sampler_that_fails_costs_only_itself_and_the_report_says_so(run: Path) -> None:
@@ -98,7 +100,7 @@ def test_samplers_see_the_ranks_of_their_host_come_and_go(run: Path) -> None:
     assert until(lambda: len(beside.lines()) > 1)
     rank = subprocess.Popen(["sleep", "60"])
     add_rank(run, "00001", rank.pid)
-    add_rank(run, "00000", rank.pid, host="elsewhere")
+    add_rank(run, "00000", os.getpid(), host="elsewhere")  # by a host of this one's name
     assert until(lambda: beside.lines()[-1]["ranks"] == [[1, "00001", rank.pid]])
     rank.kill()
     # Dead before it is waited for: nobody mistakes a zombie for a rank.
@@ -110,7 +112,8 @@ def test_samplers_see_the_ranks_of_their_host_come_and_go(run: Path) -> None:
 def test_a_rank_without_facts_is_looked_at_again(run: Path) -> None:
     host = Host(run)
     (run / "ranks" / "00000").mkdir()
-    (run / "ranks" / "stray").write_text("")
+    leave_word(run, "00000", os.getpid())
+    (host.folder / "rank-stray").write_text("")
     host.look()
     assert list(host.ranks) == []
     facts = {"rank": 0, "host": host.name, "pid": os.getpid(), "device": None}
@@ -169,7 +172,8 @@ def test_a_folder_of_another_machine_of_the_same_name_is_left_to_it(run: Path) -
         rank.kill()
         rank.wait()
     beside.end()
-    assert [path.name for path in theirs.iterdir()] == ["boot"]
+    words = {f"rank-{rank.pid}" for rank in ranks}
+    assert {path.name for path in theirs.iterdir()} == {"boot", *words}
     # Whoever samples next on this machine goes on in its own.
     again = Beside(run)
     again.folder = beside.folder

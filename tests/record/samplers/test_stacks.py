@@ -22,6 +22,7 @@ from dlprof.read.stacks import read
 from dlprof.record.samplers.sampling import Host
 from dlprof.record.samplers.stacks import StacksSampler, find
 from tests.fixtures.jobs import environment, facts, launch, record, words, wrapped
+from tests.fixtures.sampling import leave_word
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -214,6 +215,7 @@ def test_between_bursts_it_does_not_look(tmp_path: Path, monkeypatch: pytest.Mon
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
         told = {"rank": 0, "host": os.uname().nodename, "pid": rank.pid}
         (tmp_path / "ranks/00000/facts.json").write_text(json.dumps(told))
+        leave_word(tmp_path, "00000", rank.pid)
         monkeypatch.setenv("DLPROF_STACKS", "47")
         host, sampler = Host(tmp_path), StacksSampler()
         sampler.start(host)

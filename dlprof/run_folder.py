@@ -1,0 +1,114 @@
+"""Where the ranks, tasks and hosts of a job lie in its run folder: no folder holds more than some hundred of them.
+
+A rank finds its folder by its number alone, a host by its name: thousands must agree on it without asking each other.
+The first 256 ranks lie flat, ranks/00007; further ones by 256, ranks/12288-12543/12345. So do tasks. Hosts lie flat,
+hosts/HOST, unless whoever makes the run folder knows that they are many: then it makes the folder many-hosts, and they
+lie in 64 folders of that, many-hosts/3f/HOST. Older runs are flat, whatever their size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GROUP = 256  # ranks or tasks to a folder
+MANY_HOSTS = 256  # from more hosts on they do not lie flat
+_SPREAD = 64  # folders of many hosts
+
+HOSTS, SPREAD_HOSTS = "hosts", "many-hosts"
+
+_RANGE = re.compile(r"[0-9]{5,9}-[0-9]{5,9}")
+_DIGEST = re.compile(r"[0-9a-f]{2}")
+
+
+def rank_name(rank: int, life: str = "") -> str:
+    """Return the path of a rank's folder below ranks/; `life` tells a restarted rank's from that of its earlier one."""
+    return f"{_range_of(rank)}{rank:05d}{life}"
+
+
+def task_name(name: str, number: str | None, *, spread: bool) -> str:
+    """Return the path of a task's file below tasks/, without suffix.
+
+    A task without a number is that of a host: it lies as hosts do, `spread` where they are many.
+    """
+    if number is not None:
+        return (_range_of(int(number)) if number.isdigit() else "") + name
+    return f"{_digest(name)}/{name}" if spread else name
+
+
+def is_spread(run: Path) -> bool:
+    """Return whether the hosts of a run are many."""
+    return (run / SPREAD_HOSTS).is_dir()
+
+
+def host_folder(run: Path, host: str) -> Path:
+    """Return a host's folder, whether or not it is there yet."""
+    return run / SPREAD_HOSTS / _digest(host) / host if is_spread(run) else run / HOSTS / host
+
+
+def in_ranks(run: Path) -> Iterator[Path]:
+    """List what lies where the folders of ranks do, in order; nothing where that cannot be listed."""
+    return _below(run / "ranks", _RANGE)
+
+
+def in_tasks(run: Path) -> Iterator[Path]:
+    """List the files of tasks, in order, as `in_ranks` does."""
+    return _below(run / "tasks", _RANGE, _DIGEST)
+
+
+def in_hosts(run: Path) -> list[Path]:
+    """List what lies where the folders of hosts do, by name, as `in_ranks` does."""
+    return sorted((*_below(run / HOSTS), *_below(run / SPREAD_HOSTS, _DIGEST)), key=lambda path: path.name)
+
+
+def recorded(run: Path) -> bool:
+    """Return whether any rank has left its facts; looks no further than to the first."""
+    return any((folder / "facts.json").exists() for folder in in_ranks(run))
+
+
+def of_ranks(folders: Iterable[Path], pattern: str) -> Iterator[Path]:
+    """List the files of ranks' folders whose names match a pattern, in order."""
+    return itertools.chain.from_iterable(sorted(folder.glob(pattern)) for folder in folders)
+
+
+def together(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what run.json holds of a job of several tasks: its exit is that of the first task to fail."""
+    ended = sorted((task for task in tasks if task.get("end_ns")), key=lambda task: task["end_ns"])
+    all_ended = len(ended) == len(tasks)
+    failed = [end for task in ended if (end := task.get("exit") or {}).get("code") != 0]
+    return {
+        "end_ns": ended[-1]["end_ns"] if all_ended and ended else None,
+        "exit": failed[0] if failed else {"code": 0 if all_ended else None, "signal": None},
+        "hosts": list(dict.fromkeys(task["host"] for task in tasks if task.get("host"))),
+        # A task that is stopped keeps all others waiting.
+        "resumed_ns": sorted(at for task in ended for at in task.get("resumed_ns") or ()),
+        "warnings": list(dict.fromkeys(text for task in ended for text in task.get("warnings") or ())),
+        "tasks": list(tasks),
+    }
+
+
+def _below(folder: Path, *inner: re.Pattern[str]) -> Iterator[Path]:
+    """List what lies in a folder, and in the folders in it whose names match, in order."""
+    try:
+        found = sorted(folder.iterdir())
+    except OSError:
+        return
+    for path in found:
+        if any(kind.fullmatch(path.name) for kind in inner):
+            yield from _below(path)
+        else:
+            yield path
+
+
+def _range_of(number: int) -> str:
+    first = number - number % GROUP
+    return f"{first:05d}-{first + GROUP - 1:05d}/" if first else ""
+
+
+def _digest(name: str) -> str:
+    # sitecustomize.py does the same, in every interpreter of the job.
+    return f"{zlib.crc32(name.encode()) % _SPREAD:02x}"
