@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
+from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.machine import measured_links
 from dlprof.analysis.step.breakdown import part
@@ -48,6 +49,7 @@ def warnings(
     if missing:
         are = "is" if len(missing) == 1 else "are"
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
+    found += _of_untraced(job)
     if engine := engine_of(job):
         found.append(
             f"the traces are of inference by {engine}: a step is one of its, and rules of training do not apply"
@@ -64,6 +66,18 @@ def warnings(
     elif means is not None and not breakdown.broke:
         found.append(f"where the time goes was not measured: {breakdown.why()}")
     return found
+
+
+def _of_untraced(job: Job) -> list[str]:
+    """Say of how many ranks the recording asked for a trace, where not of all."""
+    asked = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.not_asked(job)}
+    if not asked:
+        return []
+    traced = len(job.ranks) - len(asked)
+    return [
+        f"traces of {traced} of {count(len(job.ranks), 'rank')} were asked for (--ranks {next(iter(asked.values()))}):"
+        " who waits for whom, and what else takes every rank's trace, is not measured"
+    ]
 
 
 def _of_others(frame: pd.DataFrame | None) -> list[str]:
@@ -125,7 +139,8 @@ def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:
 
 def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[str]:
     """Say what is known of the unattributed time of a step, where it is large."""
-    shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items()}
+    untraced = settings.not_asked(job)
+    shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items() if r not in untraced}
     worst = max(shares, key=lambda r: shares[r], default=None)
     if worst is None or shares[worst] < _NOTABLE_REST:
         return []

@@ -331,7 +331,11 @@ _MARKS = {
 def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
     section = _Section("Recording")
     section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
-    section.add("trace window", _several(job, "window", "state"))
+    untraced = settings.not_asked(job)
+    states = _several(job, "window", "state")
+    section.add("trace window", [state for state in states if state != "not_asked"] or states)
+    if untraced:
+        section.add("ranks with a trace", f"{len(job.ranks) - len(untraced)} of {len(job.ranks)}, as asked for")
     section.add("steps of the trace by", _several(job, "steps_by"))
     # An nsys without its importer leaves a .qdstrm, which nsys-ui imports.
     section.add("for nsys-ui", _files(job, "hosts/*/nsys*.nsys-rep", "hosts/*/nsys*.qdstrm"))

@@ -98,6 +98,11 @@ def device(job: Job, rank: int) -> str:
     return next((str(d["name"]) for d in devices[:2] if d.get("name")), "")
 
 
+def not_asked(job: Job) -> tuple[int, ...]:
+    """Return the ranks that the recording asked for no trace (--ranks)."""
+    return tuple(r for r in job.ranks if (job.facts[r].get("window") or {}).get("state") == "not_asked")
+
+
 def neighbours(job: Job, rank: int) -> int:
     """Count the ranks on a rank's host, itself among them."""
     mine = host(job, rank)

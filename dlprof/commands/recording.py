@@ -47,6 +47,7 @@ class Recording:
     out: Path | None
     job: str
     window: str
+    ranks: str
     no_trace: bool
     flops: str
     lines: tuple[str, ...]
@@ -73,6 +74,8 @@ class Recording:
             raise click.UsageError(
                 f"--set {changing[0]}: the job then computes other numbers; --allow-numerics allows that"
             )
+        if self.nsys and self.ranks != "all":
+            raise click.UsageError("--nsys records every process that it starts: --ranks is for dlprof's own traces")
         if self.tries and self.no_report:
             raise click.UsageError("--try tries what the report advises, and --no-report makes none")
 
@@ -95,6 +98,7 @@ class Recording:
             stacks=self.stacks,
             # Without a GPU nothing opens nsys' window, and it listens all along.
             capture=(self.window or "on") if self.nsys and not self.no_trace and nsys.has_gpu() else "",
+            ranks=self.ranks,
             window="off" if self.no_trace else "nsys" if self.nsys else self.window,
         )
 
@@ -134,6 +138,14 @@ _OPTIONS = (
         "",
         "S,W,A",
         "Steps to skip, to warm up and to trace [default: 10,2,5; sooner and fewer where steps are slow].",
+    ),
+    _value(
+        "--ranks",
+        options.ranks,
+        "all",
+        "RANKS",
+        "Which ranks record a trace in the window: all; 0,1,last; 0-7; per-host, the first of each host; per-stage, one"
+        " of each pipeline stage. All else is recorded of every rank.",
     ),
     _flag("--no-trace", "The step log only: no profiler window."),
     click.option(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,13 @@ _RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PRO
 # Those in which they pass the number of ranks. Not SLURM_NTASKS: a single process in a batch script has that of its
 # whole allocation.
 _SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# Those in which they pass a rank's number on its host.
+_LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+# How the process group of a pipeline is named, in lower case: by PyTorch's DeviceMesh after its dimension, and by
+# Megatron-LM.
+_PIPELINES = ("mesh_pp", "mesh_pipe", "mesh_pipeline", "pipeline_model_parallel_group")
 
 # So many processes of one job may train without a process group; any further one has a folder by its process id.
 _MOST_ALONE = 256
@@ -40,6 +47,44 @@ def find_rank() -> int:
 def find_size() -> int | None:
     """Return the number of ranks by the launcher's variables; None: they do not say."""
     return number_of(*_SIZES)
+
+
+def local_rank() -> int | None:
+    """Return this process's number on its host by the launcher's variables; None: they do not say."""
+    return number_of(*_LOCAL_RANKS)
+
+
+def is_among(asked: str, run: Path, rank: int, pipeline: Sequence[int] | None) -> bool:
+    """Return whether a rank is one of those that --ranks names, as `launch.options.ranks` checks it.
+
+    `pipeline`: the ranks of the pipeline that it is a stage of; None: not known yet. Asks nothing of other ranks.
+    """
+    return any(_is_named(part, run, rank, pipeline) for part in asked.split(","))
+
+
+def _is_named(part: str, run: Path, rank: int, pipeline: Sequence[int] | None) -> bool:
+    if part == "all":
+        return True
+    if part == "last":
+        distributed = process_group()
+        return rank + 1 == (distributed.get_world_size() if distributed is not None else find_size() or 1)
+    if part == "per-host":
+        local = local_rank()
+        # Without a launcher, the first of those that train on this host: each has left word when it began to.
+        return local == 0 if local is not None else rank == min(w.rank for w in words_here(run) if w.runs)
+    if part == "per-stage":
+        ranks = pipeline or _pipeline_group()
+        return 0 in ranks if ranks else rank == 0
+    first, _, last = part.partition("-")
+    return int(first) <= rank <= int(last or first)
+
+
+def _pipeline_group() -> Sequence[int]:
+    """Return the ranks of this one's pipeline by the names of its process groups; none: no group is named so."""
+    distributed, c10d = process_group(), sys.modules.get("torch.distributed.distributed_c10d")
+    groups = getattr(getattr(c10d, "_world", None), "pg_map", ()) if distributed is not None else ()
+    named = [group for group in list(groups) if str(getattr(group, "group_desc", "")).lower() in _PIPELINES]
+    return distributed.get_process_group_ranks(named[0]) if named else ()
 
 
 def is_alone() -> bool:

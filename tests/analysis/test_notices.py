@@ -11,7 +11,7 @@ from dlprof.analysis import notices
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures import runs, traces
-from tests.fixtures.runs import CPU, MS, light
+from tests.fixtures.runs import CPU, MS, asked_for_none, light
 
 
 def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[str]:
@@ -36,6 +36,17 @@ def test_missing_ranks_are_named(job: Job) -> None:
     (missing,) = found(job)
     assert missing.startswith("1 of 3 ranks")
     assert missing.endswith(": 1")
+
+
+def test_ranks_that_were_asked_for_no_trace_are_not_missing(tmp_path: Path) -> None:
+    """Their part that nothing explains is no news: it is not known because they were not asked."""
+    run = runs.cpu_run(tmp_path, 10 * MS, 10 * MS, 30 * MS, 10 * MS)
+    for rank in (1, 2):
+        asked_for_none(run / f"ranks/{rank:05d}", "0,last")
+    warned = notices.all_warnings(runs.measured(run, notices.warnings))
+    assert [text for text in warned if "missing" in text or "no step was traced" in text] == []
+    (told,) = (text for text in warned if "--ranks" in text)
+    assert told.startswith("traces of 2 of 4 ranks were asked for (--ranks 0,last): ")
 
 
 def test_other_programs_are_named_where_they_disturb(job: Job) -> None:

@@ -47,6 +47,8 @@ def test_overridden_variables_are_set_and_what_they_were_is_passed_on() -> None:
     [
         ["--window", "10,2"],
         ["--window", "10,2,0"],
+        ["--ranks", "first"],
+        ["--nsys", "--ranks", "0"],
         ["--stacks", "0"],
         ["--sample", "0.01"],
         ["--job", "a/b"],

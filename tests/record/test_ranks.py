@@ -89,6 +89,45 @@ def test_only_what_nothing_makes_one_of_several_ranks_is_alone(monkeypatch: pyte
     assert not alone(monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("asked", "among"),
+    [
+        ("all", {0, 1, 2, 3}),
+        ("0,last", {0, 3}),
+        ("1-2", {1, 2}),
+        ("7", set()),
+        ("per-host", {0, 2}),
+        ("per-host,3", {0, 2, 3}),
+        ("per-stage", {0, 2}),
+    ],
+)
+def test_the_ranks_that_record_a_trace_are_known_to_each_by_itself(
+    asked: str, among: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks on two hosts, with two pipelines of two stages."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = set()
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        if ranks.is_among(asked, tmp_path, rank, [0, 2] if rank % 2 == 0 else [1, 3]):
+            found.add(rank)
+    assert found == among
+
+
+def test_without_a_launcher_the_first_rank_on_a_host_is_told_by_what_ranks_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ranks._LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    here, parent = os.uname().nodename, os.getppid()
+    word(tmp_path, here, 2**22 + 1, "00002", 5)  # it has ended
+    word(tmp_path, here, parent, "00003", started(parent))
+    word(tmp_path, here, os.getpid(), "00300", started(os.getpid()))
+    word(tmp_path, "elsewhere", parent, "00001", started(parent))
+    assert [ranks.is_among("per-host", tmp_path, rank, None) for rank in (3, 300)] == [True, False]
+    assert [ranks.is_among("per-stage", tmp_path, rank, None) for rank in (0, 3)] == [True, False]
+
+
 def word(run: Path, host: str, pid: int, name: str, since: int | None) -> None:
     """Leave the word of a process that has a folder."""
     (run / "ranks" / name).mkdir(parents=True)
@@ -116,6 +155,19 @@ def test_what_may_still_train_is_told_from_what_has_ended(tmp_path: Path, host: 
     else:
         assert (folder.name, number) == (f"00000.{os.getpid()}", 0)
         assert taken == tmp_path / "ranks/00000"
+
+
+def test_a_rank_beyond_the_first_few_hundred_lies_in_a_folder_of_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, number, taken = ranks.make_folder(tmp_path, 12_345, 1, alone=False)
+    assert (folder, number, taken) == (tmp_path / "ranks/12288-12543/12345.r1", 12_345, None)
+    (said,) = ranks.words_here(tmp_path)
+    assert (said.folder, said.rank, said.runs) == ("12288-12543/12345.r1", 12_345, True)
+    monkeypatch.setattr("multiprocessing.process.parent_process", lambda: SimpleNamespace(pid=os.getpid()))
+    assert ranks.folder_of_rank(tmp_path) == folder
+    again, _, taken = ranks.make_folder(tmp_path, 12_345, 1, alone=False)
+    assert (again, taken) == (folder.with_name(f"{folder.name}.{os.getpid()}"), folder)
 
 
 def test_a_rank_of_a_launcher_takes_no_other_ranks_number(tmp_path: Path) -> None:

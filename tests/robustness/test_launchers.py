@@ -21,11 +21,13 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.notices import all_warnings, warnings
 from dlprof.analysis.timeline.steps import step_series
 from dlprof.read.run import open_run
 from tests.fixtures.jobs import (
     COMPILES_NOTHING,
     DLPROF,
+    children,
     environment,
     facts,
     free_port,
@@ -33,6 +35,7 @@ from tests.fixtures.jobs import (
     rows,
     running,
     until,
+    words,
     wrapped,
 )
 from tests.fixtures.runs import measured
@@ -85,8 +88,8 @@ def both_ranks(run: Path) -> list[Any]:
     return told
 
 
-def mpirun(kind: str) -> list[str]:
-    """Return the words that start two tasks of this machine; the test is skipped where that kind of MPI is not here."""
+def mpirun(kind: str, tasks: int = 2) -> list[str]:
+    """Return the words that start tasks of this machine; the test is skipped where that kind of MPI is not here."""
     for name in (f"mpirun.{kind}", "mpirun"):
         command = shutil.which(name)
         if command is None:
@@ -94,7 +97,7 @@ def mpirun(kind: str) -> list[str]:
         version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
         if ("Open MPI" in version) == (kind == "openmpi"):
             more = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if kind == "openmpi" else []
-            return [command, *more, "-n", "2"]
+            return [command, *more, "-n", str(tasks)]
     pytest.skip(f"{kind} is not installed")
 
 
@@ -122,6 +125,52 @@ def test_tasks_of_mpirun_that_each_wrap_themselves_share_a_folder(kind: str, scr
     assert len(runs) == 2
     for run in runs:
         both_ranks(run)
+
+
+@pytest.mark.slow
+def test_of_four_tasks_of_a_host_one_samples_and_two_record_a_trace(script: Path, tmp_path: Path) -> None:
+    options = ["--no-report", "--quiet", "--sample", "0.2", "--stacks", "off", "--window", "5,1,3", "--ranks", "0,last"]
+    command = [*mpirun("openmpi", 4), *DLPROF, "wrap", "-o", "run", *options, str(script), "long"]
+    run = tmp_path / "run"
+    host = run / "hosts" / os.uname().nodename / "host.jsonl"
+    tasks = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        # All four train, their windows are over, and a sampler sees them all.
+        folders = [run / f"ranks/{rank:05d}" for rank in range(4)]
+        assert until(lambda: all((one / "processes.jsonl").exists() for one in folders))
+        assert until(lambda: all(len(rows(one)) > 50 for one in folders))
+        supervisors = [pid for pid in running(script) if "dlprof wrap" in words(pid) and "mpirun" not in words(pid)]
+        sampling = [pid for one in supervisors for pid in children(one) if "samplers/__main__.py" in words(pid)]
+        assert (len(supervisors), len(sampling)) == (4, 4)
+        opened = [pid for pid in sampling if any(host == path.resolve() for path in files_of(pid))]
+        assert len(opened) == 1
+        # It dies: another one goes on where it was.
+        os.kill(opened[0], signal.SIGKILL)
+        before = host.stat().st_size
+        assert until(lambda: host.stat().st_size > before)
+        now = [pid for pid in sampling if any(host == path.resolve() for path in files_of(pid))]
+        assert len(now) == 1
+        assert now != opened
+    finally:
+        tasks.send_signal(signal.SIGTERM)
+        tasks.communicate(timeout=60)
+    assert until(lambda: not running(script))
+    readings = [json.loads(line)["at_ns"] for line in host.read_text().splitlines()]
+    assert readings == sorted(readings)
+    windows = [facts(one)["window"]["state"] for one in folders]
+    assert windows == ["exported", "not_asked", "not_asked", "exported"]
+    # mpirun may have killed those that would have packed them.
+    assert [len(list(one.glob("trace.json*"))) for one in folders] == [1, 0, 0, 1]
+    (told,) = (text for text in all_warnings(measured(run, warnings)) if "--ranks" in text)
+    assert told.startswith("traces of 2 of 4 ranks were asked for (--ranks 0,last)")
+
+
+def files_of(pid: int) -> list[Path]:
+    """List the files that a process has open."""
+    try:
+        return [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()]
+    except OSError:
+        return []
 
 
 @pytest.mark.slow

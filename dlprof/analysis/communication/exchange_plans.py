@@ -146,7 +146,10 @@ def exchange_plans(
     """
     saves, model = partial(saving, own_time), settings.model(job)
     of = "its backward pass" if overlap["backward_ns"].notna().all() and not model.get("fsdp") else "computation"
-    free = pd.Series(free_to_hide, dtype=float).reindex(exposed_transfer.index).fillna(0.0)
+    free = pd.Series(free_to_hide, dtype=float)
+    if not own_time["traced"].all():  # of ranks that were not traced it is not known
+        free = free.reindex(exposed_transfer.index, fill_value=float(free.min()))
+    free = free.reindex(exposed_transfer.index).fillna(0.0)
     least = float(free.min())
     why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
     last = 0.0 if activations else _last_bucket(gradients, job)

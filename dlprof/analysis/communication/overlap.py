@@ -112,12 +112,13 @@ def idle_cores(busy: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], job: Job) 
 def exposed_transfer(own_time: pd.DataFrame, breakdown: pd.DataFrame) -> pd.Series[float]:
     """Return the exposed communication of each rank less its waiting for others, ns of the mean step.
 
-    Where ranks are missing, all exposed communication of the rank that has least counts as transfer.
+    Where ranks are missing or were not traced, all exposed communication of the traced rank that has least counts as
+    transfer.
     """
     own = own_time.set_index("rank")
     bare = pd.Series(part(breakdown, "communication"), dtype=float).reindex(own.index).fillna(0.0)
     if not own["known"].all():
-        return bare * 0.0 + float(bare.min())
+        return bare * 0.0 + float(bare.where(own["traced"]).min() if own["traced"].any() else bare.min())
     return (bare - own["wait_ns"]).clip(lower=0.0)
 
 

@@ -130,6 +130,8 @@ def _why_no_trace(rank: Rank) -> str:
     """Return the reason that the recorder knows, or ""."""
     window = rank.facts.get("window") or {}
     state = window.get("state")
+    if state == "not_asked":
+        return f"this rank was asked for no trace (--ranks {window.get('asked') or 'of some'})"
     if state == "off":
         return "recorded without a trace (--no-trace)"
     if state == "nsys":

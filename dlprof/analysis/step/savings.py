@@ -26,13 +26,15 @@ def own_time(
 ) -> pd.DataFrame:
     """Split the mean steady step into each rank's own time and its waiting for others.
 
-    Columns: rank, step_ns, wait_ns, own_ns, known. Ranks that wait for each other have one step, the mean of theirs (a
-    rank whose trace began earlier shows a longer one). Where waiting is not known (`known` is False) all of a rank's
-    own step counts as own, but for the bubble of its pipeline, in which it waits for its neighbours: that is in neither
-    of the two. On a CPU the waiting of the traced steps is brought to the mean steady step in the proportion of the
-    two's exposed communication; on devices, what is not the traced steps' transfer is waiting.
+    Columns: rank, step_ns, wait_ns, own_ns, known, traced (steps of it were). Ranks that wait for each other have one
+    step, the mean of theirs (a rank whose trace began earlier shows a longer one). Where waiting is not known (`known`
+    is False) all of a rank's own step counts as own, but for the bubble of its pipeline, in which it waits for its
+    neighbours: that is in neither of the two. On a CPU the waiting of the traced steps is brought to the mean steady
+    step in the proportion of the two's exposed communication; on devices, what is not the traced steps' transfer is
+    waiting.
     """
-    step = step_means.set_index("rank")["step_ns"]
+    means = step_means.set_index("rank")
+    step, traced = means["step_ns"], means["traced_steps"] > 0
     wait, bubble, known = 0.0 * step, 0.0 * step, False
     with suppress(NotMeasured):
         parts = pd.DataFrame({c: part(breakdown.get(), c) for c in ("communication", "pipeline_bubble")})
@@ -45,13 +47,20 @@ def own_time(
             wait = (communication - (waited["exposed_ns"] - waited["wait_ns"]).clip(lower=0.0)).clip(lower=0.0)
         step, known = 0.0 * step + step.mean(), True
     own = (step - wait - bubble).clip(lower=0.0)
-    return pd.DataFrame({"step_ns": step, "wait_ns": wait, "own_ns": own, "known": known}).reset_index()
+    frame = pd.DataFrame({"step_ns": step, "wait_ns": wait, "own_ns": own, "known": known, "traced": traced})
+    return frame.reset_index()
 
 
 def saving(own_time: pd.DataFrame, removed: Mapping[int, float] | pd.Series[float]) -> float:
-    """Return how much shorter the mean steady step would be, ns, with so much removed from each rank's own time."""
-    own = own_time.set_index("rank")["own_ns"]
-    less = pd.Series(removed, dtype=float).reindex(own.index).clip(lower=0.0).fillna(0.0)
+    """Return how much shorter the mean steady step would be, ns, with so much removed from each rank's own time.
+
+    Where some ranks were traced and others not, nothing is known of what would be removed from these: they are taken to
+    be like those.
+    """
+    times = own_time.set_index("rank")
+    less = pd.Series(removed, dtype=float).reindex(times.index).clip(lower=0.0)
+    known = less.notna() | times["traced"] | ~times["traced"].any()
+    own, less = times["own_ns"][known], less[known].fillna(0.0)
     return max(0.0, float(own.max() - (own - less).clip(lower=0.0).max()))
 
 

@@ -18,7 +18,7 @@ from dlprof.plain import words_of
 from dlprof.record import redaction
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
-from dlprof.record.ranks import find_size, number_of, process_group
+from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
@@ -52,9 +52,7 @@ class Facts:
         self._fixed = {
             "format": 1,
             "rank": recorder.rank,
-            "local_rank": number_of(
-                "LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
-            ),
+            "local_rank": local_rank(),
             "host": os.uname().nodename,
             "boot": boot(),
             "pid": os.getpid(),

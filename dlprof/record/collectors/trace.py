@@ -16,6 +16,7 @@ from typing import Any
 from dlprof import cupti
 from dlprof.record.device.profiler import Kineto
 from dlprof.record.hooks import put
+from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of
 
@@ -51,6 +52,10 @@ class Trace:
         if text != "off" and os.environ.get("NSYS_PROFILING_SESSION_ID"):
             text = "nsys"
         self._done = text in ("off", "nsys")
+        self._asked_of = os.environ.get("DLPROF_RANKS") or "all"
+        self._stands_by = False  # the window of a rank that was asked for no trace
+        self._stands = range(0)  # its steps
+        self._stands_ns = 0  # when the first of them began
         skip, warmup, active = (None, None, None) if self._done else map(int, text.split(","))
         self.window: dict[str, Any] = {"skip": skip, "warmup": warmup, "active": active}
         self.window.update(state=text if self._done else "waiting", first_step=None, last_step=None, export_ns=None)
@@ -86,7 +91,8 @@ class Trace:
         if self._settling:
             self._settling = False
             clock.row.profiled = 1
-            self._kineto.leave()
+            if not self._stands_by:
+                self._kineto.leave()
         if self._of_inference and clock.trains and self._done and not self._settling:
             self._begin_anew()
         self._now_ns = done[-1].end_ns
@@ -121,18 +127,28 @@ class Trace:
 
     def _advance(self, number: int) -> None:
         recorder, window = self._recorder, self.window
+        if self._stands_by:
+            self._stand_by(number)
+            return
         if self._profiler is None:
             if self._skipping():
+                return
+            self._of_inference = not recorder.clock.trains
+            slow = recorder.clock.position < window["skip"]
+            first = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
+            if not self._is_asked():
+                window.update(state="not_asked", asked=self._asked_of)
+                more = _MOST_MORE if recorder.device.index is not None else 0  # that others' windows may take
+                self._stands_by, self._stands = True, range(first, first + window["active"] + more)
+                self._stand_by(number)
                 return
             if self._theirs:
                 if window["state"] != "yielded":
                     window["state"] = "yielded"
                     recorder.warn("the script runs its own torch profiler: ours waits until it has ended")
                 return
-            self._of_inference = not recorder.clock.trains
-            slow = recorder.clock.position < window["skip"]
-            window["first_step"] = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
-            window["last_step"] = window["first_step"] + window["active"] - 1
+            window["first_step"] = first
+            window["last_step"] = first + window["active"] - 1
             try:
                 self._prepare()
             except Exception:
@@ -157,6 +173,20 @@ class Trace:
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
+    def _is_asked(self) -> bool:
+        """Return whether --ranks names this rank; only when the window is due is it known which stage it is."""
+        recorder = self._recorder
+        pipeline = (recorder.observed.pipeline or {}).get("ranks")
+        return is_among(self._asked_of, recorder.run, recorder.rank, pipeline)
+
+    def _stand_by(self, number: int) -> None:
+        """Mark the steps in which other ranks trace: they are slow then, and this one waits for them."""
+        self._recorder.clock.row.profiled = 1  # also the step in which they export, after their last one
+        if number == self._stands.start:
+            self._stands_ns = self._now_ns
+        slow = self._by_time and number > self._stands.start and self._now_ns - self._stands_ns >= _RECORD_NS
+        self._done = self._settling = slow or number >= self._stands.stop
+
     def _skipping(self) -> bool:
         """Return whether the window is still to come; that of a slow job, by the time that has passed."""
         clock, skip = self._recorder.clock, self.window["skip"]
@@ -168,7 +198,7 @@ class Trace:
 
     def _begin_anew(self) -> None:
         """Wait for training's window: what was traced was a validation before it."""
-        self._done = self._of_inference = False
+        self._done = self._of_inference = self._stands_by = False
         self._first_ns = 0
         self._traced, self._untraced = [], deque(maxlen=_COMPARED)
         self.window.update(state="waiting", first_step=None, last_step=None, export_ns=None, extended=0)

@@ -6,10 +6,13 @@ Each check returns the value as it is kept, or raises ValueError with what it sh
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Mapping
 
 # Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"
+
+_RANKS = re.compile(r"all|last|per-host|per-stage|([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def window(text: str) -> str:
@@ -23,6 +26,15 @@ def window(text: str) -> str:
     if min(skip, warmup) < 0 or active < 1:
         raise ValueError("at least one step to trace, and no negative numbers")
     return f"{skip},{warmup},{active}"
+
+
+def ranks(text: str) -> str:
+    """Check which ranks are to record a trace: all; or numbers, ranges and words, with commas between."""
+    for part in text.split(","):
+        found = _RANKS.fullmatch(part)
+        if found is None or (found[2] and int(found[1]) > int(found[2])):
+            raise ValueError("all, or with commas between: ranks as 0 or 0-7, last, per-host, per-stage")
+    return text
 
 
 def function(text: str) -> str:

@@ -26,6 +26,17 @@ def test_nothing_removed_saves_nothing_and_no_more_is_saved_than_there_is(tmp_pa
     assert asked(run, saving, {1: -5.0 * MS}) == 0.0
 
 
+def test_of_ranks_that_were_not_traced_it_is_not_known_what_would_be_gone(tmp_path: Path) -> None:
+    run = runs.cpu_run(tmp_path, *[10 * MS] * 4)
+    for rank in (1, 2):
+        runs.asked_for_none(run / f"ranks/{rank:05d}", "0,last")
+    times = runs.measured(run, own_time)
+    assert times.frame(own_time)["traced"].tolist() == [True, False, False, True]
+    assert asked(times, saving, {0: 2 * MS, 3: MS}) == pytest.approx(MS)
+    assert asked(times, saving, {0: 2 * MS}) == 0.0
+    assert asked(times, saving, {0: 2 * MS, 1: MS / 2, 3: MS}) == pytest.approx(MS / 2)
+
+
 def test_the_wait_of_one_rank_costs_all_as_far_as_it_is_the_slowest(tmp_path: Path) -> None:
     made = late_by(0, MS)
     waits = (0, 400_000)

@@ -160,6 +160,46 @@ def test_short_steps_are_traced_where_they_always_were(tmp_path: Path, monkeypat
     assert traced(tmp_path, monkeypatch, [100] * 20) == ((12, 16), "exported")
 
 
+@pytest.mark.parametrize(
+    ("asked", "durations", "steps"),
+    [
+        ("10,2,5", [100] * 25, range(10, 19)),  # two warm up, and after the export in step 17 one step more feels it
+        ("", [100] * 25, range(10, 19)),
+        ("", [60_000, *[2_000] * 9], range(3, 9)),  # by time
+    ],
+)
+def test_a_rank_that_is_asked_for_no_trace_marks_the_steps_in_which_others_trace(
+    asked: str, durations: Sequence[int], steps: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks, state in (("all", "exported"), ("1,last,0", "exported"), ("1-7", "not_asked")):
+        monkeypatch.setenv("DLPROF_RANKS", ranks)
+        job = Job(tmp_path / ranks, monkeypatch, None, asked)
+        marked = []
+        for dur in durations:
+            job.steps([dur])
+            marked.append(job.recorder.clock.row.profiled)
+        assert isinstance(job.trace, Trace)
+        assert job.trace.window["state"] == state
+        # Of a step that has just begun it is known whether it is traced.
+        assert [n + 1 for n, profiled in enumerate(marked) if profiled] == [*steps], ranks
+        assert bool(getattr(job.profiler, "calls", ())) == (state == "exported")
+        assert (job.recorder.folder / "trace.json").exists() == (state == "exported")
+        assert job.recorder.warnings == []
+
+
+def test_a_rank_on_a_device_stands_by_for_as_long_as_others_windows_may_take(
+    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLPROF_RANKS", "1")
+    job = Job(tmp_path, monkeypatch, devices)
+    marked = []
+    for _ in range(30):
+        job.steps([95])
+        marked.append(job.recorder.clock.row.profiled)
+    assert [n + 1 for n, profiled in enumerate(marked) if profiled] == [*range(10, 22)]
+    assert not hasattr(job.profiler, "calls")
+
+
 def test_training_after_an_inference_has_a_window_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, monkeypatch, None, "")
     clock = job.recorder.clock

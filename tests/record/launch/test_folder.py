@@ -175,6 +175,29 @@ def test_tasks_beyond_the_first_few_hundred_lie_in_folders_of_their_own(tmp_path
     assert (told["end_ns"], told["exit"]) == (1, {"code": 0, "signal": None})
 
 
+def test_a_task_packs_the_traces_of_its_own_ranks_and_the_last_to_end_those_that_are_left(tmp_path: Path) -> None:
+    step = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1", "PATH": os.environ["PATH"]}
+    run = tmp_path / "run"
+    # Rank 0 trains under this supervisor, rank 300 under another one of this host.
+    other = "printf '00256-00511/00300 1 1' > rank-1; printf \"00000 $PPID 1\" > rank-2"
+    make = f"cd {run} && mkdir -p ranks/00256-00511/00300 ranks/00000 hosts/$(uname -n)"
+    make += " && for rank in 00000 00256-00511/00300; do printf '{}' > ranks/$rank/trace.json; done"
+    make += " && printf '{}' > ranks/00000/facts.json && cd hosts/$(uname -n) && " + other
+    supervise(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "1"}, {})
+    for suffix in (".json", ".ended"):
+        (run / "tasks" / f"{os.uname().nodename}-1{suffix}").rename(tmp_path / f"task{suffix}")
+    begun = json.loads((tmp_path / "task.json").read_text()) | {"end_ns": None}
+    (run / "tasks" / f"{os.uname().nodename}-1.json").write_text(json.dumps(begun))
+    first = supervise(["sh", "-c", make], run, step | {"OMPI_COMM_WORLD_RANK": "0"}, {})
+    assert (first.last, first.warnings) == (False, ())
+    assert sorted(path.name for path in run.rglob("trace.json*")) == ["trace.json", "trace.json.gz"]
+    assert (run / "ranks/00000/trace.json.gz").exists()
+    for suffix in (".json", ".ended"):
+        (tmp_path / f"task{suffix}").rename(run / "tasks" / f"{os.uname().nodename}-1{suffix}")
+    assert supervise(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "2"}, {}).last
+    assert sorted(path.name for path in run.rglob("trace.json*")) == ["trace.json.gz"] * 2
+
+
 def test_the_hosts_of_a_job_lie_flat_unless_its_launcher_says_that_they_are_many(tmp_path: Path) -> None:
     for nodes, there in (("256", "hosts"), ("257", "many-hosts")):
         run = tmp_path / nodes

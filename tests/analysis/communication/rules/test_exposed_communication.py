@@ -43,6 +43,21 @@ def test_found_with_what_transfer_costs(tmp_path: Path) -> None:
     assert [cost.ns for cost in found.by_rank] == pytest.approx([0.4 * MS] * 2)
 
 
+@pytest.mark.parametrize("late", [0, 400_000])
+def test_ranks_that_were_asked_for_no_trace_are_like_those_that_were(late: int, tmp_path: Path) -> None:
+    """A rank that is not known to communicate must not make it all clear; that it may be late is said."""
+    steps = [runs.light(n, 4 * MS + late, profiled=int(n < 3)) for n in range(40)]
+    facts = {"device": runs.A100, "host": "node-1", "models": [{"parameters": 1, "ddp": DDP}]}
+    run = runs.recorded(tmp_path / "run", *((made, steps, facts) for made in late_by(0, late, 0, 0)))
+    for rank in (1, 2):
+        runs.asked_for_none(run / f"ranks/{rank:05d}", "0,last")
+    found = ask(RULE, run)
+    assert found.state == "found"
+    assert found.lost_share == pytest.approx((MS + late) / (4 * MS + late), rel=0.01)
+    assert "or waiting for late ranks" in found.verdict
+    assert "of rank 1: this rank was asked for no trace (--ranks 0,last)" in found.summary
+
+
 def test_what_is_exposed_and_what_of_it_a_change_gives_are_told_apart(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path / "both", *reducing(takes=800_000)))
     assert [found.share, found.lost_share] == pytest.approx([0.4, 0.8])

@@ -31,6 +31,15 @@ def test_the_culprit_is_named_and_why(tmp_path: Path) -> None:
     assert found.evidence.rows[0][:3] == (2, pytest.approx(6 * MS), pytest.approx(0, abs=1))
 
 
+def test_where_some_ranks_were_asked_for_no_trace_that_is_why_it_is_not_measured(tmp_path: Path) -> None:
+    run = runs.cpu_run(tmp_path, 10 * MS, 10 * MS, 30 * MS, 10 * MS)
+    for rank in (1, 2):
+        runs.asked_for_none(run / f"ranks/{rank:05d}", "0,last")
+    outcome = ask(RULE, run)
+    assert outcome.state == "not_measured"
+    assert "of rank 1: this rank was asked for no trace (--ranks 0,last)" in str(outcome.why)
+
+
 def test_the_next_slowest_bounds_the_gain(tmp_path: Path) -> None:
     clear = ask(RULE, runs.foreign(tmp_path, *late_by(0, 2 * MS, 2 * MS)))
     assert (clear.state, clear.share, clear.summary) == ("clear", 0.0, "no rank makes the others wait")
