@@ -37,11 +37,12 @@ def record(path: str | os.PathLike[str] | None = None, **options: Any) -> Abstra
     """Record what is trained inside a block: `with dlprof.record() as run: train()`. Then `run` is the opened run.
 
     `path` is the run folder; by default a new one under runs/, named after the script or notebook. The options are
-    those of `dlprof wrap`: `window=(10, 2, 5)`, the steps to skip, to warm up and to trace; `trace=False`, without a
-    trace; `flops="auto"`, "on" or "off"; `lines`, one or several of "module:function", or "auto"; `shapes=True`;
-    `memory=True`; `nvtx=True`; `stacks="on"`, "off" or how many a second; `sample="auto"`, "off" or the seconds between
-    two readings of the host and its GPUs. `set={"loader.num_workers": 4}` overrides settings of the objects that the
-    block makes, as `--set` does; those with which the job computes other numbers need `allow_numerics=True`.
+    those of `dlprof wrap`: `window=(10, 2, 5)`, the steps to skip, to warm up and to trace; `ranks="0,1,last"`,
+    which ranks record a trace; `trace=False`, without any; `flops="auto"`, "on" or "off"; `lines`, one or several of
+    "module:function", or "auto"; `shapes=True`; `memory=True`; `nvtx=True`; `stacks="on"`, "off" or how many a second;
+    `sample="auto"`, "off" or the seconds between two readings of the host and its GPUs. `set={"loader.num_workers": 4}`
+    overrides settings of the objects that the block makes, as `--set` does; those with which the job computes other
+    numbers need `allow_numerics=True`.
 
     Raises TypeError or ValueError for options that make no sense, and nothing else: where this process cannot be
     recorded, one line on stderr says so, and the block runs unrecorded.

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dlprof.record.ranks import words_here
 
 # The tasks of a job start together. A task that starts so long after a job has ended is of another job, whose name is
 # the same.
-_OVER_NS = 300_000_000_000
+_OVER_NS = 60_000_000_000
 
 # A run holds command lines, paths and code: only its user may read it, until he shares it.
 _PRIVATE = 0o700
@@ -116,9 +117,9 @@ class RunFolder:
             if self._task is None:
                 raise
 
-    @property
+    @cached_property
     def ranks(self) -> list[Path]:
-        """The folders of the ranks of this command; of one of several tasks those that are on its host."""
+        """The folders of the ranks of this command, which has ended; of one of several tasks those on its host."""
         if self._task is None:
             return list(run_folder.in_ranks(self.path))
         ours = [word.folder for word in words_here(self.path) if word.supervisor == str(os.getpid())]
@@ -212,7 +213,8 @@ def _end_task(folder: Path, task: Task, end: Mapping[str, Any], of_all: Callable
 
 def _all_ended(tasks: Path) -> int:
     """Return how many tasks there are, if all of them have ended; else 0."""
-    groups = [tasks, *(path for path in tasks.iterdir() if path.is_dir())]
+    with os.scandir(tasks) as found:
+        groups = [tasks, *(tasks / entry.name for entry in found if entry.is_dir())]
     counts = []
     for group in groups:
         counts.append(_ended(group))

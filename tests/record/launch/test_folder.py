@@ -248,7 +248,7 @@ def test_a_job_that_ended_takes_no_task_of_a_later_one(tmp_path: Path, monkeypat
         path.rename(path.with_name("another-host" + path.suffix))
     assert new_folder("train", env) == first.relative_to(tmp_path)  # it ended just now
     told = json.loads((first / "run.json").read_text())
-    (first / "run.json").write_text(json.dumps(told | {"end_ns": told["end_ns"] - 400_000_000_000}))
+    (first / "run.json").write_text(json.dumps(told | {"end_ns": told["end_ns"] - 90_000_000_000}))
     assert new_folder("train", env).name == "train-seven-1"
     with pytest.raises(DlprofError, match="of another job under the name seven, which ended at 20"):
         RunFolder(first, ["true"], {}, env)
