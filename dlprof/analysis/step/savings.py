@@ -59,7 +59,7 @@ def saving(own_time: pd.DataFrame, removed: Mapping[int, float] | pd.Series[floa
     """
     times = own_time.set_index("rank")
     less = pd.Series(removed, dtype=float).reindex(times.index).clip(lower=0.0)
-    known = less.notna() | times["traced"] | ~times["traced"].any()
+    known = less.notna() | times["traced"] | (not times["traced"].any())
     own, less = times["own_ns"][known], less[known].fillna(0.0)
     return max(0.0, float(own.max() - (own - less).clip(lower=0.0).max()))
 
