@@ -109,17 +109,37 @@ def idle_cores(busy: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], job: Job) 
 
 
 @across_ranks
-def exposed_transfer(own_time: pd.DataFrame, breakdown: pd.DataFrame) -> pd.Series[float]:
+def exposed_transfer(
+    own_time: pd.DataFrame, breakdown: pd.DataFrame, busy: Maybe[pd.DataFrame], job: Job
+) -> pd.Series[float]:
     """Return the exposed communication of each rank less its waiting for others, ns of the mean step.
 
-    Where ranks are missing or were not traced, all exposed communication of the traced rank that has least counts as
-    transfer.
+    Where ranks are missing or were not traced, all exposed communication of the rank that has least counts as transfer.
+    A rank on a CPU that was not traced has no more of it than nothing else is known to explain.
     """
     own = own_time.set_index("rank")
     bare = pd.Series(part(breakdown, "communication"), dtype=float).reindex(own.index).fillna(0.0)
-    if not own["known"].all():
-        return bare * 0.0 + float(bare.where(own["traced"]).min() if own["traced"].any() else bare.min())
-    return (bare - own["wait_ns"]).clip(lower=0.0)
+    if own["known"].all():
+        return (bare - own["wait_ns"]).clip(lower=0.0)
+    if own["traced"].any():
+        bare = bare.where(own["traced"])
+        if settings.on_cpu(job):
+            bare = bare.fillna(_unexplained(own, breakdown, busy))
+    return pd.Series(float(bare.min()), index=own.index)
+
+
+def _unexplained(own: pd.DataFrame, breakdown: pd.DataFrame, busy: Maybe[pd.DataFrame]) -> pd.Series[float]:
+    """Return for how long of the mean step nothing is known of each rank on a CPU, ns.
+
+    Where the use of its cores tells it, its training thread stood still then, and not to wait for data.
+    """
+    left = pd.Series(part(breakdown, "other"), dtype=float).reindex(own.index).fillna(0.0)
+    if busy.lacking or not busy or not busy.get()["alone"].all():
+        return left
+    used = busy.get().groupby("rank")[["busy_ns", "time_ns"]].sum()
+    still = (1 - used["busy_ns"] / used["time_ns"].clip(lower=1)).clip(lower=0.0).reindex(own.index) * own["step_ns"]
+    fetched = pd.Series(part(breakdown, "input_wait"), dtype=float).reindex(own.index).fillna(0.0)
+    return left.clip(upper=(still - fetched).clip(lower=0.0))
 
 
 @across_ranks

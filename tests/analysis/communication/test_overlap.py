@@ -29,6 +29,33 @@ def test_only_what_the_backward_pass_computes_beside_nothing_can_hide_more(tmp_p
     assert gains(run)["hidden"] == pytest.approx(2 * MS)
 
 
+@pytest.mark.parametrize(
+    ("fetch", "used", "transfer"),
+    [
+        (0, None, 4 * MS),  # as the traced ranks have
+        (9 * MS, None, MS),
+        (0, 10 * MS, 0),  # its thread never stands still: the others wait for it
+        (0, 7 * MS, 3 * MS),
+        (2 * MS, 7 * MS, MS),
+    ],
+)
+def test_a_rank_without_a_trace_exchanges_for_no_longer_than_it_may(
+    fetch: int, used: int | None, transfer: int, tmp_path: Path
+) -> None:
+    run = on_two_cores(tmp_path, 6 * MS, used or 6 * MS, 6 * MS).job.run.path
+    of_log = [runs.light(n, 10 * MS, fetch_ns=fetch, profiled=int(n < 3)) for n in range(40)]
+    (run / "ranks/00001/steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in of_log))
+    if used is None:
+        (run / "ranks/00001/loading.jsonl").unlink()
+    told = json.loads((run / "ranks/00001/facts.json").read_text())
+    for rank in range(3):
+        one_thread = told | {"rank": rank, "cpu": {"affinity": 2, "torch_threads": 1}}
+        (run / f"ranks/{rank:05d}/facts.json").write_text(json.dumps(one_thread))
+    runs.asked_for_none(run / "ranks/00001", "0,last")
+    found = runs.measured(run, exposed_transfer).frame(exposed_transfer)
+    assert found.tolist() == pytest.approx([transfer] * 3, abs=MS / 100)
+
+
 def test_a_sharded_models_forward_pass_hides_too(tmp_path: Path) -> None:
     run = planned(tmp_path, gpu_step((4_010 * US, 2 * MS, 1_000), (6_010 * US, 3 * MS, 1_000)), fsdp=True)
     assert gains(run)["hidden"] == pytest.approx(4 * MS)
