@@ -338,7 +338,8 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
         section.add("ranks with a trace", f"{len(job.ranks) - len(untraced)} of {len(job.ranks)}, as asked for")
     section.add("steps of the trace by", _several(job, "steps_by"))
     # An nsys without its importer leaves a .qdstrm, which nsys-ui imports.
-    section.add("for nsys-ui", _files(job, "hosts/*/nsys*.nsys-rep", "hosts/*/nsys*.qdstrm"))
+    places = [f"{hosts}/nsys*{kind}" for hosts in ("hosts/*", "many-hosts/*/*") for kind in (".nsys-rep", ".qdstrm")]
+    section.add("for nsys-ui", _files(job, *places))
     means = step_means.or_none()
     if means is not None:
         section.add("steady steps a rank", sorted({int(n) for n in means["steps"]}))
