@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeVar
-
-import msgspec
-import pandas as pd
+from typing import Any
 
 from dlprof.analysis import notices, overview, settings
-from dlprof.analysis.communication.bandwidth import size_class
-from dlprof.analysis.engine import Job, Maybe, Measured, MeasureFailed, Progress, measure
+from dlprof.analysis.engine import Job, Measured, MeasureFailed, Progress, measure
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
-from dlprof.analysis.panel import cells, drawn
+from dlprof.analysis.figures import FIELDS
+from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.source.where import Source, placed, told_once
 from dlprof.analysis.step.breakdown import part_least, part_noise
@@ -31,30 +28,8 @@ from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.marks import __version__
 from dlprof.read.run import Run
-from dlprof.result import (
-    CATEGORIES,
-    MOST_RANKS,
-    QUANTILES,
-    TIMELESS,
-    Blame,
-    DeviceTime,
-    Exchange,
-    ForeignLoad,
-    GpuLog,
-    MemoryPeak,
-    Outcome,
-    Profile,
-    RankCost,
-    RankStep,
-    Result,
-    TimePart,
-    Window,
-    Work,
-)
-from dlprof.result.throughput import Throughput
+from dlprof.result import MOST_RANKS, TIMELESS, Outcome, RankCost, Result
 from dlprof.units import duration, percent
-
-T = TypeVar("T")
 
 # A saving that is not significant is found where each measured step shows at least this share of the step: from where
 # tools grade a loss as notable.
@@ -71,21 +46,7 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     asked: list[Any] = [r.check for r in rules]
     asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
-    asked += [
-        Basis,
-        Source,
-        _window,
-        _device,
-        _time,
-        _blame,
-        _steps,
-        _work,
-        _exchanges,
-        _foreign_load,
-        _profiles,
-        _gpu_logs,
-        _memory,
-    ]
+    asked += [Basis, Source, *FIELDS.values()]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
@@ -102,22 +63,12 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
-        window=measured.call(_window),
-        device=measured.call(_device),
-        time=measured.call(_time),
         outcomes=tuple(outcomes),
         together=together(basis, [(o, mine) for o, mine in asked if o.state == "found"]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
-        blame=measured.call(_blame),
-        steps=measured.call(_steps),
-        work=measured.call(_work),
-        exchanges=measured.call(_exchanges),
-        foreign_load=measured.call(_foreign_load),
-        memory=measured.call(_memory),
-        profiles=measured.call(_profiles),
-        gpu_logs=measured.call(_gpu_logs),
+        **{name: measured.call(make) for name, make in FIELDS.items()},
     )
 
 
@@ -263,132 +214,6 @@ def _check_value(value: object) -> None:
         raise TypeError(f"{value!r} is a {type(value).__name__}, not text or a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value!r} among its figures")
-
-
-def _structs(kind: type[T], frame: pd.DataFrame | None) -> tuple[T, ...]:
-    """Return a frame's rows as structs with the fields that are named as its columns, NaN as None; none of None."""
-    return () if frame is None else msgspec.convert(cells(frame).to_dict("records"), tuple[kind, ...])  # type: ignore[valid-type]
-
-
-def _window(
-    step_means: Maybe[pd.DataFrame],
-    mean_step_ns: Maybe[float],
-    spread: Maybe[pd.DataFrame],
-    device_lag: Maybe[pd.DataFrame],
-    arithmetic: Maybe[pd.DataFrame],
-    phases_of_step: Maybe[pd.DataFrame],
-    throughput: Maybe[Throughput],
-    most_memory: Maybe[float],
-    lengths_ns: Maybe[tuple[float, ...]],
-) -> Window | None:
-    means = step_means.or_none()
-    if means is None:
-        return None
-    overhead, lag = means["overhead"].mean(), device_lag.or_none()
-    computed = arithmetic.or_none()
-    figures = {} if computed is None else computed[["flops", "mfu"]].mean().dropna().to_dict()
-    return Window(
-        steps=int(means["steps"].min()),
-        source="steps" if (means["source"] == "steps").all() else "trace",
-        step_ns=mean_step_ns.get(),
-        overhead=None if pd.isna(overhead) else float(overhead),
-        unit="step" if (means["unit"] == "step").all() else "trace",
-        traced_steps=int(means["traced_steps"].min()),
-        noise_ns=_noise(spread.or_none()),
-        lag_ns=None if lag is None else float(lag["lag_ns"].mean()),
-        micro_batches=1 if phases_of_step.or_none() is None else int(phases_of_step.get()["micro_batches"].max()),
-        throughput=throughput.or_none(),
-        memory_bytes=most_memory.or_none(),
-        lengths_ns=lengths_ns.or_none() or (),
-        **{str(name): float(value) for name, value in figures.items()},
-    )
-
-
-def _noise(spread: pd.DataFrame | None) -> float | None:
-    """Return the standard error of the run's mean step, ns.
-
-    Ranks wait for each other, so their errors are not independent: many ranks do not make it smaller.
-    """
-    if spread is None or spread["noise_ns"].isna().any():
-        return None
-    return float(spread["noise_ns"].mean())
-
-
-def _device(device_time: Maybe[pd.DataFrame]) -> tuple[DeviceTime, ...]:
-    return _structs(DeviceTime, device_time.or_none())
-
-
-def _time(breakdown: Maybe[pd.DataFrame]) -> tuple[TimePart, ...]:
-    frame = breakdown.or_none()
-    if frame is None:
-        return ()
-    share = frame["ns"] / frame.groupby("rank")["ns"].transform("sum")
-    place = frame["category"].map({c: i for i, c in enumerate(CATEGORIES)})
-    return _structs(TimePart, frame.assign(share=share, place=place).sort_values(["rank", "place"]))
-
-
-def _steps(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
-    frame = spread.or_none()
-    if frame is None:
-        return ()
-    quantiles = frame[[f"q{i}" for i in range(len(QUANTILES))]].to_numpy().tolist()
-    return _structs(RankStep, frame.assign(quantiles_ns=pd.Series(quantiles, frame.index)))
-
-
-def _work(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
-    return _structs(Work, work_means.or_none())
-
-
-def _exchanges(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
-    frame = exchanged.or_none()
-    return _structs(Exchange, None if frame is None else frame.assign(size=frame["size"].map(size_class)))
-
-
-def _foreign_load(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
-    frame = foreign_load.or_none()
-    if frame is None:
-        return None
-    return _structs(ForeignLoad, frame.head(1).assign(disturbs=frame["disturbs"].astype(bool)))[0]
-
-
-def _memory(memory_peak: Maybe[pd.DataFrame], memory_holders: Maybe[pd.DataFrame]) -> tuple[MemoryPeak, ...]:
-    peaks, holders = memory_peak.or_none(), memory_holders.or_none()
-    if peaks is None or holders is None:
-        return ()
-    by = ["rank", "device"]
-    top = holders[holders["moment"] == "peak"].drop_duplicates(by).rename(columns={"bytes": "site_bytes"})
-    frame = peaks.rename(columns={"peak_bytes": "bytes"}).assign(whole=peaks["events"] > 0)
-    frame = frame.merge(top[[*by, "site", "site_bytes"]], on=by, how="left").fillna({"site": "", "site_bytes": 0.0})
-    frame = frame.sort_values("bytes", ascending=False, kind="stable").drop_duplicates("rank").head(MOST_RANKS)
-    return _structs(MemoryPeak, frame.astype({"bytes": float, "reserved_bytes": float, "site_bytes": float}))
-
-
-def _profiles(profile_summaries: Maybe[pd.DataFrame], line_times: Maybe[pd.DataFrame], job: Job) -> tuple[Profile, ...]:
-    found = _structs(Profile, profile_summaries.or_none())
-    lines = line_times.or_none()
-    names = [n.removeprefix("profile ") for of in job.trace_facts.values() for n, told in of.items() if _of_lines(told)]
-    if lines is None or not names:
-        return found
-    # What a function calls that is profiled as well counts in both: the share is of the longest function's own.
-    hottest = lines.loc[[lines["dur_ns"].idxmax()]].iloc[0]
-    whole = float(lines.groupby(["function", "file"])["dur_ns"].sum().max())
-    place = (str(hottest["function"]), str(hottest["file"]), int(hottest["line"]))
-    share = float(hottest["dur_ns"]) / whole if whole else 0.0
-    return (*found, Profile(names[0], "line_profiler", "ns", whole, *place, share=share, own=True, counted=True))
-
-
-def _of_lines(told: object) -> bool:
-    return isinstance(told, dict) and told.get("tool") == "line_profiler"
-
-
-def _gpu_logs(gpu_uses: Maybe[pd.DataFrame]) -> tuple[GpuLog, ...]:
-    frame = gpu_uses.or_none()
-    return _structs(GpuLog, None if frame is None else frame.rename(columns={"source": "gpu"}))
-
-
-def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:
-    frame, step = blame.or_none(), mean_step_ns.or_none()
-    return _structs(Blame, None if frame is None or step is None else frame.assign(share=frame["ns"] / step))
 
 
 def rule_named(rules: Iterable[Rule], name: str) -> Rule:

@@ -1,8 +1,4 @@
-"""The outcomes of the rules, and all else that a report may know: structs.
-
-Saving: how much shorter the mean steady step of this run would be, in ns, without this bottleneck.
-Each is estimated alone; savings overlap and are not summed.
-"""
+"""The outcomes of the rules, and all else that a report may know: structs. SAVING defines what a saving is."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dlprof.result.scale import Scaling
 from dlprof.result.throughput import Throughput
 from dlprof.result.tried import Tried
 
@@ -393,6 +390,7 @@ class Result(msgspec.Struct, frozen=True):
     memory: tuple[MemoryPeak, ...] = ()  # by snapshots of PyTorch's allocator; the largest of each rank first
     profiles: tuple[Profile, ...] = ()  # of other tools
     gpu_logs: tuple[GpuLog, ...] = ()
+    scaling: Scaling | None = None  # None: one rank, or not known
 
     @property
     def found(self) -> tuple[Outcome, ...]:

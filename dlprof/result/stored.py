@@ -23,6 +23,7 @@ _OLDER = {
 }
 
 _LATER = (
+    "scaling",
     "blame",
     "together",
     "steps",

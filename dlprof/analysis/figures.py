@@ -1,0 +1,194 @@
+"""The figures of a result that are no outcome of a rule: each made from measures, as structs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import pandas as pd
+
+from dlprof.analysis.communication.bandwidth import size_class
+from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.panel import cells
+from dlprof.result import (
+    CATEGORIES,
+    MOST_RANKS,
+    QUANTILES,
+    Blame,
+    DeviceTime,
+    Exchange,
+    ForeignLoad,
+    GpuLog,
+    MemoryPeak,
+    Profile,
+    RankStep,
+    TimePart,
+    Window,
+    Work,
+)
+from dlprof.result.scale import Scaling
+from dlprof.result.throughput import Throughput
+
+T = TypeVar("T")
+
+
+def _structs(kind: type[T], frame: pd.DataFrame | None) -> tuple[T, ...]:
+    """Return a frame's rows as structs with the fields that are named as its columns, NaN as None; none of None."""
+    return () if frame is None else msgspec.convert(cells(frame).to_dict("records"), tuple[kind, ...])  # type: ignore[valid-type]
+
+
+def window_of(
+    step_means: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    spread: Maybe[pd.DataFrame],
+    device_lag: Maybe[pd.DataFrame],
+    arithmetic: Maybe[pd.DataFrame],
+    phases_of_step: Maybe[pd.DataFrame],
+    throughput: Maybe[Throughput],
+    most_memory: Maybe[float],
+    lengths_ns: Maybe[tuple[float, ...]],
+) -> Window | None:
+    """Return the steps that the figures are of; None where no step is known."""
+    means = step_means.or_none()
+    if means is None:
+        return None
+    overhead, lag = means["overhead"].mean(), device_lag.or_none()
+    computed = arithmetic.or_none()
+    figures = {} if computed is None else computed[["flops", "mfu"]].mean().dropna().to_dict()
+    return Window(
+        steps=int(means["steps"].min()),
+        source="steps" if (means["source"] == "steps").all() else "trace",
+        step_ns=mean_step_ns.get(),
+        overhead=None if pd.isna(overhead) else float(overhead),
+        unit="step" if (means["unit"] == "step").all() else "trace",
+        traced_steps=int(means["traced_steps"].min()),
+        noise_ns=_noise(spread.or_none()),
+        lag_ns=None if lag is None else float(lag["lag_ns"].mean()),
+        micro_batches=1 if phases_of_step.or_none() is None else int(phases_of_step.get()["micro_batches"].max()),
+        throughput=throughput.or_none(),
+        memory_bytes=most_memory.or_none(),
+        lengths_ns=lengths_ns.or_none() or (),
+        **{str(name): float(value) for name, value in figures.items()},
+    )
+
+
+def _noise(spread: pd.DataFrame | None) -> float | None:
+    """Return the standard error of the run's mean step, ns.
+
+    Ranks wait for each other, so their errors are not independent: many ranks do not make it smaller.
+    """
+    if spread is None or spread["noise_ns"].isna().any():
+        return None
+    return float(spread["noise_ns"].mean())
+
+
+def device_of(device_time: Maybe[pd.DataFrame]) -> tuple[DeviceTime, ...]:
+    """Return the partition of each rank's device span."""
+    return _structs(DeviceTime, device_time.or_none())
+
+
+def time_of(breakdown: Maybe[pd.DataFrame]) -> tuple[TimePart, ...]:
+    """Return the parts of each rank's mean steady step, in the order of CATEGORIES."""
+    frame = breakdown.or_none()
+    if frame is None:
+        return ()
+    share = frame["ns"] / frame.groupby("rank")["ns"].transform("sum")
+    place = frame["category"].map({c: i for i, c in enumerate(CATEGORIES)})
+    return _structs(TimePart, frame.assign(share=share, place=place).sort_values(["rank", "place"]))
+
+
+def steps_of(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
+    """Return each rank's steady steps."""
+    frame = spread.or_none()
+    if frame is None:
+        return ()
+    quantiles = frame[[f"q{i}" for i in range(len(QUANTILES))]].to_numpy().tolist()
+    return _structs(RankStep, frame.assign(quantiles_ns=pd.Series(quantiles, frame.index)))
+
+
+def work_of(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
+    """Return the heaviest operators and kernels."""
+    return _structs(Work, work_means.or_none())
+
+
+def exchanges_of(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
+    """Return the collectives by kind, ranks and class of size."""
+    frame = exchanged.or_none()
+    return _structs(Exchange, None if frame is None else frame.assign(size=frame["size"].map(size_class)))
+
+
+def foreign_load_of(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
+    """Return what programs outside the job used of a host's cores; None: unknown."""
+    frame = foreign_load.or_none()
+    if frame is None:
+        return None
+    return _structs(ForeignLoad, frame.head(1).assign(disturbs=frame["disturbs"].astype(bool)))[0]
+
+
+def memory_of(memory_peak: Maybe[pd.DataFrame], memory_holders: Maybe[pd.DataFrame]) -> tuple[MemoryPeak, ...]:
+    """Return the most that tensors held on each rank's device, the largest first."""
+    peaks, holders = memory_peak.or_none(), memory_holders.or_none()
+    if peaks is None or holders is None:
+        return ()
+    by = ["rank", "device"]
+    top = holders[holders["moment"] == "peak"].drop_duplicates(by).rename(columns={"bytes": "site_bytes"})
+    frame = peaks.rename(columns={"peak_bytes": "bytes"}).assign(whole=peaks["events"] > 0)
+    frame = frame.merge(top[[*by, "site", "site_bytes"]], on=by, how="left").fillna({"site": "", "site_bytes": 0.0})
+    frame = frame.sort_values("bytes", ascending=False, kind="stable").drop_duplicates("rank").head(MOST_RANKS)
+    return _structs(MemoryPeak, frame.astype({"bytes": float, "reserved_bytes": float, "site_bytes": float}))
+
+
+def profiles_of(
+    profile_summaries: Maybe[pd.DataFrame], line_times: Maybe[pd.DataFrame], job: Job
+) -> tuple[Profile, ...]:
+    """Return what the profiles of other tools show."""
+    found = _structs(Profile, profile_summaries.or_none())
+    lines = line_times.or_none()
+    names = [n.removeprefix("profile ") for of in job.trace_facts.values() for n, told in of.items() if _of_lines(told)]
+    if lines is None or not names:
+        return found
+    # What a function calls that is profiled as well counts in both: the share is of the longest function's own.
+    hottest = lines.loc[[lines["dur_ns"].idxmax()]].iloc[0]
+    whole = float(lines.groupby(["function", "file"])["dur_ns"].sum().max())
+    place = (str(hottest["function"]), str(hottest["file"]), int(hottest["line"]))
+    share = float(hottest["dur_ns"]) / whole if whole else 0.0
+    return (*found, Profile(names[0], "line_profiler", "ns", whole, *place, share=share, own=True, counted=True))
+
+
+def _of_lines(told: object) -> bool:
+    return isinstance(told, dict) and told.get("tool") == "line_profiler"
+
+
+def gpu_logs_of(gpu_uses: Maybe[pd.DataFrame]) -> tuple[GpuLog, ...]:
+    """Return what logs say of each GPU."""
+    frame = gpu_uses.or_none()
+    return _structs(GpuLog, None if frame is None else frame.rename(columns={"source": "gpu"}))
+
+
+def blame_of(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:
+    """Return for whom each rank's communication waits."""
+    frame, step = blame.or_none(), mean_step_ns.or_none()
+    return _structs(Blame, None if frame is None or step is None else frame.assign(share=frame["ns"] / step))
+
+
+def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
+    """Return what tells how the job scales; None: it has one rank."""
+    return scaling.or_none()
+
+
+# Each field of a result that is made here.
+FIELDS: Mapping[str, Callable[..., Any]] = {
+    "window": window_of,
+    "device": device_of,
+    "time": time_of,
+    "blame": blame_of,
+    "steps": steps_of,
+    "work": work_of,
+    "exchanges": exchanges_of,
+    "foreign_load": foreign_load_of,
+    "memory": memory_of,
+    "profiles": profiles_of,
+    "gpu_logs": gpu_logs_of,
+    "scaling": scaling_of,
+}

@@ -1,0 +1,219 @@
+"""The step on more ranks than were measured, with its uncertainty.
+
+The largest measured size is the basis. What changes: collectives of groups that grow (transfers.py), the waiting for
+the latest of more ranks (lateness.py), and, where all ranks share one batch, what each computes of it. What longer
+collectives cost beside a device's computation is replayed on its traced steps; without a replay the exposed transfer
+grows as the transfers do. Everything else of the step stays as it is.
+
+The interval is of 95 %: the noise of the measured step, how far the fits are off, whether collectives start in a ring
+or in a tree where that does not show, the latest rank with and without a tail beyond what was seen, and what predicting
+the largest size from the others was off by, once for each doubling of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from msgspec.structs import replace as changed
+from numpy.typing import NDArray
+
+from dlprof.analysis.scaling.lateness import mean_of_latest
+from dlprof.analysis.scaling.replayed import Change
+from dlprof.analysis.scaling.study import Sizes
+from dlprof.analysis.scaling.transfers import Fits, Grown, fitted, grown
+from dlprof.result.scale import Prediction, Scaling, Size, Study
+
+# The sizes that are predicted, where larger than the largest measured one.
+TARGETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+# What a device or a core computes of the batch, and what does not depend on it.
+_OF_BATCH = ("computation", "copy", "input_wait")
+
+# No interval of a step reaches below this share of it.
+_LEAST = 0.02
+
+# Replays the runs of a size, given by its ranks, with changes: the place of a change → its step over the measured one
+# by the better fits, and by the others. {}: nothing can be replayed.
+Replays = Callable[[int, Sequence[Change], Mapping[tuple[str, bool], Fits]], Mapping[int, tuple[float, float]]]
+
+
+def no_replays(
+    _ranks: int, _changes: Sequence[Change], _fits: Mapping[tuple[str, bool], Fits]
+) -> Mapping[int, tuple[float, float]]:
+    """Replay nothing."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A size, and what its runs tell of its scaling."""
+
+    size: Size
+    scaling: Scaling
+
+
+@dataclass(frozen=True)
+class Model:
+    """What some sizes say of other numbers of ranks; the last is the basis.
+
+    `strong`: all ranks share one batch. `off`: how far the largest size, predicted from the others, was off for each
+    doubling of the ranks.
+    """
+
+    sizes: tuple[Measured, ...]
+    strong: bool
+    replays: Replays
+    off: float = 0.0
+
+    @property
+    def basis(self) -> Measured:
+        """The largest size."""
+        return self.sizes[-1]
+
+    @cached_property
+    def fits(self) -> Mapping[tuple[str, bool], Fits]:
+        """What the collectives of all sizes take."""
+        return fitted(row for m in self.sizes for row in m.scaling.transfers)
+
+    def predicted(self, targets: Sequence[int]) -> tuple[Prediction, ...]:
+        """Return the prediction for each number of ranks."""
+        rows = [self._grown(n) for n in targets]
+        left = [self._compute_left(n) for n in targets]
+        changes = [Change(r.groups, share) for r, share in zip(rows, left, strict=True)]
+        replayed = self.replays(self.basis.size.ranks, changes, self.fits)
+        return tuple(self._one(n, rows[i], left[i], replayed.get(i)) for i, n in enumerate(targets))
+
+    def _grown(self, ranks: int) -> Grown:
+        before = {m.size.ranks: m.scaling.transfers for m in self.sizes[:-1]}
+        return grown(self.basis.scaling.transfers, before, self.basis.size.ranks, ranks)
+
+    def _compute_left(self, ranks: int) -> float:
+        """Return how long what is computed of a batch takes, over the basis'; 1 where batches stay as large."""
+        if not self.strong:
+            return 1.0
+        shares = np.array([1.0 / m.size.ranks for m in self.sizes])
+        fixed, each = _line(shares, np.array([_of_batch(m.size) for m in self.sizes]))
+        now = fixed + each / self.basis.size.ranks
+        return (fixed + each / ranks) / now if now > 0 else 1.0
+
+    def _one(self, ranks: int, rows: Grown, left: float, replayed: tuple[float, float] | None) -> Prediction:
+        size, known = self.basis.size, self.basis.scaling
+        now, _ = self._grown(size.ranks).step_ns(self.fits)
+        grows = [then / now if now > 0 else 1.0 for then in rows.step_ns(self.fits)]
+        exposed, less = known.transfer_ns or 0.0, _of_batch(size) * (1 - left)
+        # The step with longer collectives and shorter kernels: by the better fits, and by the others.
+        alone = [size.step_ns - less + exposed * (g - 1) for g in grows]
+        if replayed is not None:
+            alone = [size.step_ns * ratio for ratio in replayed]
+        wait, wait_off = self._waiting(ranks)
+        step, other = (a + wait - (known.wait_ns or 0.0) for a in alone)
+        error = 2 * math.hypot(
+            size.noise_ns or 0.0,
+            max((f.best.off for f in self.fits.values()), default=0.0) * exposed * max(grows[0], 1.0),
+            wait_off,
+            self.off * step * math.log2(max(ranks / size.ranks, 1.0)) / 2,
+        )
+        low, high = max(min(step, other) - error, _LEAST * step), max(step, other) + error
+        transfer = max(exposed + alone[0] - (size.step_ns - less), 0.0)
+        return Prediction(
+            ranks=ranks,
+            step_ns=step,
+            low_ns=low,
+            high_ns=high,
+            efficiency=self._efficiency(ranks, step),
+            efficiency_low=self._efficiency(ranks, high),
+            efficiency_high=self._efficiency(ranks, low),
+            transfer_ns=transfer,
+            wait_ns=wait,
+            samples_per_s=self._rate(ranks, step),
+        )
+
+    def _waiting(self, ranks: int) -> tuple[float, float]:
+        """Return the exposed waiting of the mean rank, ns, and how far that may be off."""
+        size, known = self.basis.size, self.basis.scaling
+        if known.wait_ns is None:
+            return 0.0, 0.0
+        waits = {m.size.ranks: w for m in self.sizes if (w := m.scaling.wait_ns) is not None}
+        latest = {n: mean_of_latest(known.late_ns, n) for n in waits}
+        whole = sum(one * one for one in latest.values())
+        if not whole:
+            return known.wait_ns, 0.0
+        # How much of the lateness is exposed, as all sizes show it.
+        share = sum(waits[n] * latest[n] for n in waits) / whole
+        now, then = share * latest[size.ranks], share * mean_of_latest(known.late_ns, ranks)
+        bounded = share * mean_of_latest(known.late_ns, ranks, tail=False)
+        off = abs(then - bounded) / 2 + abs(known.wait_ns - now) * (then / now - 1 if now else 0.0) / 2
+        return max(known.wait_ns + then - now, 0.0), off
+
+    def _efficiency(self, ranks: int, step_ns: float) -> float:
+        size = self.basis.size
+        # Of a basis with n ranks, each of N ranks does the same work in a step, or n ÷ N of it.
+        work = size.ranks / ranks if self.strong else 1.0
+        return size.efficiency * size.step_ns / step_ns * work
+
+    def _rate(self, ranks: int, step_ns: float) -> float | None:
+        size = self.basis.size
+        if not size.samples:
+            return None
+        return 1e9 / step_ns * size.samples * (1.0 if self.strong else ranks / size.ranks)
+
+
+def studied(name: str, sizes: Sizes, targets: Sequence[int] = TARGETS, replays: Replays = no_replays) -> Study:
+    """Return a study: the sizes, what they say of other numbers of ranks, and how well they say it of the largest."""
+    study = Study(name, sizes.mode, sizes.sizes, left_out=sizes.left_out, doubts=sizes.doubts)
+    known = tuple(
+        Measured(size, next((s for run in runs if (s := run.result.scaling)), Scaling()))
+        for size, runs in zip(sizes.sizes, sizes.runs, strict=True)
+    )
+    if why := _unpredictable(sizes, known):
+        return changed(study, why=why)
+    model = Model(known, sizes.mode == "strong", replays)
+    check, off = None, 0.0
+    several = [m for m in known[:-1] if m.size.ranks > 1]
+    if several:
+        largest = known[-1].size
+        check = replace(model, sizes=known[:-1]).predicted([largest.ranks])[0]
+        off = abs(check.step_ns / largest.step_ns - 1) / math.log2(largest.ranks / known[-2].size.ranks)
+    further = [n for n in targets if n > known[-1].size.ranks]
+    fits = tuple(f.best for f in model.fits.values())
+    predictions = replace(model, off=off).predicted(further) if further else ()
+    return changed(study, check=check, predictions=predictions, fits=fits, doubts=(*sizes.doubts, *_doubts(model)))
+
+
+def _unpredictable(sizes: Sizes, known: Sequence[Measured]) -> str:
+    """Return why nothing can be predicted; "" where it can."""
+    if len(known) < 2:
+        return "one size says nothing of others: record the job on another number of ranks"
+    if sizes.mode == "mixed":
+        return "the batch grows neither with the ranks nor stays as it is: no larger size follows"
+    if not known[-1].scaling.transfers:
+        return "the collectives of the largest size are not known: its trace lacks them, or ranks are missing"
+    return ""
+
+
+def _doubts(model: Model) -> list[str]:
+    doubts, largest = [], model.basis.size
+    if largest.hosts < 2:
+        doubts.append("All runs are of one host: what a network between hosts takes is not in the predictions.")
+    if any(f.best.hops == "" and f.best.start_ns > 0 for f in model.fits.values()):
+        doubts.append("Only one size has collectives: how their start grows with the ranks is bounded, not measured.")
+    if model.basis.scaling.wait_ns is None:
+        doubts.append("How long ranks wait for each other is not known, and is taken to stay as it is.")
+    return doubts
+
+
+def _of_batch(size: Size) -> float:
+    """Return what a rank spends on its share of the batch, ns of a step."""
+    return sum(size.parts.get(category, 0.0) for category in _OF_BATCH)
+
+
+def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the line through some points, neither term below 0: what does not depend on x, and what each x adds."""
+    slope, start = np.polyfit(x, y, 1)
+    if start < 0:
+        return 0.0, float((x * y).sum() / (x * x).sum())
+    return (float(y.mean()), 0.0) if slope < 0 else (float(start), float(slope))

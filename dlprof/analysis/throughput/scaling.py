@@ -1,0 +1,92 @@
+"""What a run tells of how its job scales: its collectives by size, and how far its ranks' own times are apart."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.communication.collectives import NOBODY
+from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.errors import DoesNotApply
+from dlprof.result.scale import Scaling, Transfers
+
+# Quantiles of the ranks' own times that are kept. The largest is the mean of the top 1/64.
+QUANTILES = 64
+
+# Sizes that differ by less count as one: a quarter of a power of two.
+_PER_OCTAVE = 4
+
+# Kinds of collectives, groups and sizes that are kept: those that take longest.
+MOST_TRANSFERS = 64
+
+
+@across_ranks
+def scaling(
+    transfers: Maybe[pd.DataFrame],
+    window_steps: Maybe[pd.DataFrame],
+    exposed_transfer: Maybe[pd.Series[float]],
+    own_time: Maybe[pd.DataFrame],
+    own_steps: Maybe[pd.DataFrame],
+    job: Job,
+) -> Scaling:
+    """Return what tells how a job of several ranks scales; raise DoesNotApply of one rank."""
+    if job.world_size < 2:
+        raise DoesNotApply("one rank")
+    frame, exposed, own = transfers.or_none(), exposed_transfer.or_none(), own_time.or_none()
+    known = own is not None and bool(own["known"].all())
+    return Scaling(
+        transfers=() if frame is None else _transfers(frame, window_steps.get(), job),
+        transfer_ns=None if exposed is None or not len(exposed) else float(exposed.mean()),
+        wait_ns=float(own["wait_ns"].mean()) if own is not None and known else None,
+        late_ns=_late(own_steps.or_none()) if known else (),
+    )
+
+
+def _transfers(frame: pd.DataFrame, window_steps: pd.DataFrame, job: Job) -> tuple[Transfers, ...]:
+    """Sum up the collectives of the traced steps by kind, ranks, hosts and size; the longest in total first."""
+    steps = max(int(window_steps.groupby("rank").size().max()), 1)
+    sized = frame["bytes"] > 0
+    octave = np.full(len(frame), -1)
+    octave[sized] = np.round(np.log2(frame["bytes"][sized]) * _PER_OCTAVE)
+    hosts = {members: _hosts(job, str(members)) for members in frame["members"].unique()}
+    by = frame.assign(octave=octave, hosts=frame["members"].map(hosts), n=1.0)
+    sums = by.groupby(["collective", "ranks", "hosts", "octave"])[["n", "transfer_ns", "bytes"]].sum().reset_index()
+    sums = sums[sums["ranks"] > 1].sort_values("transfer_ns", ascending=False).head(MOST_TRANSFERS)
+    return tuple(
+        Transfers(
+            collective=str(row["collective"]),
+            ranks=int(row["ranks"]),
+            hosts=int(row["hosts"]),
+            # Each of the group's ranks has it.
+            count=row["n"] / steps * row["ranks"] / job.world_size,
+            transfer_ns=row["transfer_ns"] / row["n"],
+            bytes=row["bytes"] / row["n"] if row["octave"] >= 0 else None,
+        )
+        for row in sums.to_dict("records")
+    )
+
+
+def _hosts(job: Job, members: str) -> int:
+    """Return on how many hosts a group lies; 0 where it is not known."""
+    if members == NOBODY:
+        return 0
+    ranks = job.ranks if members == "" else [int(r) for r in members.split(",")]
+    return len({settings.host(job, r) for r in ranks if r in job.facts})
+
+
+def _late(own_steps: pd.DataFrame | None) -> tuple[float, ...]:
+    """Return quantiles of how much longer than the ranks' mean a rank's own time of a step is, ns."""
+    if own_steps is None or not len(own_steps):
+        return ()
+    each = own_steps.pivot_table(index="step", columns="rank", values="own_ns").dropna()
+    ranks = each.shape[1]
+    if ranks < 2 or not len(each):
+        return ()
+    # The mean of n ranks is itself uncertain: deviations from it are too small by √((n − 1) ÷ n).
+    away = each.sub(each.mean(axis=1), axis=0).to_numpy() * math.sqrt(ranks / (ranks - 1))
+    values = np.sort(away.ravel())
+    pieces = np.array_split(values, min(QUANTILES, len(values)))
+    return tuple(float(piece.mean()) for piece in pieces)
