@@ -97,7 +97,7 @@ def run(
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if not recording.quiet:
         click.echo(f"dlprof: {script} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True)
-    command = [*_launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
+    command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
 
@@ -140,7 +140,7 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
     compare_runs(done, folder, "text", None, show=False, quiet=recording.quiet)
 
 
-def _launcher(script: Path, ranks: int) -> list[str]:
+def launcher(script: Path, ranks: int) -> list[str]:
     """Return the words that start a workload's ranks: torchrun's, or those of the launcher that it names.
 
     Where that is not installed, the workload is started under torchrun and itself prints what it needs.

@@ -11,7 +11,7 @@ FILE = "scale.json"
 FORMAT = 1
 
 # Parts of a step that a study tells apart, next to the categories of a step: exposed communication is either.
-TRANSFER, WAITING = "transfer", "waiting"
+TRANSFER, WAITING = "communication", "waiting"
 
 Mode = Literal["weak", "strong", "mixed", ""]
 

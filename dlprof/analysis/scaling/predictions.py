@@ -28,7 +28,7 @@ from dlprof.analysis.scaling.transfers import Fits, Grown, fitted, grown
 from dlprof.result.scale import Prediction, Scaling, Size, Study
 
 # The sizes that are predicted, where larger than the largest measured one.
-TARGETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TARGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # What a device or a core computes of the batch, and what does not depend on it.
 _OF_BATCH = ("computation", "copy", "input_wait")

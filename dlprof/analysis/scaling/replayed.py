@@ -16,12 +16,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import ALSO, Maybe, RankData, RankFacts, measure
+from dlprof.analysis import subjects
+from dlprof.analysis.engine import ALSO, Maybe, MeasureFailed, RankData, RankFacts, measure
 from dlprof.analysis.scaling.transfers import Fits, predicted_ns
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
+
+subjects.check(lambda: None)  # whose import makes all measures known, in a fresh process too
 
 # Ranks of a run that are replayed.
 MOST_RANKS = 8
@@ -119,7 +122,7 @@ def replays_of(
             chosen = run.ranks[:: -(-len(run.ranks) // MOST_RANKS)]
             several = len(run.hosts) > 1
             also = partial(replays, (Change({}), *changes), fits, several)
-            with suppress(NotMeasured):
+            with suppress(NotMeasured, MeasureFailed):
                 frames.append(measure(replace(run, ranks=chosen), [], jobs, also=also).frame(ALSO))
         if not frames or not sum(map(len, frames)):
             return {}

@@ -26,8 +26,7 @@ _OF_SIZE = {
     ("Job", "hosts"),
     ("Job", "backend"),
     ("Job", "command"),
-    ("Model", "ddp"),
-    ("Model", "fsdp"),
+    ("Optimizer", "lr"),  # often set by the number of ranks, and no step is longer for it
     ("Model", "class"),
     ("Model", "parameters"),
     ("Model", "parameter bytes"),
@@ -38,6 +37,8 @@ _OF_SIZE = {
     ("Device", "cpu affinity"),
     ("Device", "memory"),
 }
+# What a model on one rank does not have.
+_WRAPPERS = ("ddp", "fsdp", "replicas")
 _SAMPLERS = ("sampler", "shuffle", "batches", "length", "dataset length")
 _MOST_NAMED = 3
 
@@ -89,7 +90,7 @@ def sizes(runs: Sequence[Named], left_out: Iterable[tuple[str, str]] = ()) -> Si
         tuple(_compared(made[0], one) for one in made) if made else (),
         tuple(tuple(of) for _, of in sorted(by.items())),
         tuple(out),
-        tuple(_doubts(mode, kept)),
+        tuple(_doubts(mode, kept, len(made))),
     )
 
 
@@ -109,7 +110,9 @@ def _unlike(first: Result, result: Result) -> str:
     if why := other_job(first, result):
         return why
     chosen, _ = differing(first, result)
+    alone = 1 in (first.run.world_size, result.run.world_size)
     same = [s for s in chosen if (s.section, s.name) not in _OF_SIZE and not _of_loader(s)]
+    same = [s for s in same if not (alone and s.name.startswith(_WRAPPERS))]
     if not same:
         return ""
     named = [f"{s.name} {s.a or 'none'} → {s.b or 'none'}" for s in same]
@@ -201,8 +204,8 @@ def _compared(first: Size, size: Size) -> Size:
     return replace(size, speedup=speedup, efficiency=efficiency, efficiency_noise=noise)
 
 
-def _doubts(mode: Mode, runs: Sequence[Named]) -> Iterable[str]:
-    if mode == "":
+def _doubts(mode: Mode, runs: Sequence[Named], sizes: int) -> Iterable[str]:
+    if mode == "" and sizes > 1:
         yield "How many samples a step has is not known: each rank is taken to do the same work at every size."
     elif mode == "mixed":
         yield "The batch grows neither with the ranks nor stays as it is: sizes compare by samples only."

@@ -1,0 +1,101 @@
+"""`dlprof scale` on runs that exist, on a script that it records itself, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.simulator import folder
+from benchmarks.simulator.faults.fault import base, recording
+from dlprof.cli import cli
+from dlprof.files import compact
+from dlprof.result.stored import to_json
+from tests.fixtures import jobs
+from tests.fixtures.jobs import environment, running, tiny
+from tests.fixtures.scaling import weak
+
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+for epoch in range(10_000):
+    for batch in DataLoader(data, batch_size=int(sys.argv[1])):
+        train(batch)
+        time.sleep(0.02)
+"""
+
+
+def scale(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["scale", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "name two runs or more"),
+        (("one",), 2, "name two runs or more"),
+        (("--procs", "1,x", "w"), 2, "names no numbers of ranks"),
+        (("--procs", "0", "w"), 2, "names no numbers of ranks"),
+        (("--procs", "1,2", "--gpus", "1", "w"), 2, "exclude each other"),
+        (("--procs", "1,2", "a", "b"), 2, "name no runs"),
+        (("--procs", "1,2", "--", "train.py"), 2, "write {ranks}"),
+        (("--procs", "1,2", "--mode", "strong", "--batch", "8", "--", "torchrun", "{ranks}"), 2, "write {batch}"),
+        (("--procs", "1,3", "--mode", "strong", "--batch", "8", "--", "x", "{ranks}", "{batch}"), 1, "not a multiple"),
+        (("--procs", "1,2", "--mode", "strong", "ddp_resnet"), 2, "--batch"),
+        (("--procs", "1,2", "nothing_like_it"), 1, "no workload nothing_like_it"),
+        (("--", "train.py"), 2, "name the numbers of ranks"),
+        (("none/a", "none/b"), 1, "none of these runs has a size"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], code: int, said: str) -> None:
+    assert (scale(*words)[0], said in scale(*words)[1]) == (code, True)
+
+
+def test_results_of_another_cluster_and_a_broken_one(tmp_path: Path) -> None:
+    paths = []
+    for ranks in (1, 2, 4):
+        (path := tmp_path / f"{ranks}" / "result.json").parent.mkdir()
+        path.write_text(compact(to_json(weak(ranks))))
+        paths.append(path)
+    (tmp_path / "broken.json").write_text("{")
+    code, said = scale(*paths, tmp_path / "broken.json", "-o", tmp_path / "out", "--at", "32")
+    assert (code, "4 ranks do" in said, "is left out" in said) == (0, True, True)
+    data = json.loads((tmp_path / "out" / "scale.json").read_bytes())
+    assert [p["ranks"] for p in data["predictions"]] == [32]
+    assert (tmp_path / "out" / "scale.html").stat().st_size > 10_000
+
+
+def test_simulated_runs(tmp_path: Path) -> None:
+    for ranks in (2, 4):
+        job = base(3, ranks)
+        folder.write(tmp_path / f"{ranks}", job, recording(job, "x"))
+    code, said = scale(tmp_path / "2", tmp_path / "4", "-o", tmp_path / "out", "--format", "json", "--quiet")
+    data = json.loads(said)
+    assert code == 0
+    assert [s["ranks"] for s in data["sizes"]] == [2, 4]
+    assert data["check"]["ranks"] == 4
+    assert data["predictions"][0]["ranks"] == 8
+
+
+@pytest.mark.long
+def test_a_script_on_one_and_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script = tiny(tmp_path, RANKS)
+    command = [*jobs.DLPROF, "scale", "--procs", "1,2", "--repeat", "1", "--batch", "2", "-o", "study", "--"]
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "{ranks}", str(script), "{batch}"]
+    done = subprocess.run(
+        [*command, *torchrun], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "study" / "scale.json").read_bytes())
+    assert [s["ranks"] for s in data["sizes"]] == [1, 2]
+    assert data["mode"] == "weak"
+    assert data["left_out"] == []
+    assert 1.5 < data["sizes"][1]["speedup"] < 2.2
+    assert running(script) == []
