@@ -29,14 +29,14 @@ def summary(found: History) -> Summary:
     rows = tuple(_row(at, rung, unit) for at, rung in zip(found.starts_ns, rungs, strict=True))
     columns = ("started", "run", f"{unit}/s", "× before", "step_ns", "memory_bytes", "largest finding", "what changed")
     line = tuple((n, rate(rung.result, unit)) for n, rung in enumerate(rungs, 1))
-    marks = tuple((float(rungs.index(m.rung) + 1), _mark(m), "other") for m in found.moments)
+    marks = tuple((float(rungs.index(m.rung) + 1), _mark(m), "change") for m in found.moments)
     return Summary(
         name=script,
         headline=_headline(found, unit, per_s),
         second=" ".join(_said(m) for m in found.moments[-3:]),
         lede=f"{script} · {count(len(rungs), 'run')} · {_when(found.starts_ns[0])} to {_when(found.starts_ns[-1])}",
         notices=(*left_out, *found.ladder.doubts),
-        table=Panel("table", "All runs", rows, columns, note=f"A change of less than {WORTH:.0%} is not called one."),
+        table=Panel("table", "All runs", rows, columns, note=f"A change of less than {formatting.percent(WORTH)} is not called one."),
         panels=(Panel("lines", f"{per_s.capitalize()} by run", line, ("run", per_s), marks=marks),),
         bars=f"{unit}/s",
         good=not any(m.rung.before and m.rung.before.ratio < 1 for m in found.moments),

@@ -37,7 +37,7 @@ def test_the_last_change() -> None:
     assert "1970-01-04 00:00" in said
     assert "input_wait" in said
     (panel,) = s.panels
-    assert panel.marks == ((3.0, "num workers 0 → 2", "other"),)
+    assert panel.marks == ((3.0, "num workers 0 → 2", "change"),)
     page(s)
     assert json.loads(compact(to_json(told)))["moments"][0]["run"] == "run-3"
 
