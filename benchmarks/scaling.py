@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulator import folder, play
-from benchmarks.simulator.faults.fault import base, recording
+from benchmarks.simulator.faults.fault import base, recording, step_of
 from benchmarks.simulator.job import Gradients, Job
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.replayed import replays_of
@@ -28,6 +28,7 @@ from dlprof.result.scale import Study
 
 MEASURED, TARGET = (2, 4, 8), 64
 EARLIER = 60  # steps of the simulations that tell the truth
+STEPS = 150  # of a recording, at least: loaders stall now and then
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,37 @@ def _jittery(seed: int, ranks: int) -> Job:
 
 def _strong(seed: int, ranks: int) -> Job:
     job = base(seed, ranks, low=100e6, high=400e6)
+    assert job.loader is not None
     tokens = max(round(job.model.tokens / ranks / 64) * 64, 64)
-    return replace(job, model=replace(job.model, tokens=tokens))
+    left = tokens / job.model.tokens
+    fetch, cpu, collate = (round(ns * left) for ns in (job.loader.fetch, job.loader.cpu, job.loader.collate))
+    return replace(
+        job,
+        model=replace(job.model, tokens=tokens),
+        loader=replace(job.loader, fetch=fetch, cpu=cpu, collate=collate),
+        batch=replace(job.batch, size=round(job.batch.size * left)),
+    )
+
+
+def _small(seed: int, ranks: int) -> Job:
+    """Small models, whose gradients are exchanged one by one: most of the step is the start of collectives."""
+    return replace(base(seed, ranks, low=4e6, high=12e6), gradients=Gradients("after"))
+
+
+def _stalls(seed: int, ranks: int) -> Job:
+    """Loaders that just keep up, and now and then do not: the more ranks, the more often one of them is late."""
+    job = base(seed, ranks)
+    loader = job.loader
+    assert loader is not None
+    fetch = round(float(np.random.default_rng((seed, 7)).uniform(0.6, 0.8)) * loader.workers * step_of(job))
+    return replace(job, loader=replace(loader, fetch=fetch, cpu=round(0.2 * fetch), jitter=0.5, prefetch=1))
+
+
+def _very_uneven(seed: int, ranks: int) -> Job:
+    """Ranks whose devices differ by 6 %, the standard deviation, and the slowest of many by a sixth."""
+    job = base(seed, ranks)
+    speeds = np.exp(0.06 * np.random.default_rng((seed, 8)).standard_normal(4096))
+    return replace(job, speeds=tuple((r, float(speeds[r])) for r in range(ranks)))
 
 
 FAMILIES = (
@@ -90,6 +120,9 @@ FAMILIES = (
     Family("DDP, uneven devices", _uneven),
     Family("DDP, jittery hosts that read the loss", _jittery),
     Family("DDP, strong scaling", _strong, strong=True),
+    Family("small models, all-reduces behind the backward pass", _small),
+    Family("DDP, loaders that stall", _stalls),
+    Family("DDP, very uneven devices", _very_uneven),
 )
 
 
@@ -99,7 +132,8 @@ def study(family: Family, seed: int, at: Path, measured: Sequence[int] = MEASURE
     for ranks in measured:
         job = family.make(seed, ranks)
         path = at / f"{ranks}"
-        folder.write(path, job, recording(job, "scale"))
+        recorded = recording(job, "scale")
+        folder.write(path, job, replace(recorded, steps=max(recorded.steps, STEPS)))
         runs.append(Named(path.name, analyse(path, 1)))
         paths[ranks] = [path]
     found = replace(sizes(runs), mode="strong" if family.strong else "weak")

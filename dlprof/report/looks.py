@@ -95,7 +95,9 @@ OTHERS: Mapping[str, Category] = {
         "░",
     ),
     "epoch": Category("Epoch", "an epoch begins or ends", "#7d8597", "#8f98aa", 242, "|"),
-    "change": Category("A change", "a run that is faster or slower than the one before", "#c98500", "#e0a526", 178, "^"),
+    "change": Category(
+        "A change", "a run that is faster or slower than the one before", "#c98500", "#e0a526", 178, "^"
+    ),
     "suspended": Category("Suspended", "the job was suspended until then", "#8a4b3c", "#b06a58", 95, "!"),
 }
 

@@ -35,13 +35,15 @@ class Scaling(msgspec.Struct, frozen=True):
     """What of one run tells how its job scales: its collectives, and how far its ranks are apart.
 
     `transfer_ns` and `wait_ns`: exposed transfer, and exposed waiting for other ranks, of a mean steady step and rank;
-    None: unknown. `late_ns`: evenly spaced quantiles, ascending, of how much longer a rank's own time of a step is than
-    the mean of the ranks; (): unknown.
+    None: unknown. `uneven_ns`: how much longer than the mean of the ranks each rank's mean own time is, ascending, of
+    many ranks evenly spaced quantiles. `late_ns`: the same of single steps against what the rank usually takes. (): not
+    known.
     """
 
     transfers: tuple[Transfers, ...] = ()
     transfer_ns: float | None = None
     wait_ns: float | None = None
+    uneven_ns: tuple[float, ...] = ()
     late_ns: tuple[float, ...] = ()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace as changed
 from numpy.typing import NDArray
 
-from dlprof.analysis.scaling.lateness import mean_of_latest
+from dlprof.analysis.scaling.lateness import Lateness, uncertainty
 from dlprof.analysis.scaling.replayed import Change
 from dlprof.analysis.scaling.study import Sizes
 from dlprof.analysis.scaling.transfers import Fits, Grown, fitted, grown
@@ -106,11 +106,12 @@ class Model:
         grows = [then / now if now > 0 else 1.0 for then in rows.step_ns(self.fits)]
         exposed, less = known.transfer_ns or 0.0, _of_batch(size) * (1 - left)
         # The step with longer collectives and shorter kernels: by the better fits, and by the others.
-        alone = [size.step_ns - less + exposed * (g - 1) for g in grows]
+        waited = (known.wait_ns or 0.0) * left
+        alone = [size.step_ns - less + exposed * (g - 1) + waited - (known.wait_ns or 0.0) for g in grows]
         if replayed is not None:
             alone = [size.step_ns * ratio for ratio in replayed]
-        wait, wait_off = self._waiting(ranks)
-        step, other = (a + wait - (known.wait_ns or 0.0) for a in alone)
+        wait, wait_off = self._waiting(ranks, left)
+        step, other = (a + wait - waited for a in alone)
         error = 2 * math.hypot(
             size.noise_ns or 0.0,
             max((f.best.off for f in self.fits.values()), default=0.0) * exposed * max(grows[0], 1.0),
@@ -118,7 +119,7 @@ class Model:
             self.off * step * math.log2(max(ranks / size.ranks, 1.0)) / 2,
         )
         low, high = max(min(step, other) - error, _LEAST * step), max(step, other) + error
-        transfer = max(exposed + alone[0] - (size.step_ns - less), 0.0)
+        transfer = max(exposed + alone[0] - (size.step_ns - less + waited - (known.wait_ns or 0.0)), 0.0)
         return Prediction(
             ranks=ranks,
             step_ns=step,
@@ -132,22 +133,31 @@ class Model:
             samples_per_s=self._rate(ranks, step),
         )
 
-    def _waiting(self, ranks: int) -> tuple[float, float]:
-        """Return the exposed waiting of the mean rank, ns, and how far that may be off."""
+    def _waiting(self, ranks: int, left: float) -> tuple[float, float]:
+        """Return the exposed waiting of the mean rank, ns, and how far that may be off.
+
+        Ranks that compute less are apart by as much less.
+        """
         size, known = self.basis.size, self.basis.scaling
         if known.wait_ns is None:
             return 0.0, 0.0
         waits = {m.size.ranks: w for m in self.sizes if (w := m.scaling.wait_ns) is not None}
-        latest = {n: mean_of_latest(known.late_ns, n) for n in waits}
+        late = Lateness(known.uneven_ns, known.late_ns)
+        latest = {n: late.mean_of_latest(n) for n in waits}
         whole = sum(one * one for one in latest.values())
         if not whole:
-            return known.wait_ns, 0.0
+            return known.wait_ns * left, 0.0
         # How much of the lateness is exposed, as all sizes show it.
         share = sum(waits[n] * latest[n] for n in waits) / whole
-        now, then = share * latest[size.ranks], share * mean_of_latest(known.late_ns, ranks)
-        bounded = share * mean_of_latest(known.late_ns, ranks, tail=False)
-        off = abs(then - bounded) / 2 + abs(known.wait_ns - now) * (then / now - 1 if now else 0.0) / 2
-        return max(known.wait_ns + then - now, 0.0), off
+        now, then = share * latest[size.ranks], share * late.mean_of_latest(ranks)
+        bounded = share * late.mean_of_latest(ranks, tail=False)
+        off = math.hypot(
+            (then - bounded) / 2,
+            (known.wait_ns - now) * (then / now - 1) / 2 if now else 0.0,
+            (then - now) * uncertainty(size.ranks) if late.spread_ns else 0.0,
+            late.spread_ns / math.sqrt(size.ranks),  # of the mean of other ranks
+        )
+        return max(known.wait_ns + then - now, 0.0) * left, off * left
 
     def _efficiency(self, ranks: int, step_ns: float) -> float:
         size = self.basis.size

@@ -57,8 +57,7 @@ def replays(
         rows = []
         for n, change in enumerate(changes):
             for other in (0, 1):
-                extra = _extra_ns(work, change, fits, several_hosts, other, rank)
-                durations = _durations(work, steps.replay.durations, change, extra)
+                durations = _durations(work, steps.replay.durations, change, fits, several_hosts, other, rank)
                 rows.append((n, other, steps.left(durations)))
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -66,43 +65,40 @@ def replays(
 
 
 def _durations(
-    work: pd.DataFrame, now: NDArray[np.int64], change: Change, extra_ns: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    then = now + extra_ns
-    if change.compute != 1.0:
-        least = np.minimum(now, device.LEAST_KERNEL_NS)
-        then = np.where(host.is_kind(work, "kernel"), least + (now - least) * change.compute, then)
-    durations: NDArray[np.int64] = np.rint(np.maximum(then, 0.0)).astype(np.int64)
-    return durations
-
-
-def _extra_ns(
     work: pd.DataFrame,
+    now: NDArray[np.int64],
     change: Change,
     fits: Mapping[tuple[str, bool], Fits],
     several_hosts: bool,
     other: int,
     rank: RankFacts,
-) -> NDArray[np.float64]:
-    """Return by how much longer each piece of work takes: a collective by what the fits differ for its two groups."""
-    extra = np.zeros(len(work))
+) -> NDArray[np.int64]:
+    """Return how long each piece of work takes.
+
+    Of a collective, what it takes beyond its fit is waiting for other ranks: that is as much less as they compute less.
+    """
+    then = now.astype(float)
+    if change.compute != 1.0:
+        least = np.minimum(now, device.LEAST_KERNEL_NS)
+        then = np.where(host.is_kind(work, "kernel"), least + (now - least) * change.compute, then)
     moving = np.flatnonzero(host.is_kind(work, "communication"))
-    if not len(moving):
-        return extra
     frame = work.iloc[moving][["collective", "group", "bytes"]].astype({"collective": "str", "group": "str"})
     groups = rank.trace_facts.get("groups") or {}
     world = int(rank.trace_facts.get("world_size") or rank.facts.get("world_size") or 1)
     for key, places in frame.groupby(["collective", "group", "bytes"]).indices.items():
         collective, group, size = cast("tuple[str, str, int]", key)
         ranks = len((groups.get(group) or {}).get("ranks") or ()) or world
-        then = change.groups.get((collective, ranks))
         mine = fits.get((collective, several_hosts)) or fits.get((collective, not several_hosts))
-        if then is None or mine is None:
+        if mine is None:
             continue
         fit = mine.other if other and mine.other is not None else mine.best
         known = float(size) if size > 0 else None
-        extra[moving[places]] = predicted_ns(fit, known, then) - predicted_ns(fit, known, ranks)
-    return extra
+        moves = predicted_ns(fit, known, ranks)
+        longer = predicted_ns(fit, known, change.groups.get((collective, ranks), ranks)) - moves
+        took = now[moving[places]]
+        then[moving[places]] = took + longer - np.maximum(took - moves, 0.0) * (1 - change.compute)
+    durations: NDArray[np.int64] = np.rint(np.maximum(then, 0.0)).astype(np.int64)
+    return durations
 
 
 def replays_of(

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import NOBODY
@@ -37,11 +38,13 @@ def scaling(
         raise DoesNotApply("one rank")
     frame, exposed, own = transfers.or_none(), exposed_transfer.or_none(), own_time.or_none()
     known = own is not None and bool(own["known"].all())
+    uneven, late = _lateness(own_steps.or_none()) if known else ((), ())
     return Scaling(
         transfers=() if frame is None else _transfers(frame, window_steps.get(), job),
         transfer_ns=None if exposed is None or not len(exposed) else float(exposed.mean()),
         wait_ns=float(own["wait_ns"].mean()) if own is not None and known else None,
-        late_ns=_late(own_steps.or_none()) if known else (),
+        uneven_ns=uneven,
+        late_ns=late,
     )
 
 
@@ -77,16 +80,26 @@ def _hosts(job: Job, members: str) -> int:
     return len({settings.host(job, r) for r in ranks if r in job.facts})
 
 
-def _late(own_steps: pd.DataFrame | None) -> tuple[float, ...]:
-    """Return quantiles of how much longer than the ranks' mean a rank's own time of a step is, ns."""
+def _lateness(own_steps: pd.DataFrame | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return how far the ranks' mean own times are apart, and single steps from what their rank usually takes, ns.
+
+    Where few steps are known, ranks differ in their means by chance alone: that part is taken off.
+    """
     if own_steps is None or not len(own_steps):
-        return ()
+        return (), ()
     each = own_steps.pivot_table(index="step", columns="rank", values="own_ns").dropna()
-    ranks = each.shape[1]
-    if ranks < 2 or not len(each):
-        return ()
-    # The mean of n ranks is itself uncertain: deviations from it are too small by √((n − 1) ÷ n).
+    steps, ranks = each.shape
+    if ranks < 2 or not steps:
+        return (), ()
+    # The mean of n values is itself uncertain: deviations from it are too small by √((n − 1) ÷ n).
     away = each.sub(each.mean(axis=1), axis=0).to_numpy() * math.sqrt(ranks / (ranks - 1))
-    values = np.sort(away.ravel())
-    pieces = np.array_split(values, min(QUANTILES, len(values)))
+    means = away.mean(axis=0)
+    single = (away - means) * math.sqrt(steps / (steps - 1)) if steps > 1 else np.zeros_like(away)
+    chance, seen = float(single.var()) / steps, float(means.var())
+    means *= math.sqrt(max(1 - chance / seen, 0.0)) if seen > 0 else 0.0
+    return _quantiles(means), _quantiles(single.ravel())
+
+
+def _quantiles(values: NDArray[np.float64]) -> tuple[float, ...]:
+    pieces = np.array_split(np.sort(values), min(QUANTILES, len(values)))
     return tuple(float(piece.mean()) for piece in pieces)

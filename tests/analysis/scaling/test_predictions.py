@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.scaling.lateness import mean_of_latest
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.replayed import Change
 from dlprof.analysis.scaling.study import Named, sizes
 from dlprof.analysis.scaling.transfers import Fits
 from dlprof.result import Result
 from dlprof.result.scale import Study
-from tests.fixtures.scaling import LATE, MS, at, named, transfer, weak
+from tests.fixtures.scaling import MS, at, latest, named, transfer, weak
 
 
 def predicted(study: Study, ranks: int) -> float:
@@ -36,7 +35,7 @@ def test_weak_scaling_goes_on_by_its_model() -> None:
     assert p.efficiency_low < p.efficiency < p.efficiency_high
     assert p.samples_per_s == pytest.approx(64 * 32 * 1e9 / p.step_ns)
     assert (p.transfer_ns, p.wait_ns) == (
-        pytest.approx(transfer(64), rel=0.01), pytest.approx(mean_of_latest(LATE, 64), rel=0.01),
+        pytest.approx(transfer(64), rel=0.01), pytest.approx(latest(64), rel=0.01),
     )  # fmt: skip
     assert any("one host" in doubt for doubt in study.doubts)
 
@@ -73,7 +72,7 @@ def test_replays_take_the_place_of_the_exposed_transfer() -> None:
 
     study = studied("job", sizes(named(a=weak(2), b=weak(8))), [64], replays)
     step = study.sizes[-1].step_ns
-    grown = mean_of_latest(LATE, 64) - mean_of_latest(LATE, 8)
+    grown = latest(64) - latest(8)
     assert predicted(study, 64) == pytest.approx(1.5 * step + grown, rel=0.01)
     assert study.predictions[0].high_ns > 1.6 * step
     assert asked[-1] == (8, [Change({("all_reduce", 8): 64}, 1.0)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulator import folder
-from benchmarks.simulator.faults.fault import base, recording
+from benchmarks.simulator.faults.fault import base, recording, step_of
 from benchmarks.simulator.hardware import transfer_ns
 from dlprof.analysis.engine import measure
 from dlprof.analysis.throughput.scaling import MOST_TRANSFERS, scaling
@@ -38,10 +38,21 @@ def test_collectives_by_size_without_waiting(tmp_path: Path) -> None:
 
 def test_how_far_ranks_are_apart(tmp_path: Path) -> None:
     found = of(tmp_path / "run", 4)
-    assert list(found.late_ns) == sorted(found.late_ns)
-    assert abs(sum(found.late_ns)) < 1e-3 * sum(map(abs, found.late_ns))
+    for values in (found.late_ns, found.uneven_ns):
+        assert list(values) == sorted(values)
+        assert abs(sum(values)) <= 1e-3 * sum(map(abs, values))
+    assert len(found.uneven_ns) == 4
     assert found.wait_ns is not None
     assert found.transfer_ns is not None
+
+
+def test_ranks_that_differ_for_good(tmp_path: Path) -> None:
+    job = replace(base(1, 4), speeds=((0, 1.0), (1, 1.02), (2, 1.04), (3, 1.1)))
+    folder.write(tmp_path / "run", job, recording(job, "x"))
+    found = measure(open_run(tmp_path / "run"), [scaling], 1).frame(scaling)
+    # The mean is 1.04; of four ranks, deviations count √(4 ÷ 3) as much.
+    apart = step_of(job) * (1.1 - 1.04) * (4 / 3) ** 0.5
+    assert found.uneven_ns[-1] == pytest.approx(apart, rel=0.15)
 
 
 def test_one_rank_has_no_scaling(tmp_path: Path) -> None:
