@@ -81,7 +81,7 @@ def _drawn(values: Sequence[float], points: int, *, tail: bool = False) -> NDArr
         return np.zeros(1)
     seen = np.sort(np.asarray(values, dtype=float))
     at, places = (np.arange(points) + 0.5) / points, (np.arange(len(seen)) + 0.5) / len(seen)
-    found = np.interp(at, places, seen)
+    found: NDArray[np.float64] = np.interp(at, places, seen)
     if tail and len(seen) * (1 - TAIL) >= 2:
         begin = float(np.interp(TAIL, places, seen))
         excess = float(seen[places > TAIL].mean() - begin)
