@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import subjects
 from dlprof.analysis.engine import ALSO, Maybe, MeasureFailed, RankData, RankFacts, measure
-from dlprof.analysis.scaling.transfers import Fits, predicted_ns
+from dlprof.analysis.scaling.transfers import Fits
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
@@ -36,7 +36,8 @@ COLUMNS = ("change", "other", "ratio")
 class Change:
     """A step on other ranks: how many a group of so many ranks then has, and how much of a kernel's work is left."""
 
-    groups: Mapping[tuple[str, int], int]  # (collective, ranks) → ranks; others stay
+    # (collective, ranks) → ranks, and whether these are on several hosts; others stay.
+    groups: Mapping[tuple[str, int], tuple[int, bool]]
     compute: float = 1.0
 
 
@@ -88,17 +89,22 @@ def _durations(
     for key, places in frame.groupby(["collective", "group", "bytes"]).indices.items():
         collective, group, size = cast("tuple[str, str, int]", key)
         ranks = len((groups.get(group) or {}).get("ranks") or ()) or world
-        mine = fits.get((collective, several_hosts)) or fits.get((collective, not several_hosts))
-        if mine is None:
-            continue
-        fit = mine.other if other and mine.other is not None else mine.best
         known = float(size) if size > 0 else None
-        moves = predicted_ns(fit, known, ranks)
-        longer = predicted_ns(fit, known, change.groups.get((collective, ranks), ranks)) - moves
+        to, several = change.groups.get((collective, ranks), (ranks, several_hosts))
+        moves = _predicted_ns(fits, (collective, several_hosts), other, known, ranks)
+        longer = _predicted_ns(fits, (collective, several), other, known, to) - moves
         took = now[moving[places]]
         then[moving[places]] = took + longer - np.maximum(took - moves, 0.0) * (1 - change.compute)
     durations: NDArray[np.int64] = np.rint(np.maximum(then, 0.0)).astype(np.int64)
     return durations
+
+
+def _predicted_ns(
+    fits: Mapping[tuple[str, bool], Fits], key: tuple[str, bool], other: int, size: float | None, ranks: int
+) -> float:
+    """Return what a collective takes by the fits of its kind, ns; 0 where there are none."""
+    mine = fits.get(key) or fits.get((key[0], not key[1]))
+    return 0.0 if mine is None else mine.predicted_ns(size, ranks)[other]
 
 
 def replays_of(

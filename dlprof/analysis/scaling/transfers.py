@@ -9,14 +9,14 @@ in the measured sizes; where they do not tell, the other one bounds the predicti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlprof.analysis.communication.bandwidth import bus_factor
+from dlprof.result.bandwidth import bus_factor
 from dlprof.result.scale import Fit, Transfers
 
 # One form of the fit is the right one where the other is off by so many times as much.
@@ -113,33 +113,45 @@ def _not_negative(
 
 @dataclass(frozen=True)
 class Grown:
-    """The collectives of a measured step (`rows`), and the ranks of the group that each has on other ranks."""
+    """The collectives of a measured step (`rows`), and on other ranks each one's group: how many, on several hosts?"""
 
     rows: tuple[Transfers, ...]
     ranks: tuple[int, ...]
+    several_hosts: tuple[bool, ...]
 
     def step_ns(self, fits: Mapping[tuple[str, bool], Fits]) -> tuple[float, float]:
         """Return how long they take in a step without waiting, ns: by the better fits, by the others."""
         first = other = 0.0
-        for row, ranks in zip(self.rows, self.ranks, strict=True):
-            best, second = fits[(row.collective, row.hosts > 1)].predicted_ns(row.bytes, ranks)
+        for row, ranks, several in zip(self.rows, self.ranks, self.several_hosts, strict=True):
+            best, second = fits[(row.collective, several)].predicted_ns(row.bytes, ranks)
             first, other = first + row.count * best, other + row.count * second
         return first, other
 
     @property
-    def groups(self) -> dict[tuple[str, int], int]:
-        """(Collective, ranks of its group as measured) → ranks that the group has."""
-        return {(r.collective, r.ranks): n for r, n in zip(self.rows, self.ranks, strict=True)}
+    def groups(self) -> dict[tuple[str, int], tuple[int, bool]]:
+        """(Collective, ranks of its group as measured) → ranks that the group has, and whether on several hosts."""
+        then = zip(self.ranks, self.several_hosts, strict=True)
+        return {(r.collective, r.ranks): of for r, of in zip(self.rows, then, strict=True)}
 
 
-def grown(rows: Sequence[Transfers], before: Mapping[int, Sequence[Transfers]], now: int, then: int) -> Grown:
+def grown(
+    rows: Sequence[Transfers],
+    before: Mapping[int, Sequence[Transfers]],
+    now: int,
+    then: int,
+    known: Collection[tuple[str, bool]] = (),
+) -> Grown:
     """Return the collectives of `rows`, of a job of `now` ranks, on `then` ranks.
 
     `before`: those of the other sizes, by their ranks. A group that has as many ranks on another number of ranks stays
-    as it is; any other grows with the job.
+    as it is; any other grows with the job. Beyond one host it takes what is known between hosts: `known` are the keys
+    of the fits.
     """
     ranks = tuple(row.ranks if _stays(row, before, now) else max(round(row.ranks * then / now), 1) for row in rows)
-    return Grown(tuple(rows), ranks)
+    several = tuple(
+        row.hosts > 1 or (n > row.ranks and (row.collective, True) in known) for row, n in zip(rows, ranks, strict=True)
+    )
+    return Grown(tuple(rows), ranks, several)
 
 
 def _stays(row: Transfers, before: Mapping[int, Sequence[Transfers]], now: int) -> bool:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.replayed import Change
 from dlprof.analysis.scaling.study import Named, sizes
 from dlprof.analysis.scaling.transfers import Fits
 from dlprof.result import Result
-from dlprof.result.scale import Study
+from dlprof.result.scale import Study, Transfers
 from tests.fixtures.scaling import MS, at, latest, named, transfer, weak
 
 
@@ -34,9 +35,7 @@ def test_weak_scaling_goes_on_by_its_model() -> None:
     assert p.efficiency == pytest.approx(study.sizes[0].step_ns / p.step_ns)
     assert p.efficiency_low < p.efficiency < p.efficiency_high
     assert p.samples_per_s == pytest.approx(64 * 32 * 1e9 / p.step_ns)
-    assert (p.transfer_ns, p.wait_ns) == (
-        pytest.approx(transfer(64), rel=0.01), pytest.approx(latest(64), rel=0.01),
-    )  # fmt: skip
+    assert [p.transfer_ns, p.wait_ns] == pytest.approx([transfer(64), latest(64)], rel=0.01)
     assert any("one host" in doubt for doubt in study.doubts)
 
 
@@ -75,7 +74,7 @@ def test_replays_take_the_place_of_the_exposed_transfer() -> None:
     grown = latest(64) - latest(8)
     assert predicted(study, 64) == pytest.approx(1.5 * step + grown, rel=0.01)
     assert study.predictions[0].high_ns > 1.6 * step
-    assert asked[-1] == (8, [Change({("all_reduce", 8): 64}, 1.0)])
+    assert asked[-1] == (8, [Change({("all_reduce", 8): (64, False)}, 1.0)])
 
 
 @pytest.mark.parametrize(
@@ -97,6 +96,20 @@ def test_one_size_with_collectives_bounds_their_growth() -> None:
     assert any("Only one size has collectives" in doubt for doubt in study.doubts)
     (p,) = study.predictions
     assert p.low_ns < p.step_ns < p.high_ns
+
+
+def test_beyond_one_host_what_was_measured_between_hosts_counts() -> None:
+    def measured(ranks: int) -> Result:
+        made = weak(ranks)
+        assert made.scaling is not None
+        links = tuple(Transfers("all_reduce", n, n // 8, 1.0, 5e6 + 1e5 * (n - 1), 8.0) for n in (16, 32, 64))
+        return replace(made, scaling=replace(made.scaling, links=links))
+
+    runs = named(a=weak(2), b=weak(4), c=measured(8))
+    with_links, without = (studied("job", sizes(r), [64]) for r in (runs, named(a=weak(2), b=weak(4), c=weak(8))))
+    assert predicted(with_links, 64) - predicted(without, 64) == pytest.approx(4e6, rel=0.01)
+    assert any("dlprof bandwidth" in doubt for doubt in with_links.doubts)
+    assert {f.several_hosts for f in with_links.fits} == {False, True}
 
 
 def test_all_of_it_from_simulated_gpus(tmp_path: Path) -> None:

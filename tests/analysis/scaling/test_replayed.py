@@ -43,11 +43,11 @@ def ratio(folder: Path, change: Change) -> float:
 
 
 def test_a_group_of_more_ranks_takes_longer(tmp_path: Path) -> None:
-    assert ratio(tmp_path, Change({("all_reduce", 101): 301})) == pytest.approx(1.2, abs=0.01)
+    assert ratio(tmp_path, Change({("all_reduce", 101): (301, False)})) == pytest.approx(1.2, abs=0.01)
 
 
 def test_other_groups_stay(tmp_path: Path) -> None:
-    assert ratio(tmp_path, Change({("all_reduce", 4): 301})) == pytest.approx(1.0)
+    assert ratio(tmp_path, Change({("all_reduce", 4): (301, False)})) == pytest.approx(1.0)
 
 
 def test_less_work_of_the_batch_is_less_waiting_too(tmp_path: Path) -> None:

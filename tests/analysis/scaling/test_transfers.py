@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from dlprof.analysis.communication.bandwidth import bus_factor
 from dlprof.analysis.scaling.transfers import fitted, grown, predicted_ns
+from dlprof.result.bandwidth import bus_factor
 from dlprof.result.scale import Transfers
 
 START, HOP, BYTE = 20_000.0, 2_000.0, 0.01  # ns; ns a byte: 100 GB/s
@@ -27,8 +27,8 @@ def rows(
 def test_the_model_is_found_again_and_goes_on(hops: Literal["ring", "tree"]) -> None:
     fits = fitted([*rows(2, hops), *rows(4, hops), *rows(8, hops)])[KEY]
     best = fits.best
-    assert (best.hops, best.start_ns, best.hop_ns) == (hops, pytest.approx(START), pytest.approx(HOP))
-    assert best.ns_per_byte == pytest.approx(BYTE)
+    assert best.hops == hops
+    assert [best.start_ns, best.hop_ns, best.ns_per_byte] == pytest.approx([START, HOP, BYTE])
     assert best.off < 1e-6
     assert fits.other is None  # the measurements tell the two apart
     (true,) = rows(256, hops, (1e6,))
@@ -41,7 +41,7 @@ def test_one_number_of_ranks_leaves_the_growth_open() -> None:
     assert fits.best.hops == ""
     # From a start that does not grow to one that is all hops.
     start = START + 3 * HOP
-    assert (low, high) == (pytest.approx(start + 79, rel=0.01), pytest.approx(start * 63 / 3 + 79, rel=0.01))
+    assert [low, high] == pytest.approx([start + 79, start * 63 / 3 + 79], rel=0.01)
 
 
 def test_noise_keeps_both_forms_possible() -> None:
