@@ -36,18 +36,26 @@ print(analysis.get_comm_comp_overlap(visualize=False))
 
 def make(source: Path, folder: Path, ranks: int = RANKS, megabytes: int = MEGABYTES) -> int:
     """Write one trace a rank into the folder, the source's events repeated until each has its size; give the events."""
+    count = 0
+    for rank in range(ranks):
+        count = write(source, folder / f"rank{rank}.json", megabytes, rank, ranks)
+    return count
+
+
+def write(source: Path, path: Path, megabytes: int, rank: int = 0, ranks: int = 1) -> int:
+    """Write the trace of one rank, a repetition of the source's events at a time; give the number of events."""
     raw = source.read_bytes()
     trace = json.loads(gzip.decompress(raw) if source.suffix == ".gz" else raw)
     events = trace.pop("traceEvents")
     timed = [e for e in events if isinstance(e.get("ts"), (int, float)) and e.get("ph") == "X"]
     span = max(e["ts"] + e["dur"] for e in timed) - min(e["ts"] for e in timed)
-    once = _text(events)
-    copies = max(1, round(megabytes * 1e6 / len(once)))
-    for rank in range(ranks):
-        header = {**trace, "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": ranks}}
-        parts = [_text([_moved(e, n, span) for e in events]) for n in range(copies)]
-        head = json.dumps(header, indent=2)[:-2]
-        (folder / f"rank{rank}.json").write_text(f'{head},\n  "traceEvents": [\n' + ",\n".join(parts) + "\n]}\n")
+    copies = max(1, round(megabytes * 1e6 / len(_text(events))))
+    header = {**trace, "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": ranks}}
+    with path.open("w") as file:
+        file.write(json.dumps(header, indent=2)[:-2] + ',\n  "traceEvents": [\n')
+        for n in range(copies):
+            file.write((",\n" if n else "") + _text([_moved(e, n, span) for e in events]))
+        file.write("\n]}\n")
     return copies * len(events)
 
 
