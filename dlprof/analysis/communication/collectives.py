@@ -190,7 +190,8 @@ def _texts(spans: pd.DataFrame, chosen: NDArray[np.bool_]) -> pd.DataFrame:
 
 def _of_kernels(spans: pd.DataFrame, kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     """Return what kernels carry: what they name themselves, else the calls between the launch before and their own."""
-    runtime = np.flatnonzero(host.is_kind(spans, "runtime") & np.isin(spans["launch"].to_numpy(), kernels["launch"]))
+    calls_of = np.flatnonzero(host.is_kind(spans, "runtime"))
+    runtime = calls_of[host.is_among(spans["launch"].to_numpy()[calls_of], kernels["launch"].to_numpy())]
     launches = spans[["launch", "lane", "start_ns"]].iloc[runtime].drop_duplicates("launch")
     launches = launches.rename(columns={"start_ns": "launched_ns"}).astype({"lane": "str"})
     kernels = kernels.drop(columns="lane").merge(launches, on="launch", how="left")

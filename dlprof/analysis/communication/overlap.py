@@ -68,7 +68,7 @@ def _backward(spans: pd.DataFrame, training_lane: str, device_work: pd.DataFrame
     calls = host.is_kind(spans, "runtime") & (spans["launch"].to_numpy() >= 0)
     others = spans["launch"].to_numpy()[calls & ~host.is_one_of(spans["lane"], training_lane)]
     kernels = host.is_kind(device_work, "kernel")
-    found = host.cover(device_work, kernels & np.isin(device_work["launch"].to_numpy(), others))
+    found = host.cover(device_work, kernels & host.is_among(device_work["launch"].to_numpy(), others))
     enough = iv.total(found) >= BACKWARD_SHARE * iv.total(host.cover(device_work, kernels))
     return found if enough else iv.EMPTY
 

@@ -171,5 +171,4 @@ def _launched_in(spans: pd.DataFrame, device_work: pd.DataFrame, calls: NDArray[
     for thread in np.unique(lane[calls]):
         mine = launching & (lane == thread)
         found[mine] = iv.holds(host.cover(spans, calls & (lane == thread)), start[mine])
-    rows: NDArray[np.bool_] = np.isin(device_work["launch"].to_numpy(), spans["launch"].to_numpy()[found])
-    return rows
+    return host.is_among(device_work["launch"].to_numpy(), spans["launch"].to_numpy()[found])

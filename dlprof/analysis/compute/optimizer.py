@@ -47,7 +47,8 @@ def launched_by_optimizer(
     calls = host.is_kind(on_training_thread, "runtime")
     calls &= iv.holds(in_optimizer, on_training_thread["start_ns"].to_numpy())
     launches = on_training_thread["launch"].to_numpy()[calls]
-    chosen = host.is_kind(device_work, "kernel") & np.isin(device_work["launch"], launches[launches >= 0])
+    theirs = host.is_among(device_work["launch"].to_numpy(), launches[launches >= 0])
+    chosen = host.is_kind(device_work, "kernel") & theirs
     return chosen & (launched_within >= 0)
 
 

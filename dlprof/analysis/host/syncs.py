@@ -138,8 +138,7 @@ def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -
 
     def copies(direction: str, memory: str) -> NDArray[np.bool_]:
         made = host.is_one_of(device_work["copy"], direction) & host.is_one_of(device_work["memory"], memory)
-        launches: NDArray[np.bool_] = (launch >= 0) & np.isin(launch, device_work["launch"].to_numpy()[made])
-        return launches
+        return (launch >= 0) & host.is_among(launch, device_work["launch"].to_numpy()[made])
 
     around = _around(ops["start_ns"].to_numpy(), ops["dur_ns"].to_numpy(), start)
     copied = np.full(len(called), "", dtype=object)

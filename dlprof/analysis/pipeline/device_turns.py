@@ -33,9 +33,16 @@ def device_turns(device_work: pd.DataFrame, timing: Timing, replication: Maybe[p
     kernels = device_work[host.is_kind(device_work, "kernel")]
     if not len(kernels):
         raise DoesNotApply("one device computes in each process, or none")
-    names = kernels["lane"].astype("str").str.partition(":")[0]
+    lanes: dict[str, list[str]] = {}
+    for lane in kernels["lane"].cat.remove_unused_categories().cat.categories:
+        lanes.setdefault(str(lane).partition(":")[0], []).append(str(lane))
+    if len(lanes) < 2:
+        raise DoesNotApply("one device computes in each process")
     steps, n = iv.merge(timing.windows), max(len(timing.windows), 1)
-    busy = {device: iv.intersect(steps, host.cover(kernels[names == device])) for device in sorted(names.unique())}
+    of = kernels["lane"]
+    busy = {
+        device: iv.intersect(steps, host.cover(kernels, host.is_one_of(of, *lanes[device]))) for device in sorted(lanes)
+    }
     totals = {device: iv.total(times) / n for device, times in busy.items()}
     most = max(totals.values(), default=0.0)
     works = [device for device, ns in totals.items() if ns >= _PART * most > 0]

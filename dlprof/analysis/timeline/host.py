@@ -88,6 +88,11 @@ def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
     return found
 
 
+def is_among(values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return for each number whether it is one of the others; by a hash table, for NumPy sorts both."""
+    return cast("NDArray[np.bool_]", pd.Series(values).isin(wanted).to_numpy())
+
+
 @within_rank
 def training_lane(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> str:
     """Return the lane of the thread that runs the training loop; "" where there is no host lane."""

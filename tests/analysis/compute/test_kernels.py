@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dlprof.analysis.compute.kernels import kernels, larger_batches, tensor_cores
+from dlprof.analysis.compute.kernels import around, kernels, larger_batches, tensor_cores
 from dlprof.analysis.engine import RankData
+from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
@@ -116,3 +119,29 @@ def test_without_a_replay_it_abstains(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device=""))
     with pytest.raises(NotMeasured):
         rank.once(larger_batches)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_asked_of_some_spans_what_lies_around_them_is_the_same(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    events: list[traces.Event] = []
+
+    def nested(start: int, end: int, tid: int, depth: int) -> None:
+        while start + 10 < end and depth < 6:
+            stop = rng.randint(start + 5, end)
+            if rng.random() < 0.3:
+                events.append(traces.call("cudaLaunchKernel", start, stop - start, len(events) + 1, tid=tid))
+            else:
+                events.append(traces.op(f"aten::op{depth}", start, stop - start, tid=tid))
+            nested(start + rng.randint(0, 3), stop, tid, depth + 1)
+            start = stop + rng.randint(0, 200)
+
+    for tid in (traces.MAIN, traces.AUTOGRAD):
+        nested(0, 20_000, tid, 0)
+    data = runs.rank_of(tmp_path, traces.trace(*events, traces.kernel("gemm", 0, 5)))
+    spans, on_device = data.table("spans"), data.once(host.is_on_device)
+    calls = np.flatnonzero(host.is_kind(spans, "runtime"))
+    assert len(calls) > 20
+    all_of_them = around(spans, on_device, "op", "runtime")
+    assert (all_of_them[calls] >= 0).sum() > 10
+    np.testing.assert_array_equal(around(spans, on_device, "op", "runtime", of=calls)[calls], all_of_them[calls])

@@ -45,3 +45,9 @@ def test_nesting_is_looked_for_to_a_depth() -> None:
     found = host.parents(many, many + 1)
     assert found[: host.MOST_DEEP].tolist() == list(range(-1, host.MOST_DEEP - 1))
     assert (found[host.MOST_DEEP :] == host.MOST_DEEP - 1).all()
+
+
+def test_numbers_among_others() -> None:
+    values = np.array([3, -1, 2**40, 3, 7])
+    assert host.is_among(values, np.array([2**40, 3, 3])).tolist() == [True, False, True, True, False]
+    assert not host.is_among(values, np.empty(0, dtype=np.int64)).any()
