@@ -155,6 +155,8 @@ def analyse(
     """Open a run or traces and ask every rule; `page` imports the renderers meanwhile; `window`: see `open_run`."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Columns of megabytes come and go by the hundred: huge pages for them take the kernel longer than small ones.
+    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     from dlprof.read.kineto import prefetch
     from dlprof.read.run import TRACE, open_run
     from dlprof.record.launch.process import keep_memory
@@ -162,6 +164,7 @@ def analyse(
     keep_memory()
     run = open_run(path, window)
     if jobs != 1 and "pandas" not in sys.modules:
+        run.share_out(jobs)
         whole = (rank for rank in run.largest_first if TRACE in rank.files and TRACE not in rank.pieces)
         prefetch.begin([rank.files[TRACE] for rank in whole])
     # All imports stand here, after the start of decoding: another core decodes meanwhile.

@@ -76,6 +76,14 @@ class Run:
         """The ranks in the order in which they are best read: no big one is left for the end."""
         return sorted(self.ranks, key=lambda rank: -rank.unpacked_bytes)
 
+    def share_out(self, jobs: int | None) -> None:
+        """Divide the cores, or `jobs` of them, among its traces, for those who read them (kineto/split)."""
+        from dlprof.read.kineto.split import shares
+
+        whole = (rank for rank in self.ranks if TRACE in rank.files and TRACE not in rank.pieces)
+        bytes_of = {rank.files[TRACE]: rank.unpacked_bytes for rank in whole}
+        shares.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
+
 
 def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
     """Open a run folder, a folder of other tools' files or one of these; raise DlprofError where nothing can be read.

@@ -18,6 +18,7 @@ from dlprof.analysis.engine.needs import Measure, Scope, measures_among, needs_o
 from dlprof.analysis.engine.ranks import Answer, Failure, Measured, RankAnswer, RankData, answered
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.kineto import prefetch
+from dlprof.read.kineto.split.shares import free_bytes
 from dlprof.read.run import TRACE, Rank, Run
 
 
@@ -76,6 +77,7 @@ def measure(
     todo = travelling(wanted)
     workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
     prefetch.stop()
+    run.share_out(jobs)
     answers: dict[int, RankAnswer] = {}
     backend = processes if workers > 1 else serial
     far = so_far(run)
@@ -170,10 +172,8 @@ def _cores() -> int:
 
 def _fitting(run: Run) -> int:
     """Return how many of the largest ranks fit into the free memory at once; at least one."""
-    try:
-        with open("/proc/meminfo") as f:  # noqa: PTH123 - a line of the kernel's
-            free = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
+    free = free_bytes()
+    if free is None:
         return _cores()
     largest = max((r.unpacked_bytes for r in run.ranks), default=0)
     return max(1, int(free * 0.8) // (largest + PROCESS_BYTES))

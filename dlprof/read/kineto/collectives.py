@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from dlprof.read.kineto.events import Args, Event, integer, ranks_in, tensors
@@ -18,15 +19,18 @@ _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
 class Collectives:
     """The collectives of a trace by the numbers of their rows, and the groups that they name.
 
-    `keys`: what stands next to the events; `bytes_of`: bytes by row, to which those of the collectives are added.
+    `bytes_of`: bytes by row, to which those of the collectives are added.
     """
 
-    def __init__(self, keys: dict[str, Any], bytes_of: dict[int, int]) -> None:
-        self._keys, self._bytes = keys, bytes_of
+    def __init__(self, bytes_of: dict[int, int]) -> None:
+        self._bytes = bytes_of
         self.groups: dict[str, dict[str, Any]] = {}
         self.collectives: dict[int, tuple[str, str, str]] = {}  # verb, group, element type
         self.sequences: dict[int, tuple[int, str]] = {}  # number, communicator ("": unknown)
         self.peers: dict[int, tuple[int, str | None]] = {}  # the rank, and in which group it has that number
+        self.gathered: dict[
+            int, tuple[int, str]
+        ] = {}  # of all_gathers counted by their input: its bytes, and the group
 
     def add(self, row: int, e: Event, args: Args, verb: str, device: bool) -> None:
         """Take the row of a collective, `verb` by its name, on a device or its host."""
@@ -40,7 +44,10 @@ class Collectives:
         size = count * width if width and count >= 0 else -1
         # torch's marks (gloo:all_reduce) carry the tensor they send; the arguments of c10d's calls have no fixed order.
         if size < 0 and not device and not e.name.startswith(("c10d", "_c10d", "record_param_comms")):
-            size, dtype = self._input(args, collective, group)
+            size, dtype = _input(args)
+            if collective == "all_gather" and size >= 0:  # counted by its output: what every rank of the group gives
+                self.gathered[row] = (size, group)
+                size = -1
         if 0 <= size < 2**62:
             self._bytes[row] = size
         if collective or group or dtype:
@@ -80,14 +87,19 @@ class Collectives:
             self.groups[name] = {k: v for k, v in told.items() if v}
         return name
 
-    def _input(self, args: Args, collective: str, group: str) -> tuple[int, str]:
-        """Return the bytes and the element type of a collective by its input tensors; -1 where they are unknown."""
-        inputs = tensors(bytes(args.dims), bytes(args.types))
-        if not inputs:
-            return -1, ""
-        total = sum(math.prod(shape) * width for shape, _, width in inputs)
-        if collective == "all_gather":  # counted by its output: what every rank of the group gives
-            known = {**groups_in(self._keys), **self.groups}
-            size = known.get(group, next(iter(known.values())) if len(known) == 1 else {}).get("size", 0)
-            total = total * size if size else -1
-        return total, inputs[0][1]
+    def settle(self, keys: Mapping[str, Any]) -> None:
+        """Count what waited for the size of a group; `keys`: what stands next to the events."""
+        known = {**groups_in(keys), **self.groups}
+        only = next(iter(known.values())) if len(known) == 1 else {}
+        for row, (size, group) in self.gathered.items():
+            ranks = known.get(group, only).get("size", 0)
+            if ranks and size * ranks < 2**62:
+                self._bytes[row] = size * ranks
+
+
+def _input(args: Args) -> tuple[int, str]:
+    """Return the bytes and the element type of a collective by its input tensors; -1 where they are unknown."""
+    inputs = tensors(bytes(args.dims), bytes(args.types))
+    if not inputs:
+        return -1, ""
+    return sum(math.prod(shape) * width for shape, _, width in inputs), inputs[0][1]

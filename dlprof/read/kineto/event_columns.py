@@ -43,6 +43,7 @@ from dlprof.read.kineto.patterns import MULTIPLIES, NO_ROWS, collective_of, copy
 _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
 _NO_KIND = -1
+Processes = frozenset[Scalar] | None  # of which the events are wanted; None: all
 # A trace of ten years is a broken clock.
 _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
@@ -119,15 +120,28 @@ class Rows:
         self.lanes = Lanes()
         self.bytes: dict[int, int] = {}
         self.copies: dict[int, tuple[str, str]] = {}  # direction and the host's memory, where the name has neither
-        self.exchanges = Collectives(keys, self.bytes)
+        self.exchanges = Collectives(self.bytes)
         self.multiplied: dict[int, tuple[str, str]] = {}  # shapes, element type
         self.sizes: dict[int, int] = {}  # of copies, by launch
 
     def __len__(self) -> int:
         return len(self.what)
 
+    def join(self, other: Rows, first: int) -> None:
+        """Take what is rare among rows that follow, the first of which becomes row `first`."""
+        for mine, theirs in zip(self._rare(), other._rare(), strict=True):
+            mine.update({first + row: value for row, value in theirs.items()})
+        self.sizes.update(other.sizes)
+        groups = self.exchanges.groups
+        groups |= other.exchanges.groups | groups  # of one that both name, what was told first counts
 
-def decode(path: Path, processes: frozenset[Scalar] | None = None) -> Rows:
+    def _rare(self) -> tuple[dict[int, Any], ...]:
+        told = self.exchanges
+        by_row = (told.collectives, told.sequences, told.peers, told.gathered)
+        return (self.bytes, self.copies, self.multiplied, *by_row)
+
+
+def decode(path: Path, processes: Processes = None) -> Rows:
     """Return the rows of a file, or of these processes of it; raises DlprofError where it is no trace or unreadable."""
     was_on = gc.isenabled()
     gc.disable()  # hundreds of thousands of live objects, none in a cycle: collecting costs half of the time
@@ -140,41 +154,81 @@ def decode(path: Path, processes: frozenset[Scalar] | None = None) -> Rows:
             gc.enable()
 
 
-def _decoded(path: Path, processes: frozenset[Scalar] | None, exact: bool) -> Rows:
+def _decoded(path: Path, processes: Processes, exact: bool) -> Rows:
+    file = opened(path, exact)
+    reader = Reader(file.keys)
+    reader.take(file, processes)
+    return reader.end(file)
+
+
+def opened(path: Path, exact: bool) -> TraceFile[Event]:
+    """Return a trace file that was read up to its first event; raise DlprofError where it is no trace."""
     file: TraceFile[Event] = TraceFile(path, decoder(exact))
     if not file.header():
         what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
         raise DlprofError(f"{path}: not a torch-profiler trace: {what}")
-    reader = _Reader(file.keys)
-    for events in file.events():
-        mine = events if processes is None else [e for e in events if getattr(e, "pid", None) in processes]
-        reader.add(mine)
-        events.clear()
-        for count, most, what in (
-            (reader.seen, opening.MOST_ROWS, "events"),
-            (len(reader.places), opening.MOST_NAMES, "different names or threads"),
-        ):
-            if count > opening.limit(most):
-                reader.rows.warnings.append(opening.too_many(path, what, most))
-        if reader.rows.warnings:
-            break
-    if file.is_list and not reader.seen:
-        raise DlprofError(f"{path}: not a torch-profiler trace: a list without events")
-    return reader.end(path, file.cut, file.unreadable)
+    return file
 
 
-class _Reader:
-    """Makes rows of events; `lost` counts what becomes none, in words."""
+class Reader:
+    """Makes rows of events; `lost` counts what becomes none, in words. Picklable, as rows are."""
 
     def __init__(self, keys: dict[str, Any]) -> None:
         self.rows = Rows(keys)
         self.places = Places(self.rows.names, self.rows.lanes)
-        self.seen = self.count = 0
+        self.seen = self.count = self.unreadable = 0
         # what, lane, start, dur, launch: of each chunk one
         self.columns: list[list[NDArray[Any]]] = [[np.empty(0, dtype)] for dtype in ("i4", "i4", "i8", "i8", "i8")]
         self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
         self.lost: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()  # categories
+
+    def take(self, file: TraceFile[Event], processes: Processes = None) -> None:
+        """Take the events that a file has left, or those of these processes, up to the limits."""
+        most = opening.limit(opening.MOST_ROWS)
+        for events in file.events():
+            mine = events if processes is None else [e for e in events if getattr(e, "pid", None) in processes]
+            over = self.seen + len(mine) > most
+            self.add(mine[: most - self.seen] if over else mine)
+            events.clear()
+            if over:
+                self.rows.warnings.append(opening.too_many(file.path, "events", opening.MOST_ROWS))
+            if len(self.places) > opening.limit(opening.MOST_NAMES):
+                what = "different names or threads"
+                self.rows.warnings.append(opening.too_many(file.path, what, opening.MOST_NAMES))
+            if self.rows.warnings:
+                break
+        self.unreadable += file.unreadable
+
+    def fits(self, other: Reader) -> bool:
+        """Return whether the limits allow the events of another reader too."""
+        names = len(self.places) + len(other.places)
+        return self.seen + other.seen <= opening.limit(opening.MOST_ROWS) and names <= opening.limit(opening.MOST_NAMES)
+
+    def join(self, other: Reader) -> None:
+        """Take what another reader made of the events that follow; its columns are not copied before `end`."""
+        for place in other.places:
+            self.places[place]  # numbers it
+        rows, theirs, first = self.rows, other.rows, self.count
+        what = np.array([rows.names[key] for key in theirs.names], dtype=np.int32)
+        lane = np.array([rows.lanes[key] for key in theirs.lanes], dtype=np.int32)
+        whats, lanes, *others = other.columns
+        columns = ([what[part] for part in whats], [lane[part] for part in lanes], *others)
+        for parts, more in zip(self.columns, columns, strict=True):
+            parts += more
+        rows.join(theirs, first)
+        for thread, marks in other.halves.items():
+            before = len(self.halves[thread])
+            self.halves[thread] += [(ns, before + number, half) for ns, number, half in marks]
+        self.lost.update(other.lost)
+        self.unknown.update(other.unknown)
+        self.seen += other.seen
+        self.count += other.count
+        self.unreadable += other.unreadable
+
+    def compact(self) -> None:
+        """Make one array of each column's parts."""
+        self.columns = [[np.concatenate(parts)] for parts in self.columns]
 
     def add(self, events: list[Event]) -> None:
         """Take the rows of some events."""
@@ -276,12 +330,15 @@ class _Reader:
             parts.append(column)
         self.count += len(events)
 
-    def end(self, path: Path, cut: str, unreadable: int) -> Rows:
-        """Return everything that was read."""
+    def end(self, file: TraceFile[Event]) -> Rows:
+        """Return everything that was read; raise DlprofError where that is no trace."""
+        if file.is_list and not self.seen:
+            raise DlprofError(f"{file.path}: not a torch-profiler trace: a list without events")
         rows = self.rows
-        warnings = [f"{cut}; {self.count:,} spans before that are used"] if cut else []
+        warnings = [f"{file.cut}; {self.count:,} spans before that are used"] if file.cut else []
         self.add(self._pairs())
-        self.lost["events that could not be decoded"] += unreadable
+        rows.exchanges.settle(rows.keys)
+        self.lost["events that could not be decoded"] += self.unreadable
         warnings += [f"{count:,} {what} are left out" for what, count in self.lost.items() if count]
         for category, count in self.unknown.most_common(5):
             warnings.append(f"{count:,} events of the unknown category {category!r} are left out")
@@ -296,5 +353,5 @@ class _Reader:
             )
         if not self.count:
             warnings.append("the trace holds no spans")
-        rows.warnings += [f"{path.name}: {warning}" for warning in warnings]
+        rows.warnings += [f"{file.path.name}: {warning}" for warning in warnings]
         return rows

@@ -32,8 +32,9 @@ BYTES_PER_GZIP_BYTE = 15
 CHUNK = 1 << 20  # stays in a processor's cache with the events that it becomes: a fifth faster than 4 MB
 LONGEST = 16 << 20  # one value larger than this is taken for damage, as is one nested deeper than JSON decoders go
 DEEPEST = 1000
+_GZIP = b"\x1f\x8b"  # what such a file begins with
 _PACKED = 64 << 10  # read of a packed file at once
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
 # At how many boundaries a chunk may end, and how far before its end they are looked for.
 _TRIED = 3
 _WINDOWS = (4 << 10, 64 << 10)
@@ -78,17 +79,19 @@ class TraceFile(Generic[E]):
         self._repair = False
         self._buffer = bytearray()
         self._ended = False
-        self._packing = ""
+        self.is_packed = False
+        self.stops = ""  # why the packed bytes end before the file does
         self._limit = limit
-        self._blocks = self._unpacked()
+        self._taken = 0
+        self.blocks = self.unpacked()
 
     def header(self) -> bool:
         """Read up to the first event. Return False where the file ends before; raise DlprofError if it is no trace."""
-        self._fill(_BLOCK)
+        self._fill(BLOCK)
         self._drop(3 if self._buffer.startswith(b"\xef\xbb\xbf") else 0)
         self._drop(_SPACE.match(self._buffer).end())  # type: ignore[union-attr]
         if not self._buffer:
-            raise self._error(self._packing or "the file is empty")
+            raise self._error(self.stops or "the file is empty")
         self.is_list = self._buffer.startswith(b"[")
         if not self._buffer.startswith((b"[", b"{")):
             raise self._error("not JSON")
@@ -101,30 +104,51 @@ class TraceFile(Generic[E]):
         # Keys stand behind the events too, and in a file glued from several, further events.
         while not self.cut and not self.is_list and self._to_array():
             yield from self._array()
-        if self.cut and self._packing:
-            self.cut = self._packing
+        if self.cut and self.stops:
+            self.cut = self.stops
+
+    def go_on(self, blocks: Iterator[bytes], stops: str = "") -> None:
+        """Read on from these blocks, which begin with an event; `stops`: why they end before the file does."""
+        self._buffer, self.blocks, self._ended, self.stops = bytearray(), blocks, False, stops
 
     @property
     def buffered(self) -> bytes:
         """What was read and not yet understood."""
         return bytes(self._buffer)
 
+    @property
+    def position(self) -> int:
+        """How many unpacked bytes stand before the first event; right after `header`."""
+        return self._taken - len(self._buffer)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether `events` took every byte, and each belongs to the array and its end."""
+        self._fill(1)
+        return not self.cut and not self._buffer
+
     def _error(self, what: str) -> DlprofError:
         return DlprofError(f"{self.path}: {what}")
 
-    def _unpacked(self) -> Iterator[bytes]:
-        """Return the file's bytes, unpacked, a block at a time."""
+    def unpacked(self, start: int = 0) -> Iterator[bytes]:
+        """Return the file's bytes from there on, unpacked, a block at a time."""
         with open_file(self.path) as file:
             magic = file.read(2)
             file.seek(0)
-            if magic == b"\x1f\x8b":
-                yield from self._gunzipped(file)
+            self.is_packed = magic == _GZIP
+            if self.is_packed:
+                passed = 0
+                for block in self._gunzipped(file):
+                    if passed + len(block) > start:
+                        yield block[max(start - passed, 0) :]
+                    passed += len(block)
             elif self.path.suffix == ".gz" and magic:
                 raise self._error(
                     "named .gz but not gzip; a file that was unpacked on its way here is to be named .json"
                 )
             else:
-                while block := file.read(min(_BLOCK, self._limit or _BLOCK)):
+                file.seek(start)
+                while block := file.read(min(BLOCK, self._limit or BLOCK)):
                     yield block
 
     def _gunzipped(self, file: BinaryIO) -> Iterator[bytes]:
@@ -133,19 +157,19 @@ class TraceFile(Generic[E]):
         packed = file.read(_PACKED)
         try:
             while packed:
-                if block := unpacker.decompress(packed, _BLOCK):
+                if block := unpacker.decompress(packed, BLOCK):
                     yield block
                     left -= len(block)
                 if left < 0:
-                    self._packing = f"it unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)"
+                    self.stops = f"it unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)"
                     return
                 if not unpacker.eof:
                     packed = unpacker.unconsumed_tail or file.read(_PACKED)
                     continue
                 # gzip files may be glued together; some writers pad the last one with zeros.
                 packed = (unpacker.unused_data + file.read(_PACKED)).lstrip(b"\0")
-                if packed and not packed.startswith(b"\x1f\x8b"):
-                    self._packing = "something that is not gzip follows the packed data"
+                if packed and not packed.startswith(_GZIP):
+                    self.stops = "something that is not gzip follows the packed data"
                     return
                 if packed:
                     unpacker = _inflate.decompressobj(wbits=31)
@@ -153,9 +177,9 @@ class TraceFile(Generic[E]):
                 if block := unpacker.flush():
                     yield block
                 if not unpacker.eof:
-                    self._packing = "the gzip file is cut off"
+                    self.stops = "the gzip file is cut off"
         except (zlib.error, _inflate.error):
-            self._packing = "the gzip data are damaged"
+            self.stops = "the gzip data are damaged"
 
     def _fill(self, size: int, before: bytes = b"") -> None:
         """Hold at least so many bytes, or all that are left; `before` stands before them, where they are events."""
@@ -166,10 +190,11 @@ class TraceFile(Generic[E]):
             return
         parts: list[bytes | bytearray] = [before, self._buffer]
         while held < size and not self._ended:
-            block = next(self._blocks, b"")
+            block = next(self.blocks, b"")
             self._ended = not block
             parts.append(block)
             held += len(block)
+            self._taken += len(block)
         self._buffer = bytearray().join(parts)
         if self._limit is not None:
             self._buffer = self._buffer[: self._limit]
@@ -186,13 +211,13 @@ class TraceFile(Generic[E]):
         before = len(self._buffer)
         if self._ended or (before >= LONGEST and limited()):
             return False
-        self._fill(2 * max(before, _BLOCK))
+        self._fill(2 * max(before, BLOCK))
         return len(self._buffer) > before
 
     def _to_array(self) -> bool:
         """Read keys and values up to and into the array of events; return False where the object or the file ends."""
         while True:
-            self._fill(_BLOCK)
+            self._fill(BLOCK)
             key = _KEY.match(self._buffer)
             if not key:
                 rest = self._buffer[_SPACE.match(self._buffer).end() :]  # type: ignore[union-attr]
@@ -207,7 +232,7 @@ class TraceFile(Generic[E]):
             name = key[1].decode(errors="replace")
             self._drop(key.end())
             if name == "traceEvents":
-                self._fill(_BLOCK)
+                self._fill(BLOCK)
                 if self._buffer[:1] == b"[":
                     self._drop(1)
                     return True
@@ -223,7 +248,7 @@ class TraceFile(Generic[E]):
         """Pass over one value and return its bytes, None where it has no end."""
         while True:
             if self._buffer.startswith((b"{", b"[")):
-                _, end = next(_elements(self._buffer), (0, 0))
+                _, end = next(elements(self._buffer), (0, 0))
             else:
                 scalar = _SCALAR.match(self._buffer)
                 end = scalar.end() if scalar else 0
@@ -242,17 +267,17 @@ class TraceFile(Generic[E]):
             if split is not None:
                 yield split
                 continue
-            elements = list(_elements(self._buffer))
-            closed = bool(elements) and elements[-1][0] == _END
-            end = elements[-1][1] if elements else 0
+            found = list(elements(self._buffer))
+            closed = bool(found) and found[-1][0] == _END
+            end = found[-1][1] if found else 0
             if closed:
-                elements.pop()
-            if elements:
-                yield self._decoded(elements)
+                found.pop()
+            if found:
+                yield self._decoded(found)
             self._drop(end)
             if closed:
                 return
-            if not elements and not self._more():
+            if not found and not self._more():
                 self.cut = "the file is cut off or damaged within its events"
                 return
 
@@ -278,13 +303,13 @@ class TraceFile(Generic[E]):
                     return events
         return None
 
-    def _decoded(self, elements: list[tuple[int, int]]) -> list[E]:
+    def _decoded(self, found: list[tuple[int, int]]) -> list[E]:
         """Decode elements known by their brackets, together if that works, else one by one without the bad ones."""
-        together = b"[" + b",".join(self._buffer[a:b] for a, b in elements) + b"]"
+        together = b"[" + b",".join(self._buffer[a:b] for a, b in found) + b"]"
         events = self._try(together) or self._try(repaired(together))
         if events is not None:
             return events
-        alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in elements]
+        alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in found]
         self.unreadable += alone.count(None)
         return [event for one in alone if one is not None for event in one]
 
@@ -295,10 +320,10 @@ class TraceFile(Generic[E]):
             return None
 
 
-def _elements(buffer: bytearray) -> Iterator[tuple[int, int]]:
+def elements(buffer: bytes | bytearray, start: int = 0) -> Iterator[tuple[int, int]]:
     """Find the bracketed elements of an array's inside; where the array is closed, the last is (_END, its end)."""
     depth = begin = 0
-    for token in _TOKEN.finditer(buffer):
+    for token in _TOKEN.finditer(buffer, start):
         sign = token[0]
         if sign in b"{[":
             begin = begin if depth else token.start()

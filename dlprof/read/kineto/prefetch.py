@@ -2,11 +2,12 @@
 
 Importing takes a third of a second on one core, and the others are idle. What is decoded lies in a file without a name,
 in memory; whoever reads the trace afterwards, this process or one forked from it, finds it there. Whatever goes wrong,
-it decodes the trace itself.
+it decodes the trace itself. A trace that is large enough to be split is begun by several processes (split/).
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -19,7 +20,9 @@ from itertools import islice
 from pathlib import Path
 
 from dlprof.read.kineto.event_columns import Rows, decode
+from dlprof.read.kineto.events import BlurredTimes
 from dlprof.read.kineto.json_stream import unpacked_bytes
+from dlprof.read.kineto.split import decoding
 
 # More than two are not decoded while pandas and the rules are imported. Of a larger file that is a small part, and
 # handing its rows over takes memory once more.
@@ -48,10 +51,16 @@ class _Place:
 
 
 _places: dict[Path, _Place] = {}
+_split: dict[Path, decoding.Decoding] = {}
 
 
 def begin(paths: Sequence[Path]) -> None:
     """Start decoding the first of these files, in their order; nothing where there is no core for it."""
+    if _split:
+        return
+    if paths and (begun := decoding.begin(paths[0])):
+        _split[paths[0]] = begun
+        return
     chosen = list(islice((path for path in paths if unpacked_bytes(path) <= MOST_BYTES), MOST_FILES))
     # Forking is safe while this process has no thread of its own.
     if not chosen or _places or not hasattr(os, "memfd_create") or threading.active_count() > 1:
@@ -80,19 +89,23 @@ def stop() -> None:
 
 
 def is_begun(path: Path | None) -> bool:
-    """Return whether a file is being decoded or was, and nobody has read it yet."""
+    """Return whether a file is being decoded by one process or was, and nobody has read it yet."""
     place = _places.get(path) if path is not None else None
     return place is not None and place.is_begun
 
 
 def forget() -> None:
     """Drop what was decoded and nobody read."""
-    while _places:
-        _places.popitem()[1].close()
+    for begun in (_places, _split):
+        while begun:
+            begun.popitem()[1].close()
 
 
 def rows_of(path: Path) -> Rows | None:
     """Return the rows of a file that was begun, as soon as they are there; None where it is to be decoded now."""
+    if path in _split:
+        with contextlib.suppress(BlurredTimes):
+            return _split.pop(path).rows()
     place = _places.pop(path, None)
     if place is None:
         return None

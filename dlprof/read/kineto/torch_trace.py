@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.read.kineto import prefetch
-from dlprof.read.kineto.event_columns import KIND, Rows, decode
-from dlprof.read.kineto.events import Scalar, label
+from dlprof.read.kineto.event_columns import KIND, Processes, Rows
+from dlprof.read.kineto.events import label
 from dlprof.read.kineto.headers import groups_in, header_facts
 from dlprof.read.kineto.serving import PREFIXES, serving_step
+from dlprof.read.kineto.split.decoding import decode
 from dlprof.read.sources import Reading
 
 _WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]
@@ -31,7 +32,7 @@ _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 _UNIX_US = 10**15
 
 
-def read(path: Path, processes: frozenset[Scalar] | None = None) -> Reading:
+def read(path: Path, processes: Processes = None) -> Reading:
     """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,

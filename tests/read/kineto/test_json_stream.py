@@ -162,7 +162,7 @@ def test_where_chunks_end_does_not_matter(
     path = traces.write(tmp_path / "trace.json", made, layout)
     expected = torch_trace.read(path)
     monkeypatch.setattr(json_stream, "CHUNK", chunk)
-    monkeypatch.setattr(json_stream, "_BLOCK", max(chunk // 3, 16))
+    monkeypatch.setattr(json_stream, "BLOCK", max(chunk // 3, 16))
     got = torch_trace.read(path)
     assert got.facts == expected.facts
     assert got.warnings == expected.warnings
@@ -173,7 +173,7 @@ def test_where_chunks_end_does_not_matter(
 
 def test_memory_holds_chunks_and_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "CHUNK", 2000)
-    monkeypatch.setattr(json_stream, "_BLOCK", 500)
+    monkeypatch.setattr(json_stream, "BLOCK", 500)
     sizes = []
     decode = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
@@ -194,7 +194,7 @@ def test_a_text_without_an_end_is_given_up_before_memory_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(json_stream, "CHUNK", 1000)
-    monkeypatch.setattr(json_stream, "_BLOCK", 500)
+    monkeypatch.setattr(json_stream, "BLOCK", 500)
     monkeypatch.setattr(json_stream, "LONGEST", 10_000)
     data = traces.dump(traces.training(steps=100))
     mark = b'"node-1' if where == "before" else b'"ProfilerStep#7'
@@ -211,7 +211,7 @@ def test_a_text_without_an_end_is_given_up_before_memory_is(
 
 def test_what_follows_the_events_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "CHUNK", 500)
-    monkeypatch.setattr(json_stream, "_BLOCK", 300)
+    monkeypatch.setattr(json_stream, "BLOCK", 300)
     made = traces.training(steps=1)
     base = made.pop("baseTimeNanoseconds")
     made |= {"logs": [{"line": f"}}, {{ {i}"} for i in range(500)], "baseTimeNanoseconds": base}

@@ -14,6 +14,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from dlprof.read.kineto import event_columns, prefetch, torch_trace
+from dlprof.read.kineto.split import shares
 from tests.fixtures import traces
 
 pytestmark = pytest.mark.skipif(
@@ -123,3 +124,32 @@ def test_decoding_needs_no_pandas() -> None:
     # What decodes ahead is forked before pandas is imported, and would have to import it a second time.
     code = "import sys, dlprof.read.kineto.prefetch, dlprof.read.run; assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_large_trace_is_begun_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = written(tmp_path, "a.json"), written(tmp_path, "b.json", rank=1)
+    expected = torch_trace.read(path)
+    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
+    shares.share_out({path: 1 << 20}, 1 << 20, 2)
+    prefetch.begin([path, other])
+    shares.share_out({}, 0)
+    assert list(prefetch._split) == [path]
+    assert not prefetch._places  # they have the cores
+    assert not prefetch.is_begun(path)  # who reads it goes first, for it still takes long
+    monkeypatch.setattr(torch_trace, "decode", None)
+    found = torch_trace.read(path)
+    for name, table in expected.tables.items():
+        assert_frame_equal(found.tables[name], table)
+    assert (found.facts, found.warnings) == (expected.facts, expected.warnings)
+    assert prefetch.rows_of(path) is None
+
+
+def test_a_large_trace_that_nobody_reads_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "a.json")
+    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
+    shares.share_out({path: 1 << 20}, 1 << 20, 2)
+    prefetch.begin([path])
+    prefetch.forget()
+    assert not prefetch._split
+    assert len(torch_trace.read(path).tables["spans"])
+    shares.share_out({}, 0)

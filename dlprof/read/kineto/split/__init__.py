@@ -1,0 +1,1 @@
+"""One trace decoded by several processes."""
