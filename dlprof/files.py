@@ -55,6 +55,9 @@ def compact(data: object) -> str:
 # What `dlprof bandwidth` saves, in the folder of a run or in that of all runs.
 BANDWIDTHS = "bandwidth*.json"
 
+# The folder, in a run or a folder of traces, of what is known of its ranks already.
+KEPT = ".dlprof"
+
 # The file in a host's folder that says which machine's it is.
 BOOT = "boot"
 

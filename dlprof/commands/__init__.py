@@ -22,6 +22,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "record": {"wrap": "train.py --lr 0.1", "run": "ddp_resnet --procs 2", "doctor": ""},
     "read": {
         "report": "traces/",
+        "reduce": "traces/ --shard 3/16",
         "sources": "",
         "rules": "",
         "explain": "input_wait",
@@ -85,6 +86,9 @@ no_limits = click.option(
     expose_value=False,
     callback=_lift,
     help="Read files of any size; without it, what exceeds the limits is skipped with a warning.",
+)
+cache = click.option(
+    "--cache", type=PATH, metavar="DIR", help="Folder for what is known of each rank. [default: .dlprof in PATH]"
 )
 quiet = click.option("--quiet", is_flag=True, help="No progress.")
 show = click.option("--open", "show", is_flag=True, help="Open the page in a browser.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands import file, form, jobs, no_limits, out, quiet, run_path, say, show
+from dlprof.commands import cache, file, form, jobs, no_limits, out, quiet, run_path, say, show
 from dlprof.commands.terminal.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     metavar="N",
     help="Of ranks with several traces: which. [default: the last complete one]",
 )
+@click.option(
+    "--dask",
+    metavar="local|slurm|tcp://HOST:PORT",
+    help="Read the ranks on a Dask cluster: of processes here (local:4), of SLURM jobs (slurm:16), or a running one.",
+)
+@cache
+@click.option("--reduced-only", is_flag=True, help="Leave out the ranks that `dlprof reduce` has not read.")
 @click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
 @show
 @quiet
@@ -55,6 +62,9 @@ def report(
     patch: Path | None,
     allow_numerics: bool,
     window: int | None,
+    dask: str | None,
+    cache: Path | None,
+    reduced_only: bool,
     files: bool,
     show: bool,
     quiet: bool,
@@ -63,7 +73,9 @@ def report(
 
     Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
     """
-    result = _analysed_for_page(path, jobs, quiet, window)
+    if dask and (jobs or reduced_only):
+        raise click.UsageError("--dask has its own number of workers (local:4), and reads what is not reduced")
+    result = _analysed_for_page(path, jobs, quiet, window=window, dask=dask, cache=cache, reduced_only=reduced_only)
     if redact:
         from dlprof.report.sharing import shareable
 
@@ -131,7 +143,7 @@ def write_report(path: Path) -> str:
     return f"{_verdict(result)}\nreport: {plain(shown(write_files(result, path, None)))}"
 
 
-def _analysed_for_page(path: Path, jobs: int | None, quiet: bool, window: int | None = None) -> Result:
+def _analysed_for_page(path: Path, jobs: int | None, quiet: bool, **how: Any) -> Result:
     with Progress(quiet=quiet) as progress:
 
         def shown_progress(done: Done) -> None:
@@ -141,7 +153,7 @@ def _analysed_for_page(path: Path, jobs: int | None, quiet: bool, window: int | 
 
                 html.prepare()
 
-        return analyse(path, jobs, shown_progress, page=True, window=window)
+        return analyse(path, jobs, shown_progress, page=True, tell=progress.tell, **how)
 
 
 def analyse(
@@ -151,8 +163,15 @@ def analyse(
     *,
     page: bool = False,
     window: int | None = None,
+    dask: str | None = None,
+    cache: Path | None = None,
+    reduced_only: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Open a run or traces and ask every rule; `page` imports the renderers meanwhile; `window`: see `open_run`."""
+    """Open a run or traces and ask every rule; `page` imports the renderers meanwhile; `window`: see `open_run`.
+
+    `dask`, `cache`, `reduced_only`: the options of `dlprof report`. `tell` gets lines for the user meanwhile.
+    """
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Columns of megabytes come and go by the hundred: huge pages for them take the kernel longer than small ones.
@@ -163,19 +182,29 @@ def analyse(
 
     keep_memory()
     run = open_run(path, window)
-    if jobs != 1 and "pandas" not in sys.modules:
+    if jobs != 1 and not dask and "pandas" not in sys.modules:
         run.share_out(jobs)
         whole = (rank for rank in run.largest_first if TRACE in rank.files and TRACE not in rank.pieces)
         prefetch.begin([rank.files[TRACE] for rank in whole])
     # All imports stand here, after the start of decoding: another core decodes meanwhile.
-    from dlprof.analysis.diagnosis import diagnose
+    from dlprof.analysis.diagnosis import diagnosed, wanted
+    from dlprof.analysis.engine import find, measure
     from dlprof.analysis.rules import RULES
     from dlprof.trial.kept import with_tried
 
+    backend = None
+    if dask:
+        from dlprof.analysis.engine.cluster import Dask
+
+        backend = Dask(dask, tell)
     if page:
         from dlprof.report import html, terminal  # noqa: F401
 
-    return with_tried(diagnose(run, RULES, jobs, progress), path)
+    store = find(run, cache, asked=bool(dask), tell=tell)
+    measured = measure(
+        run, wanted(RULES), jobs, progress, store=store, backend=backend, only_kept=reduced_only, tell=tell
+    )
+    return with_tried(diagnosed(measured, RULES), path)
 
 
 def _verdict(result: Result) -> str:

@@ -220,3 +220,47 @@ def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
     assert done.exit_code == 1
     assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
     assert not (job.parent / "fix.diff").exists()
+
+
+def test_a_small_report_writes_nothing_into_the_folder_of_the_traces(job: Path) -> None:
+    assert run(job).exit_code == 0
+    assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
+
+
+@pytest.mark.parametrize("more", [["--jobs", "2"], ["--reduced-only"]])
+def test_options_that_say_nothing_beside_dask_are_refused(more: list[str], job: Path) -> None:
+    done = run(job, "--dask", "local", *more)
+    assert done.exit_code == 2
+    assert "--dask has its own number of workers" in done.stderr
+
+
+def test_a_cluster_that_is_none_is_one_line(job: Path) -> None:
+    done = run(job, "--dask", "loco")
+    assert done.exit_code == 1
+    assert done.stderr == (
+        "dlprof: --dask loco: name local, local:N, slurm, slurm:N, or tcp://HOST:PORT of a scheduler\n"
+    )
+
+
+@pytest.mark.long
+def test_a_scheduler_that_is_not_there_is_one_line(job: Path) -> None:
+    pytest.importorskip("distributed", reason="needs the extra dask")
+    command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), "--dask", "tcp://127.0.0.1:1", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=job.parent)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "dlprof: tcp://127.0.0.1:1: no Dask scheduler answers there\n"
+
+
+@pytest.mark.long
+def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
+    """On stdout and stderr there is nothing of Dask's own."""
+    pytest.importorskip("distributed", reason="needs the extra dask")
+    plain = run(job, "--format", "json", "-o", "a")
+    command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), "--format", "json", "-o", "b"]
+    command += ["--dask", "local:2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=job.parent)
+    assert done.stdout == plain.stdout
+    assert [line.partition(" · ")[0] for line in done.stderr.splitlines()] == ["read 1 of 2 ranks", "read 2 of 2 ranks"]
+    assert len(list((job / ".dlprof").rglob("*.parquet"))) == 2
+    again = run(job, "--format", "json", "-o", "c", "--dask", "local:2")
+    assert again.stdout == plain.stdout

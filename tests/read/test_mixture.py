@@ -50,6 +50,13 @@ def test_a_mixture_is_one_run_and_every_file_is_accounted_for(tmp_path: Path) ->
     assert "read from a torch.profiler trace" in told["timeline"].left
 
 
+def test_what_dlprof_keeps_beside_traces_is_none_of_them(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.training())
+    before = gather(tmp_path)
+    traces.write(tmp_path / ".dlprof" / "ranks" / "rank1.json", traces.training(rank=1))
+    assert gather(tmp_path) == before
+
+
 def test_another_window_can_be_asked_for(tmp_path: Path) -> None:
     folder = mixed(tmp_path / "job")
     first = open_run(folder, window=1)

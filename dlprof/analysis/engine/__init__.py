@@ -21,7 +21,8 @@ from dlprof.analysis.engine.needs import (
     within_rank,
 )
 from dlprof.analysis.engine.ranks import Job, Measured, RankData, RankFacts, by_rank
-from dlprof.analysis.engine.run import ALSO, Done, Progress, measure, so_far
+from dlprof.analysis.engine.run import ALSO, Done, Progress, answers_of, measure, so_far
+from dlprof.analysis.engine.store import Store, find, open_store
 
 __all__ = [
     "ALSO",
@@ -37,13 +38,17 @@ __all__ = [
     "Progress",
     "RankData",
     "RankFacts",
+    "Store",
     "across_ranks",
+    "answers_of",
     "by_rank",
     "check_measures",
     "check_needs",
+    "find",
     "known_measures",
     "measure",
     "needs_of",
+    "open_store",
     "per_rank",
     "so_far",
     "within_rank",

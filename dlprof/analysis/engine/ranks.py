@@ -156,13 +156,14 @@ Answer = Any  # the value of a measure, NotMeasured or a Failure
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What travels from one rank; `tables` names those that could be read."""
+    """What travels from one rank; `tables` names those that could be read, `unkept` says why it could not be kept."""
 
     answers: Mapping[str, Answer]
     facts: Mapping[str, Any]
     trace_facts: Mapping[str, Any]
     warnings: tuple[str, ...]
     tables: tuple[str, ...] = ()
+    unkept: str = ""
 
 
 class Job:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
 from dlprof.analysis.engine.needs import Measure, Scope, measures_among, needs_of
-from dlprof.analysis.engine.ranks import Answer, Failure, Measured, RankAnswer, RankData, answered
+from dlprof.analysis.engine.ranks import Failure, Measured, RankAnswer, RankData, answered
+from dlprof.analysis.engine.shards import left_out, not_there
+from dlprof.analysis.engine.store import Kept, Store
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.kineto import prefetch
 from dlprof.read.kineto.split.shares import free_bytes
 from dlprof.read.run import TRACE, Rank, Run
+from dlprof.units import count
 
 
 @dataclass(frozen=True)
 class Done:
-    """How much is done, and of how much: ranks, their files, and the bytes of these."""
+    """How much is done, and of how much: ranks, their files, the bytes of these; and what of it was known before."""
 
     ranks: int
     of_ranks: int
@@ -32,16 +36,33 @@ class Done:
     of_files: int = 0
     bytes: int = 0
     of_bytes: int = 0
+    known_ranks: int = 0
+    known_bytes: int = 0
 
 
 Progress = Callable[[Done], None]
 
 # Memory of a process next to its rank's unpacked bytes.
 PROCESS_BYTES = 200 << 20
+# Of the memory that is free.
+USED = 0.8
 
 
-def measure_rank(rank: Rank, measures: Sequence[Measure[Any]], also: Also | None = None) -> RankAnswer:
-    """Read one rank, compute its measures and drop its tables."""
+class Backend(Protocol):
+    """Reads ranks in whatever order and yields their answers; keeps each in the store, where there is one."""
+
+    def __call__(
+        self, ranks: Sequence[Rank], todo: Sequence[Measure[Any]], workers: int, also: Also | None, store: Store | None
+    ) -> Iterator[tuple[int, RankAnswer]]:
+        """Measure the ranks in at most so many processes at once."""
+        ...
+
+
+def measure_rank(
+    rank: Rank, measures: Sequence[Measure[Any]], also: Also | None = None, store: Store | None = None
+) -> RankAnswer:
+    """Read one rank, compute its measures, drop its tables, and keep the answer where there is a store."""
+    stamp = store.stamp(rank) if store else ""  # before reading: the files may change meanwhile
     data = RankData(rank)
     answers = {m.name: answered(partial(data.once, m)) for m in measures}
     if also:
@@ -49,7 +70,13 @@ def measure_rank(rank: Rank, measures: Sequence[Measure[Any]], also: Also | None
     facts = data.facts
     answer = RankAnswer(answers, facts.facts, facts.trace_facts, tuple(data.warnings), data.tables)
     data.forget()
-    return answer
+    return replace(answer, unkept=store.keep(rank, answer, stamp)) if store else answer
+
+
+def lost(rank: Rank, todo: Sequence[Measure[Any]]) -> RankAnswer:
+    """Return the answer of a rank that killed the process which read it."""
+    why = f"reading {', '.join(map(str, rank.files.values()))} killed its process (out of memory?)"
+    return RankAnswer({m.name: Failure(why) for m in todo}, rank.facts, {}, (why,))
 
 
 def _also() -> pd.DataFrame:
@@ -67,44 +94,100 @@ def measure(
     jobs: int | None = None,
     progress: Progress | None = None,
     also: Also | None = None,
+    *,
+    store: Store | None = None,
+    backend: Backend | None = None,
+    only_kept: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Measured:
     """Compute for every rank of a run what the wanted measures, and functions to be called with measures, need.
 
     `also` is called with each rank while its tables exist; its frame is that of the measure ALSO. `jobs` bounds the
-    processes; by default cores and memory do. Raises DlprofError where no file of foreign traces could be read; a
-    recorded run still has its facts.
+    processes; by default cores and memory do. What `store` has is not read again, and the rest is kept there; with
+    `only_kept` the rest is left out, with a warning of the run. `backend` reads the ranks; by default this process
+    does, or others beside it. `tell` gets a line for each thing that a user should know meanwhile. Raises DlprofError
+    where no file of foreign traces could be read; a recorded run still has its facts.
     """
-    todo = travelling(wanted)
-    workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
-    prefetch.stop()
-    run.share_out(jobs)
-    answers: dict[int, RankAnswer] = {}
-    backend = processes if workers > 1 else serial
-    far = so_far(run)
-    if progress:
-        progress(far([]))
-    # Traces that are decoded already take least: they go last, where they even out the processes.
-    order = sorted(run.largest_first, key=lambda rank: prefetch.is_begun(rank.files.get(TRACE)))
-    for index, answer in backend(order, todo, workers, also):
-        answers[index] = answer
-        if progress:
-            progress(far(answers))
-    prefetch.forget()
+    answers = answers_of(
+        run, wanted, jobs, progress, also, store=store, backend=backend, only_kept=only_kept, tell=tell
+    )
+    if only_kept:
+        run = left_out(run, answers)
     if answers and not run.recorded and not any(a.tables for a in answers.values()):
         why = answers[min(answers)].warnings[0]
         raise DlprofError(why if len(answers) == 1 else f"none of {len(answers)} traces can be read: {why}")
     return Measured(run, answers)
 
 
-def so_far(run: Run) -> Callable[[Collection[int]], Done]:
-    """Return a function from the ranks that are done to the progress: their number, files and bytes."""
+def answers_of(
+    run: Run,
+    wanted: Iterable[Measure[Any] | Callable[..., Any]],
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    also: Also | None = None,
+    *,
+    store: Store | None = None,
+    backend: Backend | None = None,
+    only_kept: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> dict[int, RankAnswer]:
+    """Return the answer of each rank, as for `measure`, whatever could be read."""
+    todo = travelling(wanted)
+    if also:
+        store = None  # what it returns is not among the measures
+    kept = store.read(run.ranks, todo) if store else Kept()
+    answers = dict(kept.answers)
+    if tell and store:
+        for line in (*kept.warnings(), *not_there(run, kept, only_kept)):
+            tell(line)
+    far = so_far(run, kept.answers)
+    if progress:
+        progress(far(answers))
+    left = [] if only_kept else [rank for rank in run.largest_first if rank.index not in answers]
+    unkept = Counter[str]()
+    for index, answer in _read(run, left, todo, jobs, also, store, backend):
+        answers[index] = answer
+        unkept[answer.unkept] += 1
+        if progress:
+            progress(far(answers))
+    del unkept[""]
+    if tell and unkept and store:
+        tell(f"{count(unkept.total(), 'rank')} could not be kept in {store.folder}: {', '.join(unkept)}")
+    return answers
+
+
+def _read(
+    run: Run,
+    ranks: Sequence[Rank],
+    todo: Sequence[Measure[Any]],
+    jobs: int | None,
+    also: Also | None,
+    store: Store | None,
+    backend: Backend | None,
+) -> Iterator[tuple[int, RankAnswer]]:
+    workers = at_once(ranks, jobs)
+    prefetch.stop()
+    replace(run, ranks=tuple(ranks)).share_out(jobs)
+    if backend is None:
+        # Where answers are kept, a process that dies of one rank must not end the analysis of the others.
+        backend = processes if workers > 1 or (store and len(ranks) > 1) else serial
+    # Traces that are decoded already take least: they go last, where they even out the processes.
+    order = sorted(ranks, key=lambda rank: prefetch.is_begun(rank.files.get(TRACE)))
+    if order:
+        yield from backend(order, todo, workers, also, store)
+    prefetch.forget()
+
+
+def so_far(run: Run, known: Collection[int] = ()) -> Callable[[Collection[int]], Done]:
+    """Return a function from the ranks that are done to the progress; `known`: those that need not be read."""
     sizes = {r.index: [p.stat().st_size for p in r.files.values() if p.exists()] for r in run.ranks}
     whole = (sum(len(of) for of in sizes.values()), sum(sum(of) for of in sizes.values()))
+    before = (len(known), sum(sum(sizes[r]) for r in known))
 
     def done(ranks: Collection[int]) -> Done:
         read = [sizes[r] for r in ranks]
         files, read_bytes = sum(len(of) for of in read), sum(sum(of) for of in read)
-        return Done(len(ranks), len(sizes), files, whole[0], read_bytes, whole[1])
+        return Done(len(ranks), len(sizes), files, whole[0], read_bytes, whole[1], *before)
 
     return done
 
@@ -114,14 +197,19 @@ def serial(
     todo: Sequence[Measure[Any]],
     workers: int = 1,  # noqa: ARG001 - a backend's signature
     also: Also | None = None,
+    store: Store | None = None,
 ) -> Iterator[tuple[int, RankAnswer]]:
     """Measure the ranks one after the other in this process."""
     for rank in ranks:
-        yield rank.index, measure_rank(rank, todo, also)
+        yield rank.index, measure_rank(rank, todo, also, store)
 
 
 def processes(
-    ranks: Sequence[Rank], todo: Sequence[Measure[Any]], workers: int, also: Also | None = None
+    ranks: Sequence[Rank],
+    todo: Sequence[Measure[Any]],
+    workers: int,
+    also: Also | None = None,
+    store: Store | None = None,
 ) -> Iterator[tuple[int, RankAnswer]]:
     """Measure the ranks in a pool of processes; a rank whose process died has a warning and costs no other."""
     # Forking is ten times cheaper than a fresh interpreter, and safe while this process has no other thread.
@@ -129,7 +217,7 @@ def processes(
     context = multiprocessing.get_context("fork" if alone else "spawn")
     pending = {r.index: r for r in ranks}
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = {pool.submit(measure_rank, r, todo, also): r.index for r in ranks}
+        futures = {pool.submit(measure_rank, r, todo, also, store): r.index for r in ranks}
         try:
             for future in as_completed(futures):
                 index = futures[future]
@@ -143,11 +231,9 @@ def processes(
     for rank in pending.values():
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             try:
-                yield rank.index, pool.submit(measure_rank, rank, todo, also).result()
+                yield rank.index, pool.submit(measure_rank, rank, todo, also, store).result()
             except BrokenProcessPool:
-                why = f"reading {', '.join(map(str, rank.files.values()))} killed its process (out of memory?)"
-                lost: dict[str, Answer] = {m.name: Failure(why) for m in todo}
-                yield rank.index, RankAnswer(lost, rank.facts, {}, (why,))
+                yield rank.index, lost(rank, todo)
 
 
 def travelling(wanted: Iterable[Measure[Any] | Callable[..., Any]]) -> tuple[Measure[Any], ...]:
@@ -166,14 +252,13 @@ def travelling(wanted: Iterable[Measure[Any] | Callable[..., Any]]) -> tuple[Mea
     return tuple(found[name] for name in sorted(found))
 
 
+def at_once(ranks: Sequence[Rank], jobs: int | None = None) -> int:
+    """Return how many processes read these ranks at once: `jobs` or the cores, no more than ranks and memory allow."""
+    largest = max((r.unpacked_bytes for r in ranks), default=0)
+    free = free_bytes()
+    fitting = _cores() if free is None else max(1, int(free * USED) // (largest + PROCESS_BYTES))
+    return min(jobs or _cores(), len(ranks), fitting)
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _fitting(run: Run) -> int:
-    """Return how many of the largest ranks fit into the free memory at once; at least one."""
-    free = free_bytes()
-    if free is None:
-        return _cores()
-    largest = max((r.unpacked_bytes for r in run.ranks), default=0)
-    return max(1, int(free * 0.8) // (largest + PROCESS_BYTES))

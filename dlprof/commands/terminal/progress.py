@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
+from dlprof.plain import plain
 from dlprof.units import count, size
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         """Leave nothing of it on a terminal: what was read is in what is printed next."""
-        if self._width:
-            self._write("\r" + " " * self._width + "\r")
-            self._width = 0
+        self._clear()
 
     def __call__(self, done: Done) -> None:
         """Print how far it is, where that is due."""
@@ -60,6 +59,17 @@ class Progress:
         elif done.of_ranks > 1 and done.ranks in (*range(tenth, done.of_ranks, tenth), done.of_ranks):
             self._write(f"{self._line(done)}\n")
 
+    def tell(self, line: str) -> None:
+        """Print a line that stays."""
+        if not self._quiet:
+            self._clear()
+            self._write(f"{plain(line)}\n")
+
+    def _clear(self) -> None:
+        if self._width:
+            self._write("\r" + " " * self._width + "\r")
+            self._width = 0
+
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
@@ -71,12 +81,19 @@ class Progress:
         seconds = self._clock() - self._start
         if done.of_bytes:
             parts.append(f"{size(done.bytes)} of {size(done.of_bytes)}")
-            if done.bytes and seconds > 0:
-                parts.append(f"{size(done.bytes / seconds)}/s")
-        share = done.bytes / done.of_bytes if done.of_bytes else done.ranks / max(done.of_ranks, 1)
+            if done.bytes > done.known_bytes and seconds > 0:
+                parts.append(f"{size((done.bytes - done.known_bytes) / seconds)}/s")
+        share = _share(done)
         if ENOUGH <= share < 1:
             parts.append(f"{_time(seconds / share * (1 - share))} left")
         return " · ".join(parts)
+
+
+def _share(done: Done) -> float:
+    """Return how much is done of what there was to do: not of what was known before."""
+    if done.of_bytes > done.known_bytes:
+        return (done.bytes - done.known_bytes) / (done.of_bytes - done.known_bytes)
+    return (done.ranks - done.known_ranks) / max(done.of_ranks - done.known_ranks, 1)
 
 
 def _time(seconds: float) -> str:

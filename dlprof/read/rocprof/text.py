@@ -49,13 +49,18 @@ def read_csv(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piec
     rows = list(_csv_rows(path, "kernel", "Kernel_Name", warnings))
     if not rows:
         raise DlprofError(f"{path}: no kernel in it")
-    inside = opening.Inside(path.parent)
-    if path.name.endswith(_KERNELS):
-        for ending, (kind, column) in _BESIDE.items():
-            other = path.with_name(path.name.removesuffix(_KERNELS) + ending)
-            if inside.holds(other):
-                rows += _csv_rows(other, kind, column, warnings)
+    for other, (kind, column) in beside(path).items():
+        rows += _csv_rows(other, kind, column, warnings)
     return _reading(path, rows, warnings)
+
+
+def beside(path: Path) -> dict[Path, tuple[str, str]]:
+    """Return the files that are read with a kernel trace, each with the kind of its rows and the column of names."""
+    if not path.name.endswith(_KERNELS):
+        return {}
+    inside = opening.Inside(path.parent)
+    others = {path.with_name(path.name.removesuffix(_KERNELS) + ending): of for ending, of in _BESIDE.items()}
+    return {other: of for other, of in others.items() if inside.holds(other)}
 
 
 def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterator[_Row]:

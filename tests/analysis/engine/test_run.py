@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis import engine
-from dlprof.analysis.engine import Done, RankData
+from dlprof.analysis.engine import Done, RankData, open_store
 from dlprof.analysis.engine import run as engine_run
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import own_time
@@ -161,3 +162,51 @@ def test_a_rank_leaves_no_tables_behind(job: Run, monkeypatch: pytest.MonkeyPatc
         assert [ref() for ref in seen] == [None]
     finally:
         gc.enable()
+
+
+def test_a_rank_that_killed_its_process_is_not_kept(job: Run, tmp_path: Path) -> None:
+    """A second time there may be memory for it."""
+    store = open_store(job, tmp_path)
+    store.make()
+    for backend in (None, engine_run.processes):
+        answers = engine.answers_of(job, [rows, deadly], jobs=1, store=store, backend=backend)
+        assert "killed its process" in answers[1].warnings[0]
+        assert sorted(store.read(job.ranks, engine_run.travelling([rows, deadly])).answers) == [0, 2, 3]
+
+
+def test_only_what_is_not_known_is_read(job: Run, tmp_path: Path) -> None:
+    store = open_store(job, tmp_path)
+    store.make()
+    some = replace(job, ranks=job.ranks[:3])
+    first = engine.measure(some, [rows], jobs=2, store=store).frame(rows)
+    seen: list[Done] = []
+    second = engine.measure(job, [rows], jobs=1, store=store, progress=seen.append).frame(rows)
+    assert second["process"].to_list()[:3] == first["process"].to_list()
+    assert second["process"].to_list()[3] not in first["process"].to_list()
+    assert [(done.ranks, done.known_ranks) for done in seen] == [(3, 3), (4, 3)]
+    assert {done.known_bytes for done in seen} == {seen[0].bytes}
+
+
+def test_what_is_not_kept_is_left_out_where_that_is_asked_for(job: Run, tmp_path: Path) -> None:
+    store = open_store(job, tmp_path)
+    store.make()
+    some = replace(job, ranks=job.ranks[1:])
+    engine.measure(some, [rows], jobs=1, store=store, backend=engine_run.serial)
+    run = engine.measure(job, [rows], store=store, only_kept=True)
+    assert run.ranks == (1, 2, 3)
+    assert run.run.warnings == ("1 of 4 ranks was not reduced and is left out: 0",)
+    with pytest.raises(DlprofError, match="no rank of it was reduced"):
+        engine.measure(job, [rows], only_kept=True)
+
+
+def test_what_also_is_asked_for_is_never_kept(job: Run, tmp_path: Path) -> None:
+    store = open_store(job, tmp_path)
+    store.make()
+
+    def also(data: RankData) -> pd.DataFrame:
+        return pd.DataFrame({"mine": [data.index]})
+
+    engine.measure(job, [rows], store=store, backend=engine_run.serial)
+    run = engine.measure(job, [rows], store=store, backend=engine_run.serial, also=also)
+    assert run.frame(engine.ALSO)["mine"].to_list() == [0, 1, 2, 3]
+    assert len(store.read(job.ranks, [rows]).answers) == RANKS

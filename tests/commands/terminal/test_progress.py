@@ -83,3 +83,28 @@ def test_quiet_is_quiet() -> None:
     with Progress(stream=stream, quiet=True) as progress:
         progress(HALF)
     assert stream.getvalue() == ""
+
+
+def test_what_was_known_before_is_not_in_the_rate_and_the_time_left() -> None:
+    stream = Terminal()
+    progress = Progress(stream=stream, clock=ticking(0.0, 10.0, 10.0))  # type: ignore[arg-type]
+    progress(Done(3, 5, 3, 5, 60_000_000, 100_000_000, known_ranks=2, known_bytes=40_000_000))
+    assert stream.getvalue().strip("\r") == ("read 3 of 5 ranks · 3 of 5 files · 60 MB of 100 MB · 2 MB/s · 20 s left")
+
+
+def test_where_all_was_known_before_nothing_is_left() -> None:
+    stream = Terminal()
+    progress = Progress(stream=stream, clock=ticking(0.0, 10.0, 10.0))  # type: ignore[arg-type]
+    progress(Done(2, 2, 2, 2, 100, 100, known_ranks=2, known_bytes=100))
+    assert stream.getvalue().strip("\r") == "read 2 of 2 ranks · 2 of 2 files · 100 B of 100 B"
+
+
+def test_a_line_that_stays_takes_the_place_of_the_one_that_goes() -> None:
+    stream = Terminal()
+    progress = Progress(stream=stream, clock=ticking(0.0, 10.0, 10.0))  # type: ignore[arg-type]
+    progress(HALF)
+    progress.tell("2 ranks\x1b are read again")
+    assert stream.getvalue().endswith("\r2 ranks\\x1b are read again\n")
+    quiet = io.StringIO()
+    Progress(quiet=True, stream=quiet).tell("nothing")
+    assert quiet.getvalue() == ""
