@@ -25,7 +25,7 @@ from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
 from dlprof.read.run import TRACE, Rank, Run, open_run
 from dlprof.result.stored import to_json
-from tests.fixtures.measures import RANKS, deadly, rows
+from tests.fixtures.measures import RANKS, deadly, greedy, rows
 from tests.fixtures.places import ROOT
 
 
@@ -98,6 +98,14 @@ def test_memory_bounds_the_workers(job: Run, monkeypatch: pytest.MonkeyPatch) ->
     run = engine.measure(job, [rows], backend=dask("local:4", lines.append))
     assert lines == ["the largest rank needs so much memory that 2 workers of 4 can work at once"]
     assert len(set(run.frame(rows)["process"])) == 2
+
+
+@pytest.mark.long
+def test_a_worker_that_takes_too_much_is_ended(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "free_bytes", lambda: 2 * (700 << 20))
+    run = engine.measure(job, [greedy], backend=dask("local:2"))
+    assert run.frame(greedy)["rank"].to_list() == [0, 2, 3]
+    assert "rank1.json.gz killed its process (out of memory?)" in run.warnings[1][0]
 
 
 def free_port() -> int:
