@@ -1,6 +1,6 @@
 """The three ways to read many ranks, with 1, 2 and 4 processes each: from process start to written report.
 
-The traces are those of `benchmarks.scale`, smaller. Each way starts with nothing known of any rank, and all must give
+The traces are those of `benchmarks.scale`. Each way starts with nothing known of any rank, and all must give
 the same result. Beside the seconds stands the CPU time of all processes: on a machine that others use it is what
 repeats. More processes than cores can only show what they cost.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import scale
 
-RANKS, STEPS = 32, 1
+RANKS, STEPS = scale.RANKS, scale.STEPS
 PROCESSES = (1, 2, 4)
 
 

@@ -176,7 +176,8 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # other versions of libraries, ports in use: what matters fails and is told
         stack.enter_context(_silent())
-        stack.enter_context(config.set(_SETTINGS))
+        environ = "distributed.nanny.pre-spawn-environ"
+        stack.enter_context(config.set({**_SETTINGS, environ: config.get(environ) | _MALLOC}))
         address: Any = kind
         alive = _never
         if kind == "local":
@@ -201,6 +202,10 @@ _SETTINGS = {
     "distributed.worker.memory.pause": False,
     "distributed.admin.log-length": 0,
 }
+
+# Of a worker's malloc: keep what is freed. Dask has it given back to the kernel, from where the next rank takes it
+# again page by page.
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 32 << 20}
 
 
 def _never() -> bool:
@@ -276,7 +281,7 @@ def _slurm(ranks: Sequence[Rank], jobs: int, store: Store | None) -> Iterator[tu
         job_name="dlprof",
         python=sys.executable,
         log_directory=str(logs),
-        job_script_prologue=[*config.get("jobqueue.slurm.job-script-prologue", []), *map(_exported, _SETTINGS)],
+        job_script_prologue=[*config.get("jobqueue.slurm.job-script-prologue", []), *_exports()],
         silence_logs=_SILENT,
         scheduler_options={"dashboard_address": None},
     )
@@ -299,9 +304,10 @@ def _slurm(ranks: Sequence[Rank], jobs: int, store: Store | None) -> Iterator[tu
             cluster.close()
 
 
-def _exported(setting: str) -> str:
-    """Return the line of a shell script with which Dask finds one of our settings in the environment."""
-    return f"export DASK_{setting.upper().replace('.', '__').replace('-', '_')}={_SETTINGS[setting]}"
+def _exports() -> list[str]:
+    """Return the lines of a shell script that make our settings those of a worker."""
+    dask = {f"DASK_{n.upper().replace('.', '__').replace('-', '_')}": value for n, value in _SETTINGS.items()}
+    return [f"export {name}={value}" for name, value in {**dask, **_MALLOC}.items()]
 
 
 def _bytes_of(ranks: Sequence[Rank]) -> int:
