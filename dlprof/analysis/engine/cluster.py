@@ -29,9 +29,10 @@ from typing import Any
 
 from dlprof.analysis.engine.needs import Measure
 from dlprof.analysis.engine.ranks import RankAnswer
-from dlprof.analysis.engine.run import PROCESS_BYTES, Also, at_once, free_bytes, lost, measure_rank
+from dlprof.analysis.engine.run import PROCESS_BYTES, USED, Also, at_once, lost, measure_rank
 from dlprof.analysis.engine.store import Store, code
 from dlprof.errors import DlprofError
+from dlprof.read.kineto.split.shares import free_bytes
 from dlprof.read.run import Rank
 from dlprof.units import count
 
@@ -254,7 +255,7 @@ def _local(ranks: Sequence[Rank], number: int, tell: Callable[[str], None]) -> I
             n_workers=workers,
             threads_per_worker=1,
             processes=True,
-            memory_limit=0 if free is None else max(free // workers, _bytes_of(ranks)),
+            memory_limit=0 if free is None else max(int(free * USED) // workers, _bytes_of(ranks)),
             dashboard_address=None,
             local_directory=scratch,
             silence_logs=_SILENT,
