@@ -19,7 +19,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Each is a function of its name in a module of its name, those of "prove" in a folder; try_ is that of try, a word of
 # Python's own. In the order of the help, with the words of an example.
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    "record": {"wrap": "train.py --lr 0.1", "run": "ddp_resnet --procs 2", "doctor": ""},
+    "record": {
+        "wrap": "train.py --lr 0.1",
+        "run": "ddp_resnet --procs 2",
+        "slurm": "train.py --gpus-per-node 4",
+        "doctor": "",
+    },
     "read": {
         "report": "traces/",
         "reduce": "traces/ --shard 3/16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,12 @@ def _type(check: Callable[[str], str]) -> Callable[[str], str]:
     return checked
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recording:
     """The options of a command that records, a field each."""
 
-    out: Path | None
-    job: str
+    out: Path | None = None
+    job: str = ""
     window: str
     ranks: str
     no_trace: bool
@@ -62,7 +62,7 @@ class Recording:
     allow_numerics: bool
     quiet: bool
     no_report: bool
-    tries: bool
+    tries: bool = False
 
     def check(self) -> None:
         """Raise a usage error where options exclude each other."""
@@ -102,6 +102,20 @@ class Recording:
             window="off" if self.no_trace else "nsys" if self.nsys else self.window,
         )
 
+    @property
+    def words(self) -> list[str]:
+        """The same on a command line: of those only that differ from what is done anyway."""
+        found = []
+        for field in fields(self):
+            value, option = getattr(self, field.name), _NAMES.get(field.name, "--" + field.name.replace("_", "-"))
+            if value is True:
+                found.append(option)
+            elif isinstance(value, tuple):
+                found += [word for one in value for word in (option, one)]
+            elif value and value != _DEFAULTS.get(field.name):
+                found += [option, str(value)]
+        return found
+
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the command: with the options, and the variables that are overridden."""
         asked = options.variables(self.asked)
@@ -122,9 +136,9 @@ def _value(name: str, check: Callable[[str], str], default: str, metavar: str, h
     )
 
 
-_OPTIONS = (
-    out("The run folder [default: a new one in runs/]."),
-    _value(
+_OPTIONS = {
+    "out": out("The run folder [default: a new one in runs/]."),
+    "job": _value(
         "--job",
         _job,
         "",
@@ -132,14 +146,14 @@ _OPTIONS = (
         "Record into one folder with all that give this name: for a job that is started host by host, on a disk that"
         " the hosts share. Tasks of srun and mpirun need none.",
     ),
-    _value(
+    "window": _value(
         "--window",
         options.window,
         "",
         "S,W,A",
         "Steps to skip, to warm up and to trace [default: 10,2,5; sooner and fewer where steps are slow].",
     ),
-    _value(
+    "ranks": _value(
         "--ranks",
         options.ranks,
         "all",
@@ -147,15 +161,15 @@ _OPTIONS = (
         "Which ranks record a trace in the window: all; 0,1,last; 0-7; per-host, the first of each host; per-stage, one"
         " of each pipeline stage. All else is recorded of every rank.",
     ),
-    _flag("--no-trace", "The step log only: no profiler window."),
-    click.option(
+    "no_trace": _flag("--no-trace", "The step log only: no profiler window."),
+    "flops": click.option(
         "--flops",
         type=click.Choice(["auto", "on", "off"]),
         default="auto",
         show_default=True,
         help="Count what one un-timed step computes: where that is tried and safe, elsewhere too, or never.",
     ),
-    click.option(
+    "lines": click.option(
         "--lines",
         multiple=True,
         type=_type(options.function),
@@ -164,11 +178,11 @@ _OPTIONS = (
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
         " Slows these functions.",
     ),
-    _flag(
+    "shapes": _flag(
         "--shapes",
         "Trace the shapes that operators meet: each then has its own time in the report. Slows the traced steps.",
     ),
-    _value(
+    "stacks": _value(
         "--stacks",
         options.stacks,
         "on",
@@ -176,14 +190,16 @@ _OPTIONS = (
         f"Read the Python stacks of ranks and loader workers with py-spy: in bursts, {options.STACKS_A_SECOND} or RATE"
         " times a second, without stopping them.",
     ),
-    _flag("--memory", "Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation."),
-    _flag(
+    "memory": _flag(
+        "--memory", "Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation."
+    ),
+    "nsys": _flag(
         "--nsys",
         "Record the window with NVIDIA's nsys instead of torch.profiler, with NVTX ranges; with --no-trace, all of the"
         " job.",
     ),
-    _flag("--nvtx", "Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself."),
-    _value(
+    "nvtx": _flag("--nvtx", "Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself."),
+    "sample": _value(
         "--sample",
         options.sample,
         "auto",
@@ -191,8 +207,8 @@ _OPTIONS = (
         "How often to sample the host and its GPUs; auto: every second, and ever less often as the job grows older,"
         " down to every 5.",
     ),
-    _flag("--no-sample", "Start no sampling process: no samples of host, GPUs and stacks."),
-    click.option(
+    "no_sample": _flag("--no-sample", "Start no sampling process: no samples of host, GPUs and stacks."),
+    "settings": click.option(
         "--set",
         "settings",
         multiple=True,
@@ -201,28 +217,33 @@ _OPTIONS = (
         help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
         " Repeatable. `dlprof explain settings` lists them.",
     ),
-    _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
-    _flag("--quiet", "Print nothing but warnings and errors."),
-    _flag("--no-report", "Record only."),
-    click.option(
+    "allow_numerics": _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
+    "quiet": _flag("--quiet", "Print nothing but warnings and errors."),
+    "no_report": _flag("--no-report", "Record only."),
+    "tries": click.option(
         "--try",
         "tries",
         is_flag=True,
         help="Then run the command again and again, for ten minutes at most, with what the report advises, and measure"
         " what that gains, as `dlprof try` does.",
     ),
-)
+}
+_NAMES = {"settings": "--set", "tries": "--try"}
+_DEFAULTS = {"ranks": "all", "flops": "auto", "stacks": options.STACKS_A_SECOND, "sample": "auto"}
 
 
-def recording_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of every command that records, gathered into its argument `recording`."""
+def recording_options(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
+    """Give a command the options of every command that records, gathered into its argument `recording`.
+
+    `without`: fields whose options it has not.
+    """
 
     @functools.wraps(command)
     def gathered(**options: Any) -> None:
-        recording = Recording(**{f.name: options.pop(f.name) for f in fields(Recording)})
+        recording = Recording(**{name: options.pop(name) for name in _OPTIONS if name not in without})
         recording.check()
         command(recording=recording, **options)
 
-    for option in reversed(_OPTIONS):
+    for option in reversed([option for name, option in _OPTIONS.items() if name not in without]):
         gathered = option(gathered)
     return gathered

@@ -16,7 +16,9 @@ from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
 from dlprof.record.launch.folder import new_folder
+from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
+from dlprof.record.launch.tasks import task_of
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.redaction import shown
 from dlprof.run_folder import recorded
@@ -88,7 +90,8 @@ def record(
     trial = env.get("DLPROF_TRIAL")
     env = recording.environment(env)
     folder = recording.out if recording.out is not None else new_folder(name, env)
-    if not recording.quiet:
+    task = task_of(env)
+    if not recording.quiet and (task is None or task.number in (None, "0")):
         _say(f"dlprof: recording into {folder}")
     with _undisturbed():
         ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher, recording.overrides)
@@ -99,7 +102,9 @@ def record(
         if trial:
             _end_rest(folder)
     if not recording.no_report and ended.last and recorded(folder):
-        _report(ended, recording.quiet)
+        # A launcher ends all tasks when one fails, and the last of them makes the report of that.
+        with deaf() if task else contextlib.nullcontext():
+            _report(ended, recording.quiet)
         if recording.tries and ended.signal is None:
             _try(ended, recording)
     end_like(ended)

@@ -109,7 +109,7 @@ def _environment(run: Run, environ: Mapping[str, str]) -> tuple[dict[str, str], 
     lost = []
     for name in sorted(VARIABLES):
         values = {of.get(name) for of in seen}
-        if name.startswith("SLURM_") or len(values) > 1:
+        if name.startswith("SLURM") or len(values) > 1:
             continue
         (value,) = values
         if isinstance(value, str) and REDACTED in value:

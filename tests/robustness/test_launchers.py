@@ -1,7 +1,7 @@
 """Jobs that MPI's and SLURM's own launchers start: one folder with all ranks, and they end as without dlprof.
 
 The launchers are real; where one is not installed, its tests skip. SLURM's run on a cluster of this one machine, which
-is made for them and knows nothing of another one that may be here.
+is made for them and knows nothing of another one that may be here (tests/fixtures/slurm.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from tests.fixtures.jobs import (
     children,
     environment,
     facts,
-    free_port,
     launch,
     rows,
     running,
@@ -183,67 +181,6 @@ def test_sigterm_to_dlprof_ends_the_ranks_of_mpirun(script: Path, tmp_path: Path
     assert process.wait(60) == 1  # as mpirun ends
     assert until(lambda: not running(script))
     assert [one["ended"] for one in both_ranks(tmp_path / "run")] == [f"signal {int(signal.SIGTERM)}"] * 2
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start a SLURM of this one machine; give the environment in which its commands find it."""
-    daemons = {name: shutil.which(name, path=os.defpath + ":/usr/sbin") for name in ("munged", "slurmctld", "slurmd")}
-    if os.geteuid() != 0 or None in daemons.values() or shutil.which("srun") is None:
-        pytest.skip("SLURM is not installed (slurm-wlm, munge), or not ours to start")
-    place = tmp_path_factory.mktemp("slurm")  # a short one: a socket's path has 107 letters at most
-    for folder in (place / "state", place / "spool"):
-        folder.mkdir()
-    key = place / "key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    host = os.uname().nodename
-    settings = {
-        "ClusterName": "one",
-        "SlurmctldHost": f"{host}(127.0.0.1)",
-        "SlurmUser": "root",
-        "SlurmctldPort": free_port(),
-        "SlurmdPort": free_port(),
-        "AuthType": "auth/munge",
-        "AuthInfo": f"socket={place}/munge.socket",
-        "CredType": "cred/munge",
-        "StateSaveLocation": place / "state",
-        "SlurmdSpoolDir": place / "spool",
-        "SlurmctldPidFile": place / "slurmctld.pid",
-        "SlurmdPidFile": place / "slurmd.pid",
-        "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none",
-        "MpiDefault": "none",
-        "KillWait": 30,
-        "SlurmdParameters": "config_overrides",
-        "NodeName": f"{host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=500 State=UNKNOWN",
-        "PartitionName": "all Nodes=ALL Default=YES State=UP",
-    }
-    (place / "slurm.conf").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-    env = environment(SLURM_CONF=str(place / "slurm.conf"))
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(name: str, *more: str) -> None:
-        with (place / f"{name}.log").open("w") as log:
-            started.append(subprocess.Popen([str(daemons[name]), *more], env=env, stdout=log, stderr=log))
-
-    try:
-        files = [f"--{name}-file={place}/munge.{name}" for name in ("pid", "log", "seed")]
-        start("munged", "--foreground", "--force", f"--socket={place}/munge.socket", f"--key-file={key}", *files)
-        assert until((place / "munge.socket").exists), (place / "munged.log").read_text()
-        start("slurmctld", "-D")
-        start("slurmd", "-D")
-        idle = ["sinfo", "--noheader", "--format", "%T"]
-        assert until(lambda: launch(idle, place, env=env).stdout.strip() == "idle"), (place / "slurmd.log").read_text()
-        yield env
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 @pytest.mark.slow

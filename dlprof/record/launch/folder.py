@@ -173,7 +173,9 @@ def _why_not(folder: Path, task: Task) -> str:
         return ""
     theirs = _begun(folder / "run.json")
     job, batch, ended = (theirs.get("options") or {}).get("job"), theirs.get("batch"), theirs.get("end_ns")
-    if job != task.job or _task_file(folder, task).exists():
+    if job != task.job:
+        return f"{_HOLDS} of job {job}, and this is {task.job}" if job else _HOLDS
+    if _task_file(folder, task).exists():
         return _HOLDS
     if batch and task.batch and batch != task.batch:
         return f"{_HOLDS} of {batch} under the name {job}, and this is {task.batch}"

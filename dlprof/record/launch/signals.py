@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 from dlprof.record.launch.process import awaits, tied
 
@@ -103,6 +104,19 @@ class Witness:
             self._process.kill()
             self._process.wait()
             self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """Take no SIGTERM: a launcher that ends all tasks once one has failed means their commands, and this one's is over.
+
+    What is started meanwhile takes none either.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def pass_on(child: int, info: signal.struct_siginfo, witness: Witness) -> None:

@@ -24,6 +24,7 @@ from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import wait_or_kill
+from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.unapplied import unapplied
 from dlprof.record.redaction import shown
 
@@ -82,22 +83,25 @@ def supervise(
     words = [*(launcher.words(here) if launcher else ()), *command]
     status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
     end_ns = time.time_ns()
-    samplers.end()
-    code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
-    warnings = [] if code in (126, 127) else missing(run)
-    if resumed:
-        times = "" if len(resumed) == 1 else f" {len(resumed)} times"
-        warnings.append(f"the job was stopped and went on again{times}: the steps in which it was stopped are left out")
-    warnings += left(folder)
-    warnings += launcher.ended(here) if launcher else []
-    compress(run.ranks)
-    warnings += samplers.wait()
-    end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed, "warnings": warnings}
-    of_all: list[str] | None = []
-    try:
-        of_all = run.end(lambda: whole_run(folder, asked), **end)
-    except (OSError, ValueError) as e:
-        warnings.append(f"run.json has no end: {e}")
+    with deaf():
+        samplers.end()
+        code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+        warnings = [] if code in (126, 127) else missing(run)
+        if resumed:
+            times = "" if len(resumed) == 1 else f" {len(resumed)} times"
+            warnings.append(
+                f"the job was stopped and went on again{times}: the steps in which it was stopped are left out"
+            )
+        warnings += left(folder)
+        warnings += launcher.ended(here) if launcher else []
+        compress(run.ranks)
+        warnings += samplers.wait()
+        end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed, "warnings": warnings}
+        of_all: list[str] | None = []
+        try:
+            of_all = run.end(lambda: whole_run(folder, asked), **end)
+        except (OSError, ValueError) as e:
+            warnings.append(f"run.json has no end: {e}")
     return Ended(folder, code, number, (*warnings, *(of_all or ())), of_all is not None)
 
 

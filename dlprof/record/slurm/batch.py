@@ -1,0 +1,128 @@
+"""Writes the batch script of a job that is recorded: one task a rank, or one torchrun a node."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dlprof.record.slurm.containers import Container
+
+Launcher = Literal["srun", "torchrun"]
+
+# What a rank is told, as torchrun would: SLURM tells its tasks the same in other words.
+_TELLS = (
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS"
+    ' LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE; exec "$@"'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a batch script is made of. Paths are as the nodes see them."""
+
+    command: tuple[str, ...]  # the script with its arguments, or any command
+    name: str
+    nodes: int
+    ranks: int  # of a node
+    gpus: bool  # a rank has a GPU
+    launcher: Launcher
+    cores: int  # of a rank
+    threads: int  # of a rank's OpenMP pool
+    runs: Path  # where the run folders are, on a disk that all nodes share
+    directory: Path  # where the job runs
+    dlprof: tuple[str, ...]  # the words that start dlprof outside a container
+    python: str  # the interpreter that trains
+    recording: tuple[str, ...] = ()  # options of dlprof wrap
+    directives: tuple[str, ...] = ()  # more lines #SBATCH, in the order given
+    setup: tuple[str, ...] = ()  # lines before the job's
+    grace_s: int = 60  # SIGTERM comes so long before the time is up; 0: as SLURM does
+    hint: str = ""
+    numa: str = ""  # torchrun's --numa-binding
+    container: Container | None = None
+    written_by: str = "dlprof slurm"
+
+    @property
+    def run(self) -> str:
+        """The run folder, for a shell: a job that is requeued has its number again."""
+        return f"{shlex.quote(f'{self.runs}/{self.name}')}-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}}"
+
+    def text(self) -> str:
+        """Return the script."""
+        lines = ["#!/bin/bash", f"# {self.written_by}", *(f"#SBATCH {line}" for line in self._directives()), ""]
+        if self.setup:
+            lines += [*self.setup, ""]
+        lines += [
+            "# The first node of the job runs this script: there the ranks meet. No two jobs of a node have one port.",
+            "export MASTER_ADDR=$(hostname) MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))",
+            f"export OMP_NUM_THREADS={self.threads}",
+        ]
+        if not self.gpus:
+            lines.append("export CUDA_VISIBLE_DEVICES=")
+        lines += [f"run={self.run}", "", *self._job()]
+        return "\n".join(lines) + "\n"
+
+    def _directives(self) -> list[str]:
+        per_task = self.launcher == "srun"
+        found = [
+            f"--job-name={self.name}",
+            f"--chdir={self.directory}",
+            f"--output={self.name}-%j.out",
+            f"--nodes={self.nodes}",
+            f"--ntasks-per-node={self.ranks if per_task else 1}",
+            f"--cpus-per-task={self.cores if per_task else self.cores * self.ranks}",
+        ]
+        found += [f"--gpus-per-node={self.ranks}"] if self.gpus else []
+        found += [f"--hint={self.hint}"] if self.hint else []
+        found += [f"--signal=TERM@{self.grace_s}"] if self.grace_s else []
+        return [shlex.quote(line) for line in found] + list(self.directives)
+
+    def _job(self) -> list[str]:
+        """Return the lines that start the ranks."""
+        per_task = self.launcher == "srun"
+        # Since SLURM 22.05 srun does not take the cores of a task from the batch job.
+        srun = [f"--cpus-per-task={self.cores if per_task else self.cores * self.ranks}"]
+        srun += [] if self.hint else ["--cpu-bind=cores"]
+        # Neighbours in rank on the same socket, as GPUs are numbered.
+        srun += ["--distribution=block:block"] if per_task else []
+        srun += ["--kill-on-bad-exit=1"]
+        outside, inside = [*self.dlprof], list[str]()
+        if self.container is not None:
+            srun += self.container.of_srun((self.directory, self.runs))
+            inside = self.container.of_command((self.directory, self.runs), self.gpus)
+            if self.container.holds_dlprof:
+                outside = [self.python, "-m", "dlprof"]
+        said = [
+            " ".join(["exec srun", *map(shlex.quote, srun)]),
+            f"bash -c {shlex.quote(_TELLS)} rank" if per_task else "",
+            " ".join([shlex.join([*outside, "wrap", "-o"]), '"$run"', *map(shlex.quote, self.recording), "--"]),
+            shlex.join(inside),
+            "" if per_task else self._torchrun(),
+            shlex.join(self._program()),
+        ]
+        how = "One task a rank" if per_task else "One torchrun a node"
+        why = "on cores of its own" if per_task else "on all cores of the job there; it starts the ranks"
+        return [f"# {how}, {why}. exec: the job ends as it ends.", " \\\n    ".join(part for part in said if part)]
+
+    def _torchrun(self) -> str:
+        words = [self.python, "-m", "torch.distributed.run", "--nnodes", str(self.nodes)]
+        words += ["--nproc-per-node", str(self.ranks), "--rdzv-backend", "c10d"]
+        words += ["--numa-binding", self.numa] if self.numa else []
+        return f'{shlex.join(words)} --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"'
+
+    def _program(self) -> Sequence[str]:
+        first = self.command[0]
+        is_python = first.endswith(".py") or first == "-m"
+        if self.launcher == "torchrun":
+            return self.command if is_python else ["--no-python", *self.command]
+        return [self.python, *self.command] if is_python else self.command
+
+
+def name_of(words: Sequence[str]) -> str:
+    """Name a job after its script, or else its module or command."""
+    script = next((word for word in words if word.endswith(".py")), None)
+    stem = Path(script).stem if script else words[1] if words[0] == "-m" else Path(words[0]).name
+    return re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII) or "job"

@@ -1,0 +1,215 @@
+"""Batch scripts of `dlprof slurm` on a real SLURM of two nodes: one folder for all ranks, however the job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.read.run import open_run
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, words
+from tests.fixtures.places import ROOT
+from tests.fixtures.slurm import NODES, lacking
+
+# As any script does that torchrun starts.
+TRAINS = """
+import sys, time
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(100000 if "long" in sys.argv else 30):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if n == 20:
+        print("ready", *sys.argv[1:], flush=True)
+        if "falls" in sys.argv and dist.get_rank() == 1:
+            sys.exit(5)
+    time.sleep(0.002)
+del model  # before its group: PyTorch and gloo may wait for each other else
+dist.destroy_process_group()
+sys.exit(7 if "seven" in sys.argv else 0)
+"""
+SIZE = 2 * len(NODES)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "trains.py"
+    path.write_text(COMPILES_NOTHING + TRAINS)
+    return path
+
+
+def submitted(script: Path, env: dict[str, str], *args: str, options: tuple[str, ...] = ("--no-trace",)) -> str:
+    """Submit a job of two ranks on each of two nodes; return its number."""
+    asked = ["--nodes", "2", "--procs-per-node", "2", "--cpus-per-rank", "1", "--submit", *options]
+    done = launch([*DLPROF, "slurm", script.name, *asked, "--", *args], script.parent, env=env)
+    assert done.returncode == 0, done.stderr
+    first, *more = done.stdout.splitlines()
+    number = first.split()[2]
+    assert first == f"dlprof: job {number} is submitted; it records into {script.parent}/runs/trains-{number}"
+    assert any(line.endswith(f"scancel {number}") for line in more)
+    return number
+
+
+def said_of(job: str, env: dict[str, str], place: Path) -> dict[str, str]:
+    """Return what SLURM says of a job."""
+    done = launch(["scontrol", "--oneliner", "show", "job", job], place, env=env)
+    return dict(one.split("=", 1) for one in done.stdout.split() if "=" in one)
+
+
+def has_ended(job: str, env: dict[str, str], place: Path) -> bool:
+    return not launch(["squeue", "--noheader", f"--jobs={job}"], place, env=env).stdout.strip()
+
+
+def ended(job: str, env: dict[str, str], place: Path) -> tuple[Path, str]:
+    """Wait for the end of a job; return its run folder, and what it printed."""
+    assert until(partial(has_ended, job, env, place))
+    return place / f"runs/trains-{job}", (place / f"trains-{job}.out").read_text()
+
+
+def all_ranks(run: Path) -> list[dict[str, Any]]:
+    """Return what the ranks of a run said, once it is sure that they are its only ones."""
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == [f"{rank:05d}" for rank in range(SIZE)]
+    told = [facts(run / f"ranks/{rank:05d}") for rank in range(SIZE)]
+    assert [(one["rank"], one["world_size"]) for one in told] == [(rank, SIZE) for rank in range(SIZE)]
+    assert [one["warnings"] for one in told] == [[]] * SIZE
+    return told
+
+
+@pytest.mark.long
+def test_a_task_a_rank_on_two_nodes_records_into_one_folder_and_ends_as_the_script(
+    slurm: dict[str, str], script: Path, tmp_path: Path
+) -> None:
+    odd = ("a 'quoted' word", "$HOME", "--nodes")
+    job = submitted(script, slurm, "seven", *odd, options=("--window", "5,1,3"))
+    run, said = ended(job, slurm, tmp_path)
+    assert said_of(job, slurm, tmp_path)["ExitCode"] == "7:0"
+    assert said.count("ready seven a 'quoted' word $HOME --nodes\n") == SIZE
+    assert said.count("dlprof: recording into") == 1
+    told = all_ranks(run)
+    assert [one["env"]["SLURMD_NODENAME"] for one in told] == [NODES[0], NODES[0], NODES[1], NODES[1]]
+    assert [one["local_rank"] for one in told] == [0, 1, 0, 1]
+    assert [one["window"]["state"] for one in told] == ["exported"] * SIZE
+    # Each on a core of its own of those of its node.
+    cores = [one["cpu"]["allowed"] for one in told]
+    assert all(core.isdigit() for core in cores)
+    assert cores[0] != cores[1]
+    assert cores[2] != cores[3]
+    # The last to end has made the report, though SLURM ends all tasks when one has failed.
+    assert (run / "report.html").exists()
+    assert f"report: runs/trains-{job}/report.html" in said
+    tasks = json.loads((run / "run.json").read_text())["tasks"]
+    assert {one["exit"]["code"] for one in tasks} <= {7, None}
+    assert {one["number"] for one in tasks} == {str(rank) for rank in range(SIZE)}
+
+
+@pytest.mark.slow
+def test_one_torchrun_a_node_and_two_jobs_keep_apart(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    launcher = ("--launcher", "torchrun", "--no-trace")
+    jobs = [submitted(script, slurm, "one", options=launcher), submitted(script, slurm, "two", options=launcher)]
+    for job in jobs:
+        run, said = ended(job, slurm, tmp_path)
+        assert said_of(job, slurm, tmp_path)["ExitCode"] == "0:0", said
+        told = all_ranks(run)
+        assert {one["env"]["SLURM_JOB_ID"] for one in told} == {job}
+        assert {one["env"]["SLURMD_NODENAME"] for one in told} == {*NODES}
+        assert (run / "report.html").exists()
+        assert len(json.loads((run / "run.json").read_text())["tasks"]) == len(NODES)
+
+
+@pytest.mark.slow
+def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    job = submitted(script, slurm, "long", options=("--window", "5,1,100000"))
+    out = tmp_path / f"trains-{job}.out"
+    assert until(lambda: out.exists() and out.read_text().count("ready") == SIZE)
+    launch(["scancel", job], tmp_path, env=slurm)
+    run, said = ended(job, slurm, tmp_path)
+    # SLURM forgets the job before its processes have ended: they have KillWait seconds.
+    assert until(lambda: (run / "report.html").exists()), said
+    assert until(lambda: not running(script))
+    assert said_of(job, slurm, tmp_path)["JobState"] == "CANCELLED"
+    told = all_ranks(run)
+    assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * SIZE
+    assert [one["window"]["state"] for one in told] == ["partial"] * SIZE
+    assert open_run(run).exit == {"code": None, "signal": int(signal.SIGTERM)}
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_job_and_is_named(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    job = submitted(script, slurm, "falls")
+    run, said = ended(job, slurm, tmp_path)
+    assert said_of(job, slurm, tmp_path)["JobState"] == "FAILED", said
+    all_ranks(run)
+    assert (run / "report.html").exists()
+    assert json.loads((run / "run.json").read_text())["exit"] == {"code": 5, "signal": None}
+    assert f"task 1 on {os.uname().nodename} ended with exit code 5" in open_run(run).warnings
+    assert all(len(rows(run / f"ranks/{rank:05d}")) >= 20 for rank in range(SIZE))
+
+
+@pytest.mark.slow
+def test_the_job_of_another_run_is_named_where_two_are_given_one_folder(slurm: dict[str, str], tmp_path: Path) -> None:
+    command = ["srun", "-n", "2", *DLPROF, "wrap", "-o", "run", "--quiet", "--no-sample", "--", "touch"]
+    assert launch([*command, "first"], tmp_path, env=slurm).returncode == 0
+    done = launch([*command, "second"], tmp_path, env=slurm)
+    assert done.returncode == 1
+    assert not (tmp_path / "second").exists()
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dlprof: ")]
+    assert len(set(lines)) == 1
+    assert "already holds the run of job" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_controller_that_does_not_answer_is_one_line(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    settings = Path(slurm["SLURM_CONF"]).read_text().splitlines()
+    elsewhere = tmp_path / "slurm.conf"
+    elsewhere.write_text("\n".join("SlurmctldPort=9" if one.startswith("SlurmctldPort") else one for one in settings))
+    asked = [*DLPROF, "slurm", script.name, "--procs-per-node", "1", "--submit"]
+    done = launch(asked, tmp_path, env=slurm | {"SLURM_CONF": str(elsewhere)})
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlprof: sbatch did not take the job: ")
+    assert "Unable to contact slurm controller" in line
+
+
+@pytest.mark.slow
+def test_a_cluster_ends_with_whoever_started_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if why := lacking():
+        pytest.skip(why)
+    place = tmp_path_factory.mktemp("slurm")
+    job = f"exec {sys.executable} -c 'import time; time.sleep(3333)'"
+    holds = (
+        "import subprocess, time\nfrom pathlib import Path\nfrom tests.fixtures.slurm import cluster\n"
+        f"with cluster(Path({str(place)!r})) as env:\n"
+        f"    subprocess.run(['sbatch', '--output=/dev/null', {f'--wrap={job}'!r}], env=env, check=True)\n"
+        "    time.sleep(3333)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holds], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        assert until(lambda: any("3333" in line and "sbatch" not in line for line in of_cluster(place)))
+        assert any(line.startswith("slurmstepd") for line in of_cluster(place))
+    finally:
+        process.kill()
+        process.wait()
+    assert until(lambda: not of_cluster(place))
+
+
+def of_cluster(place: Path) -> list[str]:
+    """List the command lines of the processes that a cluster's folder is named to."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if os.fsencode(f"SLURM_CONF={place}/") in path.read_bytes():
+                found.append(words(int(path.parent.name)))
+    return found
