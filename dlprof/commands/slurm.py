@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from dlprof.commands import file, say
+from dlprof.commands import F, file, say
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.files import write, writing
@@ -31,7 +32,7 @@ def _line(ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def _text(name: str, metavar: str, help: str, **more: Any) -> Any:  # noqa: A002 - click's name
+def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]:  # noqa: A002 - click's name
     return click.option(name, metavar=metavar, help=help, callback=_line, **more)
 
 

@@ -66,3 +66,12 @@ def test_what_cannot_be_is_a_usage_error(words: list[str]) -> None:
 def test_numbers_change_only_where_that_is_allowed() -> None:
     recording = given("--set", "torch.autocast=bf16", "--allow-numerics")
     assert recording.overrides == {"torch.autocast": "bf16"}
+
+
+def test_the_words_of_a_recording_ask_for_the_same() -> None:
+    words = ["--window", "3,1,2", "--lines", "auto", "--memory", "--stacks", "9", "--sample", "2", "--set"]
+    words += ["loader.num_workers=2", "--set", "env.OMP_NUM_THREADS=1", "--quiet"]
+    recording = given(*words)
+    assert given(*recording.words) == recording
+    assert sorted(recording.words) == sorted(words)
+    assert given().words == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 
 from dlprof.commands import wrap as command
 from dlprof.record.launch import nsys
-from tests.fixtures.jobs import DLPROF, environment, facts, launch
+from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
 
 TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"
 
@@ -215,3 +217,19 @@ def test_without_nsys_one_line_says_so_and_nothing_starts(tmp_path: Path) -> Non
     assert len(done.stderr.splitlines()) == 1
     assert "no nsys on the PATH" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.long
+def test_the_last_task_reports_though_its_launcher_ends_all(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "trains.py").write_text(TRAINS)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    command = [*DLPROF, "wrap", "-o", "run", "--no-trace", "--no-sample", "trains.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(**step), stderr=subprocess.PIPE, text=True)
+    ended = tmp_path / "run/tasks/1-ended"  # written before the report is made
+    assert until(ended.exists)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 5, said
+    assert (tmp_path / "run/report.html").exists()
+    assert "recording into" not in said  # task 0 says it

@@ -51,8 +51,13 @@ def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monke
     # What a task records after that is another run: of its own folder, or refused as any second run into one.
     again = [new_folder("train", task) for task in tasks]
     assert again[0] == again[1] != folder
-    for other in (tasks[0], tasks[1], tasks[0] | {"SLURM_JOB_ID": "8"}, {}):
-        with pytest.raises(DlprofError, match="already holds a run"):
+    for other, whose in (
+        (tasks[0], "a run"),
+        (tasks[1], "a run"),
+        (tasks[0] | {"SLURM_JOB_ID": "8"}, "the run of job 7.0; this is job 8.0"),
+        ({}, "a run"),
+    ):
+        with pytest.raises(DlprofError, match=f"already holds {whose}"):
             supervise(["touch", "started"], folder, other, {})
     assert not Path("started").exists()
     assert task_of({}) is None

@@ -1,0 +1,90 @@
+"""The command line of `dlprof slurm`: what it writes where, and what it does not take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlprof.cli import cli
+from dlprof.commands.slurm import slurm
+from dlprof.errors import DlprofError
+
+
+def asked(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["slurm", *words])
+
+
+@pytest.fixture(autouse=True)
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_script_that_bash_takes_with_the_options_of_the_recording(there: Path) -> None:
+    options = ["--time", "1:00:00", "--account", "me", "--partition", "big", "--qos", "low"]
+    options += ["--sbatch", "--constraint=a100", "--set", "loader.num_workers=4", "--window", "5,1,3", "--memory"]
+    done = asked("train.py", "--nodes", "2", "--gpus-per-node", "4", *options, "--", "--nodes", "7")
+    assert done.exit_code == 0, done.output
+    text = done.stdout
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    for line in ("--time=1:00:00", "--account=me", "--partition=big", "--qos=low", "--constraint=a100", "--nodes=2"):
+        assert f"#SBATCH {line}\n" in text
+    assert '-o "$run" --window 5,1,3 --memory --set loader.num_workers=4 -- ' in text
+    assert f"{sys.executable} train.py --nodes 7\n" in text
+    assert f"run={there}/runs/train-$SLURM_JOB_ID" in text
+    assert "export OMP_NUM_THREADS=1\n" in text
+
+
+def test_on_the_cpu_each_rank_computes_with_its_cores() -> None:
+    text = asked("-m", "package.train", "--procs-per-node", "4", "--cpus-per-rank", "3").stdout
+    assert "export OMP_NUM_THREADS=3\n" in text
+    assert "#SBATCH --cpus-per-task=3\n" in text
+    assert "-m package.train\n" in text
+    assert "#SBATCH --job-name=package.train\n" in text
+
+
+def test_it_is_written_to_a_file_and_says_how_to_submit_it(there: Path) -> None:
+    done = asked("train.py", "--gpus-per-node", "1", "--out", "job.sh")
+    assert (there / "job.sh").read_text().startswith("#!/bin/bash\n")
+    assert done.stdout == "dlprof: job.sh is written; to submit it: sbatch job.sh\n"
+    done = asked("train.py", "--gpus-per-node", "1", "--out", "none/job.sh")
+    assert done.exit_code == 1
+    assert "none/job.sh cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.py"], "--gpus-per-node N, or --procs-per-node N"),
+        (["train.py", "--gpus-per-node", "1", "--procs-per-node", "1"], "either"),
+        (["--gpus-per-node", "1"], "a script"),
+        (["train.py", "--gpus-per-node", "1", "--account", "me\n#SBATCH --nodes=9"], "one line"),
+        (["train.py", "--gpus-per-node", "1", "--setup", "one\ntwo"], "one line"),
+        (["train.py", "--gpus-per-node", "1", "--numa-binding", "node"], "torchrun's"),
+        (["train.py", "--gpus-per-node", "1", "--set", "torch.autocast=bf16"], "--allow-numerics"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error(words: list[str], says: str) -> None:
+    done = asked(*words)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_a_script_that_is_not_there_and_a_workload_by_its_name() -> None:
+    done = CliRunner().invoke(slurm, ["tran.py", "--gpus-per-node", "1"])
+    assert isinstance(done.exception, DlprofError)
+    assert "tran.py" in str(done.exception)
+    assert "/workloads/ddp_resnet.py" in asked("ddp_resnet", "--gpus-per-node", "1").stdout
+
+
+def test_nothing_is_submitted_without_sbatch(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
+    monkeypatch.setenv("PATH", str(there))
+    done = asked("train.py", "--gpus-per-node", "1", "--submit")
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert "sbatch is not on the PATH" in line
