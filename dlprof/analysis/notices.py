@@ -9,6 +9,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.machine import measured_links
+from dlprof.analysis.machine.binding import far_from_gpu
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.serving import engine_of
 from dlprof.read.run import together
@@ -43,6 +44,7 @@ def warnings(
     window_likeness: Maybe[pd.DataFrame],
     foreign_load: Maybe[pd.DataFrame],
     whole_job: Maybe[pd.DataFrame],
+    bindings: Maybe[pd.DataFrame],
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -56,6 +58,11 @@ def warnings(
         )
     found += measured_links.unreadable(job)
     found += _of_others(foreign_load.or_none())
+    if far := far_from_gpu(bindings.get()) if bindings.or_none() is not None else "":
+        found.append(
+            f"{far}: launches and copies cross the link between the nodes, at a cost that no recording shows"
+            " (`srun --cpu-bind` or `torchrun --numa-binding=node` brings them together)"
+        )
     means, likeness = step_means.or_none(), window_likeness.or_none()
     if whole_job.or_none() is not None:
         found += _of_warmup(whole_job.get())

@@ -20,7 +20,7 @@ def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[s
     frame = pd.DataFrame([likeness])
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
-    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, nothing)
+    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, nothing, nothing)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, across_ranks
 from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.units import ranks_named
 
 _MOST_CORES = 65_536
 
@@ -52,6 +53,17 @@ def bindings(job: Job) -> pd.DataFrame:
     if not rows:
         raise DoesNotApply("no rank is bound to some of its host's cores")
     return pd.DataFrame(rows, columns=["rank", "host", "cores", "shared", "left", "node", "gpu_node"])
+
+
+def far_from_gpu(frame: pd.DataFrame) -> str:
+    """Say which ranks of `bindings` may only use cores of another NUMA node than their GPU's; "": none is known to."""
+    known = frame[(frame["node"] >= 0) & (frame["gpu_node"] >= 0) & (frame["node"] != frame["gpu_node"])]
+    parts = [
+        f"{ranks_named(of['rank'])} may only use cores of NUMA node {node}, and"
+        f" {'its GPU is' if len(of) == 1 else 'their GPUs are'} at node {gpu}"
+        for (node, gpu), of in known.groupby(["node", "gpu_node"])
+    ]
+    return "; ".join(parts)
 
 
 def _nodes(job: Job, rank: int, mine: frozenset[int]) -> tuple[int, int]:

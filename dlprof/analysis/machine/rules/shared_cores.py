@@ -8,7 +8,8 @@ than its GPU: then every launch and every copy goes through the link between the
 Needs the cores that each rank may use, as recorded, and how long its threads were ready and had no core.
 
 Saving: the waiting for a core gone on ranks that share cores while their host has others that none of them may use.
-What the way to a GPU on another node costs is in no recording: where only that is seen, the rule abstains and says so.
+What the way to a GPU on another node costs is in no recording: the report then has a warning that names the ranks, and
+where only that is seen, the rule abstains.
 
 What to change: `srun --cpus-per-task=N --cpu-bind=cores`, `torchrun --numa-binding=node` (torch 2.8), mpirun's
 `--map-by numa:PE=N`, or no binding at all.
@@ -22,6 +23,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.machine.binding import far_from_gpu
 from dlprof.analysis.machine.samples import outside
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
@@ -46,14 +48,10 @@ _SHOWN = {
 def check(bindings: Frame, core_waits: Maybe[Frame], sample_means: Maybe[Frame], own_time: Frame) -> Estimate:
     crowded = bindings[(bindings["shared"] > 0) & (bindings["left"] > 0)]
     if crowded.empty:
-        apart = bindings[(bindings["node"] >= 0) & (bindings["gpu_node"] >= 0)]
-        apart = apart[apart["node"] != apart["gpu_node"]]
-        if len(apart):
-            row = apart.iloc[0]
+        if far := far_from_gpu(bindings):
             raise NotMeasured(
-                f"{ranks_named(apart['rank'])} may use cores of NUMA node {row['node']}, and the GPU is at node"
-                f" {row['gpu_node']}: what that costs is in no recording; `torchrun --numa-binding=node` or"
-                " `srun --cpu-bind` brings them together, and `dlprof compare` says what it gave"
+                f"{far}: what that costs is in no recording; `torchrun --numa-binding=node` or `srun --cpu-bind` brings"
+                " them together, and `dlprof compare` says what it gave"
             )
         return nothing("ranks that are bound to cores share none, or there are no others")
     waits = core_waits.get().set_index("rank")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.machine.rules.shared_cores import RULE
+from dlprof.read.run import open_run
 from tests.fixtures import runs
 from tests.fixtures.asking import ask
 from tests.fixtures.readings import crowded
@@ -39,8 +41,19 @@ def test_ranks_that_share_cores_and_never_wait_are_left_alone(tmp_path: Path) ->
 
 def test_a_gpu_on_another_node_is_told_without_a_figure(tmp_path: Path) -> None:
     rows = [runs.light(n, 100 * MS) for n in range(30)]
-    cpu = {"count": 8, "allowed": "0-3", "nodes": {"0": "0-3", "1": "4-7"}}
-    facts = {"device": {**runs.A100, "index": 0, "node": 1}, "host": "node-1", "cpu": cpu}
-    found = ask(RULE, runs.recorded(tmp_path / "run", (None, rows, facts)))
+    nodes = {"0": "0-3", "1": "4-7"}
+    ranks = []
+    for cores, node in (("0-1", 1), ("2-3", 1), ("4-5", 0), ("6-7", 1)):  # of which only the last is right
+        cpu = {"count": 8, "allowed": cores, "nodes": nodes}
+        ranks.append((None, rows, {"device": {**runs.A100, "index": 0, "node": node}, "host": "node-1", "cpu": cpu}))
+    result = diagnose(open_run(runs.recorded(tmp_path / "run", *ranks)), (RULE,), jobs=1)
+    (found,) = result.outcomes
     assert found.state == "not_measured"
-    assert "NUMA node 0, and the GPU is at node 1" in found.why
+    told = (
+        "ranks 0 and 1 may only use cores of NUMA node 0, and their GPUs are at node 1;"
+        " rank 2 may only use cores of NUMA node 1, and its GPU is at node 0: "
+    )
+    assert found.why.startswith(told)
+    (warning,) = [text for text in result.run.warnings if "NUMA" in text]
+    assert warning.startswith(told)
+    assert "--cpu-bind" in warning
