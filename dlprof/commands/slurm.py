@@ -17,7 +17,7 @@ from dlprof.errors import DlprofError
 from dlprof.files import write, writing
 from dlprof.record.slurm.batch import Batch, Launcher, name_of
 from dlprof.record.slurm.containers import Container, Runtime
-from dlprof.record.slurm.submission import submit
+from dlprof.record.slurm.submission import cores_of_nodes, submit
 
 # Of a rank: with a GPU there are its loader's workers beside it.
 _CORES_WITH_GPU, _CORES = 8, 2
@@ -50,7 +50,8 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
 @click.option(
     "--cpus-per-rank",
     type=_COUNT,
-    help=f"Cores of a rank and its loader workers. [default: {_CORES_WITH_GPU}; {_CORES} without a GPU]",
+    help=f"Cores of a rank and its loader workers. [default: {_CORES_WITH_GPU}, {_CORES} without a GPU; fewer where the"
+    " nodes, as sinfo lists them, have fewer]",
 )
 @click.option(
     "--omp-threads", type=_COUNT, help="OMP_NUM_THREADS. [default: 1; without a GPU as many as --cpus-per-rank]"
@@ -119,7 +120,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
     if not words:
         raise click.UsageError("a script, -m PACKAGE, or a command")
     words = _found(words)
-    cores = given["cpus_per_rank"] or (_CORES_WITH_GPU if gpus else _CORES)
+    cores = given["cpus_per_rank"] or _usual_cores(given["partition"], gpus, procs)
     asked = {name: given[name] for name in ("partition", "account", "qos", "time") if given[name]}
     batch = Batch(
         command=words,
@@ -152,6 +153,12 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         _say_submitted(submit(text, out), batch)
     elif out is not None:
         say(f"dlprof: {out} is written; to submit it: sbatch {shlex.quote(str(out))}")
+
+
+def _usual_cores(partition: str | None, gpus: int | None, procs: int | None) -> int:
+    """Return how many cores a rank has where nobody says: no more than a node has, or the job would wait for ever."""
+    usual, there = _CORES_WITH_GPU if gpus else _CORES, cores_of_nodes(partition)
+    return usual if there is None else max(min(usual, there // (gpus or procs or 1)), 1)
 
 
 def _found(words: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,11 @@ def asked(*words: str) -> Result:
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
+    # Without the SLURM that may be here.
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "bash").symlink_to(shutil.which("bash") or "")
+    monkeypatch.setenv("PATH", str(programs))
     return tmp_path
 
 
@@ -82,8 +88,7 @@ def test_a_script_that_is_not_there_and_a_workload_by_its_name() -> None:
     assert "/workloads/ddp_resnet.py" in asked("ddp_resnet", "--gpus-per-node", "1").stdout
 
 
-def test_nothing_is_submitted_without_sbatch(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
-    monkeypatch.setenv("PATH", str(there))
+def test_nothing_is_submitted_without_sbatch() -> None:
     done = asked("train.py", "--gpus-per-node", "1", "--submit")
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()

@@ -17,14 +17,15 @@ import pytest
 from dlprof.read.run import open_run
 from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, words
 from tests.fixtures.places import ROOT
-from tests.fixtures.slurm import NODES, lacking
+from tests.fixtures.slurm import CORES, NODES, lacking
 
 # As any script does that torchrun starts.
 TRAINS = """
-import sys, time
+import os, sys, time
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
+assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]) == ("2", "1")
 model = DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for n in range(100000 if "long" in sys.argv else 30):
@@ -167,6 +168,16 @@ def test_the_job_of_another_run_is_named_where_two_are_given_one_folder(slurm: d
     lines = [line for line in done.stderr.splitlines() if line.startswith("dlprof: ")]
     assert len(set(lines)) == 1
     assert "already holds the run of job" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_rank_asks_for_no_more_cores_than_there_are(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    written = launch([*DLPROF, "slurm", script.name, "--gpus-per-node", "2"], tmp_path, env=slurm).stdout
+    assert f"#SBATCH --cpus-per-task={CORES // 2}\n" in written
+    # Whatever the site makes of them, SLURM takes all lines.
+    (tmp_path / "job.sh").write_text(written)
+    done = launch(["sbatch", "--test-only", "job.sh"], tmp_path, env=slurm)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -43,7 +43,6 @@ class Batch:
     hint: str = ""
     numa: str = ""  # torchrun's --numa-binding
     container: Container | None = None
-    written_by: str = "dlprof slurm"
 
     @property
     def run(self) -> str:
@@ -52,7 +51,7 @@ class Batch:
 
     def text(self) -> str:
         """Return the script."""
-        lines = ["#!/bin/bash", f"# {self.written_by}", *(f"#SBATCH {line}" for line in self._directives()), ""]
+        lines = ["#!/bin/bash", "# Written by dlprof slurm.", *(f"#SBATCH {line}" for line in self._directives()), ""]
         if self.setup:
             lines += [*self.setup, ""]
         lines += [

@@ -1,4 +1,4 @@
-"""Hands a batch script to SLURM."""
+"""Hands a batch script to SLURM, and asks it what its nodes have."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dlprof.errors import DlprofError
 
 # sbatch itself asks a controller that does not answer again and again, for minutes.
 _PATIENCE_S = 180
+_ANSWER_S = 5
 
 
 def submit(script: str, file: Path | None = None) -> str:
@@ -40,6 +41,21 @@ def submit(script: str, file: Path | None = None) -> str:
         raise DlprofError(f"sbatch has not answered for {_PATIENCE_S} s: the scheduler cannot be reached") from None
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdigit():
-        said = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines()) or "no reason given"
+        # sbatch: error: what is wrong.
+        lines = [line.split(": ", 2)[-1].rstrip(".") for line in done.stderr.splitlines()]
+        said = "; ".join(lines) or "it gives no reason"
         raise DlprofError(f"sbatch did not take the job: {said}")
     return number
+
+
+def cores_of_nodes(partition: str | None) -> int | None:
+    """Return the CPUs of the largest node of a partition, or of all; None: there is no SLURM here, or no answer."""
+    sinfo = shutil.which("sinfo")
+    if sinfo is None:
+        return None
+    command = [sinfo, "--noheader", "--Node", "--format", "%c", *([f"--partition={partition}"] if partition else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return max((int(word) for word in done.stdout.split() if word.isdigit()), default=None)
