@@ -9,13 +9,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, words
+from dlprof.record.slurm.containers import PACKAGE
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, words, wrapped
 from tests.fixtures.places import ROOT
 from tests.fixtures.slurm import CORES, NODES, lacking
 
@@ -24,9 +26,12 @@ TRAINS = """
 import os, sys, time
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
-assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]) == ("2", "1")
-model = DistributedDataParallel(torch.nn.Linear(8, 1))
+if "solo" not in sys.argv:
+    dist.init_process_group("gloo")
+    assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]) == ("2", "1")
+model = torch.nn.Linear(8, 1)
+if dist.is_initialized():
+    model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for n in range(100000 if "long" in sys.argv else 30):
     model(torch.ones(4, 8)).sum().backward()
@@ -37,8 +42,9 @@ for n in range(100000 if "long" in sys.argv else 30):
         if "falls" in sys.argv and dist.get_rank() == 1:
             sys.exit(5)
     time.sleep(0.002)
-del model  # before its group: PyTorch and gloo may wait for each other else
-dist.destroy_process_group()
+if dist.is_initialized():
+    del model  # before its group: PyTorch and gloo may wait for each other else
+    dist.destroy_process_group()
 sys.exit(7 if "seven" in sys.argv else 0)
 """
 SIZE = 2 * len(NODES)
@@ -148,7 +154,7 @@ def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], sc
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job_and_is_named(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    job = submitted(script, slurm, "falls")
+    job = submitted(script, slurm, "falls", options=("--no-trace", "--out", "job.sh"))
     run, said = ended(job, slurm, tmp_path)
     assert said_of(job, slurm, tmp_path)["JobState"] == "FAILED", said
     all_ranks(run)
@@ -224,3 +230,44 @@ def of_cluster(place: Path) -> list[str]:
             if os.fsencode(f"SLURM_CONF={place}/") in path.read_bytes():
                 found.append(words(int(path.parent.name)))
     return found
+
+
+# What a container runtime does, with the kernel's own means: other mounts, and of the host only what is bound.
+_ENTERS = """
+root=$1; shift
+while [ "$1" != -- ]; do mkdir -p "$root$1"; mount --rbind "$1" "$root$1"; shift; done; shift
+exec chroot "$root" /bin/sh -c 'cd "$1"; shift; exec "$@"' sh "$@"
+"""
+# What dlprof needs outside, and the recorder inside does not.
+_OUTSIDE = ("click", "dlprof", "isal", "msgspec", "numpy", "pandas", "plotly", "psutil", "pynvml")
+
+
+@pytest.mark.slow
+def test_the_recorder_needs_nothing_of_a_container_but_its_package_and_torch(script: Path, tmp_path: Path) -> None:
+    may = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    if os.geteuid() != 0 or not may:
+        pytest.skip("only root may mount here")
+    image, root, place = (tmp_path / name for name in ("image", "root", "place"))
+    place.mkdir()
+    root.mkdir()
+    script = script.rename(place / script.name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(image)], check=True)
+    (inside,) = image.glob("lib/python*/site-packages")
+    torch = find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    installed = Path(torch.origin).parents[1]
+    for path in installed.iterdir():
+        if not path.name.startswith((*_OUTSIDE, "_")) and path.suffix not in (".pth", ".dist-info"):
+            (inside / path.name).symlink_to(path)
+    enters = tmp_path / "enters"
+    enters.write_text(_ENTERS)
+    there = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/dev", "/proc", "/sys", sys.base_prefix, installed)
+    binds = [str(path) for path in (*there, image, place, PACKAGE) if Path(path).exists()]
+    command = ["unshare", "--mount", "sh", str(enters), str(root), *binds, "--", str(place)]
+    command += [str(image / "bin/python"), script.name, "solo"]
+    done = launch(wrapped(place / "run", command, "--window", "5,1,3", "--stacks", "off"), place)
+    assert done.returncode == 0, done.stderr
+    told = facts(place / "run/ranks/00000")
+    assert (told["window"]["state"], told["ended"], told["warnings"]) == ("exported", "exit", [])
+    assert len(rows(place / "run/ranks/00000")) >= 20

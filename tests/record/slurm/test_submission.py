@@ -25,6 +25,6 @@ def test_what_sbatch_says_where_it_has_no_configuration(monkeypatch: pytest.Monk
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=none\n")
     monkeypatch.setenv("SLURM_CONF", str(conf))
-    with pytest.raises(DlprofError, match="sbatch did not take the job: .*SlurmctldHost"):
+    with pytest.raises(DlprofError, match=r"sbatch did not take the job: .*SlurmctldHost"):
         submit("#!/bin/bash\n")
     assert cores_of_nodes("all") is None
