@@ -57,6 +57,7 @@ def warnings(
             f"the traces are of inference by {engine}: a step is one of its, and rules of training do not apply"
         )
     found += measured_links.unreadable(job)
+    found += _of_jobs(job)
     found += _of_others(foreign_load.or_none())
     if far := far_from_gpu(bindings.get()) if bindings.or_none() is not None else "":
         found.append(
@@ -85,6 +86,15 @@ def _of_untraced(job: Job) -> list[str]:
         f"traces of {traced} of {count(len(job.ranks), 'rank')} were asked for (--ranks {next(iter(asked.values()))}):"
         " who waits for whom, and what else takes every rank's trace, is not measured"
     ]
+
+
+def _of_jobs(job: Job) -> list[str]:
+    """Say where ranks of several SLURM jobs are in one folder."""
+    envs = [job.facts[rank].get("env") for rank in job.ranks]
+    jobs = sorted({str(env["SLURM_JOB_ID"]) for env in envs if isinstance(env, Mapping) and "SLURM_JOB_ID" in env})
+    if len(jobs) < 2:
+        return []
+    return [f"the ranks are of {len(jobs)} SLURM jobs ({few(jobs, 8)}): what is said of all ranks holds for no one job"]
 
 
 def _of_others(frame: pd.DataFrame | None) -> list[str]:

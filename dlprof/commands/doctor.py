@@ -25,6 +25,8 @@ from dlprof.run_folder import in_hosts
 
 # An import of torch from a busy network disk takes its time.
 _PATIENCE_S = 120.0
+# SLURM's own commands ask a controller that is not there for a minute.
+_SCHEDULER_S = 5.0
 
 # A window's traces and the step log of a day, a rank (README: below 50 MB an hour outside the window).
 _ENOUGH_BYTES = 2 << 30
@@ -295,6 +297,12 @@ def _slurm() -> str:
     command = shutil.which("srun")
     if command is None:
         raise _Answer("srun is not on the PATH: jobs start without it here")
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=_SCHEDULER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        done = None
+    if done is None or done.returncode or b"UP" not in done.stdout:
+        raise _Answer(f"{command}, whose controller does not answer", "SLURM_CONF names another slurm.conf")
     job = os.environ.get("SLURM_JOB_ID")
     return f"{command}, {f'in job {job}' if job else 'not in a job'}"
 

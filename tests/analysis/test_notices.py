@@ -102,3 +102,14 @@ def test_of_very_many_warnings_the_first_are_listed(tmp_path: Path) -> None:
     said = notices.all_warnings(run)
     assert said[-1] == "… and 3 more warnings"
     assert len(said) == notices.MOST_WARNINGS + 1
+
+
+def test_ranks_of_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    def told(folder: Path, *jobs: str) -> list[str]:
+        facts = [{**CPU, "env": {"SLURM_JOB_ID": number}} for number in jobs]
+        run = runs.measured(runs.recorded(folder, *((None, [light(0, MS)], f) for f in facts)), notices.warnings)
+        return [text for text in run.call(notices.warnings) if "SLURM" in text]
+
+    assert told(tmp_path / "one", "7", "7") == []
+    (warning,) = told(tmp_path / "two", "7", "8")
+    assert warning.startswith("the ranks are of 2 SLURM jobs (7, 8)")

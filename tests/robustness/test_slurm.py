@@ -191,6 +191,9 @@ def test_a_controller_that_does_not_answer_is_one_line(slurm: dict[str, str], sc
     settings = Path(slurm["SLURM_CONF"]).read_text().splitlines()
     elsewhere = tmp_path / "slurm.conf"
     elsewhere.write_text("\n".join("SlurmctldPort=9" if one.startswith("SlurmctldPort") else one for one in settings))
+    for conf, works in ((slurm["SLURM_CONF"], True), (str(elsewhere), False)):
+        said = launch([*DLPROF, "doctor", "--format", "json"], tmp_path, env=slurm | {"SLURM_CONF": conf}).stdout
+        assert [one["works"] for one in json.loads(said)["checks"] if one["source"] == "SLURM"] == [works]
     asked = [*DLPROF, "slurm", script.name, "--procs-per-node", "1", "--submit"]
     done = launch(asked, tmp_path, env=slurm | {"SLURM_CONF": str(elsewhere)})
     assert done.returncode == 1

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 import zlib
@@ -89,7 +90,7 @@ def place(environ: Mapping[str, str]) -> tuple[str, int]:
         return environ["MASTER_ADDR"], chosen
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes and environ.get("SLURM_STEP_ID"):
-        return first_host(nodes), chosen
+        return _address(first_host(nodes)), chosen
     for size, local in (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("PMI_SIZE", "MPI_LOCALNRANKS")):
         if environ.get(size) and environ.get(size) == environ.get(local):
             return "127.0.0.1", chosen
@@ -111,6 +112,18 @@ def first_host(nodes: str) -> str:
         if done.returncode == 0 and done.stdout.strip():
             return done.stdout.split()[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _address(node: str) -> str:
+    """Return where a node of SLURM's is reached: by its name, else, where that is no host's, at its NodeAddr."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        if scontrol := shutil.which("scontrol"):
+            done = subprocess.run([scontrol, "show", "node", node], capture_output=True, text=True, check=False)
+            if found := re.search(r"\bNodeAddr=(\S+)", done.stdout):
+                return found[1]
+    return node
 
 
 def of_launcher(timeout_s: float) -> tuple[int, int, Any]:
