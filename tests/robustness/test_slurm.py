@@ -173,7 +173,7 @@ def test_the_job_of_another_run_is_named_where_two_are_given_one_folder(slurm: d
     assert not (tmp_path / "second").exists()
     lines = [line for line in done.stderr.splitlines() if line.startswith("dlprof: ")]
     assert len(set(lines)) == 1
-    assert "already holds the run of job" in lines[0]
+    assert "already holds a run of job" in lines[0]
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monke
     for other, whose in (
         (tasks[0], "a run"),
         (tasks[1], "a run"),
-        (tasks[0] | {"SLURM_JOB_ID": "8"}, "the run of job 7.0; this is job 8.0"),
+        (tasks[0] | {"SLURM_JOB_ID": "8"}, "a run of job 7.0, and this is 8.0"),
         ({}, "a run"),
     ):
         with pytest.raises(DlprofError, match=f"already holds {whose}"):
