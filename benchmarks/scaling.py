@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=())
+    parser.add_argument("--each", action="store_true", help="print each job's prediction too")
     args = parser.parse_args(argv)
     errors: dict[bool, list[float]] = {False: [], True: []}
     inside = 0
@@ -168,6 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors[held].append(abs(found.step_ns / truth - 1))
             inside += found.low_ns <= truth <= found.high_ns
             grown.append(truth / made.sizes[-1].step_ns)
+            if args.each:
+                bounds = [round(x / truth, 3) for x in (found.low_ns, found.step_ns, found.high_ns)]
+                print(f"  {family.name}, seed {seed}: interval and step over the true step {bounds}", flush=True)
             checks.append(0.0 if made.check is None else made.check.step_ns / made.sizes[-1].step_ns)
         cells = [_span(grown), _span(of[False]), _span(of[True]), _span(checks)]
         print(f"| {family.name} | {args.seeds} | {' | '.join(cells)} |", flush=True)
