@@ -43,7 +43,7 @@ MARKS = {
 }
 
 # Each process group has a stream of its own on each rank.
-TENSOR, EXPERTS = 28, 32
+TENSOR, EXPERTS, REPLICAS = 28, 32, 36
 
 # What looking through the autograd graph for unused parameters takes for each tensor: an assumption.
 _SEARCH = 9 * US
@@ -55,6 +55,7 @@ class Exchanges:
     def __init__(self, job: Job, rank: int, tokens: int) -> None:
         self.job, self.rank = job, rank
         self._group = data_group(job, rank)
+        self._stream = EXCHANGE if job.pipeline is None else REPLICAS
         self._activations = tokens * job.model.hidden
         self.how = job.gradients.how if job.ranks > 1 and self._group else ""
         self.wrapper = "DistributedDataParallel.forward" if self.how == "ddp" else ""
@@ -138,7 +139,7 @@ class Exchanges:
         self._count += 1
         if gradients.dtype != "float32":
             yield self._cast(elements, name)
-        yield from self.issue("all_reduce", elements, name, gradients.dtype)
+        yield from self.issue("all_reduce", elements, name, gradients.dtype, stream=self._stream)
 
     def _cast(self, elements: int, name: str) -> Instruction:
         """Return the kernel of a compression hook, which makes 16 bits of 32."""

@@ -133,9 +133,9 @@ def _pipeline(job: Job, rank: int) -> dict[str, Any] | None:
     return {
         "schedule": f"Schedule{job.pipeline.schedule}",
         "microbatches": job.pipeline.microbatches,
-        "stages": [rank],
-        "num_stages": job.ranks,
-        "ranks": list(range(job.ranks)),
+        "stages": [rank % job.stages],
+        "num_stages": job.stages,
+        "ranks": list(range(rank - rank % job.stages, rank - rank % job.stages + job.stages)),
     }
 
 
@@ -220,9 +220,9 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
     """Return what one step computes, as the recorder counts it: forward products and both gradients of each."""
     model, heads = replace(job.model, tokens=job.tokens_of(rank)), 1
     if job.pipeline is not None:
-        heads = int(rank == job.ranks - 1)
+        heads = int(rank % job.stages == job.stages - 1)
         if job.pipeline.split:
-            model = replace(model, blocks=job.pipeline.split[rank])
+            model = replace(model, blocks=job.pipeline.split[rank % job.stages])
     dtype, width = model.activations, WIDTHS[model.activations]
     h, t, v = model.hidden, model.tokens, model.vocabulary
     rows: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ from benchmarks.simulator import facts, kineto, logs
 from benchmarks.simulator.forms import FORMS
 from benchmarks.simulator.groups import groups
 from benchmarks.simulator.job import Job, Recording
-from benchmarks.simulator.places import EPOCH_NS, Clock, places
+from benchmarks.simulator.places import EPOCH_NS, Clock, Place, places
 from benchmarks.simulator.play import record
 from benchmarks.simulator.records import Row
 from benchmarks.simulator.simulation import Simulated, Simulation
@@ -37,23 +37,34 @@ def write(folder: Path, job: Job, recording: Recording) -> Simulation:
             folder.mkdir(parents=True, exist_ok=True)
             kineto.write(folder / f"rank-{place.rank}.pt.trace.json.gz", rank, place, form, recording.shapes)
             continue
-        at = folder / "ranks" / f"{place.rank:05d}"
-        at.mkdir(parents=True)
+        at = write_logs(folder, rank, job, recording, place)
         kineto.write(at / "trace.json.gz", rank, place, form, recording.shapes)
-        (at / "facts.json").write_text(json.dumps(facts.of_rank(job, recording, place)))
-        _lines(at / "steps.jsonl", _steps(rank, place.clock, recording))
-        _lines(at / "stalls.jsonl", _stalls(rank, place.clock))
-        _lines(at / "memory.jsonl", logs.memory(rank, job, place))
-        _lines(at / "gpu.jsonl", logs.gpu(rank, job, place))
-        if job.pipeline is not None:
-            _lines(at / "chunks.jsonl", logs.chunks(rank, place))
-        if rank.queue is not None:
-            _lines(at / "loading.jsonl", _loading(rank, place.clock))
-            _lines(at / "fetches.jsonl", _fetches(rank, place.clock))
     if recording.light:
-        end = max(rank.records.rows[-1].end for rank in simulation.ranks)
-        (folder / "run.json").write_text(json.dumps(facts.of_run(job, EPOCH_NS, EPOCH_NS + end)))
+        write_run(folder, job, simulation)
     return simulation
+
+
+def write_logs(folder: Path, rank: Simulated, job: Job, recording: Recording, place: Place) -> Path:
+    """Write all that dlprof's recorder leaves of a rank but its trace; return the rank's folder."""
+    at = folder / "ranks" / f"{place.rank:05d}"
+    at.mkdir(parents=True)
+    (at / "facts.json").write_text(json.dumps(facts.of_rank(job, recording, place)))
+    _lines(at / "steps.jsonl", _steps(rank, place.clock, recording))
+    _lines(at / "stalls.jsonl", _stalls(rank, place.clock))
+    _lines(at / "memory.jsonl", logs.memory(rank, job, place))
+    _lines(at / "gpu.jsonl", logs.gpu(rank, job, place))
+    if job.pipeline is not None:
+        _lines(at / "chunks.jsonl", logs.chunks(rank, place))
+    if rank.queue is not None:
+        _lines(at / "loading.jsonl", _loading(rank, place.clock))
+        _lines(at / "fetches.jsonl", _fetches(rank, place.clock))
+    return at
+
+
+def write_run(folder: Path, job: Job, simulation: Simulation) -> None:
+    """Write run.json."""
+    end = max(rank.records.rows[-1].end for rank in simulation.ranks)
+    (folder / "run.json").write_text(json.dumps(facts.of_run(job, EPOCH_NS, EPOCH_NS + end)))
 
 
 def _lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

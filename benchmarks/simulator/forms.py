@@ -120,6 +120,10 @@ _KERNELS = {
 }
 
 
+# Of longer lists the profiler writes so many values (kTruncatLength in torch/csrc/profiler/util.cpp).
+MOST_LISTED = 30
+
+
 def kernel_name(form: Form, exchange: Exchange) -> str:
     """Return what NCCL or RCCL calls the kernel of a collective."""
     if form.nccl == "generic":
@@ -137,6 +141,11 @@ def kernel_name(form: Form, exchange: Exchange) -> str:
     return f"ncclDevKernel_{kind}_{f'Sum_{_SHORT[exchange.dtype]}_' if reduces else ''}RING_LL{tail}"
 
 
+def _listed(ranks: tuple[int, ...]) -> str:
+    first = ", ".join(map(str, ranks[:MOST_LISTED]))
+    return f"[{first}, ...]" if len(ranks) > MOST_LISTED else f"[{first}]"
+
+
 def metadata(form: Form, exchange: Exchange, group: str, ranks: tuple[int, ...], number: int) -> dict[str, Any]:
     """Return what the profiler says of a collective of a group; `number`: how many there were before it."""
     size = len(ranks)
@@ -150,7 +159,7 @@ def metadata(form: Form, exchange: Exchange, group: str, ranks: tuple[int, ...],
         "Out split size": "[]",
         "Process Group Name": group,
         "Process Group Description": described(group),
-        "Process Group Ranks": str(list(ranks)),
+        "Process Group Ranks": _listed(ranks),
     }
     if exchange.peer >= 0:
         made["Dst Rank" if exchange.kind == "send" else "Src Rank"] = exchange.peer

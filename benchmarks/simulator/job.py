@@ -90,12 +90,14 @@ class Epochs:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline over all ranks. schedule: GPipe, 1F1B. `split`: the blocks of each stage."""
+    """A pipeline over all ranks, or several side by side. schedule: GPipe, 1F1B. `split`: the blocks of each stage."""
 
     schedule: str = "1F1B"
     microbatches: int = 8
     split: tuple[int, ...] = ()
     bus: float = 100e9
+    replicas: int = 1  # pipelines, each of neighbouring ranks; ranks of the same stage exchange gradients
+    stand_for: float = 1.0  # so many times as many take part in these exchanges: all but these are copies of them
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Job:
     speeds: tuple[tuple[int, float], ...] = ()  # what all of a rank's kernels take, as a factor
     host_speeds: tuple[tuple[int, float], ...] = ()  # what a rank's calls take, as a factor
     clocks: tuple[tuple[int, float], ...] = ()  # a rank's clock, of its maximum: it is hot
+    links: tuple[tuple[str, float], ...] = ()  # a process group's bandwidth, as a factor
     devices: int = 1  # that one process drives: nn.DataParallel, or
     cut: int = 0  # the model's layers lie on them, and a batch goes through in so many micro-batches
     used_memory: float = 0.75  # share of the device's memory that is reserved
@@ -138,6 +141,11 @@ class Job:
     def link(self) -> Link:
         """What gradients go over."""
         return Link(start=self.gradients.start, bandwidth=self.gradients.bus)
+
+    @property
+    def stages(self) -> int:
+        """Return how many ranks make one pipeline."""
+        return self.ranks // (self.pipeline.replicas if self.pipeline is not None else 1)
 
     def host_of(self, rank: int) -> int:
         """Return on which host a rank runs."""

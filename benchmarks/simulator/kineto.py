@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any
 
 from benchmarks.simulator.forms import CALLBACKS, HIP_CALLS, Form, kernel_name, metadata
 from benchmarks.simulator.groups import described
-from benchmarks.simulator.places import BASE_NS, Place
-from benchmarks.simulator.program import COMPUTE
+from benchmarks.simulator.places import Place
+from benchmarks.simulator.program import COMPUTE, Exchange
 from benchmarks.simulator.records import Call
 from benchmarks.simulator.simulation import Simulated
 from benchmarks.simulator.streams import Work
 
+TAIL = '\n  ],\n  "traceName": "trace.json"\n}\n'
 AUTOGRAD_TID = 97  # the autograd thread's distance from the main one
 DEVICE_STREAMS = 1_000  # streams of the second device of a process are numbered from here on
 
@@ -39,11 +41,11 @@ _SYNCS = {
 
 def write(path: Path, rank: Simulated, place: Place, form: Form, shapes: bool = False) -> None:
     """Write a rank's trace, packed where the name ends in .gz; `shapes`: operators tell what they multiply."""
-    data = _Trace(rank, place, form, shapes).text().encode()
+    data = Trace(rank, place, form, shapes).text().encode()
     path.write_bytes(gzip.compress(data, 1, mtime=0) if path.suffix == ".gz" else data)
 
 
-class _Trace:
+class Trace:
     """One rank's trace."""
 
     def __init__(self, rank: Simulated, place: Place, form: Form, shapes: bool) -> None:
@@ -51,9 +53,16 @@ class _Trace:
 
     def text(self) -> str:
         """Return the whole file."""
+        return self.head() + self.body() + TAIL
+
+    def head(self) -> str:
+        """Return what stands before the events."""
         head = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in self._header().items())
-        body = ",\n".join((*self._host(), *self._device(), *self._annotations(), *self._frame()))
-        return f'{{\n{head},\n  "traceEvents": [\n{body}\n  ],\n  "traceName": "trace.json"\n}}\n'
+        return f'{{\n{head},\n  "traceEvents": [\n'
+
+    def body(self) -> str:
+        """Return the events."""
+        return ",\n".join((*self._host(), *self._device(), *self._annotations(), *self._frame()))
 
     # -- pieces of an event
 
@@ -63,7 +72,7 @@ class _Trace:
         if self.form.times == "whole":
             return str(unix // 1000)
         if self.form.times == "relative":
-            unix -= BASE_NS
+            unix -= self.place.base_ns
         return f"{unix // 1000}.{unix % 1000:03}"
 
     def _complete(self, category: str, name: str, pid: int, tid: int, start: int, end: int, args: str) -> str:
@@ -120,7 +129,7 @@ class _Trace:
         if form.times != "whole":
             head |= {"host_name": place.host, "displayTimeUnit": "ms"}
         if form.times == "relative":
-            head["baseTimeNanoseconds"] = BASE_NS
+            head["baseTimeNanoseconds"] = place.base_ns
         return head
 
     def _frame(self) -> Iterator[str]:
@@ -159,7 +168,7 @@ class _Trace:
         args: dict[str, Any] = {"External id": call.external, "Record function id": 0}
         said = call.args or {}
         if "exchange" in said and (self.form.metadata != "none" or self.form.hip):
-            args |= self._metadata(self._exchanges[call.external])
+            args |= self._of_call(call.external, said["exchange"])
         if self.shapes and "shapes" in said:
             args["Input Dims"] = [list(shape) for shape in said["shapes"]]
             args["Input type"] = [_CPP[said["dtype"]]] * len(said["shapes"])
@@ -174,11 +183,21 @@ class _Trace:
         """
         return {w.external - 1: w for w in self._works if w.exchange is not None}
 
-    def _metadata(self, work: Work) -> dict[str, Any]:
-        assert work.exchange is not None
+    def _of_call(self, external: int, exchange: Exchange) -> dict[str, Any]:
+        """Return what a call says of its exchange, whose kernel it launched, or the end of its batch did."""
+        made = self._exchanges
+        at = bisect_left(self._numbers, external)
+        return self.metadata(exchange, made[self._numbers[at]]) if at < len(self._numbers) else {}
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return sorted(self._exchanges)
+
+    def metadata(self, exchange: Exchange, work: Work) -> dict[str, Any]:
+        """Return what the trace says of an exchange, on its kernel and on the call that made it."""
         assert work.meeting is not None
-        name = work.exchange.within or work.exchange.group
-        return metadata(self.form, work.exchange, name, self.place.groups[name], work.meeting.number)
+        name = exchange.within or exchange.group
+        return metadata(self.form, exchange, name, self.place.groups[name], work.meeting.number)
 
     # -- the device
 
@@ -240,7 +259,7 @@ class _Trace:
                 rate = size / max(end - start, 1)
                 args += f'{place}, "context": 1{correlation}, "bytes": {size}, "memory bandwidth (GB/s)": {rate:.3f}'
         if work.exchange is not None and self.form.metadata != "none" and work.exchange.kind != "send_recv":
-            args += f", {json.dumps(self._metadata(work))[1:-1]}"
+            args += f", {json.dumps(self.metadata(work.exchange, work))[1:-1]}"
         return self._complete(_CATEGORIES[kind], name, device, stream, start, end, args)
 
     def _annotations(self) -> Iterator[str]:

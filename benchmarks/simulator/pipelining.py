@@ -1,5 +1,8 @@
 """The program of a pipeline stage, as torch.distributed.pipelining runs it: GPipe and 1F1B, one stage a rank.
 
+Of several pipelines side by side, the ranks of a stage all-reduce its gradients in buckets, from the backward pass of
+the last micro-batch on.
+
 What two neighbours send each other at the same time is one batch and one kernel of NCCL, and the compute stream waits
 for each batch (torch/distributed/pipelining/schedules.py).
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from benchmarks.simulator.exchanges import Exchanges
 from benchmarks.simulator.groups import pair
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job, Pipeline
@@ -44,7 +48,9 @@ class Stage:
         self.job, self.rank, self.pipeline = job, rank, job.pipeline
         self.model = replace(job.model, tokens=job.model.tokens // self.pipeline.microbatches)
         self.shop = Shop(self.model, DEVICES[job.device])
-        self.last = rank == job.ranks - 1
+        self.stage = rank % job.stages
+        self.last = self.stage == job.stages - 1
+        self.exchanges = Exchanges(job, rank, self.model.tokens)
         self._step: Step | None = None
         self._sends = 0
 
@@ -55,15 +61,16 @@ class Stage:
         return self._step
 
     def _functions(self) -> list[tuple[str, Function]]:
-        split = self.pipeline.split or (self.job.model.blocks // self.job.ranks,) * self.job.ranks
-        first, tokens = sum(split[: self.rank]), self.model.tokens
-        made = [("embedding", f) for f in self.shop.embedding(tokens)] if self.rank == 0 else []
-        for block in range(first, first + split[self.rank]):
+        split = self.pipeline.split or (self.job.model.blocks // self.job.stages,) * self.job.stages
+        first, tokens = sum(split[: self.stage]), self.model.tokens
+        made = [("embedding", f) for f in self.shop.embedding(tokens)] if self.stage == 0 else []
+        for block in range(first, first + split[self.stage]):
             made += [(f"block{block}", f) for f in self.shop.block(tokens)]
         return made + ([("head", f) for f in self.shop.head(tokens)] if self.last else [])
 
     def _program(self) -> Iterator[Instruction]:
         functions = self._functions()
+        self.exchanges.begin(functions, exchange=True)
         if self.job.loader is not None:
             yield Fetch()
         yield Spend(self.job.script.before, "python", key_of("before"))
@@ -72,6 +79,7 @@ class Stage:
         yield Chunk("schedule", -1, -1)
         yield from (self._gpipe(functions) if self.pipeline.schedule == "GPipe" else self._one_by_one(functions))
         yield Chunk("")
+        yield from self.exchanges.after_backward()
         yield Phase("optimizer")
         own = replace(self.job, model=replace(self.model, blocks=max(len(functions) // 10, 1)))
         yield from optimizer_step(own, self.shop, key_of)
@@ -93,7 +101,7 @@ class Stage:
 
     def _one_by_one(self, functions: Sequence[tuple[str, Function]]) -> Iterator[Instruction]:
         count = self.pipeline.microbatches
-        warm = min(count, self.job.ranks - self.rank)
+        warm = min(count, self.job.stages - self.stage)
         for n in range(warm):
             yield from self._exchange(-1, recv=True)
             yield from self._forward(functions, n)
@@ -114,7 +122,7 @@ class Stage:
     def _exchange(self, way: int, send: bool = False, recv: bool = False, wait: bool = True) -> Iterator[Instruction]:
         """Return what goes to and comes from the next stage (+1) or the one before (−1); nothing at the ends."""
         peer = self.rank + way
-        if not 0 <= peer < self.job.ranks:
+        if not 0 <= self.stage + way < self.job.stages:
             return
         kind = "send_recv" if send and recv else "send" if send else "recv"
         key, self._sends = key_of(kind, self._sends), self._sends + 1
@@ -122,12 +130,8 @@ class Stage:
         exchange = Exchange(
             kind, pair(min(self.rank, peer)), elements, self.model.activations, EXCHANGE, key, peer, within="0"
         )
-        operator = {"send": "c10d::send", "recv": "c10d::recv_"}.get(kind, "c10d::send")
-        arrow = f"{self.rank}->{peer}" if kind == "send" else f"{self.rank}<-{peer}"
         name = f"p2p{self._sends}"
-        yield Begin(operator, 6 * US, key)
-        yield Begin("record_param_comms", 3 * US, key, args={"exchange": exchange} if kind != "send_recv" else None)
-        yield Begin(f"nccl:{kind} {arrow}" if kind != "send_recv" else "nccl:coalesced", 1 * US, key, "user_annotation")
+        yield from self._called(exchange)
         yield Record(f"{name} ready", COMPUTE)
         yield WaitFor(f"{name} ready", EXCHANGE)
         yield exchange
@@ -137,11 +141,32 @@ class Stage:
         if wait:
             yield WaitFor(f"{name} done", COMPUTE)
 
+    def _called(self, exchange: Exchange) -> Iterator[Instruction]:
+        """Return the calls around an exchange, three of which stay open. A batch calls its send and its receive before.
+
+        As ProcessGroupNCCL does: within a batch each only notes what it is of, and the end of the batch launches.
+        """
+        key, kind, peer = exchange.key, exchange.kind, exchange.peer
+        if kind == "send_recv":
+            for one, operator in (("send", "c10d::send"), ("recv", "c10d::recv_")):
+                yield Begin(operator, 1 * US, key)
+                yield Begin("record_param_comms", 1 * US, key, args={"exchange": replace(exchange, kind=one)})
+                yield End(0, key)
+                yield End(1 * US, key)
+            yield Begin("c10d::_end_coalescing", 2 * US, key)
+            yield Begin("record_param_comms", 1 * US, key)
+            yield Begin("nccl:coalesced", 1 * US, key, "user_annotation")
+            return
+        yield Begin("c10d::send" if kind == "send" else "c10d::recv_", 6 * US, key)
+        yield Begin("record_param_comms", 3 * US, key, args={"exchange": exchange})
+        arrow = "->" if kind == "send" else "<-"
+        yield Begin(f"nccl:{kind} {self.rank}{arrow}{peer}", 1 * US, key, "user_annotation")
+
     # -- chunks
 
     def _forward(self, functions: Sequence[tuple[str, Function]], n: int) -> Iterator[Instruction]:
         host = self.job.host
-        yield Chunk("forward", self.rank, n)
+        yield Chunk("forward", self.stage, n)
         yield Spend(40 * US, "python", key_of("chunk", n))
         for module, f in functions:
             key = key_of(module, f.name, n)
@@ -151,7 +176,7 @@ class Stage:
     def _backward(self, functions: Sequence[tuple[str, Function]], n: int) -> Iterator[Instruction]:
         host = self.job.host
         yield Phase("backward")
-        yield Chunk("backward", self.rank, n)
+        yield Chunk("backward", self.stage, n)
         yield Spend(40 * US, "python", key_of("chunk back", n))
         yield Thread(AUTOGRAD)
         for module, f in reversed(functions):
@@ -160,6 +185,8 @@ class Stage:
             for m, (operator, kernel) in enumerate(f.backward):
                 yield Operator((operator,), (kernel,), key + m, host.backward_op // 2, host.after_op // 2)
             yield End(300, key)
+            if n == self.pipeline.microbatches - 1:
+                yield from self.exchanges.gradient(module, f.name, f.parameters)
         yield Thread(MAIN)
         yield Chunk("")
         yield Phase("")

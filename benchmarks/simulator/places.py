@@ -39,6 +39,7 @@ class Place:
     device: Device
     clock: Clock
     groups: Mapping[str, tuple[int, ...]]
+    base_ns: int = BASE_NS  # that relative times count from
 
 
 def places(job: Job, recording: Recording, groups: Mapping[str, tuple[int, ...]]) -> list[Place]:
