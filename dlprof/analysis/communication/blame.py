@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.communication.collectives import Nanoseconds
 from dlprof.analysis.communication.matching import SENT, SYNCHRONOUS
-from dlprof.analysis.communication.waits import culprits
+from dlprof.analysis.communication.waits import culprits, places
 from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.analysis.step.stalls import KINDS
 from dlprof.errors import NotMeasured
@@ -39,7 +39,7 @@ MOST_REASONS = 16
 
 _UNKNOWN, _COMMUNICATION, _COMPUTATION = map(CATEGORIES.index, (UNKNOWN, "communication", "computation"))
 
-_TRANSFERS = np.eye(len(CATEGORIES))[_COMMUNICATION]
+_TRANSFERS = np.eye(len(CATEGORIES))[[_COMMUNICATION]]
 
 Rows = NDArray[np.int64]
 Shares = NDArray[np.float64]
@@ -70,27 +70,37 @@ def charged(matched: pd.DataFrame, accounts: Maybe[pd.DataFrame], exposed_waits:
     if accounts.lacking:
         first, why = next(iter(accounts.lacking.items()))
         raise NotMeasured(f"what rank {first} did meanwhile is not known: {why}")
-    spent = accounts.get().iloc[matched["row"]]
-    began, ended = (
-        spent.reindex(columns=[f"{c}_{side}" for c in CATEGORIES]).fillna(0.0).to_numpy(dtype=float)
-        for side in ("start", "end")
-    )
-    before = _last_meeting(matched, (ended - began)[:, _COMPUTATION])
+    row = matched["row"].to_numpy()
+    # A cell for each category and each rank's collective: of many ranks the largest tables, so few are held at once.
+    did, ended = (_columns(accounts.get(), side)[row] for side in ("start", "end"))
+    before = _last_meeting(matched, ended[:, _COMPUTATION] - did[:, _COMPUTATION])
     met = before >= 0
-    did = began - np.where(met[:, None], ended[before], 0.0)
+    did[met] -= ended[before[met]]
+    del ended
     # Where the ranks have not met before in the trace, one may have come late into it.
-    begin = spent["begin_ns"].to_numpy() - matched["offset_ns"].to_numpy()
+    begin = accounts.get()["begin_ns"].to_numpy()[row] - matched["offset_ns"].to_numpy()
     did[:, _UNKNOWN] += np.where(met, 0, begin - begin.min())
     links = _links(matched, before, exposed_waits)
     waited = np.bincount(links["row"], links["ns"], len(matched))
     did[:, _COMMUNICATION] = np.clip(did[:, _COMMUNICATION] - waited, 0.0, None)
     culprit = culprits(matched)
-    more = np.clip(did[culprit] - did, 0.0, None)
+    more = did[culprit]
+    more -= did
+    del did
+    np.clip(more, 0.0, None, out=more)
     passed_on = np.clip(waited[culprit] - waited, 0.0, None)
     more[more.sum(axis=1) + passed_on <= 0, _UNKNOWN] = 1.0
     total = more.sum(axis=1) + passed_on
+    more /= total[:, None]
     rank = matched["rank"].to_numpy()
-    return _followed(rank, culprit, exposed_waits, more / total[:, None], passed_on / total, links)
+    return _followed(rank, culprit, exposed_waits, more, passed_on / total, links)
+
+
+def _columns(accounts: pd.DataFrame, side: str) -> Shares:
+    """Return what ranks had spent when their collectives began ("start") or had ended: a column a category, 0: none."""
+    found = accounts.reindex(columns=[f"{c}_{side}" for c in CATEGORIES]).to_numpy(dtype=float)
+    np.nan_to_num(found, copy=False)
+    return found
 
 
 def _links(pairs: pd.DataFrame, before: Rows, wait: Nanoseconds) -> pd.DataFrame:
@@ -98,8 +108,7 @@ def _links(pairs: pd.DataFrame, before: Rows, wait: Nanoseconds) -> pd.DataFrame
     begin, done = pairs["begin_ns"].to_numpy(), pairs["done_ns"].to_numpy()
     since = np.where(before >= 0, done[before], np.iinfo(np.int64).min)
     rows, earlier = [], []
-    for rank in pairs["rank"].unique():
-        mine = np.flatnonzero(pairs["rank"] == rank)
+    for mine in places(pairs["rank"]).values():
         mine = mine[np.argsort(begin[mine], kind="stable")]  # of several streams they need not stand in order
         waits = mine[wait[mine] > 0]
         beyond = np.searchsorted(begin[waits], begin[mine])
@@ -127,7 +136,7 @@ def _followed(
     found = []
     for _ in range(MOST_LINKS):
         row = waits["row"].to_numpy()
-        found.append(_charge(waits, rank[culprit[row]], own[row]))
+        found.append(_charge(waits, rank[culprit[row]], own, row))
         passed = waits.assign(row=culprit[row], ns=waits["ns"] * passed_on[row])
         if not passed["ns"].any():
             break
@@ -144,10 +153,20 @@ def _followed(
     return reasons
 
 
-def _charge(waits: pd.DataFrame, culprit: Rows, shares: Shares) -> pd.DataFrame:
-    """Return rank and culprit of each wait, and its ns in a column for each of CATEGORIES."""
-    ns = pd.DataFrame(waits["ns"].to_numpy()[:, None] * shares, columns=list(CATEGORIES))
-    return ns.assign(rank=waits["rank"].to_numpy(), culprit=culprit)
+def _charge(waits: pd.DataFrame, culprit: Rows, shares: Shares, rows: Rows | None = None) -> pd.DataFrame:
+    """Return the ns of each rank's waits for each culprit, a column for each of CATEGORIES.
+
+    `shares` has a row for each wait, or for each place that `rows` names, by CATEGORIES.
+    """
+    ranks, most = waits["rank"].to_numpy(dtype=np.int64), int(culprit.max(initial=0)) + 1
+    known, of = np.unique(ranks * most + culprit, return_inverse=True)
+    ns = waits["ns"].to_numpy()
+    # Column by column: a table of all waits by all categories would be the largest of the analysis.
+    sums = {
+        c: np.bincount(of, ns * (s if rows is None else s[rows]), len(known))
+        for c, s in zip(CATEGORIES, shares.T, strict=True)
+    }
+    return pd.DataFrame({**sums, "rank": known // most, "culprit": known % most})
 
 
 def _last_meeting(pairs: pd.DataFrame, computed: Shares) -> Rows:
@@ -173,14 +192,25 @@ def _last_meeting(pairs: pd.DataFrame, computed: Shares) -> Rows:
     apart = (together["most"] - together["least"]) > _SAME_PLACE * (together["done"] - together["begin"])
     everybody = frozenset(str(r) for r in pairs["rank"].unique())
     sets = {m: frozenset(m.split(",")) if m else everybody for m in met["members"].unique()}
-    earlier = pd.Series(-1, index=met.index)
-    for members, mine in sets.items():
-        wider = together["members"].isin([m for m, s in sets.items() if s >= mine])
-        these = met.index[met["members"] == members]
-        for chosen in (together[wider], together[wider & ~apart]):
+    held_by: dict[str, list[frozenset[str]]] = {}
+    for of in set(sets.values()):
+        for rank in of:
+            held_by.setdefault(rank, []).append(of)
+    # Of each set of members the rows of `together`, and of those only where they left it at one place.
+    done, row, fine = together["done"].to_numpy(), together.index.to_numpy(), ~apart.to_numpy()
+    with_set: dict[frozenset[str], list[Rows]] = {}
+    for members, at in places(together["members"]).items():
+        with_set.setdefault(sets[members], []).append(at)
+    found, begin = np.full(len(met), -1), met["begin"].to_numpy()
+    for members, these in places(met["members"]).items():
+        mine = sets[members]
+        wider = [at for of in held_by[next(iter(mine))] if of >= mine for at in with_set.get(of, ())]
+        at = np.sort(np.concatenate(wider)) if wider else np.empty(0, dtype=np.int64)
+        for chosen in (at, at[fine[at]]):
             if len(chosen):
-                place = np.searchsorted(chosen["done"].to_numpy(), met.loc[these, "begin"].to_numpy(), side="right") - 1
-                earlier[these] = np.where(place >= 0, chosen.index.to_numpy()[place], earlier[these].to_numpy())
+                place = np.searchsorted(done[chosen], begin[these], side="right") - 1
+                found[these] = np.where(place >= 0, row[chosen][place], found[these])
+    earlier = pd.Series(found, index=met.index)
     row_at = rows.set_index(["instance", "rank"])["at"]
     wanted = pd.MultiIndex.from_arrays([earlier[rows["instance"]].to_numpy(), rows["rank"].to_numpy()])
     return row_at.reindex(wanted).fillna(-1).to_numpy(dtype=np.int64)

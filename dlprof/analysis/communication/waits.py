@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.communication.collectives import Nanoseconds
 from dlprof.analysis.engine import Job, across_ranks
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 @across_ranks
@@ -62,12 +67,18 @@ def culprits(pairs: pd.DataFrame) -> Nanoseconds:
     return found
 
 
+def places(values: pd.Series[Any] | NDArray[Any]) -> dict[Any, NDArray[np.int64]]:
+    """Return the places of each value, in their order."""
+    by = pd.Series(values).groupby(np.asarray(values), sort=False)
+    return {value: np.asarray(at, dtype=np.int64) for value, at in by.indices.items()}
+
+
 def exposed_between(exposed: pd.DataFrame, ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
     """Return how much exposed communication lies in each of some ranks' times, ns; an overlap is the earliest's."""
     start, stop = _apart(ranks, begin, end)
-    found = np.zeros(len(ranks), dtype=np.int64)
+    found, rows = np.zeros(len(ranks), dtype=np.int64), places(ranks)
     for rank, intervals in _by_rank(exposed).items():
-        mine = ranks == rank
+        mine = rows.get(rank, _NONE)
         found[mine] = iv.within(intervals, start[mine], stop[mine])
     return found
 
@@ -75,8 +86,7 @@ def exposed_between(exposed: pd.DataFrame, ranks: Nanoseconds, begin: Nanosecond
 def _apart(ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
     """Return the starts and ends of some ranks' times, each begun where all before it of the same rank have ended."""
     start = begin.copy()
-    for rank in np.unique(ranks):
-        at = np.flatnonzero(ranks == rank)
+    for at in places(ranks).values():
         at = at[np.argsort(begin[at], kind="stable")]
         start[at[1:]] = np.maximum(begin[at[1:]], np.maximum.accumulate(end[at])[:-1])
     return start, np.maximum(start, end)

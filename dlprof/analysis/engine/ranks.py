@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis.engine.needs import JOB, RANK, Maybe, Measure, MeasureFailed, Need, call_with, named, needs_of
+from dlprof.analysis.engine.packed import Packed, packed, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.formats import Format, format_named
 from dlprof.read.run import TRACE, Rank, Run
@@ -152,11 +153,13 @@ class Failure:
 
 
 Answer = Any  # the value of a measure, NotMeasured or a Failure
+FRAMES = (pd.DataFrame, Packed)
+TOGETHER = object()  # in place of a rank's frame that is part of all ranks' now
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What travels from one rank; `tables` names those that could be read, `unkept` says why it could not be kept."""
+    """What travels from one rank, its frames packed: which tables could be read, and why it could not be kept."""
 
     answers: Mapping[str, Answer]
     facts: Mapping[str, Any]
@@ -164,6 +167,10 @@ class RankAnswer:
     warnings: tuple[str, ...]
     tables: tuple[str, ...] = ()
     unkept: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        answers = {name: packed(answer) for name, answer in self.answers.items()}
+        return RankAnswer, (answers, *(getattr(self, field.name) for field in fields(self)[1:]))
 
 
 class Job:
@@ -200,7 +207,8 @@ class Measured(Job):
     def __init__(self, run: Run, ranks: Mapping[int, RankAnswer]) -> None:
         super().__init__(run, ranks)
         self.job = Job(run, ranks)
-        self._answers = ranks
+        # Of its own, as the frames of single ranks are let go once they are together: many ranks have many small ones.
+        self._answers = {r: dict(answer.answers) for r, answer in ranks.items()}
         self._across: dict[str, Answer] = {}
         self._together: dict[str, Answer] = {}
 
@@ -239,32 +247,34 @@ class Measured(Job):
     def _of_all_ranks(self, measure: Measure[Any]) -> Answer:
         frames, ranks, first = [], [], None
         for r in self.ranks:
-            answer = self._answers[r].answers.get(measure.name)
-            if isinstance(answer, pd.DataFrame):
+            answer = self._answers[r].get(measure.name)
+            if isinstance(answer, FRAMES):
                 frames.append(answer)
                 ranks.append(r)
             elif first is None or _told_before(answer) > _told_before(first):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured(_NOTHING_READ)
-        together = pd.concat(frames, ignore_index=True)
-        together["rank"] = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
-        return together
+        whole = together(frames)
+        whole["rank"] = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
+        for r in ranks:
+            self._answers[r][measure.name] = TOGETHER
+        return whole
 
     def lacking(self, measure: Measure[Any]) -> dict[int, str]:
         """Return the ranks without such a per-rank frame, each with the reason."""
-        answers = {r: self._answers[r].answers.get(measure.name) for r in self.ranks}
+        answers = {r: self._answers[r].get(measure.name) for r in self.ranks}
         return {
             r: a.text if isinstance(a, Failure) else str(a or _NOTHING_READ)
             for r, a in answers.items()
-            if not isinstance(a, pd.DataFrame)
+            if a is not TOGETHER and not isinstance(a, FRAMES)
         }
 
     def failures(self) -> dict[str, list[int]]:
         """Return the measures that failed so far with their messages, and on which ranks; across ranks: []."""
         failed: dict[str, list[int]] = {}
         for r in self.ranks:
-            for name, answer in self._answers[r].answers.items():
+            for name, answer in self._answers[r].items():
                 # A lost process is a warning of its rank already, and fails all of its measures.
                 if isinstance(answer, Failure) and answer.text not in self.warnings[r]:
                     failed.setdefault(f"{name}: {answer.text}", []).append(r)
