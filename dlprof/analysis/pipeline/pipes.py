@@ -23,6 +23,9 @@ from dlprof.analysis.pipeline.schedules import Action, grid, replay, runs
 from dlprof.errors import NotMeasured
 from dlprof.units import few
 
+# Of many pipelines side by side so many are replayed, from the fastest to the slowest: they run the same schedule.
+MOST_PIPES = 16
+
 _BISECTIONS = 12  # of the time that a hand-over takes: to a few thousandths of the upper bound
 
 Lengths = Mapping[tuple[int, str], float]  # ns of each stage's kinds of action
@@ -131,9 +134,13 @@ def pipelines(pipeline: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
 def pipes(pipelines: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Pipe]:
     """Return the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common.
 
-    Raises NotMeasured with the reason where there is none.
+    Of many, MOST_PIPES. Raises NotMeasured with the reason where there is none.
     """
-    found = [pipe for _, mine in pipelines.groupby("ranks") if (pipe := _pipe(mine, pipeline_chunks))]
+    here = pipelines[pipelines["ranks"].isin(_replayed(pipelines))].set_index("rank", drop=False)
+    chunks = pipeline_chunks[pipeline_chunks["rank"].isin(here["rank"])]
+    of_pipe = dict(iter(chunks.groupby(chunks["rank"].map(here["ranks"]))))
+    mine = {ranks: frame for ranks, frame in here.groupby("ranks") if ranks in of_pipe}
+    found = [pipe for ranks, frame in mine.items() if (pipe := _pipe(frame, of_pipe[ranks]))]
     if found:
         return found
     missing = sorted({rank for ranks in pipelines["ranks"] for rank in _ranks(ranks)} - set(pipelines["rank"]))
@@ -142,6 +149,15 @@ def pipes(pipelines: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Pipe]:
         if missing
         else "the ranks of no pipeline have the chunks of the same step"
     )
+
+
+def _replayed(pipelines: pd.DataFrame) -> list[str]:
+    """Return which pipelines to replay, by their ranks: of many whole ones, evenly drawn from the fastest on."""
+    by = pipelines.groupby("ranks")
+    steps = by["dur_ns"].max()[by.size() == by["size"].first()].sort_values(kind="stable")
+    if len(steps) <= MOST_PIPES:
+        return pipelines["ranks"].unique().tolist()
+    return steps.index[np.linspace(0, len(steps) - 1, MOST_PIPES).round().astype(int)].tolist()
 
 
 def _ranks(text: object) -> list[int]:
@@ -157,7 +173,6 @@ def _pipe(pipeline: pd.DataFrame, chunks: pd.DataFrame) -> Pipe | None:
     if not whole or pipeline["stages"].duplicated().any() or pipeline["chunks"].nunique() != 1:
         return None
     ranks = tuple(pipeline["rank"].tolist())
-    chunks = chunks[chunks["rank"].isin(ranks)]
     done = _actions(chunks)
     orders = {}
     for call, mine in done.groupby(["step", "call"]):

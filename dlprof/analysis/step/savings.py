@@ -64,6 +64,24 @@ def saving(own_time: pd.DataFrame, removed: Mapping[int, float] | pd.Series[floa
     return max(0.0, float(own.max() - (own - less).clip(lower=0.0).max()))
 
 
+def saving_in_pipelines(
+    own_time: pd.DataFrame, removed: Mapping[int, float], pipelines: pd.DataFrame | None, breakdown: pd.DataFrame
+) -> float:
+    """Return the same where the ranks are stages of pipelines (None: of none).
+
+    What holds one stage up holds up its neighbours, which count it as their bubble: that is as much shorter then.
+    """
+    if pipelines is None:
+        return saving(own_time, removed)
+    bubble = part(breakdown, "pipeline_bubble")
+    own = own_time.set_index("rank")["own_ns"]
+    idle, less = (pd.Series(of, dtype=float).reindex(own.index) for of in (bubble, removed))
+    of_pipeline = less.groupby(pipelines.drop_duplicates("rank").set_index("rank")["ranks"].reindex(own.index))
+    # Ranks of which neither is known stay unknown.
+    most = pd.Series(np.fmax(less, np.minimum(of_pipeline.transform("max"), idle)), own.index)
+    return saving(own_time.assign(own_ns=(own + idle.fillna(0.0)).to_numpy()), most)
+
+
 def saving_input(step_series: pd.DataFrame, own_time: pd.DataFrame, removed: Mapping[int, float]) -> float:
     """Return the same for the wait for data, step by step: ranks that starve in turn cost more than their means.
 

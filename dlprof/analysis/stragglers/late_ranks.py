@@ -23,7 +23,7 @@ from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, Lead, lead, steps
 from dlprof.analysis.stragglers.workload import Reason, longer_because
 from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
-from dlprof.units import percent
+from dlprof.units import percent, ranks_named
 
 # What a late rank may do with its time that another rule answers for: which claims the saving of it.
 OWNERS: Mapping[str, tuple[str, str]] = {
@@ -63,7 +63,7 @@ class LateRanks:
     """The late ranks, and what this rule would save of what they cost: shares of the mean steady step."""
 
     lead: Lead
-    who: str  # the rank, or the host of all of them
+    who: str  # the rank, or the host or the pipeline of all of them
     source: str  # which steps show it
     cost: float  # what they cost in all
     share: float  # what is left of that for this rule
@@ -72,6 +72,7 @@ class LateRanks:
     more: Mapping[str, float] = field(default_factory=dict)  # what they spend more on than the others, ns a category
     cause: str = ""  # most of that, of what no other rule answers for
     because: Reason = field(default_factory=Reason)  # why they compute longer, where that is the cause
+    others: tuple[int, ...] = ()  # with whom they compare: in pipelines, those that hold the same stages
 
     def cut(self, share: float, why: str) -> LateRanks:
         """Return the same with a smaller share left, and why."""
@@ -84,35 +85,93 @@ class LateRanks:
 
 
 @across_ranks
-def late_ranks(matched: pd.DataFrame, breakdown: pd.DataFrame, own_steps: pd.DataFrame, job: Job) -> LateRanks:
-    """Return the ranks whose own time is longest, or all ranks of one host, and what they cost in all.
+def late_ranks(
+    matched: pd.DataFrame,
+    breakdown: pd.DataFrame,
+    own_time: pd.DataFrame,
+    own_steps: pd.DataFrame,
+    pipelines: Maybe[pd.DataFrame],
+    job: Job,
+) -> LateRanks:
+    """Return the ranks whose own time is longest, or all ranks of one host or pipeline, and what they cost in all.
 
-    Raises NotMeasured where own time is not known, and where only the stages of a pipeline exchange.
+    In a pipeline each rank is as late as the slowest; where one alone takes longer than its like in other pipelines, it
+    is that one. Raises NotMeasured where own time is not known, and where only the stages of a pipeline exchange.
     """
     if not (matched["collective"] != SENT).any() and any(part(breakdown, "pipeline_bubble").values()):
         raise DoesNotApply("the ranks exchange only with their neighbours in the pipeline: see stage_imbalance")
-    source, chosen = str(own_steps["source"].iloc[0]), _dearest(job, steps_of(own_steps))
+    stages = stages_of(pipelines.or_none())
+    source, steps = str(own_steps["source"].iloc[0]), steps_of(own_steps)
+    chosen = _dearest(job, steps, stages)
+    if len(chosen.ranks) > 1 and stages["ranks"].reindex(chosen.ranks).nunique() == 1:
+        chosen = _culprit(chosen, own_parts(breakdown, own_time), stages)
     if source == own.TRACED:
         # What a handful of steps differ by is no jitter of the others.
         chosen = replace(chosen, saving_ns=max(chosen.behind_ns, 0.0))
     share = chosen.saving_ns / chosen.step_ns if chosen.behind_ns >= 1 else 0.0  # less is rounding
-    ranks = chosen.ranks
     return LateRanks(
         lead=chosen,
-        who=f"rank {ranks[0]}" if len(ranks) == 1 else f"host {settings.host(job, ranks[0])}",
+        who=_named(job, chosen.ranks),
         source=_SHOWN_IN[source],
         cost=share,
         share=share,
         noise=chosen.noise_ns / chosen.behind_ns * share if share else 0.0,
         why="" if share else "no rank makes the others wait",
+        others=_alike(stages, chosen.ranks),
     )
 
 
-def _dearest(job: Job, steps: pd.DataFrame) -> Lead:
-    """Return the lead that costs most: that of the slowest rank, or that of all ranks of one host together."""
-    hosts = steps.columns.to_series().groupby([settings.host(job, int(rank)) for rank in steps.columns], sort=False)
-    together = [lead(steps, list(map(int, ranks))) for _, ranks in hosts if 1 < len(ranks) < len(steps.columns)]
-    return max((lead(steps), *together), key=lambda found: found.saving_ns)
+def stages_of(pipelines: pd.DataFrame | None) -> pd.DataFrame:
+    """Return of each rank of a pipeline the ranks of that and its own stages, as text; empty without pipelines."""
+    frame = pd.DataFrame(columns=["rank", "ranks", "stages"]) if pipelines is None else pipelines
+    return frame.drop_duplicates("rank").set_index("rank")[["ranks", "stages"]]
+
+
+def _alike(stages: pd.DataFrame, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the other ranks that hold the same stages of their pipelines; () where there are none."""
+    same = stages.index[stages["stages"].isin(stages["stages"].reindex(ranks))]
+    return tuple(int(rank) for rank in same if rank not in ranks)
+
+
+def _named(job: Job, ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    hosts = {settings.host(job, rank) for rank in ranks}
+    here = [rank for rank in job.ranks if settings.host(job, rank) in hosts]
+    return (
+        f"host {hosts.pop()}"
+        if len(hosts) == 1 and set(here) == set(ranks)
+        else f"the pipeline of {ranks_named(ranks)}"
+    )
+
+
+def _dearest(job: Job, steps: pd.DataFrame, stages: pd.DataFrame) -> Lead:
+    """Return the lead that costs most: that of the slowest rank, or that of all of its host or its pipeline."""
+    alone = lead(steps)
+    slowest = alone.ranks[0]
+    on_host = [r for r in map(int, steps.columns) if settings.host(job, r) == settings.host(job, slowest)]
+    mine = stages["ranks"].get(slowest)
+    in_pipeline = [r for r in map(int, steps.columns) if mine is not None and stages["ranks"].get(r) == mine]
+    # What others are late by costs nothing while the slowest is as late.
+    together = [lead(steps, ranks) for ranks in (on_host, in_pipeline) if 1 < len(ranks) < len(steps.columns)]
+    return max((alone, *together), key=lambda found: found.saving_ns)
+
+
+def _culprit(late: Lead, parts: pd.DataFrame, stages: pd.DataFrame) -> Lead:
+    """Return the lead of the one rank that makes its pipeline late; the pipeline's where it is not one."""
+    of_stage = parts.groupby(stages["stages"].reindex(parts.index)).transform("median")
+    more = (parts - of_stage)[list(CAUSES)].clip(lower=0.0).sum(axis=1).reindex(late.ranks)
+    most = int(str(more.idxmax()))
+    is_alone = more[most] >= max(late.behind_ns, float(more.sum())) / 2
+    return replace(late, ranks=(most,)) if is_alone else late
+
+
+def own_parts(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> pd.DataFrame:
+    """Return what each rank spends on each category, ns of the mean step, without waiting for others."""
+    parts = pd.DataFrame({category: part(breakdown, category) for category in CATEGORIES})
+    # Waiting for others is no own time.
+    waiting = pd.Series(by_rank(own_time, "wait_ns")).reindex(parts.index).fillna(0.0)
+    return parts.assign(communication=(parts["communication"] - waiting).clip(lower=0.0))
 
 
 @across_ranks
@@ -142,12 +201,10 @@ def straggling(
 
 def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -> LateRanks:
     """Find by how much the ranks exceed the median of the others in each category, and leave out what others own."""
-    parts = pd.DataFrame({category: part(breakdown, category) for category in CATEGORIES})
-    # Waiting for others is no own time.
-    waiting = pd.Series(by_rank(own_time, "wait_ns")).reindex(parts.index).fillna(0.0)
-    parts["communication"] = (parts["communication"] - waiting).clip(lower=0.0)
+    parts = own_parts(breakdown, own_time)
     theirs = parts.index.isin(late.lead.ranks)
-    more = (parts[theirs].median() - parts[~theirs].median()).clip(lower=0.0)
+    others = parts.index.isin(late.others) if late.others else ~theirs
+    more = (parts[theirs].median() - parts[others].median()).clip(lower=0.0)
     owned = more[list(OWNERS)]
     does, owner = OWNERS[str(owned.idxmax())]
     share = late.share * (1 - float(owned.sum()) / max(float(more.sum()), 1.0))

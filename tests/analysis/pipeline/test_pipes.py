@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from dlprof.analysis.pipeline import pipes as subject
 from dlprof.analysis.pipeline.pipes import Pipe, pipes
 from tests.fixtures import pipelines, runs
 from tests.fixtures.pipelines import FIRST, SECOND, alike
@@ -67,3 +69,17 @@ def test_even_stages_have_the_mean_of_each_kind_of_action(tmp_path: Path) -> Non
 def test_a_backward_in_halves_is_their_sum(tmp_path: Path) -> None:
     pipe = pipe_of(pipelines.recorded(tmp_path, "ScheduleInterleavedZeroBubble", 2, 4, alike(10, 20), chunks=2))
     assert [pipe.backward_ns(stage) for stage in range(4)] == [20 * MS] * 4
+
+
+def test_of_many_pipelines_some_are_replayed_from_the_fastest_to_the_slowest() -> None:
+    count = 3 * subject.MOST_PIPES
+    rows = [
+        {"rank": 2 * n + stage, "ranks": f"{2 * n}, {2 * n + 1}", "size": 2, "dur_ns": float(1_000 * n)}
+        for n in range(count)
+        for stage in (0, 1)
+    ]
+    frame = pd.DataFrame(rows)
+    chosen = subject._replayed(frame)
+    assert len(set(chosen)) == subject.MOST_PIPES
+    assert (chosen[0], chosen[-1]) == ("0, 1", f"{2 * count - 2}, {2 * count - 1}")
+    assert subject._replayed(frame[frame["rank"] < 8]) == ["0, 1", "2, 3", "4, 5", "6, 7"]

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from dlprof.analysis.step.breakdown import breakdown
-from dlprof.analysis.step.savings import own_time, saving, saving_input
+from dlprof.analysis.step.savings import own_time, saving, saving_in_pipelines, saving_input
 from dlprof.analysis.timeline.steps import step_means, step_series
 from tests.fixtures import runs
 from tests.fixtures.exchanges import NEEDS, late_by, run_of
@@ -51,3 +52,16 @@ def test_where_waiting_is_not_known_equal_work_is_assumed(tmp_path: Path) -> Non
     folder = runs.recorded(tmp_path / "run", *ranks)
     run = runs.measured(folder, breakdown, own_time, step_means, step_series)
     assert asked(run, saving_input, {0: 0.0, 1: 4.0 * MS}) == pytest.approx(4 * MS)
+
+
+def test_what_holds_one_stage_up_holds_up_its_neighbours() -> None:
+    # Two pipelines of two stages. Stage 0 of both exchanges for 30 ms too long; stage 1 computes for longer, and idles.
+    own = pd.DataFrame({"rank": range(4), "own_ns": [90.0 * MS, 70.0 * MS] * 2, "traced": True})
+    pipelines = pd.DataFrame({"rank": range(4), "ranks": ["0, 1", "0, 1", "2, 3", "2, 3"]})
+    removed = {0: 30.0 * MS, 2: 30.0 * MS}
+    idle = pd.DataFrame({"rank": [1, 3], "category": "pipeline_bubble", "ns": 20.0 * MS})
+    assert saving_in_pipelines(own, removed, pipelines, idle) == pytest.approx(20 * MS)
+    # No more than a stage idles, and no more than the slowest pipeline gains.
+    assert saving_in_pipelines(own, removed, pipelines, idle.assign(ns=5.0 * MS)) == pytest.approx(20 * MS)
+    assert saving_in_pipelines(own, {0: 30.0 * MS}, pipelines, idle) == 0.0
+    assert saving_in_pipelines(own, removed, None, idle) == saving(own, removed)

@@ -13,7 +13,8 @@ where nothing ran beside it.
 
 Saving: the exposed transfer of the slow ones, shorter by as much as they would be at three quarters of the link's peak,
 at the others' pace, or at the measured one; then the step replayed, for no rank gets faster than the next slowest. What
-computation hides and waiting for a late rank do not count. Where collectives queue behind each other, more is gained.
+computation hides and waiting for a late rank do not count. In pipelines, the bubbles of the other stages shrink as far.
+Where collectives queue behind each other, more is gained.
 
 What to change: settings that turn the fast path off (`NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE`); then the hardware.
 `NCCL_DEBUG=INFO` shows the path that was taken.
@@ -29,7 +30,7 @@ from dlprof.analysis.communication.links import ATTAINABLE, SLOW_OF_PEAK, slowin
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import saving_in_pipelines
 from dlprof.result import Change, Panel
 from dlprof.result.bandwidth import SLOWER
 from dlprof.units import UNKNOWN, digits, duration, listed, percent, ranks_named, size
@@ -38,7 +39,14 @@ from dlprof.units import UNKNOWN, digits, duration, listed, percent, ranks_named
 MOST_ROWS = 12
 
 
-def check(links: Frame, own_time: Maybe[Frame], transfer_noise: Maybe[float], job: Job) -> Estimate:
+def check(
+    links: Frame,
+    own_time: Maybe[Frame],
+    breakdown: Maybe[Frame],
+    pipelines: Maybe[Frame],
+    transfer_noise: Maybe[float],
+    job: Job,
+) -> Estimate:
     slow = links[links["better_ns"].notna()]
     if not len(slow):
         if links["of_peak"].notna().any():
@@ -52,7 +60,8 @@ def check(links: Frame, own_time: Maybe[Frame], transfer_noise: Maybe[float], jo
     for row in slow.to_dict("records"):
         for rank in row["on"]:
             removed[rank] += row["exposed_ns"] * max(0.0, 1 - row["better_ns"] / row["took_ns"])
-    gain, owner = saving(own_time.get(), removed), _owner(job, links, slow)
+    gain = saving_in_pipelines(own_time.get(), removed, pipelines.or_none(), breakdown.get())
+    owner = _owner(job, links, slow)
     return Estimate(
         saving_ns=gain,
         by_rank_ns=removed,
@@ -138,4 +147,4 @@ def _evidence(links: Frame) -> Panel:
     return table("Large collectives and their links", shown, columns, MOST_ROWS, note)
 
 
-RULE = Rule("A slow link", check, explain, saves_from=("communication",))
+RULE = Rule("A slow link", check, explain, saves_from=("communication", "pipeline_bubble"))

@@ -57,13 +57,17 @@ def check(bubbles: Frame, pipeline_plans: Maybe[Frame], mean_step_ns: Maybe[floa
     if not len(easy):
         return nothing(f"{idle} is idle, and no other schedule takes these stages")
     calls = easy["ranks"].map(bubbles.groupby("ranks")["calls_a_step"].first())
-    best = easy.assign(saving=easy["gain_ns"] * calls).sort_values("saving").to_dict("records")[-1]
+    # Of several pipelines the middle one: what only one of them idles is for another reason.
+    each = easy.assign(saving=easy["gain_ns"] * calls).sort_values("saving", kind="stable")
+    each = each.drop_duplicates("ranks", keep="last")
+    best = each.to_dict("records")[(len(each) - 1) // 2]
     ranks, plans = (frame[frame["ranks"] == best["ranks"]] for frame in (bubbles, plans))
     pipe = ranks.to_dict("records")[0]
+    alike = bubbles[(bubbles["schedule"] == pipe["schedule"]) & (bubbles["size"] == pipe["size"])]
     gain = max(best["saving"], 0.0)
     return Estimate(
         saving_ns=gain,
-        by_rank_ns=dict.fromkeys(ranks["rank"].tolist(), gain),
+        by_rank_ns=dict.fromkeys(alike["rank"].tolist(), gain),
         noise_ns=float(ranks["noise_ns"].max()) * pipe["calls_a_step"],
         notable=NOTABLE_OF_FEW if pipe["microbatches"] < ENOUGH * pipe["size"] else None,
         loses=f"is a bubble that {best['change']} would fill",

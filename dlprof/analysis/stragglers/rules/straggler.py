@@ -1,4 +1,4 @@
-"""One rank is late, or all ranks of one host, and all others wait for it.
+"""One rank is late, or all ranks of one host or one pipeline, and all others wait for it.
 
 Synchronous training runs at the pace of its slowest rank. The others show the loss as communication: they sit in a
 collective that cannot begin. The culprit shows least of it, for it arrives last and waits for nobody.
@@ -16,6 +16,9 @@ experts), every step is replayed with the work shared out evenly. That other wor
 assumed; the report says which of the two it was. What another rule answers for (a late rank's wait for data, its
 checkpoints, its garbage) is that rule's saving and not this one's. Nor is what it lacks of the cores that the job's
 other ranks on its host then have.
+
+Of pipelines side by side, all ranks of one are as late as its slowest. Named is the one that takes longer than those
+with its stage in the others, where it explains half of the delay; else the pipeline.
 
 What to change depends on what the late rank does with its own time, which the report tells: more work, more or longer
 inputs, a slower clock, a host whose cores are taken.
