@@ -11,6 +11,7 @@ import pandas as pd
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.panel import cells
+from dlprof.analysis.stragglers.alike import members_of
 from dlprof.result import (
     CATEGORIES,
     MOST_RANKS,
@@ -191,4 +192,5 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "profiles": profiles_of,
     "gpu_logs": gpu_logs_of,
     "scaling": scaling_of,
+    "members": members_of,
 }

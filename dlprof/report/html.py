@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, logged, looks, verdict
-from dlprof.report.figures import drawing, parts, shapes
+from dlprof.report.figures import drawing, members, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Place, Result
@@ -58,7 +58,9 @@ def render(result: Result) -> str:
     stack, waited = parts.stack(result), parts.blame(result)
     cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
-    figures = {"where": stack, "waits": waited, **{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
+    many = members.shown(result)
+    figures = {"where": stack, "waits": waited, **members.specs(many)}
+    figures |= {**{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
@@ -83,6 +85,7 @@ def render(result: Result) -> str:
         result=result,
         stack=stack,
         waited=waited,
+        many=many,
         device=parts.device(result),
         cards=cards,
         first=cards[:DEAREST],

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dlprof.result.members import Member
 from dlprof.result.scale import Scaling
 from dlprof.result.throughput import Throughput
 from dlprof.result.tried import Tried
@@ -203,8 +204,7 @@ class Window(msgspec.Struct, frozen=True):
     flops: float | None = None  # what one rank computes in a step, the mean of the ranks; None: not counted
     mfu: float | None = None  # share of the device's peak arithmetic that the steady steps use; None: not known
     noise_ns: float | None = None  # standard error of step_ns, with its drift over the run; None: not known
-    # The device's lag behind the host at the start of a traced step, the mean of the ranks; None: not known.
-    lag_ns: float | None = None
+    lag_ns: float | None = None  # the device's behind the host as a traced step begins, mean of the ranks
     micro_batches: int = 1  # that a step takes one optimizer step for
     throughput: Throughput | None = None  # None: not known
     memory_bytes: float | None = None  # most of any rank's GPU (PyTorch's allocator), else its process; None: not known
@@ -391,6 +391,7 @@ class Result(msgspec.Struct, frozen=True):
     profiles: tuple[Profile, ...] = ()  # of other tools
     gpu_logs: tuple[GpuLog, ...] = ()
     scaling: Scaling | None = None  # None: one rank, or not known
+    members: tuple[Member, ...] = ()  # by rank; () where so few ranks are here that each is looked at
 
     @property
     def found(self) -> tuple[Outcome, ...]:

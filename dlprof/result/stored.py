@@ -34,6 +34,7 @@ _LATER = (
     "memory",
     "profiles",
     "gpu_logs",
+    "members",
 )  # fields that a result may lack
 
 

@@ -9,13 +9,15 @@ from typing import Any
 from dlprof import units
 from dlprof.plain import plain
 from dlprof.report import formatting, looks, verdict
-from dlprof.report.figures import drawing
+from dlprof.report.figures import drawing, members
 from dlprof.report.figures.drawing import HOT, INK, Figure, Table, axis, drawn, rounded
 from dlprof.result import DeviceTime, Outcome, Result, TimePart
+from dlprof.result.members import MANY
 
 MARKED = 4  # findings on more ranks have no marks; these would hide each other
 LABELLED_RANKS = 16  # so many have a bar with a label each
-SINGLE_RANKS = 128  # so many have a bar each; beyond, neighbours share one
+SINGLE_RANKS = MANY  # so many have a bar each; beyond, those that are alike share one
+NAMED_RANKS = 12  # of those that are unlike
 CULPRITS = 8  # ranks that others wait for
 WORTH_DRAWING = 0.005  # of a step; a shorter wait is not drawn
 VISIBLE = 0.002  # of a bar; less than a pixel is not in the legend
@@ -118,6 +120,8 @@ def _stack_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tu
     """Return the bars, and a note where ranks share them."""
     if len(single) <= SINGLE_RANKS:
         return [(f"rank {rank}", bar) for rank, bar in single.items()], ""
+    if result.members:
+        return _group_bars(result, single)
     size = math.ceil(len(single) / (SINGLE_RANKS // 2))
     order = list(single)
     outliers = sorted(formatting.outliers(result.time, 8))
@@ -129,6 +133,20 @@ def _stack_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tu
         bars.append((f"{group[0]}–{group[-1]}", mean))
     apart = f", but for the {formatting.counted(len(outliers), 'rank')} on top, which differ most" if outliers else ""
     return bars, f"Each bar is the mean of {size} neighbouring ranks{apart}."
+
+
+def _group_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tuple[Bars, str]:
+    """Return a bar for each group of like ranks, below those of the ranks that stand out."""
+    unlike = members.outliers(result.members)
+    bars: list[tuple[str, Mapping[str, float]]] = [(f"rank {m.rank}", single[m.rank]) for m in unlike[:NAMED_RANKS]]
+    for name, of in members.by_group(result.members).items():
+        ranks = [m.rank for m in of]
+        names = {c for r in ranks for c in single[r]}
+        mean = {c: sum(single[r].get(c, 0.0) for r in ranks) / len(ranks) for c in names}
+        bars.append((f"{name} · {formatting.counted(len(ranks), 'rank')}", mean))
+    more = drawing.more(len(unlike) - NAMED_RANKS, "ranks that stand out")
+    apart = " Ranks that stand out are on top." if unlike else ""
+    return bars, f"Each bar of a group is the mean of its ranks.{apart} {more}".strip()
 
 
 def _marks(found: Sequence[Outcome], bars: Bars, totals: Sequence[float], divisor: float) -> list[dict[str, Any]]:

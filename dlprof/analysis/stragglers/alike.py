@@ -1,0 +1,99 @@
+"""Which ranks of a large job are alike, and which are not: in what, and by how much.
+
+Ranks that hold the same stages of their pipelines are to do the same, or all ranks where there are none. Of those, the
+ones that spend on every part of the step what their median does, within noise, are one group. Of the others, as many as
+make a group of their own are one (two kinds of GPU); the few that are left stand out. Waiting for others is left out: a
+rank that waits is not the one that is unlike the others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.stragglers.late_ranks import own_parts, stages_of
+from dlprof.errors import DoesNotApply
+from dlprof.result import CATEGORIES
+from dlprof.result.members import MANY, Member
+
+# As far from the median a rank is unlike the others: a share of the step, and standard deviations, by the median
+# absolute deviation, which is 1/1.4826 of one of normal values.
+NOTABLE_SHARE = 0.02
+SIGMAS = 6.0
+_OF_DEVIATION = 1.4826
+
+# So many ranks, and this share of those that should be alike, make a group of their own.
+LEAST_RANKS = 8
+LEAST_SHARE = 0.05
+MOST_GROUPS = 4  # of those that should be alike
+
+# In these a rank waits for others.
+_WAITING = ("pipeline_bubble",)
+
+
+@across_ranks
+def members(
+    breakdown: pd.DataFrame, own_time: pd.DataFrame, pipelines: Maybe[pd.DataFrame], job: Job
+) -> tuple[Member, ...]:
+    """Return which ranks are alike, and in what the others differ; raise DoesNotApply with MANY ranks or fewer."""
+    if len(job.ranks) <= MANY:
+        raise DoesNotApply(f"{MANY} ranks or fewer are shown one by one")
+    parts = own_parts(breakdown, own_time)
+    step = float(parts.sum(axis=1).median())
+    parts = parts[[c for c in CATEGORIES if c not in _WAITING]]
+    stages = stages_of(pipelines.or_none())["stages"].reindex(parts.index)
+    found: list[Member] = []
+    for stage, mine in parts.groupby(stages.fillna(""), sort=True):
+        name = f"stage {stage}" if stage else "all ranks" if stages.isna().all() else "no stage"
+        found += _members(job, name, mine, step)
+    return tuple(sorted(found, key=lambda member: member.rank))
+
+
+def _members(job: Job, name: str, parts: pd.DataFrame, step: float) -> list[Member]:
+    """Return those of some ranks that should be alike."""
+    enough = max(LEAST_RANKS, LEAST_SHARE * len(parts))
+    found: list[Member] = []
+    left, usual = parts, parts.median()
+    for number in range(MOST_GROUPS):
+        middle, far = _far(left, step)
+        like = left.index[~far]
+        if len(like) < enough:
+            break
+        if not number:
+            group, usual = name, middle
+        else:
+            other = str((middle - usual).abs().idxmax())
+            group = f"{name}, {'more' if middle[other] > usual[other] else 'less'} {other.replace('_', ' ')}"
+        found += [Member(int(rank), settings.host(job, int(rank)), group) for rank in like]
+        left = left[far]
+        if len(left) < enough:
+            break
+    differ = left - usual
+    for rank in left.index:
+        # More of something is a reason, less of it a consequence.
+        most = str(
+            (differ.loc[rank] if differ.loc[rank].max() > NOTABLE_SHARE * step else differ.loc[rank].abs()).idxmax()
+        )
+        found.append(
+            Member(
+                int(rank), settings.host(job, int(rank)), name, most, float(left.loc[rank, most]), float(usual[most])
+            )
+        )
+    return found
+
+
+def _far(parts: pd.DataFrame, step: float) -> tuple[pd.Series[float], pd.Series[bool]]:
+    """Return the median of ranks, and which are far from it in any part of the step."""
+    middle = parts.median()
+    away = (parts - middle).abs()
+    # Who comes late exchanges for less time: a consequence.
+    away["communication"] = (parts["communication"] - middle["communication"]).clip(lower=0.0)
+    near = np.maximum(NOTABLE_SHARE * step, SIGMAS * _OF_DEVIATION * away.median())
+    return middle, (away > near).any(axis=1)
+
+
+def members_of(members: Maybe[tuple[Member, ...]]) -> tuple[Member, ...]:
+    """Return them for the result; () where the ranks are shown one by one, or it is not known."""
+    return members.or_none() or ()
