@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -18,26 +19,57 @@ def seconds(command: Sequence[str], env: Mapping[str, str] | None = None, cwd: P
     return time.perf_counter() - begin
 
 
-def peak_bytes(command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> int:
-    """Run a command and give the most memory that it and its descendants held at once.
+@dataclass(frozen=True)
+class Ran:
+    """What a command took: wall time, the lines of its standard error and when each came, s, and its memory, bytes.
 
-    Proportional set size, so that pages which a forked process shares count once; looked at every 30 ms.
+    `together`: the most that it and its descendants held at once, as proportional set size, so that pages which a
+    forked process shares count once. `largest`: the most of any one of them, shared pages and all. Looked at every
+    30 ms.
     """
-    peak = 0
+
+    seconds: float
+    lines: tuple[tuple[float, str], ...]
+    together: int
+    largest: int
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
+    """Run a command to its end and measure it; raise CalledProcessError with its output where it fails."""
+    together = largest = 0
+    begin = time.perf_counter()
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, **(env or {})}, cwd=cwd
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+        cwd=cwd,
     ) as process:
-        errors: list[bytes] = []
-        assert process.stderr is not None
-        reading = threading.Thread(target=lambda: errors.append(process.stderr.read()), daemon=True)  # type: ignore[union-attr]
+        lines: list[tuple[float, str]] = []
+        errors = process.stderr
+        assert errors is not None
+
+        def read() -> None:
+            lines.extend((time.perf_counter() - begin, line) for line in errors)
+
+        reading = threading.Thread(target=read, daemon=True)
         reading.start()
         while process.poll() is None:
-            peak = max(peak, sum(_pss(pid) for pid in _tree(process.pid)))
+            held = [_held(pid) for pid in _tree(process.pid)]
+            together = max(together, sum(pss for pss, _ in held))
+            largest = max(largest, *(rss for _, rss in held))
             time.sleep(0.03)
+        took = time.perf_counter() - begin
         reading.join()
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, list(command), stderr=b"".join(errors))
-    return peak
+        raise subprocess.CalledProcessError(process.returncode, list(command), stderr="".join(x for _, x in lines))
+    return Ran(took, tuple(lines), together, largest)
+
+
+def peak_bytes(command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> int:
+    """Run a command and give the most memory that it and its descendants held at once."""
+    return run(command, env, cwd).together
 
 
 def in_turn(rounds: int, *commands: tuple[Sequence[str], Mapping[str, str] | None]) -> list[list[float]]:
@@ -68,11 +100,14 @@ def _tree(pid: int) -> list[int]:
     return pids
 
 
-def _pss(pid: int) -> int:
+def _held(pid: int) -> tuple[int, int]:
+    """Return the proportional and the resident set size of a process, bytes."""
+    found = {"Pss": 0, "Rss": 0}
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) << 10
     except (OSError, ValueError):
         pass
-    return 0
+    return found["Pss"], found["Rss"]
