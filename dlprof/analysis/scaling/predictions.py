@@ -36,6 +36,9 @@ _OF_BATCH = ("computation", "copy", "input_wait")
 # No interval of a step reaches below this share of it.
 _LEAST = 0.02
 
+# What a prediction is off by at least, as a standard error: half of what two recordings of a quiet job differ by.
+_ALWAYS = 0.005
+
 # Replays the runs of a size, given by its ranks, with changes: the place of a change → its step over the measured one
 # by the better fits, and by the others. {}: nothing can be replayed.
 Replays = Callable[[int, Sequence[Change], Mapping[tuple[str, bool], Fits]], Mapping[int, tuple[float, float]]]
@@ -122,6 +125,7 @@ class Model:
         step, other = (a + wait - waited for a in alone)
         error = 2 * math.hypot(
             size.noise_ns or 0.0,
+            _ALWAYS * step,
             max((f.best.off for f in self.fits.values()), default=0.0) * exposed * max(grows[0], 1.0),
             wait_off,
             self.off * step * math.log2(max(ranks / size.ranks, 1.0)) / 2,
