@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,16 @@ def test_a_script_on_one_and_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, RANKS)
     command = [*jobs.DLPROF, "scale", "--procs", "1,2", "--repeat", "1", "--batch", "2", "-o", "study", "--"]
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "{ranks}", str(script), "{batch}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "{ranks}",
+        str(script),
+        "{batch}",
+    ]
     done = subprocess.run(
         [*command, *torchrun], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )

@@ -6,7 +6,8 @@ through files in memory and are joined in the file's order.
 
 A span counts if everything before it was decoded up to its first byte, and it ends where it should. From the first one
 on that does not (the file is damaged there, something only looked like a boundary, or a process died), this process
-reads the rest as it reads any file. So it does with what follows the last span.
+reads the rest as it reads any file. So it does with what follows the last span. Of a damaged file it may read more
+events than one process would: an event that never ends takes no others with it beyond the next boundary.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -76,6 +77,21 @@ class Both:
         assert several.facts == one.facts
         assert several.warnings == one.warnings
         return several
+
+    def after_damage(self, path: Path) -> None:
+        """Read a file with damage: of an event that never ends, one process takes some that follow for a part.
+
+        Several begin anew at the next boundary, and lose no more.
+        """
+        self._patch.setattr(torch_trace, "decode", event_columns.decode)
+        one = self._read(path, None)
+        shares.share_out({path: 1 << 20}, 1 << 20, 2)
+        self._patch.setattr(torch_trace, "decode", decoding.decode)
+        several = self._read(path, None)
+        if not isinstance(one, str):
+            assert not isinstance(several, str)
+            assert len(several.tables["spans"]) >= len(one.tables["spans"])
+            assert bool(several.warnings) == bool(one.warnings)
 
     def _read(self, path: Path, processes: Processes) -> Reading | str:
         try:
@@ -281,15 +297,24 @@ def test_what_a_dead_process_leaves_is_decoded_here(
     assert any("ended early (out of memory?)" in w for w in read.warnings)
 
 
+def held() -> set[str]:
+    """Return the pipes and files in memory that this process has open: other tests have sockets of their own."""
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            links.append(str(fd.readlink()))
+    return {link for link in links if link.startswith("pipe:") or "memfd" in link}
+
+
 def test_nothing_is_left_behind(tmp_path: Path, both: Both) -> None:
     path = traces.write(tmp_path / "trace.json.gz", training())
-    before = set(Path("/proc/self/fd").iterdir())
+    before = held()
     assert both(path)
     assert both.joined > 10
     begun = decoding.begin(path)
     assert begun
     begun.close()
-    assert set(Path("/proc/self/fd").iterdir()) <= before
+    assert held() <= before
 
 
 @pytest.mark.skipif(not REAL, reason="needs ../shared/traces")
@@ -332,7 +357,7 @@ an_event = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=st.lists(an_event, min_size=1, max_size=60),
     aim=st.integers(1, 4000),
@@ -359,4 +384,8 @@ def test_any_events_split_anywhere(
     data = json.dumps({"schemaVersion": 1, "traceEvents": made, "traceName": "x"}, indent=indent).encode()
     place = int(damage[0] * len(data))
     data = (data[:place] + damage[1] + data[place:])[: int(cut * len(data))]
-    both(traces.write(tmp_path / ("trace.json.gz" if packed else "trace.json"), data))
+    path = traces.write(tmp_path / ("trace.json.gz" if packed else "trace.json"), data)
+    if damage[1]:
+        both.after_damage(path)
+    else:
+        both(path)
