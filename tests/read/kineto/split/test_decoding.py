@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -298,7 +299,12 @@ def test_what_a_dead_process_leaves_is_decoded_here(
 
 
 def held() -> set[str]:
-    """Return the pipes and files in memory that this process has open: other tests have sockets of their own."""
+    """Return the pipes and files in memory that this process has open: other tests have sockets of their own.
+
+    A process that has ended holds two pipes of multiprocessing's until it is joined.
+    """
+    for child in multiprocessing.active_children():
+        child.join(30)
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
