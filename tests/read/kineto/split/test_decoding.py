@@ -303,8 +303,8 @@ def held() -> set[str]:
 
     A process that has ended holds two pipes of multiprocessing's until it is joined.
     """
-    for child in multiprocessing.active_children():
-        child.join(30)
+    while children := multiprocessing.active_children():
+        children.pop().join(30)
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
