@@ -101,7 +101,8 @@ def test_a_task_a_rank_on_two_nodes_records_into_one_folder_and_ends_as_the_scri
     odd = ("a 'quoted' word", "$HOME", "--nodes")
     job = submitted(script, slurm, "seven", *odd, options=("--window", "5,1,3"))
     run, said = ended(job, slurm, tmp_path)
-    assert said_of(job, slurm, tmp_path)["ExitCode"] == "7:0"
+    # The highest of all tasks': SLURM ends one that is slower to exit, once another has.
+    assert said_of(job, slurm, tmp_path)["ExitCode"] in ("7:0", "143:0")
     assert said.count("ready seven a 'quoted' word $HOME --nodes\n") == SIZE
     assert said.count("dlprof: recording into") == 1
     told = all_ranks(run)
@@ -117,7 +118,9 @@ def test_a_task_a_rank_on_two_nodes_records_into_one_folder_and_ends_as_the_scri
     assert (run / "report.html").exists()
     assert f"report: runs/trains-{job}/report.html" in said
     tasks = json.loads((run / "run.json").read_text())["tasks"]
-    assert {one["exit"]["code"] for one in tasks} <= {7, None}
+    codes = [one["exit"]["code"] for one in tasks]
+    assert 7 in codes
+    assert set(codes) <= {7, 143, None}
     assert {one["number"] for one in tasks} == {str(rank) for rank in range(SIZE)}
 
 

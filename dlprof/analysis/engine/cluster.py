@@ -187,7 +187,8 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
             address, alive = stack.enter_context(_slurm(ranks, number or SLURM_JOBS, store))
         try:
             client = stack.enter_context(Client(address, timeout=ANSWERS_S, set_as_default=False))
-        except (OSError, ValueError, ImportError, asyncio.TimeoutError):
+        except (OSError, ValueError, ImportError, asyncio.TimeoutError, AssertionError):
+            # The last one: the client's own thread has not started within ten seconds.
             raise DlprofError(f"{dask.where}: no Dask scheduler answers there") from None
         stack.enter_context(client.as_current())
         _await_worker(client, dask, alive)
