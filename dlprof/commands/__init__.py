@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from dlprof.errors import DlprofError
 from dlprof.plain import plain
 from dlprof.read.opening import NO_LIMITS
 
@@ -54,6 +55,37 @@ def command(name: str) -> click.Command:
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
     return found
+
+
+class WithCommand(click.Command):
+    """Takes everything after `--` as a command of the user's: `after_dashes` returns it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words after the dashes, and parse those before them."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_AFTER_DASHES] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+_AFTER_DASHES = "dlprof.command"
+
+
+def after_dashes(ctx: click.Context) -> tuple[str, ...]:
+    """Return the words after `--` of a command of class WithCommand."""
+    words: tuple[str, ...] = ctx.meta[_AFTER_DASHES]
+    return words
+
+
+def new_folder(name: str) -> Path:
+    """Make and return a new folder NAME, NAME-2, … here; raise DlprofError where that fails."""
+    from dlprof.files import writing
+    from dlprof.record.launch.folder import make_first
+
+    with writing(f"a folder {name}", "; -o names another one"):
+        made = make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
+    if made is None:
+        raise DlprofError(f"a thousand folders {name} are here already; -o names another")
+    return made
 
 
 def say(line: str, *, err: bool = False) -> None:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands import cache, file, form, jobs, no_limits, out, quiet, run_path, say, show
+from dlprof.commands import cache, file, form, jobs, new_folder, no_limits, out, quiet, run_path, say, show
 from dlprof.commands.terminal.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
 from dlprof.plain import plain
-from dlprof.record.launch.folder import make_first
 
 if TYPE_CHECKING:
     from dlprof.analysis.engine import Done
@@ -273,9 +272,7 @@ def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:
     Raises DlprofError where it cannot be written, or a thousand of that name are there.
     """
     with writing(f"the report in {out or name}", "; -o names another folder"):
-        folder = out or make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
-        if folder is None:
-            raise DlprofError(f"a thousand folders {name} are here already; -o names another")
+        folder = out or new_folder(name)
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             write(folder / file, text)

@@ -123,7 +123,10 @@ class Grown:
         """Return how long they take in a step without waiting, ns: by the better fits, by the others."""
         first = other = 0.0
         for row, ranks, several in zip(self.rows, self.ranks, self.several_hosts, strict=True):
-            best, second = fits[(row.collective, several)].predicted_ns(row.bytes, ranks)
+            mine = fits.get((row.collective, several))
+            if mine is None:  # no measured length of it was above zero
+                continue
+            best, second = mine.predicted_ns(row.bytes, ranks)
             first, other = first + row.count * best, other + row.count * second
         return first, other
 

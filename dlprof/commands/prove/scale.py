@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, jobs, no_limits, out, quiet, say, show
+from dlprof.commands import WithCommand, after_dashes, form, jobs, new_folder, no_limits, out, quiet, say, show
 from dlprof.errors import DlprofError
 
 if TYPE_CHECKING:
@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from dlprof.trial.sweep.sizes import Recorded
 
 _MOST_RANKS = 1 << 20
-
-
-class _Scale(click.Command):
-    """Takes everything after `--` as the command, or as the workload's options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta["dlprof.command"] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
 
 
 def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -41,7 +32,7 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
     return tuple(found)
 
 
-@click.command(cls=_Scale, short_help="Show how a job scales, and predict it on more ranks.")
+@click.command(cls=WithCommand, short_help="Show how a job scales, and predict it on more ranks.")
 @click.argument("paths", nargs=-1, metavar="[WORKLOAD | RUN RUN...] [-- SCRIPT.py or OPTIONS...]")
 @click.option("--gpus", callback=_sizes, metavar="1,2,4,8", help="Numbers of ranks to record on, one a GPU.")
 @click.option("--procs", callback=_sizes, metavar="1,2", help="The same on the CPU.")
@@ -96,7 +87,7 @@ def scale(
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.trial.stopping import stopping
 
-    command = ctx.meta["dlprof.command"]
+    command = after_dashes(ctx)
     if gpus and procs:
         raise click.UsageError("--gpus and --procs exclude each other")
     sizes = gpus or procs
@@ -112,7 +103,7 @@ def scale(
     if os.environ.get("DLPROF_RUN"):
         raise DlprofError(f"this already runs under dlprof, which records into {os.environ['DLPROF_RUN']}")
     todo = _jobs(paths, command, sizes, bool(gpus), mode, batch)
-    folder = out or _new()
+    folder = out or new_folder("dlprof-scale")
 
     def tell(line: str) -> None:
         if not quiet:
@@ -208,15 +199,3 @@ def _study(
     script = script_of(found.runs[0][0].result) or found.runs[0][0].name
     study = studied(script, found, targets or TARGETS, replays_of(places, jobs))
     write_summary(summary(study), to_json(study), "scale", "dlprof-scale", out, form, show=show)
-
-
-def _new() -> Path:
-    """Make and return a new folder; raise DlprofError where that fails."""
-    from dlprof.files import writing
-    from dlprof.record.launch.folder import make_first
-
-    with writing("a folder for the study", "; -o names another one"):
-        made = make_first(Path("dlprof-scale" if n == 1 else f"dlprof-scale-{n}") for n in range(1, 1000))
-    if made is None:
-        raise DlprofError("a thousand folders dlprof-scale are here already; -o names another")
-    return made

@@ -8,20 +8,11 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import form, out, quiet, say, show
+from dlprof.commands import WithCommand, after_dashes, form, new_folder, out, quiet, say, show
 from dlprof.errors import DlprofError
 
 
-class _Sweep(click.Command):
-    """Takes everything after `--` as the command."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta["dlprof.command"] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
-@click.command(cls=_Sweep, short_help="Measure a job with each of several values of its settings.")
+@click.command(cls=WithCommand, short_help="Measure a job with each of several values of its settings.")
 @click.argument("axes", nargs=-1, required=True, metavar="NAME=VALUES... -- SCRIPT.py [ARGS]...")
 @click.option(
     "--minutes", type=click.FloatRange(0.1, 10_000), default=30.0, show_default=True, help="How long it may take."
@@ -78,7 +69,7 @@ def sweep(
     from dlprof.trial.sweep.axes import axis, grid, placeholders, settings
     from dlprof.trial.sweep.sweeping import Options, begun, swept
 
-    words = ctx.meta["dlprof.command"]
+    words = after_dashes(ctx)
     if not words:
         raise click.UsageError("name the script after --: dlprof sweep loader.num_workers=0,2 -- train.py")
     if os.environ.get("DLPROF_RUN"):
@@ -98,7 +89,7 @@ def sweep(
         for point in points:
             say(" ".join(f"{n}={v}" for n, v in point.items()))
         return
-    folder = out or _new()
+    folder = out or new_folder("dlprof-sweep")
     options = Options(minutes, steps, rounds, not no_predict, copy, allow_numerics)
     going = begun(command, asked, folder, options)
     job = Job(command, Path.cwd(), {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}, {})
@@ -119,15 +110,3 @@ def sweep(
         raise SystemExit(128 + asks.by)
     if not any(p.readings for p in done.points):
         raise SystemExit(1)
-
-
-def _new() -> Path:
-    """Make and return a new folder; raise DlprofError where that fails."""
-    from dlprof.files import writing
-    from dlprof.record.launch.folder import make_first
-
-    with writing("a folder for the sweep", "; -o names another one"):
-        made = make_first(Path("dlprof-sweep" if n == 1 else f"dlprof-sweep-{n}") for n in range(1, 1000))
-    if made is None:
-        raise DlprofError("a thousand folders dlprof-sweep are here already; -o names another")
-    return made

@@ -77,3 +77,11 @@ def test_groups_that_have_as_many_ranks_at_every_size_stay() -> None:
     assert made.ranks == (64, 64, 64, 4, 16)
     fits = fitted([*rows(8), *now])
     assert made.step_ns(fits)[0] > grown(now, before, 16, 16).step_ns(fits)[0]
+
+
+def test_a_collective_that_took_no_time_is_none() -> None:
+    empty = Transfers("barrier", 8, 1, 1.0, 0.0)
+    fits = fitted([*rows(4), *rows(8), empty])
+    assert ("barrier", False) not in fits
+    with_it, without = (grown(r, {}, 8, 16).step_ns(fits) for r in ([*rows(8), empty], rows(8)))
+    assert with_it == without
