@@ -226,7 +226,8 @@ def exact_nanoseconds(values: list[Any]) -> Ints:
 
 def _exact(value: Any) -> int:
     try:
-        us = value if isinstance(value, Decimal) else Decimal(str(value))
+        # A truth is 0 or 1, as in arrays of numbers: what stands beside it must not matter.
+        us = value if isinstance(value, Decimal) else Decimal(int(value) if isinstance(value, bool) else str(value))
         return int((us * 1000).to_integral_value()) if abs(us) < LATEST_US else NO_TIME
     except (InvalidOperation, ValueError):
         return NO_TIME

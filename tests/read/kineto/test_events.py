@@ -107,6 +107,12 @@ def test_an_abridged_list_of_ranks_tells_nothing(value: Any, ranks: list[int]) -
     assert events.ranks_of(value) == ranks
 
 
+@pytest.mark.parametrize("other", [7, 7.001, "7.001", Decimal("7.001"), None])
+def test_a_truth_is_one_whatever_stands_beside_it(other: Any) -> None:
+    assert events.nanoseconds([True, other])[0] == 1_000
+    assert events.nanoseconds([other, False])[1] == 0
+
+
 def test_a_time_that_lost_digits_by_being_a_float_is_refused() -> None:
     large = float(events.EXACT_US)
     assert events.nanoseconds([1.5, "2", "x"]).tolist() == [1500, 2000, events.NO_TIME]
