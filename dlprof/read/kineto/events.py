@@ -128,6 +128,7 @@ def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
 _elements = msgspec.json.Decoder(list[msgspec.Raw])
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _number = msgspec.json.Decoder(Decimal)
+_TRUTHS = {b"true": b"1", b"false": b"0"}  # as arrays of numbers take them, where all other events are as expected
 _EXACT = {b'"X"': ExactEvent, b'"B"': ExactBegin, b'"E"': ExactEnd}
 
 
@@ -144,7 +145,7 @@ def _lenient(array: bytes | memoryview) -> list[Event]:
             continue
         taken: dict[str, Any] = {"args": raw["args"]} if "args" in raw else {}
         with contextlib.suppress(msgspec.ValidationError, KeyError):
-            taken["ts"] = _number.decode(raw["ts"])
+            taken["ts"] = _number.decode(_TRUTHS.get(bytes(raw["ts"]), raw["ts"]))
         for name in {"cat", "name", "pid", "tid", "dur"} & raw.keys():
             scalar = msgspec.json.decode(raw[name])
             if name in ("cat", "name"):

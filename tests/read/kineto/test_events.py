@@ -113,6 +113,15 @@ def test_a_truth_is_one_whatever_stands_beside_it(other: Any) -> None:
     assert events.nanoseconds([other, False])[1] == 0
 
 
+def test_a_time_that_is_a_truth_counts_beside_an_odd_event_too(tmp_path: Path) -> None:
+    data = traces.dump(traces.trace(traces.op("a", 0, 0), traces.op("b", 2_000, 7_001)))
+    data = data.replace(b'"ts": 0.0', b'"ts": true')
+    odd = data.replace(b'"pid": 4000', b'"pid": []', 1)
+    assert odd != data
+    starts = [sorted(read(tmp_path, d).tables["spans"]["start_ns"].tolist()) for d in (data, odd)]
+    assert starts[0] == starts[1] == [BASE_NS + 1_000, BASE_NS + 2_000]
+
+
 def test_a_time_that_lost_digits_by_being_a_float_is_refused() -> None:
     large = float(events.EXACT_US)
     assert events.nanoseconds([1.5, "2", "x"]).tolist() == [1500, 2000, events.NO_TIME]
