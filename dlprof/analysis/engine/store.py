@@ -72,7 +72,8 @@ class Store:
         if not self.folder.resolve().is_relative_to(self._within.resolve()):
             raise OSError(f"a link leads out of {self._within}")
         if not self.folder.is_dir():
-            self.folder.mkdir(parents=True)
+            # Shards begin at the same moment: another one may make it meanwhile.
+            self.folder.mkdir(parents=True, exist_ok=True)
             write(self.folder / "README", _README)
 
     def stamp(self, rank: Rank) -> str:

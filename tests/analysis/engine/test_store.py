@@ -6,7 +6,9 @@ import gzip
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -371,6 +373,21 @@ def test_a_store_that_cannot_be_written_is_told(run: Run, tmp_path: Path) -> Non
     assert lines[0].endswith("(--cache names another folder)")
     assert find(run, tmp_path / "cache", asked=True, tell=lines.append) is not None
     assert len(lines) == 1
+
+
+def test_shards_that_begin_at_the_same_moment_share_a_folder(run: Run, tmp_path: Path) -> None:
+    at_once = 8
+    for fresh in range(40):
+        together = threading.Barrier(at_once)
+        stores_of_one = [open_store(run, tmp_path / str(fresh), f"{k}/{at_once}") for k in range(at_once)]
+
+        def make(store: Store, together: threading.Barrier = together) -> None:
+            together.wait()
+            store.make()
+
+        with ThreadPoolExecutor(at_once) as pool:
+            assert list(pool.map(make, stores_of_one)) == [None] * at_once
+        assert (stores_of_one[0].folder / "README").is_file()
 
 
 @pytest.mark.parametrize("where", [".dlprof", ".dlprof/ranks", ".dlprof/ranks/00000-00255"])
