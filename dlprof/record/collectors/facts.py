@@ -16,6 +16,7 @@ from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
 from dlprof.record import redaction
+from dlprof.record.calls.module_names import class_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
 from dlprof.record.ranks import find_size, local_rank, process_group
@@ -242,7 +243,7 @@ def _model(model: Any) -> dict[str, Any]:
     ddp = next((m for m in modules if type(m).__name__ == "DistributedDataParallel"), None)
     fsdp = any("FSDP" in name or name == "FullyShardedDataParallel" for name in names)
     return {
-        "class": _ask(_inner_class, model, name="the model's class") or type(model).__name__,
+        "class": _ask(class_of, model, name="the model's class") or type(model).__name__,
         **_answers(
             parameters=lambda: sum(p.numel() for p in parameters),
             parameter_bytes=lambda: sum(map(_bytes, parameters)),
@@ -299,22 +300,6 @@ def _last_bucket(sizes: Sequence[int]) -> int:
         if held >= most:
             held, most = 0, _BUCKET
     return last
-
-
-# What wraps the script's own model, and where it keeps it.
-_WRAPPERS = {
-    "DataParallel": "module",
-    "DeepSpeedEngine": "module",
-    "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
-
-
-def _inner_class(model: Any) -> str:
-    """Return the class of the script's own model, inside what wraps it."""
-    while (kept := _WRAPPERS.get(type(model).__name__)) is not None:
-        model = getattr(model, kept)
-    return type(model).__name__
 
 
 def _channels_last(weight: Any) -> bool:

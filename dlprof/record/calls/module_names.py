@@ -1,0 +1,52 @@
+"""Names modules by their path in the script's own model, as `named_modules` gives it, without what wraps the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What PyTorch and others put around a module, and where they keep it.
+_WRAPPERS = {
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def names_of(model: Any) -> dict[int, tuple[str, str]]:
+    """Return of each module within a model, by id: its path ("" is the model itself) and its class.
+
+    A wrapper has the name of what it wraps. A module that is reached by several paths has the first one. FSDP2 makes a
+    class of its own of each module: that counts as the script's.
+    """
+    names: dict[int, tuple[str, str]] = {}
+    open_modules = [(model, "")]
+    while open_modules:
+        module, path = open_modules.pop()
+        if id(module) in names:
+            continue
+        kept = wrapped(module)
+        names[id(module)] = (path, class_of(module))
+        if kept is not None:
+            open_modules.append((kept, path))
+            continue
+        children = [(child, f"{path}.{name}" if path else name) for name, child in module.named_children()]
+        open_modules.extend(reversed(children))
+    return names
+
+
+def class_of(module: Any) -> str:
+    """Return the class of the script's own module: of a wrapper, of what it wraps."""
+    while (kept := wrapped(module)) is not None:
+        module = kept
+    kind = type(module)
+    sharded = kind.__name__.startswith("FSDP") and len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
+    return str(kind.__mro__[2].__name__ if sharded else kind.__name__)
+
+
+def wrapped(module: Any) -> Any:
+    """Return the module that a wrapper wraps; None: it is none."""
+    name = _WRAPPERS.get(type(module).__name__)
+    return None if name is None else getattr(module, name, None)
