@@ -16,9 +16,9 @@ from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
 from dlprof.record import redaction
-from dlprof.record.calls.module_names import class_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
+from dlprof.record.model.names import class_of
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step

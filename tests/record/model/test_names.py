@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dlprof.record.calls.module_names import class_of, names_of, wrapped  # noqa: E402
+from dlprof.record.model.names import class_of, names_of, wrapped  # noqa: E402
 from tests.fixtures import worlds  # noqa: E402
 
 

@@ -1,0 +1,1 @@
+"""The script's own model: what its modules are called, when each runs, and what memory each holds."""
