@@ -37,9 +37,9 @@ _WAITING = ("pipeline_bubble",)
 def members(
     breakdown: pd.DataFrame, own_time: pd.DataFrame, pipelines: Maybe[pd.DataFrame], job: Job
 ) -> tuple[Member, ...]:
-    """Return which ranks are alike, and in what the others differ; raise DoesNotApply with MANY ranks or fewer."""
-    if len(job.ranks) <= MANY:
-        raise DoesNotApply(f"{MANY} ranks or fewer are shown one by one")
+    """Return which ranks are alike, and in what the others differ; raise DoesNotApply with fewer than MANY ranks."""
+    if len(job.ranks) < MANY:
+        raise DoesNotApply(f"fewer than {MANY} ranks are looked at one by one")
     parts = own_parts(breakdown, own_time)
     step = float(parts.sum(axis=1).median())
     parts = parts[[c for c in CATEGORIES if c not in _WAITING]]

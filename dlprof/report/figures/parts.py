@@ -12,11 +12,10 @@ from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing, members
 from dlprof.report.figures.drawing import HOT, INK, Figure, Table, axis, drawn, rounded
 from dlprof.result import DeviceTime, Outcome, Result, TimePart
-from dlprof.result.members import MANY
 
 MARKED = 4  # findings on more ranks have no marks; these would hide each other
 LABELLED_RANKS = 16  # so many have a bar with a label each
-SINGLE_RANKS = MANY  # so many have a bar each; beyond, those that are alike share one
+SINGLE_RANKS = 128  # so many have a bar each; beyond, those that are alike share one
 NAMED_RANKS = 12  # of those that are unlike
 CULPRITS = 8  # ranks that others wait for
 WORTH_DRAWING = 0.005  # of a step; a shorter wait is not drawn

@@ -78,4 +78,4 @@ def test_many_that_differ_alike_are_a_group_of_their_own() -> None:
 
 def test_few_ranks_are_shown_one_by_one() -> None:
     with pytest.raises(DoesNotApply):
-        of({}, ranks=MANY)
+        of({}, ranks=MANY - 1)
