@@ -32,6 +32,10 @@ SPANS: Mapping[str, str] = {
     "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: unknown, or neither
     "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": unknown
     "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": unknown, or none
+    # Autograd's number: of a backward function; of an operator that of the function which it or the next one makes
+    # (each thread counts its own). -1: unknown, or none.
+    "autograd": "int64",
+    "forward_thread": CATEGORY,  # of a backward function: which thread made it, as the profiler numbers them; "": none
 }
 
 # On a host lane: op, fetch (a loader's next()), runtime (CUDA or HIP calls), annotation, python, and communication

@@ -90,6 +90,13 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
 # Operators that multiply matrices or convolve: of these a trace may tell the shapes.
 MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
 
+# Operators that make no backward function, though a trace may number them, and backward functions within those of the
+# engine, which have the same number. They are half of a trace's operators.
+UNNUMBERED = re.compile(
+    r"^(?:aten::)?(?:as_strided|detach_?|empty\w*|is_nonzero|item|_local_scalar_dense|resize_|resolve_\w+)$"
+    r"|^\w+Backward\d*$|^torch::autograd::"
+)
+
 
 # A collective by any of its names, without signs and in lower case: the first found decides.
 _COLLECTIVES = (
