@@ -337,9 +337,7 @@ class Reader:
             parts.append(column)
         self.count += len(events)
 
-    def _made(
-        self, events: list[Event], numbered: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def _made(self, events: list[Event], numbered: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return autograd's numbers of events, and which thread made them."""
         number, maker = np.full(len(events), -1, dtype=np.int64), np.zeros(len(events), dtype=np.int32)
         told = made([e.args for e in compress(events, numbered.tolist())])
