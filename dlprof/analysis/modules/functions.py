@@ -17,7 +17,10 @@ from dlprof.analysis.timeline import host
 # the operator before it, if that made one of the few functions before.
 _NEAR = 4
 
-_MOST_LANES = 256
+# Threads whose operators are looked at, those with most of them.
+_MOST_LANES = 64
+
+_ENGINE = "autograd::engine::evaluate_function: "
 
 
 def forward_rows(
@@ -25,20 +28,25 @@ def forward_rows(
 ) -> NDArray[np.int64]:
     """Return for rows of backward functions the row of the operator that made each; −1: the trace does not hold it."""
     found = np.full(len(functions), -1, dtype=np.int64)
-    number, made_by = spans["autograd"].to_numpy(), spans["forward_thread"].cat.codes.to_numpy()
+    number, thread = spans["autograd"].to_numpy(), spans["forward_thread"].cat.codes.to_numpy()
     makes = (number >= 0) & host.is_one_of(spans["forward_thread"], "") & host.is_kind(spans, "op") & ~is_on_device
-    operators = np.flatnonzero(makes)
-    asked = np.flatnonzero(number[functions] >= 0)
-    if not len(operators) or not len(asked):
-        return found
-    lane = spans["lane"].cat.codes.to_numpy().astype(np.int64)
-    start = spans["start_ns"].to_numpy()
-    threads = made_by[functions[asked]].astype(np.int64)
-    lanes = _lanes_of(threads, number[functions[asked]], lane[operators], number[operators])
-    on = lanes[threads]
-    for code in np.unique(on[on >= 0]):
-        mine, theirs = operators[lane[operators] == code], asked[on == code]
-        found[theirs] = _last(number, start, mine, functions[theirs])
+    operators, asked = np.flatnonzero(makes), np.flatnonzero(number[functions] >= 0)
+    lane = spans["lane"].cat.codes.to_numpy()
+    lanes, counts = np.unique(lane[operators], return_counts=True)
+    name = pd.factorize(np.array([_plain(str(n)) for n in spans["name"].cat.categories]))[0]
+    name = name[spans["name"].cat.codes.to_numpy()]
+    # Whose thread is which the trace does not say: the one that fits best is.
+    threads = thread[functions]
+    best = np.full(int(threads.max(initial=0)) + 1, -1, dtype=np.int64)
+    for code in lanes[np.argsort(-counts, kind="stable")][:_MOST_LANES]:
+        made_by = _last(number, spans["start_ns"].to_numpy(), operators[lane[operators] == code], functions[asked])
+        # By its number, and better still by its name.
+        exact = (made_by >= 0) & (number[made_by] == number[functions[asked]])
+        fits = exact * (1 + (name[made_by] == name[functions[asked]]))
+        score = np.bincount(threads[asked], weights=fits, minlength=len(best)).astype(np.int64)
+        better = (score > best)[threads[asked]]
+        found[asked[better]] = made_by[better]
+        best = np.maximum(best, score)
     return found
 
 
@@ -48,8 +56,7 @@ def _last(
     """Return the last operator of a thread before each function with its number; else one with a number near it."""
     rows = np.concatenate((operators, functions))
     order = np.lexsort((np.repeat((0, 1), (len(operators), len(functions))), start[rows], number[rows]))
-    is_operator = order < len(operators)
-    last = np.maximum.accumulate(np.where(is_operator, np.arange(len(order)), -1))
+    last = np.maximum.accumulate(np.where(order < len(operators), np.arange(len(order)), -1))
     at = np.empty(len(rows), dtype=np.int64)
     at[order] = last
     at = at[len(operators) :]
@@ -58,26 +65,7 @@ def _last(
     return np.where(good, row, -1)
 
 
-def _lanes_of(
-    threads: NDArray[np.int64],
-    numbers: NDArray[np.int64],
-    lanes: NDArray[np.int64],
-    theirs: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Return the lane of each thread, as the profiler numbers threads: the one with most of its numbers.
-
-    A trace does not say which is which.
-    """
-    found = np.full(int(threads.max()) + 1, -1, dtype=np.int64)
-    codes, counts = np.unique(lanes, return_counts=True)
-    if len(codes) == 1:
-        found[:] = codes[0]
-        return found
-    kept = codes[np.argsort(-counts, kind="stable")[:_MOST_LANES]]
-    made = pd.DataFrame({"number": theirs, "lane": lanes}).drop_duplicates()
-    made = made[np.isin(made["lane"], kept)]
-    ran = pd.DataFrame({"number": numbers, "thread": threads}).drop_duplicates()
-    both = ran.merge(made, on="number").groupby(["thread", "lane"], sort=True).size().reset_index(name="count")
-    best = both.sort_values("count", ascending=False, kind="stable").drop_duplicates("thread")
-    found[best["thread"].to_numpy()] = best["lane"].to_numpy()
-    return found
+def _plain(name: str) -> str:
+    """Return what an operator and its function have in common: addmm of aten::addmm and of AddmmBackward0."""
+    name = name.removeprefix(_ENGINE).removeprefix("aten::")
+    return name.partition("Backward")[0].replace("_", "").lower()

@@ -60,7 +60,8 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("host", "communication", _MARK, COMMUNICATION_CALL),
     Pattern("host", "fetch", _MARK, r"^enumerate\(DataLoader\)#.*\.__next__$|^dlprof::fetch\b"),
     # Kineto's first releases put record_function's ranges among the operators.
-    Pattern("host", "annotation", _MARK, r"^ProfilerStep#\d+$|^Optimizer\.(?:step|zero_grad)#"),
+    # So does dlprof the modules, which costs least there.
+    Pattern("host", "annotation", _MARK, r"^ProfilerStep#\d+$|^Optimizer\.(?:step|zero_grad)#|^nn\.Module: |^dlprof::"),
     Pattern("host", "annotation", r"user_annotation"),
     Pattern("host", "op", _OP),
     Pattern("host", "runtime", r"(?:\w+_)?(?:runtime|driver)|hip"),

@@ -60,7 +60,7 @@ class Trace:
         self.window: dict[str, Any] = {"skip": skip, "warmup": warmup, "active": active}
         self.window.update(state=text if self._done else "waiting", first_step=None, last_step=None, export_ns=None)
         # errors: what Kineto and CUPTI reported; None: nobody listened, as on a CPU.
-        self.window.update(extended=0, cupti_torn_down=None, errors=None)
+        self.window.update(extended=0, cupti_torn_down=None, errors=None, modules=None)
         self._profiler: Any = None
         self._thread = 0  # that the profiler was prepared in
         self._range: Any = None  # of the step that is under way
@@ -170,6 +170,7 @@ class Trace:
                     self._ours(self._profiler.start_trace)
                 self._recording = True
                 recorder.clock.ranges.append(self._named)
+                recorder.module_ranges.start(filter(None, (model() for model in recorder.observed.models)))
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
@@ -258,6 +259,8 @@ class Trace:
         if recorded and self._named in recorder.clock.ranges:
             recorder.clock.ranges.remove(self._named)
         self._end_range()
+        if recorded:
+            self._end_modules()
         if state != "exported":
             window["last_step"] = recorder.clock.row.number - 1 if recorded else None
             window["first_step"] = window["first_step"] if recorded else None
@@ -283,6 +286,13 @@ class Trace:
         finally:
             recorder.observed.news = True
             self._report()
+
+    def _end_modules(self) -> None:
+        """Name no more modules, and keep how often and at what cost it was done."""
+        ranges = self._recorder.module_ranges
+        window = self.window
+        window["modules"] = {"ranges": ranges.count, "ns_each": round(ranges.measure()) if ranges.count else None}
+        ranges.stop()
 
     def _ours(self, call: Callable[[], Any]) -> None:
         """Call the profiler, which synchronises the current device: that must be the rank's, or another one wakes."""
