@@ -70,6 +70,17 @@ STEPS: Mapping[str, str] = {
     "first": "int64",  # 1: holds an epoch's first next() or its end
 }
 
+# The modules of the models, in the order of their names, as they were when the trace window closed. A module whose
+# parameters are in several of DistributedDataParallel's buckets has a row for each.
+MODULES: Mapping[str, str] = {
+    "path": CATEGORY,  # as in the names of the trace's ranges, "": the model itself
+    "kind": CATEGORY,  # its class
+    "parameters": "int64",  # values of its own parameters, without those of the modules in it
+    "parameter_bytes": "int64",
+    "bucket": "int64",  # the place among the buckets, which are reduced in this order; -1: in none, or unknown
+    "sharded": "int64",  # 1: FSDP shards it by itself
+}
+
 # One line of a function that `--lines` named, as a role ran it; all lines of the function, in order.
 LINES: Mapping[str, str] = {
     "role": CATEGORY,  # main, worker (of a loader)
@@ -268,6 +279,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "memory": MEMORY,
     "memory_blocks": MEMORY_BLOCKS,
     "memory_events": MEMORY_EVENTS,
+    "modules": MODULES,
     "overrides": OVERRIDES,
     "recorder_calls": RECORDER_CALLS,
     "samples": SAMPLES,

@@ -50,8 +50,9 @@ class Frames:
     """The frames of a rank's host, by lane, each lane's in order of start and the longer first.
 
     `row` is a frame's row in the spans, `lane` its lane's code, `parent` the frame around it (−1: none), `module` its
-    place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a module, and
-    `functions` which run a backward function. At each instant `at` of a lane begins the time of `inner` (−1: none).
+    place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a module,
+    `functions` which run a function of the backward pass, and `accumulates` which of these add up the gradient of a
+    parameter. At each instant of a lane in `by_lane` begins the time of the frame beside it (−1: none).
     """
 
     row: NDArray[np.int64]
@@ -63,6 +64,7 @@ class Frames:
     part: NDArray[np.int64]
     calls: NDArray[np.bool_]
     functions: NDArray[np.bool_]
+    accumulates: NDArray[np.bool_]
     paths: tuple[str, ...]
     classes: tuple[str, ...]
     by_lane: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -115,12 +117,12 @@ def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frame
         part,
         calls,
         functions,
+        np.array([t.startswith(_ACCUMULATES) for t in texts], dtype=bool)[name],
         tuple(path for path, _ in modules),
         tuple(kind for _, kind in modules),
         _innermost(lane, start, end, parent),
     )
-    accumulates = np.array([t.startswith(_ACCUMULATES) for t in texts], dtype=bool)[name]
-    module[functions] = _of_functions(spans, is_on_device, made, accumulates)[functions]
+    module[functions] = _of_functions(spans, is_on_device, made)[functions]
     return made
 
 
@@ -152,22 +154,20 @@ def _matches(pattern: re.Pattern[str], texts: list[str]) -> dict[int, re.Match[s
     return {code: found for code, text in enumerate(texts) if (found := pattern.fullmatch(text)) is not None}
 
 
-def _of_functions(
-    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], frames: Frames, accumulates: NDArray[np.bool_]
-) -> NDArray[np.int64]:
+def _of_functions(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], frames: Frames) -> NDArray[np.int64]:
     """Return the module of each function of the backward pass: that of the operator that made it. −1: none.
 
     AccumulateGrad has no number. The engine runs it before all else that is ready, so it follows the function that
     gave it its gradient, on the same thread.
     """
     module = np.full(len(frames.row), -1, dtype=np.int64)
-    numbered = np.flatnonzero(frames.functions & ~accumulates)
+    numbered = np.flatnonzero(frames.functions & ~frames.accumulates)
     made_by = forward_rows(spans, is_on_device, frames.row[numbered])
     known = made_by >= 0
     lane, start = spans["lane"].cat.codes.to_numpy().astype(np.int64), spans["start_ns"].to_numpy()
     around = frames.at(lane[made_by[known]], start[made_by[known]])
     module[numbered[known]] = np.where(around >= 0, frames.module[around], -1)
-    mine = np.flatnonzero(accumulates)
+    mine = np.flatnonzero(frames.accumulates)
     if len(numbered):
         at = np.searchsorted(numbered, mine) - 1
         giver = numbered[np.maximum(at, 0)]

@@ -9,15 +9,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import within_rank
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.exchanges import CALLS
 from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, Frames
-from dlprof.analysis.modules.sums import Sums, sums
+from dlprof.analysis.modules.sums import Sums, shared, sums
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
-
-# Calls that issue a collective. What else a CPU run's trace has of one lasts until it is through, whatever its thread
-# does meanwhile.
-MARKS_OF_CALLS = ("c10d", "_c10d", "record_param_comms")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Calls:
 def outside_calls(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], module_rows: pd.DataFrame) -> Calls:
     """Return the calls of the host that lie in no frame and in no other such call."""
     called = host.is_kind(spans, "op", "runtime") | (
-        host.is_kind(spans, "communication") & host.is_named(spans, *MARKS_OF_CALLS)
+        host.is_kind(spans, "communication") & host.is_named(spans, *CALLS)
     )
     rows = np.flatnonzero(called & ~is_on_device & (module_rows["frame"].to_numpy() < 0))
     lane = spans["lane"].cat.codes.to_numpy()[rows].astype(np.int64)
@@ -124,6 +121,7 @@ def cpu_exposed(
     module_rows: pd.DataFrame,
     training_lane: str,
     cpu_computation: iv.Intervals,
+    bucket_shares: Maybe[NDArray[np.float64]],
 ) -> Sums:
     """Return what the training thread's steps consist of: its pieces, but for exchanges with nothing computed beside.
 
@@ -141,8 +139,12 @@ def cpu_exposed(
     piece = host_pieces
     own = iv.within(iv.subtract(steps, waited), piece.start[mine], piece.end[mine])
     found = sums(module_frames, piece.module[mine], piece.part[mine], own)
-    module, part = module_rows["module"].to_numpy()[marks], module_rows["part"].cat.codes.to_numpy()[marks]
-    found += sums(module_frames, module, part, iv.within(waited, *apart(start, end)))
+    module, bucket = (module_rows[name].to_numpy()[marks].astype(np.int64) for name in ("module", "bucket"))
+    took, alone = iv.within(waited, *apart(start, end)), bucket < 0
+    found += sums(module_frames, module[alone], np.full(int(alone.sum()), COMMUNICATION), took[alone])
+    shares = bucket_shares.or_none()
+    if shares is not None:
+        found += shared(module_frames, bucket[~alone], took[~alone], shares)
     rest = iv.subtract(iv.subtract(steps, iv.union(piece.start[mine], piece.end[mine])), waited)
     return found + _outside(module_frames, iv.total(rest))
 

@@ -6,16 +6,24 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import within_rank
-from dlprof.analysis.modules.exchanges import of_buckets
-from dlprof.analysis.modules.frames import BACKWARD, COMMUNICATION, OTHER, PARTS, Frames
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.exchanges import buckets_of, common, frames_of_calls
+from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, PARTS, Frames
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.traced import TracedSteps
 
 
 @within_rank
-def module_rows(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], module_frames: Frames) -> pd.DataFrame:
+def module_rows(
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    module_frames: Frames,
+    bucket_shares: Maybe[NDArray[np.float64]],
+    trace_window: TracedSteps,
+) -> pd.DataFrame:
     """Return for each span its module (a place in the paths of `module_frames`; −1: none), its part of the step (one of
-    PARTS) and its frame (a place in `module_frames`; −1: none); the spans' index.
+    PARTS), its frame (a place in `module_frames`; −1: none) and its bucket (a row of `bucket_shares`; −1: none); the
+    spans' index.
 
     What runs on the host belongs to the innermost frame on its thread, what runs on a device to that of the call which
     launched it. A function of the backward pass is for the module that made it. What is exchanged is for the module
@@ -31,16 +39,26 @@ def module_rows(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], module_fra
     frame[module_frames.row] = np.arange(len(module_frames.row))
     on_device = np.flatnonzero(is_on_device & (spans["launch"].to_numpy() >= 0))
     frame[on_device] = _launched(spans, is_on_device, frame, spans["launch"].to_numpy()[on_device])
+    # gloo's threads work on what another thread has issued.
+    exchanged = np.flatnonzero(host.is_kind(spans, "communication"))
+    frame[exchanged] = frames_of_calls(spans, exchanged[~is_on_device[exchanged]], frame)[exchanged]
     inside = frame >= 0
     module = np.where(inside, module_frames.module[np.maximum(frame, 0)], -1)
     part = np.where(inside, module_frames.part[np.maximum(frame, 0)], OTHER)
 
-    exchanged = np.flatnonzero(host.is_kind(spans, "communication"))
-    gradients = exchanged[part[exchanged] == BACKWARD]
-    module[gradients] = of_buckets(gradients, module_frames)
+    gradients = exchanged[(frame[exchanged] >= 0) & module_frames.accumulates[frame[exchanged]]]
+    model = module_frames.paths.index("") if "" in module_frames.paths else -1
+    module[gradients], bucket = model, np.full(len(spans), -1, dtype=np.int64)
+    shares = bucket_shares.or_none()
+    if shares is not None:
+        began = module_frames.start[frame[gradients]]
+        bucket[gradients] = buckets_of(spans, gradients, began, trace_window.host[:, 0], len(shares))
+        known = np.flatnonzero(bucket >= 0)
+        module[known] = common(shares, module_frames.paths)[bucket[known]]
     part[exchanged] = COMMUNICATION
     kinds = pd.Categorical.from_codes(part.astype(np.int8), categories=pd.Index(PARTS))
-    return pd.DataFrame({"module": module, "part": kinds, "frame": frame}, index=spans.index)
+    places = {name: of.astype(np.int32) for name, of in (("module", module), ("frame", frame), ("bucket", bucket))}
+    return pd.DataFrame({"part": kinds, **places}, index=spans.index)
 
 
 def _launched(

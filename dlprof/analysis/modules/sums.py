@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.modules.frames import PARTS, Frames
+from dlprof.analysis.modules.frames import COMMUNICATION, PARTS, Frames
 
 # The path of what is for no module, and the class of what a CUDA graph replays outside of all modules.
 OUTSIDE = "(outside of modules)"
@@ -27,6 +27,14 @@ def sums(
     key = (module + 1) * len(PARTS) + part
     size = (len(frames.paths) + 2) * len(PARTS)
     return np.bincount(key, weights=None if values is None else values.astype(float), minlength=size).astype(float)
+
+
+def shared(frames: Frames, bucket: NDArray[np.int64], values: NDArray[Any], shares: NDArray[np.float64]) -> Sums:
+    """Return the same of exchanges, by the shares that modules have of each one's bucket."""
+    found = np.zeros((len(frames.paths) + 2, len(PARTS)))
+    of = np.bincount(bucket, weights=values.astype(float), minlength=len(shares))
+    found[1:-1, COMMUNICATION] = of @ shares
+    return found.reshape(-1)
 
 
 def table(frames: Frames, **columns: Sums) -> pd.DataFrame:

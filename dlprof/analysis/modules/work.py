@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, per_rank, within_rank
+from dlprof.analysis.modules.exchanges import CALLS
 from dlprof.analysis.modules.frames import COMMUNICATION, Frames
-from dlprof.analysis.modules.host_time import MARKS_OF_CALLS, outside_calls
+from dlprof.analysis.modules.host_time import outside_calls
 from dlprof.analysis.modules.sums import Sums, sums, table
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
@@ -93,5 +94,5 @@ def traced_exchanges(
         mine = host.is_kind(device_work, "communication") & (launched_within >= 0)
         rows: NDArray[np.int64] = device_work.index.to_numpy()[mine]
         return rows
-    lasting = host.is_kind(spans, "communication") & ~is_on_device & ~host.is_named(spans, *MARKS_OF_CALLS)
+    lasting = host.is_kind(spans, "communication") & ~is_on_device & ~host.is_named(spans, *CALLS)
     return np.flatnonzero(lasting & iv.holds(iv.merge(timing.host_windows), spans["start_ns"].to_numpy()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import statistics
 import time
@@ -14,8 +15,11 @@ from threading import get_ident
 from typing import Any
 
 from dlprof import cupti
+from dlprof.files import write
+from dlprof.plain import words_of
 from dlprof.record.device.profiler import Kineto
 from dlprof.record.hooks import put
+from dlprof.record.model.tree import rows_of
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of
@@ -170,7 +174,7 @@ class Trace:
                     self._ours(self._profiler.start_trace)
                 self._recording = True
                 recorder.clock.ranges.append(self._named)
-                recorder.module_ranges.start(filter(None, (model() for model in recorder.observed.models)))
+                recorder.module_ranges.start(self._models())
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
@@ -293,6 +297,14 @@ class Trace:
         window = self.window
         window["modules"] = {"ranges": ranges.count, "ns_each": round(ranges.measure()) if ranges.count else None}
         ranges.stop()
+        try:
+            rows = rows_of(self._models())
+            write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        except Exception as e:  # noqa: BLE001 - it asks the script's own classes
+            self._recorder.warn(f"the model's modules are not known: {words_of(e)}")
+
+    def _models(self) -> list[Any]:
+        return [model for ref in self._recorder.observed.models if (model := ref()) is not None]
 
     def _ours(self, call: Callable[[], Any]) -> None:
         """Call the profiler, which synchronises the current device: that must be the rank's, or another one wakes."""

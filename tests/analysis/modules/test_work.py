@@ -17,7 +17,7 @@ from tests.fixtures.traces import AUTOGRAD, MAIN
 
 def work(tmp_path: Path, made: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, float]]:
     """Return the rows by path, class and part."""
-    rows = runs.rank_of(tmp_path, made).once(module_work).to_dict("records")
+    rows: list[dict[Any, Any]] = runs.rank_of(tmp_path, made).once(module_work).to_dict("records")
     return {(row.pop("path"), row.pop("kind"), row.pop("part")): row for row in rows}
 
 
