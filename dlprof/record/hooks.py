@@ -177,19 +177,18 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
-        if is_traced() or (
-            (
-                inner := clock.inside
-                or (compiler._is_compiling_flag if flagged else is_compiling())
-                or not clock.begin_forward(self, args, kwargs)
-            )
-            and not ranges.on
+        outermost = False
+        if (
+            is_traced()
+            or clock.inside
+            or (compiler._is_compiling_flag if flagged else is_compiling())
+            or not ((outermost := clock.begin_forward(self, args, kwargs)) or clock.naming)
         ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
-        opened = ranges.open(self) if ranges.on else None
+        opened = ranges.open(self) if clock.naming else None
         try:
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
@@ -197,7 +196,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
         finally:
             if opened is not None:
                 opened.__exit__(None, None, None)
-            if not inner:
+            if outermost:
                 clock.end()
 
     if known:

@@ -105,6 +105,8 @@ class StepClock(Phases):
         try:
             if self.off or (get_ident() != self.owner and not self.owns(FORWARD)):
                 return False
+            if self.naming and self.phases and self.phases[-1] != OPTIMIZER:
+                return False
             row, observed = self.row, self.observed
             now = perf_counter_ns()
             with_grad = self.grad_enabled()
@@ -345,6 +347,7 @@ class StepClock(Phases):
         """Let every hook pass its call on at once."""
         self.off = True
         self.inside = True
+        self.naming = False
         self.ranges.clear()
         self.end_of_step = None
 

@@ -23,10 +23,9 @@ _MOST = 100_000
 
 
 class Ranges:
-    """The ranges of a process's modules. `on` is what the hook asks; where a range cannot be made, there is none."""
+    """The ranges of a process's modules, which the hook opens while the clock says `naming`."""
 
     def __init__(self, clock: Phases, warn: Callable[[str], None]) -> None:
-        self.on = False
         self.count = 0  # ranges so far
         self._clock = clock
         self._warn = warn
@@ -48,7 +47,7 @@ class Ranges:
         except Exception as e:  # noqa: BLE001 - it asks the script's own classes
             self._warn(f"modules are not named in the trace: {words_of(e)}")
         else:
-            self.on = True
+            self._clock.naming = not self._clock.off
 
     def open(self, module: Any) -> Any:
         """Open a module's range, and return it: its __exit__ closes it. None: it has none."""
@@ -62,7 +61,7 @@ class Ranges:
             opened = self._make(known[1])
             opened.__enter__()
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self.on = False
+            self._clock.naming = False
             self._warn(f"modules are no longer named in the trace: {words_of(e)}")
             return None
         self.count += 1
@@ -81,7 +80,7 @@ class Ranges:
 
     def stop(self) -> None:
         """Make no more ranges, and forget the modules."""
-        self.on = False
+        self._clock.naming = False
         self._names.clear()
 
     def _meet(self, module: Any) -> tuple[weakref.ref[Any], str]:

@@ -93,10 +93,10 @@ def test_what_cannot_be_named_is_said_once_and_the_job_goes_on() -> None:
     said: list[str] = []
     made = ranges(said)
     made.start([Odd()])
-    assert not made.on
+    assert not made._clock.naming
     made.start([])
     assert made.open(Odd()) is None
-    assert not made.on
+    assert not made._clock.naming
     assert len(said) == 2
     assert all("RuntimeError: not so" in text for text in said)
 
@@ -105,7 +105,7 @@ def test_nothing_is_known_of_a_model_once_the_window_has_closed() -> None:
     made, model = ranges([]), Net()
     made.start([model])
     made.stop()
-    assert (made.on, made._names) == (False, {})
+    assert (made._clock.naming, made._names) == (False, {})
 
 
 def read(folder: Path, rank: int = 0) -> RankData:
