@@ -103,9 +103,7 @@ class StepClock(Phases):
     def begin_forward(self, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """Enter an outermost module's call with these arguments."""
         try:
-            if self.off or (get_ident() != self.owner and not self.owns(FORWARD)):
-                return False
-            if self.naming and self.phases and self.phases[-1] != OPTIMIZER:
+            if self.off or (get_ident() != self.owner and not self.owns(FORWARD)) or (self.naming and self.is_within):
                 return False
             row, observed = self.row, self.observed
             now = perf_counter_ns()
@@ -347,7 +345,6 @@ class StepClock(Phases):
         """Let every hook pass its call on at once."""
         self.off = True
         self.inside = True
-        self.naming = False
         self.ranges.clear()
         self.end_of_step = None
 

@@ -275,6 +275,11 @@ class Phases:
         return self.phases[-1] if self.phases else None
 
     @property
+    def is_within(self) -> bool:
+        """Return whether a module that is called now is no outermost one."""
+        return bool(self.phases) and self.phases[-1] != OPTIMIZER
+
+    @property
     def fetching(self) -> bool:
         """Return whether the caller is on the training thread, inside next() or iter() of a loader."""
         phases = self.phases
@@ -308,7 +313,7 @@ class Phases:
             now = perf_counter_ns()
             self.row.parts[phase] += now - self._since_ns
             self._since_ns = now
-            self.inside = self.off or bool(phases and phases[-1] != OPTIMIZER and not self.naming)
+            self.inside = self.off or (self.is_within and not self.naming)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
             return -1

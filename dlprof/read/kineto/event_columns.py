@@ -39,7 +39,7 @@ from dlprof.read.kineto.events import (
     shapes_in,
 )
 from dlprof.read.kineto.json_stream import TraceFile
-from dlprof.read.kineto.patterns import MULTIPLIES, NO_ROWS, UNNUMBERED, collective_of, copy_of, kind_of
+from dlprof.read.kineto.patterns import ENGINE, MULTIPLIES, NO_ROWS, UNNUMBERED, collective_of, copy_of, kind_of
 
 _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
@@ -61,6 +61,7 @@ class Names(dict[tuple[str, str], int]):
         self.collective: list[str] = []
         self.multiplies: list[bool] = []
         self.numbered: list[bool] = []  # by autograd, maybe
+        self.runs: list[bool] = []  # a function of the backward pass
 
     def __missing__(self, key: tuple[str, str]) -> int:
         category, name = key
@@ -72,6 +73,7 @@ class Names(dict[tuple[str, str], int]):
         self.collective.append(collective_of(name) if kind == "communication" else "")
         self.multiplies.append(kind == "op" and MULTIPLIES.search(name) is not None)
         self.numbered.append(kind == "op" and UNNUMBERED.search(name) is None)
+        self.runs.append(name.startswith(ENGINE))
         self[key] = code = len(self)
         return code
 
@@ -331,19 +333,21 @@ class Reader:
             shape = shapes_in(bytes(told.dims), bytes(told.types))
             if shape[0]:
                 rows.multiplied[first + i] = shape
-        number, maker = self._made(events, np.array(names.numbered)[what])
+        number, maker = self._made(events, what)
         columns: tuple[NDArray[Any], ...] = (what, lane, start, dur, launch, number, maker)
         for parts, column in zip(self.columns, columns, strict=True):
             parts.append(column)
         self.count += len(events)
 
-    def _made(self, events: list[Event], numbered: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return autograd's numbers of events, and which thread made them."""
+    def _made(self, events: list[Event], what: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return autograd's numbers of events, and which threads made those that are functions of the backward pass."""
         number, maker = np.full(len(events), -1, dtype=np.int64), np.zeros(len(events), dtype=np.int32)
-        told = made([e.args for e in compress(events, numbered.tolist())])
+        numbered = np.flatnonzero(np.array(self.rows.names.numbered)[what])
+        told = made([events[i].args for i in numbered.tolist()])
         number[numbered] = integers([one.number for one in told])
-        threads = integers([one.thread for one in told])
-        maker[numbered] = np.where(threads < 2**31, np.maximum(threads, 0), 0)
+        runs = np.array(self.rows.names.runs)[what[numbered]]
+        threads = integers([one.thread for one in compress(told, runs.tolist())])
+        maker[numbered[runs]] = np.where(threads < 2**31, np.maximum(threads, 0), 0)
         return number, maker
 
     def end(self, file: TraceFile[Event]) -> Rows:

@@ -91,6 +91,9 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
 # Operators that multiply matrices or convolve: of these a trace may tell the shapes.
 MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
 
+# What the engine runs of the backward pass: each function stands behind this.
+ENGINE = "autograd::engine::evaluate_function: "
+
 # Operators that make no backward function, though a trace may number them, and backward functions within those of the
 # engine, which have the same number. They are half of a trace's operators.
 UNNUMBERED = re.compile(
