@@ -94,11 +94,12 @@ MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?con
 # What the engine runs of the backward pass: each function stands behind this.
 ENGINE = "autograd::engine::evaluate_function: "
 
-# Operators that make no backward function, though a trace may number them, and backward functions within those of the
-# engine, which have the same number. They are half of a trace's operators.
+# Operators that make no function of the backward pass, or hardly ever, though a trace may number them; such functions
+# themselves, within those of the engine, which have the same number; and what accumulates gradients, which has none.
+# They are two thirds of a trace's operators.
 UNNUMBERED = re.compile(
-    r"^(?:aten::)?(?:as_strided|detach_?|empty\w*|is_nonzero|item|_local_scalar_dense|resize_|resolve_\w+)$"
-    r"|^\w+Backward\d*$|^torch::autograd::"
+    r"^(?:aten::)?(?:as_strided|detach_?|empty\w*|is_nonzero|item|_local_scalar_dense|record_stream|resize_|resolve_\w+"
+    r"|result_type|zeros\w*|\w+_backward)$|^\w+Backward\d*$|^torch[:.]|AccumulateGrad$"
 )
 
 
