@@ -79,6 +79,10 @@ MODULES: Mapping[str, str] = {
     "parameter_bytes": "int64",
     "bucket": "int64",  # the place among the buckets, which are reduced in this order; -1: in none, or unknown
     "sharded": "int64",  # 1: FSDP shards it by itself
+    # Of one step, by its own operators, in one of its rows; -1: not counted.
+    "forward_flops": "int64",
+    "recompute_flops": "int64",  # what was not kept for the backward pass
+    "backward_flops": "int64",
 }
 
 # One line of a function that `--lines` named, as a role ran it; all lines of the function, in order.

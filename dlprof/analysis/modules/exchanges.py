@@ -32,7 +32,7 @@ def bucket_shares(modules: pd.DataFrame, module_frames: Frames) -> NDArray[np.fl
     if known.empty:
         raise NotMeasured("which parameters DistributedDataParallel reduces together is not recorded")
     place = {path: n for n, path in reversed(list(enumerate(module_frames.paths)))}
-    module = np.array([_nearest(str(path), place) for path in known["path"]], dtype=np.int64)
+    module = np.array([nearest(str(path), place) for path in known["path"]], dtype=np.int64)
     if (module < 0).any():
         raise NotMeasured("the trace shows another model than the recorded one")
     sizes = np.zeros((int(known["bucket"].max()) + 1, len(module_frames.paths)))
@@ -92,11 +92,11 @@ def common(shares: NDArray[np.float64], paths: tuple[str, ...]) -> NDArray[np.in
     for of in shares:
         parts = [paths[n].split(".") for n in np.flatnonzero(of).tolist()]
         alike = takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
-        found.append(_nearest(".".join(names[0] for names in alike), place))
+        found.append(nearest(".".join(names[0] for names in alike), place))
     return np.array(found, dtype=np.int64)
 
 
-def _nearest(path: str, place: dict[str, int]) -> int:
+def nearest(path: str, place: dict[str, int]) -> int:
     """Return the place of a path, or of the nearest one around it; −1: none is there."""
     while path and path not in place:
         path = path.rpartition(".")[0]

@@ -65,6 +65,11 @@ def below(root: str, names: dict[int, tuple[str, str]]) -> dict[int, tuple[str, 
     return {one: (f"({root}).{path}" if path else f"({root})", kind) for one, (path, kind) in names.items()}
 
 
+def named(path: str, kind: str) -> str:
+    """Return what a module is called in a trace."""
+    return f"nn.Module: {path} ({kind})"
+
+
 def class_of(module: Any) -> str:
     """Return the class of the script's own module: of a wrapper, of what it wraps."""
     while (kept := wrapped(module)) is not None:

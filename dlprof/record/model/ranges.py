@@ -1,18 +1,21 @@
 """Names each module's forward pass in the trace, while the profiler records and at no other time.
 
 A range is `nn.Module: PATH (Class)`. It is made where nn.Module.__call__ is watched, on whatever thread: a checkpointed
-block runs again in the backward pass, DataParallel has a thread for each copy of the model.
+block runs again in the backward pass, DataParallel has a thread for each copy of the model. In the step whose
+arithmetic is counted the same tells which module an operator is of.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import Any
 
 from dlprof.plain import words_of
-from dlprof.record.model.names import below, class_of, names_of, names_of_all
+from dlprof.record.model.names import below, class_of, named, names_of, names_of_all
 from dlprof.record.stepping import FETCH, Phases
 
 # What one range takes is measured with so many, after the window's last step.
@@ -27,6 +30,7 @@ class Ranges:
 
     def __init__(self, clock: Phases, warn: Callable[[str], None]) -> None:
         self.count = 0  # ranges so far
+        self.flops: dict[tuple[str, str], int] = {}  # what a step computes, by module and part, once it was counted
         self._clock = clock
         self._warn = warn
         self._make: Any = None
@@ -36,10 +40,20 @@ class Ranges:
         """Name the modules of these models, and make ranges from now on."""
         import torch._C
 
-        self._make = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
-        if self._make is None:
-            return  # an old torch: its traces show no modules
-        known = list(models)
+        make = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+        if make is not None:  # else an old torch: its traces show no modules
+            self.count = 0
+            self._start(make, models)
+
+    def follow(self, models: Iterable[Any]) -> Callable[[], str]:
+        """Do so without ranges; return a function that tells the name of the innermost module on its thread, or ""."""
+        inner = _Inner()
+        self._clock.ranges.append(_no_range)  # of the phases: each of them then asks whether modules are named
+        self._start(lambda name: _Followed(inner, name), models)
+        return lambda: inner.names[-1] if inner.names else ""
+
+    def _start(self, make: Any, models: Iterable[Any]) -> None:
+        self._make, known = make, list(models)
         try:
             names = names_of_all(known)
             for model in known:
@@ -80,7 +94,12 @@ class Ranges:
 
     def stop(self) -> None:
         """Make no more ranges, and forget the modules."""
-        self._clock.naming = False
+        clock = self._clock
+        if _no_range in clock.ranges:
+            clock.ranges.remove(_no_range)
+        if clock.naming:
+            clock.naming = False
+            clock.inside = clock.off or clock.is_within
         self._names.clear()
 
     def _meet(self, module: Any) -> tuple[weakref.ref[Any], str]:
@@ -96,4 +115,29 @@ class Ranges:
         for module in model.modules():
             if id(module) in names:
                 path, kind = names[id(module)]
-                self._names[id(module)] = (weakref.ref(module), f"nn.Module: {path} ({kind})")
+                self._names[id(module)] = (weakref.ref(module), named(path, kind))
+
+
+def _no_range(_name: str) -> Any:
+    return contextlib.nullcontext()
+
+
+class _Inner(threading.local):
+    """The modules that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+class _Followed:
+    """Stands where a range does, and notes the module alone."""
+
+    def __init__(self, inner: _Inner, name: str) -> None:
+        self._names = inner.names
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._names.append(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.pop()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dlprof.record.model.names import names_of_all
+from dlprof.record.model.functions import PARTS
+from dlprof.record.model.names import named, names_of_all
 
 # More modules than this are told of in no report.
 _MOST = 50_000
 
 
-def rows_of(models: Iterable[Any]) -> list[dict[str, Any]]:
+def rows_of(models: Iterable[Any], flops: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
     """Return the rows of the table "modules", in the order of the names. What wraps a module is no module of its own.
+
+    `flops`: what a step computes, by a module's name in the trace and part of the step; empty: it was not counted.
 
     A parameter that several modules share is the first one's.
     """
@@ -36,18 +39,14 @@ def rows_of(models: Iterable[Any]) -> list[dict[str, Any]]:
                 sums = sizes[bucket_of.get(id(parameter), -1)]
                 sums[0] += int(parameter.numel())
                 sums[1] += int(parameter.numel() * parameter.element_size())
-    return [
-        {
-            "path": path,
-            "kind": kind,
-            "parameters": count,
-            "parameter_bytes": size,
-            "bucket": bucket,
-            "sharded": int((path, kind) in sharded),
-        }
-        for (path, kind), sizes in own.items()
-        for bucket, (count, size) in (sorted(sizes.items()) or [(-1, [0, 0])])
-    ]
+    rows = []
+    for (path, kind), sizes in own.items():
+        counted = {f"{part}_flops": flops.get((named(path, kind), part), 0) if flops else -1 for part in PARTS}
+        for bucket, (count, size) in sorted(sizes.items()) or [(-1, [0, 0])]:
+            row = {"path": path, "kind": kind, "parameters": count, "parameter_bytes": size, "bucket": bucket}
+            rows.append(row | counted | {"sharded": int((path, kind) in sharded)})
+            counted = dict.fromkeys(counted, 0)  # of the module, and not of each bucket
+    return rows
 
 
 def _buckets(models: Iterable[Any]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,18 @@ def test_products_count_to_the_module_that_multiplies(tmp_path: Path) -> None:
 def test_without_shapes_they_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="shapes"):
         runs.rank_of(tmp_path, layers.on_cpu(layers.two_layers())).once(module_flops)
+
+
+def test_what_the_recorder_counted_is_of_each_step(tmp_path: Path) -> None:
+    events = [traces.step(0, 0, 500), traces.step(1, 500, 500), layers.called("", "Net", 0, 400)]
+    events += [layers.called("a", "Linear", 10, 100), layers.called("a", "Linear", 510, 100)]
+    run = runs.recorded(tmp_path, (layers.on_cpu(events), [], {}))
+    row = {"kind": "Linear", "parameters": 1, "parameter_bytes": 4, "bucket": -1, "sharded": 0}
+    counted = [
+        row | {"path": "a", "forward_flops": 100, "recompute_flops": 0, "backward_flops": 200},
+        row | {"path": "a.inner", "forward_flops": 7, "recompute_flops": 0, "backward_flops": 0},  # not in the trace
+    ]
+    (run / "ranks/00000/modules.jsonl").write_text("".join(json.dumps(one) + "\n" for one in counted))
+    frame = runs.measured(run, module_work).frame(module_work)
+    flops = frame[frame["flops"] > 0].set_index(["path", "part"])["flops"].to_dict()
+    assert flops == {("a", "forward"): 107, ("a", "backward"): 200}

@@ -158,6 +158,10 @@ def test_a_job_names_its_modules_in_the_traced_steps_and_tells_what_that_cost(tm
         assert 50 < told["ns_each"] < 200_000
         work = runs.measured(folder, module_work).frame(module_work)
         assert set(work.loc[work["part"] == "backward", "path"]) >= {"body.0", "body.1", "head"}
+        flops = work.set_index(["path", "part"])["flops"]
+        assert flops["body.0", "forward"] == 2 * 4 * 8 * 16  # as the recorder counted them in a step before
+        assert flops["body.0", "backward"] == 2 * flops["body.0", "forward"]
+        assert flops["head", "forward"] == 2 * 4 * 16
 
 
 @pytest.mark.long
