@@ -295,7 +295,7 @@ class Trace:
         """Name no more modules, and keep how often and at what cost it was done."""
         ranges = self._recorder.module_ranges
         window = self.window
-        window["modules"] = {"ranges": ranges.count, "ns_each": round(ranges.measure()) if ranges.count else None}
+        window["modules"] = {"ranges": ranges.count, "ns_each": ranges.measure() if ranges.count else None}
         ranges.stop()
         try:
             rows = rows_of(self._models(), ranges.flops)
