@@ -76,12 +76,13 @@ def buckets_of(
     step = np.searchsorted(steps, frame_start, side="right")
     # The same exchange is a call, within it another one, a range until it is through, and a kernel: each by its name.
     of = pd.factorize(spans["name"].cat.codes.to_numpy()[rows].astype(np.int64) * (len(steps) + 1) + step)[0]
-    of = np.where(reduces[rows], of, -1)
-    for group in np.unique(of[of >= 0]):
-        mine = np.flatnonzero(of == group)
-        if len(mine) % count == 0:
-            order = np.argsort(frame_start[mine], kind="stable")
-            found[mine[order]] = np.arange(len(mine)) % count
+    mine = np.flatnonzero(reduces[rows])
+    if not len(mine):
+        return found
+    order = mine[np.lexsort((frame_start[mine], of[mine]))]
+    sizes = np.bincount(of[mine])
+    place = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[of[order]]
+    found[order] = np.where(sizes[of[order]] % count == 0, place % count, -1)
     return found
 
 

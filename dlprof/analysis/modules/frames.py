@@ -31,7 +31,7 @@ _OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
 _FUNCTION = "autograd::engine::evaluate_function: "
 _ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
 # FSDP2 names the module that it does something for, or several, but not the outermost one.
-_FSDP = re.compile(r"FSDP::\w+(?: \(([^,)]*)[^)]*\)| for ([^,]*).*)?(?: \[.*\])?")
+_FSDP = re.compile(r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?")
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
 # What wrappers put into a name on the way to the module itself.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")

@@ -37,8 +37,11 @@ def shared(frames: Frames, bucket: NDArray[np.int64], values: NDArray[Any], shar
     return found.reshape(-1)
 
 
-def table(frames: Frames, **columns: Sums) -> pd.DataFrame:
-    """Return a row for each path, kind (the class) and part in which any of the sums is neither 0 nor unknown."""
+def table(frames: Frames, compiled: NDArray[np.int64], **columns: Sums) -> pd.DataFrame:
+    """Return a row for each path, kind (the class) and part in which any of the sums is neither 0 nor unknown.
+
+    The last column says which are of the modules that are `compiled`.
+    """
     count, width = len(frames.paths), len(PARTS)
     order = np.append(np.arange(1, count + 1), [0, count + 1])
     frame = pd.DataFrame(
@@ -47,6 +50,7 @@ def table(frames: Frames, **columns: Sums) -> pd.DataFrame:
             "kind": np.repeat(np.array([*frames.classes, "", GRAPH], dtype=object), width),
             "part": np.tile(np.array(PARTS, dtype=object), count + 2),
             **{name: values.reshape(count + 2, width)[order].reshape(-1) for name, values in columns.items()},
+            "compiled": np.repeat(np.isin(np.arange(count + 2), compiled), width).astype(int),
         }
     )
     used = (frame[list(columns)].fillna(0.0).to_numpy() != 0).any(axis=1)
@@ -67,4 +71,4 @@ def _folded(frame: pd.DataFrame) -> pd.DataFrame:
     classes = frame[whole].drop_duplicates("path").set_index("path")["kind"]
     folded = frame.assign(path=paths, kind=frame["kind"].where(whole, paths.map(classes).fillna("")))
     summed: pd.DataFrame = folded.groupby(["path", "kind", "part"], sort=False).sum(min_count=1).reset_index()
-    return summed
+    return summed.assign(compiled=(summed["compiled"] > 0).astype(int))

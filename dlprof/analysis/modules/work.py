@@ -27,6 +27,9 @@ def module_work(
     module_flops: Maybe[Sums],
     module_frames: Frames,
     timing: Timing,
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    module_rows: pd.DataFrame,
 ) -> pd.DataFrame:
     """Return what each module takes of a mean steady traced step by itself, without the modules that it calls.
 
@@ -42,6 +45,7 @@ def module_work(
     what the device idles. On a CPU: the training thread's time, but for exchanges with nothing computed beside them;
     all rows make up the steps.
     flops: NaN where not known. copied_bytes: by its copies on the device.
+    compiled: 1 where torch.compile made one region of the module, with all modules in it: they have no rows.
 
     Raises NotMeasured where the trace names no module.
     """
@@ -57,7 +61,9 @@ def module_work(
         "copied_bytes": copied,
     }
     steps = len(timing.windows)
-    return table(module_frames, **{name: values / steps for name, values in columns.items()})
+    regions = host.is_named(spans, *host.COMPILED) & ~is_on_device
+    compiled = np.unique(module_rows["module"].to_numpy()[regions])
+    return table(module_frames, compiled, **{name: values / steps for name, values in columns.items()})
 
 
 @within_rank

@@ -133,6 +133,26 @@ def test_what_runs_in_no_step_does_not_count(tmp_path: Path) -> None:
     assert column(rows, "host_ns") == {("", "forward"): 50, (OUTSIDE, "other"): 50}
 
 
+def test_a_compiled_module_is_one_region(tmp_path: Path) -> None:
+    made = layers.on_cpu(
+        traces.step(0, 0, 1_000),
+        layers.called("", "Net", 0, 400),
+        layers.called("a", "Block", 100, 200),
+        traces.op("Torch-Compiled Region: 0/0", 110, 180),
+        layers.forward("CompiledFunction", 120, 160, 3),
+        traces.op("graph_0_cpp_fused_addmm_0", 130, 100),
+        layers.function("CompiledFunctionBackward", 500, 100, 3),
+    )
+    rows = work(tmp_path, made)
+    assert column(rows, "compiled") == {
+        ("", "forward"): 0,
+        ("a", "forward"): 1,
+        ("a", "backward"): 1,
+        (OUTSIDE, "other"): 0,
+    }
+    assert column(rows, "host_ns")["a", "backward"] == 100
+
+
 def test_a_trace_without_modules_says_so(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="names no module"):
         work(tmp_path, traces.training())

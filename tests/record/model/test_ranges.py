@@ -197,6 +197,8 @@ def test_a_compiled_model_is_compiled_as_often_and_computes_the_same(tmp_path: P
     assert done.stdout == plain.stdout
     assert plain.stdout.startswith("[")
     assert calls(tmp_path / "run")["", "forward"] >= 3
+    work = runs.measured(tmp_path / "run", module_work).frame(module_work)
+    assert work.set_index(["path", "part"]).loc[("", "forward"), "compiled"] == 1
 
 
 @pytest.mark.long
