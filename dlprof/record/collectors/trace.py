@@ -294,10 +294,10 @@ class Trace:
     def _end_modules(self) -> None:
         """Name no more modules, and keep how often and at what cost it was done."""
         ranges = self._recorder.module_ranges
-        window = self.window
-        window["modules"] = {"ranges": ranges.count, "ns_each": ranges.measure() if ranges.count else None}
         ranges.stop()
         try:
+            took = ranges.measure() if ranges.count else None
+            self.window["modules"] = {"ranges": ranges.count, "ns_each": took}
             rows = rows_of(self._models(), ranges.flops)
             write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         except Exception as e:  # noqa: BLE001 - it asks the script's own classes
