@@ -32,6 +32,10 @@ SPANS: Mapping[str, str] = {
     "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: unknown, or neither
     "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": unknown
     "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": unknown, or none
+    # Autograd's number: of a backward function; of an operator that of the function which it or the next one makes
+    # (each thread counts its own). -1: unknown, or none.
+    "autograd": "int64",
+    "forward_thread": CATEGORY,  # of a backward function: which thread made it, as the profiler numbers them; "": none
 }
 
 # On a host lane: op, fetch (a loader's next()), runtime (CUDA or HIP calls), annotation, python, and communication
@@ -64,6 +68,21 @@ STEPS: Mapping[str, str] = {
     "tokens": "int64",  # that dlprof.step() named, else elements of two-dimensional integer tensors among these inputs
     "profiled": "int64",  # 1: the profiler was preparing, recording or exporting during this step
     "first": "int64",  # 1: holds an epoch's first next() or its end
+}
+
+# The modules of the models, in the order of their names, as they were when the trace window closed. A module whose
+# parameters are in several of DistributedDataParallel's buckets has a row for each.
+MODULES: Mapping[str, str] = {
+    "path": CATEGORY,  # as in the names of the trace's ranges, "": the model itself
+    "kind": CATEGORY,  # its class
+    "parameters": "int64",  # values of its own parameters, without those of the modules in it
+    "parameter_bytes": "int64",
+    "bucket": "int64",  # the place among the buckets, which are reduced in this order; -1: in none, or unknown
+    "sharded": "int64",  # 1: FSDP shards it by itself
+    # Of one step, by its own operators, in one of its rows; -1: not counted.
+    "forward_flops": "int64",
+    "recompute_flops": "int64",  # what was not kept for the backward pass
+    "backward_flops": "int64",
 }
 
 # One line of a function that `--lines` named, as a role ran it; all lines of the function, in order.
@@ -264,6 +283,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "memory": MEMORY,
     "memory_blocks": MEMORY_BLOCKS,
     "memory_events": MEMORY_EVENTS,
+    "modules": MODULES,
     "overrides": OVERRIDES,
     "recorder_calls": RECORDER_CALLS,
     "samples": SAMPLES,

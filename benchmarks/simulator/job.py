@@ -130,6 +130,7 @@ class Job:
     links: tuple[tuple[str, float], ...] = ()  # a process group's bandwidth, as a factor
     devices: int = 1  # that one process drives: nn.DataParallel, or
     cut: int = 0  # the model's layers lie on them, and a batch goes through in so many micro-batches
+    modules: bool = False  # the trace names its modules
     used_memory: float = 0.75  # share of the device's memory that is reserved
     measured: Link | None = None  # what `dlprof bandwidth` found between its ranks; None: nobody asked
 

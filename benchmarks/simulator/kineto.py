@@ -169,6 +169,9 @@ class Trace:
         said = call.args or {}
         if "exchange" in said and (self.form.metadata != "none" or self.form.hip):
             args |= self._of_call(call.external, said["exchange"])
+        for thread, kind in enumerate(("made", "of")):
+            if kind in said:  # each step goes on counting
+                args |= {"Sequence number": 1_000 * said["step"] + said[kind], "Fwd thread id": thread}
         if self.shapes and "shapes" in said:
             args["Input Dims"] = [list(shape) for shape in said["shapes"]]
             args["Input type"] = [_CPP[said["dtype"]]] * len(said["shapes"])

@@ -14,6 +14,7 @@ from benchmarks.simulator.program import (
     Allocate,
     Args,
     Begin,
+    Belongs,
     Chunk,
     Copy,
     End,
@@ -65,6 +66,7 @@ class Process:
         self.tracing = False
         self.slowed = 1.0  # factor of all calls
         self.thread = MAIN
+        self.belongs = ("", "")
         self.step = 0
         self.correlation = 0  # of the last call
         self.recorder = Recorder(self, window)
@@ -129,6 +131,7 @@ class Process:
         """Open a range, while the profiler records."""
         if self.tracing:
             self._external += 1
+            args = args and {**args, "step": self.step}
             self._open.append((category, name, args, self.thread, self.now, self._external))
             self.now += self._window.event
 
@@ -178,7 +181,18 @@ class Process:
     def work(self, kind: str, name: str, ns: int, key: int, stream: int, size: int = 0) -> Work:
         """Return work for a stream, with its length as it will be."""
         gap = self.device.kernel_gap + (self._window.kernel if self.tracing else 0)
-        return Work(kind, name, stream, self.step, 0, 0, int(ns * self._devices[key % KEYS]), size=size, gap=gap)
+        return Work(
+            kind,
+            name,
+            stream,
+            self.step,
+            0,
+            0,
+            int(ns * self._devices[key % KEYS]),
+            size=size,
+            gap=gap,
+            belongs=self.belongs,
+        )
 
     def record(self, stream: int = COMPUTE) -> Iterator[Work]:
         """Record an event in a stream; the last thing in the stream is the event."""
@@ -243,6 +257,8 @@ class Process:
             self.thread = it.number
         elif isinstance(it, Phase):
             self.recorder.phase(it.name)
+        elif isinstance(it, Belongs):
+            self.belongs = (it.path, it.part)
         elif isinstance(it, Chunk):
             yield from self.recorder.chunk(it)
 

@@ -205,6 +205,14 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Belongs:
+    """Note what the work that is launched from now on is for: a module's path, and a part of the step."""
+
+    path: str
+    part: str
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Begin or end ("") a pipeline stage's work on a micro-batch: events around it on the compute stream."""
 
@@ -215,7 +223,7 @@ class Chunk:
 
 Instruction: TypeAlias = (
     Operator | Begin | End | Spend | Record | WaitFor | Synchronize | Copy | Exchange | Graph | HostFunction
-    | Allocate | Fetch | Stall | Thread | Phase | Chunk
+    | Allocate | Fetch | Stall | Thread | Phase | Chunk | Belongs
 )  # fmt: skip
 
 Program: TypeAlias = tuple[Instruction, ...]

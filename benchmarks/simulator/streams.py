@@ -50,6 +50,7 @@ class Work:
     held_ns: int = 0  # how long a wait kept its stream from going on
     thread: int = 0  # that launched it
     annotation: int = 0  # the innermost named range around that
+    belongs: tuple[str, str] = ("", "")  # the module that it is for, and the part of the step
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from zlib import crc32
 from benchmarks.simulator.exchanges import Exchanges
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job
+from benchmarks.simulator.layers import OUTSIDE, Layers
 from benchmarks.simulator.model import Function, Shop
 from benchmarks.simulator.optimizers import optimizer_step
 from benchmarks.simulator.program import (
@@ -26,6 +27,7 @@ from benchmarks.simulator.program import (
     SIDE,
     Allocate,
     Begin,
+    Belongs,
     Copy,
     End,
     Fetch,
@@ -103,14 +105,23 @@ class Training:
             made += [(f"block{block}", f) for f in self.shop.block(self.tokens)]
         return made + [("head", f) for f in self.shop.head(self.tokens)]
 
+    @cached_property
+    def layers(self) -> Layers:
+        """The model's modules."""
+        return Layers(self.functions, self.job.modules)
+
     def _forward(self, functions: Sequence[tuple[str, Function]]) -> Iterator[Instruction]:
         host = self.job.host
         for module, f in functions:
             yield from self.exchanges.before_forward(module)
             key = key_of(module, f.name)
-            args = {"shapes": f.shapes, "dtype": f.dtype} if f.shapes else None
+            shapes = {"shapes": f.shapes, "dtype": f.dtype} if f.shapes else None
+            args = self.layers.args(module, f, "made", shapes)
+            yield from self.layers.enter(module, f)
             yield Operator((*f.outer, f.operator), f.kernels, key, host.before_op, host.after_op, args=args)
+            yield from self.layers.leave(f)
             yield from self.exchanges.after_function(module, f.name, "forward")
+        yield from self.layers.leave_all()
 
     def _backward(self, functions: Sequence[tuple[str, Function]]) -> Iterator[Instruction]:
         host = self.job.host
@@ -118,7 +129,8 @@ class Training:
             yield from self.exchanges.before_backward(module)
             engine = f"autograd::engine::evaluate_function: {f.node}"
             key = key_of(module, f.name, "backward")
-            yield Begin(engine, host.backward_op, key)
+            yield Belongs(self.layers.path(module, f), "backward")
+            yield Begin(engine, host.backward_op, key, args=self.layers.args(module, f, "of"))
             yield Begin(f.node, 500, key)
             for n, (operator, kernel) in enumerate(f.backward):
                 if self.exchanges.busy and self.job.gradients.slowdown:
@@ -128,14 +140,15 @@ class Training:
             yield End(300, key)
             yield from self.exchanges.after_function(module, f.name, "backward")
             if f.parameters:
-                yield from self.exchanges.gradient(module, f.name, f.parameters)
-        yield from self.exchanges.after_backward()
+                yield from self.layers.accumulate(self.exchanges.gradient(module, f.name, f.parameters))
+        yield from self.layers.accumulate(self.exchanges.after_backward())
 
     # -- steps
 
     def _train(self, stalls: tuple[bool, ...], steps: bool, reads: bool) -> Iterator[Instruction]:
         job, script = self.job, self.job.script
         garbage, checkpoint, compiles, retries = stalls
+        yield Belongs(OUTSIDE, "other")
         if job.loader is not None:
             yield Fetch()
         if sleep := dict(job.sleeps).get(self.rank, 0):
@@ -148,6 +161,7 @@ class Training:
             yield from self._replay()
         else:
             yield from self._pass(steps, garbage, retries)
+        yield Belongs(OUTSIDE, "other")
         if reads:
             for n in range(script.items):
                 yield from self._item(n)
@@ -166,6 +180,7 @@ class Training:
         yield Phase("forward")
         if self.exchanges.wrapper:
             yield Begin(self.exchanges.wrapper, 30 * US, key_of("wrapper"), "user_annotation")
+        yield from self.layers.model()
         yield from self.exchanges.before_all()
         yield from self._waiting()
         half = len(self.functions) // 2
@@ -178,6 +193,7 @@ class Training:
         if retries:
             yield from self._retry()
         yield from self._forward(self.functions[half:])
+        yield from self.layers.leave_model()
         if self.exchanges.wrapper:
             yield from self.exchanges.after_forward()
             yield End(10 * US)
@@ -195,6 +211,7 @@ class Training:
         yield from self.exchanges.by_script()
         if steps:
             yield Phase("optimizer")
+            yield Belongs(OUTSIDE, "optimizer")
             yield from optimizer_step(job, self.shop, key_of)
             yield Phase("")
 

@@ -22,6 +22,7 @@ SUBJECTS = (
     "stragglers",
     "pipeline",
     "compute",
+    "modules",
     "memory",
     "host",
     "machine",

@@ -96,6 +96,7 @@ RANK: Mapping[str, Shape] = {
         **_all(int, "skip warmup active first_step last_step export_ns extended"),
         "cupti_torn_down": bool,
         "errors": [str],
+        "modules": _all(int, "ranges ns_each"),
     },
 }
 

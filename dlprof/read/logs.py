@@ -77,7 +77,7 @@ def rows(
     default: Mapping[str, str | int] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> Reading:
-    """Return the table of a log whose lines have the table's columns as keys, in order of time.
+    """Return the table of a log whose lines have the table's columns as keys, in order of time where they have one.
 
     A line without a required column is bad. Another column that is left out or null is what `default` says, else −1,
     NaN for a float64 and "" for a text. The default of a number is also the least that it may be. Keys that the table
@@ -96,9 +96,9 @@ def rows(
             for name, parts in columns.items()
         }
     )
-    at = "start_ns" if "start_ns" in declared else "at_ns"
+    at = [name for name in ("start_ns", "at_ns") if name in declared][:1]
     schema.check(table, frame[list(schema.TABLES[table])])
-    return Reading({table: frame.sort_values(at, kind="stable", ignore_index=True)}, {}, log.warnings)
+    return Reading({table: frame.sort_values(at, kind="stable", ignore_index=True) if at else frame}, {}, log.warnings)
 
 
 def _line(declared: Mapping[str, str], required: tuple[str, ...]) -> type[msgspec.Struct]:

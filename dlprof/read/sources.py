@@ -92,6 +92,7 @@ SOURCES: tuple[Source, ...] = (
         "the CUDA allocator was not sampled (`dlprof wrap` does that where a job uses a GPU)",
         *("at_ns", "step", "allocated_bytes", "reserved_bytes"),
     ),
+    _log("modules", f"the model's modules were not recorded {_ONLY}", "parameters", "parameter_bytes"),
     Source(
         "overrides",
         ("overrides.json",),

@@ -25,6 +25,7 @@ from dlprof.record.calls.seen import Calls
 from dlprof.record.calls.watched import watch
 from dlprof.record.device.graphs import Graphs
 from dlprof.record.loaders import forget_passes
+from dlprof.record.model.ranges import Ranges
 from dlprof.record.observed import Observed
 from dlprof.record.recorder import Collector, Recorder
 from dlprof.record.step_clock import StepClock
@@ -82,12 +83,12 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
 
     recorder = Recorder(Path(run), collectors)
     try:
-        for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs):
+        for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs, Ranges):
             for method in vars(part).values():
                 if hasattr(method, "__code__"):
                     hide(method, with_callees=True)
         recorder.clock.grad_enabled = torch.is_grad_enabled
-        _watch_modules(recorder.clock)
+        _watch_modules(recorder.clock, recorder.module_ranges)
         _watch_autograd(recorder.clock)
         _watch_optimizers(recorder)
         _watch_loaders(recorder.clock)
@@ -164,7 +165,7 @@ def _is_traced() -> Callable[[], bool]:
     return getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
 
 
-def _watch_modules(clock: StepClock) -> None:
+def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
@@ -176,22 +177,27 @@ def _watch_modules(clock: StepClock) -> None:
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
+        outermost = False
         if (
             is_traced()
             or clock.inside
             or (compiler._is_compiling_flag if flagged else is_compiling())
-            or not clock.begin_forward(self, args, kwargs)
+            or not ((outermost := clock.begin_forward(self, args, kwargs)) or clock.naming)
         ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
+        opened = ranges.open(self) if clock.naming else None
         try:
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         finally:
-            clock.end()
+            if opened is not None:
+                opened.__exit__(None, None, None)
+            if outermost:
+                clock.end()
 
     if known:
         _replace(torch.nn.Module, "__call__", hide(in_place_of(__call__, original)))

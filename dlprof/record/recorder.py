@@ -25,6 +25,7 @@ from dlprof.record.device.device import RankDevice
 from dlprof.record.ending import Ending
 from dlprof.record.loaders import FetchWatcher, worker_info
 from dlprof.record.log import file_of
+from dlprof.record.model.ranges import Ranges
 from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
@@ -101,6 +102,7 @@ class Recorder:
         self.clock = StepClock(self)
         self.observed = self.clock.observed
         self.device = RankDevice()
+        self.module_ranges = Ranges(self.clock, self.warn)
         # What collectors leave for each other and for the facts:
         self.window: dict[str, Any] = {}  # the trace's window and what became of it
         self.flops: dict[str, Any] = {}  # what one step computes, once it was counted
@@ -272,6 +274,7 @@ class Recorder:
     def switch_off(self) -> None:
         """Measure nothing from here on."""
         self.clock.switch_off()
+        self.module_ranges.stop()
         if self.switched_off is not None:
             with contextlib.suppress(Exception):
                 self.switched_off()

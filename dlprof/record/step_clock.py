@@ -103,7 +103,7 @@ class StepClock(Phases):
     def begin_forward(self, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """Enter an outermost module's call with these arguments."""
         try:
-            if self.off or (get_ident() != self.owner and not self.owns(FORWARD)):
+            if self.off or (get_ident() != self.owner and not self.owns(FORWARD)) or (self.naming and self.is_within):
                 return False
             row, observed = self.row, self.observed
             now = perf_counter_ns()

@@ -262,6 +262,7 @@ class Phases:
     off: bool = False
     # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
     inside: bool = False
+    naming: bool = False  # a module's call does need one there too: the trace names it
     phases: list[int] = field(default_factory=list)  # that are open, the innermost last
     # What opens a named range around each phase: the trace while its window is open, NVTX all along.
     ranges: list[Callable[[str], Any]] = field(default_factory=list)
@@ -272,6 +273,11 @@ class Phases:
     def phase(self) -> int | None:
         """The innermost phase that the training thread is in; None: in none of them."""
         return self.phases[-1] if self.phases else None
+
+    @property
+    def is_within(self) -> bool:
+        """Return whether a module that is called now is no outermost one."""
+        return bool(self.phases) and self.phases[-1] != OPTIMIZER
 
     @property
     def fetching(self) -> bool:
@@ -307,7 +313,7 @@ class Phases:
             now = perf_counter_ns()
             self.row.parts[phase] += now - self._since_ns
             self._since_ns = now
-            self.inside = phases[-1] != OPTIMIZER or self.off if phases else self.off
+            self.inside = self.off or (self.is_within and not self.naming)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
             return -1
@@ -319,7 +325,7 @@ class Phases:
         if phases:
             self.row.parts[phases[-1]] += now - self._since_ns
         phases.append(phase)
-        self.inside = phase != OPTIMIZER
+        self.inside = phase != OPTIMIZER and not self.naming
         if self.ranges:
             self._open_ranges[len(phases)] = self._open(_RANGES[phase])
         self._since_ns = now

@@ -117,9 +117,10 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
         "memory": _coded([d[1] for d in directions], of),
         "collective": _coded(collectives, of),
         **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape")},
+        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape", "forward_thread")},
         "sequence": nothing,
         "peer": nothing.copy(),
+        "autograd": nothing.copy(),
     }
     return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False), lost
 

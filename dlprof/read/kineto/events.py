@@ -64,11 +64,17 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     inputs: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b"null"))
 
 
+class Made(msgspec.Struct, frozen=True, gc=False):
+    """What the args of an operator or a backward function say of autograd: its number, and the thread that made it."""
+
+    number: Scalar = msgspec.field(name="Sequence number", default=-1)
+    thread: Scalar = msgspec.field(name="Fwd thread id", default=0)
+
+
 class Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     """One event as it stands in the file, whole; a time may be a number or a text that is one.
 
-    Its args are decoded where they are wanted (`links`, `args_of`): most events are operators, whose args tell dlprof
-    nothing, and passing over them costs less.
+    Its args are decoded where they are wanted (`links`, `args_of`, `made`), and only for what is wanted of them.
     """
 
     cat: str = ""
@@ -156,10 +162,11 @@ def _lenient(array: bytes | memoryview) -> list[Event]:
     return events
 
 
-D = TypeVar("D", Link, Args)
+D = TypeVar("D", Link, Args, Made)
 
 _decode_links = msgspec.json.Decoder(list[Link]).decode
 _decode_args = msgspec.json.Decoder(list[Args]).decode
+_decode_made = msgspec.json.Decoder(list[Made]).decode
 
 
 def links(args: Sequence[msgspec.Raw]) -> list[Link]:
@@ -170,6 +177,11 @@ def links(args: Sequence[msgspec.Raw]) -> list[Link]:
 def args_of(args: Sequence[msgspec.Raw]) -> list[Args]:
     """Decode the args of copies, collectives and products."""
     return _decoded(args, _decode_args, Args)
+
+
+def made(args: Sequence[msgspec.Raw]) -> list[Made]:
+    """Decode what the args of operators say of autograd."""
+    return _decoded(args, _decode_made, Made)
 
 
 def _decoded(args: Sequence[msgspec.Raw], decode: Callable[[bytes], list[D]], kind: type[D]) -> list[D]:

@@ -60,7 +60,8 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("host", "communication", _MARK, COMMUNICATION_CALL),
     Pattern("host", "fetch", _MARK, r"^enumerate\(DataLoader\)#.*\.__next__$|^dlprof::fetch\b"),
     # Kineto's first releases put record_function's ranges among the operators.
-    Pattern("host", "annotation", _MARK, r"^ProfilerStep#\d+$|^Optimizer\.(?:step|zero_grad)#"),
+    # So does dlprof the modules, which costs least there.
+    Pattern("host", "annotation", _MARK, r"^ProfilerStep#\d+$|^Optimizer\.(?:step|zero_grad)#|^nn\.Module: |^dlprof::"),
     Pattern("host", "annotation", r"user_annotation"),
     Pattern("host", "op", _OP),
     Pattern("host", "runtime", r"(?:\w+_)?(?:runtime|driver)|hip"),
@@ -89,6 +90,17 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
 
 # Operators that multiply matrices or convolve: of these a trace may tell the shapes.
 MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
+
+# What the engine runs of the backward pass: each function stands behind this.
+ENGINE = "autograd::engine::evaluate_function: "
+
+# Operators that make no function of the backward pass, or hardly ever, though a trace may number them; such functions
+# themselves, within those of the engine, which have the same number; and what accumulates gradients, which has none.
+# They are two thirds of a trace's operators.
+UNNUMBERED = re.compile(
+    r"^(?:aten::)?(?:as_strided|detach_?|empty\w*|is_nonzero|item|_local_scalar_dense|record_stream|resize_|resolve_\w+"
+    r"|result_type|zeros\w*|\w+_backward)$|^\w+Backward\d*$|^torch[:.]|AccumulateGrad$"
+)
 
 
 # A collective by any of its names, without signs and in lower case: the first found decides.

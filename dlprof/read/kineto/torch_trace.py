@@ -126,6 +126,8 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         "peer": scattered(_peers(rows, groups)),
         "dtype": sparse({i: c[-1] for i, c in (exchanges.collectives | rows.multiplied).items()}),
         "shape": sparse({i: m[0] for i, m in rows.multiplied.items()}),
+        "autograd": rows.number[order],
+        "forward_thread": _threads(rows.maker[order]),
     }
     return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False)
 
@@ -161,6 +163,15 @@ def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
     mapped = np.zeros(len(names), dtype=np.min_scalar_type(-len(order) - 1))
     mapped[used] = [place[names[i]] for i in used]
     return _categorical(mapped[codes], order)
+
+
+def _threads(maker: NDArray[np.int32]) -> Any:
+    """Return the threads that made backward functions as texts, "" for none."""
+    most = int(maker.max(initial=0))
+    used = np.flatnonzero(np.bincount(maker)) if most < 2**22 else np.unique(maker)  # which sorts all rows
+    threads = used[used > 0]
+    codes = np.searchsorted(threads, maker, side="right").astype(np.min_scalar_type(-len(threads) - 1))
+    return _categorical(codes, ["", *map(str, threads.tolist())])
 
 
 def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
+from dlprof.record.model.functions import Functions
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import BACKWARD, FETCH, Step
@@ -57,6 +58,7 @@ class Flops:
         self._counts: _Counts | None = None  # what our mode has counted, until that is off the stack
         self._mode: Any = None
         self._counting = False
+        self._follows = False  # modules, of which the operators are
         self._thread = 0
         self._tries = 0
 
@@ -114,7 +116,9 @@ class Flops:
             return
         self._tries += 1
         self._thread = get_ident()
-        self._counts = _Counts(recorder.clock)
+        self._follows = True
+        models = [model for ref in recorder.observed.models if (model := ref()) is not None]
+        self._counts = _Counts(recorder.clock, recorder.module_ranges.follow(models))
         self._mode = _mode(self._counts)
         recorder.switched_off = self.stop
         self._mode.__enter__()
@@ -129,6 +133,7 @@ class Flops:
             self._abstain(f"an operator could not be counted: {counts.error}")
         elif step.backwards and counted["total"]:
             self.facts.update(state="counted", step=step.number, **counted)
+            self._recorder.module_ranges.flops = dict(counts.modules)
         elif self._tries >= _MOST_TRIES:
             self._abstain("no operator of known arithmetic was seen (CUDA graphs and custom kernels show none)")
 
@@ -138,6 +143,9 @@ class Flops:
             return True
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+        if self._follows:
+            self._follows = False
+            self._recorder.module_ranges.stop()
         self._counts.over = True
         stack: list[Any] = [*_get_current_dispatch_mode_stack()]
         if stack and stack[-1] is self._mode:
@@ -181,8 +189,10 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
 class _Counts:
     """What the operators of a step compute."""
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepClock, module: Callable[[], str]) -> None:
         self._clock = clock
+        self._functions = Functions(module)
+        self.modules: Counter[tuple[str, str]] = Counter()  # FLOPs by module and part of the step
         self._names: dict[Any, str] = {}
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
@@ -209,6 +219,7 @@ class _Counts:
         flops = formula(args, out)
         if self._clock.phase == BACKWARD:
             self._backward += flops
+        self.modules[self._functions.module()] += flops
         shape = " ".join("x".join(map(str, t.shape)) for t in tensors)
         sums = self._shapes.setdefault((name, dtype, shape), [0, 0, 0])
         sums[0] += 1

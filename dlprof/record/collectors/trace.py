@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import statistics
 import time
@@ -14,8 +15,11 @@ from threading import get_ident
 from typing import Any
 
 from dlprof import cupti
+from dlprof.files import write
+from dlprof.plain import words_of
 from dlprof.record.device.profiler import Kineto
 from dlprof.record.hooks import put
+from dlprof.record.model.tree import rows_of
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of
@@ -60,7 +64,7 @@ class Trace:
         self.window: dict[str, Any] = {"skip": skip, "warmup": warmup, "active": active}
         self.window.update(state=text if self._done else "waiting", first_step=None, last_step=None, export_ns=None)
         # errors: what Kineto and CUPTI reported; None: nobody listened, as on a CPU.
-        self.window.update(extended=0, cupti_torn_down=None, errors=None)
+        self.window.update(extended=0, cupti_torn_down=None, errors=None, modules=None)
         self._profiler: Any = None
         self._thread = 0  # that the profiler was prepared in
         self._range: Any = None  # of the step that is under way
@@ -170,6 +174,7 @@ class Trace:
                     self._ours(self._profiler.start_trace)
                 self._recording = True
                 recorder.clock.ranges.append(self._named)
+                recorder.module_ranges.start(self._models())
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
@@ -258,6 +263,8 @@ class Trace:
         if recorded and self._named in recorder.clock.ranges:
             recorder.clock.ranges.remove(self._named)
         self._end_range()
+        if recorded:
+            self._end_modules()
         if state != "exported":
             window["last_step"] = recorder.clock.row.number - 1 if recorded else None
             window["first_step"] = window["first_step"] if recorded else None
@@ -283,6 +290,21 @@ class Trace:
         finally:
             recorder.observed.news = True
             self._report()
+
+    def _end_modules(self) -> None:
+        """Name no more modules, and keep how often and at what cost it was done."""
+        ranges = self._recorder.module_ranges
+        ranges.stop()
+        try:
+            took = ranges.measure() if ranges.count else None
+            self.window["modules"] = {"ranges": ranges.count, "ns_each": took}
+            rows = rows_of(self._models(), ranges.flops)
+            write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        except Exception as e:  # noqa: BLE001 - it asks the script's own classes
+            self._recorder.warn(f"the model's modules are not known: {words_of(e)}")
+
+    def _models(self) -> list[Any]:
+        return [model for ref in self._recorder.observed.models if (model := ref()) is not None]
 
     def _ours(self, call: Callable[[], Any]) -> None:
         """Call the profiler, which synchronises the current device: that must be the rank's, or another one wakes."""

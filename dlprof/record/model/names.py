@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 # What PyTorch and others put around a module, and where they keep it.
@@ -35,6 +37,37 @@ def names_of(model: Any) -> dict[int, tuple[str, str]]:
         children = [(child, f"{path}.{name}" if path else name) for name, child in module.named_children()]
         open_modules.extend(reversed(children))
     return names
+
+
+def names_of_all(models: Iterable[Any]) -> dict[int, tuple[str, str]]:
+    """Return the same of several models; what lies within another one has its path there.
+
+    The only one is "". Where there are several, as a generator and a discriminator, their paths begin with their
+    classes in brackets; a second one of the same class has a number.
+    """
+    outer: list[tuple[Any, dict[int, tuple[str, str]]]] = []
+    for model, names in sorted(((m, names_of(m)) for m in models), key=lambda one: -len(one[1])):
+        if not any(id(model) in theirs for _, theirs in outer):
+            outer.append((model, names))
+    found: dict[int, tuple[str, str]] = {}
+    seen: Counter[str] = Counter()
+    for model, names in outer:
+        kind = class_of(model)
+        seen[kind] += 1
+        root = f"{kind}#{seen[kind]}" if seen[kind] > 1 else kind
+        for module, name in (names if len(outer) == 1 else below(root, names)).items():
+            found.setdefault(module, name)
+    return found
+
+
+def below(root: str, names: dict[int, tuple[str, str]]) -> dict[int, tuple[str, str]]:
+    """Return names with paths that begin with a name in brackets: of what is not the model, as a loss."""
+    return {one: (f"({root}).{path}" if path else f"({root})", kind) for one, (path, kind) in names.items()}
+
+
+def named(path: str, kind: str) -> str:
+    """Return what a module is called in a trace."""
+    return f"nn.Module: {path} ({kind})"
 
 
 def class_of(module: Any) -> str:

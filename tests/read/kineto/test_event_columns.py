@@ -180,3 +180,20 @@ def test_numbers_are_given_in_order_of_appearance_and_names_understood_once() ->
     # A device's lane depends on its arguments.
     assert places.lane == [0, 1, -1]
     assert list(lanes) == [(False, 1, 5), (False, 1, 6)]
+
+
+def test_autograd_numbers_what_it_makes_and_says_which_thread_made_it(tmp_path: Path) -> None:
+    spans = spans_of(
+        tmp_path,
+        traces.op("aten::addmm", 0, 10, **traces.made_by(7)),
+        traces.op("aten::relu", 20, 10, **traces.made_by("8", "0")),
+        traces.op("aten::empty", 30, 10, **traces.made_by(9)),  # makes none
+        traces.op("aten::mul", 40, 10, **traces.made_by(-1)),
+        traces.op("autograd::engine::evaluate_function: ReluBackward0", 50, 10, **traces.made_by(8, 3)),
+        traces.op("autograd::engine::evaluate_function: AddmmBackward0", 60, 10, **traces.made_by(7, 1)),
+        traces.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 70, 10),
+        traces.op("aten::sum", 80, 10, **traces.made_by(2**64, 2**40)),
+        traces.kernel("gemm", 90, 10),
+    )
+    assert spans["autograd"].tolist() == [7, 8, -1, -1, 8, 7, -1, -1, -1]
+    assert spans["forward_thread"].tolist() == ["", "", "", "", "3", "1", "", "", ""]

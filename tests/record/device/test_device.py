@@ -66,7 +66,7 @@ def test_a_model_that_comes_later_is_looked_at_and_one_that_was_seen_is_not_agai
     asked = []
 
     class Watched(Model):
-        def parameters(self) -> Any:
+        def parameters(self, recurse: bool = True) -> Any:  # noqa: ARG002
             asked.append(self)
             return super().parameters()
 

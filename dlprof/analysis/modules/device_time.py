@@ -1,0 +1,103 @@
+"""What modules take of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.frames import PARTS, Frames
+from dlprof.analysis.modules.host_time import apart
+from dlprof.analysis.modules.sums import Sums, shared, sums
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.steps import Timing
+
+# Calls that launch all nodes of a graph together.
+_GRAPHS = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+
+
+@dataclass(frozen=True)
+class Belongs:
+    """What device work is for: a module (their number: a graph outside of all), a part of the step, a bucket (−1)."""
+
+    module: NDArray[np.int64]
+    part: NDArray[np.int64]
+    bucket: NDArray[np.int64]
+    shares: NDArray[np.float64]  # of the modules in each bucket
+
+    def sums(self, frames: Frames, chosen: NDArray[np.bool_], values: NDArray[Any]) -> Sums:
+        """Return what values of the chosen rows add up to by module and part."""
+        alone = self.bucket[chosen] < 0
+        found = sums(frames, self.module[chosen][alone], self.part[chosen][alone], values[alone])
+        if alone.all():
+            return found
+        return found + shared(frames, self.bucket[chosen][~alone], values[~alone], self.shares)
+
+
+@within_rank
+def device_belongs(
+    spans: pd.DataFrame,
+    device_work: pd.DataFrame,
+    module_rows: pd.DataFrame,
+    module_frames: Frames,
+    bucket_shares: Maybe[NDArray[np.float64]],
+) -> Belongs:
+    """Return what each row of the device's work is for; what a graph replays outside of modules is one piece."""
+    rows = device_work.index.to_numpy()
+    module, bucket = (module_rows[name].to_numpy()[rows].astype(np.int64) for name in ("module", "bucket"))
+    launch = spans["launch"].to_numpy()
+    graphs = launch[host.is_kind(spans, "runtime") & host.is_named(spans, *_GRAPHS) & (launch >= 0)]
+    replayed = (module < 0) & host.is_among(device_work["launch"].to_numpy(), graphs)
+    part = module_rows["part"].cat.codes.to_numpy()[rows].astype(np.int64)
+    shares = bucket_shares.or_none()
+    none = np.empty((0, len(module_frames.paths)))
+    module = np.where(replayed, len(module_frames.paths), module)
+    return Belongs(module, part, bucket, none if shares is None else shares)
+
+
+@within_rank
+def module_device(
+    device_work: pd.DataFrame, device_belongs: Belongs, launched_within: NDArray[np.int64], module_frames: Frames
+) -> tuple[Sums, Sums]:
+    """Return the time of the device work that each module launched in the traced steps, and the bytes of its copies."""
+    mine = launched_within >= 0
+    size = device_work["bytes"].to_numpy()
+    copies = mine & host.is_kind(device_work, "copy") & (size > 0)
+    took = device_belongs.sums(module_frames, mine, device_work["dur_ns"].to_numpy()[mine])
+    return took, device_belongs.sums(module_frames, copies, size[copies])
+
+
+@within_rank
+def device_exposed(
+    device_work: pd.DataFrame,
+    device_belongs: Belongs,
+    main_stream: NDArray[np.bool_],
+    timing: Timing,
+    module_frames: Frames,
+) -> Sums:
+    """Return the time of the device's steps in which each module's work runs, where several run that of one.
+
+    First comes computation on the stream that computes most, then other computation, exchanges, copies; of the same
+    sort what began first.
+    """
+    start = device_work["start_ns"].to_numpy()
+    end = start + device_work["dur_ns"].to_numpy()
+    computes = host.is_kind(device_work, "kernel")
+    sorts = (
+        computes & main_stream,
+        computes & ~main_stream,
+        host.is_kind(device_work, "communication"),
+        host.is_kind(device_work, "copy", "set"),
+    )
+    left = iv.merge(timing.windows)
+    found = np.zeros((len(module_frames.paths) + 2) * len(PARTS))
+    for chosen in sorts:
+        took = iv.within(left, *apart(start[chosen], end[chosen]))
+        found += device_belongs.sums(module_frames, chosen, took)
+        left = iv.subtract(left, iv.union(start[chosen], end[chosen]))
+    return found

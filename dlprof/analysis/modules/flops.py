@@ -1,0 +1,55 @@
+"""How much each module computes: the FLOPs of its matrix products, by the trace's shapes or as a step was counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.compute.products import products
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.exchanges import nearest
+from dlprof.analysis.modules.frames import BACKWARD, FORWARD, RECOMPUTE, Frames
+from dlprof.analysis.modules.sums import Sums, sums
+from dlprof.analysis.timeline.steps import Timing
+from dlprof.errors import NotMeasured
+
+_COUNTED = {"forward_flops": FORWARD, "recompute_flops": RECOMPUTE, "backward_flops": BACKWARD}
+
+
+@within_rank
+def module_flops(
+    modules: Maybe[pd.DataFrame], shaped_flops: Maybe[Sums], module_frames: Frames, timing: Timing
+) -> Sums:
+    """Return the FLOPs of each module in the traced steps; raise NotMeasured where they are not known.
+
+    As the recorder counted those of one step by module, which covers convolutions and attention too; else by shapes.
+    """
+    counted = modules.or_none()
+    if counted is None or not (counted["forward_flops"] > 0).any():
+        return shaped_flops.get()
+    place = {path: n for n, path in reversed(list(enumerate(module_frames.paths)))}
+    module = np.array([nearest(str(path), place) for path in counted["path"]], dtype=np.int64)
+    found = np.zeros_like(sums(module_frames, module[:0], module[:0]))
+    for column, part in _COUNTED.items():
+        each = np.maximum(counted[column].to_numpy(), 0)
+        found += sums(module_frames, module, np.full(len(module), part), each)
+    return found * len(timing.windows)
+
+
+@within_rank
+def shaped_flops(
+    operator_work: pd.DataFrame, spans: pd.DataFrame, module_rows: pd.DataFrame, module_frames: Frames
+) -> Sums:
+    """Return the FLOPs of each module's operators in the traced steps; raise NotMeasured where no shape is known."""
+    owners = operator_work["owner"].to_numpy()
+    rows = np.unique(owners[owners >= 0])
+    keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
+    each, of = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
+    texts = [spans[column].cat.categories for column in ("name", "shape", "dtype")]
+    told = [[str(text[code]) for text, code in zip(texts, row, strict=True)] for row in each.tolist()]
+    flops = np.array([products(*one)[0] if one[1] else np.nan for one in told])
+    if np.isnan(flops).all():
+        raise NotMeasured("the trace has no shapes of operators (record_shapes=True)")
+    found = np.nan_to_num(flops)[of.reshape(-1)]
+    module, part = module_rows["module"].to_numpy()[rows], module_rows["part"].cat.codes.to_numpy()[rows]
+    return sums(module_frames, module, part, found)

@@ -1,0 +1,279 @@
+"""What the host's threads are in: a module's forward pass, a function of the backward pass, FSDP's work, an optimizer.
+
+dlprof names each module's forward pass `nn.Module: PATH (Class)` while it traces. A trace with stacks (with_stack=True)
+names it `nn.Module: Class_N`: its path is then made of these names, as the first call of each is nested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.engine import within_rank
+from dlprof.analysis.modules.functions import forward_rows
+from dlprof.analysis.timeline import host
+from dlprof.errors import NotMeasured
+
+# What a frame is; its own time counts to that part of the step.
+FORWARD, RECOMPUTE, BACKWARD, COMMUNICATION, OPTIMIZER, INPUT, OTHER = range(7)
+PARTS = ("forward", "recompute", "backward", "communication", "optimizer", "input", "other")
+
+NO_MODULES = "the trace names no module (dlprof does where it records, and torch's profiler does with with_stack=True)"
+
+_OURS = re.compile(r"nn\.Module: (.*) \(([^()]+)\)", re.DOTALL)
+_OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
+_FUNCTION = "autograd::engine::evaluate_function: "
+_ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
+# FSDP2 names the module that it does something for, or several, but not the outermost one.
+_FSDP = re.compile(r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?")
+_OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
+# What wrappers put into a name on the way to the module itself.
+_WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")
+_WRAPPERS = (
+    "CheckpointWrapper",
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The frames of a rank's host, by lane, each lane's in order of start and the longer first.
+
+    `row` is a frame's row in the spans, `lane` its lane's code, `parent` the frame around it (−1: none), `module` its
+    place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a module,
+    `functions` which run a function of the backward pass, and `accumulates` which of these add up the gradient of a
+    parameter. At each instant of a lane in `by_lane` begins the time of the frame beside it (−1: none).
+    """
+
+    row: NDArray[np.int64]
+    lane: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    module: NDArray[np.int64]
+    part: NDArray[np.int64]
+    calls: NDArray[np.bool_]
+    functions: NDArray[np.bool_]
+    accumulates: NDArray[np.bool_]
+    paths: tuple[str, ...]
+    classes: tuple[str, ...]
+    by_lane: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+    def at(self, lane: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the innermost frame on each lane at each instant; −1: none."""
+        found = np.full(len(at), -1, dtype=np.int64)
+        for code, (begins, inner) in self.by_lane.items():
+            mine = np.flatnonzero(lane == code)
+            place = np.searchsorted(begins, at[mine], side="right") - 1
+            found[mine] = np.where(place >= 0, inner[np.maximum(place, 0)], -1)
+        return found
+
+
+@within_rank
+def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frames:
+    """Return the frames of a rank's host; raise NotMeasured where the trace names no module."""
+    texts = [str(name) for name in spans["name"].cat.categories]
+    kinds, codes = _kinds(spans, texts, is_on_device), spans["name"].cat.codes.to_numpy()
+    row = np.flatnonzero((kinds >= 0) & (spans["dur_ns"].to_numpy() > 0))
+    lane = spans["lane"].cat.codes.to_numpy()[row].astype(np.int64)
+    order = np.argsort(lane, kind="stable")
+    row, lane, name = row[order], lane[order], codes[row[order]].astype(np.int64)
+    start = spans["start_ns"].to_numpy()[row]
+    end = start + spans["dur_ns"].to_numpy()[row]
+    parent = _parents(lane, start, end)
+    part: NDArray[np.int64] = kinds[row].astype(np.int64)
+    calls, functions = part == FORWARD, part == BACKWARD
+
+    called = set(name[calls].tolist())
+    named = {code: (m[1], m[2]) for code, m in _matches(_OURS, texts).items() if code in called}
+    if not named:
+        named = _paths_of_stacks(name, parent, calls, {c: (m[1], m[2]) for c, m in _matches(_OF_STACKS, texts).items()})
+    modules = sorted(set(named.values()))
+    place = {module: number for number, module in enumerate(modules)}
+    of_name = np.full(len(texts), -1, dtype=np.int64)
+    of_name[list(named)] = [place[module] for module in named.values()]
+    for code, found in _matches(_FSDP, texts).items():
+        of_name[code] = next((place[m] for m in modules if m[0] == _unit(found)), -1)
+    module = np.where(calls | (part == COMMUNICATION), of_name[name], -1)
+    # Calls within a function of the backward pass compute again what was not kept; all that such a call calls, too.
+    part[calls & _among_ancestors(parent, functions)] = RECOMPUTE
+    made = Frames(
+        row,
+        lane,
+        start,
+        end,
+        parent,
+        module,
+        part,
+        calls,
+        functions,
+        np.array([t.startswith(_ACCUMULATES) for t in texts], dtype=bool)[name],
+        tuple(path for path, _ in modules),
+        tuple(kind for _, kind in modules),
+        _innermost(lane, start, end, parent),
+    )
+    module[functions] = _of_functions(spans, is_on_device, made)[functions]
+    return made
+
+
+def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """Return what each span is as a frame, −1 for none; dlprof's own names of modules go before those of stacks."""
+    kinds = np.full(len(spans), -1, dtype=np.int8)
+    codes = spans["name"].cat.codes.to_numpy()
+
+    def mark(wanted: Iterable[int], frame: int, *of: str) -> bool:
+        chosen = np.zeros(len(texts), dtype=bool)
+        chosen[list(wanted)] = True
+        rows = np.flatnonzero(chosen[codes] & host.is_kind(spans, *of) & ~is_on_device) if chosen.any() else codes[:0]
+        kinds[rows] = frame
+        return len(rows) > 0
+
+    if not mark(_matches(_OURS, texts), FORWARD, "annotation") and not mark(
+        _matches(_OF_STACKS, texts), FORWARD, "python"
+    ):
+        raise NotMeasured(NO_MODULES)
+    mark([code for code, text in enumerate(texts) if text.startswith(_FUNCTION)], BACKWARD, "op")
+    mark(_matches(_FSDP, texts), COMMUNICATION, "annotation")
+    mark([code for code, text in enumerate(texts) if text.startswith(_OPTIMIZER)], OPTIMIZER, "annotation")
+    kinds[host.is_kind(spans, "fetch") & ~is_on_device] = INPUT
+    return kinds
+
+
+def _matches(pattern: re.Pattern[str], texts: list[str]) -> dict[int, re.Match[str]]:
+    """Return the names that a pattern knows, by their codes."""
+    return {code: found for code, text in enumerate(texts) if (found := pattern.fullmatch(text)) is not None}
+
+
+def _of_functions(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], frames: Frames) -> NDArray[np.int64]:
+    """Return the module of each function of the backward pass: that of the operator that made it. −1: none.
+
+    AccumulateGrad has no number. The engine runs it before all else that is ready, so it follows the function that
+    gave it its gradient, on the same thread.
+    """
+    module = np.full(len(frames.row), -1, dtype=np.int64)
+    numbered = np.flatnonzero(frames.functions & ~frames.accumulates)
+    made_by = forward_rows(spans, is_on_device, frames.row[numbered])
+    known = made_by >= 0
+    lane, start = spans["lane"].cat.codes.to_numpy().astype(np.int64), spans["start_ns"].to_numpy()
+    around = frames.at(lane[made_by[known]], start[made_by[known]])
+    module[numbered[known]] = np.where(around >= 0, frames.module[around], -1)
+    mine = np.flatnonzero(frames.accumulates)
+    if len(numbered):
+        at = np.searchsorted(numbered, mine) - 1
+        giver = numbered[np.maximum(at, 0)]
+        same = (at >= 0) & (frames.lane[giver] == frames.lane[mine])
+        module[mine] = np.where(same, module[giver], -1)
+    return module
+
+
+def _parents(lane: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the frame around each, on its lane; and let none outlast it: ends are cut where they do."""
+    parent = np.full(len(lane), -1, dtype=np.int64)
+    for code in np.unique(lane):
+        mine = np.flatnonzero(lane == code)
+        inside = host.parents(start[mine], end[mine])
+        parent[mine] = np.where(inside >= 0, mine[np.maximum(inside, 0)], -1)
+    for _ in range(host.MOST_DEEP):
+        over = (parent >= 0) & (end > end[np.maximum(parent, 0)])
+        if not over.any():
+            break
+        end[over] = end[parent[over]]
+    return parent
+
+
+def _among_ancestors(parent: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return for each frame whether one around it, however far out, is wanted."""
+    found = np.zeros(len(parent), dtype=bool)
+    at = parent.copy()
+    for _ in range(host.MOST_DEEP):
+        left = np.flatnonzero(at >= 0)
+        if not len(left):
+            break
+        found[left] |= wanted[at[left]]
+        at[left] = np.where(found[left], -1, parent[at[left]])
+    return found
+
+
+def _innermost(
+    lane: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64], parent: NDArray[np.int64]
+) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Return for each lane the instants at which another frame becomes the innermost one, and which."""
+    found = {}
+    for code in np.unique(lane).tolist():
+        mine = np.flatnonzero(lane == code)
+        at = np.concatenate((end[mine], start[mine]))
+        inner = np.concatenate((parent[mine], mine))
+        begins = np.repeat((0, 1), len(mine))
+        # At one instant frames end before others begin, the inner ones first.
+        order = np.lexsort((np.concatenate((-mine, mine)), begins, at))
+        found[code] = (at[order], inner[order])
+    return found
+
+
+def _paths_of_stacks(
+    names: NDArray[np.int64], parent: NDArray[np.int64], calls: NDArray[np.bool_], known: dict[int, tuple[str, str]]
+) -> dict[int, tuple[str, str]]:
+    """Return path and class of each name of a trace with stacks; the outermost module that calls most others is "".
+
+    What wraps a module has its path and its class, as in what dlprof records.
+    """
+    mine = np.flatnonzero(calls)
+    around = _nearest(parent, calls)[mine]
+    first = np.unique(names[mine], return_index=True)[1].tolist()
+    outer = {int(names[mine[i]]): int(names[around[i]]) if around[i] >= 0 else -1 for i in first}
+    wrapped = {of: code for code, of in outer.items() if of >= 0 and known[of][1] in _WRAPPERS}
+    inside: Counter[int] = Counter()
+    for code in outer:
+        inside[_root(code, outer)] += 1
+    model = inside.most_common(1)[0][0]
+    found = {}
+    for code in outer:
+        chain: list[int] = []
+        at = code
+        while at >= 0 and len(chain) < host.MOST_DEEP:
+            chain.append(at)
+            at = outer[at]
+        inner = code
+        while inner in wrapped and len(chain) < host.MOST_DEEP:
+            inner = wrapped[inner]
+            chain.insert(0, inner)
+        steps = [known[one][0] for one in reversed(chain) if one not in wrapped]
+        # The model itself has no name; what else is called by itself, as a loss, stands in brackets.
+        path = steps[1:] if chain[-1] == model else [f"({steps[0]})", *steps[1:]]
+        found[code] = (".".join(path), known[inner][1])
+    return found
+
+
+def _root(code: int, outer: dict[int, int]) -> int:
+    """Return the outermost module around one; none calls itself so deep."""
+    for _ in range(host.MOST_DEEP):
+        if outer[code] < 0:
+            break
+        code = outer[code]
+    return code
+
+
+def _nearest(parent: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the nearest frame around each that is wanted; −1: none is."""
+    at = parent.copy()
+    for _ in range(host.MOST_DEEP):
+        skip = np.flatnonzero((at >= 0) & ~wanted[np.maximum(at, 0)])
+        if not len(skip):
+            break
+        at[skip] = parent[at[skip]]
+    return at
+
+
+def _unit(found: re.Match[str]) -> str:
+    """Return the path of the module that FSDP2 works for."""
+    return _WRAPPED.sub("", found[1] or found[2] or "").removeprefix(".")

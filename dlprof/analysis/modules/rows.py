@@ -1,0 +1,74 @@
+"""Each span of a trace by the module that it is for, and by its part of the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.exchanges import buckets_of, common, frames_of_calls
+from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, PARTS, Frames
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.traced import TracedSteps
+
+
+@within_rank
+def module_rows(
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    module_frames: Frames,
+    bucket_shares: Maybe[NDArray[np.float64]],
+    trace_window: TracedSteps,
+) -> pd.DataFrame:
+    """Return for each span its module (a place in the paths of `module_frames`; −1: none), its part of the step (one of
+    PARTS), its frame (a place in `module_frames`; −1: none) and its bucket (a row of `bucket_shares`; −1: none); the
+    spans' index.
+
+    What runs on the host belongs to the innermost frame on its thread, what runs on a device to that of the call which
+    launched it. A function of the backward pass is for the module that made it. What is exchanged is for the module
+    whose parameters are, as far as that is known (exchanges.py); of all gradients' together, the model's.
+
+    What torch.compile makes of a module is one piece, and belongs to the module that called it; so does a CUDA graph's
+    replay. Raises NotMeasured where the trace names no module.
+    """
+    lane, start = spans["lane"].cat.codes.to_numpy().astype(np.int64), spans["start_ns"].to_numpy()
+    frame = np.full(len(spans), -1, dtype=np.int64)
+    on_host = np.flatnonzero(~is_on_device)
+    frame[on_host] = module_frames.at(lane[on_host], start[on_host])
+    frame[module_frames.row] = np.arange(len(module_frames.row))
+    on_device = np.flatnonzero(is_on_device & (spans["launch"].to_numpy() >= 0))
+    frame[on_device] = _launched(spans, is_on_device, frame, spans["launch"].to_numpy()[on_device])
+    # gloo's threads work on what another thread has issued.
+    exchanged = np.flatnonzero(host.is_kind(spans, "communication"))
+    frame[exchanged] = frames_of_calls(spans, exchanged[~is_on_device[exchanged]], frame)[exchanged]
+    inside = frame >= 0
+    module = np.where(inside, module_frames.module[np.maximum(frame, 0)], -1)
+    part = np.where(inside, module_frames.part[np.maximum(frame, 0)], OTHER)
+
+    gradients = exchanged[(frame[exchanged] >= 0) & module_frames.accumulates[frame[exchanged]]]
+    model = module_frames.paths.index("") if "" in module_frames.paths else -1
+    module[gradients], bucket = model, np.full(len(spans), -1, dtype=np.int64)
+    shares = bucket_shares.or_none()
+    if shares is not None:
+        began = module_frames.start[frame[gradients]]
+        bucket[gradients] = buckets_of(spans, gradients, began, trace_window.host[:, 0], len(shares))
+        known = np.flatnonzero(bucket >= 0)
+        module[known] = common(shares, module_frames.paths)[bucket[known]]
+    part[exchanged] = COMMUNICATION
+    kinds = pd.Categorical.from_codes(part.astype(np.int8), categories=pd.Index(PARTS))
+    places = {name: of.astype(np.int32) for name, of in (("module", module), ("frame", frame), ("bucket", bucket))}
+    return pd.DataFrame({"part": kinds, **places}, index=spans.index)
+
+
+def _launched(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], frame: NDArray[np.int64], launch: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the frame of the call with each number of a launch; −1: there is no such call."""
+    ids = spans["launch"].to_numpy()
+    calls = np.flatnonzero(host.is_kind(spans, "runtime") & ~is_on_device & (ids >= 0))
+    if not len(calls):
+        return np.full(len(launch), -1, dtype=np.int64)
+    calls = calls[np.argsort(ids[calls], kind="stable")]
+    at = calls[np.minimum(np.searchsorted(ids[calls], launch), len(calls) - 1)]
+    return np.where(ids[at] == launch, frame[at], -1)

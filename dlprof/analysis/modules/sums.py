@@ -1,0 +1,74 @@
+"""Adds up by module and part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.modules.frames import COMMUNICATION, PARTS, Frames
+
+# The path of what is for no module, and the class of what a CUDA graph replays outside of all modules.
+OUTSIDE = "(outside of modules)"
+GRAPH = "CUDA graph"
+
+# A model of more modules is told only to the depth at which it has no more.
+MOST_MODULES = 2_000
+
+Sums = NDArray[np.float64]  # one for each part of: no module, each module in order, graphs outside of modules
+
+
+def sums(
+    frames: Frames, module: NDArray[np.int64], part: NDArray[np.integer[Any]], values: NDArray[Any] | None = None
+) -> Sums:
+    """Return what values add up to by module (−1: none, their number: a graph) and part; without values, the count."""
+    key = (module + 1) * len(PARTS) + part
+    size = (len(frames.paths) + 2) * len(PARTS)
+    return np.bincount(key, weights=None if values is None else values.astype(float), minlength=size).astype(float)
+
+
+def shared(frames: Frames, bucket: NDArray[np.int64], values: NDArray[Any], shares: NDArray[np.float64]) -> Sums:
+    """Return the same of exchanges, by the shares that modules have of each one's bucket."""
+    found = np.zeros((len(frames.paths) + 2, len(PARTS)))
+    of = np.bincount(bucket, weights=values.astype(float), minlength=len(shares))
+    found[1:-1, COMMUNICATION] = of @ shares
+    return found.reshape(-1)
+
+
+def table(frames: Frames, compiled: NDArray[np.int64], **columns: Sums) -> pd.DataFrame:
+    """Return a row for each path, kind (the class) and part in which any of the sums is neither 0 nor unknown.
+
+    The last column says which are of the modules that are `compiled`.
+    """
+    count, width = len(frames.paths), len(PARTS)
+    order = np.append(np.arange(1, count + 1), [0, count + 1])
+    frame = pd.DataFrame(
+        {
+            "path": np.repeat(np.array([*frames.paths, OUTSIDE, OUTSIDE], dtype=object), width),
+            "kind": np.repeat(np.array([*frames.classes, "", GRAPH], dtype=object), width),
+            "part": np.tile(np.array(PARTS, dtype=object), count + 2),
+            **{name: values.reshape(count + 2, width)[order].reshape(-1) for name, values in columns.items()},
+            "compiled": np.repeat(np.isin(np.arange(count + 2), compiled), width).astype(int),
+        }
+    )
+    used = (frame[list(columns)].fillna(0.0).to_numpy() != 0).any(axis=1)
+    return _folded(frame[used].reset_index(drop=True))
+
+
+def _folded(frame: pd.DataFrame) -> pd.DataFrame:
+    """Let modules that lie too deep count to the one around them, where there are too many."""
+    paths = frame["path"]
+    depth = paths.str.count(r"\.") + 1
+    deep = int(depth.max()) if len(paths) else 0
+    while paths.nunique() > MOST_MODULES and deep > 1:
+        deep -= 1
+        paths = paths.where(depth <= deep, paths.str.split(".").str[:deep].str.join("."))
+    whole = paths == frame["path"]
+    if whole.all():
+        return frame
+    classes = frame[whole].drop_duplicates("path").set_index("path")["kind"]
+    folded = frame.assign(path=paths, kind=frame["kind"].where(whole, paths.map(classes).fillna("")))
+    summed: pd.DataFrame = folded.groupby(["path", "kind", "part"], sort=False).sum(min_count=1).reset_index()
+    return summed.assign(compiled=(summed["compiled"] > 0).astype(int))

@@ -1,0 +1,104 @@
+"""What each module takes of a mean step, by part: on the host, on the device, and of the step itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import Maybe, per_rank, within_rank
+from dlprof.analysis.modules.exchanges import CALLS
+from dlprof.analysis.modules.frames import COMMUNICATION, Frames
+from dlprof.analysis.modules.host_time import outside_calls
+from dlprof.analysis.modules.sums import Sums, sums, table
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.steps import Timing
+
+
+@per_rank
+def module_work(
+    module_calls: Sums,
+    module_host: Sums,
+    has_device: bool,
+    module_device: Maybe[tuple[Sums, Sums]],
+    device_exposed: Maybe[Sums],
+    cpu_exposed: Maybe[Sums],
+    module_flops: Maybe[Sums],
+    module_frames: Frames,
+    timing: Timing,
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    module_rows: pd.DataFrame,
+) -> pd.DataFrame:
+    """Return what each module takes of a mean steady traced step by itself, without the modules that it calls.
+
+    A row for each path, kind (its class; of what is outside, "" or GRAPH) and part (PARTS of frames.py); the path of
+    what is for no module is OUTSIDE. Columns, of a mean step:
+
+    calls: of the module; in the backward pass, of functions; else exchanges, or calls outside of modules.
+    host_ns: the time that threads spend in it. All rows make up the time in which threads are in modules, in functions
+    of the backward pass or in calls, and the training thread's steps where no thread is in any.
+    device_ns: of all device work that it launched, whatever runs beside it. 0 on a CPU.
+    exposed_ns: what the step consists of. With a device: the time in which this module's work runs, where several run
+    that on the stream that computes most, then other computation, exchanges, copies; all rows make up the steps but for
+    what the device idles. On a CPU: the training thread's time, but for exchanges with nothing computed beside them;
+    all rows make up the steps.
+    flops: NaN where not known. copied_bytes: by its copies on the device.
+    compiled: 1 where torch.compile made one region of the module, with all modules in it: they have no rows.
+
+    Raises NotMeasured where the trace names no module.
+    """
+    none = np.zeros_like(module_host)
+    device_ns, copied = module_device.get() if has_device else (none, none)
+    flops = module_flops.or_none()
+    columns = {
+        "calls": module_calls,
+        "host_ns": module_host,
+        "device_ns": device_ns,
+        "exposed_ns": device_exposed.get() if has_device else cpu_exposed.get(),
+        "flops": np.full_like(none, np.nan) if flops is None else flops,
+        "copied_bytes": copied,
+    }
+    steps = len(timing.windows)
+    regions = host.is_named(spans, *host.COMPILED) & ~is_on_device
+    compiled = np.unique(module_rows["module"].to_numpy()[regions])
+    return table(module_frames, compiled, **{name: values / steps for name, values in columns.items()})
+
+
+@within_rank
+def module_calls(
+    module_rows: pd.DataFrame,
+    module_frames: Frames,
+    traced_exchanges: NDArray[np.int64],
+    timing: Timing,
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+) -> Sums:
+    """Return how many calls of each module, functions of the backward pass and exchanges are in the traced steps."""
+    steps = iv.merge(timing.host_windows)
+    counted = (module_frames.part != COMMUNICATION) & iv.holds(steps, module_frames.start)
+    found = sums(module_frames, module_frames.module[counted], module_frames.part[counted])
+    module, part = module_rows["module"].to_numpy(), module_rows["part"].cat.codes.to_numpy()
+    found += sums(module_frames, module[traced_exchanges], part[traced_exchanges])
+    calls = outside_calls(spans, is_on_device, module_rows)
+    begun = iv.holds(steps, calls.start) & (calls.part != COMMUNICATION)
+    return found + sums(module_frames, np.full(int(begun.sum()), -1), calls.part[begun])
+
+
+@within_rank
+def traced_exchanges(
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    device_work: pd.DataFrame,
+    launched_within: NDArray[np.int64],
+    has_device: bool,
+    timing: Timing,
+) -> NDArray[np.int64]:
+    """Return the rows of the exchanges of the steady traced steps: on the device, or of a CPU from issue to end."""
+    if has_device:
+        mine = host.is_kind(device_work, "communication") & (launched_within >= 0)
+        rows: NDArray[np.int64] = device_work.index.to_numpy()[mine]
+        return rows
+    lasting = host.is_kind(spans, "communication") & ~is_on_device & ~host.is_named(spans, *CALLS)
+    return np.flatnonzero(lasting & iv.holds(iv.merge(timing.host_windows), spans["start_ns"].to_numpy()))

@@ -1,0 +1,145 @@
+"""Names each module's forward pass in the trace, while the profiler records and at no other time.
+
+A range is `nn.Module: PATH (Class)`. It is made where nn.Module.__call__ is watched, on whatever thread: a checkpointed
+block runs again in the backward pass, DataParallel has a thread for each copy of the model. In the step whose
+arithmetic is counted the same tells which module an operator is of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from time import perf_counter_ns
+from typing import Any
+
+from dlprof.plain import words_of
+from dlprof.record.model.names import below, class_of, named, names_of, names_of_all
+from dlprof.record.stepping import FETCH, Phases
+
+# What one range takes is measured with so many, after the window's last step.
+_MEASURED = 100
+
+# A script that makes modules as it goes: so many have names.
+_MOST = 100_000
+
+
+class Ranges:
+    """The ranges of a process's modules, which the hook opens while the clock says `naming`."""
+
+    def __init__(self, clock: Phases, warn: Callable[[str], None]) -> None:
+        self.count = 0  # ranges so far
+        self.flops: dict[tuple[str, str], int] = {}  # what a step computes, by module and part, once it was counted
+        self._clock = clock
+        self._warn = warn
+        self._make: Any = None
+        self._names: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def start(self, models: Iterable[Any]) -> None:
+        """Name the modules of these models, and make ranges from now on."""
+        import torch._C
+
+        make = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+        if make is not None:  # else an old torch: its traces show no modules
+            self.count = 0
+            self._start(make, models)
+
+    def follow(self, models: Iterable[Any]) -> Callable[[], str]:
+        """Do so without ranges; return a function that tells the name of the innermost module on its thread, or ""."""
+        inner = _Inner()
+        self._clock.ranges.append(_no_range)  # of the phases: each of them then asks whether modules are named
+        self._start(lambda name: _Followed(inner, name), models)
+        return lambda: inner.names[-1] if inner.names else ""
+
+    def _start(self, make: Any, models: Iterable[Any]) -> None:
+        self._make, known = make, list(models)
+        try:
+            names = names_of_all(known)
+            for model in known:
+                self._know(model, names)
+        except Exception as e:  # noqa: BLE001 - it asks the script's own classes
+            self._warn(f"modules are not named in the trace: {words_of(e)}")
+        else:
+            self._clock.naming = not self._clock.off
+
+    def open(self, module: Any) -> Any:
+        """Open a module's range, and return it: its __exit__ closes it. None: it has none."""
+        try:
+            phases = self._clock.phases
+            if phases and phases[-1] == FETCH:
+                return None  # a loader's transforms are no part of the model
+            known = self._names.get(id(module))
+            if known is None or known[0]() is not module:
+                known = self._meet(module)
+            opened = self._make(known[1])
+            opened.__enter__()
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._clock.naming = False
+            self._warn(f"modules are no longer named in the trace: {words_of(e)}")
+            return None
+        self.count += 1
+        return opened
+
+    def measure(self) -> int:
+        """Return what a range takes, ns, while the profiler records; these are in the trace, behind its last step."""
+        if self._make is None:
+            return 0
+        took = []
+        for _ in range(_MEASURED):
+            began = perf_counter_ns()
+            opened = self._make("dlprof::range")
+            opened.__enter__()
+            opened.__exit__(None, None, None)
+            took.append(perf_counter_ns() - began)
+        return sorted(took)[_MEASURED // 2]  # a mean would hold what else the machine did meanwhile
+
+    def stop(self) -> None:
+        """Make no more ranges, and forget the modules."""
+        clock = self._clock
+        if _no_range in clock.ranges:
+            clock.ranges.remove(_no_range)
+        if clock.naming:
+            clock.naming = False
+            clock.inside = clock.off or clock.is_within
+        self._names.clear()
+
+    def _meet(self, module: Any) -> tuple[weakref.ref[Any], str]:
+        """Name a module that is called and is in no known model, and those within it; return its entry."""
+        if len(self._names) >= _MOST:
+            self._names.clear()
+        names = names_of(module)
+        # DataParallel calls copies of the model, made anew in each step; anything else is a loss, or another model.
+        self._know(module, names if getattr(module, "_is_replica", False) else below(class_of(module), names))
+        return self._names[id(module)]
+
+    def _know(self, model: Any, names: dict[int, tuple[str, str]]) -> None:
+        for module in model.modules():
+            if id(module) in names:
+                path, kind = names[id(module)]
+                self._names[id(module)] = (weakref.ref(module), named(path, kind))
+
+
+def _no_range(_name: str) -> Any:
+    return contextlib.nullcontext()
+
+
+class _Inner(threading.local):
+    """The modules that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+class _Followed:
+    """Stands where a range does, and notes the module alone."""
+
+    def __init__(self, inner: _Inner, name: str) -> None:
+        self._names = inner.names
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._names.append(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.pop()

@@ -1,0 +1,68 @@
+"""The tree of a model's modules: what parameters each has of its own, and which exchange moves them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dlprof.record.model.functions import PARTS
+from dlprof.record.model.names import named, names_of_all
+
+# More modules than this are told of in no report.
+_MOST = 50_000
+
+
+def rows_of(models: Iterable[Any], flops: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
+    """Return the rows of the table "modules", in the order of the names. What wraps a module is no module of its own.
+
+    `flops`: what a step computes, by a module's name in the trace and part of the step; empty: it was not counted.
+
+    A parameter that several modules share is the first one's.
+    """
+    known = list(models)
+    names = names_of_all(known)
+    bucket_of = _buckets(known)
+    own: dict[tuple[str, str], dict[int, list[int]]] = {}
+    sharded: set[tuple[str, str]] = set()
+    seen: set[int] = set()
+    for module in (module for model in known for module in model.modules()):
+        name = names.get(id(module))
+        if name is None or len(own) >= _MOST:
+            continue
+        sizes = own.setdefault(name, defaultdict(lambda: [0, 0]))
+        if any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__):
+            sharded.add(name)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                sums = sizes[bucket_of.get(id(parameter), -1)]
+                sums[0] += int(parameter.numel())
+                sums[1] += int(parameter.numel() * parameter.element_size())
+    rows = []
+    for (path, kind), sizes in own.items():
+        counted = {f"{part}_flops": flops.get((named(path, kind), part), 0) if flops else -1 for part in PARTS}
+        for bucket, (count, size) in sorted(sizes.items()) or [(-1, [0, 0])]:
+            row = {"path": path, "kind": kind, "parameters": count, "parameter_bytes": size, "bucket": bucket}
+            rows.append(row | counted | {"sharded": int((path, kind) in sharded)})
+            counted = dict.fromkeys(counted, 0)  # of the module, and not of each bucket
+    return rows
+
+
+def _buckets(models: Iterable[Any]) -> dict[int, int]:
+    """Return the place of each parameter's bucket in the order in which DistributedDataParallel reduces them.
+
+    It makes its buckets anew after its first backward pass, in the order in which gradients are there, and tells which
+    parameters are in them by their numbers.
+    """
+    found: dict[int, int] = {}
+    for module in (module for model in models for module in model.modules()):
+        if type(module).__name__ != "DistributedDataParallel":
+            continue
+        told = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+        reduced = [p for p in module._module_parameters if p.requires_grad]
+        for place, bucket in enumerate(str(told).split(",")):
+            for number in bucket.split():
+                if number.isdigit() and int(number) < len(reduced):
+                    found[id(reduced[int(number)])] = place
+    return found

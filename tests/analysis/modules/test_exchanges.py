@@ -1,0 +1,139 @@
+"""Which modules' gradients an exchange reduces: on hand-made traces, and of jobs of two ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.modules.work import module_work
+from tests.fixtures import layers, runs, traces
+from tests.fixtures.jobs import TORCHRUN, launch, wrapped
+from tests.fixtures.traces import AUTOGRAD
+
+MODULES = [
+    ("", 0, -1),
+    ("emb", 300, 1),
+    ("block", 0, -1),
+    ("block.a", 100, 0),
+    ("block.b", 100, 0),
+    ("block.b", 100, 1),
+]
+
+
+def job(steps: int, exchanges: int) -> dict[str, Any]:
+    """Make steps that reduce so many buckets of 1,000 ns each."""
+    events: list[Any] = []
+    for n in range(steps):
+        t, c = 100_000 * n, 100 * n + 1
+        events += [traces.step(n, t, 100_000), layers.called("", "Net", t, 1_000)]
+        events += [
+            layers.called(path, "Linear", t + 100 * k, 90) for k, path in enumerate(("emb", "block", "block.a"), 1)
+        ]
+        for k in range(exchanges):
+            at = t + 10_000 + 2_000 * k
+            events += [
+                layers.accumulates(at, 500, AUTOGRAD),
+                traces.op("c10d::allreduce_", at + 10, 100, AUTOGRAD),
+                traces.call("cudaLaunchKernelExC", at + 50, 10, c + k, tid=AUTOGRAD),
+                traces.collective(t + 50_000 + 1_000 * k, 1_000, 100, correlation=c + k),
+            ]
+    return traces.trace(*events)
+
+
+def communication(folder: Path, made: dict[str, Any]) -> dict[str, float]:
+    """Return what each module exchanges in a mean step, ns."""
+    run = runs.recorded(folder, (made, [], {}))
+    rows = [{"path": p, "kind": "Linear", "parameters": s, "parameter_bytes": s, "bucket": b} for p, s, b in MODULES]
+    (run / "ranks/00000/modules.jsonl").write_text("".join(json.dumps(row | {"sharded": 0}) + "\n" for row in rows))
+    work = runs.measured(run, module_work).frame(module_work)
+    work = work[(work["part"] == "communication") & (work["device_ns"] > 0)]
+    assert work["exposed_ns"].tolist() == work["device_ns"].tolist()
+    return dict(zip(work["path"], work["device_ns"].round(), strict=True))
+
+
+def test_an_exchange_is_for_the_modules_in_its_bucket_by_their_bytes(tmp_path: Path) -> None:
+    # Bucket 0 holds 100 of block.a and 100 of block.b, which the trace does not show: those are block's.
+    expected = {"block.a": 500.0, "block": 500.0 + 250.0, "emb": 750.0}
+    assert communication(tmp_path / "one", job(3, 2)) == expected
+    accumulated = {path: 2 * ns for path, ns in expected.items()}
+    assert communication(tmp_path / "two", job(3, 4)) == accumulated
+
+
+def test_of_another_number_of_exchanges_nobody_knows_which_is_which(tmp_path: Path) -> None:
+    assert communication(tmp_path, job(3, 3)) == {"": 3_000.0}
+
+
+HEAD = """
+    import sys, torch, torch.distributed as dist
+    from torch import nn
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.body = nn.Linear(16, 64), nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 600))
+            self.last = nn.Linear(600, 600)
+        def forward(self, x):
+            return self.last(self.body(self.first(x)))
+    net = Net()
+"""
+LOOP = """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(14):
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def of_two_ranks(folder: Path, wraps: str) -> Any:
+    """Record a job of two ranks, and return the work of the second one's modules."""
+    script = folder / "train.py"
+    script.write_text(dedent(HEAD) + dedent(wraps) + dedent(LOOP))
+    done = launch(wrapped(folder / "run", [sys.executable, *TORCHRUN, script], "--window", "6,1,4"), folder)
+    assert done.returncode == 0, done.stderr
+    frame = runs.measured(folder / "run", module_work).frame(module_work)
+    return frame[frame["rank"] == 1]
+
+
+@pytest.mark.long
+def test_the_buckets_of_a_job_of_two_ranks(tmp_path: Path) -> None:
+    work = of_two_ranks(tmp_path, "model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)")
+    told = [json.loads(line) for line in (tmp_path / "run/ranks/00001/modules.jsonl").read_text().splitlines()]
+    buckets = {(row["path"], row["bucket"]): row["parameters"] for row in told if row["parameters"]}
+    assert buckets["last", 0] == 600 * 600 + 600
+    assert sum(buckets.values()) == 16 * 64 + 64 + 64 * 600 + 600 + 2 * (600 * 600 + 600)
+    assert {bucket for _, bucket in buckets} >= {0, 1}
+    exchanged = work[work["part"] == "communication"].set_index("path")
+    waited = exchanged[exchanged["exposed_ns"] > 0]
+    assert set(waited.index) >= {"last", "body.2"}
+    assert set(waited.index) <= {"first", "body.0", "body.2", "last"}
+
+
+@pytest.mark.long
+def test_what_fsdp_moves_is_for_the_module_that_it_shards(tmp_path: Path) -> None:
+    work = of_two_ranks(
+        tmp_path,
+        """
+        from torch.distributed.fsdp import fully_shard
+        for part in (net.body[2], net.last):
+            fully_shard(part)
+        model = fully_shard(net)
+        """,
+    )
+    exchanged = work[work["part"] == "communication"].set_index("path")
+    assert set(exchanged.index) >= {"", "body.2", "last"}
+    # One gather forward and one back, and the reduction of the gradients; the outermost one keeps what it gathered.
+    assert exchanged.loc["last", "calls"] == exchanged.loc["body.2", "calls"]
+    assert exchanged.loc["last", "exposed_ns"] > 0
+    told = [json.loads(line) for line in (tmp_path / "run/ranks/00001/modules.jsonl").read_text().splitlines()]
+    assert {row["path"] for row in told if row["sharded"]} == {"", "body.2", "last"}
+    backward = work[work["part"] == "backward"].set_index("path")
+    assert set(backward.index) >= {"first", "body.0", "body.1", "body.2", "last"}
