@@ -10,6 +10,7 @@ import pandas as pd
 
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.panel import cells
 from dlprof.analysis.stragglers.alike import members_of
 from dlprof.result import (
@@ -20,14 +21,14 @@ from dlprof.result import (
     DeviceTime,
     Exchange,
     ForeignLoad,
-    GpuLog,
     MemoryPeak,
-    Profile,
     RankStep,
     TimePart,
     Window,
     Work,
 )
+from dlprof.result.modules import Module, Modules, Outside
+from dlprof.result.other_tools import GpuLog, Profile
 from dlprof.result.scale import Scaling
 from dlprof.result.throughput import Throughput
 
@@ -178,6 +179,21 @@ def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
     return scaling.or_none()
 
 
+def modules_of(modules: Maybe[pd.DataFrame]) -> Modules | None:
+    """Return the tree of the model's modules, or why none is known."""
+    frame = modules.or_none()
+    if frame is None:
+        return None if modules.broke else Modules(why=modules.why())
+    outside = frame["path"] == OUTSIDE
+    return Modules(
+        on_device=bool(frame["on_device"].iloc[0]),
+        total_ns=float(frame["total_ns"].iloc[0]),
+        rows=_structs(Module, frame[~outside]),
+        outside=_structs(Outside, frame[outside].rename(columns={"kind": "part"})),
+        ranks=int(frame["ranks"].iloc[0]),
+    )
+
+
 # Each field of a result that is made here.
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
@@ -193,4 +209,5 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "gpu_logs": gpu_logs_of,
     "scaling": scaling_of,
     "members": members_of,
+    "modules": modules_of,
 }
