@@ -22,6 +22,7 @@ _OUTSIDE: Mapping[str, str] = {
 
 # A terminal has so many lines; a module that takes so much is divided into what is inside it.
 MOST_LINES, DIVIDED_SHARE = 5, 0.25
+LEAST_SHARE = 0.01
 
 LEAST_NAMED = 0.05  # of a finding, in a module that is named
 MOST_NAMED = 3
@@ -40,34 +41,49 @@ def name_of(row: Module, outer: Module | None = None) -> str:
 
 
 def lines_of(found: Modules) -> list[tuple[float, str]]:
-    """Return the share and the name of the modules that take most, none inside another, and of what is outside of them.
+    """Return the share and the name of what takes most of the step: modules, none inside another, and what is outside.
 
-    A module that takes much is divided into those inside it, as long as there are lines.
+    A module that takes much is divided into those inside it and what it does itself.
     """
-    below: dict[int, list[int]] = {}
+    inside = _inside(found)
+    chosen, itself = list(inside.get(-1, ())), list[tuple[float, str]]()
+    while len(chosen) + len(itself) <= MOST_LINES:
+        wide = [n for n in chosen if n in inside and found.rows[n].share >= DIVIDED_SHARE]
+        if not wide:
+            break
+        n = max(wide, key=lambda n: found.rows[n].share)
+        row, below = found.rows[n], [found.rows[i] for i in inside[n]]
+        alone_ns = row.communication_ns - sum(one.communication_ns for one in below)
+        what = ", communication" if alone_ns > row.own_ns / 2 else " itself"
+        itself.append((row.share * row.own_ns / row.ns, described(row) + what))
+        chosen.remove(n)
+        chosen += inside[n]
+    lines = [*itself, *((found.rows[n].share, described(found.rows[n])) for n in chosen)]
+    lines += [(outside.share, outside_of(outside.part)) for outside in found.outside]
+    lines.sort(key=lambda line: -line[0])
+    return [line for line in lines[:MOST_LINES] if line[0] >= LEAST_SHARE]
+
+
+def _inside(found: Modules) -> dict[int, list[int]]:
+    """Return the rows right inside each row, those of the outermost modules at −1."""
+    inside: dict[int, list[int]] = {}
     around: list[int] = []
     for n, row in enumerate(found.rows):
         del around[row.depth :]
-        below.setdefault(around[-1] if around else -1, []).append(n)
+        inside.setdefault(around[-1] if around else -1, []).append(n)
         around.append(n)
-    chosen = list(below.get(-1, ()))
-    while True:
-        wide = [n for n in chosen if below.get(n) and (found.rows[n].share >= DIVIDED_SHARE or len(chosen) == 1)]
-        n = max(wide, key=lambda n: found.rows[n].share, default=-1)
-        if n < 0 or found.rows[n].own_ns > found.rows[n].ns / 2 or len(chosen) > MOST_LINES:
-            break
-        chosen.remove(n)
-        chosen += below[n]
-    lines = [(found.rows[n].share, described(found.rows[n])) for n in chosen]
-    lines += [(o.share, outside_of(o.part)) for o in found.outside]
-    lines.sort(key=lambda line: -line[0])
-    return [line for line in lines[:MOST_LINES] if line[0] >= 0.01]
+    return inside
 
 
 def described(row: Module) -> str:
     """Return a module's path and class, and how many it stands for: "encoder.layer.* × 12 (BertLayer)"."""
     times = f" × {row.modules}" if row.modules > 1 else ""
-    return f"{name_of(row)}{times}{f' ({plain(row.kind, 60)})' if row.path and row.kind else ''}"
+    return f"{name_of(row)}{times}{_class(row.path, row.kind)}"
+
+
+def _class(path: str, kind: str) -> str:
+    """Return a class in brackets; "" where the name says it already."""
+    return "" if not kind or not path or path.rpartition(".")[2].startswith(kind) else f" ({plain(kind, 60)})"
 
 
 def named(where: Sequence[InModule]) -> str:
@@ -77,6 +93,4 @@ def named(where: Sequence[InModule]) -> str:
 
 
 def _in(one: InModule) -> str:
-    if not one.path:
-        return plain(one.kind, 80) or "no module"
-    return plain(one.path, 120) + (f" ({plain(one.kind, 60)})" if one.kind else "")
+    return plain(one.path, 120) + _class(one.path, one.kind) if one.path else plain(one.kind, 80) or "no module"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple
 
 # So many modules without children of their own stand for themselves: two convolutions of a block are two layers.
 FEWEST_LEAVES = 4
@@ -11,6 +12,13 @@ FEWEST_LEAVES = 4
 MOST_RANGES = 3  # of indices that a name lists
 
 _INSTANCE = re.compile(r"(.+)_(\d+)")  # Conv2d_3, as torch.profiler names modules with their class
+
+
+class _Child(NamedTuple):
+    path: str
+    stem: str  # its name without its number
+    place: int | None  # among those of its stem in one module
+    number: int | None
 
 
 def parent(path: str) -> str:
@@ -38,8 +46,8 @@ def folded(kinds: Mapping[str, str]) -> dict[str, str]:
     todo: list[tuple[str, list[str]]] = [("", [""])]
     while todo:
         label, members = todo.pop()
-        mine = [(name, path) for member in members for name, path in children.get(member, {}).items()]
-        for name, paths in _named(mine, kinds, alike, children):
+        mine = [child for member in members for child in _numbered(children.get(member, {}), kinds)]
+        for name, paths in _named(mine, alike, children):
             whole = f"{label}.{name}" if label else name
             found.update((path, whole) for path in paths if path in kinds)
             todo.append((whole, paths))
@@ -72,36 +80,48 @@ def _stem(name: str, kinds: Mapping[str, str], path: str) -> tuple[str, int | No
     return name, None
 
 
+def _numbered(children: Mapping[str, str], kinds: Mapping[str, str]) -> Iterable[_Child]:
+    """Return the children of one module, each with its stem, its place among those of one stem, and its index.
+
+    The place is the index itself, but where the index counts all modules of a class: the first Linear of one layer is
+    the first of the other, too.
+    """
+    places: dict[str, int] = {}
+    for name, path in children.items():
+        stem, index = _stem(name, kinds, path)
+        place = index
+        if stem and index is not None:
+            place = places[stem] = places.get(stem, -1) + 1
+        yield _Child(path, stem, place, index)
+
+
 def _named(
-    mine: Iterable[tuple[str, str]],
-    kinds: Mapping[str, str],
-    alike: Mapping[str, int],
-    children: Mapping[str, Mapping[str, str]],
+    mine: Iterable[_Child], alike: Mapping[str, int], children: Mapping[str, Mapping[str, str]]
 ) -> Iterable[tuple[str, list[str]]]:
     """Yield the children of modules that are alike, each with its name and all paths that it stands for."""
-    stems: dict[str, dict[int, dict[int | None, list[str]]]] = {}  # stem → number → index → paths
-    for name, path in mine:
-        stem, index = _stem(name, kinds, path)
-        stems.setdefault(stem, {}).setdefault(alike[path], {}).setdefault(index, []).append(path)
+    stems: dict[str, dict[int, dict[int | None, list[_Child]]]] = {}  # stem → number → place
+    for child in mine:
+        stems.setdefault(child.stem, {}).setdefault(alike[child.path], {}).setdefault(child.place, []).append(child)
     for stem, groups in stems.items():
-        every = {index for group in groups.values() for index in group}
+        every = {child.number for group in groups.values() for each in group.values() for child in each}
         for group in groups.values():
-            has_children = any(children.get(path) for paths in group.values() for path in paths)
-            for indices in _together(group, has_children):
-                paths = [path for index in indices for path in group[index]]
-                yield stem + _written(indices, len(indices) == len(every)), paths
+            has_children = any(children.get(child.path) for each in group.values() for child in each)
+            for places in _together(group, has_children):
+                found = [child for place in places for child in group[place]]
+                indices = sorted({child.number for child in found if child.number is not None})
+                yield stem + _written(indices, len(indices) == len(every)), [child.path for child in found]
 
 
 def _together(group: Iterable[int | None], has_children: bool) -> list[list[int | None]]:
-    """Return which of the indices of modules that are alike fold into one."""
-    indices = sorted(index for index in group if index is not None)
-    if not indices:
+    """Return which of the places of modules that are alike fold into one."""
+    places = sorted(place for place in group if place is not None)
+    if not places:
         return [[None]]
     if has_children:
-        return [list(indices)]
+        return [list(places)]
     runs: list[list[int | None]] = []
-    for run in _runs(indices):
-        runs += [list(run)] if len(run) >= FEWEST_LEAVES else [[index] for index in run]
+    for run in _runs(places):
+        runs += [list(run)] if len(run) >= FEWEST_LEAVES else [[place] for place in run]
     return runs
 
 
@@ -116,11 +136,10 @@ def _runs(indices: Iterable[int]) -> list[list[int]]:
     return runs
 
 
-def _written(indices: list[int | None], all_of_them: bool) -> str:
-    known = [index for index in indices if index is not None]
-    if len(known) < 2:
-        return str(known[0]) if known else ""
+def _written(indices: list[int], all_of_them: bool) -> str:
+    if len(indices) < 2:
+        return str(indices[0]) if indices else ""
     if all_of_them:
         return "*"
-    runs = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(known)]
+    runs = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(indices)]
     return "{" + ",".join([*runs[:MOST_RANGES], *(["…"] if len(runs) > MOST_RANGES else [])]) + "}"

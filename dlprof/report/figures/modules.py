@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,13 +11,16 @@ from msgspec.structs import replace
 from dlprof.plain import plain
 from dlprof.report import formatting
 from dlprof.report.figures.drawing import ROWS, Figure, Table, plain_table
-from dlprof.report.figures.flame import flame
+from dlprof.report.figures.flame import NAMED, flame
 from dlprof.report.in_model import name_of, outside_of
 from dlprof.result import Panel, Result
 from dlprof.result.modules import Module, Modules
 
 # A module is opened at first that takes so much of the step, down to this depth.
 OPEN_SHARE, OPEN_DEPTH = 0.15, 4
+
+# What modules launched is a column of its own where it is so many times the step's time of a large one.
+BESIDE = 1.05
 
 # Of a rank with so many times the mean it is said.
 UNEVEN = 1.2
@@ -114,7 +118,10 @@ _COLUMNS = (
 
 def _table(found: Modules) -> Table:
     """Return the figures of each row; columns that say nothing are left out."""
-    columns = [(name, header) for name, header in _COLUMNS if any(getattr(row, name) for row in found.rows)]
+    told = {name for name, _ in _COLUMNS if any(getattr(row, name) for row in found.rows)}
+    if not any(row.device_ns > BESIDE * row.ns and row.share >= OPEN_SHARE for row in found.rows):
+        told -= {"device_ns"}
+    columns = [(name, header) for name, header in _COLUMNS if name in told]
     rows = [["", *(_cell(row, name) for name, _ in columns)] for row in found.rows]
     for outside in found.outside:
         known = {"share": outside.share, "ns": outside.ns}
@@ -151,7 +158,9 @@ def _flame(found: Modules) -> Figure:
     for outside in found.outside:
         frames.append((1, begins[0], outside.ns, outside_of(outside.part), "other"))
         begins[0] += outside.ns
-    return flame(Panel("flame", "Modules", tuple(frames), unit="ns"))
+    drawn = flame(Panel("flame", "Modules", tuple(frames), unit="ns"))
+    rows = [(name, ns, ns / found.total_ns if found.total_ns else 0.0) for _, _, ns, name, _ in frames[:NAMED]]
+    return dataclasses.replace(drawn, table=plain_table(("module", "time_ns", "share"), rows))
 
 
 def _under(found: Modules, unit: str) -> str:

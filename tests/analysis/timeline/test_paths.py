@@ -75,7 +75,11 @@ def test_names_that_the_profiler_makes_of_classes_fold_by_their_number() -> None
         kinds |= {f"Net_0.Block_{n}.Conv2d_{2 * n + 1}": "Conv2d"}
     found = folded(kinds)
     assert {found[p] for p, kind in kinds.items() if kind == "Block"} == {"Net_0.Block_*"}
-    assert {found[p] for p, kind in kinds.items() if kind == "Conv2d"} == {"Net_0.Block_*.Conv2d_*"}
+    # The first of one block is the first of the other, too.
+    assert found["Net_0.Block_0.Conv2d_0"] == found["Net_0.Block_4.Conv2d_8"] == "Net_0.Block_*.Conv2d_{0,2,4,…}"
+    assert found["Net_0.Block_0.Conv2d_1"] == found["Net_0.Block_4.Conv2d_9"] == "Net_0.Block_*.Conv2d_{1,3,5,…}"
+    tables = {f"Net_0.EmbeddingBag_{n}": "EmbeddingBag" for n in range(26)}
+    assert set(folded(tables).values()) == {"Net_0.EmbeddingBag_*"}
     # An attribute that is only called so is none.
     assert folded({"fc_1": "Linear", "fc_2": "Linear", "fc_3": "Linear", "fc_4": "Linear"})["fc_1"] == "fc_1"
 
