@@ -47,7 +47,7 @@ def lines_of(found: Modules) -> list[tuple[float, str]]:
     """
     inside = _inside(found)
     chosen, itself = list(inside.get(-1, ())), list[tuple[float, str]]()
-    while len(chosen) + len(itself) <= MOST_LINES:
+    while sum(found.rows[n].share >= LEAST_SHARE for n in chosen) + len(itself) < MOST_LINES:
         wide = [n for n in chosen if n in inside and found.rows[n].share >= DIVIDED_SHARE]
         if not wide:
             break
