@@ -191,6 +191,8 @@ def modules_of(modules: Maybe[pd.DataFrame]) -> Modules | None:
         rows=_structs(Module, frame[~outside]),
         outside=_structs(Outside, frame[outside].rename(columns={"kind": "part"})),
         ranks=int(frame["ranks"].iloc[0]),
+        compiled=bool(frame["compiled"].iloc[0]),
+        naming_ns=cells(frame[["naming_ns"]])["naming_ns"].iloc[0],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dlprof.plain import plain
 from dlprof.report import formatting
@@ -55,7 +55,7 @@ def lines_of(found: Modules) -> list[tuple[float, str]]:
         row, below = found.rows[n], [found.rows[i] for i in inside[n]]
         alone_ns = row.communication_ns - sum(one.communication_ns for one in below)
         what = ", communication" if alone_ns > row.own_ns / 2 else " itself"
-        itself.append((row.share * row.own_ns / row.ns, described(row) + what))
+        itself.append((row.share * row.own_ns / row.ns if row.ns else 0.0, described(row) + what))
         chosen.remove(n)
         chosen += inside[n]
     lines = [*itself, *((found.rows[n].share, described(found.rows[n])) for n in chosen)]
@@ -67,12 +67,18 @@ def lines_of(found: Modules) -> list[tuple[float, str]]:
 def _inside(found: Modules) -> dict[int, list[int]]:
     """Return the rows right inside each row, those of the outermost modules at −1."""
     inside: dict[int, list[int]] = {}
+    for n, around in enumerate(nested(found)):
+        inside.setdefault(around[-1] if around else -1, []).append(n)
+    return inside
+
+
+def nested(found: Modules) -> Iterator[list[int]]:
+    """Yield for each row the rows around it, from the outermost on; how many they are is its depth."""
     around: list[int] = []
     for n, row in enumerate(found.rows):
-        del around[row.depth :]
-        inside.setdefault(around[-1] if around else -1, []).append(n)
+        del around[max(row.depth, 0) :]
+        yield list(around)
         around.append(n)
-    return inside
 
 
 def described(row: Module) -> str:

@@ -58,7 +58,8 @@ class Modules(msgspec.Struct, frozen=True):
     """The tree of the model's modules, each above those inside it, the largest first; and what is outside of them.
 
     The outermost modules and `outside` make up the mean traced step, `total_ns`, of `ranks`. `on_device`: time is that
-    of the device, else that of the training thread. `why`: no module is known.
+    of the device, else that of the training thread. `compiled`: torch.compile made one piece of some. `naming_ns`: what
+    it takes to name them, of a traced step; None: not known. `why`: no module is known.
     """
 
     on_device: bool = False
@@ -66,6 +67,8 @@ class Modules(msgspec.Struct, frozen=True):
     rows: tuple[Module, ...] = ()
     outside: tuple[Outside, ...] = ()
     ranks: int = 0
+    compiled: bool = False
+    naming_ns: float | None = None
     why: str = ""
 
 

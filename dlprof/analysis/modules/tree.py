@@ -10,8 +10,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, across_ranks, per_rank
+from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, per_rank
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
+from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.analysis.timeline.steps import Timing
 
@@ -25,8 +26,9 @@ _ROUNDING = 1e-6  # of a step
 # Rows of one rank that travel, and rows of all: the largest. What lies deeper counts to the modules around it.
 MOST_OF_RANK, MOST_ROWS = 400, 200
 
-# A repeated layer is named that takes so many times the median one, where the difference is so much of the whole.
-SLOW, NOTABLE_SHARE = 1.2, 0.005
+# A repeated layer is named that takes so many times the median one on most ranks, where the difference is so much of
+# the whole: what is less is chance on a busy machine.
+SLOW, NOTABLE_SHARE = 1.25, 0.01
 
 _TIMES = ["ns", *_NS, "host_ns", "device_ns", "computing_ns"]
 _SUMS = [*_TIMES, "flops", "copied_bytes"]
@@ -34,7 +36,9 @@ _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typi
 
 
 @per_rank
-def module_tree(module_work: pd.DataFrame, has_device: bool, timing: Timing) -> pd.DataFrame:
+def module_tree(
+    module_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool, timing: Timing, rank: RankFacts
+) -> pd.DataFrame:
     """Return what each module takes of a rank's mean steady traced step with all that is inside it, the largest first.
 
     Repeated layers are one row, and there are MOST_OF_RANK at most. Columns: path (folded), kind (its class; "": a
@@ -43,6 +47,8 @@ def module_tree(module_work: pd.DataFrame, has_device: bool, timing: Timing) -> 
     it), computing_ns (of these on a device, else of ns, what is no communication), flops and copied_bytes (NaN: not
     known), slowest (which module takes longest of those of the row), slowest_ns and typical_ns (their median). What no
     module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA graphs) or IDLE (the device's).
+    In all rows the same: on_device, compiled (whether torch.compile made one piece of some) and naming_ns (what a
+    traced step takes to name modules; NaN: not known).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
@@ -69,7 +75,18 @@ def module_tree(module_work: pd.DataFrame, has_device: bool, timing: Timing) -> 
     tree = tree.assign(kind=[kind_of[path] for path in tree.index])
     tree = tree.join(_spread(inclusive(own[["ns"]])["ns"].fillna(0.0), names))
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
-    return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
+    return pd.concat([tree, beyond], ignore_index=True).assign(
+        on_device=has_device,
+        compiled=bool(host.is_named(spans, *host.COMPILED).any()),
+        naming_ns=_naming(rank.facts.get("window") or {}),
+    )
+
+
+def _naming(window: Mapping[str, Any]) -> float:
+    """Return what naming modules takes of a traced step, ns, by the facts of a rank's window; NaN: not known."""
+    told = window.get("modules") or {}
+    ranges, each, steps = told.get("ranges"), told.get("ns_each"), window.get("active")
+    return float(ranges) * float(each) / float(steps) if ranges and each and steps else float("nan")
 
 
 def _by_part(work: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -152,9 +169,8 @@ def modules(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> pd.Da
 
     Columns: those of `module_tree`, and depth, own_ns (in none of the rows below it), share (of the step), flops_per_s
     (while it computes), mfu (of the device's peak; NaN: not known), rank and rank_ns (that with most); in all rows the
-    same total_ns (of a step), on_device and ranks (of which it is the mean). Here slowest is "" where no repeated
-    layer is clearly slower. What no module does comes last. There are MOST_ROWS at most; what lies deeper is in the
-    rows around it.
+    same total_ns (of a step) and ranks (of which it is the mean). Here slowest is "" where no repeated layer is clearly
+    slower. What no module does comes last. There are MOST_ROWS at most; what lies deeper is in the rows around it.
     """
     ranks = module_tree["rank"].nunique()
     inside = module_tree["path"] != OUTSIDE
@@ -175,7 +191,8 @@ def modules(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> pd.Da
         flops_per_s=rate,
         mfu=rate / _peak(arithmetic),
         slowest=rows["slowest"].where(clearly, ""),
-        on_device=bool(module_tree["on_device"].any()),
+        **{name: bool(module_tree[name].any()) for name in ("on_device", "compiled")},
+        naming_ns=float(module_tree["naming_ns"].mean()),
         total_ns=total,
         ranks=ranks,
     )
@@ -186,8 +203,10 @@ def _over_ranks(rows: pd.DataFrame, key: str, ranks: int) -> pd.DataFrame:
     by = rows.groupby(key, sort=False)
     means = by[["calls", *_SUMS]].sum(min_count=1) / ranks
     worst = rows.loc[by["ns"].idxmax(), [key, "rank", "ns"]].set_index(key).rename(columns={"ns": "rank_ns"})
-    odd = (rows["slowest_ns"] - rows["typical_ns"]).groupby(rows[key], sort=False).idxmax()
+    votes = rows.groupby([key, "slowest"], sort=False)["rank"].transform("size") > by["rank"].transform("size") / 2
+    odd = (rows["slowest_ns"] - rows["typical_ns"]).where(votes, -1.0).groupby(rows[key], sort=False).idxmax()
     spread = rows.loc[odd, [key, "slowest", "slowest_ns", "typical_ns"]].set_index(key)
+    spread["slowest"] = spread["slowest"].where(votes[odd].to_numpy(), "")
     return means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"))).join(worst).join(spread)
 
 

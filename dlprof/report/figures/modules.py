@@ -12,7 +12,7 @@ from dlprof.plain import plain
 from dlprof.report import formatting
 from dlprof.report.figures.drawing import ROWS, Figure, Table, plain_table
 from dlprof.report.figures.flame import NAMED, flame
-from dlprof.report.in_model import name_of, outside_of
+from dlprof.report.in_model import LEAST_SHARE, name_of, nested, outside_of
 from dlprof.result import Panel, Result
 from dlprof.result.modules import Module, Modules
 
@@ -31,13 +31,13 @@ class Row:
     """A row of the tree: its name below the one around it, its path, how deep, and whether it is open at first."""
 
     name: str
-    path: str
-    kind: str
-    times: str  # "× 12": so many modules
-    note: str
-    depth: int
-    parent: bool
-    open: bool
+    path: str = ""
+    kind: str = ""
+    times: str = ""  # "× 12": so many modules
+    note: str = ""
+    depth: int = 0
+    parent: bool = False
+    open: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,30 @@ def specs(tree: Tree | None) -> dict[str, Figure | None]:
 
 
 def _rows(found: Modules) -> Iterator[Row]:
-    around: list[Module] = []
-    for n, row in enumerate(found.rows):
-        del around[row.depth :]
-        outer = around[-1] if around else None
-        parent = n + 1 < len(found.rows) and found.rows[n + 1].depth > row.depth
-        times = f"× {row.modules}" if row.modules > (outer.modules if outer else 1) else ""
-        opened = row.share >= OPEN_SHARE and row.depth < OPEN_DEPTH
+    depths = [len(around) for around in nested(found)]
+    for n, (row, around) in enumerate(zip(found.rows, nested(found), strict=True)):
+        outer = found.rows[around[-1]] if around else None
         yield Row(
-            name_of(row, outer),
-            plain(row.path, 300),
-            plain(row.kind, 80),
-            times,
-            _note(row, found),
-            row.depth,
-            parent,
-            opened,
+            name=name_of(row, outer),
+            path=plain(row.path, 300),
+            kind=plain(row.kind, 80),
+            times=f"× {row.modules}" if row.modules > (outer.modules if outer else 1) else "",
+            note=_note(row, found, outer.slowest if outer else ""),
+            depth=depths[n],
+            parent=n + 1 < len(depths) and depths[n + 1] > depths[n],
+            open=row.share >= OPEN_SHARE and depths[n] < OPEN_DEPTH,
         )
-        around.append(row)
     for outside in found.outside:
-        yield Row(outside_of(outside.part), "", "", "", "", 0, False, False)
+        yield Row(name=outside_of(outside.part))
 
 
-def _note(row: Module, found: Modules) -> str:
+def _note(row: Module, found: Modules, slower: str) -> str:
+    """Say which repeated layer is slower, but for what is inside one that is, and which rank."""
     said = []
-    if row.slowest:
+    if row.slowest and not (slower and row.slowest.startswith(f"{slower}.")):
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
         said.append(f"slowest {plain(row.slowest, 120)}: {took}")
-    if found.ranks > 1 and row.rank_ns >= UNEVEN * row.ns:
+    if found.ranks > 1 and row.rank_ns >= UNEVEN * row.ns and row.share >= LEAST_SHARE:
         said.append(f"most on rank {row.rank}: {formatting.duration(row.rank_ns)}")
     return "; ".join(said)
 
@@ -106,7 +102,7 @@ _COLUMNS = (
     ("recompute_ns", "recomputed_ns"),
     ("backward_ns", "backward_ns"),
     ("communication_ns", "communication_ns"),
-    ("own_ns", "in itself_ns"),
+    ("own_ns", "own_ns"),
     ("device_ns", "launched_ns"),
     ("calls", "calls"),
     ("flops_per_s", "FLOP/s"),
@@ -138,35 +134,34 @@ def _cell(row: Module, name: str) -> float | str | None:
 
 def _flame(found: Modules) -> Figure:
     """Draw the step, and upon it its modules, each as wide as its time; what no module does is beside them."""
-    begins = [0.0]
     frames: list[tuple[int, float, float, str, str]] = [(0, 0.0, found.total_ns, "step", "other")]
-    for row in found.rows:
-        del begins[row.depth + 1 :]
+    free = [0.0]  # where the next frame of each depth begins
+    for row, around in zip(found.rows, nested(found), strict=True):
+        depth, name = len(around), name_of(row, found.rows[around[-1]] if around else None)
+        del free[depth + 1 :]
+        times, kind = f" × {row.modules}" if row.modules > 1 else "", f" · {row.kind}" if row.path and row.kind else ""
         category = "communication" if row.communication_ns > row.ns / 2 else "computation"
-        times = f" × {row.modules}" if row.modules > 1 else ""
-        frames.append(
-            (
-                row.depth + 1,
-                begins[row.depth],
-                row.ns,
-                (row.path.rpartition(".")[2] or row.path or row.kind) + times,
-                category,
-            )
-        )
-        begins.append(begins[row.depth])
-        begins[row.depth] += row.ns
+        frames.append((depth + 1, free[depth], row.ns, f"{name}{times}{kind}", category))
+        free.append(free[depth])
+        free[depth] += row.ns
     for outside in found.outside:
-        frames.append((1, begins[0], outside.ns, outside_of(outside.part), "other"))
-        begins[0] += outside.ns
+        frames.append((1, free[0], outside.ns, outside_of(outside.part), "other"))
+        free[0] += outside.ns
     drawn = flame(Panel("flame", "Modules", tuple(frames), unit="ns"))
     rows = [(name, ns, ns / found.total_ns if found.total_ns else 0.0) for _, _, ns, name, _ in frames[:NAMED]]
     return dataclasses.replace(drawn, table=plain_table(("module", "time_ns", "share"), rows))
 
 
 def _under(found: Modules, unit: str) -> str:
-    """Say what the figures are of."""
+    """Say what the figures are of, what is not seen, and what it took to see the rest."""
     whose = "of the device: of what each launched" if found.on_device else "of the training thread"
     mean = "" if found.ranks < 2 else f", the mean of {found.ranks:,} ranks"
     step = "trace" if unit == "trace" else "mean traced step"
     whole = f"in the {step} of {formatting.duration(found.total_ns)}{mean}; time is that {whose}"
-    return f"Each module with all that is inside it, {whole}. With what no module does, they add up to the whole."
+    said = [f"Each module with all that is inside it, {whole}. With what no module does, they add up to the whole."]
+    if found.compiled:
+        said.append("What torch.compile makes of a module is one piece: those inside it are not seen.")
+    if found.naming_ns is not None and found.total_ns:
+        share = formatting.percent(found.naming_ns / found.total_ns)
+        said.append(f"To name them takes {formatting.duration(found.naming_ns)} of a traced step, {share}.")
+    return " ".join(said)

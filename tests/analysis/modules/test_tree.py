@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Maybe, RankFacts
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
 from dlprof.analysis.modules.tree import (
     GRAPHS,
@@ -49,17 +51,26 @@ def steps_of(ms: float) -> Timing:
     return Timing(even, "trace", "step", None, windows, windows, np.arange(2), np.arange(2), {}, even, np.ones(2, bool))
 
 
-def of_rank(work: pd.DataFrame, *, has_device: bool = True, step_ms: float | None = None) -> pd.DataFrame:
+def of_rank(
+    work: pd.DataFrame,
+    *,
+    has_device: bool = True,
+    step_ms: float | None = None,
+    named: bool = True,
+    compiled: bool = False,
+) -> pd.DataFrame:
     """Return the tree of one rank, whose step is by default as long as its work."""
     length = float(work["exposed_ns"].sum()) / MS if step_ms is None else step_ms
-    return module_tree.function(work, has_device, steps_of(length))
+    window = {"active": 4, "modules": {"ranges": 800, "ns_each": 500}} if named else {}
+    spans = pd.DataFrame({"name": pd.Categorical(["aten::mm", *(["Torch-Compiled Region: 0/0"] if compiled else [])])})
+    return module_tree.function(
+        work, spans, has_device, steps_of(length), RankFacts(0, {"window": window}, np.empty(0, dtype=np.int64), {})
+    )
 
 
-def tree_of(
-    *ranks: pd.DataFrame, has_device: bool = True, peak: float | None = None, step_ms: float | None = None
-) -> pd.DataFrame:
+def tree_of(*ranks: pd.DataFrame, peak: float | None = None, **how: Any) -> pd.DataFrame:
     """Return the tree of some ranks, by path."""
-    frames = [of_rank(rank, has_device=has_device, step_ms=step_ms).assign(rank=n) for n, rank in enumerate(ranks)]
+    frames = [of_rank(rank, **how).assign(rank=n) for n, rank in enumerate(ranks)]
     arithmetic = lacking() if peak is None else Maybe(lambda: pd.DataFrame({"peak": [peak]}))
     return modules.function(pd.concat(frames, ignore_index=True), arithmetic).set_index("path")
 
@@ -113,8 +124,11 @@ def test_a_layer_that_is_clearly_slower_is_named() -> None:
     assert tree.loc["encoder.layer.*", "slowest_ns"] == pytest.approx(22.5 * MS)
     assert tree.loc["encoder.layer.*", "typical_ns"] == pytest.approx(15 * MS)
     assert tree.loc["head", "slowest"] == ""
-    alike = tree_of(transformer(slow={2: 1.1}))
-    assert set(alike["slowest"]) == {""}
+    assert set(tree_of(transformer(slow={2: 1.1}))["slowest"]) == {""}
+    # What differs from rank to rank is no layer's.
+    ranks = [transformer(slow={n: 1.5}) for n in range(3)]
+    assert set(tree_of(*ranks)["slowest"]) == {""}
+    assert tree_of(*ranks, ranks[1], ranks[1], ranks[1]).loc["encoder.layer.*", "slowest"] == "encoder.layer.1"
 
 
 def test_what_a_device_idles_is_of_no_module() -> None:
@@ -179,6 +193,13 @@ def test_of_very_many_modules_the_small_ones_count_to_those_around() -> None:
     assert len(tree) == MOST_ROWS
     assert tree.loc["", "ns"] == pytest.approx(sum(row[3] for row in rows) * MS)
     assert tree["own_ns"].sum() == pytest.approx(tree.loc["", "ns"])
+
+
+def test_what_naming_takes_and_what_is_compiled() -> None:
+    frame = work(("a", "Linear", "forward", 3.0))
+    assert tree_of(frame)["naming_ns"].iloc[0] == 800 * 500 / 4
+    assert tree_of(frame, named=False)["naming_ns"].isna().all()
+    assert [tree_of(frame, compiled=yes)["compiled"].iloc[0] for yes in (False, True)] == [False, True]
 
 
 def test_a_job_without_modules_and_one_without_anything_else() -> None:
