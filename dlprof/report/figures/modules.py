@@ -63,7 +63,7 @@ def shown(result: Result) -> Tree | None:
 
 def specs(tree: Tree | None) -> dict[str, Figure | None]:
     """Return the figures by the keys under which the page draws them."""
-    return {"modules": tree.flame} if tree else {}
+    return {"modules": tree.flame} if tree and tree.rows else {}
 
 
 def _rows(found: Modules) -> Iterator[Row]:
