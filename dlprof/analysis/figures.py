@@ -179,11 +179,11 @@ def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
     return scaling.or_none()
 
 
-def modules_of(modules: Maybe[pd.DataFrame]) -> Modules | None:
+def modules_of(module_means: Maybe[pd.DataFrame]) -> Modules | None:
     """Return the tree of the model's modules, or why none is known."""
-    frame = modules.or_none()
+    frame = module_means.or_none()
     if frame is None:
-        return None if modules.broke else Modules(why=modules.why())
+        return None if module_means.broke else Modules(why=module_means.why())
     outside = frame["path"] == OUTSIDE
     return Modules(
         on_device=bool(frame["on_device"].iloc[0]),

@@ -164,7 +164,7 @@ def largest(tree: pd.DataFrame, most: int) -> pd.DataFrame:
 
 
 @across_ranks
-def modules(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def module_means(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return the tree of the model's modules, mean of the ranks: each module above those inside it, the largest first.
 
     Columns: those of `module_tree`, and depth, own_ns (in none of the rows below it), share (of the step), flops_per_s

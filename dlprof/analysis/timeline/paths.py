@@ -12,6 +12,10 @@ FEWEST_LEAVES = 4
 MOST_RANGES = 3  # of indices that a name lists
 
 _INSTANCE = re.compile(r"(.+)_(\d+)")  # Conv2d_3, as torch.profiler names modules with their class
+_BLOCK = re.compile(r"(.*\D)(\d+)")  # block3
+
+# What may be in one of these says nothing of what is in another: layer1 to layer4 of a ResNet are its stages.
+_CONTAINERS = frozenset(("", "Sequential", "ModuleList", "ModuleDict"))
 
 
 class _Child(NamedTuple):
@@ -30,9 +34,10 @@ def folded(kinds: Mapping[str, str]) -> dict[str, str]:
     """Return the folded path of each module, given the class of each by its path.
 
     "" is the model itself. Modules fold that have the same parent, names that differ in an index alone (`layer.0` and
-    `layer.1`, or `Linear_0` and `Linear_1`), the same class, and children of the same names and classes; so do their
-    children, each with those of the same name. The index becomes `*` where all that have one fold, else `{1-3,5}`.
-    Modules without children fold where there are FEWEST_LEAVES side by side or more.
+    `layer.1`, `Linear_0` and `Linear_1`, or `block0` and `block1`), the same class, and children of the same names and
+    classes; so do their children, each with those of the same name. The index becomes `*` where all that have one fold,
+    else `{1-3,5}`. Modules without children fold where there are FEWEST_LEAVES side by side or more; `conv1` and
+    `conv2` never do, nor Sequentials that are not in one, as the stages of a ResNet.
     """
     children: dict[str, dict[str, str]] = {}  # parent → name → path
     placed: set[str] = set()
@@ -41,12 +46,17 @@ def folded(kinds: Mapping[str, str]) -> dict[str, str]:
             placed.add(path)
             children.setdefault(parent(path), {})[path.rpartition(".")[2]] = path
             path = parent(path)
-    alike = _alike(kinds, children)
+    names = {
+        path: _stem(name, kinds.get(path, ""), path in children)
+        for of in children.values()
+        for name, path in of.items()
+    }
+    alike = _alike(kinds, children, names)
     found = {"": ""} if "" in kinds else {}
     todo: list[tuple[str, list[str]]] = [("", [""])]
     while todo:
         label, members = todo.pop()
-        mine = [child for member in members for child in _numbered(children.get(member, {}), kinds)]
+        mine = [child for member in members for child in _numbered(children.get(member, {}).values(), names)]
         for name, paths in _named(mine, alike, children):
             whole = f"{label}.{name}" if label else name
             found.update((path, whole) for path in paths if path in kinds)
@@ -54,7 +64,9 @@ def folded(kinds: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _alike(kinds: Mapping[str, str], children: Mapping[str, Mapping[str, str]]) -> dict[str, int]:
+def _alike(
+    kinds: Mapping[str, str], children: Mapping[str, Mapping[str, str]], names: Mapping[str, tuple[str, int | None]]
+) -> dict[str, int]:
     """Return a number for each path, the same for modules of one class whose children have the same names and numbers.
 
     How many children with an index there are does not count: of a layer's experts those are seen that were called.
@@ -65,30 +77,31 @@ def _alike(kinds: Mapping[str, str], children: Mapping[str, Mapping[str, str]]) 
     for path in order:
         order += children.get(path, {}).values()
     for path in reversed(order):
-        below = frozenset((_stem(n, kinds, p)[0], alike[p]) for n, p in children.get(path, {}).items())
+        below = frozenset((names[p][0], alike[p]) for p in children.get(path, {}).values())
         alike[path] = numbers.setdefault((kinds.get(path, ""), below), len(numbers))
     return alike
 
 
-def _stem(name: str, kinds: Mapping[str, str], path: str) -> tuple[str, int | None]:
-    """Return a name without its index, and the index: ("", 3) of "3", ("Conv2d_", 3) of a Conv2d named "Conv2d_3"."""
+def _stem(name: str, kind: str, has_children: bool) -> tuple[str, int | None]:
+    """Return a name without its index, and the index: ("", 3) of "3", ("block", 3) of "block3"; None: it has none."""
     if name.isdecimal():
         return "", int(name)
     found = _INSTANCE.fullmatch(name)
-    if found and found[1] == kinds.get(path, "").rpartition(".")[2]:
-        return f"{found[1]}_", int(found[2])
-    return name, None
+    if found and found[1] == kind.rpartition(".")[2]:
+        return (f"{found[1]}_", int(found[2])) if kind not in _CONTAINERS else (name, None)
+    found = _BLOCK.fullmatch(name) if has_children and kind not in _CONTAINERS else None
+    return (found[1], int(found[2])) if found else (name, None)
 
 
-def _numbered(children: Mapping[str, str], kinds: Mapping[str, str]) -> Iterable[_Child]:
+def _numbered(paths: Iterable[str], names: Mapping[str, tuple[str, int | None]]) -> Iterable[_Child]:
     """Return the children of one module, each with its stem, its place among those of one stem, and its index.
 
     The place is the index itself, but where the index counts all modules of a class: the first Linear of one layer is
     the first of the other, too.
     """
     places: dict[str, int] = {}
-    for name, path in children.items():
-        stem, index = _stem(name, kinds, path)
+    for path in paths:
+        stem, index = names[path]
         place = index
         if stem and index is not None:
             place = places[stem] = places.get(stem, -1) + 1

@@ -18,8 +18,8 @@ from dlprof.analysis.modules.tree import (
     MOST_OF_RANK,
     MOST_ROWS,
     PARTS,
+    module_means,
     module_tree,
-    modules,
 )
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
@@ -72,7 +72,7 @@ def tree_of(*ranks: pd.DataFrame, peak: float | None = None, **how: Any) -> pd.D
     """Return the tree of some ranks, by path."""
     frames = [of_rank(rank, **how).assign(rank=n) for n, rank in enumerate(ranks)]
     arithmetic = lacking() if peak is None else Maybe(lambda: pd.DataFrame({"peak": [peak]}))
-    return modules.function(pd.concat(frames, ignore_index=True), arithmetic).set_index("path")
+    return module_means.function(pd.concat(frames, ignore_index=True), arithmetic).set_index("path")
 
 
 def transformer(layers: int = 4, slow: dict[int, float] | None = None) -> pd.DataFrame:

@@ -68,6 +68,17 @@ def test_single_layers_fold_only_where_many_are_side_by_side() -> None:
     assert folded(named) == {path: path for path in named}
 
 
+def test_blocks_that_are_named_by_a_number_fold_and_stages_do_not() -> None:
+    kinds: dict[str, str] = {}
+    for n in range(4):
+        kinds |= {f"block{n}": "Block", f"block{n}.up": "Linear", f"layer{n + 1}": "Sequential"}
+        kinds |= {f"layer{n + 1}.{i}.conv1": "Conv2d" for i in range(3)}
+        kinds |= {f"layer{n + 1}.{i}": "BasicBlock" for i in range(3)}
+    found = folded(kinds)
+    assert {found[p] for p in kinds if p.endswith(".up")} == {"block*.up"}
+    assert found["layer2.1.conv1"] == "layer2.*.conv1"
+
+
 def test_names_that_the_profiler_makes_of_classes_fold_by_their_number() -> None:
     kinds: dict[str, str] = {}
     for n in range(5):
