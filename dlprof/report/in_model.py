@@ -93,8 +93,10 @@ def _class(path: str, kind: str) -> str:
 
 
 def named(where: Sequence[InModule]) -> str:
-    """Say in which modules a finding is: "encoder.layer.*.mlp (MLP) 62 %, head (Linear) 12 %"; "": not known."""
+    """Say in which modules a finding is: "encoder.layer.*.mlp (MLP) 62 %, head (Linear) 12 %"; "": in none of them."""
     shown = [one for one in where[:MOST_NAMED] if one.share >= LEAST_NAMED]
+    if len(where) == 1 and not where[0].path:
+        return ""  # the model as a whole
     return ", ".join(f"{_in(one)} {formatting.percent(one.share)}" for one in shown)
 
 

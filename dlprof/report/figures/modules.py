@@ -106,7 +106,7 @@ _COLUMNS = (
     ("device_ns", "launched_ns"),
     ("calls", "calls"),
     ("flops_per_s", "FLOP/s"),
-    ("mfu", "MFU_share"),
+    ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
     ("held_bytes", "holds_bytes"),
 )
@@ -125,11 +125,13 @@ def _table(found: Modules) -> Table:
     return plain_table(("module", *(header for _, header in columns)), rows, (False, *[True] * len(columns)))
 
 
-def _cell(row: Module, name: str) -> float | str | None:
+def _cell(row: Module, name: str) -> float | str:
     value: float | None = getattr(row, name)
-    if name == "flops_per_s" and value is not None:
-        return formatting.quantity(value, "FLOP") + "/s" if value else ""
-    return "" if not value and name != "share" else value
+    if not value:
+        return "" if name != "share" else 0.0
+    if name == "mfu":
+        return formatting.percent(value)
+    return formatting.quantity(value, "FLOP") + "/s" if name == "flops_per_s" else value
 
 
 def _flame(found: Modules) -> Figure:
