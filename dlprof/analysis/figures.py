@@ -179,12 +179,12 @@ def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
     return scaling.or_none()
 
 
-def modules_of(module_means: Maybe[pd.DataFrame]) -> Modules | None:
+def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFrame]) -> Modules | None:
     """Return the tree of the model's modules, or why none is known."""
     frame = module_means.or_none()
     if frame is None:
         return None if module_means.broke else Modules(why=module_means.why())
-    outside = frame["path"] == OUTSIDE
+    outside, naming = frame["path"] == OUTSIDE, module_naming.or_none()
     return Modules(
         on_device=bool(frame["on_device"].iloc[0]),
         total_ns=float(frame["total_ns"].iloc[0]),
@@ -192,7 +192,7 @@ def modules_of(module_means: Maybe[pd.DataFrame]) -> Modules | None:
         outside=_structs(Outside, frame[outside].rename(columns={"kind": "part"})),
         ranks=int(frame["ranks"].iloc[0]),
         compiled=bool(frame["compiled"].iloc[0]),
-        naming_ns=cells(frame[["naming_ns"]])["naming_ns"].iloc[0],
+        naming_ns=None if naming is None else float(naming["ns"].mean()),
     )
 
 

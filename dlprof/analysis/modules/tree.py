@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, per_rank
+from dlprof.analysis.engine import Maybe, across_ranks, per_rank
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.paths import folded, parent
@@ -36,9 +36,7 @@ _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typi
 
 
 @per_rank
-def module_tree(
-    module_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool, timing: Timing, rank: RankFacts
-) -> pd.DataFrame:
+def module_tree(module_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool, timing: Timing) -> pd.DataFrame:
     """Return what each module takes of a rank's mean steady traced step with all that is inside it, the largest first.
 
     Repeated layers are one row, and there are MOST_OF_RANK at most. Columns: path (folded), kind (its class; "": a
@@ -47,8 +45,7 @@ def module_tree(
     it), computing_ns (of these on a device, else of ns, what is no communication), flops and copied_bytes (NaN: not
     known), slowest (which module takes longest of those of the row), slowest_ns and typical_ns (their median). What no
     module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA graphs) or IDLE (the device's).
-    In all rows the same: on_device, compiled (whether torch.compile made one piece of some) and naming_ns (what a
-    traced step takes to name modules; NaN: not known).
+    In all rows the same: on_device, and compiled (whether torch.compile made one piece of some).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
@@ -75,18 +72,8 @@ def module_tree(
     tree = tree.assign(kind=[kind_of[path] for path in tree.index])
     tree = tree.join(_spread(inclusive(own[["ns"]])["ns"].fillna(0.0), names))
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
-    return pd.concat([tree, beyond], ignore_index=True).assign(
-        on_device=has_device,
-        compiled=bool(host.is_named(spans, *host.COMPILED).any()),
-        naming_ns=_naming(rank.facts.get("window") or {}),
-    )
-
-
-def _naming(window: Mapping[str, Any]) -> float:
-    """Return what naming modules takes of a traced step, ns, by the facts of a rank's window; NaN: not known."""
-    told = window.get("modules") or {}
-    ranges, each, steps = told.get("ranges"), told.get("ns_each"), window.get("active")
-    return float(ranges) * float(each) / float(steps) if ranges and each and steps else float("nan")
+    compiled = bool(host.is_named(spans, *host.COMPILED).any())
+    return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device, compiled=compiled)
 
 
 def _by_part(work: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -192,7 +179,6 @@ def module_means(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> 
         mfu=rate / _peak(arithmetic),
         slowest=rows["slowest"].where(clearly, ""),
         **{name: bool(module_tree[name].any()) for name in ("on_device", "compiled")},
-        naming_ns=float(module_tree["naming_ns"].mean()),
         total_ns=total,
         ranks=ranks,
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlprof.analysis.engine import Maybe, RankFacts
+from dlprof.analysis.engine import Maybe
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
 from dlprof.analysis.modules.tree import (
     GRAPHS,
@@ -56,16 +56,12 @@ def of_rank(
     *,
     has_device: bool = True,
     step_ms: float | None = None,
-    named: bool = True,
     compiled: bool = False,
 ) -> pd.DataFrame:
     """Return the tree of one rank, whose step is by default as long as its work."""
     length = float(work["exposed_ns"].sum()) / MS if step_ms is None else step_ms
-    window = {"active": 4, "modules": {"ranges": 800, "ns_each": 500}} if named else {}
     spans = pd.DataFrame({"name": pd.Categorical(["aten::mm", *(["Torch-Compiled Region: 0/0"] if compiled else [])])})
-    return module_tree.function(
-        work, spans, has_device, steps_of(length), RankFacts(0, {"window": window}, np.empty(0, dtype=np.int64), {})
-    )
+    return module_tree.function(work, spans, has_device, steps_of(length))
 
 
 def tree_of(*ranks: pd.DataFrame, peak: float | None = None, **how: Any) -> pd.DataFrame:
@@ -195,10 +191,8 @@ def test_of_very_many_modules_the_small_ones_count_to_those_around() -> None:
     assert tree["own_ns"].sum() == pytest.approx(tree.loc["", "ns"])
 
 
-def test_what_naming_takes_and_what_is_compiled() -> None:
+def test_what_is_compiled_is_said() -> None:
     frame = work(("a", "Linear", "forward", 3.0))
-    assert tree_of(frame)["naming_ns"].iloc[0] == 800 * 500 / 4
-    assert tree_of(frame, named=False)["naming_ns"].isna().all()
     assert [tree_of(frame, compiled=yes)["compiled"].iloc[0] for yes in (False, True)] == [False, True]
 
 
