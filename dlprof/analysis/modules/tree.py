@@ -60,17 +60,17 @@ def module_tree(module_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool
     beyond = beyond.assign(path=OUTSIDE, **_SPREAD)
     own = _by_part(work[~outside], "path")
     # What is around all of them is there also where the rank has but a stage of it.
-    own = own.reindex([*own.index, *([] if "" in own.index else [""])]).fillna({"calls": 0.0})
+    own = own.reindex([*own.index, *([] if "" in own.index else [""])], fill_value=0.0)
     paths = [str(path) for path in own.index]
     kinds = dict.fromkeys(_with_parents(paths), "")
     kinds |= {str(path): str(kind) for path, kind in work[~outside].groupby("path")["kind"].first().items()}
     names = folded(kinds)
-    whole = own.groupby([names[path] for path in paths], sort=False).sum(min_count=1)
-    tree = inclusive(whole[_SUMS]).fillna(dict.fromkeys(_TIMES, 0.0))
+    whole = _added(own.groupby([names[path] for path in paths], sort=False))
+    tree = inclusive(whole[_SUMS])
     tree = tree.assign(calls=whole["calls"].reindex(tree.index, fill_value=0.0))
     kind_of = {names[path]: kind for path, kind in kinds.items()}
     tree = tree.assign(kind=[kind_of[path] for path in tree.index])
-    tree = tree.join(_spread(inclusive(own[["ns"]])["ns"].fillna(0.0), names))
+    tree = tree.join(_spread(inclusive(own[["ns"]])["ns"], names))
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
     compiled = bool(host.is_named(spans, *host.COMPILED).any())
     return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device, compiled=compiled)
@@ -81,7 +81,7 @@ def _by_part(work: pd.DataFrame, key: str) -> pd.DataFrame:
     forward = work["part"] == "forward"
     parts = {f"{part}_ns": work["ns"].where(work["part"] == part, 0.0) for part in PARTS}
     by = work.assign(calls=work["calls"].where(forward, 0.0), **parts).groupby(key, sort=False)
-    return by[["calls", *_TIMES]].sum().join(by[["flops", "copied_bytes"]].sum(min_count=1))
+    return _added(by[["calls", *_SUMS]])
 
 
 def _with_parents(paths: Iterable[str]) -> dict[str, None]:
@@ -97,18 +97,23 @@ def _with_parents(paths: Iterable[str]) -> dict[str, None]:
 def inclusive(own: pd.DataFrame) -> pd.DataFrame:
     """Return figures of modules with those of all modules inside, given those of each alone by its path.
 
-    NaN where a figure is known of none of them. Modules around those that are given get a row.
+    A figure that is NaN of one is NaN of all around it. Modules around those that are given get a row.
     """
     paths = list(_with_parents(str(path) for path in own.index))
     place = {path: i for i, path in enumerate(paths)}
-    values = own.reindex(paths).to_numpy(dtype=float)
-    figures = np.stack((np.nan_to_num(values), ~np.isnan(values)), axis=-1)
+    values = own.reindex(paths, fill_value=0.0).to_numpy(dtype=float)
     depth = np.array([path.count(".") + 1 if path else 0 for path in paths], dtype=np.int64)
     around = np.array([place.get(parent(path), -1) if path else -1 for path in paths], dtype=np.int64)
     for level in range(int(depth.max(initial=0)), 0, -1):
         rows = np.flatnonzero((depth == level) & (around >= 0))
-        np.add.at(figures, around[rows], figures[rows])
-    return pd.DataFrame(np.where(figures[..., 1] > 0, figures[..., 0], np.nan), paths, own.columns)
+        np.add.at(values, around[rows], values[rows])
+    return pd.DataFrame(values, paths, own.columns)
+
+
+def _added(by: Any) -> pd.DataFrame:
+    """Return the sums of groups, NaN where a value is."""
+    sums: pd.DataFrame = by.sum()
+    return sums.where(by.count().eq(by.size(), axis=0))
 
 
 def _spread(ns: pd.Series[float], names: Mapping[str, str]) -> pd.DataFrame:
@@ -187,7 +192,7 @@ def module_means(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> 
 def _over_ranks(rows: pd.DataFrame, key: str, ranks: int) -> pd.DataFrame:
     """Return the mean of the ranks by a key; what a rank does not have is nothing there."""
     by = rows.groupby(key, sort=False)
-    means = by[["calls", *_SUMS]].sum(min_count=1) / ranks
+    means = _added(by[["calls", *_SUMS]]) / ranks
     worst = rows.loc[by["ns"].idxmax(), [key, "rank", "ns"]].set_index(key).rename(columns={"ns": "rank_ns"})
     votes = rows.groupby([key, "slowest"], sort=False)["rank"].transform("size") > by["rank"].transform("size") / 2
     odd = (rows["slowest_ns"] - rows["typical_ns"]).where(votes, -1.0).groupby(rows[key], sort=False).idxmax()

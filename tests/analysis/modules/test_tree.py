@@ -143,7 +143,7 @@ def test_what_a_device_idles_is_of_no_module() -> None:
 def test_rates_are_of_the_time_in_which_a_module_computes() -> None:
     # What runs beside it makes a kernel take no less time.
     frame = work(("a", "Linear", "forward", 10.0), ("a", "Linear", "communication", 30.0), beside=2.0)
-    frame.loc[1, "flops"] = np.nan
+    frame.loc[1, "flops"] = 0.0
     found = tree_of(frame, peak=2e15).loc["a"]
     assert found["flops"] == 10e12
     assert found["flops_per_s"] == pytest.approx(10e12 / 20e-3)
@@ -152,12 +152,13 @@ def test_rates_are_of_the_time_in_which_a_module_computes() -> None:
     assert tree_of(frame)["mfu"].isna().all()
 
 
-def test_what_is_not_known_of_any_module_inside_is_not_known() -> None:
+def test_what_is_not_known_of_one_module_is_not_known_of_those_around_it() -> None:
     frame = work(("a", "Net", "forward", 1.0), ("a.b", "Odd", "forward", 1.0), ("c", "Odd", "forward", 1.0))
-    frame["flops"] = [np.nan, 5.0, np.nan]
+    frame["flops"] = [7.0, np.nan, 5.0]
     tree = tree_of(frame)
-    assert tree.loc["a", "flops"] == 5.0
-    assert tree["flops"].isna().to_dict() == {"a": False, "a.b": False, "c": True}
+    assert tree.loc["c", "flops"] == 5.0
+    assert tree["flops"].isna().to_dict() == {"a": True, "a.b": True, "c": False}
+    assert tree["flops_per_s"].isna().to_dict() == {"a": True, "a.b": True, "c": False}
 
 
 def test_ranks_count_as_their_mean_and_the_worst_is_named() -> None:
