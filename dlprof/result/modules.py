@@ -13,7 +13,7 @@ class Module(msgspec.Struct, frozen=True):
     of the step, `share` of it; `own_ns`: in none of the rows inside. `host_ns`: that threads spend in it. `device_ns`:
     of all that it launched, whatever ran beside it. `rank`: that with most of it, `rank_ns`. `slowest`: of a repeated
     layer, the module that takes clearly longer (`slowest_ns`) than the median one (`typical_ns`); "": they are alike.
-    `held_bytes`: the memory that it holds, on the rank with most. None: not known.
+    None: not known.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Module(msgspec.Struct, frozen=True):
     flops_per_s: float | None = None  # while it computes
     mfu: float | None = None  # the same over the device's peak
     copied_bytes: float | None = None
-    held_bytes: float | None = None
+    parameter_bytes: float | None = None  # that a rank has of it
 
 
 class Outside(msgspec.Struct, frozen=True):

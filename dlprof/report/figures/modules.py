@@ -108,7 +108,7 @@ _COLUMNS = (
     ("flops_per_s", "FLOP/s"),
     ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
-    ("held_bytes", "holds_bytes"),
+    ("parameter_bytes", "parameters_bytes"),
 )
 
 

@@ -57,11 +57,13 @@ def of_rank(
     has_device: bool = True,
     step_ms: float | None = None,
     compiled: bool = False,
+    modules: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Return the tree of one rank, whose step is by default as long as its work."""
     length = float(work["exposed_ns"].sum()) / MS if step_ms is None else step_ms
     spans = pd.DataFrame({"name": pd.Categorical(["aten::mm", *(["Torch-Compiled Region: 0/0"] if compiled else [])])})
-    return module_tree.function(work, spans, has_device, steps_of(length))
+    known = lacking() if modules is None else Maybe(lambda: modules)
+    return module_tree.function(work, known, spans, has_device, steps_of(length))
 
 
 def tree_of(*ranks: pd.DataFrame, peak: float | None = None, **how: Any) -> pd.DataFrame:
@@ -190,6 +192,14 @@ def test_of_very_many_modules_the_small_ones_count_to_those_around() -> None:
     assert len(tree) == MOST_ROWS
     assert tree.loc["", "ns"] == pytest.approx(sum(row[3] for row in rows) * MS)
     assert tree["own_ns"].sum() == pytest.approx(tree.loc["", "ns"])
+
+
+def test_parameters_are_of_the_modules_that_hold_them_and_of_those_around() -> None:
+    frame = work(("", "Net", "forward", 1.0), *[(f"layer.{n}", "Layer", "forward", 1.0) for n in range(4)])
+    rows = [("", 10), *[(f"layer.{n}.weight_norm", 100) for n in range(4)], *[(f"layer.{n}", 3) for n in range(4)]]
+    tree = tree_of(frame, modules=pd.DataFrame(rows, columns=["path", "parameter_bytes"]))
+    assert tree["parameter_bytes"].to_dict() == {"": 10 + 4 * 103, "layer.*": 4 * 103}
+    assert tree_of(frame)["parameter_bytes"].isna().all()
 
 
 def test_what_is_compiled_is_said() -> None:
