@@ -188,10 +188,9 @@ def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFr
     return Modules(
         on_device=bool(frame["on_device"].iloc[0]),
         total_ns=float(frame["total_ns"].iloc[0]),
-        rows=_structs(Module, frame[~outside]),
+        rows=_structs(Module, frame[~outside].astype({"compiled": bool})),
         outside=_structs(Outside, frame[outside].rename(columns={"kind": "part"})),
         ranks=int(frame["ranks"].iloc[0]),
-        compiled=bool(frame["compiled"].iloc[0]),
         naming_ns=None if naming is None else float(naming["ns"].mean()),
     )
 

@@ -13,7 +13,7 @@ class Module(msgspec.Struct, frozen=True):
     of the step, `share` of it; `own_ns`: in none of the rows inside. `host_ns`: that threads spend in it. `device_ns`:
     of all that it launched, whatever ran beside it. `rank`: that with most of it, `rank_ns`. `slowest`: of a repeated
     layer, the module that takes clearly longer (`slowest_ns`) than the median one (`typical_ns`); "": they are alike.
-    None: not known.
+    `compiled`: torch.compile made one piece of it, with all that is inside. None: not known.
     """
 
     path: str
@@ -35,6 +35,7 @@ class Module(msgspec.Struct, frozen=True):
     slowest: str = ""
     slowest_ns: float = 0.0
     typical_ns: float = 0.0
+    compiled: bool = False
     flops: float | None = None
     flops_per_s: float | None = None  # while it computes
     mfu: float | None = None  # the same over the device's peak
@@ -58,8 +59,8 @@ class Modules(msgspec.Struct, frozen=True):
     """The tree of the model's modules, each above those inside it, the largest first; and what is outside of them.
 
     The outermost modules and `outside` make up the mean traced step, `total_ns`, of `ranks`. `on_device`: time is that
-    of the device, else that of the training thread. `compiled`: torch.compile made one piece of some. `naming_ns`: what
-    it takes to name them, of a traced step; None: not known. `why`: no module is known.
+    of the device, else that of the training thread. `naming_ns`: what a traced step takes to name them; None: unknown.
+    `why`: no module is known.
     """
 
     on_device: bool = False
@@ -67,7 +68,6 @@ class Modules(msgspec.Struct, frozen=True):
     rows: tuple[Module, ...] = ()
     outside: tuple[Outside, ...] = ()
     ranks: int = 0
-    compiled: bool = False
     naming_ns: float | None = None
     why: str = ""
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, across_ranks, per_rank
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
-from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.analysis.timeline.steps import Timing
 
@@ -37,7 +36,7 @@ _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typi
 
 @per_rank
 def module_tree(
-    module_work: pd.DataFrame, modules: Maybe[pd.DataFrame], spans: pd.DataFrame, has_device: bool, timing: Timing
+    module_work: pd.DataFrame, modules: Maybe[pd.DataFrame], has_device: bool, timing: Timing
 ) -> pd.DataFrame:
     """Return what each module takes of a rank's mean steady traced step with all that is inside it, the largest first.
 
@@ -46,9 +45,9 @@ def module_tree(
     recompute_ns, backward_ns and communication_ns, host_ns, device_ns (of all that it launched, whatever ran beside
     it), computing_ns (of these on a device, else of ns, what is no communication), flops, copied_bytes and
     parameter_bytes (NaN: not known), slowest (which module takes longest of those of the row), slowest_ns and
-    typical_ns (their median). What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS
-    (CUDA graphs) or IDLE (the device's). In all rows the same: on_device, and compiled (whether torch.compile made one
-    piece of some).
+    typical_ns (their median), compiled (torch.compile made one piece of it, with all that is inside), and in all rows
+    the same on_device. What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA
+    graphs) or IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
@@ -60,7 +59,7 @@ def module_tree(
     idle = step - float(own_ns.sum())
     if has_device and idle > _ROUNDING * step:
         beyond = pd.concat([beyond, pd.DataFrame([dict.fromkeys(beyond, 0.0) | {"kind": IDLE, "ns": idle}])])
-    beyond = beyond.assign(path=OUTSIDE, **_SPREAD)
+    beyond = beyond.assign(path=OUTSIDE, compiled=False, **_SPREAD)
     own = _by_part(work[~outside], "path")
     # What is around all of them is there also where the rank has but a stage of it.
     own = own.reindex([*own.index, *([] if "" in own.index else [""])], fill_value=0.0)
@@ -75,9 +74,10 @@ def module_tree(
     kind_of = {names[path]: kind for path, kind in kinds.items()}
     tree = tree.assign(kind=[kind_of[path] for path in tree.index])
     tree = tree.join(_spread(inclusive(own[["ns"]])["ns"], names))
+    compiled = {names[str(path)] for path in work.loc[~outside & (work["compiled"] > 0), "path"]}
+    tree = tree.assign(compiled=[path in compiled for path in tree.index])
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
-    compiled = bool(host.is_named(spans, *host.COMPILED).any())
-    return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device, compiled=compiled)
+    return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
 
 
 def _parameters(paths: Sequence[str], modules: pd.DataFrame | None) -> pd.Series[float]:
@@ -204,7 +204,7 @@ def module_means(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> 
         flops_per_s=rate,
         mfu=rate / _peak(arithmetic),
         slowest=rows["slowest"].where(clearly, ""),
-        **{name: bool(module_tree[name].any()) for name in ("on_device", "compiled")},
+        on_device=bool(module_tree["on_device"].any()),
         total_ns=total,
         ranks=ranks,
     )
@@ -219,7 +219,11 @@ def _over_ranks(rows: pd.DataFrame, key: str, ranks: int) -> pd.DataFrame:
     odd = (rows["slowest_ns"] - rows["typical_ns"]).where(votes, -1.0).groupby(rows[key], sort=False).idxmax()
     spread = rows.loc[odd, [key, "slowest", "slowest_ns", "typical_ns"]].set_index(key)
     spread["slowest"] = spread["slowest"].where(votes[odd].to_numpy(), "")
-    return means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"))).join(worst).join(spread)
+    return (
+        means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"), compiled=("compiled", "any")))
+        .join(worst)
+        .join(spread)
+    )
 
 
 def _down(around: NDArray[np.int64]) -> tuple[list[int], list[int]]:

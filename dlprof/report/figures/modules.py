@@ -86,7 +86,7 @@ def _rows(found: Modules) -> Iterator[Row]:
 
 def _note(row: Module, found: Modules, slower: str) -> str:
     """Say which repeated layer is slower, but for what is inside one that is, and which rank."""
-    said = []
+    said = ["compiled as one piece: modules inside are not seen"] if row.compiled else []
     if row.slowest and not (slower and row.slowest.startswith(f"{slower}.")):
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
         said.append(f"slowest {plain(row.slowest, 120)}: {took}")
@@ -155,14 +155,12 @@ def _flame(found: Modules) -> Figure:
 
 
 def _under(found: Modules, unit: str) -> str:
-    """Say what the figures are of, what is not seen, and what it took to see the rest."""
+    """Say what the figures are of, and what it took to see them."""
     whose = "of the device: of what each launched" if found.on_device else "of the training thread"
     mean = "" if found.ranks < 2 else f", the mean of {found.ranks:,} ranks"
     step = "trace" if unit == "trace" else "mean traced step"
     whole = f"in the {step} of {formatting.duration(found.total_ns)}{mean}; time is that {whose}"
     said = [f"Each module with all that is inside it, {whole}. With what no module does, they add up to the whole."]
-    if found.compiled:
-        said.append("What torch.compile makes of a module is one piece: those inside it are not seen.")
     if found.naming_ns is not None and found.total_ns:
         share = formatting.percent(found.naming_ns / found.total_ns)
         said.append(f"To name them takes {formatting.duration(found.naming_ns)} of a traced step, {share}.")

@@ -32,8 +32,17 @@ Row = tuple[str, str, str, float]  # path, class, part, ms on the device
 def work(*rows: Row, beside: float = 1.0) -> pd.DataFrame:
     """Return work as `module_work` has it: of each row so many ms of the step, `beside` times that on the device."""
     return pd.DataFrame(
-        [(p, k, part, 1.0, 0.1 * MS, ms * MS * beside, ms * MS, ms * 1e12, 0.0) for p, k, part, ms in rows],
-        columns=["path", "kind", "part", "calls", "host_ns", "device_ns", "exposed_ns", "flops", "copied_bytes"],
+        [(p, k, part, 1.0, 0.1 * MS, ms * MS * beside, ms * MS, ms * 1e12, 0.0, 0) for p, k, part, ms in rows],
+        columns=[
+            "path",
+            "kind",
+            "part",
+            "calls",
+            *(f"{of}_ns" for of in ("host", "device", "exposed")),
+            "flops",
+            "copied_bytes",
+            "compiled",
+        ],
     )
 
 
@@ -56,14 +65,12 @@ def of_rank(
     *,
     has_device: bool = True,
     step_ms: float | None = None,
-    compiled: bool = False,
     modules: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Return the tree of one rank, whose step is by default as long as its work."""
     length = float(work["exposed_ns"].sum()) / MS if step_ms is None else step_ms
-    spans = pd.DataFrame({"name": pd.Categorical(["aten::mm", *(["Torch-Compiled Region: 0/0"] if compiled else [])])})
     known = lacking() if modules is None else Maybe(lambda: modules)
-    return module_tree.function(work, known, spans, has_device, steps_of(length))
+    return module_tree.function(work, known, has_device, steps_of(length))
 
 
 def tree_of(*ranks: pd.DataFrame, peak: float | None = None, **how: Any) -> pd.DataFrame:
@@ -202,9 +209,9 @@ def test_parameters_are_of_the_modules_that_hold_them_and_of_those_around() -> N
     assert tree_of(frame)["parameter_bytes"].isna().all()
 
 
-def test_what_is_compiled_is_said() -> None:
-    frame = work(("a", "Linear", "forward", 3.0))
-    assert [tree_of(frame, compiled=yes)["compiled"].iloc[0] for yes in (False, True)] == [False, True]
+def test_layers_that_are_compiled_are_said_to_be() -> None:
+    frame = work(("", "Net", "forward", 1.0), *[(f"h.{n}", "Block", "forward", 3.0) for n in range(4)])
+    assert tree_of(frame.assign(compiled=[0, 1, 1, 1, 1]))["compiled"].to_dict() == {"": False, "h.*": True}
 
 
 def test_a_job_without_modules_and_one_without_anything_else() -> None:
