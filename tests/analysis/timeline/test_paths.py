@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlprof.analysis.timeline.paths import FEWEST_LEAVES, folded, parent
@@ -99,6 +99,7 @@ names = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", "4", "5", "A_1",
 trees = st.dictionaries(names, st.sampled_from(["A", "B", ""]), max_size=30)
 
 
+@settings(deadline=None)
 @given(trees)
 def test_every_path_has_one_that_is_below_its_parents(kinds: dict[str, str]) -> None:
     found = folded(kinds)
@@ -109,6 +110,7 @@ def test_every_path_has_one_that_is_below_its_parents(kinds: dict[str, str]) -> 
             assert parent(whole) == found[parent(path)]
 
 
+@settings(deadline=None)
 @given(trees)
 def test_what_folds_is_of_one_class(kinds: dict[str, str]) -> None:
     kinds_of: dict[str, set[str]] = {}
