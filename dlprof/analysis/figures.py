@@ -189,7 +189,7 @@ def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFr
         on_device=bool(frame["on_device"].iloc[0]),
         total_ns=float(frame["total_ns"].iloc[0]),
         rows=_structs(Module, frame[~outside].astype({"compiled": bool})),
-        outside=_structs(Outside, frame[outside].rename(columns={"kind": "part"})),
+        outside=_structs(Outside, frame[outside & (frame["ns"] > 0)].rename(columns={"kind": "part"})),
         ranks=int(frame["ranks"].iloc[0]),
         naming_ns=None if naming is None else float(naming["ns"].mean()),
     )
