@@ -113,9 +113,10 @@ class Run:
 
     @cached_property
     def _figures(self) -> dict[str, Figure]:
-        from dlprof.report.figures import parts, shapes
+        from dlprof.report.figures import modules, parts, shapes
 
         found = {"breakdown": parts.stack(self.result), "blame": parts.blame(self.result)}
+        found |= modules.specs(modules.shown(self.result))
         found |= {o.id: shapes.panel(o.evidence) for o in self.result.found if o.evidence}
         for panel in self.result.panels:
             name = panel.shape if panel.shape == "timeline" else _identifier(panel.title)

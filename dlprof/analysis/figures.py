@@ -10,6 +10,7 @@ import pandas as pd
 
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.panel import cells
 from dlprof.analysis.stragglers.alike import members_of
 from dlprof.result import (
@@ -20,14 +21,14 @@ from dlprof.result import (
     DeviceTime,
     Exchange,
     ForeignLoad,
-    GpuLog,
     MemoryPeak,
-    Profile,
     RankStep,
     TimePart,
     Window,
     Work,
 )
+from dlprof.result.modules import Module, Modules, Outside
+from dlprof.result.other_tools import GpuLog, Profile
 from dlprof.result.scale import Scaling
 from dlprof.result.throughput import Throughput
 
@@ -178,6 +179,22 @@ def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
     return scaling.or_none()
 
 
+def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFrame]) -> Modules | None:
+    """Return the tree of the model's modules, or why none is known."""
+    frame = module_means.or_none()
+    if frame is None:
+        return None if module_means.broke else Modules(why=module_means.why())
+    outside, naming = frame["path"] == OUTSIDE, module_naming.or_none()
+    return Modules(
+        on_device=bool(frame["on_device"].iloc[0]),
+        total_ns=float(frame["total_ns"].iloc[0]),
+        rows=_structs(Module, frame[~outside].astype({"compiled": bool})),
+        outside=_structs(Outside, frame[outside & (frame["ns"] > 0)].rename(columns={"kind": "part"})),
+        ranks=int(frame["ranks"].iloc[0]),
+        naming_ns=None if naming is None else float(naming["ns"].mean()),
+    )
+
+
 # Each field of a result that is made here.
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
@@ -193,4 +210,5 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "gpu_logs": gpu_logs_of,
     "scaling": scaling_of,
     "members": members_of,
+    "modules": modules_of,
 }

@@ -26,8 +26,8 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, logged, looks, verdict
-from dlprof.report.figures import drawing, members, parts, shapes
+from dlprof.report import formatting, in_model, logged, looks, verdict
+from dlprof.report.figures import drawing, members, modules, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Place, Result
@@ -58,8 +58,8 @@ def render(result: Result) -> str:
     stack, waited = parts.stack(result), parts.blame(result)
     cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
-    many = members.shown(result)
-    figures = {"where": stack, "waits": waited, **members.specs(many)}
+    many, tree = members.shown(result), modules.shown(result)
+    figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree)}
     figures |= {**{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
@@ -86,6 +86,7 @@ def render(result: Result) -> str:
         stack=stack,
         waited=waited,
         many=many,
+        tree=tree,
         device=parts.device(result),
         cards=cards,
         first=cards[:DEAREST],
@@ -382,6 +383,7 @@ def template(name: str) -> Template:
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
+    environment.filters["in_model"] = in_model.named
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
     environment.filters.update((text.__name__, text) for text in texts)
     environment.globals["newline"] = Markup("\n")

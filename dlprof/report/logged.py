@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from dlprof.plain import plain
 from dlprof.report.formatting import counted, duration, percent, quantity
-from dlprof.result import GpuLog, Profile, Result
+from dlprof.result import Result
+from dlprof.result.other_tools import GpuLog, Profile
 
 # What makes a log worth a word, the worst first.
 FULL, LOW = 0.92, 0.8

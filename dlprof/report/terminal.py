@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, logged, looks, verdict
+from dlprof.report import formatting, in_model, logged, looks, verdict
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import Outcome, Result, TimePart
 
@@ -38,6 +38,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += ["", *_bars(result, width, colour)]
     for sentence in verdict.blamed(result):
         lines += wrap(sentence, width, "  ")
+    lines += _modules(result, width)
     if result.found:
         lines += ["", *_findings(result.found, width, colour)]
         together = formatting.together(result)
@@ -69,6 +70,18 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
     each = "the trace" if formatting.unit(result) == "trace" else "the mean steady step"
     shown = legend((p for of_rank in parts.values() for p in of_rank), width, colour)
     return [*lines, "", *shown, *wrap(f"Each bar is {each} of that rank.", width, "  ")]
+
+
+def _modules(result: Result, width: int) -> list[str]:
+    """Return where in the model the time is: a line for each of the modules that take most, and of what is outside."""
+    shown = in_model.lines_of(result.modules) if result.modules and result.modules.rows else []
+    if not shown:
+        return []
+    of = "the trace" if formatting.unit(result) == "trace" else "the traced steps"
+    lines = ["", *wrap(f"Where in the model, of {of}:", width, "  ")]
+    for share, name in shown:
+        lines += wrap(name, width, f"  {formatting.percent(share):>7}  ")
+    return lines
 
 
 def legend(categories: Iterable[str], width: int, colour: bool) -> list[str]:
@@ -144,6 +157,8 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
         if outcome.where:
             at = wrap(formatting.where(outcome.where[0]), width, indent + "at ", indent + "   ")
             lines += _first(at, WHERE, width, indent + "   ")
+        if modules := in_model.named(outcome.modules):
+            lines += _first(wrap(modules, width, indent + "in ", indent + "   "), WHERE, width, indent + "   ")
         if outcome.advice:
             lines += wrap(plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
         for edit in formatting.edits(outcome.changes[0]) if outcome.changes else ():

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from dlprof.result.members import Member
+from dlprof.result.modules import InModule, Modules
+from dlprof.result.other_tools import GpuLog, Profile
 from dlprof.result.scale import Scaling
 from dlprof.result.throughput import Throughput
 from dlprof.result.tried import Tried
@@ -166,6 +168,7 @@ class Outcome(msgspec.Struct, frozen=True):
     at_most: bool = False  # whether the saving is the bottleneck gone, of which the change may give less
     by_rank: tuple[RankCost, ...] = ()  # the MOST_RANKS with the highest cost, by rank; () in format 1
     where: tuple[Place, ...] = ()  # of a finding: calls, then lines that were seen
+    modules: tuple[InModule, ...] = ()  # of a finding: those that it is about, the largest share first
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -308,51 +311,6 @@ class MemoryPeak(msgspec.Struct, frozen=True):
     whole: bool = True
 
 
-class Profile(msgspec.Struct, frozen=True):
-    """What the profile of another tool shows on the whole, over the ranks that have it; and its hottest function.
-
-    `unit`: of `total` (samples, ns, bytes). `share`: of the whole, in the function, and for the user's own also in what
-    it calls of libraries. `own`: whether the function is the user's. `counted`: whether the tool counts calls, as
-    cProfile and line_profiler do, and takes no samples.
-    """
-
-    name: str  # of the file
-    tool: str
-    unit: str
-    total: float
-    function: str = ""
-    file: str = ""
-    line: int = 0
-    share: float = 0.0
-    own: bool = False
-    counted: bool = False
-
-
-class GpuLog(msgspec.Struct, frozen=True):
-    """What a log says of one GPU: means, the most of clock, memory and temperature; None: not logged.
-
-    `at`: "run" where the readings are of the run's time, "log" where they are all that the log has. `held_by`: what
-    holds its clock down (heat, power_brake, hardware, set, locked, limit), "": nothing, or not known.
-    """
-
-    gpu: str
-    readings: int
-    seconds: float
-    at: Literal["run", "log"] = "log"
-    busy_share: float | None = None
-    idle_share: float | None = None  # of the readings
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    sm_clock_mhz: float | None = None
-    sm_clock_max_mhz: float | None = None
-    temperature_c: float | None = None
-    memory_used_bytes: float | None = None
-    memory_total_bytes: float | None = None
-    held_by: str = ""
-    clock_lost: float = 0.0  # share of the clock
-    lacks: str = ""  # options of the tool that would bring what it lacks
-
-
 class Fact(msgspec.Struct, frozen=True):
     """One line of the report's facts of the run."""
 
@@ -392,6 +350,7 @@ class Result(msgspec.Struct, frozen=True):
     gpu_logs: tuple[GpuLog, ...] = ()
     scaling: Scaling | None = None  # None: one rank, or not known
     members: tuple[Member, ...] = ()  # by rank; () where so few ranks are here that each is looked at
+    modules: Modules | None = None  # None: nothing was traced
 
     @property
     def found(self) -> tuple[Outcome, ...]:

@@ -309,6 +309,46 @@ def test_tables_are_filtered_by_any_word(opened: Open) -> None:
     assert len(column(browser, "Operators", 0)) == 12
 
 
+MODULES = "The modules of the model"
+
+
+def names(browser: webdriver.Chrome) -> list[str]:
+    """Return the first word of each row of the modules that is shown."""
+    return [text.split(" ")[0] for text in column(browser, MODULES, 0)]
+
+
+def test_modules_open_and_close_by_their_buttons_and_by_keys(opened: Open) -> None:
+    browser = opened("ddp")
+    outside = ["communication", "the"]
+    whole = ["Encoder", "encoder.layer.*", "attention", "mlp", "head", *outside]
+    assert names(browser) == whole
+    model, layers = browser.find_elements(By.CSS_SELECTOR, f'[aria-label="{MODULES}"] tbody button')
+    assert model.accessible_name == "Encoder"
+    layers.send_keys(Keys.ENTER)
+    assert names(browser) == ["Encoder", "encoder.layer.*", "head", *outside]
+    assert layers.get_attribute("aria-expanded") == "false"
+    model.send_keys(Keys.ARROW_LEFT)
+    assert names(browser) == ["Encoder", *outside]
+    model.send_keys(Keys.ARROW_RIGHT)
+    assert names(browser) == ["Encoder", "encoder.layer.*", "head", *outside]
+    layers.send_keys(Keys.ARROW_RIGHT)
+    assert names(browser) == whole
+    assert layers.get_attribute("aria-expanded") == "true"
+
+
+def test_modules_are_sorted_with_what_is_inside_them_and_found_with_what_is_around_them(opened: Open) -> None:
+    browser = opened("ddp")
+    heads = browser.find_elements(By.CSS_SELECTOR, f'[aria-label="{MODULES}"] thead button')
+    heads[2].send_keys(Keys.ENTER)
+    heads[2].send_keys(Keys.ENTER)
+    assert names(browser) == ["communication", "the", "Encoder", "head", "encoder.layer.*", "mlp", "attention"]
+    box = browser.find_element(By.CSS_SELECTOR, f'input[aria-label="Filter the rows of {MODULES}"]')
+    box.send_keys("mlp")
+    assert names(browser) == ["Encoder", "encoder.layer.*", "mlp"]
+    box.send_keys(Keys.BACKSPACE * 3)
+    assert len(names(browser)) == 7
+
+
 def test_a_frame_of_the_flame_graph_is_widened_by_a_click_and_the_whole_comes_back(opened: Open) -> None:
     browser = opened("tables")
     chart = browser.find_element(By.ID, "chart-panel-2")

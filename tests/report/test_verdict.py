@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP
 from dlprof.report import verdict
-from dlprof.result import Forecast, ForeignLoad, MemoryPeak, Profile, Result, RunInfo
+from dlprof.result import Forecast, ForeignLoad, MemoryPeak, Result, RunInfo
+from dlprof.result.other_tools import Profile
 from tests.fixtures import results
 from tests.fixtures.results import MS
 

@@ -24,7 +24,8 @@ _UNKNOWN_SHARE = 0.01
 
 @per_rank
 def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
-    """Return one row: flops (of a step), step_ns, flops_per_s, mfu (NaN: see why), backward (share of flops) and why.
+    """Return one row: flops (of a step), step_ns, flops_per_s, mfu (NaN: see why), backward (share of flops), peak (of
+    the one precision that the step computes in, FLOP/s; NaN: of several, or not known) and why.
 
     Raises NotMeasured, with the reason, where no step was counted.
     """
@@ -32,7 +33,7 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     if timing.unit != "step":
         raise NotMeasured(NOT_MARKED)
     total, step_s = float(flops["total"]), timing.step_ns / 1e9
-    busy_s, why = _at_peak(rank, flops["operators"])
+    busy_s, peak, why = _at_peak(rank, flops["operators"])
     mfu = busy_s / step_s
     if mfu > 1:
         mfu, why = (
@@ -41,7 +42,7 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
         )
     backward = float(flops.get("backward") or 0) / total
     row = {"flops": total, "step_ns": timing.step_ns, "flops_per_s": total / step_s, "mfu": mfu, "backward": backward}
-    return pd.DataFrame([row | {"why": why}])
+    return pd.DataFrame([row | {"peak": peak, "why": why}])
 
 
 @per_rank
@@ -61,21 +62,26 @@ def _counted(rank: RankFacts) -> dict[str, Any]:
     raise NotMeasured(why or "the floating-point operations of a step were not counted")
 
 
-def _at_peak(rank: RankFacts, operators: list[dict[str, Any]]) -> tuple[float, str]:
-    """Return how many seconds a step's arithmetic takes at the device's peak; NaN and why where none is known."""
+def _at_peak(rank: RankFacts, operators: list[dict[str, Any]]) -> tuple[float, float, str]:
+    """Return how many seconds a step's arithmetic takes at the device's peak, and the peak where one precision has all
+    but a little of it; NaN and why where it is not known.
+    """
     if (rank.facts.get("device") or {}).get("type") == "cpu":
-        return np.nan, "the peak of a CPU is not known"
+        return np.nan, np.nan, "the peak of a CPU is not known"
     name, peaks, _ = device_peaks(rank.facts, rank.trace_facts)
     if not peaks:
-        return np.nan, f"the peak of {name or 'this device'} is not known"
+        return np.nan, np.nan, f"the peak of {name or 'this device'} is not known"
     flops = np.array([float(row["flops"]) for row in operators])
     matmul = rank.facts.get("matmul") or {}
     precisions = [precision_of(str(row["operator"]), str(row["dtype"]), matmul) for row in operators]
     or_else = {"tf32": peaks.get("float32", np.nan)}
-    seconds = flops / np.array([peaks.get(p, or_else.get(p, np.nan)) for p in precisions])
+    of_each = np.array([peaks.get(p, or_else.get(p, np.nan)) for p in precisions])
+    most = of_each[int(flops.argmax())]
+    peak = float(most) if flops[of_each == most].sum() >= (1 - _UNKNOWN_SHARE) * flops.sum() else np.nan
+    seconds = flops / of_each
     if flops[np.isnan(seconds)].sum() > _UNKNOWN_SHARE * flops.sum():
-        return np.nan, f"the peak of {name} in one of the step's precisions is not known"
-    return float(np.nansum(seconds)), ""
+        return np.nan, np.nan, f"the peak of {name} in one of the step's precisions is not known"
+    return float(np.nansum(seconds)), peak, ""
 
 
 def precision_of(operator: str, dtype: str, matmul: Mapping[str, Any]) -> str:

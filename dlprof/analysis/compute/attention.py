@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import settings
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import SIXTEEN_BITS, sizes, width_of
-from dlprof.analysis.engine import RankFacts, per_rank
+from dlprof.analysis.engine import RankFacts, per_rank, within_rank
 from dlprof.analysis.host.gaps import SMALL_NS
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
@@ -63,7 +63,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """One pass of one attention on one thread: the products before and after its softmax, as rows of the spans."""
 
     passes: str  # "forward" or "backward"
@@ -71,11 +71,19 @@ class _Block:
     after: list[int]
 
 
+@within_rank
+def attention_blocks(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], kernels: pd.DataFrame
+) -> list[tuple[Block, NDArray[np.int64], set[str]]]:
+    """Return each attention that keeps its scores, the places of its kernels among `kernels`, and their operators."""
+    return list(_with_kernels(spans, kernels, list(_blocks(spans, is_on_device))))
+
+
 @per_rank
 def attention(
     kernels: pd.DataFrame,
     spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
+    attention_blocks: list[tuple[Block, NDArray[np.int64], set[str]]],
     timing: Timing,
     shorter_kernels: Callable[[NDArray[np.bool_], float], float],
     rank: RankFacts,
@@ -93,7 +101,7 @@ def attention(
     share = fused_share(name, settings.version_of(rank.facts))
     found = []
     fusable = np.zeros(len(kernels), dtype=bool)
-    for block, places, names in _with_kernels(spans, kernels, list(_blocks(spans, is_on_device))):
+    for block, places, names in attention_blocks:
         ns = float(kernels["dur_ns"].to_numpy()[places].sum())
         before, after = _texts(spans["shape"], block.before), _texts(spans["shape"], block.after)
         shape = _shape(before, after) if before or after else counted
@@ -133,7 +141,7 @@ def _texts(column: pd.Series[str], rows: list[int]) -> list[str]:
     return [text for text in column.array[rows].tolist() if isinstance(text, str) and text]
 
 
-def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[_Block]:
+def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[Block]:
     """Find each softmax whose nearest products on its thread are batched ones, before it and after.
 
     In the forward pass one on either side, in the backward pass up to two: the gradients of the probabilities and of
@@ -150,12 +158,12 @@ def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[_B
             at, passes = softmax.start(), "backward" if softmax[0] == "g" else "forward"
             before = 2 if passes == "backward" and text.endswith("bb", 0, at) else 1
             after = 2 if passes == "backward" and text.startswith("bb", at + 1) else 1
-            yield _Block(passes, rows[at - before : at], rows[at + 1 : at + 1 + after])
+            yield Block(passes, rows[at - before : at], rows[at + 1 : at + 1 + after])
 
 
 def _with_kernels(
-    spans: pd.DataFrame, kernels: pd.DataFrame, blocks: list[_Block]
-) -> Iterator[tuple[_Block, NDArray[np.int64], set[str]]]:
+    spans: pd.DataFrame, kernels: pd.DataFrame, blocks: list[Block]
+) -> Iterator[tuple[Block, NDArray[np.int64], set[str]]]:
     """Return each block, the places of its kernels of the steady steps among all, and the operators that launched them.
 
     A kernel is a block's where its operator begins between the block's first product and its last, on their thread.

@@ -99,23 +99,24 @@ def gaps(
             "python_ns": [iv.total(python_gaps) / steps],
             "latency_ns": [iv.total(latency) / steps],
             "queued_ns": [iv.total(iv.intersect(idle.queued, windows)) / steps],
-            "small_ns": [sum(_behind_small(device_work, part) for part in (launching, latency)) / steps],
+            "small_ns": [sum(iv.total(small_before(device_work, part)[1]) for part in (launching, latency)) / steps],
             "graph_gain_ns": [graph_gain],
             "python_gain_ns": [python_gain],
         }
     )
 
 
-def _behind_small(device_work: pd.DataFrame, idle: iv.Intervals) -> int:
-    """Return how much of the idle time follows a kernel too short to hide a launch, ns."""
+def small_before(device_work: pd.DataFrame, idle: iv.Intervals) -> tuple[NDArray[np.int64], iv.Intervals]:
+    """Return the places of kernels too short to hide a launch that idle time follows, and that idle time."""
     if not len(device_work):
-        return 0
+        return np.empty(0, dtype=np.int64), iv.EMPTY
     dur = device_work["dur_ns"].to_numpy()
     end = device_work["start_ns"].to_numpy() + dur
     order = np.argsort(end, kind="stable")
     at = np.searchsorted(end[order], idle[:, 0], side="right") - 1
     small = (host.is_kind(device_work, "kernel") & (dur < SMALL_NS))[order]
-    return iv.total(idle[(at >= 0) & small[np.maximum(at, 0)]])
+    behind = (at >= 0) & small[np.maximum(at, 0)]
+    return order[at[behind]], idle[behind]
 
 
 @per_rank

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
+from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle
 from dlprof.analysis.timeline.launched_work import SYNCHRONISING
@@ -33,12 +33,19 @@ MOST_REPLAYED = 6
 _WAIT = ["asked", "call", "copied"]
 
 
+@within_rank
+def sync_waits(on_training_thread: pd.DataFrame, device_work: pd.DataFrame, timing: Timing) -> pd.DataFrame:
+    """Return each wait of the training thread for the device in the steady traced steps, as `_waits` does."""
+    waits = _waits(on_training_thread, _operators(on_training_thread), device_work)
+    return waits[iv.holds(iv.merge(timing.host_windows), waits["start_ns"].to_numpy())]
+
+
 @per_rank
 def syncs(
     on_training_thread: pd.DataFrame,
     timing: Timing,
     has_device: bool,
-    device_work: pd.DataFrame,
+    sync_waits: Maybe[pd.DataFrame],
     idle: Maybe[Idle],
     host_gaps: Maybe[iv.Intervals],
     what_if: Maybe[WhatIf],
@@ -52,20 +59,19 @@ def syncs(
     together_ns, the same for all waits of the same `copied` (NaN: the trace does not link launches to kernels). On the
     CPU, where values are only read, all times are NaN. Raises NotMeasured without a trace.
     """
-    windows, steps = iv.merge(timing.host_windows), max(len(timing.windows), 1)
+    steps = max(len(timing.windows), 1)
     if not len(on_training_thread):
         raise NotMeasured("no thread of the host was traced")
     ops = _operators(on_training_thread)
     if not has_device:
         read = ops[host.is_named(ops, *_READS)]
-        read = read[iv.holds(windows, read["start_ns"].to_numpy())]
+        read = read[iv.holds(iv.merge(timing.host_windows), read["start_ns"].to_numpy())]
         counts = read["name"].astype("str").value_counts().head(MOST_ROWS)
         times = dict.fromkeys(("ns", "idle_ns", "gain_ns", "together_ns"), np.nan)
         return pd.DataFrame(
             {"asked": counts.index, "call": "", "copied": "", "calls": counts.to_numpy() / steps, **times}
         )
-    waits = _waits(on_training_thread, ops, device_work)
-    waits = waits[iv.holds(windows, waits["start_ns"].to_numpy())]
+    waits = sync_waits.get()
     own = iv.holds(grad_scaler_reads(on_training_thread, ops), waits["start_ns"].to_numpy())
     waits = waits.assign(
         asked=waits["asked"].mask(own, GRAD_SCALER),
@@ -129,7 +135,7 @@ def _operators(thread: pd.DataFrame) -> pd.DataFrame:
 
 
 def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -> pd.DataFrame:
-    """Return each wait once, in order: asked, call, copied, start_ns, end_ns.
+    """Return each wait once, in order: asked, call, copied, start_ns, end_ns, row (of its call, in the spans).
 
     An operator that copies and synchronises waits once; its longest call names the wait.
     """
@@ -155,12 +161,13 @@ def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -
             "asked": [asked[op] if op >= 0 else "" for op in within],
             "call": host.written(called["name"])[waits],
             "copied": copied[waits],
+            "row": called.index.to_numpy()[waits],
             "start_ns": start[waits],
             "end_ns": start[waits] + called["dur_ns"].to_numpy()[waits],
         }
     ).astype(dict.fromkeys(_WAIT, "str"))
     by = frame.groupby(np.where(within >= 0, within, -1 - waits))
-    once = by.agg({**dict.fromkeys(_WAIT, "first"), "start_ns": "min", "end_ns": "max"})
+    once = by.agg({**dict.fromkeys([*_WAIT, "row"], "first"), "start_ns": "min", "end_ns": "max"})
     return once.sort_values("start_ns", kind="stable", ignore_index=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.products import products
 from dlprof.analysis.engine import Maybe, within_rank
 from dlprof.analysis.modules.exchanges import nearest
@@ -40,7 +41,9 @@ def module_flops(
 def shaped_flops(
     operator_work: pd.DataFrame, spans: pd.DataFrame, module_rows: pd.DataFrame, module_frames: Frames
 ) -> Sums:
-    """Return the FLOPs of each module's operators in the traced steps; raise NotMeasured where no shape is known."""
+    """Return the FLOPs of each module's operators in the traced steps, NaN where a product's are not known: a trace has
+    no stride of a convolution, and no shape of attention. Raises NotMeasured where no shape is known.
+    """
     owners = operator_work["owner"].to_numpy()
     rows = np.unique(owners[owners >= 0])
     keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
@@ -50,6 +53,7 @@ def shaped_flops(
     flops = np.array([products(*one)[0] if one[1] else np.nan for one in told])
     if np.isnan(flops).all():
         raise NotMeasured("the trace has no shapes of operators (record_shapes=True)")
-    found = np.nan_to_num(flops)[of.reshape(-1)]
+    flops[np.isnan(flops) & ~np.array([is_product(operator) for operator, _, _ in told], dtype=bool)] = 0.0
+    found = flops[of.reshape(-1)]
     module, part = module_rows["module"].to_numpy()[rows], module_rows["part"].cat.codes.to_numpy()[rows]
     return sums(module_frames, module, part, found)

@@ -1,4 +1,5 @@
-"""Where a finding stands in the user's files: the calls that concern it, and the lines seen in its phases.
+"""Where a finding stands in the user's files: the calls that concern it, and the lines seen in its phases; and in which
+modules of the model.
 
 Which these are is data: CONCERNS by rule, and _PHASES by the category that the rule's saving comes out of, for a rule
 that is not listed.
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
+from dlprof.analysis.source.in_modules import in_modules
 from dlprof.analysis.source.line_shares import over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.overrides import changes_numbers as numeric
@@ -91,10 +93,11 @@ _PHASES: Mapping[str, Concern] = {
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of the user's lines: the parameters name measures."""
+    """What is known of the user's lines and modules: the parameters name measures."""
 
     call_sites: Maybe[list[Call]]
     line_shares: Maybe[pd.DataFrame]
+    found_in_modules: Maybe[pd.DataFrame]
 
 
 def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outcome:
@@ -105,7 +108,8 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     if shares is not None and concern.phases:
         where += _of_lines(over_ranks(shares), concern.phases)
     changes = tuple(_located(change, calls, concern.role) for change in outcome.changes)
-    return replace(outcome, where=tuple(where), changes=changes)
+    modules = in_modules(outcome.id, source.found_in_modules.or_none())
+    return replace(outcome, where=tuple(where), changes=changes, modules=modules)
 
 
 def told_once(outcomes: Sequence[Outcome]) -> list[Outcome]:

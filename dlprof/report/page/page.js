@@ -132,23 +132,26 @@
 
   const words = new Intl.Collator("en", { numeric: true });
 
-  function sort(table, column, up) {
-    const heads = [...table.tHead.rows[0].cells];
-    heads.forEach((head) => head.removeAttribute("aria-sort"));
-    heads[column].setAttribute("aria-sort", up ? "ascending" : "descending");
-    const figures = heads[column].classList.contains("num");
-    const body = table.tBodies[0];
-    const keyed = [...body.rows].map((row) => {
-      const text = row.cells[column].textContent.trim();
-      return [row.classList.contains("mean"), figures ? amount(text) : text, row];
-    });
+  // Compares rows by a column: by numbers, or by words; a row of means stays first.
+  function comparing(table, column, up) {
+    const figures = table.tHead.rows[0].cells[column].classList.contains("num");
+    const keys = new Map();
+    const key = (row) => {
+      if (!keys.has(row)) {
+        const text = row.cells[column].textContent.trim();
+        keys.set(row, figures ? amount(text) : text);
+      }
+      return keys.get(row);
+    };
     const apart = figures ? (a, b) => (a === b ? 0 : a - b) : words.compare;
-    keyed.sort(([m, a], [n, b]) => n - m || (up ? apart(a, b) : apart(b, a)));
-    body.append(...keyed.map(([, , row]) => row));
+    const mean = (row) => row.classList.contains("mean");
+    return (a, b) => mean(b) - mean(a) || (up ? 1 : -1) * apart(key(a), key(b));
   }
 
-  function sortable(table) {
-    [...table.tHead.rows[0].cells].forEach((head, column) => {
+  // A button in each heading sorts by it: `arrange` brings the rows in the order of a comparison.
+  function sortable(table, arrange) {
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, column) => {
       if (!head.textContent) return;
       const button = document.createElement("button");
       button.type = "button";
@@ -157,13 +160,16 @@
       // Numbers are sorted largest first, words from A on.
       button.addEventListener("click", () => {
         const before = head.getAttribute("aria-sort");
-        sort(table, column, before ? before === "descending" : !head.classList.contains("num"));
+        const up = before ? before === "descending" : !head.classList.contains("num");
+        heads.forEach((other) => other.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", up ? "ascending" : "descending");
+        arrange(comparing(table, column, up));
       });
     });
   }
 
-  function filterable(table) {
-    const rows = [...table.tBodies[0].rows];
+  // A field above a table: `choose` shows the rows with a text in them, and returns how many these are.
+  function filterable(table, choose) {
     const line = document.createElement("div");
     line.className = "filter";
     const input = document.createElement("input");
@@ -174,18 +180,81 @@
     matches.setAttribute("role", "status");
     input.addEventListener("input", () => {
       const wanted = input.value.trim().toLowerCase();
-      rows.forEach((row) => (row.hidden = !row.textContent.toLowerCase().includes(wanted)));
-      matches.textContent = wanted ? `${rows.filter((row) => !row.hidden).length} of ${rows.length}` : "";
+      const number = choose(wanted);
+      matches.textContent = wanted ? `${number} of ${table.tBodies[0].rows.length}` : "";
     });
     line.append(input, matches);
     table.parentElement.before(line);
   }
 
   const filtered = 10; // tables with so many rows have a filter
-  document.querySelectorAll("table.sorts").forEach((table) => {
-    sortable(table);
-    if (table.tBodies[0].rows.length >= filtered) filterable(table);
-  });
+  const holds = (row, wanted) => (row.textContent + row.cells[0].title).toLowerCase().includes(wanted);
+
+  function flat(table) {
+    const body = table.tBodies[0];
+    const rows = [...body.rows];
+    sortable(table, (compare) => body.append(...[...body.rows].sort(compare)));
+    if (rows.length < filtered) return;
+    filterable(table, (wanted) => rows.filter((row) => !(row.hidden = !holds(row, wanted))).length);
+  }
+
+  // The rows of a tree open and close, by a button around the name or by the arrow keys on it. Sorted are the rows inside
+  // a row, each with all that is inside it; found rows are shown with those around them.
+  function tree(table) {
+    const body = table.tBodies[0];
+    const top = [];
+    const above = [];
+    for (const row of body.rows) {
+      above.length = Math.min(above.length, Number(row.dataset.depth));
+      const node = { row, inside: [] };
+      (above.at(-1)?.inside ?? top).push(node);
+      above.push(node);
+    }
+    const rows = (nodes) => nodes.flatMap(({ row, inside }) => [row, ...rows(inside)]);
+    const show = (nodes, shown) =>
+      nodes.forEach(({ row, inside }) => {
+        row.hidden = !shown;
+        show(inside, shown && row.dataset.open === "1");
+      });
+    const open = (row, wide) => {
+      row.dataset.open = wide ? "1" : "0";
+      row.querySelector("button").setAttribute("aria-expanded", wide);
+      show(top, true);
+    };
+    const grow = (nodes) =>
+      nodes.forEach(({ row, inside }) => {
+        grow(inside);
+        if (!inside.length) return;
+        const button = document.createElement("button");
+        button.type = "button";
+        button.append(row.cells[0].firstElementChild);
+        row.cells[0].prepend(button);
+        open(row, row.dataset.open === "1");
+        button.addEventListener("click", () => open(row, row.dataset.open !== "1"));
+        button.addEventListener("keydown", ({ key }) => {
+          if (key === "ArrowRight" || key === "ArrowLeft") open(row, key === "ArrowRight");
+        });
+      });
+    const sort = (nodes, compare) => {
+      nodes.sort((a, b) => compare(a.row, b.row));
+      nodes.forEach(({ inside }) => sort(inside, compare));
+    };
+    const find = (nodes, wanted) =>
+      nodes.filter(({ row, inside }) => !(row.hidden = !(find(inside, wanted) + holds(row, wanted)))).length;
+    grow(top);
+    sortable(table, (compare) => {
+      sort(top, compare);
+      body.append(...rows(top));
+    });
+    filterable(table, (wanted) => {
+      if (wanted) find(top, wanted);
+      else show(top, true);
+      return rows(top).filter((row) => holds(row, wanted)).length;
+    });
+  }
+
+  document.querySelectorAll("table.sorts").forEach(flat);
+  document.querySelectorAll("table.tree").forEach(tree);
 
   // Pages that share one plotly.js may be opened without it; their tables have the same values.
   if (typeof Plotly === "undefined") {

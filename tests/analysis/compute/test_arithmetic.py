@@ -38,6 +38,7 @@ def test_a_known_share_of_a_known_peak(tmp_path: Path) -> None:
     (found,) = run.frame(arithmetic).to_dict("records")
     assert found["flops_per_s"] == pytest.approx(156e12)
     assert found["mfu"] == pytest.approx(0.5)
+    assert found["peak"] == 312e12
     assert found["backward"] == pytest.approx(0.5)
     result = diagnose(open_run(path), (), jobs=1)
     assert result.window is not None
@@ -56,6 +57,7 @@ def test_each_precision_counts_against_its_own_peak(tmp_path: Path) -> None:
     matmul = {"allow_tf32": False, "cudnn_allow_tf32": True}
     (found,) = measured(tmp_path, A100, *mixed, matmul=matmul).frame(arithmetic).to_dict("records")
     assert found["mfu"] == pytest.approx(0.875)
+    assert found["peak"] != found["peak"]
 
 
 @pytest.mark.parametrize(

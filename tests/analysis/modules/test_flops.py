@@ -29,6 +29,20 @@ def test_products_count_to_the_module_that_multiplies(tmp_path: Path) -> None:
     assert rows.to_dict() == {"": 0.0, "a": 2 * 8 * 4 * 16, "b": 0.0, "(outside of modules)": 0.0}
 
 
+def test_a_module_with_a_product_whose_flops_no_shape_shows_has_none(tmp_path: Path) -> None:
+    told = {"Input Dims": [[2, 3, 8, 8], [4, 3, 3, 3], [4]], "Input type": ["float"] * 3}
+    made = layers.on_cpu(
+        traces.step(0, 0, 500),
+        layers.called("a", "Conv2d", 10, 100),
+        layers.forward("mkldnn_convolution", 20, 50, 1, **told),
+        layers.called("b", "Linear", 200, 100),
+        layers.forward("mm", 210, 20, 2, **SHAPES),
+    )
+    rows = runs.rank_of(tmp_path, made).once(module_work).set_index("path")["flops"]
+    assert rows.isna().to_dict() == {"a": True, "b": False, "(outside of modules)": False}
+    assert rows["b"] == 2 * 8 * 4 * 16
+
+
 def test_without_shapes_they_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="shapes"):
         runs.rank_of(tmp_path, layers.on_cpu(layers.two_layers())).once(module_flops)

@@ -17,6 +17,7 @@ from dlprof.analysis.source.patches import Call
 from dlprof.analysis.source.where import CONCERNS, Source, changes_numbers, placed, wanted
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES, Change, Outcome, change
+from dlprof.result.modules import InModule
 
 TEXT = "train = DataLoader(data)\n"
 LOADER = Call("loader", "train.py", 1, "main", TEXT.strip(), roles=("train",), span=Span(1, 1, 8, 24))
@@ -27,8 +28,17 @@ SAVE = Call("save", "train.py", 7, "main", "torch.save(m)")
 CALLS = [CHECK, HELD, LOOP, LOADER, SAVE]
 
 
-def source(calls: Sequence[Call], *lines: tuple[str, bool, str, int, str, str, int, int]) -> Source:
-    """Return what is known of calls, and of lines: none where there is no line."""
+def source(
+    calls: Sequence[Call],
+    *lines: tuple[str, bool, str, int, str, str, int, int],
+    modules: Sequence[tuple[str, str, str, float]] = (),
+) -> Source:
+    """Return what is known of calls, of lines and of modules: none where there is no line, or no module."""
+
+    def of_modules() -> Any:
+        if not modules:
+            raise NotMeasured("no module")
+        return pd.DataFrame(modules, columns=["about", "path", "kind", "ns"]).assign(total_ns=10.0, rank=0)
 
     def known() -> Any:
         if not lines:
@@ -36,11 +46,18 @@ def source(calls: Sequence[Call], *lines: tuple[str, bool, str, int, str, str, i
         columns = ["doing", "own", "file", "line", "function", "library", "samples", "of"]
         return pd.DataFrame(lines, columns=columns).assign(rank=0)
 
-    return Source(Maybe(lambda: [*calls]), Maybe(known))
+    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(of_modules))
 
 
 def found(rule: str, *changes: Change) -> Outcome:
     return Outcome(rule, "found", "Found", changes=changes)
+
+
+def test_a_finding_names_the_modules_that_it_is_in() -> None:
+    known = source(CALLS, modules=[("float32", "head", "Linear", 8.0), ("late", "body", "Body", 10.0)])
+    assert placed(found("fp32_matmul"), (), known).modules == (InModule("head", "Linear", 0.8),)
+    assert placed(found("input_wait"), (), known).modules == ()
+    assert placed(found("fp32_matmul"), (), source(CALLS)).modules == ()
 
 
 def test_calls_come_first_and_lines_seen_in_the_phases_then() -> None:

@@ -1,0 +1,163 @@
+"""Which spans a finding is about, and how long each of them costs: from these follow the modules that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.compute.attention import Block
+from dlprof.analysis.compute.cpu_work import is_product
+from dlprof.analysis.compute.products import misaligned_sizes
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.host.gaps import small_before
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import DeviceSets
+from dlprof.analysis.timeline.idle import Idle, first_after
+from dlprof.analysis.timeline.steps import Timing
+
+# What a finding of each rule is about, as `concerned_rows` names it.
+CONCERNED: Mapping[str, str] = {
+    "blocking_copy": "waits pinned",
+    "data_parallel": "exchanges",
+    "exposed_communication": "exchanges",
+    "exposed_copy": "copies",
+    "fp32_matmul": "float32",
+    "host_bound": "late",
+    "host_sync": "waits",
+    "misaligned_shapes": "misaligned",
+    "pageable_copy": "copies pageable",
+    "queued_wait": "queued",
+    "slow_link": "exchanges",
+    "small_collectives": "exchanges",
+    "small_kernels": "small",
+    "unfused_attention": "attention",
+}
+
+Rows = tuple[NDArray[np.int64], NDArray[np.float64]]  # of the spans, and ns of each
+
+
+@within_rank
+def concerned_rows(
+    of_computation: dict[str, Rows], of_waiting: dict[str, Rows], of_transfers: dict[str, Rows]
+) -> dict[str, Rows]:
+    """Return the rows of the spans that findings are about, with the ns that each costs the steady traced steps."""
+    return of_computation | of_waiting | of_transfers
+
+
+@within_rank
+def of_computation(
+    spans: pd.DataFrame,
+    kernels: Maybe[pd.DataFrame],
+    operator_work: Maybe[pd.DataFrame],
+    attention_blocks: Maybe[list[tuple[Block, NDArray[np.int64], set[str]]]],
+    has_device: bool,
+) -> dict[str, Rows]:
+    """Return what computes in float32, in sizes that do not suit tensor cores, and in attention that is not fused."""
+    if not has_device:
+        work = operator_work.or_none()
+        multiplies = np.array([is_product(str(name)) for name in spans["name"].cat.categories], dtype=bool)
+        return {} if work is None else {"float32": _taken(work, multiplies[spans["name"].cat.codes[work.index]])}
+    work = kernels.or_none()
+    if work is None:
+        return {}
+    fusable = np.zeros(len(work), dtype=bool)
+    for _, places, _ in attention_blocks.or_none() or ():
+        fusable[places] = True
+    return {
+        "float32": _taken(work, host.is_one_of(work["unit"], "float32")),
+        "misaligned": _taken(work, _misaligned(spans, work["owner"].to_numpy())),
+        "attention": _taken(work, fusable),
+    }
+
+
+@within_rank
+def of_waiting(
+    spans: pd.DataFrame,
+    host_gaps: Maybe[iv.Intervals],
+    python_gaps: Maybe[iv.Intervals],
+    idle: Maybe[Idle],
+    sync_waits: Maybe[pd.DataFrame],
+    device_work: Maybe[pd.DataFrame],
+    has_device: bool,
+    timing: Timing,
+    training_lane: str,
+) -> dict[str, Rows]:
+    """Return what the device, or on a CPU the training thread, waited for: launches, and queued work."""
+    late = host_gaps.or_none()
+    if late is None:
+        return {}
+    if not has_device:
+        ops = np.flatnonzero(host.is_one_of(spans["lane"], training_lane) & host.is_kind(spans, "op"))
+        at = np.searchsorted(spans["start_ns"].to_numpy()[ops], late[:, 1])
+        return {"late": _lengths(ops[at[at < len(ops)]], late[at < len(ops)])}
+    work, gaps = device_work.get(), idle.get()
+    windows = iv.merge(timing.windows)
+    launching = iv.subtract(late, python_gaps.get()), iv.intersect(gaps.latency, windows)
+    small = [small_before(work, part) for part in launching]
+    rows = np.concatenate([row for row, _ in small])
+    found = {
+        "late": _ended(work, late),
+        "queued": _ended(work, iv.intersect(gaps.queued, windows)),
+        "small": _lengths(work.index.to_numpy()[rows], np.concatenate([gap for _, gap in small])),
+    }
+    for memory, mine in sync_waits.get().groupby("copied"):
+        found[f"waits {memory}".strip()] = _lengths(mine["row"].to_numpy(), mine[["start_ns", "end_ns"]].to_numpy())
+    return found
+
+
+@within_rank
+def of_transfers(
+    spans: pd.DataFrame,
+    exposed_communication: Maybe[iv.Intervals],
+    device_sets: Maybe[DeviceSets],
+    traced_exchanges: NDArray[np.int64],
+    device_work: pd.DataFrame,
+    launched_within: NDArray[np.int64],
+) -> dict[str, Rows]:
+    """Return exchanges and copies, each as long as nothing is computed beside it."""
+    start, end = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
+    bare = exposed_communication.or_none()
+    found = {}
+    if bare is not None:
+        took = iv.within(bare, start[traced_exchanges], end[traced_exchanges])
+        found["exchanges"] = traced_exchanges, took.astype(float)
+    sets = device_sets.or_none()
+    if sets is not None:
+        copies = host.is_kind(device_work, "copy") & (launched_within >= 0)
+        pageable = host.is_one_of(device_work["copy"], "HtoD") & host.is_one_of(device_work["memory"], "pageable")
+        for name, chosen in (("copies", copies & ~pageable), ("copies pageable", copies & pageable)):
+            rows = device_work.index.to_numpy()[chosen]
+            found[name] = rows, iv.within(sets.exposed_copy, start[rows], end[rows]).astype(float)
+    return found
+
+
+def _taken(work: pd.DataFrame, chosen: NDArray[np.bool_]) -> Rows:
+    """Return the rows of some work that are chosen and in a steady step, with their time."""
+    chosen = chosen & (work["step"].to_numpy() >= 0)
+    return work.index.to_numpy()[chosen], work["dur_ns"].to_numpy(dtype=float)[chosen]
+
+
+def _misaligned(spans: pd.DataFrame, owner: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which kernels were launched by products of sizes that do not suit tensor cores, where shapes are known."""
+    rows = np.maximum(owner, 0)
+    keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
+    each, of = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
+    texts = [spans[column].cat.categories for column in ("name", "shape", "dtype")]
+    told = [[str(text[code]) for text, code in zip(texts, key, strict=True)] for key in each.tolist()]
+    odd = np.array([bool(one[1]) and bool(misaligned_sizes(*one)) for one in told], dtype=bool)
+    return odd[of.reshape(-1)] & (owner >= 0)
+
+
+def _ended(device_work: pd.DataFrame, gaps: iv.Intervals) -> Rows:
+    """Return the work that ended each gap, with the gap's length."""
+    row = first_after(device_work, gaps)
+    known = row >= 0
+    return _lengths(device_work.index.to_numpy()[row[known]], gaps[known])
+
+
+def _lengths(rows: NDArray[np.int64], gaps: iv.Intervals) -> Rows:
+    return rows, (gaps[:, 1] - gaps[:, 0]).astype(float)

@@ -1,0 +1,104 @@
+"""Where in the model the time is, in words: names of modules, lines for a terminal, the modules of a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from dlprof.plain import plain
+from dlprof.report import formatting
+from dlprof.result.modules import InModule, Module, Modules
+
+# What no module does, by part of the step.
+_OUTSIDE: Mapping[str, str] = {
+    "optimizer": "optimizer",
+    "input": "waiting for data",
+    "forward": "forward pass of what is no module",
+    "backward": "backward pass of what is no module",
+    "communication": "communication of no one module",
+    "graphs": "CUDA graphs, in which modules are not seen",
+    "other": "losses that are functions, Python, all else",
+    "idle": "the device idles",
+}
+
+# A terminal has so many lines; a module that takes so much is divided into what is inside it.
+MOST_LINES, DIVIDED_SHARE = 5, 0.25
+LEAST_SHARE = 0.01
+
+LEAST_NAMED = 0.05  # of a finding, in a module that is named
+MOST_NAMED = 3
+
+
+def outside_of(part: str) -> str:
+    """Name a part of the step that no module does."""
+    return _OUTSIDE.get(part, plain(part, 60))
+
+
+def name_of(row: Module, outer: Module | None = None) -> str:
+    """Return a module's path below the one around it; of the model itself, its class."""
+    if not row.path:
+        return plain(row.kind, 80) or "the model"
+    return plain(row.path[len(outer.path) + 1 :] if outer and outer.path else row.path, 120)
+
+
+def lines_of(found: Modules) -> list[tuple[float, str]]:
+    """Return the share and the name of what takes most of the step: modules, none inside another, and what is outside.
+
+    A module that takes much is divided into those inside it and what it does itself.
+    """
+    inside = _inside(found)
+    chosen, itself = list(inside.get(-1, ())), list[tuple[float, str]]()
+    while sum(found.rows[n].share >= LEAST_SHARE for n in chosen) + len(itself) < MOST_LINES:
+        wide = [n for n in chosen if n in inside and found.rows[n].share >= DIVIDED_SHARE]
+        if not wide:
+            break
+        n = max(wide, key=lambda n: found.rows[n].share)
+        row, below = found.rows[n], [found.rows[i] for i in inside[n]]
+        alone_ns = row.communication_ns - sum(one.communication_ns for one in below)
+        what = ", communication" if alone_ns > row.own_ns / 2 else " itself"
+        itself.append((row.share * row.own_ns / row.ns if row.ns else 0.0, described(row) + what))
+        chosen.remove(n)
+        chosen += inside[n]
+    lines = [*itself, *((found.rows[n].share, described(found.rows[n])) for n in chosen)]
+    lines += [(outside.share, outside_of(outside.part)) for outside in found.outside]
+    lines.sort(key=lambda line: -line[0])
+    return [line for line in lines[:MOST_LINES] if line[0] >= LEAST_SHARE]
+
+
+def _inside(found: Modules) -> dict[int, list[int]]:
+    """Return the rows right inside each row, those of the outermost modules at −1."""
+    inside: dict[int, list[int]] = {}
+    for n, around in enumerate(nested(found)):
+        inside.setdefault(around[-1] if around else -1, []).append(n)
+    return inside
+
+
+def nested(found: Modules) -> Iterator[list[int]]:
+    """Yield for each row the rows around it, from the outermost on; how many they are is its depth."""
+    around: list[int] = []
+    for n, row in enumerate(found.rows):
+        del around[max(row.depth, 0) :]
+        yield list(around)
+        around.append(n)
+
+
+def described(row: Module) -> str:
+    """Return a module's path and class, and how many it stands for: "encoder.layer.* × 12 (BertLayer)"."""
+    times = f" × {row.modules}" if row.modules > 1 else ""
+    return f"{name_of(row)}{times}{_class(row.path, row.kind)}"
+
+
+def _class(path: str, kind: str) -> str:
+    """Return a class in brackets; "" where the name says it already."""
+    return "" if not kind or not path or path.rpartition(".")[2].startswith(kind) else f" ({plain(kind, 60)})"
+
+
+def named(where: Sequence[InModule]) -> str:
+    """Say in which modules a finding is: "encoder.layer.*.mlp (MLP) 62 %, head (Linear) 12 %"; "": in none of them."""
+    shown = [one for one in where[:MOST_NAMED] if one.share >= LEAST_NAMED]
+    if len(where) == 1 and not where[0].path:
+        return ""  # the model as a whole
+    return ", ".join(f"{_in(one)} {formatting.percent(one.share)}" for one in shown)
+
+
+def _in(one: InModule) -> str:
+    return plain(one.path, 120) + _class(one.path, one.kind) if one.path else plain(one.kind, 80) or "no module"

@@ -1,0 +1,80 @@
+"""Which module of the model the time is in: structs of the result."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Module(msgspec.Struct, frozen=True):
+    """One module of the model with all that is inside it, or a repeated layer; of a mean traced step and rank.
+
+    `path`: "encoder.layer.*" of `modules` that are built alike; "" is the model itself. `kind`: its class; "": a
+    container that is never called. `depth`: 0 of the outermost; the rows after it that are deeper are inside it. `ns`:
+    of the step, `share` of it; `own_ns`: in none of the rows inside. `host_ns`: that threads spend in it. `device_ns`:
+    of all that it launched, whatever ran beside it. `rank`: that with most of it, `rank_ns`. `slowest`: of a repeated
+    layer, the module that takes clearly longer (`slowest_ns`) than the median one (`typical_ns`); "": they are alike.
+    `compiled`: torch.compile made one piece of it, with all that is inside. None: not known.
+    """
+
+    path: str
+    kind: str
+    depth: int
+    modules: int
+    calls: float
+    ns: float
+    own_ns: float
+    share: float
+    forward_ns: float
+    recompute_ns: float
+    backward_ns: float
+    communication_ns: float
+    host_ns: float
+    device_ns: float
+    rank: int
+    rank_ns: float
+    slowest: str = ""
+    slowest_ns: float = 0.0
+    typical_ns: float = 0.0
+    compiled: bool = False
+    flops: float | None = None
+    flops_per_s: float | None = None  # while it computes
+    mfu: float | None = None  # the same over the device's peak
+    copied_bytes: float | None = None
+    parameter_bytes: float | None = None  # that a rank has of it
+
+
+class Outside(msgspec.Struct, frozen=True):
+    """What no module does: `part` of the step.
+
+    optimizer; input (the loader); forward, backward and communication (of what is no module, as a loss that is a
+    function); graphs (CUDA graphs); other; idle (the device does nothing).
+    """
+
+    part: str
+    ns: float
+    share: float
+
+
+class Modules(msgspec.Struct, frozen=True):
+    """The tree of the model's modules, each above those inside it, the largest first; and what is outside of them.
+
+    The outermost modules and `outside` make up the mean traced step, `total_ns`, of `ranks`. `on_device`: time is that
+    of the device, else that of the training thread. `naming_ns`: what a traced step takes to name them; None: unknown.
+    `why`: no module is known.
+    """
+
+    on_device: bool = False
+    total_ns: float = 0.0
+    rows: tuple[Module, ...] = ()
+    outside: tuple[Outside, ...] = ()
+    ranks: int = 0
+    naming_ns: float | None = None
+    why: str = ""
+
+
+class InModule(msgspec.Struct, frozen=True):
+    """How much of what a finding is about is in a module: `share`. `path`: as of Module; "" and no class: outside."""
+
+    path: str
+    kind: str
+    share: float
