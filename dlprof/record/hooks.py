@@ -176,12 +176,13 @@ def _watch_modules(clock: StepClock) -> None:
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
-        if (
-            is_traced()
-            or clock.inside
-            or (compiler._is_compiling_flag if flagged else is_compiling())
-            or not clock.begin_forward(self, args, kwargs)
-        ):
+        traced = is_traced()  # what stands behind this Dynamo does not read
+        outermost = not (traced or clock.inside or (compiler._is_compiling_flag if flagged else is_compiling()))
+        outermost = outermost and clock.begin_forward(self, args, kwargs)
+        watcher = None if traced else clock.watcher
+        if watcher is not None and not watcher.enter(self, args, kwargs):
+            watcher = None
+        if not outermost and watcher is None:
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
@@ -191,7 +192,10 @@ def _watch_modules(clock: StepClock) -> None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         finally:
-            clock.end()
+            if watcher is not None:
+                watcher.leave()
+            if outermost:
+                clock.end()
 
     if known:
         _replace(torch.nn.Module, "__call__", hide(in_place_of(__call__, original)))
@@ -209,9 +213,14 @@ def _watch_autograd(clock: StepClock) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_traced() or not clock.begin_backward():
                 return original(*args, **kwargs)
+            watcher = clock.watcher
+            if watcher is not None:
+                watcher.begin_backward(args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
+                if watcher is not None:
+                    watcher.end_backward()
                 clock.end()
 
         return hidden(call)
