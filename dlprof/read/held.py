@@ -29,7 +29,7 @@ _HELD: Mapping[str, facts.Shape] = {
     "moments": [
         {
             **dict.fromkeys(("moment", "device"), str),
-            **dict.fromkeys(("gradient_bytes", "activation_bytes", "cast_bytes", "allocated_bytes"), int),
+            **dict.fromkeys(("gradient_bytes", "allocated_bytes"), int),
         }
     ],
     "activations": {

@@ -15,11 +15,6 @@ from dlprof.errors import NotMeasured
 # What is counted tensor by tensor, and is there all the time or at one of the moments below.
 COUNTED = ("parameter", "cast", "gradient", "optimizer", "buffer", "activation", "input", "communication")
 
-# Of each moment, which parts are as the table has them; the others are read from the moment itself. When a backward
-# pass begins activations are at their most, and gradients are those that were not set to None. When it has ended
-# gradients are complete, and neither activations nor autocast's copies are left.
-_MOMENTS = {"backward": ("gradient",), "gradients": ("activation", "cast")}
-
 # Rows of one rank's modules that travel: the largest, and the others together.
 MOST_ROWS = 1_000
 
@@ -82,14 +77,16 @@ def _why(told: Mapping[str, Any]) -> str:
 
 
 def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
-    """Return the moment at which a device holds most of what is counted, and each part's bytes at that moment."""
+    """Return the moment at which a device holds most of what is counted, and each part's bytes at that moment.
+
+    When a backward pass begins activations are at their most, and gradients are those that were not set to None. When
+    it has ended gradients are complete, and neither activations nor autocast's copies are left.
+    """
     sums = mine.groupby("part", observed=True)["bytes"].agg(lambda sizes: float(sizes.astype(float).sum()))
     whole = {part: float(sums.get(part, 0.0)) for part in COUNTED}
-    known = {m.get("moment"): m for m in told.get("moments") or () if m.get("device") == device}
-    found = {
-        moment: whole | {part: float((known.get(moment) or {}).get(f"{part}_bytes") or 0) for part in changed}
-        for moment, changed in _MOMENTS.items()
-    }
+    begun = (m for m in told.get("moments") or () if (m.get("device"), m.get("moment")) == (device, "backward"))
+    there = float(next(begun, {}).get("gradient_bytes") or 0)
+    found = {"backward": whole | {"gradient": there}, "gradients": whole | {"activation": 0.0, "cast": 0.0}}
     moment = max(found, key=lambda moment: sum(found[moment].values()))
     return moment, found[moment]
 

@@ -19,7 +19,6 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof import files
-from dlprof.plain import words_of
 from dlprof.record.model import saved, storages
 from dlprof.record.model.state import models_of, state_of
 from dlprof.record.model.storages import Key, Storages
@@ -65,8 +64,8 @@ class Held:
             return None
         if look is not None:
             self._leave()
-            if look.error:
-                raise RuntimeError(look.error)
+            if look.error is not None:
+                raise look.error
             if done[-1].backwards and look.step == done[-1].number:
                 self._done = True
                 self._write(look)
@@ -121,7 +120,7 @@ class _Look:
 
     def __init__(self, recorder: Recorder) -> None:
         self.step = recorder.clock.row.number
-        self.error = ""
+        self.error: Exception | None = None
         self.cost_ns = 0
         self._recorder = recorder
         torch: Any = sys.modules["torch"]
@@ -144,7 +143,7 @@ class _Look:
         self._most_gradients = self._most_there = -1
         self._most_anonymous: int | None = None
         if self._next_number is None or not saved.can_walk():
-            self._why = f"torch {torch.__version__} does not show what a graph keeps"
+            self._why = f"PyTorch shows from 2.10 on what a graph keeps, and this is {torch.__version__}"
 
     # -- what the hooks call
 
@@ -200,7 +199,7 @@ class _Look:
             size = sum(gradients.by_device().values())
             if size > self._most_gradients:
                 self._most_gradients, self._gradients = size, gradients.rows
-                self._see_moment("gradients", gradients, {})
+                self._see_moment("gradients", gradients)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
         self.cost_ns += perf_counter_ns() - began
@@ -208,7 +207,7 @@ class _Look:
     # -- inner workings
 
     def _fail(self, error: Exception) -> None:
-        self.error = self.error or words_of(error)
+        self.error = self.error or error
 
     def _see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in storages.tensors_in((args, kwargs)):
@@ -225,7 +224,6 @@ class _Look:
         if len(self._batch) > 0 and _size_of(self._batch) > _size_of(self._largest_batch):
             self._largest_batch = self._batch
         obstacle = self._why or _obstacle()
-        there: dict[str, int] = {}
         size = 0
         if obstacle:
             self._why = obstacle
@@ -238,10 +236,7 @@ class _Look:
             self._nodes += graph.nodes
             self._recomputed += graph.recomputed
             self._unseen.update(graph.unseen)
-            kept = self._activations(graph)
-            size = self._fullest.add(graph, kept)
-            for one in kept.values():
-                there[one.device] = there.get(one.device, 0) + one.size
+            size = self._fullest.add(graph, self._activations(graph))
         self._counts[0] += 1
         if self._counts[0] > _MOST_COUNTS and size <= self._most_there:
             return
@@ -252,7 +247,7 @@ class _Look:
         size += sum(gradients.by_device().values())
         if size > self._most_there:
             self._most_there, self._gathered = size, gathered.rows
-            self._see_moment("backward", gradients, there)
+            self._see_moment("backward", gradients)
 
     def _activations(self, graph: saved.Graph) -> dict[Key, saved.Kept]:
         """Leave out of what a graph keeps what is counted elsewhere."""
@@ -271,13 +266,11 @@ class _Look:
         gradients.settle()
         return gradients
 
-    def _see_moment(self, name: str, gradients: Storages, activations: dict[str, int]) -> None:
+    def _see_moment(self, name: str, gradients: Storages) -> None:
         of_gradients = gradients.by_device()
         index = self._recorder.device.in_use()
-        devices = {*of_gradients, *activations, *([] if index is None else [f"cuda:{index}"])}
-        for device in devices:
+        for device in {*of_gradients, *([] if index is None else [f"cuda:{index}"])}:
             moment = {"moment": name, "device": device, "gradient_bytes": of_gradients.get(device, 0)}
-            moment["activation_bytes"] = activations.get(device, 0)
             if index is not None and device == f"cuda:{index}":
                 moment["allocated_bytes"] = _allocated(index)
             self._moments[name, device] = moment
@@ -300,7 +293,7 @@ class _Look:
         return {
             "state": "counted",
             "step": self.step,
-            "rows": [_row(key, sums) for part in every for key, sums in part.items() if sums[0] or sums[1]],
+            "rows": [_row(key, sums) for part in every for key, sums in part.items() if sums[1] or sums[2]],
             "moments": list(self._moments.values()),
             "activations": {
                 "state": "abstained" if self._why else "counted",

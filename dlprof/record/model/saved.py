@@ -29,6 +29,8 @@ _FARTHEST = 4
 _COPIES = ("ToCopyBackward0",)
 _VIEWS = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0")
 
+_CHECKPOINT = "torch.utils.checkpoint"
+
 _NOT_MADE_IN_ORDER = 1 << 62  # the number of a node that accumulates a gradient
 
 
@@ -86,13 +88,14 @@ class Graph:
     begins: int = _NOT_MADE_IN_ORDER  # the number of its first node
     kept: dict[Key, Kept] = field(default_factory=dict)
     nodes: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)  # by id, the first node within each
     recomputed: int = 0  # tensors that checkpointing will compute again
     unseen: Counter[str] = field(default_factory=Counter)  # nodes that keep what Python cannot see, by name
     whole: bool = True  # False: it has too many nodes
 
 
 def can_walk() -> bool:
-    """Return whether this PyTorch shows what a saved tensor keeps without unpacking it."""
+    """Return whether this PyTorch shows what a saved tensor keeps without unpacking it: 2.10 and later do."""
     saved: Any = getattr(sys.modules["torch"]._C._autograd, "SavedTensor", None)
     return hasattr(saved, "unpack_hook") and hasattr(saved, "data")
 
@@ -157,15 +160,46 @@ def _look(node: Any, graph: Graph) -> None:
 def _take(saved: Any, number: int, graph: Graph) -> None:
     """Count what a saved tensor keeps: itself, or what a hook has made of it."""
     try:
-        packed = saved.data
-        hooked = saved.unpack_hook is not None
+        packed, hook = saved.data, saved.unpack_hook
     except (AttributeError, RuntimeError):  # there is none, or it was freed
         return
-    if hooked and type(packed).__module__ == "torch.utils.checkpoint":
+    if type(packed).__module__ == _CHECKPOINT:
         graph.recomputed += 1
+        _look_at_checkpoint(hook, number, graph)
         return
     for tensor in storages.tensors_in(packed):
         _keep(tensor, number, graph)
+
+
+def _look_at_checkpoint(hook: Any, number: int, graph: Graph) -> None:
+    """Count what a checkpoint keeps to begin again with, and the results that its policy spares; once a checkpoint."""
+    frame = _enclosed(hook, "_CheckpointFrame")
+    if frame is None or graph.checkpoints.get(id(frame), _NOT_MADE_IN_ORDER) <= number:
+        return
+    graph.checkpoints[id(frame)] = number
+    inputs = getattr(frame, "saved_args", None)
+    if inputs is None:  # a node kept them, before there was a class for it
+        inputs = getattr(getattr(frame, "input_saver", None), "_raw_saved_tensors", ())
+    for one in inputs:
+        _take(one, number, graph)
+    spared = _enclosed(frame.recompute_fn, "_CachedTorchDispatchMode")
+    for results in (getattr(spared, "storage", None) or {}).values():
+        for result in results.values() if isinstance(results, dict) else results:
+            for one in result if isinstance(result, (tuple, list)) else (result,):
+                for tensor in storages.tensors_in(getattr(one, "val", None)):
+                    _keep(tensor, number, graph)
+
+
+def _enclosed(function: Any, kind: str) -> Any:
+    """Return what a function has of a class from the function around it; None: nothing."""
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found = cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+        if type(found).__name__ == kind:
+            return found
+    return None
 
 
 def _keep(tensor: Any, number: int, graph: Graph) -> None:

@@ -26,6 +26,7 @@ class Model:
         self.parameters: dict[int, Owner] = {}  # by id
         self.replicates = False  # its modules run in several threads
         self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
+        self._in_buckets: set[int] = set()  # by id: their gradients lie in DistributedDataParallel's buckets
         self._kept: list[tuple[Any, Owner]] = []
         self._modules: list[tuple[Any, Owner]] = []
         for one in module.modules() if module is not None else ():
@@ -33,6 +34,8 @@ class Model:
             self._modules.append((one, owner))
             self.replicates = self.replicates or type(one).__name__ == "DataParallel"
             self.full |= _full_of(one)
+            if type(one).__name__ == "DistributedDataParallel" and one.gradient_as_bucket_view:
+                self._in_buckets |= {id(parameter) for parameter in one._module_parameters}
             for parameter in one._parameters.values():
                 self._keep(parameter, owner)
         for parameter in others:
@@ -59,11 +62,14 @@ class Model:
                     into.add("buffer", owner, buffer)
 
     def count_gradients(self, into: Storages) -> None:
-        """Count the gradients that are there."""
+        """Count the gradients that are there, and the buckets that they would lie in."""
         for parameter, owner in self._kept:
             gradient = parameter.grad if parameter.is_leaf else None
             if gradient is not None:
                 into.add("gradient", owner, gradient, full=self.full.get(id(parameter)))
+            elif id(parameter) in self._in_buckets and parameter.requires_grad:
+                size = parameter.numel() * parameter.element_size()
+                into.add_bytes("gradient", owner, str(parameter.device), dtype_of(parameter), size)
 
     def count_gathered(self, into: Storages) -> None:
         """Count the parameters that FSDP has gathered from all ranks and not let go yet."""

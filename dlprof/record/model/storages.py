@@ -108,7 +108,9 @@ def plain(tensor: Any, depth: int = 0) -> Iterator[Any]:
         yield tensor
         return
     for name in flatten(tensor)[0] if depth < _DEEPEST else ():
-        yield from plain(getattr(tensor, name), depth + 1)
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from plain(inner, depth + 1)
 
 
 def dtype_of(tensor: Any) -> str:
