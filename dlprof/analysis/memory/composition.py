@@ -37,7 +37,8 @@ def memory_composition(
     not allocated at the peaks, "allocator"), and libraries (the CUDA context, NCCL and other processes on that GPU:
     used less reserved, "driver"). On the host, where nothing counts what PyTorch allocates: process (its own memory
     before there was a model, "process"), and unexplained (what else it held at its most: data, temporaries, freed
-    memory that it keeps, "difference"). A difference below 0 is part "unexplained": more was counted than was there.
+    memory that it keeps, "difference"). The GPU's difference is "unexplained" too where activations are not counted, or
+    where it is below 0: more was counted than was there.
     """
     told = rank.trace_facts.get("held") or {}
     if not len(held):
@@ -50,7 +51,9 @@ def memory_composition(
         if device == "cpu":
             rows += [("cpu", *row, moment) for row in _of_process(told, counted)]
         elif memory_use and memory and _index(str(device)) == int(memory.get()["device"].iloc[-1]):
-            rows += [(str(device), *row, moment) for row in _of_gpu(memory_use.get(), memory.get(), samples, counted)]
+            known = (told.get("activations") or {}).get("state") == "counted"
+            found = _of_gpu(memory_use.get(), memory.get(), samples, counted, "temporary" if known else "unexplained")
+            rows += [(str(device), *row, moment) for row in found]
     frame = pd.DataFrame(rows, columns=["device", "part", "bytes", "known", "moment"])
     return frame[frame["bytes"] != 0].reset_index(drop=True)
 
@@ -84,19 +87,21 @@ def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[
     """
     sums = mine.groupby("part", observed=True)["bytes"].agg(lambda sizes: float(sizes.astype(float).sum()))
     whole = {part: float(sums.get(part, 0.0)) for part in COUNTED}
-    begun = (m for m in told.get("moments") or () if (m.get("device"), m.get("moment")) == (device, "backward"))
-    there = float(next(begun, {}).get("gradient_bytes") or 0)
+    there = 0.0
+    for moment in told.get("moments") or ():
+        if (moment.get("device"), moment.get("moment")) == (device, "backward"):
+            there = float(moment.get("gradient_bytes") or 0)
     found = {"backward": whole | {"gradient": there}, "gradients": whole | {"activation": 0.0, "cast": 0.0}}
-    moment = max(found, key=lambda moment: sum(found[moment].values()))
-    return moment, found[moment]
+    fullest = max(found, key=lambda moment: sum(found[moment].values()))
+    return fullest, found[fullest]
 
 
 def _of_gpu(
-    use: pd.DataFrame, memory: pd.DataFrame, samples: Maybe[pd.DataFrame], counted: float
+    use: pd.DataFrame, memory: pd.DataFrame, samples: Maybe[pd.DataFrame], counted: float, rest: str
 ) -> list[tuple[str, float, str]]:
     peak, reserved = float(use["peak_allocated_bytes"].iloc[0]), float(use["peak_reserved_bytes"].iloc[0])
     rows = [
-        ("temporary", max(peak - counted, 0.0), "difference"),
+        (rest, max(peak - counted, 0.0), "difference"),
         ("unexplained", min(peak - counted, 0.0), "difference"),
         ("cache", max(reserved - peak, 0.0), "allocator"),
     ]

@@ -19,6 +19,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof import files
+from dlprof.record.hooks import hide
 from dlprof.record.model import saved, storages
 from dlprof.record.model.state import models_of, state_of
 from dlprof.record.model.storages import Key, Storages
@@ -52,6 +53,10 @@ class Held:
         self._look: _Look | None = None
         self._done = False
         self._tries = 0
+        # What a compiled function calls is compiled, unless it is hidden with all that it calls in turn.
+        for method in vars(_Look).values():
+            if hasattr(method, "__code__"):
+                hide(method, with_callees=True)
 
     def start(self, recorder: Recorder) -> None:
         """Remember who records."""

@@ -179,8 +179,8 @@ def _look_at_checkpoint(hook: Any, number: int, graph: Graph) -> None:
     graph.checkpoints[id(frame)] = number
     inputs = getattr(frame, "saved_args", None)
     if inputs is None:  # a node kept them, before there was a class for it
-        inputs = getattr(getattr(frame, "input_saver", None), "_raw_saved_tensors", ())
-    for one in inputs:
+        inputs = getattr(getattr(frame, "input_saver", None), "_raw_saved_tensors", None)
+    for one in inputs or ():
         _take(one, number, graph)
     spared = _enclosed(frame.recompute_fn, "_CachedTorchDispatchMode")
     for results in (getattr(spared, "storage", None) or {}).values():

@@ -80,6 +80,15 @@ def test_more_counted_than_there_was_is_not_hidden(tmp_path: Path) -> None:
     assert "temporary" not in found
 
 
+def test_what_was_not_counted_is_not_called_temporary(tmp_path: Path) -> None:
+    rows = [r for r in ROWS if r["part"] != "activation"]
+    path = holding.recorded(tmp_path, rows, activations={"state": "abstained", "why": "an old PyTorch"})
+    allocator.write(path, [reading(400, 950, 950)])
+    found = parts(path)
+    assert found["unexplained"] == (950 - 405, "difference")  # the gradients are more than nothing
+    assert "temporary" not in found
+
+
 def test_the_host_by_its_process(tmp_path: Path) -> None:
     rows = [row(r["part"], r["module"], r["bytes"], device="cpu") for r in ROWS]
     moments = [m | {"device": "cpu"} for m in MOMENTS]

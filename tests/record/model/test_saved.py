@@ -125,7 +125,7 @@ def test_hooks_of_the_script_are_never_asked_to_unpack() -> None:
 
 
 def test_what_a_function_keeps_on_its_context_counts() -> None:
-    class Own(torch.autograd.Function):
+    class Own(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             ctx.save_for_backward(x.exp())
