@@ -132,6 +132,9 @@ class _Look:
         self._next_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", None)
         self._models = models_of(recorder.observed)  # now, since FSDP puts others in their place while a step runs
         self._by_module = not any(model.replicates for model in self._models)
+        self._known = Storages()
+        for model in self._models:
+            model.count(self._known)
         self._calls = saved.Calls()
         self._backward = False
         self._counts = [0, 0]  # of gradients, before and after backward passes
@@ -182,7 +185,7 @@ class _Look:
     def begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See an outermost backward pass, before it begins."""
         self._backward = True
-        if self.error:
+        if self.error or self._recorder.clock.capturing:
             return
         began = perf_counter_ns()
         try:
@@ -195,7 +198,7 @@ class _Look:
         """See it end."""
         self._backward = False
         self._counts[1] += 1
-        if self.error or self._counts[1] > _MOST_COUNTS:
+        if self.error or self._counts[1] > _MOST_COUNTS or self._recorder.clock.capturing:
             return
         began = perf_counter_ns()
         try:
@@ -220,7 +223,7 @@ class _Look:
                 continue
             for one in storages.plain(tensor):
                 known = storages.of(one)
-                if known is not None:
+                if known is not None and known[0] not in self._known:
                     self._inputs.add(known[0])
                     self._batch[known[0]] = (known[1], str(one.device), storages.dtype_of(one))
 
@@ -256,13 +259,11 @@ class _Look:
 
     def _activations(self, graph: saved.Graph) -> dict[Key, saved.Kept]:
         """Leave out of what a graph keeps what is counted elsewhere."""
-        known = Storages()
+        gathered = Storages()
         for model in self._models:
-            model.count(known)
-            model.count_gathered(known)
-        return {
-            key: one for key, one in graph.kept.items() if key not in known and key not in self._inputs and one.size
-        }
+            model.count_gathered(gathered)
+        elsewhere = (self._known, gathered, self._inputs)
+        return {key: one for key, one in graph.kept.items() if one.size and not any(key in them for them in elsewhere)}
 
     def _count_gradients(self) -> Storages:
         gradients = Storages()
@@ -285,6 +286,8 @@ class _Look:
 
     def told(self) -> dict[str, Any]:
         """Return what held.json has of the step, which has just ended."""
+        if not self._graphs:
+            self._why = "no backward pass was seen: CUDA graphs, and functions that are compiled whole, show none"
         rows = Storages()
         for model in self._models:
             model.count(rows)

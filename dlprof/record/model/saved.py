@@ -21,7 +21,7 @@ from dlprof.record.model import storages
 from dlprof.record.model.storages import Key
 
 # A graph of more nodes, as an unrolled simulation has, would hold up its step for seconds.
-_MOST_NODES = 300_000
+_MOST_NODES = 100_000
 
 # Nodes between a parameter and the copy of it that autocast makes, with views of either.
 _FARTHEST = 4
@@ -88,6 +88,7 @@ class Graph:
     begins: int = _NOT_MADE_IN_ORDER  # the number of its first node
     kept: dict[Key, Kept] = field(default_factory=dict)
     nodes: int = 0
+    names: dict[type, tuple[str, ...]] = field(default_factory=dict)  # of each class of nodes, its saved tensors
     checkpoints: dict[int, int] = field(default_factory=dict)  # by id, the first node within each
     recomputed: int = 0  # tensors that checkpointing will compute again
     unseen: Counter[str] = field(default_factory=Counter)  # nodes that keep what Python cannot see, by name
@@ -124,17 +125,11 @@ def walk(roots: Any) -> Graph:
     return graph
 
 
-_names: dict[type, tuple[str, ...]] = {}  # of each class of nodes, the attributes that are saved tensors
-
-
 def _look(node: Any, graph: Graph) -> None:
     kind = type(node)
-    if kind not in _names:
-        _names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-        if len(_names) > 10_000:  # classes that a script makes as it goes
-            _names.clear()
-            return
-    names = _names.get(kind, ())
+    names = graph.names.get(kind)
+    if names is None:
+        names = graph.names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     number = node._sequence_nr()
     if number < _NOT_MADE_IN_ORDER:
         graph.begins = min(graph.begins, number)

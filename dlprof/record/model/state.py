@@ -120,7 +120,7 @@ def state_of(optimizer: Any, models: Sequence[Model], into: Storages) -> dict[st
             found[1] += whole
 
     for one in _all_of(optimizer):
-        for parameter, state in one.state.items():
+        for parameter, state in (vars(one).get("state") or {}).items():
             owner = owners.get(id(parameter), ("", ""))
             elements = full.get(id(parameter))
             for key, value in state.items() if isinstance(state, dict) else (("", state),):

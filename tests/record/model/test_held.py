@@ -58,8 +58,8 @@ say(loss)
 """
 
 PARAMETERS = 2 * (64 * 256 + 256 + 256 * 64 + 64) + 64 * 8 + 8
-# What each layer takes in, of 32 rows, but for the batch itself; the log-softmax, the labels, and the sum of the weights
-# that they have.
+# What each layer takes in, of 32 rows, but for the batch itself; the log-softmax, the labels, and the sum of the
+# weights that these have.
 ACTIVATIONS = 32 * (256 + 64 + 256 + 64 + 8) * 4 + 32 * 8 + 4
 
 

@@ -1,0 +1,85 @@
+"""The comparison of counted and allocated bytes: what it adds up, what it reads of a trace, and a real script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.allocated import differences, sums
+from benchmarks.memory import ROOT, Compared, counted, table
+from tests.fixtures.holding import row
+
+ROWS = [
+    row("parameter", "a", 100),
+    row("parameter", "b", 20),
+    row("gradient", "a", 100),
+    row("activation", "a", 50),
+    row("cast", "a", 30),
+    row("communication", "a", 7),
+    row("buffer", "a", 1_000),
+]
+
+
+def test_what_the_forward_pass_leaves_is_activations_copies_and_what_was_gathered() -> None:
+    assert counted({"rows": ROWS}, gathers=False) == {
+        "parameter": 120,
+        "gradient": 100,
+        "optimizer": 0,
+        "activation": 80,
+    }
+    assert counted({"rows": ROWS}, gathers=True)["activation"] == 87
+
+
+def test_a_part_that_is_too_far_off_is_a_miss_and_one_that_is_not_there_is_none() -> None:
+    is_counted = {"parameter": 104, "gradient": 94, "optimizer": 0, "activation": 109}
+    measured = {"parameter": 100, "gradient": 100, "optimizer": 0, "activation": 100}
+    one = Compared("net", is_counted, measured, 2_000_000)
+    assert one.misses == ["gradient"]
+    assert table([one]).splitlines()[-1] == (
+        "| net | 0.00 (+4.0%) | 0.00 (-6.0%) | 0.00 (+0.0%) | 0.00 (+9.0%) | 2.0 ms |"
+    )
+
+
+def test_marks_are_found_by_their_sizes_among_all_allocations() -> None:
+    def event(size: int, total: int) -> dict[str, Any]:
+        return {"name": "[memory]", "args": {"Bytes": size, "Total Allocated": total}}
+
+    mark = 77_777_001
+    events: list[dict[str, Any]] = [event(40, 40), event(mark, mark + 40), event(-mark, 40), event(mark + 1, mark + 31), {"name": "aten::mm"}]
+    assert sums(events, ["forward 0", "backward 0"]) == {"forward 0": 40, "backward 0": 30}
+
+
+def test_parts_are_how_much_less_there_is_when_they_are_empty() -> None:
+    read = {"forward 0": 300, "backward 0": 380, "forward 1": 400, "backward 1": 500}
+    read |= {"before": 400, "gradient": 300, "optimizer": 100, "parameter": 10}
+    assert differences(read) == {"gradient": 100, "optimizer": 200, "parameter": 90, "activation": 100}
+
+
+@pytest.mark.long
+def test_the_allocator_of_a_script_whose_bytes_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="measures PyTorch's allocator")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(64, 32)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "for n in range(9):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(128, 64)).exp().sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.allocated", str(tmp_path), "3", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size = (64 * 32 + 32) * 4
+    # The output of exp, and the loss, which is a number and takes as much as the allocator's least.
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert {part: found[part] for part in ("parameter", "gradient", "optimizer")} == dict.fromkeys(
+        ("parameter", "gradient", "optimizer"), size
+    )
+    assert found["activation"] == 128 * 32 * 4 + 4
