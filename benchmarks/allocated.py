@@ -92,7 +92,9 @@ class Watch:
         self.mark("before")
         for name, tensors in zip(PARTS, parts, strict=True):
             for tensor in tensors:
-                getattr(tensor, "_local_tensor", tensor).detach().untyped_storage().resize_(0)
+                whole = getattr(tensor, "_local_tensor", tensor).detach()
+                for one in (whole._indices(), whole._values()) if whole.is_sparse else (whole,):
+                    one.untyped_storage().resize_(0)
             self.mark(name)
         self.profiler.stop()
         self.write()

@@ -1,6 +1,6 @@
 """How near what dlprof counts of a step's memory comes to what the allocator says, for reference workloads on the CPU.
 
-    python -m benchmarks.memory [--only WORKLOAD]... [--procs 2]
+    python -m benchmarks.memory [--only WORKLOAD]...
 
 Each workload is recorded, and then run again without dlprof for as many steps (benchmarks/allocated.py), which measures
 the same step by the allocator alone. Prints a row a workload, in Markdown: for each part what was counted on rank 0,
@@ -22,22 +22,22 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-# Workload → its options, and on how many ranks. Small, as the allocator's every move is noted.
-JOBS: Mapping[str, tuple[tuple[str, ...], int]] = {
-    "amp_transformer": (("--precision", "bf16"), 1),
-    "ddp_resnet": ((), 2),
-    "fsdp_gpt": ((), 2),
-    "bert_pretrain": ((), 1),
-    "dlrm_like": ((), 2),
-    "tensor_parallel_gpt": ((), 2),
+# Workload → its options, on how many ranks, and which other part its forward pass leaves: the parameters that FSDP has
+# gathered, the ids that are exchanged and then looked up.
+JOBS: Mapping[str, tuple[tuple[str, ...], int, str]] = {
+    "amp_transformer": (("--precision", "bf16"), 1, ""),
+    "ddp_resnet": ((), 2, ""),
+    "fsdp_gpt": ((), 2, "communication"),
+    "bert_pretrain": ((), 1, ""),
+    "dlrm_like": ((), 2, "input"),
+    "tensor_parallel_gpt": ((), 2, ""),
 }
 
 # The farthest off, by part.
 GOALS = {"parameter": 0.05, "gradient": 0.05, "optimizer": 0.05, "activation": 0.10}
 
-# What the forward pass leaves: what the graph keeps, and the parameters that FSDP has gathered meanwhile.
+# What any forward pass leaves.
 _LEFT = ("activation", "cast")
-_GATHERS = ("fsdp_gpt",)
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Compared:
         return [part for part, goal in GOALS.items() if self.measured[part] > 0 and abs(self.off(part)) > goal]
 
 
-def counted(held: Mapping[str, Any], *, gathers: bool) -> dict[str, int]:
+def counted(held: Mapping[str, Any], also: str = "") -> dict[str, int]:
     """Return the bytes of held.json by part, with all that the forward pass leaves as `activation`."""
     sizes = dict.fromkeys(GOALS, 0)
     for row in held["rows"]:
-        part = "activation" if row["part"] in _LEFT or (gathers and row["part"] == "communication") else row["part"]
+        part = "activation" if row["part"] in (*_LEFT, also) else row["part"]
         if part in sizes:
             sizes[part] += row["bytes"]
     return sizes
@@ -71,7 +71,7 @@ def counted(held: Mapping[str, Any], *, gathers: bool) -> dict[str, int]:
 
 def compare(workload: str, folder: Path) -> Compared:
     """Record a workload, and measure the step that was counted."""
-    options, ranks = JOBS[workload]
+    options, ranks, also = JOBS[workload]
     script = ROOT / "workloads" / f"{workload}.py"
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     start = launched if ranks > 1 else [sys.executable]
@@ -82,7 +82,7 @@ def compare(workload: str, folder: Path) -> Compared:
     step = _position(run, held["step"])
     _done([*start, "-m", "benchmarks.allocated", str(folder), str(step), str(script), *options, "--steps", "24"])
     measured = json.loads((folder / "0.json").read_text())
-    return Compared(workload, counted(held, gathers=workload in _GATHERS), measured, held["cost_ns"])
+    return Compared(workload, counted(held, also), measured, held["cost_ns"])
 
 
 def _position(run: Path, step: int) -> int:
@@ -98,14 +98,15 @@ def _done(command: Sequence[str]) -> None:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
 
 
-def table(every: Sequence[Compared]) -> str:
-    """Return the comparison in Markdown, in MB."""
-    head = "| workload | " + " | ".join(GOALS) + " | counting |"
-    lines = [head, "|---" * (len(GOALS) + 2) + "|"]
-    for one in every:
-        cells = [f"{one.counted[part] / 1e6:,.2f} ({one.off(part):+.1%})" for part in GOALS]
-        lines.append(f"| {one.workload} | {' | '.join(cells)} | {one.cost_ns / 1e6:.1f} ms |")
-    return "\n".join(lines)
+def head() -> str:
+    """Return the first lines of the comparison in Markdown."""
+    return f"| workload | {' | '.join(GOALS)} | counting |\n{'|---' * (len(GOALS) + 2)}|"
+
+
+def line(one: Compared) -> str:
+    """Return a workload's line: MB that were counted, and by how much they are off."""
+    cells = [f"{one.counted[part] / 1e6:,.2f} ({one.off(part):+.1%})" for part in GOALS]
+    return f"| {one.workload} | {' | '.join(cells)} | {one.cost_ns / 1e6:.1f} ms |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,10 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=list(JOBS), help="of the workloads; repeatable")
     args = parser.parse_args(argv)
     every = []
+    print(head(), flush=True)
     for workload in args.only or JOBS:
         with tempfile.TemporaryDirectory() as folder:
             every.append(compare(workload, Path(folder)))
-    print(table(every))
+        print(line(every[-1]), flush=True)
     misses = [f"{one.workload}: {part} is {one.off(part):+.1%} off" for one in every for part in one.misses]
     print("\n".join(misses), file=sys.stderr)
     return int(bool(misses))

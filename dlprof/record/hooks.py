@@ -176,25 +176,27 @@ def _watch_modules(clock: StepClock) -> None:
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
-        traced = is_traced()  # what stands behind this Dynamo does not read
-        outermost = not (traced or clock.inside or (compiler._is_compiling_flag if flagged else is_compiling()))
-        outermost = outermost and clock.begin_forward(self, args, kwargs)
-        watcher = None if traced else clock.watcher
-        if watcher is not None and not watcher.enter(self, args, kwargs):
-            watcher = None
-        if not outermost and watcher is None:
+        if is_traced() or (
+            (
+                inner := clock.inside
+                or (compiler._is_compiling_flag if flagged else is_compiling())
+                or not clock.begin_forward(self, args, kwargs)
+            )
+            and clock.watcher is None
+        ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
+        seen = watcher if (watcher := clock.watcher) is not None and watcher.enter(self, args, kwargs) else None
         try:
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         finally:
-            if watcher is not None:
-                watcher.leave()
-            if outermost:
+            if seen is not None:
+                seen.leave()
+            if not inner:
                 clock.end()
 
     if known:
@@ -213,8 +215,7 @@ def _watch_autograd(clock: StepClock) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_traced() or not clock.begin_backward():
                 return original(*args, **kwargs)
-            watcher = clock.watcher
-            if watcher is not None:
+            if (watcher := clock.watcher) is not None:
                 watcher.begin_backward(args, kwargs)
             try:
                 return original(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.allocated import differences, sums
-from benchmarks.memory import ROOT, Compared, counted, table
+from benchmarks.memory import ROOT, Compared, counted, head, line
 from tests.fixtures.holding import row
 
 ROWS = [
@@ -26,13 +26,13 @@ ROWS = [
 
 
 def test_what_the_forward_pass_leaves_is_activations_copies_and_what_was_gathered() -> None:
-    assert counted({"rows": ROWS}, gathers=False) == {
+    assert counted({"rows": ROWS}) == {
         "parameter": 120,
         "gradient": 100,
         "optimizer": 0,
         "activation": 80,
     }
-    assert counted({"rows": ROWS}, gathers=True)["activation"] == 87
+    assert counted({"rows": ROWS}, "communication")["activation"] == 87
 
 
 def test_a_part_that_is_too_far_off_is_a_miss_and_one_that_is_not_there_is_none() -> None:
@@ -40,9 +40,8 @@ def test_a_part_that_is_too_far_off_is_a_miss_and_one_that_is_not_there_is_none(
     measured = {"parameter": 100, "gradient": 100, "optimizer": 0, "activation": 100}
     one = Compared("net", is_counted, measured, 2_000_000)
     assert one.misses == ["gradient"]
-    assert table([one]).splitlines()[-1] == (
-        "| net | 0.00 (+4.0%) | 0.00 (-6.0%) | 0.00 (+0.0%) | 0.00 (+9.0%) | 2.0 ms |"
-    )
+    assert line(one) == "| net | 0.00 (+4.0%) | 0.00 (-6.0%) | 0.00 (+0.0%) | 0.00 (+9.0%) | 2.0 ms |"
+    assert len({text.count("|") for text in (*head().splitlines(), line(one))}) == 1
 
 
 def test_marks_are_found_by_their_sizes_among_all_allocations() -> None:
@@ -50,7 +49,13 @@ def test_marks_are_found_by_their_sizes_among_all_allocations() -> None:
         return {"name": "[memory]", "args": {"Bytes": size, "Total Allocated": total}}
 
     mark = 77_777_001
-    events: list[dict[str, Any]] = [event(40, 40), event(mark, mark + 40), event(-mark, 40), event(mark + 1, mark + 31), {"name": "aten::mm"}]
+    events: list[dict[str, Any]] = [
+        event(40, 40),
+        event(mark, mark + 40),
+        event(-mark, 40),
+        event(mark + 1, mark + 31),
+        {"name": "aten::mm"},
+    ]
     assert sums(events, ["forward 0", "backward 0"]) == {"forward 0": 40, "backward 0": 30}
 
 
