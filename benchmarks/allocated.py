@@ -4,8 +4,8 @@
 
 torch.profiler notes each allocation and release, and their sum so far. So what a part takes is how much that sum falls
 when its storages are made empty: gradients before the optimizer steps, then its state, then the parameters, all found
-through Python's garbage collector. What the forward pass leaves is how much the sum grows from its first module's call
-to the beginning of the backward pass. The script ends there. STEP counts optimizer steps from 0; OUT gets a JSON file a
+through Python's garbage collector. What the forward pass leaves is what was allocated since its first module's call and
+not released before the backward pass. The script ends there. STEP counts optimizer steps from 0; OUT gets a JSON file a
 rank.
 """
 
@@ -17,6 +17,7 @@ import os
 import runpy
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ PARTS = ("gradient", "optimizer", "parameter")
 
 # Each reading of the sum is an allocation of a size that nothing else has; its pages are never touched.
 _MARK = 77_777_001
+
+_GLOO_S = 0.1
 
 
 class Watch:
@@ -64,7 +67,8 @@ class Watch:
         self.profiler.start()
 
     def mark(self, name: str) -> None:
-        """Read the allocator's sum."""
+        """Read the allocator's sum, once gloo's thread has let go of what it has exchanged."""
+        time.sleep(_GLOO_S)
         self.torch.empty(_MARK + len(self.marks), dtype=self.torch.uint8)
         self.marks.append(name)
 
@@ -123,29 +127,48 @@ class Watch:
             trace = Path(folder) / "trace.json"
             self.profiler.export_chrome_trace(str(trace))
             events = json.loads(trace.read_text())["traceEvents"]
-        read = sums(events, self.marks)
-        (self.out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(differences(read)))
+        found = differences(sums(events, self.marks)) | {"activation": left(events, self.marks)}
+        (self.out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+def moves(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the allocator did, in order: bytes, negative where they are released, the sum then, and where."""
+    return [e["args"] for e in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"]))]
 
 
 def sums(events: Iterable[dict[str, Any]], marks: list[str]) -> dict[str, int]:
     """Return the allocator's sum at each mark, without the mark's own bytes."""
-    read = {}
-    for event in events:
-        if event.get("name") == "[memory]":
-            size = event["args"]["Bytes"]
-            if 0 <= size - _MARK < len(marks):
-                read[marks[size - _MARK]] = event["args"]["Total Allocated"] - size
-    return read
+    return {
+        marks[move["Bytes"] - _MARK]: move["Total Allocated"] - move["Bytes"]
+        for move in moves(events)
+        if 0 <= move["Bytes"] - _MARK < len(marks)
+    }
+
+
+def left(events: Iterable[dict[str, Any]], marks: list[str]) -> int:
+    """Return the most bytes that a forward pass allocates and leaves when its backward pass begins."""
+    most = 0
+    there: dict[int, int] = {}
+    for move in moves(events):
+        size, address = move["Bytes"], move["Addr"]
+        if 0 <= size - _MARK < len(marks):
+            name = marks[size - _MARK]
+            if name.startswith("backward "):
+                most = max(most, sum(there.values()))
+            there = {}
+        elif size > 0:
+            there[address] = size
+        else:
+            there.pop(address, None)
+    return most
 
 
 def differences(read: dict[str, int]) -> dict[str, int]:
-    """Return what each part takes, and the most that a forward pass leaves (`activation`)."""
+    """Return what each part takes, from the sums after it was emptied."""
     found = {}
     before = read["before"]
     for part in PARTS:
         found[part], before = before - read[part], read[part]
-    passes = [name.partition(" ")[2] for name in read if name.startswith("backward ")]
-    found["activation"] = max(read[f"backward {n}"] - read[f"forward {n}"] for n in passes)
     return found
 
 
