@@ -30,7 +30,7 @@ from dlprof.record.stepping import FETCH, Step
 # case not the first two: most optimizers make their state in the first one.
 _COUNTED_STEP, _FIRST_STEP = 9, 2
 
-# Steps that turned out not to train before it is given up.
+# Steps that turned out not to train, or began within a phase, before it is given up.
 _MOST_TRIES = 8
 
 # Calls of modules in a step, backward passes of it in which gradients are counted, and inputs that are kept.
@@ -75,18 +75,16 @@ class Held:
                 self._done = True
                 self._write(look)
                 return None
-            self._done = self._tries >= _MOST_TRIES
-        if self._done or self._recorder.ended is not None:
+        if self._recorder.ended is not None or self._tries >= _MOST_TRIES:
             return None
-        due = self._is_due()
-        if due and clock.phase in (None, FETCH):
+        if not self._is_due():
+            return None if self._comes() else int(max(clock.trained_from + _COUNTED_STEP, clock.row.number + 1))
+        if done[-1].backwards:  # else a validation may have begun
             self._tries += 1
-            clock.row.profiled = 1
-            self._look = _Look(self._recorder)
-            clock.watcher = self._look
-        if due or self._tries:
-            return clock.row.number + 1
-        return None if self._comes() else int(max(clock.trained_from + _COUNTED_STEP, clock.row.number + 1))
+            if clock.phase in (None, FETCH):
+                clock.row.profiled = 1
+                self._look = clock.watcher = _Look(self._recorder)
+        return clock.row.number + 1
 
     def stop(self) -> None:
         """Stop looking; half a step is none."""

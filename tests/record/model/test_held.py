@@ -323,3 +323,28 @@ def test_shards_are_what_a_rank_holds_and_a_rank_without_a_trace_counts_too(tmp_
         # The head is the root's own, which stays gathered between the passes.
         assert found["communication"] == (64 * 8 + 8) * 4
         assert beside["optimizers"][0]["state"][0]["full_bytes"] == PARAMETERS * 4
+
+
+def test_a_validation_is_waited_for(tmp_path: Path) -> None:
+    table, beside = counted(
+        tmp_path,
+        """
+        from torch.utils.data import DataLoader, TensorDataset
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        data = TensorDataset(torch.randn(8 * 32, 64), torch.randint(8, (8 * 32,)))
+        for epoch in range(3):
+            for x, y in DataLoader(data, 32):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for x, y in DataLoader(data, 16):
+                    model(x)
+        """,
+        *("--flops", "off"),
+    )
+    # 8 steps of training, 16 of validation, one in which that turns out to have ended.
+    assert beside["step"] == 25
+    assert sums(table)["activation"] == ACTIVATIONS
+    profiled = [row["step"] for row in rows(tmp_path / "run/ranks/00000") if row["profiled"]]
+    assert profiled == [25]
