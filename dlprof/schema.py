@@ -175,6 +175,23 @@ MEMORY: Mapping[str, str] = {
     "device_frees": "int64",
 }
 
+# What a rank's memory was made of in one step, each storage once. Of a storage that several tensors share, each row has
+# its own tensors' bytes. Gradients are those after the backward pass, activations at their most.
+HELD: Mapping[str, str] = {
+    # parameter, cast (copies of parameters that autocast made), gradient, optimizer (its state and master copies),
+    # buffer, activation (kept for the backward pass), input (of the model), communication (buckets of
+    # DistributedDataParallel that are no gradients themselves, parameters that FSDP has gathered)
+    "part": CATEGORY,
+    "module": CATEGORY,  # its path in the script's model, "": the model itself, or none is known
+    "kind": CATEGORY,  # the module's class, "": none is known
+    "device": CATEGORY,  # that holds them: cpu, cuda:0
+    "dtype": CATEGORY,  # float32
+    "tensors": "int64",
+    "bytes": "int64",  # that this rank holds
+    "full_bytes": "int64",  # before they were sharded
+    "trainable": "int64",  # 1: of parameters that require a gradient; 0: any other
+}
+
 # What PyTorch's CUDA allocator did, of a snapshot; in order, each device by itself. -1 and "": unknown.
 MEMORY_EVENTS: Mapping[str, str] = {
     "device": "int64",
@@ -278,6 +295,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "chunks": CHUNKS,
     "fetches": FETCHES,
     "functions": FUNCTIONS,
+    "held": HELD,
     "lines": LINES,
     "loading": LOADING,
     "memory": MEMORY,

@@ -78,6 +78,13 @@ _NOT_SAMPLED = "nothing was sampled next to the job (only `dlprof wrap` and `dlp
 SOURCES: tuple[Source, ...] = (
     _log("fetches", f"no record of the time that each batch took {_ONLY}", "pid", "start_ns", "dur_ns", "count"),
     _samples("gpu"),
+    Source(
+        "held",
+        ("held.json",),
+        ("held",),
+        "it was not counted what memory holds (`dlprof wrap` and `dlprof run` do, in the tenth step or a later one)",
+        _lazily("held", "read"),
+    ),
     _samples("host", of_host=True),
     Source(
         "lines",

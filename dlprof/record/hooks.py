@@ -67,8 +67,7 @@ def put(owner: Any, name: str, wrapper: Any) -> Patch:
 
 
 def _replace(owner: Any, name: str, wrapper: Any) -> Patch:
-    patch = Patch(owner, name, wrapper)
-    _undo.append(patch.undo)
+    _undo.append((patch := Patch(owner, name, wrapper)).undo)
     return patch
 
 
@@ -170,30 +169,31 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
 
     original: Any = torch.nn.Module.__call__
     compiler: Any = torch.compiler
-    is_compiling = compiler.is_compiling
     flagged = hasattr(compiler, "_is_compiling_flag")  # what that function asks: its frames cost more than the answer
     is_traced = _is_traced()
-    as_we_know_it = ("_compiled_call_impl", "_call_impl")
-    known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
+    known = getattr(getattr(original, "__code__", None), "co_names", ()) == ("_compiled_call_impl", "_call_impl")
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
         outermost = False
         if (
             is_traced()
             or clock.inside
-            or (compiler._is_compiling_flag if flagged else is_compiling())
-            or not ((outermost := clock.begin_forward(self, args, kwargs)) or clock.naming)
+            or (compiler._is_compiling_flag if flagged else compiler.is_compiling())
+            or not ((outermost := clock.begin_forward(self, args, kwargs)) or clock.naming or clock.watcher is not None)
         ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         opened = ranges.open(self) if clock.naming else None
+        seen = watcher if (watcher := clock.watcher) is not None and watcher.enter(self, args, kwargs) else None
         try:
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         finally:
+            if seen is not None:
+                seen.leave()
             if opened is not None:
                 opened.__exit__(None, None, None)
             if outermost:
@@ -215,9 +215,13 @@ def _watch_autograd(clock: StepClock) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_traced() or not clock.begin_backward():
                 return original(*args, **kwargs)
+            if (watcher := clock.watcher) is not None:
+                watcher.begin_backward(args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
+                if watcher is not None:
+                    watcher.end_backward()
                 clock.end()
 
         return hidden(call)

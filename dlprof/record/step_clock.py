@@ -346,7 +346,7 @@ class StepClock(Phases):
         self.off = True
         self.inside = True
         self.ranges.clear()
-        self.end_of_step = None
+        self.end_of_step = self.watcher = None
 
     # -- inner workings
 

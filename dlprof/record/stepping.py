@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dlprof.record.batches import look_at, samples_of
 from dlprof.record.loaders import LoaderSeen, Pass
@@ -252,6 +252,22 @@ def kind_of(step: Step | Row) -> str:
     return "validation" if step.forwards else "other"
 
 
+class Watcher(Protocol):
+    """What sees each module's call and each outermost backward pass of a step. Its methods must not raise."""
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """See a module's call, an inner one's too, on any thread; return whether `leave` must be called behind it."""
+
+    def leave(self) -> None:
+        """See the innermost call end."""
+
+    def begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See what backward() or grad() of torch.autograd was called with, before it begins."""
+
+    def end_backward(self) -> None:
+        """See it end."""
+
+
 @dataclass(slots=True, eq=False)
 class Phases:
     """The phases of the step that is being measured. They nest, and their times exclude each other."""
@@ -266,6 +282,7 @@ class Phases:
     phases: list[int] = field(default_factory=list)  # that are open, the innermost last
     # What opens a named range around each phase: the trace while its window is open, NVTX all along.
     ranges: list[Callable[[str], Any]] = field(default_factory=list)
+    watcher: Watcher | None = None  # in single steps whose times count for nothing
     _open_ranges: dict[int, Any] = field(default_factory=dict)  # by how many phases are open
     _since_ns: int = 0  # when the innermost phase was entered or resumed
 

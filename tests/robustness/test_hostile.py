@@ -26,7 +26,7 @@ from dlprof.read import opening
 from dlprof.read.run import open_run
 from dlprof.result import Result
 from dlprof.result.stored import from_json, to_json
-from tests.fixtures import results, runs, traces
+from tests.fixtures import holding, results, runs, traces
 from tests.fixtures.runs import MS
 
 HOST = "node-1"
@@ -72,6 +72,7 @@ def whole_run(folder: Path) -> Path:
     (rank / "lines.jsonl").write_text(lines({**counted, "lines": [[1, 2, 300], [2, 2, 400]]}))
     effect = {"value": 4, "applied": 1, "before": [0], "places": [["train.py", 12, "main"]], "error": None}
     (rank / "overrides.json").write_text(json.dumps({"loader.num_workers": effect, "gc.freeze": effect}))
+    holding.write(run, [holding.row("parameter", "layer", 400), holding.row("activation", "layer", 900)])
     sampled = [
         {"at_ns": at + n * 1_000 * MS, "gpu.use": 0.5, "cpu.use": 0.25, "memory_used": 1 << 30} for n in range(9)
     ]

@@ -1,0 +1,136 @@
+"""What a rank's memory is made of when it is fullest, and which modules hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.errors import NotMeasured
+
+# What is counted tensor by tensor, and is there all the time or at one of the moments below.
+COUNTED = ("parameter", "cast", "gradient", "optimizer", "buffer", "activation", "input", "communication")
+
+# Rows of one rank's modules that travel: the largest, and the others together.
+MOST_ROWS = 1_000
+
+_KEYS = ["module", "kind", "part", "device"]
+
+
+@per_rank
+def memory_composition(
+    held: pd.DataFrame,
+    memory_use: Maybe[pd.DataFrame],
+    memory: Maybe[pd.DataFrame],
+    samples: Maybe[pd.DataFrame],
+    rank: RankFacts,
+) -> pd.DataFrame:
+    """Return what each device's memory holds when it is fullest, a row a part: device, part, bytes, known, moment.
+
+    The rows of a device add up to all that the process has there. Parts: those of COUNTED (known "counted": tensor by
+    tensor, in one step), at the `moment` that holds more of them, "backward" (one begins) or "gradients" (the last one
+    has ended). On a GPU also temporary (the allocator's peak less what is counted, "difference"), cache (reserved and
+    not allocated at the peaks, "allocator"), and libraries (the CUDA context, NCCL and other processes on that GPU:
+    used less reserved, "driver"). On the host, where nothing counts what PyTorch allocates: process (its own memory
+    before there was a model, "process"), and unexplained (what else it held at its most: data, temporaries, freed
+    memory that it keeps, "difference"). The GPU's difference is "unexplained" too where activations are not counted, or
+    where it is below 0: more was counted than was there.
+    """
+    told = rank.trace_facts.get("held") or {}
+    if not len(held):
+        raise NotMeasured(_why(told))
+    rows: list[tuple[str, str, float, str, str]] = []
+    for device, mine in held.groupby("device", observed=True):
+        moment, parts = _fullest(mine, told, str(device))
+        rows += [(str(device), part, size, "counted", moment) for part, size in parts.items()]
+        counted = sum(parts.values())
+        if device == "cpu":
+            rows += [("cpu", *row, moment) for row in _of_process(told, counted)]
+        elif memory_use and memory and _index(str(device)) == int(memory.get()["device"].iloc[-1]):
+            known = (told.get("activations") or {}).get("state") == "counted"
+            found = _of_gpu(memory_use.get(), memory.get(), samples, counted, "temporary" if known else "unexplained")
+            rows += [(str(device), *row, moment) for row in found]
+    frame = pd.DataFrame(rows, columns=["device", "part", "bytes", "known", "moment"])
+    return frame[frame["bytes"] != 0].reset_index(drop=True)
+
+
+@per_rank
+def held_by_module(held: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+    """Return what each module holds itself, without the modules inside it: module (path), kind (class), part, device,
+    tensors, bytes and full_bytes (before they were sharded), the largest first.
+
+    Of more than MOST_ROWS the smaller ones are one row of each part and device, of module "…".
+    """
+    if not len(held):
+        raise NotMeasured(_why(rank.trace_facts.get("held") or {}))
+    sums = ["tensors", "bytes", "full_bytes"]
+    whole = held.astype(dict.fromkeys(sums, "float64"))  # a stranger's numbers may add up to more than 64 bits hold
+    frame = whole.groupby(_KEYS, observed=True, as_index=False)[sums].sum()
+    frame = frame.astype(dict.fromkeys(_KEYS, object)).sort_values("bytes", ascending=False, kind="stable")
+    rest = frame[MOST_ROWS:].assign(module="…", kind="").groupby(_KEYS, as_index=False)[sums].sum()
+    return pd.concat([frame[:MOST_ROWS], rest], ignore_index=True)
+
+
+def _why(told: Mapping[str, Any]) -> str:
+    return f"it was not counted what memory holds: {told.get('state') or 'no tensor was seen'}"
+
+
+def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
+    """Return the moment at which a device holds most of what is counted, and each part's bytes at that moment.
+
+    When a backward pass begins activations are at their most, and gradients are those that were not set to None. When
+    it has ended gradients are complete, and neither activations nor autocast's copies are left.
+    """
+    sums = mine.groupby("part", observed=True)["bytes"].agg(lambda sizes: float(sizes.astype(float).sum()))
+    whole = {part: float(sums.get(part, 0.0)) for part in COUNTED}
+    there = 0.0
+    for moment in told.get("moments") or ():
+        if (moment.get("device"), moment.get("moment")) == (device, "backward"):
+            there = float(moment.get("gradient_bytes") or 0)
+    found = {"backward": whole | {"gradient": there}, "gradients": whole | {"activation": 0.0, "cast": 0.0}}
+    fullest = max(found, key=lambda moment: sum(found[moment].values()))
+    return fullest, found[fullest]
+
+
+def _of_gpu(
+    use: pd.DataFrame, memory: pd.DataFrame, samples: Maybe[pd.DataFrame], counted: float, rest: str
+) -> list[tuple[str, float, str]]:
+    peak, reserved = float(use["peak_allocated_bytes"].iloc[0]), float(use["peak_reserved_bytes"].iloc[0])
+    rows = [
+        (rest, max(peak - counted, 0.0), "difference"),
+        ("unexplained", min(peak - counted, 0.0), "difference"),
+        ("cache", max(reserved - peak, 0.0), "allocator"),
+    ]
+    beyond = _beyond_allocator(memory, samples)
+    return rows if np.isnan(beyond) else [*rows, ("libraries", beyond, "driver")]
+
+
+def _beyond_allocator(memory: pd.DataFrame, samples: Maybe[pd.DataFrame]) -> float:
+    """Return what a GPU's driver counts as used beyond the allocator's, in the middle of all readings; NaN: unknown."""
+    read = samples.or_none()
+    if read is None:
+        return nan
+    used = read[(read["source"] == "gpu") & (read["metric"] == "memory_used_bytes")]
+    at = np.searchsorted(memory["at_ns"], used["at_ns"], side="right") - 1
+    if not (at >= 0).any():
+        return nan
+    beyond = used["value"].to_numpy()[at >= 0] - memory["reserved_bytes"].to_numpy()[at[at >= 0]]
+    return max(float(np.median(beyond)), 0.0)
+
+
+def _of_process(told: Mapping[str, Any], counted: float) -> list[tuple[str, float, str]]:
+    of_process = told.get("process") or {}
+    before, most = (of_process.get(name) for name in ("before_bytes", "anonymous_bytes"))
+    if before is None or most is None:
+        return []
+    return [("process", float(before), "process"), ("unexplained", float(most) - before - counted, "difference")]
+
+
+def _index(device: str) -> int:
+    """Return the number in "cuda:0"; −1: it has none."""
+    number = device.partition(":")[2]
+    return int(number) if number.isdecimal() and len(number) < 10 else -1

@@ -1,0 +1,386 @@
+"""Counts what a rank's memory is made of in one step, tensor by tensor: held.json.
+
+Parameters, buffers and the optimizer's state are counted when the step has ended, gradients when its backward passes
+have, and activations when these begin, from the autograd graph (saved.py). The step is one that counts for nothing
+anyway: that in which floating-point operations are counted, in which the profiler warms up, or the one behind the trace
+window. Where there is none, one is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from dlprof import files
+from dlprof.record.hooks import hide
+from dlprof.record.model import saved, storages
+from dlprof.record.model.state import models_of, state_of
+from dlprof.record.model.storages import Key, Storages
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import FETCH, Step
+
+# Where no step counts for nothing: the tenth one of training is past lazy set-up and the first compilations. In any
+# case not the first two: most optimizers make their state in the first one.
+_COUNTED_STEP, _FIRST_STEP = 9, 2
+
+# Steps that turned out not to train, or began within a phase, before it is given up.
+_MOST_TRIES = 8
+
+# Calls of modules in a step, backward passes of it in which gradients are counted, and inputs that are kept.
+_MOST_CALLS, _MOST_COUNTS, _MOST_INPUTS = 400_000, 4, 1_000
+
+_MOST_UNSEEN = 10  # kinds of nodes that are named
+
+# States of the trace's window in which it will not open any more, or is not this rank's.
+_WAITING = "waiting"
+
+
+class Held:
+    """Writes held.json: rows of the table `held`, and beside them how they were counted."""
+
+    name = "what memory holds"
+    _recorder: Recorder
+
+    def __init__(self) -> None:
+        self._before = anonymous()  # as soon as torch is imported
+        self._look: _Look | None = None
+        self._done = False
+        self._tries = 0
+        # What a compiled function calls is compiled, unless it is hidden with all that it calls in turn.
+        for method in vars(_Look).values():
+            if hasattr(method, "__code__"):
+                hide(method, with_callees=True)
+
+    def start(self, recorder: Recorder) -> None:
+        """Remember who records."""
+        self._recorder = recorder
+
+    def step(self, done: Sequence[Step]) -> int | None:
+        """Begin to look with the step that has just begun, or write what was seen in the one that has ended."""
+        clock, look = self._recorder.clock, self._look
+        if self._done:
+            return None
+        if look is not None:
+            self._leave()
+            if look.error is not None:
+                raise look.error
+            if done[-1].backwards and look.step == done[-1].number:
+                self._done = True
+                self._write(look)
+                return None
+        if self._recorder.ended is not None or self._tries >= _MOST_TRIES:
+            return None
+        if not self._is_due():
+            return None if self._comes() else int(max(clock.trained_from + _COUNTED_STEP, clock.row.number + 1))
+        if done[-1].backwards:  # else a validation may have begun
+            self._tries += 1
+            if clock.phase in (None, FETCH):
+                clock.row.profiled = 1
+                self._look = clock.watcher = _Look(self._recorder)
+        return clock.row.number + 1
+
+    def stop(self) -> None:
+        """Stop looking; half a step is none."""
+        self._done = True
+        self._leave()
+
+    def _leave(self) -> None:
+        self._look = self._recorder.clock.watcher = None
+
+    def _is_due(self) -> bool:
+        clock, window = self._recorder.clock, self._recorder.window
+        if not clock.trains or clock.position < _FIRST_STEP:
+            return False
+        first = window.get("first_step")
+        if window.get("state") == _WAITING and first is not None and clock.row.number >= first:
+            return False  # the trace records
+        return bool(clock.row.profiled) or (not self._comes() and clock.position >= _COUNTED_STEP)
+
+    def _comes(self) -> bool:
+        """Return whether a step that counts for nothing is still to come."""
+        window = self._recorder.window
+        return window.get("skip") is not None and window.get("state") == _WAITING
+
+    def _write(self, look: _Look) -> None:
+        self._recorder.device.look(self._recorder.observed.models, self._recorder.observed.optimizers)
+        began = perf_counter_ns()
+        told = look.told()
+        if self._before is not None and told["process"]["anonymous_bytes"] is not None:
+            told["process"]["before_bytes"] = self._before
+        told["cost_ns"] = look.cost_ns + perf_counter_ns() - began
+        files.write(self._recorder.folder / "held.json", files.compact(told))
+
+
+class _Look:
+    """Sees one step. What fails here ends it, and the script goes on."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.step = recorder.clock.row.number
+        self.error: Exception | None = None
+        self.cost_ns = 0
+        self._recorder = recorder
+        torch: Any = sys.modules["torch"]
+        self._next_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", None)
+        self._models = models_of(recorder.observed)  # now, since FSDP puts others in their place while a step runs
+        self._by_module = not any(model.replicates for model in self._models)
+        self._known = Storages()
+        for model in self._models:
+            model.count(self._known)
+        self._calls = saved.Calls()
+        self._backward = False
+        self._counts = [0, 0]  # of gradients, before and after backward passes
+        self._inputs: set[Key] = set()
+        self._batch: dict[Key, tuple[int, str, str]] = {}  # inputs since a backward pass ended: bytes, device, dtype
+        self._largest_batch = self._batch
+        self._fullest = saved.Fullest()
+        self._graphs = self._nodes = self._recomputed = 0
+        self._unseen: Counter[str] = Counter()
+        self._why = ""  # activations are not counted
+        self._moments: dict[tuple[str, str], dict[str, Any]] = {}
+        self._gradients: dict[tuple[Any, ...], list[int]] = {}
+        self._gathered: dict[tuple[Any, ...], list[int]] = {}
+        self._most_gradients = self._most_there = -1
+        self._most_anonymous: int | None = None
+        if self._next_number is None or not saved.can_walk():
+            self._why = f"PyTorch shows from 2.10 on what a graph keeps, and this is {torch.__version__}"
+
+    # -- what the hooks call
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """See a module's call; return whether `leave` must be called behind it."""
+        if self._why or self._backward or self.error:
+            return False
+        try:
+            if get_ident() != self._recorder.clock.owner:
+                self._by_module = False  # nodes of several threads have the same numbers
+                return False
+            calls = self._calls
+            if len(calls) >= _MOST_CALLS:
+                self._by_module = False
+                return False
+            if not calls.depth:
+                self._see_inputs(args, kwargs)
+            calls.enter(id(module), self._next_number())
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return False
+        return True
+
+    def leave(self) -> None:
+        """See the innermost module's call end."""
+        try:
+            self._calls.leave(self._next_number())
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See an outermost backward pass, before it begins."""
+        self._backward = True
+        if self.error or self._recorder.clock.capturing:
+            return
+        began = perf_counter_ns()
+        try:
+            self._see_graph(args, kwargs)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+        self.cost_ns += perf_counter_ns() - began
+
+    def end_backward(self) -> None:
+        """See it end."""
+        self._backward = False
+        self._counts[1] += 1
+        if self.error or self._counts[1] > _MOST_COUNTS or self._recorder.clock.capturing:
+            return
+        began = perf_counter_ns()
+        try:
+            self._batch = {}
+            gradients = self._count_gradients()
+            size = sum(gradients.by_device().values())
+            if size > self._most_gradients:
+                self._most_gradients, self._gradients = size, gradients.rows
+                self._see_moment("gradients", gradients)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+        self.cost_ns += perf_counter_ns() - began
+
+    # -- inner workings
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+
+    def _see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in storages.tensors_in((args, kwargs)):
+            if tensor.requires_grad or len(self._inputs) >= _MOST_INPUTS:
+                continue
+            for one in storages.plain(tensor):
+                known = storages.of(one)
+                if known is not None and known[0] not in self._known:
+                    self._inputs.add(known[0])
+                    self._batch[known[0]] = (known[1], str(one.device), storages.dtype_of(one))
+
+    def _see_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._graphs += 1
+        if len(self._batch) > 0 and _size_of(self._batch) > _size_of(self._largest_batch):
+            self._largest_batch = self._batch
+        obstacle = self._why or _obstacle()
+        size = 0
+        if obstacle:
+            self._why = obstacle
+        else:
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            graph = saved.walk(roots)
+            if not graph.whole:
+                self._why = "the graph has too many nodes"
+            self._by_module = self._by_module and not kwargs.get("create_graph")
+            self._nodes += graph.nodes
+            self._recomputed += graph.recomputed
+            self._unseen.update(graph.unseen)
+            size = self._fullest.add(graph, self._activations(graph))
+        self._counts[0] += 1
+        if self._counts[0] > _MOST_COUNTS and size <= self._most_there:
+            return
+        gathered, gradients = Storages(), self._count_gradients()
+        for model in self._models:
+            model.count_gathered(gathered)
+        gathered.settle()
+        size += sum(gradients.by_device().values())
+        if size > self._most_there:
+            self._most_there, self._gathered = size, gathered.rows
+            self._see_moment("backward", gradients)
+
+    def _activations(self, graph: saved.Graph) -> dict[Key, saved.Kept]:
+        """Leave out of what a graph keeps what is counted elsewhere."""
+        gathered = Storages()
+        for model in self._models:
+            model.count_gathered(gathered)
+        elsewhere = (self._known, gathered, self._inputs)
+        return {key: one for key, one in graph.kept.items() if one.size and not any(key in them for them in elsewhere)}
+
+    def _count_gradients(self) -> Storages:
+        gradients = Storages()
+        for model in self._models:
+            model.count_gradients(gradients)
+        gradients.settle()
+        return gradients
+
+    def _see_moment(self, name: str, gradients: Storages) -> None:
+        of_gradients = gradients.by_device()
+        index = self._recorder.device.in_use()
+        for device in {*of_gradients, *([] if index is None else [f"cuda:{index}"])}:
+            moment = {"moment": name, "device": device, "gradient_bytes": of_gradients.get(device, 0)}
+            if index is not None and device == f"cuda:{index}":
+                moment["allocated_bytes"] = _allocated(index)
+            self._moments[name, device] = moment
+        now = anonymous()
+        if now is not None:
+            self._most_anonymous = max(now, self._most_anonymous or 0)
+
+    def told(self) -> dict[str, Any]:
+        """Return what held.json has of the step, which has just ended."""
+        if not self._graphs:
+            self._why = "no backward pass was seen: CUDA graphs, and functions that are compiled whole, show none"
+        rows = Storages()
+        for model in self._models:
+            model.count(rows)
+        optimizers = [
+            state_of(optimizer, self._models, rows) for optimizer in _alive(self._recorder.observed.optimizers)
+        ]
+        for model in self._models:
+            model.count_buckets(rows)
+        rows.settle()
+        every = [rows.rows, self._gathered, self._gradients, self._input_rows(), self._activation_rows()]
+        return {
+            "state": "counted",
+            "step": self.step,
+            "rows": [_row(key, sums) for part in every for key, sums in part.items() if sums[1] or sums[2]],
+            "moments": list(self._moments.values()),
+            "activations": {
+                "state": "abstained" if self._why else "counted",
+                "why": self._why,
+                "graphs": self._graphs,
+                "nodes": self._nodes,
+                "recomputed": self._recomputed,
+                "unseen": self._unseen.total(),
+                "unseen_kinds": [name for name, _ in self._unseen.most_common(_MOST_UNSEEN)],
+                "by_module": self._by_module,
+            },
+            "optimizers": optimizers,
+            "process": {"anonymous_bytes": self._most_anonymous},
+        }
+
+    def _input_rows(self) -> dict[tuple[Any, ...], list[int]]:
+        model = self._models[0].name if self._models else ("", "")
+        rows: dict[tuple[Any, ...], list[int]] = {}
+        for size, device, dtype in self._largest_batch.values():
+            _add(rows, ("input", *model, device, dtype, 0), size)
+        return rows
+
+    def _activation_rows(self) -> dict[tuple[Any, ...], list[int]]:
+        rows: dict[tuple[Any, ...], list[int]] = {}
+        if self._why:
+            return rows
+        names: dict[int, storages.Owner] = {}
+        parameters: dict[int, storages.Owner] = {}
+        for model in self._models:
+            names = {**model.names, **names}
+            parameters = {**model.parameters, **parameters}
+        whole = self._models[0].name if self._models else ("", "")
+        for one in self._fullest.most.values():
+            owner = names.get(self._calls.owner(one.number), whole) if self._by_module else whole
+            part = "cast" if one.cast_of in parameters else "activation"
+            _add(rows, (part, *parameters.get(one.cast_of, owner), one.device, one.dtype, 0), one.size)
+        return rows
+
+
+def _add(rows: dict[tuple[Any, ...], list[int]], key: tuple[Any, ...], size: int) -> None:
+    sums = rows.setdefault(key, [0, 0, 0])
+    sums[0] += 1
+    sums[1] += size
+    sums[2] += size
+
+
+def _row(key: tuple[Any, ...], sums: list[int]) -> dict[str, Any]:
+    part, module, kind, device, dtype, trainable = key
+    row = {"part": part, "module": module, "kind": kind, "device": device, "dtype": dtype}
+    return {**row, "tensors": sums[0], "bytes": sums[1], "full_bytes": sums[2], "trainable": trainable}
+
+
+def _alive(references: Sequence[Any]) -> Iterator[Any]:
+    return (one for reference in references if (one := reference()) is not None)
+
+
+def _size_of(batch: dict[Key, tuple[int, str, str]]) -> int:
+    return sum(size for size, _, _ in batch.values())
+
+
+def _obstacle() -> str:
+    """Return why the graph must not be looked at now; "": nothing is in the way."""
+    torch: Any = sys.modules["torch"]
+    if not torch._C._len_torch_dispatch_stack():
+        return ""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    modes: list[Any] = [*_get_current_dispatch_mode_stack()]
+    if all(type(mode).__module__.startswith("dlprof.") for mode in modes):
+        return ""
+    return "the script has a dispatch mode of its own"  # which would see us
+
+
+def _allocated(index: int) -> int:
+    torch: Any = sys.modules["torch"]
+    return int(torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"]["current"])
+
+
+def anonymous() -> int | None:
+    """Return this process's own memory, not mapped from files, in bytes; None: this system does not say."""
+    with contextlib.suppress(OSError):
+        found = re.search(rb"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_bytes())
+        return int(found[1]) * 1024 if found else None
+    return None

@@ -1,0 +1,190 @@
+"""What a script's models and optimizers hold between steps: parameters, gradients, buffers, state, buckets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dlprof.record.model.names import class_of, names_of
+from dlprof.record.model.storages import Owner, Storages, dtype_of, tensors_in
+from dlprof.record.observed import Observed
+
+_MASTER = "master"  # instead of a key of the optimizer's state: copies of the parameters in higher precision
+
+# Optimizers around others, and where they keep them.
+_INNER = ("optim", "optimizer")
+_DEEPEST = 4
+
+
+class Model:
+    """One outermost module with all that is in it; or, without a module, tensors that an optimizer steps."""
+
+    def __init__(self, module: Any = None, others: Sequence[Any] = ()) -> None:
+        self.name: Owner = ("", "" if module is None else class_of(module))
+        self.names: dict[int, Owner] = {} if module is None else names_of(module)
+        self.parameters: dict[int, Owner] = {}  # by id
+        self.replicates = False  # its modules run in several threads
+        self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
+        self._in_buckets: set[int] = set()  # by id: their gradients lie in DistributedDataParallel's buckets
+        self._kept: list[tuple[Any, Owner]] = []
+        self._modules: list[tuple[Any, Owner]] = []
+        for one in module.modules() if module is not None else ():
+            owner = self.names.get(id(one), ("", type(one).__name__))
+            self._modules.append((one, owner))
+            self.replicates = self.replicates or type(one).__name__ == "DataParallel"
+            self.full |= _full_of(one)
+            if type(one).__name__ == "DistributedDataParallel" and one.gradient_as_bucket_view:
+                self._in_buckets |= {id(parameter) for parameter in one._module_parameters}
+            for parameter in one._parameters.values():
+                self._keep(parameter, owner)
+        for parameter in others:
+            self._keep(parameter, self.name)
+
+    def _keep(self, parameter: Any, owner: Owner) -> None:
+        if parameter is not None and id(parameter) not in self.parameters:
+            self.parameters[id(parameter)] = owner
+            self._kept.append((parameter, owner))
+
+    @property
+    def tensors(self) -> Iterator[Any]:
+        """All parameters."""
+        return (parameter for parameter, _ in self._kept)
+
+    def count(self, into: Storages) -> None:
+        """Count parameters and buffers."""
+        for parameter, owner in self._kept:
+            full = self.full.get(id(parameter))
+            into.add("parameter", owner, parameter, full=full, trainable=parameter.requires_grad)
+        for module, owner in self._modules:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    into.add("buffer", owner, buffer)
+
+    def count_gradients(self, into: Storages) -> None:
+        """Count the gradients that are there, and the buckets that they would lie in."""
+        for parameter, owner in self._kept:
+            gradient = parameter.grad if parameter.is_leaf else None
+            if gradient is not None:
+                into.add("gradient", owner, gradient, full=self.full.get(id(parameter)))
+            elif id(parameter) in self._in_buckets and parameter.requires_grad:
+                size = parameter.numel() * parameter.element_size()
+                into.add_bytes("gradient", owner, str(parameter.device), dtype_of(parameter), size)
+
+    def count_gathered(self, into: Storages) -> None:
+        """Count the parameters that FSDP has gathered from all ranks and not let go yet."""
+        for module, owner in self._modules:
+            for tensor in _gathered_by(module):
+                into.add("communication", owner, tensor)
+
+    def count_buckets(self, into: Storages) -> None:
+        """Count DistributedDataParallel's buckets, unless the gradients lie in them: each has its gradients' size."""
+        for module, owner in self._modules:
+            if type(module).__name__ != "DistributedDataParallel" or module.gradient_as_bucket_view:
+                continue
+            for parameter in module._module_parameters:
+                if parameter.requires_grad:
+                    size = parameter.numel() * parameter.element_size()
+                    into.add_bytes("communication", owner, str(parameter.device), dtype_of(parameter), size)
+
+
+def models_of(observed: Observed) -> list[Model]:
+    """Return the script's models, those with most parameters first, and what else its optimizers step."""
+    alive = [module for reference in observed.models if (module := reference()) is not None]
+    models = sorted((Model(module) for module in alive), key=lambda model: -len(model.parameters))
+    known: set[int] = set()
+    kept = []
+    for model in models:
+        if not known.issuperset(model.parameters):  # else it is a part of another one
+            kept.append(model)
+            known |= model.parameters.keys()
+    others = [p for o in observed.optimizers for p in _stepped(o()) if id(p) not in known]
+    if others and not (kept and _are_masters(others, kept)):
+        kept.append(Model(others=others))
+    return kept
+
+
+def state_of(optimizer: Any, models: Sequence[Model], into: Storages) -> dict[str, Any]:
+    """Count an optimizer's state, and return what held.json says of it."""
+    owners: dict[int, Owner] = {}
+    full: dict[int, int] = {}
+    for model in models:
+        owners |= model.parameters
+        full |= model.full
+    sums: dict[tuple[str, str, str], list[int]] = {}
+
+    def add(key: str, owner: Owner, tensor: Any, elements: int | None) -> None:
+        for device, dtype, size, whole in into.add("optimizer", owner, tensor, full=elements):
+            found = sums.setdefault((key, dtype, device), [0, 0])
+            found[0] += size
+            found[1] += whole
+
+    for one in _all_of(optimizer):
+        for parameter, state in (vars(one).get("state") or {}).items():
+            owner = owners.get(id(parameter), ("", ""))
+            elements = full.get(id(parameter))
+            for key, value in state.items() if isinstance(state, dict) else (("", state),):
+                for tensor in tensors_in(value):
+                    same = elements is not None and tensor.numel() == parameter.numel()
+                    add(str(key)[:80], owner, tensor, elements if same else None)
+        for parameter in _stepped(one):
+            if id(parameter) not in owners:
+                add(_MASTER, ("", ""), parameter, None)
+    state = [
+        {"key": key, "dtype": dtype, "device": device, "bytes": size, "full_bytes": whole}
+        for (key, dtype, device), (size, whole) in sums.items()
+    ]
+    return {"class": type(optimizer).__name__, "state": state}
+
+
+def _all_of(optimizer: Any) -> Iterator[Any]:
+    """Return an optimizer and those that it wraps."""
+    kind: Any = sys.modules["torch"].optim.Optimizer
+    seen: list[Any] = []
+    while optimizer is not None and len(seen) < _DEEPEST and all(optimizer is not one for one in seen):
+        seen.append(optimizer)
+        yield optimizer
+        inner = (vars(optimizer).get(name) for name in _INNER)
+        optimizer = next((one for one in inner if isinstance(one, kind)), None)
+
+
+def _stepped(optimizer: Any) -> Iterator[Any]:
+    groups = () if optimizer is None else optimizer.param_groups
+    return (parameter for group in groups for parameter in group["params"])
+
+
+def _are_masters(others: Sequence[Any], models: Sequence[Model]) -> bool:
+    """Return whether what an optimizer steps beside the parameters are copies of theirs: those are in 16 bits."""
+    stored = {
+        parameter.element_size() for model in models for parameter in model.tensors if parameter.is_floating_point()
+    }
+    return min(stored, default=4) < 4 and all(parameter.element_size() >= 4 for parameter in others)
+
+
+def _full_of(module: Any) -> dict[int, int]:
+    """Return of the parameters of FSDP's first version, by id, their elements before they were sharded."""
+    flat = _flat_of(module)
+    if flat is None:
+        return {}
+    shapes = zip(getattr(flat, "_params", None) or (), getattr(flat, "_shapes", ()), strict=False)
+    return {id(flat): flat._unpadded_unsharded_size.numel(), **{id(p): shape.numel() for p, shape in shapes}}
+
+
+def _flat_of(module: Any) -> Any:
+    handle = vars(module).get("_handle") if type(module).__name__ == "FullyShardedDataParallel" else None
+    return getattr(handle, "flat_param", None)
+
+
+def _gathered_by(module: Any) -> Iterator[Any]:
+    flat = _flat_of(module)
+    if flat is not None:
+        yield from (t for name in ("_full_param_padded", "_mp_shard") if (t := vars(flat).get(name)) is not None)
+        return
+    if not any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        return
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        for parameter in getattr(group, "fsdp_params", ()):
+            whole = vars(parameter).get("_unsharded_param")
+            yield from (*(() if whole is None else (whole,)), *(vars(parameter).get("all_gather_outputs") or ()))

@@ -1,0 +1,97 @@
+"""The comparison of counted and allocated bytes: what it adds up, what it reads of a trace, and a real script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.allocated import differences, left, sums
+from benchmarks.memory import ROOT, Compared, counted, head, line
+from tests.fixtures.holding import row
+
+ROWS = [
+    row("parameter", "a", 100),
+    row("parameter", "b", 20),
+    row("gradient", "a", 100),
+    row("activation", "a", 50),
+    row("cast", "a", 30),
+    row("communication", "a", 7),
+    row("buffer", "a", 1_000),
+]
+
+
+def test_what_the_forward_pass_leaves_is_activations_copies_and_what_was_gathered() -> None:
+    assert counted({"rows": ROWS}) == {
+        "parameter": 120,
+        "gradient": 100,
+        "optimizer": 0,
+        "activation": 80,
+    }
+    assert counted({"rows": ROWS}, "communication")["activation"] == 87
+
+
+def test_a_part_that_is_too_far_off_is_a_miss_and_one_that_is_not_there_is_none() -> None:
+    is_counted = {"parameter": 104, "gradient": 94, "optimizer": 0, "activation": 109}
+    measured = {"parameter": 100, "gradient": 100, "optimizer": 0, "activation": 100}
+    one = Compared("net", is_counted, measured, 2_000_000)
+    assert one.misses == ["gradient"]
+    assert line(one) == "| net | 0.00 (+4.0%) | 0.00 (-6.0%) | 0.00 (+0.0%) | 0.00 (+9.0%) | 2.0 ms |"
+    assert len({text.count("|") for text in (*head().splitlines(), line(one))}) == 1
+
+
+MARK = 77_777_001
+
+
+def trace(*moves: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return the events of moves, bytes and addresses, the last first, as a trace may have them."""
+    total, events = 0, []
+    for n, (size, address) in enumerate(moves):
+        total += size
+        events.append({"name": "[memory]", "ts": n, "args": {"Bytes": size, "Total Allocated": total, "Addr": address}})
+    return [{"name": "aten::mm", "ts": 3}, *reversed(events)]
+
+
+def test_marks_are_found_by_their_sizes_among_all_allocations() -> None:
+    events = trace((40, 1), (MARK, 2), (-MARK, 2), (-10, 1), (MARK + 1, 2), (-MARK - 1, 2))
+    assert sums(events, ["before", "gradient"]) == {"before": 40, "gradient": 30}
+
+
+def test_what_a_forward_pass_leaves_is_neither_what_was_there_nor_what_is_gone() -> None:
+    begin, end = ((MARK, 9), (-MARK, 9)), ((MARK + 1, 9), (-MARK - 1, 9))
+    events = trace((40, 1), *begin, (100, 2), (7, 3), (-40, 1), (5, 1), (-7, 3), *end, (1_000, 4))
+    assert left(events, ["forward 0", "backward 0"]) == 105
+
+
+def test_parts_are_how_much_less_there_is_when_they_are_empty() -> None:
+    read = {"before": 400, "gradient": 300, "optimizer": 100, "parameter": 10}
+    assert differences(read) == {"gradient": 100, "optimizer": 200, "parameter": 90}
+
+
+@pytest.mark.long
+def test_the_allocator_of_a_script_whose_bytes_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="measures PyTorch's allocator")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(64, 32)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "for n in range(9):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(128, 64)).exp().sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.allocated", str(tmp_path), "3", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size = (64 * 32 + 32) * 4
+    # The output of exp, and the loss, which is a number and takes as much as the allocator's least.
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert {part: found[part] for part in ("parameter", "gradient", "optimizer")} == dict.fromkeys(
+        ("parameter", "gradient", "optimizer"), size
+    )
+    assert found["activation"] == 128 * 32 * 4 + 4
