@@ -28,6 +28,7 @@ from dlprof.result import (
     Window,
     Work,
 )
+from dlprof.result.memory import Footprint
 from dlprof.result.scale import Scaling
 from dlprof.result.throughput import Throughput
 
@@ -178,6 +179,11 @@ def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
     return scaling.or_none()
 
 
+def footprint_of(memory_footprint: Maybe[Footprint]) -> Footprint | None:
+    """Return what memory is made of; None: it was not counted."""
+    return memory_footprint.or_none()
+
+
 # Each field of a result that is made here.
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
@@ -192,5 +198,6 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "profiles": profiles_of,
     "gpu_logs": gpu_logs_of,
     "scaling": scaling_of,
+    "footprint": footprint_of,
     "members": members_of,
 }

@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, logged, looks, verdict
-from dlprof.report.figures import drawing, members, parts, shapes
+from dlprof.report.figures import drawing, members, memory, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Place, Result
@@ -59,7 +59,8 @@ def render(result: Result) -> str:
     cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     many = members.shown(result)
-    figures = {"where": stack, "waits": waited, **members.specs(many)}
+    held = memory.shown(result.footprint)
+    figures = {"where": stack, "waits": waited, "memory": held.bars if held else None, **members.specs(many)}
     figures |= {**{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
@@ -86,6 +87,7 @@ def render(result: Result) -> str:
         stack=stack,
         waited=waited,
         many=many,
+        held=held,
         device=parts.device(result),
         cards=cards,
         first=cards[:DEAREST],

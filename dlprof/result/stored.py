@@ -35,6 +35,7 @@ _LATER = (
     "profiles",
     "gpu_logs",
     "members",
+    "footprint",
 )  # fields that a result may lack
 
 
