@@ -101,6 +101,16 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What of the job decides over its memory; its allocator is then simulated, tensor by tensor. Bytes."""
+
+    total: int = 0  # of the device; 0: that of its kind
+    context: int = 520 << 20  # of CUDA, outside the allocator
+    moments: int = 2  # values that the optimizer keeps of a parameter: 2 of Adam, 1 of SGD with momentum
+    checkpoints: bool = False  # blocks save their input alone, and run again in the backward pass
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job. Of what differs between ranks, (rank, value) pairs."""
 
@@ -130,7 +140,8 @@ class Job:
     links: tuple[tuple[str, float], ...] = ()  # a process group's bandwidth, as a factor
     devices: int = 1  # that one process drives: nn.DataParallel, or
     cut: int = 0  # the model's layers lie on them, and a batch goes through in so many micro-batches
-    used_memory: float = 0.75  # share of the device's memory that is reserved
+    used_memory: float = 0.75  # share of the device's memory that is reserved, where it is not simulated:
+    memory: Memory | None = None  # of one rank
     measured: Link | None = None  # what `dlprof bandwidth` found between its ranks; None: nobody asked
 
     def tokens_of(self, rank: int) -> int:

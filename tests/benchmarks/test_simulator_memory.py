@@ -1,0 +1,109 @@
+"""The simulated allocator keeps to PyTorch's rules, and what is predicted of memory is what the changed job takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.simulator import folder, healthy, memory
+from benchmarks.simulator.allocator import Allocator, OutOfMemoryError
+from benchmarks.simulator.job import Job, Memory, Recording
+from dlprof.analysis.memory.changes import memory_what_if
+from dlprof.analysis.memory.composition import memory_composition
+from tests.fixtures.runs import measured
+
+MB = 1 << 20
+AMPLE = 10**12
+
+
+def test_requests_are_cut_from_the_segments_that_pytorch_takes() -> None:
+    a = Allocator(100 * MB)
+    first = a.take(100, "x")
+    assert (a.allocated, a.reserved) == (512, 2 * MB)
+    second = a.take(3 * MB, "x")  # below 10 MiB: of a segment of 20
+    assert (a.reserved, second.size) == (22 * MB, 3 * MB)
+    a.take(11 * MB + 5, "x")  # the rest of these 20 serves it; what is left is split off
+    assert (a.reserved, a.allocated) == (22 * MB, 512 + 14 * MB + 512)
+    whole = a.take(11 * MB, "x")  # of its own: a multiple of 2 MiB, of which so little is left that it is not split
+    assert (a.reserved, whole.size) == (34 * MB, 12 * MB)
+    a.give(second)
+    a.give(first)
+    assert (a.reserved, a.peak_allocated) == (34 * MB, 26 * MB + 1024)
+
+
+def test_neighbours_that_are_free_serve_a_larger_request() -> None:
+    a = Allocator(100 * MB)
+    blocks = [a.take(5 * MB, "x") for _ in range(4)]
+    a.give(blocks[1])
+    a.give(blocks[2])
+    a.take(9 * MB, "x")
+    assert a.reserved == 20 * MB
+
+
+def test_the_cache_is_emptied_before_a_request_fails() -> None:
+    a = Allocator(40 * MB)
+    a.give(a.take(30 * MB, "x"))
+    a.take(32 * MB, "x")
+    assert (a.retries, a.reserved, a.device_frees) == (1, 32 * MB, 1)
+    with pytest.raises(OutOfMemoryError) as failed:
+        a.take(20 * MB, "activation")
+    assert (failed.value.size, failed.value.part) == (20 * MB, "activation")
+
+
+def job_of(seed: int, products: str = "bfloat16", **of: object) -> Job:
+    """Return a random job on a device that holds whatever it asks for."""
+    model = replace(healthy.draw_model(np.random.default_rng(seed), "A100"), products=products)
+    return Job(model=model, memory=replace(Memory(total=AMPLE), **of))  # type: ignore[arg-type]
+
+
+def true_bytes(job: Job) -> int:
+    """Return what the job takes of its GPU at the peak: what its allocator reserves, and its context."""
+    ran = memory.simulated(job)
+    return ran.allocator.peak_reserved + ran.of.context
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_every_part_is_what_the_simulated_allocator_gave(tmp_path: Path, seed: int) -> None:
+    job = job_of(seed)
+    folder.write(tmp_path / "run", job, Recording(steps=60, skip=5, active=3))
+    parts = measured(tmp_path / "run", memory_composition).frame(memory_composition).set_index("part")["bytes"]
+    ran = memory.simulated(job)
+    a = ran.allocator
+    assert parts.sum() == pytest.approx(true_bytes(job))
+    assert parts["cache"] == a.peak_reserved - a.peak_allocated
+    assert parts["libraries"] == ran.of.context
+    for part in ("parameter", "optimizer", "activation", "cast"):
+        # Blocks are up to 1 MiB larger than what lies in them.
+        assert parts[part] == pytest.approx(a.at_peak[part], rel=0.1), part
+    assert parts["temporary"] == pytest.approx(a.at_peak["temporary"], rel=0.05)
+
+
+def changed(job: Job) -> dict[tuple[str, str], Job]:
+    """Return the same job with each change really made."""
+    model, of = job.model, job.memory
+    assert of is not None
+    made = {
+        ("batch", "2"): replace(job, model=replace(model, tokens=2 * model.tokens)),
+        ("batch", "0.5"): replace(job, model=replace(model, tokens=model.tokens // 2)),
+        ("checkpoint", "blocks.*"): replace(job, memory=replace(of, checkpoints=True)),
+    }
+    if model.activations == "float32":
+        made["autocast", ""] = replace(job, model=replace(model, products="bfloat16"))
+    return made
+
+
+@pytest.mark.long
+def test_the_changed_jobs_take_what_was_predicted(tmp_path: Path) -> None:
+    off = []
+    for seed in range(8):
+        job = job_of(seed, "tf32" if seed % 2 else "bfloat16")
+        path = tmp_path / str(seed)
+        folder.write(path, job, Recording(steps=30, skip=5, active=3))
+        frame = measured(path, memory_what_if).frame(memory_what_if).set_index(["change", "value"])["then_bytes"]
+        off += [abs(frame[change] / true_bytes(then) - 1) for change, then in changed(job).items()]
+    assert np.median(off) <= 0.05
+    assert np.quantile(off, 0.9) <= 0.1
+    assert max(off) <= 0.2  # a cache, which no change determines, differs by as much
