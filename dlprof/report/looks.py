@@ -109,7 +109,7 @@ MEMORY: Mapping[str, Category] = {
     "held-optimizer": Category(
         "Optimizer's state", "moments and master copies of the parameters", "#e8c170", "#e6c47c", 179, "░"
     ),
-    "held-buffer": Category("Buffers", "what the model holds besides parameters", "#7a6f9b", "#9a90ba", 97, "="),
+    "held-buffer": Category("Buffers", "what the model holds besides parameters", "#7a6f9b", "#8f85b0", 97, "="),
     "held-activation": Category(
         "Activations", "what the forward pass keeps for the backward pass", "#3f8f6b", "#5cb58d", 72, "▞"
     ),
@@ -127,7 +127,7 @@ MEMORY: Mapping[str, Category] = {
     "held-process": Category(
         "Process", "what the process held before there was a model", "#b3a894", "#857a68", 247, "▀"
     ),
-    "held-unexplained": Category("Unexplained", "what is left", "#e9e4dc", "#565b64", 254, "o"),
+    "held-unexplained": Category("Unexplained", "what is left", "#e9e4dc", "#767c86", 254, "o"),
 }
 
 DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **OTHERS, **MEMORY}

@@ -134,3 +134,10 @@ def test_an_optimizer_on_the_host_leaves_nothing_of_its_state() -> None:
 def test_an_optimizer_that_steps_all_tensors_at_once_needs_the_parameters_once_more() -> None:
     held = adam(1_000).held
     assert fp.footprint(held, parts(held), foreach=True).peak_bytes == 16_000 + 2_000
+
+
+@pytest.mark.long
+def test_a_rank_of_fsdp_holds_what_was_predicted() -> None:
+    modules = fp.units(now().held)
+    then = fp.sharded(now(), 3, 2, fp.largest_unit(now().held, modules))
+    assert then.peak_bytes == pytest.approx(counted.peak_of_fsdp(2), rel=0.05)

@@ -95,10 +95,9 @@ def explain(
     batch = settings.training_loader(job, mine["rank"]).get("batch_size")
     text, larger = f"a batch {_times(chosen['times'])} as large", dict[str, Any]()
     if isinstance(batch, int):
-        then = round(chosen["size"])
-        text, larger = f"`batch_size={then}` (is {batch})", {"batch_size": (batch, then)}
+        text, larger = f"`batch_size={chosen['size']:.0f}` (is {batch})", {"batch_size": (batch, round(chosen["size"]))}
     text += f", with the learning rate to match: a step for as many samples is then {duration(chosen['step_ns'])}"
-    most, counted = fits.iloc[-1], bool((batch_room["counted"] == 1).all())
+    most, counted = fits.iloc[-1], (batch_room["counted"] == 1).all()
     largest = f"{most['size']:,.0f} samples" if isinstance(batch, int) else f"{_times(most['times'])} as large"
     return Explanation(
         title="A larger batch would fit, and hide what the device waits for",
@@ -109,9 +108,8 @@ def explain(
         changes=(change(text, numerics=True, **larger),),
         evidence=table("What a larger batch is predicted to give", fits, _LARGER),
         sure="Predicted: what the host does and what is exchanged is taken to be the same for any batch, computation to"
-        " grow with it. "
-        + ("Memory was counted by part. " if counted else "What grows of the memory was read from the allocator. ")
-        + "Whether the model trains as well is not known here.",
+        f" grow with it. Memory was {'counted by part' if counted else 'read from the allocator'}. Whether the model"
+        " trains as well is not known here.",
     )
 
 
