@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from benchmarks.simulator.allocator import Allocator, OutOfMemoryError
 from benchmarks.simulator.job import Job, Memory, Recording
 from dlprof.analysis.memory.changes import memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
+from dlprof.analysis.memory.rules import out_of_memory
+from tests.fixtures.asking import ask
 from tests.fixtures.runs import measured
 
 MB = 1 << 20
@@ -107,3 +110,32 @@ def test_the_changed_jobs_take_what_was_predicted(tmp_path: Path) -> None:
     assert np.median(off) <= 0.05
     assert np.quantile(off, 0.9) <= 0.1
     assert max(off) <= 0.2  # a cache, which no change determines, differs by as much
+
+
+@pytest.mark.parametrize("full", [0.9, 0.97])
+def test_a_job_that_ran_out_fits_with_the_change_that_is_named(tmp_path: Path, full: float) -> None:
+    job = job_of(0)
+    ran = memory.simulated(job)
+    # The device has less than the job needs: it dies in a longer batch than the one that was counted.
+    folder.write(tmp_path / "run", job, Recording(steps=60, skip=5, active=3))
+    total = round(full * (ran.allocator.peak_allocated + ran.of.context))
+    small = replace(job, memory=Memory(total=total))
+    with pytest.raises(OutOfMemoryError) as failed:
+        memory.simulated(small)
+    rank = tmp_path / "run/ranks/00000"
+    facts = json.loads((rank / "facts.json").read_text())
+    held = total - ran.of.context - failed.value.size // 2
+    text = (
+        f"CUDA out of memory. Tried to allocate {failed.value.size / MB:.2f} MiB. GPU 0 has a total capacity of"
+        f" {total / MB:.2f} MiB of which 1.00 MiB is free. Of the allocated memory {held / MB:.2f} MiB is allocated by"
+        " PyTorch, and 1.00 MiB is reserved by PyTorch but unallocated."
+    )
+    facts |= {"failure": {"type": "OutOfMemoryError", "text": text, "site": "forward (train.py:3)"}, "ended": "exit"}
+    facts["device"]["memory_bytes"] = total
+    (rank / "facts.json").write_text(json.dumps(facts))
+    found = ask(out_of_memory.RULE, tmp_path / "run")
+    assert (found.state, found.scope, found.ranks) == ("found", "failure", (0,))
+    assert "forward (train.py:3) failed in step 60" in found.summary
+    assert any("`torch.utils.checkpoint` around `blocks.*`" in c.text for c in found.changes)
+    # Really changed, it fits on that device.
+    memory.simulated(replace(job, memory=Memory(total=total, checkpoints=True)))

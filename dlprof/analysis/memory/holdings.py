@@ -16,7 +16,7 @@ MOST_MODULES = 60  # rows
 
 _TOLD = ("parameter", "gradient", "optimizer", "activation")
 
-OUTSIDE = "(outside)"  # what lies in no module
+OUTSIDE = "(the model itself)"  # what lies in no module within it, and the loss
 
 
 @across_ranks

@@ -158,7 +158,8 @@ def _modules(footprint: Footprint) -> Table | None:
 def _changes(footprint: Footprint) -> Table | None:
     if not footprint.changes:
         return None
-    now = next((d.bytes for d in footprint.devices if d.rank == footprint.rank), footprint.devices[0].bytes)
+    fullest = next((d for d in footprint.devices if d.rank == footprint.rank), footprint.devices[0])
+    now, total = fullest.bytes, fullest.total_bytes
     step = "" if footprint.now_ns is None else formatting.duration(footprint.now_ns)
     rows = [("as it is", formatting.quantity(now, "bytes"), "", "", step, "")]
     for change in footprint.changes:
@@ -166,6 +167,7 @@ def _changes(footprint: Footprint) -> Table | None:
         if change.then_ns is not None:
             then = f"{_HOW.get(change.bound, '')} {formatting.duration(change.then_ns)}".strip()
         fits = "" if change.times is None or change.change == "batch" else f"{units.digits(change.times)} × now"
+        fits = "does not fit" if total and change.then_bytes > total else fits
         share = formatting.percent(change.then_bytes / now) if now else ""
         rows.append(
             (

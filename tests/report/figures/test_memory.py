@@ -31,6 +31,7 @@ def footprint(ranks: int = 2) -> Footprint:
     ]
     changes = (
         MemoryChange("batch", "2", 34 * GB, 2.1, 90e6),
+        MemoryChange("batch", "8", 118 * GB, 0.5, 80e6),
         MemoryChange("checkpoint", "layers.*", 9 * GB, 9.3, 130e6, "most", "as if all were computed again"),
         MemoryChange("8_bit", "", 18 * GB, 4.4, None, why="how fast its kernels are is not known"),
     )
@@ -62,7 +63,8 @@ def test_each_change_has_its_peak_its_step_and_how_that_is_known() -> None:
     assert memory is not None
     assert memory.changes is not None
     rows = {row[0]: row[1:] for row in memory.changes.rows}
-    assert rows["2 × the batch"][0] == f"34{NBSP}GB"
+    assert (rows["2 × the batch"][0], rows["2 × the batch"][2]) == (f"34{NBSP}GB", "")
+    assert rows["8 × the batch"][2] == "does not fit"
     assert rows["checkpoints around layers.*"][3] == f"at most 130.0{NBSP}ms"
     assert rows["optimizer's state in 8 bits"][3:] == ("—", "how fast its kernels are is not known")
 

@@ -117,7 +117,9 @@ def explain(estimate: Estimate, memory_composition: Frame, job: Job) -> Explanat
         f" larger. With fewer of them kept, one {digits(ways['times'].iloc[0])} times as large does.",
         changes=tuple(changes),
         evidence=table(
-            "What keeping fewer activations is predicted to give", ways.assign(what=ways.apply(way, axis=1)), _COLUMNS
+            "What keeping fewer activations is predicted to give",
+            ways.assign(what=[way(row).replace("`", "") for row in ways.to_dict("records")]),
+            _COLUMNS,
         ),
         sure="Predicted from what was counted of one step. Checkpoints are taken to cost a whole forward pass, the"
         " most that they can; autocast to compute no faster than now. Whether the model trains as well is not known.",
