@@ -188,18 +188,19 @@ def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
     largest module is counted. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     saved = _activations(now.held)
-    inside = {module: saved[_under(saved["module"], module)] for module in modules}
+    inside = {str(unit): rows for unit, rows in saved.groupby(_unit_of(saved["module"], modules), sort=False) if unit}
     whole = {module: float(rows["bytes"].sum()) for module, rows in inside.items()}
     inputs = {module: min(_input_bytes(rows), whole[module]) for module, rows in inside.items()}
     kept, gone = sum(inputs.values()), sum(whole.values())
     if not gone:
         return now
-    again = max(modules, key=lambda module: whole[module])
+    again = max(inside, key=lambda module: whole[module])
     largest = float((inside[again]["bytes"] / inside[again]["tensors"].clip(lower=1)).max())
     # As the last of them computes again all inputs are there, as the first one does all gradients.
-    trained_inside = [_of_part(now.held, "gradient", m) for m in modules]
+    of_gradients = now.held[now.held["part"] == "gradient"]
+    outside = float(of_gradients.loc[_unit_of(of_gradients["module"], modules) == "", "bytes"].sum())
     gradients = now.moments["update"]["gradient"]
-    ends = {"backward": (kept, gradients - sum(trained_inside)), "backward_end": (inputs[again], gradients)}
+    ends = {"backward": (kept, outside), "backward_end": (inputs[again], gradients)}
     left = now.scaled({"activation": _left(saved, gone - kept)})
     forward, counted = now.moments["forward"], float(saved["bytes"].sum())
     scale = forward["activation"] / counted
@@ -277,31 +278,25 @@ def units(held: pd.DataFrame) -> list[str]:
 def largest_unit(held: pd.DataFrame, modules: Sequence[str]) -> float:
     """Return the bytes of the parameters of the largest module, or of what lies in none of them."""
     parameters = held[held["part"] == "parameter"]
-    sizes = [float(parameters.loc[_under(parameters["module"], m), "full_bytes"].sum()) for m in modules]
-    rest = float(parameters["full_bytes"].sum()) - sum(sizes)
-    return max([rest, *sizes])
-
-
-def fitting(times: float, batch: int | None) -> tuple[float, int | None]:
-    """Return the largest batch within so many times the present one: times and size, a multiple of 8 from 16 on."""
-    if batch is None:
-        return float(int(times)) if times < 64 else 64.0, None
-    size = int(batch * min(times, 64.0))
-    size -= size % 8 if size >= 16 else 0
-    return size / batch, size
+    sizes = parameters["full_bytes"].groupby(_unit_of(parameters["module"], modules).to_numpy()).sum()
+    return float(sizes.max()) if len(sizes) else 0.0
 
 
 def _activations(held: pd.DataFrame) -> pd.DataFrame:
     return held[held["part"] == "activation"]
 
 
-def _under(paths: pd.Series, module: str) -> pd.Series:
+def _unit_of(paths: pd.Series, modules: Sequence[str]) -> pd.Series:
+    """Return of each path the one of these modules that it is, or lies in; "": none."""
+    known = frozenset(modules)
+
+    def around(path: str) -> str:
+        while path and path not in known:
+            path = path.rpartition(".")[0]
+        return path
+
     text = paths.astype(str)
-    return (text == module) | text.str.startswith(f"{module}.")
-
-
-def _of_part(held: pd.DataFrame, part: str, module: str) -> float:
-    return float(held.loc[(held["part"] == part) & _under(held["module"], module), "bytes"].sum())
+    return text.map({path: around(path) for path in text.unique()})
 
 
 def _left(rows: pd.DataFrame, gone: float) -> float:
