@@ -11,10 +11,12 @@ import pytest
 
 from benchmarks.simulator import folder, healthy, memory
 from benchmarks.simulator.allocator import Allocator, OutOfMemoryError
+from benchmarks.simulator.faults.fault import with_script
+from benchmarks.simulator.faults.memory import FAULTS
 from benchmarks.simulator.job import Job, Memory, Recording
 from dlprof.analysis.memory.changes import memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.memory.rules import out_of_memory
+from dlprof.analysis.memory.rules import activation_memory, out_of_memory
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import measured
 
@@ -139,3 +141,13 @@ def test_a_job_that_ran_out_fits_with_the_change_that_is_named(tmp_path: Path, f
     assert any("`torch.utils.checkpoint` around `blocks.*`" in c.text for c in found.changes)
     # Really changed, it fits on that device.
     memory.simulated(replace(job, memory=Memory(total=total, checkpoints=True)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_full_gpu_that_computes_all_the_time_is_left_alone(tmp_path: Path, seed: int) -> None:
+    # The fault's job without what makes it one: its script no longer holds the device up.
+    job = with_script(next(f for f in FAULTS if f.name == "activations_fill").make(seed), after=100_000)
+    folder.write(tmp_path / "run", job, Recording(steps=100, active=5))
+    outcome = ask(activation_memory.RULE, tmp_path / "run")
+    assert (outcome.state, outcome.share < 0.05) == ("clear", True)
