@@ -190,7 +190,7 @@ def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
     saved = _activations(now.held)
     inside = {str(unit): rows for unit, rows in saved.groupby(_unit_of(saved["module"], modules), sort=False) if unit}
     whole = {module: float(rows["bytes"].sum()) for module, rows in inside.items()}
-    inputs = {module: min(_input_bytes(rows), whole[module]) for module, rows in inside.items()}
+    inputs = {module: min(_input_bytes(rows, module), whole[module]) for module, rows in inside.items()}
     kept, gone = sum(inputs.values()), sum(whole.values())
     if not gone:
         return now
@@ -305,15 +305,15 @@ def _left(rows: pd.DataFrame, gone: float) -> float:
     return max(1 - gone / whole, 0.0) if whole else 1.0
 
 
-def _input_bytes(rows: pd.DataFrame) -> float:
-    """Return about how large a module's input is: what the first of its parts saves.
+def _input_bytes(rows: pd.DataFrame, unit: str) -> float:
+    """Return about how large a module's input is, from the activations inside it.
 
-    A norm saves its input and two numbers a row; a layer of one weight saves its input. Of a part that saves several
-    tensors it is taken to be one of them.
+    A layer norm saves what flows past it, which is as large as the layer's input. Without one it is taken to be what
+    the first module inside saves, or one of several tensors of that.
     """
-    if not len(rows):
-        return 0.0
-    first = rows[rows["module"] == rows["module"].iloc[0]]
-    norm = "Norm" in str(first["kind"].iloc[0])
-    tensors = max(int(first["tensors"].sum()), 1)
-    return float(first["bytes"].sum()) if norm else ceil(float(first["bytes"].sum()) / tensors)
+    norms = rows[rows["kind"].astype(str).str.contains("LayerNorm|RMSNorm")]
+    if len(norms):
+        return float(norms.groupby(norms["module"].astype(str))["bytes"].sum().min())
+    inner = rows[rows["module"].astype(str) != unit]
+    first = (inner if len(inner) else rows).iloc[:1]
+    return ceil(float(first["bytes"].sum()) / max(int(first["tensors"].sum()), 1))
