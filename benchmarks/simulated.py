@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import simulated_table, summary
@@ -31,7 +31,7 @@ from benchmarks.simulator.truth import Share, Truth
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
-from dlprof.result import Result
+from dlprof.result import Outcome, Result
 
 FAILED = "it failed:"  # in a warning of a measure that broke
 
@@ -42,13 +42,19 @@ def of_fault(fault_name: str, seed: int, keep: Path | None) -> Case:
     fault = next(f for f in FAULTS if f.name == fault_name)
     job = fault.make(seed)
     how = recording(job, fault.name) if fault.recorded is None else fault.recorded(job)
-    true, fixed = play.true(job, steps=fault.steps), play.true(fault.fix(job), steps=fault.steps)
-    name = f"{fault.name}-{seed}"
-    true_ns, fixed_ns = (t.loop_ns if fault.scope == "loop" else t.period_ns for t in (true, fixed))
-    if fault.scope == "sample":
-        fixed_ns /= 2
+    true = play.true(job, steps=fault.steps)
+    name, true_ns = f"{fault.name}-{seed}", _period(fault, true)
+    fixed_ns = true_ns if fault.advised else _period(fault, play.true(fault.fix(job), steps=fault.steps))
     case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, whole_loop=fault.scope == "loop")
-    return _diagnosed(case, name, job, how, true, keep, began)
+    case = _diagnosed(case, name, job, how, true, keep, began)
+    if fault.advised is None or not case.batch_times:
+        return case
+    advised = play.true(fault.advised(job, case.batch_times), steps=fault.steps)
+    return replace(case, fixed_ns=_period(fault, advised) / case.batch_times)
+
+
+def _period(fault: Fault, true: Truth) -> float:
+    return true.loop_ns if fault.scope == "loop" else true.period_ns
 
 
 def of_healthy(seed: int, keep: Path | None) -> Case:
@@ -98,11 +104,19 @@ def _case(case: Case, result: Result, true: Truth, began: float) -> Case:
             else tuple(r.parts["computation"] / r.step_ns for r in true.ranks),
             "reported_computation": tuple(share for _, share in sorted(shares.items())),
             "found": tuple((o.id, o.share) for o in result.found),
+            "batch_times": 0.0 if outcome is None or outcome.state != "found" else _batch_times(outcome),
             "error": "; ".join(errors),
             "why": _why(case, result, true),
             "seconds": time.perf_counter() - began,
         }
     )
+
+
+def _batch_times(outcome: Outcome) -> float:
+    """Return how many times as large the batch is that a finding advises first; 0: it advises none."""
+    sizes = [s for change in outcome.changes[:1] for s in change.settings if s.name == "batch_size"]
+    now, then = (sizes[0].now, sizes[0].to) if sizes else (None, None)
+    return then / now if isinstance(now, int) and isinstance(then, int) and now else 0.0
 
 
 def _why(case: Case, result: Result, true: Truth) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Case:
     true_computation: tuple[float, ...] = ()
     reported_computation: tuple[float, ...] = ()
     found: tuple[tuple[str, float], ...] = ()  # rule, share; dearest first
+    batch_times: float = 0.0  # how many times as large a batch the finding advises; 0: none
     error: str = ""
     why: tuple[str, ...] = field(default=())
     seconds: float = 0.0

@@ -10,6 +10,7 @@ from benchmarks.simulator.exchanges import FIRST_BUCKET
 from benchmarks.simulator.forms import FORMS
 from benchmarks.simulator.hardware import DEVICES, transfer_ns
 from benchmarks.simulator.job import Job, Recording
+from benchmarks.simulator.memory import total_bytes
 from benchmarks.simulator.model import Shop
 from benchmarks.simulator.places import EPOCH_NS, Place
 from benchmarks.simulator.program import WIDTHS
@@ -60,7 +61,7 @@ def of_rank(job: Job, recording: Recording, place: Place) -> dict[str, Any]:
             "index": place.device_index,
             "name": device.name,
             "uuid": UUID.format(job.host_of(place.rank), place.device_index),
-            "memory_bytes": device.memory_bytes,
+            "memory_bytes": total_bytes(job),
             "capability": list(device.capability),
             "count": place.devices,
         },

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator import facts, kineto, logs
+from benchmarks.simulator import facts, kineto, logs, memory
 from benchmarks.simulator.forms import FORMS
 from benchmarks.simulator.groups import groups
 from benchmarks.simulator.job import Job, Recording
@@ -51,8 +51,11 @@ def write_logs(folder: Path, rank: Simulated, job: Job, recording: Recording, pl
     (at / "facts.json").write_text(json.dumps(facts.of_rank(job, recording, place)))
     _lines(at / "steps.jsonl", _steps(rank, place.clock, recording))
     _lines(at / "stalls.jsonl", _stalls(rank, place.clock))
-    _lines(at / "memory.jsonl", logs.memory(rank, job, place))
-    _lines(at / "gpu.jsonl", logs.gpu(rank, job, place))
+    ran = None if job.memory is None else memory.simulated(job)
+    _lines(at / "memory.jsonl", logs.memory(rank, job, place, ran))
+    _lines(at / "gpu.jsonl", logs.gpu(rank, job, place, ran))
+    if ran is not None:
+        (at / "held.json").write_text(json.dumps(memory.held(job, ran)))
     if job.pipeline is not None:
         _lines(at / "chunks.jsonl", logs.chunks(rank, place))
     if rank.queue is not None:

@@ -42,6 +42,17 @@ class Script:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """Tables of embeddings beside the model. Of each: what a step's features hold, and what the host takes."""
+
+    count: int = 0
+    size: int = 1_000_000  # bytes
+    on: str = "device"  # or host
+    lookup: int = 300 * US
+    gradient: int = 600 * US
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """kind: fused, foreach, single (a loop over the parameters)."""
 
@@ -101,6 +112,16 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What of the job decides over its memory; its allocator is then simulated, tensor by tensor. Bytes."""
+
+    total: int = 0  # of the device; 0: that of its kind
+    context: int = 520 << 20  # of CUDA, outside the allocator
+    moments: int = 2  # values that the optimizer keeps of a parameter: 2 of Adam, 1 of SGD with momentum
+    checkpoints: bool = False  # blocks save their input alone, and run again in the backward pass
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job. Of what differs between ranks, (rank, value) pairs."""
 
@@ -115,6 +136,7 @@ class Job:
     rank_loaders: tuple[tuple[int, Loader], ...] = ()
     batch: Batch = field(default_factory=Batch)
     script: Script = field(default_factory=Script)
+    tables: Tables = field(default_factory=Tables)
     optimizer: Optimizer = field(default_factory=Optimizer)
     gradients: Gradients = field(default_factory=Gradients)
     pauses: Pauses = field(default_factory=Pauses)
@@ -122,6 +144,8 @@ class Job:
     pipeline: Pipeline | None = None
     tensor: int = 1  # ranks that share each layer
     experts: bool = False  # the feed-forward layers are spread over all ranks: tokens travel by all-to-all
+    routing: tuple[float, ...] = ()  # of experts: each rank's mean share of all tokens; empty: all get as many
+    routing_spread: float = 0.1  # by how much layers and steps differ from that
     work: tuple[tuple[int, float], ...] = ()  # a rank's share of tokens, of the model's
     sleeps: tuple[tuple[int, int], ...] = ()  # ns that a rank sleeps in every step
     speeds: tuple[tuple[int, float], ...] = ()  # what all of a rank's kernels take, as a factor
@@ -131,7 +155,8 @@ class Job:
     devices: int = 1  # that one process drives: nn.DataParallel, or
     cut: int = 0  # the model's layers lie on them, and a batch goes through in so many micro-batches
     modules: bool = False  # the trace names its modules
-    used_memory: float = 0.75  # share of the device's memory that is reserved
+    used_memory: float = 0.75  # share of the device's memory that is reserved, where it is not simulated:
+    memory: Memory | None = None  # of one rank
     measured: Link | None = None  # what `dlprof bandwidth` found between its ranks; None: nobody asked
 
     def tokens_of(self, rank: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.simulator.hardware import DEVICES
 from benchmarks.simulator.job import Job
+from benchmarks.simulator.memory import Step, total_bytes
 from benchmarks.simulator.places import Place
 from benchmarks.simulator.records import Chunked
 from benchmarks.simulator.simulation import Simulated
@@ -23,11 +24,12 @@ HW_THERMAL = 0x40
 _KEPT = 16
 
 
-def memory(rank: Simulated, job: Job, place: Place) -> Iterator[dict[str, Any]]:
+def memory(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Iterator[dict[str, Any]]:
     """Return the lines of memory.jsonl: what the allocator holds, and how often it had to empty its cache."""
-    total = DEVICES[job.device].memory_bytes
-    reserved = round(job.used_memory * total)
-    kept = min(job.model.parameters * _KEPT, round(0.8 * reserved))
+    reserved = round(job.used_memory * DEVICES[job.device].memory_bytes)
+    kept, most = min(job.model.parameters * _KEPT, round(0.8 * reserved)), round(0.97 * reserved)
+    if ran is not None:
+        kept, most, reserved = ran.kept_bytes, ran.allocator.peak_allocated, ran.allocator.reserved
     pauses = job.pauses
     retries, read = 0, 0
     for row in rank.records.rows:
@@ -38,15 +40,17 @@ def memory(rank: Simulated, job: Job, place: Place) -> Iterator[dict[str, Any]]:
         read = row.end
         yield {
             "at_ns": place.clock.at(row.end), "step": row.number, "device": place.device_index,
-            "allocated_bytes": kept, "reserved_bytes": reserved, "peak_allocated_bytes": round(0.97 * reserved),
+            "allocated_bytes": kept, "reserved_bytes": reserved, "peak_allocated_bytes": most,
             "peak_reserved_bytes": reserved, "retries": retries, "ooms": 0,
             "device_allocs": 40 + 6 * retries, "device_frees": 6 * retries,
         }  # fmt: skip
 
 
-def gpu(rank: Simulated, job: Job, place: Place) -> Iterator[dict[str, Any]]:
+def gpu(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Iterator[dict[str, Any]]:
     """Return the lines of gpu.jsonl: clock, temperature, power, and why the clock is what it is."""
-    device = DEVICES[job.device]
+    device, used = DEVICES[job.device], round(job.used_memory * DEVICES[job.device].memory_bytes)
+    if ran is not None:
+        used = ran.allocator.reserved + ran.of.context
     share = dict(job.clocks).get(rank.rank, 1.0)
     rng = np.random.default_rng((job.seed, rank.rank, 1 << 29))
     end = rank.records.rows[-1].end
@@ -58,8 +62,8 @@ def gpu(rank: Simulated, job: Job, place: Place) -> Iterator[dict[str, Any]]:
             "perf_ns": at,
             "busy_share": 0.99,
             "memory_busy_share": 0.5,
-            "memory_used_bytes": round(job.used_memory * device.memory_bytes),
-            "memory_total_bytes": device.memory_bytes,
+            "memory_used_bytes": used,
+            "memory_total_bytes": total_bytes(job),
             "power_w": round(device.power_w * 0.8, 1),
             "power_limit_w": float(device.power_w),
             "power_limit_default_w": float(device.power_w),

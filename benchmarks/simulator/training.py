@@ -125,8 +125,13 @@ class Training:
 
     def _backward(self, functions: Sequence[tuple[str, Function]]) -> Iterator[Instruction]:
         host = self.job.host
+        recomputes = self.job.memory is not None and self.job.memory.checkpoints
+        again = ""
         for module, f in reversed(functions):
             yield from self.exchanges.before_backward(module)
+            if recomputes and module.startswith("block") and module != again:
+                again = module
+                yield from self._forward([g for g in functions if g[0] == module])
             engine = f"autograd::engine::evaluate_function: {f.node}"
             key = key_of(module, f.name, "backward")
             yield Belongs(self.layers.path(module, f), "backward")

@@ -27,6 +27,7 @@ from dlprof.result import (
     Window,
     Work,
 )
+from dlprof.result.memory import Footprint
 from dlprof.result.modules import Module, Modules, Outside
 from dlprof.result.other_tools import GpuLog, Profile
 from dlprof.result.scale import Scaling
@@ -195,6 +196,11 @@ def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFr
     )
 
 
+def footprint_of(memory_footprint: Maybe[Footprint]) -> Footprint | None:
+    """Return what memory is made of; None: it was not counted."""
+    return memory_footprint.or_none()
+
+
 # Each field of a result that is made here.
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
@@ -209,6 +215,7 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "profiles": profiles_of,
     "gpu_logs": gpu_logs_of,
     "scaling": scaling_of,
+    "footprint": footprint_of,
     "members": members_of,
     "modules": modules_of,
 }

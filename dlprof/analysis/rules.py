@@ -21,6 +21,7 @@ from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait, step_
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
+    activation_memory,
     allocator_retries,
     blocking_copy,
     exposed_copy,
@@ -42,6 +43,7 @@ from dlprof.analysis.step.rules import (
 from dlprof.analysis.stragglers.rules import straggler
 
 RULES: tuple[Rule, ...] = (
+    activation_memory.RULE,
     allocator_retries.RULE,
     blocking_copy.RULE,
     checkpoint_stall.RULE,

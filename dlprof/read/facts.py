@@ -29,6 +29,7 @@ _COMMAND: Mapping[str, Shape] = {
     **_all([str], "command warnings"),
     **_all(int, "start_ns end_ns"),
     "exit": _all(int, "code signal"),
+    "oom_kills": int,
     "resumed_ns": [int],
 }
 TASK: Mapping[str, Shape] = {**_COMMAND, **_all(str, "host number")}
@@ -47,8 +48,9 @@ RANK: Mapping[str, Shape] = {
         "capability": [int],
     },
     "alone": bool,
+    "failure": _all(str, "type text site"),
     "cpu": {
-        **_all(int, "count affinity torch_threads torch_interop_threads"),
+        **_all(int, "count affinity memory_limit_bytes torch_threads torch_interop_threads"),
         "quota": float,
         "allowed": str,
         "nodes": {},

@@ -68,6 +68,7 @@ class Run:
     command: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
+    oom_kills: int = 0  # processes of the host that the kernel killed meanwhile for want of memory
     warnings: tuple[str, ...] = ()
     taken: tuple[Taken, ...] = ()
 
@@ -175,6 +176,7 @@ def _recorded(folder: Path) -> Run:
         command=tuple(info.get("command") or ()),
         hosts=tuple(dict.fromkeys(host for host in seen if host)),
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
+        oom_kills=int(info.get("oom_kills") or 0),
         warnings=(*warnings, *inside.warnings),
         taken=tuple(one for one in more.taken if one.ranks),
     )

@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, in_model, logged, looks, verdict
-from dlprof.report.figures import drawing, members, modules, parts, shapes
+from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Place, Result
@@ -58,8 +58,8 @@ def render(result: Result) -> str:
     stack, waited = parts.stack(result), parts.blame(result)
     cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
-    many, tree = members.shown(result), modules.shown(result)
-    figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree)}
+    many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
+    figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
     figures |= {**{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
@@ -87,6 +87,7 @@ def render(result: Result) -> str:
         waited=waited,
         many=many,
         tree=tree,
+        held=held,
         device=parts.device(result),
         cards=cards,
         first=cards[:DEAREST],

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from dlprof.result.members import Member
+from dlprof.result.memory import Footprint
+from dlprof.result.memory import MemoryPeak as MemoryPeak
 from dlprof.result.modules import InModule, Modules
 from dlprof.result.other_tools import GpuLog, Profile
 from dlprof.result.scale import Scaling
@@ -296,21 +298,6 @@ class ForeignLoad(msgspec.Struct, frozen=True):
     disturbs: bool = False  # they took what the job would have used: this run clears it of nothing
 
 
-class MemoryPeak(msgspec.Struct, frozen=True):
-    """What tensors held on one rank's device when they held most, of those moments that a memory snapshot covers.
-
-    `site`: the line whose memory that was more than any other's; `whole`: the snapshot has the events before it.
-    """
-
-    rank: int
-    device: int
-    bytes: float
-    reserved_bytes: float
-    site: str = ""
-    site_bytes: float = 0.0
-    whole: bool = True
-
-
 class Fact(msgspec.Struct, frozen=True):
     """One line of the report's facts of the run."""
 
@@ -349,6 +336,7 @@ class Result(msgspec.Struct, frozen=True):
     profiles: tuple[Profile, ...] = ()  # of other tools
     gpu_logs: tuple[GpuLog, ...] = ()
     scaling: Scaling | None = None  # None: one rank, or not known
+    footprint: Footprint | None = None  # what memory is made of; None: not counted
     members: tuple[Member, ...] = ()  # by rank; () where so few ranks are here that each is looked at
     modules: Modules | None = None  # None: nothing was traced
 

@@ -36,6 +36,7 @@ _LATER = (
     "gpu_logs",
     "members",
     "modules",
+    "footprint",
 )  # fields that a result may lack
 
 

@@ -29,7 +29,7 @@ CAUTIOUS = ("float32",)
 FURTHER = (
     "after_backward", "boolean_mask", "few_workers", "gpipe", "graph_waits", "host_function", "loop_optimizer",
     "many_launches", "more_work", "one_hot_gpu", "rank_sleeps", "slow_loader_one_rank", "slow_network",
-    "sync_every_batch", "synchronize_every_step", "tiny_buckets",
+    "small_batch_counted", "sync_every_batch", "synchronize_every_step", "tiny_buckets",
 )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ FAULTS = [(script, fault) for script in SCRIPTS for fault in constant(script, "F
 # A script cannot lower a clock: workloads/README.md says how an administrator does. Nor has PyTorch a call that makes
 # queued work wait while its device idles: that is simulated (benchmarks/simulator).
 NO_SCRIPT_CAN = {"queued_wait", "throttled_clock"}
+# Needs a GPU whose memory is full, whatever GPU that is: simulated too.
+NO_SCRIPT_CAN |= {"activation_memory"}
 # Of jobs that failed, by dumps that PyTorch writes and no recording does.
 NO_SCRIPT_CAN |= {"fragmentation", "hung_collective", "mismatched_collectives", "out_of_memory"}
 

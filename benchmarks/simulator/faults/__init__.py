@@ -6,9 +6,9 @@ Some rules have none. `memory_growth` saves nothing, and tells from hours of rea
 stacks, and are alike but for stalls and validation.
 """
 
-from benchmarks.simulator.faults import compute, host, loading, ranks
+from benchmarks.simulator.faults import compute, host, loading, memory, ranks
 from benchmarks.simulator.faults.fault import Fault
 
-FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *compute.FAULTS)
+FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *compute.FAULTS, *memory.FAULTS)
 
 __all__ = ["FAULTS", "Fault"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.simulator.faults.fault import Fault, base, draws, small
+from benchmarks.simulator.faults.fault import Fault, base, draws
 from benchmarks.simulator.job import Epochs, Job, Recording
 
 _EPOCH, _VALIDATION = 20, 10  # steps, batches
@@ -53,18 +53,6 @@ def _cool(job: Job) -> Job:
     return replace(job, clocks=())
 
 
-def _room(seed: int) -> Job:
-    return replace(small(seed, draws(seed).uniform(0.5, 0.8)), used_memory=0.15)
-
-
-def _twice(job: Job) -> Job:
-    """Return the job with a batch twice as large: a step of it is two of the other's."""
-    assert job.loader is not None
-    loader = replace(job.loader, fetch=2 * job.loader.fetch, cpu=2 * job.loader.cpu)
-    batch = replace(job.batch, size=2 * job.batch.size)
-    return replace(job, model=replace(job.model, tokens=2 * job.model.tokens), loader=loader, batch=batch)
-
-
 def _validates(seed: int) -> Job:
     return replace(base(seed, high=60e6), epochs=Epochs(_EPOCH, _VALIDATION))
 
@@ -94,15 +82,6 @@ FAULTS = (
         _cool,
         recorded=_sampled,
         accepted=("straggler",),
-    ),
-    Fault(
-        "small_batch",
-        "memory_headroom",
-        "a job that its host holds up, with room for twice the batch",
-        _room,
-        _twice,
-        scope="sample",
-        accepted=("host_bound", "small_kernels"),
     ),
     Fault(
         "long_validation",

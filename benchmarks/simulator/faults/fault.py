@@ -19,18 +19,20 @@ from benchmarks.simulator.model import Shop
 class Fault:
     """One fault, and the change that the rule's advice names; nothing else differs between the two jobs.
 
-    `scope`: what a fix shortens: the steady step; the whole loop, spread over its training steps; or, as "sample", the
-    step for each sample, where the fixed job's batch is twice as large.
+    `scope`: what a fix shortens: the steady step, or the whole loop, spread over its training steps. `advised`: instead
+    of `fix`, what makes the job with the batch that the finding names, so many times as large; its step counts for each
+    sample.
     """
 
     name: str
     rule: str
     what: str
     make: Callable[[int], Job]
-    fix: Callable[[Job], Job]
+    fix: Callable[[Job], Job] = lambda job: job
     scope: str = "step"
     recorded: Callable[[Job], Recording] | None = None
     steps: int = 60  # of the simulations that tell the truth, without those that warm up
+    advised: Callable[[Job, float], Job] | None = None
     accepted: tuple[str, ...] = ()  # other rules that rightly find the same
 
 

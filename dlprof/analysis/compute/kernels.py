@@ -19,8 +19,12 @@ from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
 from dlprof.errors import NotMeasured
 
+# A backward pass computes twice what its forward pass does (Kaplan et al., Scaling Laws, 2020, section 2.1): the
+# forward pass is a third of the computation.
+FORWARD_SHARE = 1 / 3
+
 # Multiples of the batch that are tried.
-TIMES = (2, 4, 8)
+TIMES = (1.5, 2.0, 3.0, 4.0, 8.0)
 
 
 @within_rank
@@ -165,11 +169,13 @@ def larger_batches(
     device_work: pd.DataFrame,
     launched_by_optimizer: Maybe[NDArray[np.bool_]],
 ) -> pd.DataFrame:
-    """Return for each of TIMES how much less the mean step would take for as many samples: times, gain_ns.
+    """Return for 1 and each of TIMES how much less the mean step would take for as many samples: times, gain_ns, and
+    again_ns, the same where the forward pass is computed once more, as with checkpoints (below 0: it takes longer).
 
     By replaying the traced steps with every kernel and copy so many times as long, but for the least that a kernel
-    takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's work is. Raises
-    NotMeasured where the trace cannot be replayed, or whether a larger batch fits is not known.
+    takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's work is. The
+    forward pass is FORWARD_SHARE of the computation, and of the host's calls. Raises NotMeasured where the trace cannot
+    be replayed, or whether a larger batch fits is not known.
     """
     if not memory:
         raise NotMeasured("nothing was asked of the CUDA allocator")
@@ -177,5 +183,11 @@ def larger_batches(
     same = host.is_kind(device_work, "communication") | (False if by_optimizer is None else by_optimizer)
     durations = what_if.replay.durations
     longer = np.where(same[what_if.replay.rows], 0, np.maximum(durations - device.LEAST_KERNEL_NS, 0))
-    left = np.array([what_if.left(durations=durations + (times - 1) * longer) / times for times in TIMES])
-    return pd.DataFrame({"times": TIMES, "gain_ns": np.maximum((1 - left) * what_if.measured_ns, 0.0)})
+    forward = np.where(host.is_kind(device_work, "kernel")[what_if.replay.rows] & (longer > 0), FORWARD_SHARE, 0.0)
+    rows = []
+    for times in (1.0, *TIMES):
+        grown = durations + (times - 1) * longer
+        left = what_if.left(grown.astype(np.int64)) / times if times > 1 else 1.0
+        again = what_if.left((grown * (1 + forward)).astype(np.int64), calls=1 + FORWARD_SHARE) / times
+        rows.append((times, max(1 - left, 0.0) * what_if.measured_ns, (1 - again) * what_if.measured_ns))
+    return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"])

@@ -1,8 +1,7 @@
-"""How much memory PyTorch's allocator took on the device, whether memory grows, and what a larger batch would need."""
+"""How much memory PyTorch's allocator took on the device, and whether memory grows."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from math import nan
 
 import numpy as np
@@ -10,17 +9,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.kernels import TIMES
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, by_rank, per_rank
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
 from dlprof.analysis.timeline.steady import ENOUGH, standard_error
 from dlprof.errors import NotMeasured
 
 MOST_ROWS = 500  # readings of the series that travel: enough for any screen
-
-# The categories of the step that are the same for any batch: what the host does.
-HOST = ("host", "optimizer_host", "launch_latency")
 
 # A leak lifts the floor of what is held, a cache or a buffer only its height, and only once: the readings are cut into
 # so many parts of as many steps each, and of so many readings at least, and the least of each part is looked at. Where
@@ -55,7 +48,7 @@ def memory_use(memory: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
         "peak_allocated_bytes": int(frame[["peak_allocated_bytes", "allocated_bytes"]].to_numpy().max()),
         "peak_reserved_bytes": int(frame[["peak_reserved_bytes", "reserved_bytes"]].to_numpy().max()),
         "kept_bytes": int(frame["allocated_bytes"].min()),
-        "total_bytes": _total_bytes(rank),
+        "total_bytes": total_bytes(rank),
         "retries": int(frame["retries"].max()),
         "ooms": int(frame["ooms"].max()),
         "late": int(asked[-1] - halfway) if halfway >= 0 else -1,
@@ -103,50 +96,6 @@ def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([row])
 
 
-@across_ranks
-def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[int, float]:
-    """Return each rank's time of the mean step that is the same for any batch, ns.
-
-    That is what the host does and what ranks exchange of gradients, but for waiting for other ranks.
-    """
-    exchanged, waits = part(breakdown, "communication"), by_rank(own_time, "wait_ns")
-    return {r: ns + max(0.0, exchanged[r] - waits.get(r, 0.0)) for r, ns in part(breakdown, *HOST).items()}
-
-
-@across_ranks
-def larger_batch_steps(
-    memory_use: pd.DataFrame,
-    same_for_any_batch: dict[int, float],
-    larger_batches: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    mean_step_ns: float,
-) -> pd.DataFrame:
-    """Return what a larger batch would need and give, for as many samples as a step has now, a row a multiple.
-
-    Columns: times (1: as it is; then TIMES), need (share of the memory of the GPU that it fills most), gain_ns, step_ns
-    and speed (× now). By replaying the traced steps; where they cannot be, what is the same for any batch is divided.
-    """
-    rows = [(1, batch_need(memory_use, 1), 0.0)]
-    for times in TIMES:
-        gone = {r: ns * (1 - 1 / times) for r, ns in same_for_any_batch.items()}
-        with suppress(NotMeasured):
-            frame = larger_batches.get()
-            gone |= by_rank(frame[frame["times"] == times], "gain_ns")
-        rows.append((times, batch_need(memory_use, times), saving(own_time, gone)))
-    frame = pd.DataFrame(rows, columns=["times", "need", "gain_ns"])
-    frame = frame.assign(step_ns=mean_step_ns - frame["gain_ns"])
-    return frame.assign(speed=mean_step_ns / frame["step_ns"].clip(lower=1.0))
-
-
-def batch_need(memory_use: pd.DataFrame, times: int) -> float:
-    """Return the share of memory that a batch so many times as large needs, on the rank where that is most.
-
-    What a step leaves allocated is taken to stay, and what it needs beyond that to grow with the batch.
-    """
-    kept = memory_use["kept_bytes"]
-    return float(((kept + (memory_use["peak_allocated_bytes"] - kept) * times) / memory_use["total_bytes"]).max())
-
-
 @per_rank
 def memory_growth(
     light_steps: pd.DataFrame, memory: Maybe[pd.DataFrame], samples: Maybe[pd.DataFrame], rank: RankFacts
@@ -162,7 +111,7 @@ def memory_growth(
     held = []
     if memory:
         mine = _within(memory.get(), steps).rename(columns={"allocated_bytes": "value"})
-        held.append(("device", "", mine, _total_bytes(rank)))
+        held.append(("device", "", mine, total_bytes(rank)))
     if samples:
         read = _within(samples.get(), steps)
         left = float(read.loc[_is(read, "host", "memory_available_bytes"), "value"].tail(_A_PART).min())
@@ -218,8 +167,8 @@ def most_memory(memory_use: Maybe[pd.DataFrame], sample_means: Maybe[pd.DataFram
     raise NotMeasured("neither the memory of a GPU nor that of the processes was recorded")
 
 
-def _total_bytes(rank: RankFacts) -> float:
-    """Return the memory of the rank's GPU; NaN: unknown."""
+def total_bytes(rank: RankFacts) -> float:
+    """Return the memory of the rank's GPU; NaN: it uses none, or unknown."""
     device = rank.facts.get("device") or {}
     total = device.get("memory_bytes") if device.get("type") == "cuda" else None
     return nan if total is None else float(total)

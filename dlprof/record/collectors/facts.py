@@ -16,6 +16,7 @@ from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
 from dlprof.record import redaction
+from dlprof.record.calls.failure import memory_failure
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
 from dlprof.record.model.names import class_of
@@ -112,6 +113,7 @@ class Facts:
             "flops": recorder.flops,
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
             "ended": recorder.ended,
+            "failure": _ask(memory_failure) if recorder.ended else None,
             "ended_ns": time.time_ns() if recorder.ended else None,
         }
         write(recorder.folder / "facts.json", json.dumps(facts, default=str))
@@ -227,6 +229,7 @@ def _cpu() -> dict[str, Any]:
         allowed=cpu.cores,
         nodes=cpu.nodes,
         quota=cpu.quota,
+        memory_limit_bytes=cpu.memory_limit,
         torch_threads=torch.get_num_threads,
         torch_interop_threads=torch.get_num_interop_threads,
         units=cpu.units,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 # What decides how fast a core multiplies, in 16 bits and in others: x86's names, then Arm's.
 _X86 = "fma avx2 avx512f avx512_bf16 avx512_fp16 avx512_vnni avx_vnni amx_tile amx_bf16 amx_fp16 amx_int8"
+_UNLIMITED = 1 << 60  # cgroup v1 writes the largest multiple of a page where there is no limit
 _UNITS = frozenset(f"{_X86} bf16 asimdhp i8mm sve sve2 svebf16".split())
 
 
@@ -45,6 +47,37 @@ def quota() -> float | None:
         return None
     most_us = int((v1 / "cpu.cfs_quota_us").read_text())
     return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
+
+
+def memory_limit(process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """Return the bytes of memory that the process's control groups grant, the least of them; None: all of the host's.
+
+    cgroup v2, then v1. A container sees its own group as the root.
+    """
+    found = []
+    for line in Path(process).read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = Path(root) / ("memory" if controllers else "")
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        within = top / path.lstrip("/")
+        for group in (within, *within.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max"; or a group of the host, outside the container
+                found.append(int((group / name).read_text()))
+            if group == top:
+                break
+    limits = [n for n in found if n < _UNLIMITED]
+    return min(limits, default=None)
+
+
+def oom_kills(path: str = "/proc/vmstat") -> int | None:
+    """Return how many processes the kernel has killed for want of memory since the host began; None: not counted."""
+    try:
+        rows = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(row.split()[1]) for row in rows if row.startswith("oom_kill ")), None)
 
 
 def cores() -> str:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
+from dlprof.record.device import cpu
 from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.postmortem import left, missing
@@ -81,6 +82,7 @@ def supervise(
             here.mkdir(parents=True, exist_ok=True)
     samplers = Samplers(folder, env)
     words = [*(launcher.words(here) if launcher else ()), *command]
+    killed = cpu.oom_kills()
     status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
     end_ns = time.time_ns()
     with deaf():
@@ -97,6 +99,8 @@ def supervise(
         compress(run.ranks)
         warnings += samplers.wait()
         end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed, "warnings": warnings}
+        if killed is not None:
+            end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
         of_all: list[str] | None = []
         try:
             of_all = run.end(lambda: whole_run(folder, asked), **end)

@@ -74,3 +74,26 @@ def test_the_nodes_of_a_host_and_of_a_device(tmp_path: Path) -> None:
     assert cpu.node_of("0000:c1:00.0", str(tmp_path)) == 1
     assert cpu.node_of("0000:01:00.0", str(tmp_path)) is None
     assert cpu.node_of(None) is None
+
+
+def test_the_memory_of_a_process_is_the_least_that_its_groups_grant(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    process = tmp_path / "cgroup"
+    process.write_text("0::/slurm/job_1/step_0\n")
+    for name, text in (("slurm", "max"), ("slurm/job_1", "3000"), ("slurm/job_1/step_0", "max")):
+        (groups / name).mkdir(parents=True, exist_ok=True)
+        (groups / name / "memory.max").write_text(f"{text}\n")
+    assert cpu.memory_limit(str(process), str(groups)) == 3000
+    # Version 1 has a tree of its own, and writes a huge number where there is no limit.
+    process.write_text("5:cpu,cpuacct:/a\n4:memory:/a\n")
+    (groups / "memory/a").mkdir(parents=True)
+    (groups / "memory/a/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert cpu.memory_limit(str(process), str(groups)) is None
+    (groups / "memory/memory.limit_in_bytes").write_text("5000\n")
+    assert cpu.memory_limit(str(process), str(groups)) == 5000
+
+
+def test_processes_that_the_kernel_killed_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\nother 1\n")
+    assert cpu.oom_kills(str(tmp_path / "vmstat")) == 3
+    assert cpu.oom_kills(str(tmp_path / "none")) is None

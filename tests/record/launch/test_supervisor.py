@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 import dlprof
-from dlprof.record.launch.supervisor import recorded
+from dlprof.read.run import open_run
+from dlprof.record.device import cpu
+from dlprof.record.launch.supervisor import recorded, supervise
 
 INJECT = str(Path(dlprof.__file__).parent / "record" / "inject")
 
@@ -21,3 +24,13 @@ def test_the_hook_stands_before_what_was_on_the_path(before: str | None, after: 
     assert changed["DLPROF_RUN"] == str(tmp_path / "run")
     assert changed["HOME"] == "/home/me"
     assert "DLPROF_RUN" not in env
+
+
+def test_processes_that_the_kernel_killed_meanwhile_are_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter((5, 6))
+    monkeypatch.setattr(cpu, "oom_kills", lambda: next(counts))
+    supervise(["true"], tmp_path / "run", dict(os.environ), {})
+    assert json.loads((tmp_path / "run/run.json").read_text())["oom_kills"] == 1
+    assert open_run(tmp_path / "run").oom_kills == 1

@@ -6,10 +6,11 @@ the other end, a job that holds nearly all of the memory fails on the first batc
 
 Needs the readings of PyTorch's CUDA allocator, and a trace, which shows what the device waits for.
 
-Saving: for as many samples as a step has now, the traced steps replayed with a batch twice as large: twice the time
+Saving: for as many samples as a step has now, the traced steps replayed with a larger batch: so many times the time
 in kernels and copies, and the host's work, the optimizer and the exchanges as they are. What larger kernels gain comes
-on top and is not counted. Where a trace cannot be replayed: half of the time in which the device waits for its host or
-only exchanges data. What a step leaves allocated (parameters, the optimizer's state) stays, all else doubles.
+on top and is not counted. Where a trace cannot be replayed: that share of the time in which the device waits for its
+host or only exchanges data. Advised is the smallest batch that gives nearly all that the largest that fits does. Of
+what was counted of a step, activations, inputs and temporary memory grow with the batch; else all that a step frees.
 
 What to change: the batch size, and the learning rate with it (a larger batch trains otherwise: compare the loss by
 samples, not by steps). Near the end: a smaller batch, `torch.utils.checkpoint`, a lower precision,
@@ -23,28 +24,32 @@ from typing import Any
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.memory import HOST, batch_need
+from dlprof.analysis.memory.batches import HIGH, HOST, batch_need
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.errors import NotMeasured
-from dlprof.units import duration, is_now, percent, size
+from dlprof.units import digits, duration, is_now, percent, size
 
-# Where tools that watch memory warn: above 92 %, and again above 97 %. What is reserved may be cache, so the first is
-# asked of what tensors hold at most, the second of what is reserved. A larger batch may fill up to the first.
-HIGH, CRITICAL = 0.92, 0.97
+# Where tools that watch memory warn: above 92 % (batches.HIGH), and again above 97 %. What is reserved may be cache, so
+# the first is asked of what tensors hold at most, the second of what is reserved.
+CRITICAL = 0.97
+
+# A batch is no larger than it must be for this share of what the largest one gives: a larger one trains otherwise.
+_NEARLY = 0.95
 
 # Another batch is another training: from where tools for input and stragglers speak (5 %, XProf).
 NOTABLE_SHARE = 0.05
 
-_LARGER = {"times": "times the batch", "step_ns": "time for as many samples as now_ns"}
-_LARGER |= {"need": "peak memory_share", "speed": "speed_times"}
+_LARGER = {"times": "times the batch", "size": "batch size", "step_ns": "time for as many samples as now_ns"}
+_LARGER |= {"need": "peak memory_share", "speed": "samples a second_times"}
 _HELD = {"rank": "rank", "peak_allocated_bytes": "by tensors_bytes", "peak_reserved_bytes": "reserved_bytes"}
 _HELD |= {"total_bytes": "there is_bytes", "reserved": "reserved_share"}
 
 
 def check(
     memory_use: Frame,
+    batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
     same_for_any_batch: Maybe[dict[int, float]],
     breakdown: Maybe[Frame],
@@ -53,50 +58,63 @@ def check(
     if not len(gpus):
         raise NotMeasured("how much memory the GPU has was not recorded (record with `dlprof wrap`)")
     gpus = gpus.assign(reserved=gpus["peak_reserved_bytes"] / gpus["total_bytes"])
-    used = batch_need(gpus, 1)
+    used = batch_need(batch_room, 1)
     if used > HIGH or gpus["reserved"].max() > CRITICAL:
         # It costs no time: what counts is which ranks it names.
         full = dict.fromkeys(gpus.loc[gpus["reserved"] > HIGH, "rank"].tolist(), 1.0)
         return Estimate(scope="risk", by_rank_ns=full, seen=gpus)
-    if batch_need(gpus, 2) > HIGH:
-        return nothing(f"{percent(used)} of the GPU's memory is used; a batch twice as large would not fit")
-    gain = float(larger_batch_steps.get().set_index("times")["gain_ns"][2])
+    steps = larger_batch_steps.get()
+    fits = steps[(steps["times"] > 1) & (steps["need"] <= HIGH)]
+    if not len(fits):
+        return nothing(f"{percent(used)} of the GPU's memory is used; no larger batch would fit")
+    chosen = fits[fits["gain_ns"] >= _NEARLY * fits["gain_ns"].max()].iloc[0]
+    gain, times = float(chosen["gain_ns"]), float(chosen["times"])
     return Estimate(
         saving_ns=gain,
         by_rank_ns=dict.fromkeys(same_for_any_batch.get(), gain),
-        noise_ns=part_noise(breakdown.get(), *HOST, "communication") / 2,
-        loses="would be saved by a batch twice as large",
-        seen=gpus,
+        noise_ns=part_noise(breakdown.get(), *HOST, "communication") * (1 - 1 / times),
+        loses=f"would be saved by a batch {_times(times)} as large",
+        seen=(gpus, chosen.to_dict()),
     )
 
 
 def explain(
     estimate: Estimate,
+    batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
     same_for_any_batch: Maybe[dict[int, float]],
     mean_step_ns: Maybe[float],
     job: Job,
 ) -> Explanation:
-    gpus = estimate.seen
     if estimate.scope == "risk":
-        return _nearly_full(gpus, job)
+        return _nearly_full(estimate.seen, batch_need(batch_room, 1), job)
+    gpus, chosen = estimate.seen
     mine = _fullest(gpus, "peak_allocated_bytes")
     steps = larger_batch_steps.get()
+    fits = steps[steps["need"] <= HIGH]
     batch = settings.training_loader(job, mine["rank"]).get("batch_size")
-    text, larger = "a batch twice as large", dict[str, Any]()
+    text, larger = f"a batch {_times(chosen['times'])} as large", dict[str, Any]()
     if isinstance(batch, int):
-        text, larger = f"`batch_size={2 * batch}` (is {batch})", {"batch_size": (batch, 2 * batch)}
-    text += f", with the learning rate to match: a step for as many samples is then {duration(steps['step_ns'][1])}"
+        text, larger = f"`batch_size={chosen['size']:.0f}` (is {batch})", {"batch_size": (batch, round(chosen["size"]))}
+    text += f", with the learning rate to match: a step for as many samples is then {duration(chosen['step_ns'])}"
+    most, counted = fits.iloc[-1], (batch_room["counted"] == 1).all()
+    largest = f"{most['size']:,.0f} samples" if isinstance(batch, int) else f"{_times(most['times'])} as large"
     return Explanation(
         title="A larger batch would fit, and hide what the device waits for",
         summary=f"Rank {mine['rank']} needs {size(mine['peak_allocated_bytes'])} of {size(mine['total_bytes'])};"
         f" for {duration(max(same_for_any_batch.get().values()))} of a step of {duration(mean_step_ns.get())} the"
-        " device waits for its host or only exchanges data, which is the same for any batch.",
+        f" device waits for its host or only exchanges data, which is the same for any batch. The largest batch that"
+        f" was found to fit is {largest}, with {percent(most['need'])} of the memory.",
         changes=(change(text, numerics=True, **larger),),
-        evidence=table("What a larger batch is predicted to give", steps[steps["need"] <= HIGH], _LARGER),
+        evidence=table("What a larger batch is predicted to give", fits, _LARGER),
         sure="Predicted: what the host does and what is exchanged is taken to be the same for any batch, computation to"
-        " grow with it. Whether the model trains as well is not known here.",
+        f" grow with it. Memory was {'counted by part' if counted else 'read from the allocator'}. Whether the model"
+        " trains as well is not known here.",
     )
+
+
+def _times(times: float) -> str:
+    return "twice" if times == 2 else f"{digits(times)} times"
 
 
 def _fullest(gpus: Frame, column: str) -> dict[Any, Any]:
@@ -104,8 +122,8 @@ def _fullest(gpus: Frame, column: str) -> dict[Any, Any]:
     return gpus.iloc[[int((gpus[column] / gpus["total_bytes"]).argmax())]].to_dict("records")[0]
 
 
-def _nearly_full(gpus: Frame, job: Job) -> Explanation:
-    mine = _fullest(gpus, "peak_allocated_bytes" if batch_need(gpus, 1) > HIGH else "peak_reserved_bytes")
+def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
+    mine = _fullest(gpus, "peak_allocated_bytes" if used > HIGH else "peak_reserved_bytes")
     rank, held, most, total = (mine[c] for c in ("rank", "peak_allocated_bytes", "peak_reserved_bytes", "total_bytes"))
     batch = settings.training_loader(job, rank).get("batch_size")
     variable, conf = settings.allocator(job, rank)

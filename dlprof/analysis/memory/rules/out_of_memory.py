@@ -1,21 +1,22 @@
-"""The GPU's memory ran out: tensors hold so much of it that a request could not be served.
+"""The memory ran out: of a GPU, where a request could not be served, or of the host, where the kernel killed a process.
 
-A snapshot of PyTorch's allocator has the request that failed, and what each line of the script held at that moment.
+Needs one of these: a snapshot of PyTorch's allocator with its events (`dlprof wrap --memory`, or a script that calls
+`torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` where `torch.OutOfMemoryError` is caught); the
+error that ended a recorded process; or a recorded process that was killed, with the kernel's count of those that it
+kills for want of memory, and the last readings. What was held is as it was counted of an earlier step.
 
-Needs a snapshot with its events: `torch.cuda.memory._record_memory_history()` before training, and
-`torch.cuda.memory._dump_snapshot(file)` where `torch.OutOfMemoryError` is caught, or in an observer
-(`torch._C._cuda_attach_out_of_memory_observer`). The file alone, or beside a trace.
+Saving: none of a step. The job could not go on, which is why this is told before any saving. Where a snapshot shows
+that free memory was enough and lay in pieces, `fragmentation` tells it instead.
 
-Saving: none of a step. The job could not go on, which is why this is told before any saving. Where free memory was
-enough and lay in pieces, `fragmentation` tells it instead.
-
-What to change: what holds most. Activations (lines of `forward`): a smaller batch, `torch.utils.checkpoint`, a lower
+What to change: what brings the peak below the memory that there is, as it is predicted of what was counted, each with
+its peak. Else what holds most. Activations (lines of `forward`): a smaller batch, `torch.utils.checkpoint`, a lower
 precision. The optimizer's state (lines of `step`): shard it (FSDP, ZeRO), or keep it in 8 bits. Losses and outputs that
 are kept from step to step: detach them.
 """
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 import pandas as pd
@@ -23,60 +24,116 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.memory.cures import Cure, cures
+from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT
 from dlprof.analysis.memory.snapshot import NO_SNAPSHOT
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.result import Change
 from dlprof.units import count, percent, size
 
 _COLUMNS = {"site": "line", "via": "calls", "bytes": "held_bytes", "share": "of all_share", "blocks": "blocks"}
+_PARTS = {"part": "what", "bytes": "held_bytes", "known": "how it is known"}
 MOST = 12  # lines that are shown
 
+_SURE = {
+    SNAPSHOT: "Read from the allocator's own events.",
+    ERROR: "By the error that ended the process.",
+    KERNEL: "The kernel counted a process that it killed for want of memory while the job ran; which one is not said.",
+    KILLED: "A process was killed while nearly all memory was in use; who killed it is not said.",
+}
 
-def check(memory_state: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Find the devices on which a request failed though not enough was free."""
-    frame = memory_state.or_none()
-    if frame is None:
-        if settings.on_cpu(job):
-            raise DoesNotApply("the job trains on the CPU: there is no GPU memory to run out of")
-        raise NotMeasured(memory_state.why() if memory_state.broke else NO_SNAPSHOT)
-    failed = frame[frame["moment"] == "oom"]
-    if not len(failed):
-        return nothing("no request for memory failed while the snapshot recorded", "failure")
-    full = failed[failed["free_bytes"] < failed["requested_bytes"]]
-    if not len(full):
+
+def check(
+    memory_failures: pd.DataFrame, memory_state: Maybe[pd.DataFrame], memory_use: Maybe[pd.DataFrame], job: Job
+) -> Estimate:
+    """Find the devices on which a request failed though not enough was free, and processes that were killed."""
+    failed = memory_failures
+    full = failed[(failed["how"] != SNAPSHOT) | (failed["free_bytes"] < failed["requested_bytes"])]
+    if len(full):
+        return Estimate(scope="failure", by_rank_ns=dict.fromkeys(full["rank"].tolist(), 1.0), seen=full)
+    if len(failed):
         return nothing("memory ran out with enough of it free, in pieces: see fragmentation", "failure")
-    return Estimate(scope="failure", by_rank_ns=dict.fromkeys(full["rank"].tolist(), 1.0), seen=full)
+    if memory_state:
+        return nothing("no request for memory failed while the snapshot recorded", "failure")
+    use = memory_use.or_none()
+    if use is not None and (use["ooms"] == 0).all() and job.run.exit.get("code") == 0:
+        return nothing("no request for memory failed", "failure")
+    if settings.on_cpu(job):
+        raise DoesNotApply("the job trains on the CPU, and nothing shows that it ran out of memory")
+    raise NotMeasured(memory_state.why() if memory_state.broke else NO_SNAPSHOT)
 
 
-def explain(estimate: Estimate, memory_holders: pd.DataFrame, job: Job) -> Explanation:
-    """Show what held memory when the request failed, on the first rank."""
-    row = estimate.seen.to_dict("records")[0]
-    rank, device = row["rank"], row["device"]
-    mine = memory_holders[
-        (memory_holders["rank"] == rank) & (memory_holders["device"] == device) & (memory_holders["moment"] == "oom")
-    ]
-    top: dict[Any, Any] = (
-        mine.to_dict("records")[0] if len(mine) else {"site": "no known line", "bytes": 0.0, "share": 0.0}
+def explain(
+    estimate: Estimate,
+    memory_holders: Maybe[pd.DataFrame],
+    memory_composition: Maybe[pd.DataFrame],
+    memory_what_if: Maybe[pd.DataFrame],
+    job: Job,
+) -> Explanation:
+    """Show what held memory when it ran out, on the first rank, and which changes would have fitted."""
+    row: dict[Any, Any] = estimate.seen.to_dict("records")[0]
+    rank = row["rank"]
+    held, holders = memory_composition.or_none(), memory_holders.or_none()
+    mine = (
+        None
+        if held is None
+        else held[(held["rank"] == rank) & ((held["device"] == "cpu") == (row["device"] == "host"))]
     )
-    batch = settings.training_loader(job, rank).get("batch_size")
-    left = f", the device had {size(row['device_free_bytes'])} left" if row["device_free_bytes"] >= 0 else ""
+    lines = None if holders is None else holders[(holders["rank"] == rank) & (holders["moment"] == "oom")]
+    evidence, most = None, ""
+    if lines is not None and len(lines):
+        evidence = table(f"What held memory when it ran out, rank {rank}", lines, _COLUMNS, most=MOST)
+        most = f" {percent(lines['share'].iloc[0])} of it was allocated in {lines['site'].iloc[0]}."
+    elif mine is not None and len(mine):
+        parts = mine.sort_values("bytes", ascending=False, kind="stable")
+        evidence = table(f"What memory was made of in an earlier step, rank {rank}", parts, _PARTS)
+        share = float(parts["bytes"].iloc[0] / parts["bytes"].sum())
+        most = f" In an earlier step the largest part was {parts['part'].iloc[0]}, {percent(share)}."
+    what = "The host's memory" if row["device"] == "host" else f"The memory of GPU {row['device']}"
+    told = _told(row)
+    top = None if lines is None or not len(lines) else str(lines["site"].iloc[0])
+    return Explanation(
+        title=f"{what} ran out",
+        summary=f"On rank {rank} {told}.{most}",
+        verdict=f"Rank {rank} ran out of {'the host' if row['device'] == 'host' else 'GPU'}"
+        f"{chr(39) + 's' if row['device'] == 'host' else ''} memory: {told}.",
+        changes=_changes(
+            cures(memory_what_if.or_none(), row), top, settings.training_loader(job, rank).get("batch_size")
+        ),
+        evidence=evidence,
+        sure=f"{_SURE[str(row['how'])]} What other libraries and processes hold is not in these figures.",
+    )
+
+
+def _told(row: dict[Any, Any]) -> str:
+    """Return what happened: at which step, what was asked for, where, and how much was held."""
+    step = f" in step {row['step'] + 1}" if row["step"] >= 0 and row["how"] != SNAPSHOT else ""
+    of = "" if isnan(row["total_bytes"]) else f" of {size(row['total_bytes'])}"
+    if row["how"] in (KERNEL, KILLED):
+        held = "" if isnan(row["allocated_bytes"]) else f"; it held {size(row['allocated_bytes'])}{of} when last read"
+        return f"the process was killed{step}{held}"
+    asked = "a request" if isnan(row["requested_bytes"]) else f"a request for {size(row['requested_bytes'])}"
     at = f" at {row['site']}" if row["site"] else ""
     again = f" ({count(row['ooms'], 'request')} failed)" if row["ooms"] > 1 else ""
-    return Explanation(
-        title=f"The memory of GPU {device} ran out",
-        summary=f"On rank {rank} a request for {size(row['requested_bytes'])}{at} failed{again}. Tensors held"
-        f" {size(row['allocated_bytes'])} of the {size(row['reserved_bytes'])} that PyTorch had reserved{left}."
-        f" {percent(top['share'])} of it was allocated in {top['site']}.",
-        verdict=f"Rank {rank} ran out of GPU memory: {size(row['allocated_bytes'])} were held, {percent(top['share'])}"
-        f" of that from {top['site']}, when {size(row['requested_bytes'])} more were asked for{at}.",
-        changes=(
-            change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
-            change(f"hold less from `{top['site']}`: `torch.utils.checkpoint` there, or a lower precision"),
-            change("shard parameters and the optimizer's state over the ranks (`fully_shard`)"),
-        ),
-        evidence=table(f"What held memory when it ran out, rank {rank}", mine, _COLUMNS, most=MOST),
-        sure="Read from the allocator's own events. What other libraries and processes hold on the GPU is not in them.",
+    held = "" if isnan(row["allocated_bytes"]) else f"; {size(row['allocated_bytes'])} were held"
+    reserved = (
+        "" if isnan(row["reserved_bytes"]) else f" of the {size(row['reserved_bytes'])} that PyTorch had reserved"
+    )
+    left = "" if isnan(row["device_free_bytes"]) else f", and the device had {size(row['device_free_bytes'])} left"
+    return f"{asked}{at} failed{step}{again}{held}{reserved}{left}"
+
+
+def _changes(known: list[Cure], top: str | None, batch: object) -> tuple[Change, ...]:
+    if known:
+        return tuple(change(cure.text, numerics=cure.numerics) for cure in known)
+    return (
+        change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
+        change(f"hold less from `{top}`: `torch.utils.checkpoint` there, or a lower precision")
+        if top
+        else change("hold fewer activations: `torch.utils.checkpoint`, or a lower precision"),
+        change("shard parameters and the optimizer's state over the ranks (`fully_shard`)"),
     )
 
 
-RULE = Rule("Running out of GPU memory", check, explain)
+RULE = Rule("Running out of memory", check, explain)

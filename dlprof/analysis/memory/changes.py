@@ -1,0 +1,257 @@
+"""What changes of a training script would do to a rank's memory, and to its step: each alone, from what was counted.
+
+Memory is of footprint.py. Time is known where another measure knows it: a larger batch by the replay of the step, 16
+bits by the products that float32 slows down, another schedule by the pipeline's replay. Else it is bounded, or not
+known, and the row says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from math import isnan, nan
+
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.compute.peaks import PCIE_REACHED, device_of, host_link
+from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, by_rank, per_rank
+from dlprof.analysis.memory import footprint as fp
+from dlprof.analysis.memory.batches import HIGH, MOST_TIMES, even, gain_at
+from dlprof.analysis.memory.footprint import Footprint, main_device, of_device
+from dlprof.analysis.memory.memory import total_bytes
+from dlprof.analysis.pipeline.held import most_held
+from dlprof.analysis.pipeline.pipeline_plans import Model
+from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short
+from dlprof.analysis.timeline.paths import folded
+from dlprof.errors import NotMeasured
+
+# Multiples of the batch that are told, beside the largest that fits.
+MULTIPLES = (0.5, 2.0, 4.0, 8.0)
+
+
+@per_rank
+def memory_changes(
+    held: pd.DataFrame, memory_composition: pd.DataFrame, attention: Maybe[pd.DataFrame], rank: RankFacts
+) -> pd.DataFrame:
+    """Return what each change makes of the rank's peak, a row each: change, value, device, now_bytes, then_bytes (of
+    all that is held there), total_bytes (that there are; NaN: unknown), times (how many times as large a batch then
+    fits, without a cache; NaN: unknown), moved_bytes (more, between host and device in a step).
+
+    Changes: batch (value: times the present one), autocast, 16_bits, checkpoint (value: the modules, folded),
+    fused_attention, shard (ZeRO's stage / the ranks), 8_bit, offload, microbatches (their number), schedule (its name);
+    the first is "" for none.
+    """
+    device = main_device(memory_composition)
+    now = of_device(held, memory_composition, device, rank.facts)
+    total = total_bytes(rank) if device != "cpu" else nan
+    # Gradients go to the host, and parameters back (Ren et al., ZeRO-Offload, 2021).
+    moved = now.moments["update"]["gradient"] + fp.trained(now.held)
+    rows = [
+        (
+            change,
+            value,
+            device,
+            now.peak_bytes,
+            with_cache(now, then),
+            total,
+            _times(then, total),
+            moved * (change == "offload"),
+        )
+        for change, value, then in [("", "", now), *_changes(now, rank.facts, total, _scores(attention))]
+    ]
+    columns = ["change", "value", "device", "now_bytes", "then_bytes", "total_bytes", "times", "moved_bytes"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def with_cache(now: Footprint, then: Footprint) -> float:
+    """Return all that is held with a change, the allocator's cache grown or shrunk as what tensors hold."""
+    cache = now.parts["cache"]
+    beside = cache + now.parts["libraries"] + now.parts["process"]
+    tensors = now.peak_bytes - beside
+    if not cache or tensors <= 0:
+        return then.peak_bytes
+    kept = then.peak_bytes - beside
+    return then.peak_bytes + cache * (kept / tensors - 1)
+
+
+def _times(then: Footprint, total: float) -> float:
+    return nan if isnan(total) else min(fp.most_times(then.scaled({"cache": 0.0}), HIGH * total), MOST_TIMES)
+
+
+def _scores(attention: Maybe[pd.DataFrame]) -> float:
+    """Return the bytes of one copy of all scores that unfused attention keeps of a step."""
+    frame = attention.or_none()
+    if frame is None:
+        return 0.0
+    size = 0.0
+    for shape, dtype, calls in frame.loc[frame["passes"] == "forward", ["shape", "dtype", "calls"]].itertuples(
+        index=False, name=None
+    ):
+        first, _, second = str(shape).partition(" ")
+        query, key = first.split("x"), second.split("x")
+        if len(query) == len(key) == 3 and str(dtype) in fp.WIDTH:
+            size += float(calls) * int(query[0]) * int(query[1]) * int(key[1]) * fp.WIDTH[str(dtype)]
+    return size
+
+
+def _changes(
+    now: Footprint, facts: Mapping[str, object], total: float, scores: float
+) -> Iterator[tuple[str, str, Footprint]]:
+    held = now.held
+    for times in sorted({*MULTIPLES, *_largest(now, total, settings.batch_of(facts))}):
+        yield "batch", f"{times:g}", fp.larger_batch(now, times)
+    floats = held["dtype"].astype(str)
+    if (floats[held["part"] == "activation"] == "float32").any() and not now.moments["forward"]["cast"]:
+        yield "autocast", "", fp.autocast(now)
+    if (floats[held["part"] == "parameter"] == "float32").any():
+        yield "16_bits", "", fp.in_16_bits(now)
+    modules = fp.units(held)
+    if len(modules) > 1:
+        yield "checkpoint", names_of(held, modules), fp.checkpointed(now, modules)
+    if scores:
+        yield "fused_attention", "", fp.fused_attention(now, scores)
+    world = facts.get("world_size")
+    parallel = isinstance(world, int) and world > 1 and _replicated(held) and not facts.get("pipeline")
+    if parallel:
+        assert isinstance(world, int)
+        for stage in (1, 2, 3):
+            yield "shard", f"{stage}/{world}", fp.sharded(now, stage, world, fp.largest_unit(held, modules))
+    if now.parts["optimizer"] or now.moments["update"]["optimizer"]:
+        yield "8_bit", "", fp.eight_bit(now)
+        if not isnan(total):  # it is not on the host already
+            yield "offload", "", fp.offloaded(now)
+    yield from _of_pipeline(now, facts.get("pipeline"))
+
+
+def _largest(now: Footprint, total: float, batch: object) -> tuple[float, ...]:
+    """Return the largest multiple that fits; (): it is none, or that is not known."""
+    if isnan(total):
+        return ()
+    most = even(_times(now, total), batch)
+    return (most,) if most > 1 else ()
+
+
+def _replicated(held: pd.DataFrame) -> bool:
+    """Return whether the rank holds all of its parameters, as nothing shards them."""
+    parameters = held[held["part"] == "parameter"]
+    return bool(len(parameters)) and bool((parameters["bytes"] >= parameters["full_bytes"]).all())
+
+
+def _of_pipeline(now: Footprint, told: object) -> Iterator[tuple[str, str, Footprint]]:
+    if not isinstance(told, dict):
+        return
+    schedule, m, ranks = told.get("schedule"), told.get("microbatches"), told.get("ranks")
+    stages = told.get("stages")
+    if not (isinstance(schedule, str) and isinstance(m, int) and isinstance(ranks, list) and isinstance(stages, list)):
+        return
+    place, p = min(stages, default=0) % max(len(ranks), 1), len(ranks)
+    chunks = max(len(stages), 1)
+    held_now = held_share(schedule, p, m, chunks, place)
+    if held_now is None:
+        return
+    for more in (2 * m, 4 * m):
+        if then := held_share(schedule, p, more, chunks, place):
+            yield "microbatches", str(more), fp.other_microbatches(now, held_now, then)
+    if schedule == GPIPE and (then := held_share(ONE_F_ONE_B, p, m, chunks, place)):
+        yield "schedule", short(ONE_F_ONE_B), fp.other_microbatches(now, held_now, then)
+
+
+def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place: int) -> float | None:
+    """Return how many micro-batches a rank of a pipeline holds at most ÷ those of a step; None: not known.
+
+    m of m under GPipe, min(p − place, m) under 1F1B (Narayanan et al., Megatron-LM, 2021); of others by their grid.
+    """
+    if not runs(schedule, ranks, microbatches, chunks):
+        return None
+    return most_held(grid(schedule, ranks, microbatches, chunks).rows[place]) / chunks / microbatches
+
+
+def names_of(held: pd.DataFrame, modules: list[str]) -> str:
+    """Return the folded names of modules: "encoder.layers.*"."""
+    known = held.drop_duplicates("module").set_index("module")["kind"].astype(str)
+    kinds = {str(path): str(kind) for path, kind in known.items()}
+    names = folded({**dict.fromkeys(modules, ""), **kinds})
+    return ", ".join(dict.fromkeys(names[m] for m in modules))
+
+
+@across_ranks
+def memory_what_if(
+    memory_changes: pd.DataFrame,
+    mean_step_ns: Maybe[float],
+    larger_batch_steps: Maybe[pd.DataFrame],
+    tensor_cores: Maybe[pd.DataFrame],
+    attention: Maybe[pd.DataFrame],
+    pipeline_models: Maybe[list[Model]],
+    job: Job,
+) -> pd.DataFrame:
+    """Return the changes of the rank with the highest peak: its columns, and now_ns, then_ns (the mean steady step, for
+    as many samples as now; NaN: not known), bound ("most", "least": then_ns is that; "": neither), why (then_ns is not
+    known, or bounded).
+    """
+    worst = int(memory_changes["rank"].to_numpy()[memory_changes["now_bytes"].to_numpy().argmax()])
+    rows = memory_changes[memory_changes["rank"] == worst].reset_index(drop=True)
+    now = mean_step_ns.or_none()
+    if now is None:
+        return rows.assign(now_ns=nan, then_ns=nan, bound="", why="no steady step is known")
+    facts = job.facts[worst]
+
+    def of_batch(value: str) -> tuple[float, str, str]:
+        frame = larger_batch_steps.or_none()
+        if frame is None:
+            return nan, "", larger_batch_steps.why()
+        if float(value) < 1:
+            return now, "least", "what the host does and what is exchanged is not less for a smaller batch"
+        return now - gain_at(frame, float(value)), "", ""
+
+    def of_bits(_: str) -> tuple[float, str, str]:
+        frame = tensor_cores.or_none()
+        saved = by_rank(frame, "fp32_saved_ns").get(worst, nan) if frame is not None else nan
+        return (now - saved, "", "") if not isnan(saved) else (nan, "", "how fast it computes in 16 bits is not known")
+
+    def of_checkpoint(_: str) -> tuple[float, str, str]:
+        frame = larger_batch_steps.or_none()
+        if frame is None:
+            return nan, "", larger_batch_steps.why()
+        return now - gain_at(frame, 1.0, "again_ns"), "most", "as if the whole forward pass were computed again"
+
+    def of_attention(_: str) -> tuple[float, str, str]:
+        frame = attention.get()
+        return now - float(frame.loc[frame["rank"] == worst, "most_ns"].max()), "", ""
+
+    def of_shards(value: str) -> tuple[float, str, str]:
+        if value[0] in "12":
+            return now, "", "as many bytes are exchanged as now"
+        return nan, "", "half as many bytes again are exchanged; what of that is hidden is not known"
+
+    def of_offload(_: str) -> tuple[float, str, str]:
+        rate = (host_link(device_of(facts, job.trace_facts[worst])[0]) or 0.0) * PCIE_REACHED
+        moved = float(rows["moved_bytes"].max())
+        if not rate:
+            return nan, "", "the speed of the host's link is not known"
+        return now + moved / rate * 1e9, "least", "the host's own computing comes on top"
+
+    def of_pipeline(value: str) -> tuple[float, str, str]:
+        with suppress(NotMeasured):
+            for model in pipeline_models.get():
+                asked = {"microbatches": int(value)} if value.isdecimal() else {"schedule": value}
+                gain = (model.pipe.step_ns - model.step_with(**asked)) * model.pipe.calls_a_step
+                return now - gain, "", ""
+        return nan, "", "the pipeline's step cannot be replayed"
+
+    times: Mapping[str, Callable[[str], tuple[float, str, str]]] = {
+        "": lambda _: (now, "", ""),
+        "batch": of_batch,
+        "fused_attention": of_attention,
+        "autocast": of_bits,
+        "16_bits": of_bits,
+        "checkpoint": of_checkpoint,
+        "shard": of_shards,
+        "8_bit": lambda _: (nan, "", "how fast its kernels are is not known"),
+        "offload": of_offload,
+        "microbatches": of_pipeline,
+        "schedule": of_pipeline,
+    }
+    told = [times[str(c)](str(v)) for c, v in zip(rows["change"], rows["value"], strict=True)]
+    then = pd.DataFrame(told, columns=["then_ns", "bound", "why"], index=rows.index)
+    return rows.assign(now_ns=now).join(then)

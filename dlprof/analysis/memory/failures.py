@@ -1,0 +1,150 @@
+"""Ranks that ran out of memory, and what is known of how: from a snapshot, from the error that ended them, or from the
+kernel that killed them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import isnan, nan
+from typing import Any
+
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
+from dlprof.analysis.memory.snapshot import shortened
+
+SNAPSHOT, ERROR, KERNEL, KILLED = "snapshot", "error", "kernel", "killed"
+
+# A process that was killed while so much of the memory was in use was killed for it, if nothing else says why: the
+# readings are seconds apart.
+_NEARLY_ALL = 0.9
+
+# What torch.OutOfMemoryError says (c10/cuda/CUDACachingAllocator.cpp), in units of 1024.
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_SAID = {
+    "requested_bytes": re.compile(rf"Tried to allocate {_SIZE}"),
+    "total_bytes": re.compile(rf"total capacity of {_SIZE}"),
+    "device_free_bytes": re.compile(rf"of which {_SIZE} is free"),
+    "allocated_bytes": re.compile(rf"{_SIZE} is allocated by PyTorch"),
+    "free_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+_ON_HOST = re.compile(r"you tried to allocate (\d+) bytes")
+
+COLUMNS = (
+    "rank", "device", "how", "requested_bytes", "allocated_bytes", "reserved_bytes", "free_bytes", "device_free_bytes",
+    "total_bytes", "ooms", "site", "step", "text",
+)  # fmt: skip
+
+
+@per_rank
+def last_memory(
+    memory: Maybe[pd.DataFrame], samples: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], rank: RankFacts
+) -> pd.DataFrame:
+    """Return what was read last of a rank's memory, one row: step (the last one; −1: none), allocated_bytes and
+    reserved_bytes (by PyTorch's allocator), process_bytes (of the process and its children), available_bytes (on the
+    host, where this rank read it), limit_bytes (of its container, else of the host). NaN: not read.
+    """
+    steps, read = light_steps.or_none(), samples.or_none()
+    row: dict[str, float] = {"step": -1 if steps is None or not len(steps) else int(steps["step"].iloc[-1])}
+    row |= dict.fromkeys(("allocated_bytes", "reserved_bytes"), nan)
+    if memory:
+        last = memory.get().iloc[-1]
+        row |= {name: float(last[name]) for name in ("allocated_bytes", "reserved_bytes")}
+
+    def latest(source: str, metric: str) -> float:
+        mine: Any = [] if read is None else read.loc[(read["source"] == source) & (read["metric"] == metric), "value"]
+        return float(mine.iloc[-1]) if len(mine) else nan
+
+    available, used = latest("host", "memory_available_bytes"), latest("host", "memory_used_bytes")
+    children = latest("processes", "children_rss_bytes")
+    device = rank.facts.get("device") or {}
+    whole = available + used
+    if isnan(whole) and device.get("type") == "cpu":
+        whole = float(device.get("memory_bytes") or nan)
+    limit = (rank.facts.get("cpu") or {}).get("memory_limit_bytes")
+    row |= {
+        "process_bytes": latest("processes", "rss_bytes") + (0.0 if isnan(children) else children),
+        "available_bytes": available,
+        "limit_bytes": whole if limit is None else min(float(limit), whole) if not isnan(whole) else float(limit),
+    }
+    return pd.DataFrame([row])
+
+
+@across_ranks
+def memory_failures(memory_state: Maybe[pd.DataFrame], last_memory: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
+    """Return a row for each rank's device that ran out of memory; none where nothing shows that.
+
+    Columns: rank, device ("0" of a GPU, "host"), how (SNAPSHOT: its allocator's events; ERROR: the error that ended the
+    process; KERNEL: which counted that it killed one; KILLED: a process that held nearly all was killed),
+    requested_bytes, allocated_bytes, reserved_bytes, free_bytes (reserved, and not allocated), device_free_bytes,
+    total_bytes, ooms, site, step, text. NaN and "": not known; step −1.
+    """
+    rows: list[dict[str, Any]] = []
+    last = last_memory.or_none()
+    read = {} if last is None else {int(row["rank"]): row for row in last.to_dict("records")}
+    state = memory_state.or_none()
+    if state is not None:
+        for row in state[state["moment"] == "oom"].to_dict("records"):
+            step = read.get(int(row["rank"]), {}).get("step", -1)
+            total = (job.facts[int(row["rank"])].get("device") or {}).get("memory_bytes") or nan
+            known = {"device": str(row["device"]), "how": SNAPSHOT, "step": step, "total_bytes": total, "text": ""}
+            rows.append({**{str(k): v for k, v in row.items()}, **known})
+    there = {int(row["rank"]) for row in rows}
+    rows += [row for row in _of_errors(job, read) if row["rank"] not in there]
+    rows = rows or list(_of_kills(job, read))
+    unknown = dict.fromkeys(COLUMNS, nan) | {"ooms": 1, "site": "", "step": -1, "text": ""}
+    return pd.DataFrame([unknown | row for row in rows], columns=list(COLUMNS))
+
+
+def _of_errors(job: Job, read: dict[int, dict[Any, Any]]) -> Iterator[dict[str, Any]]:
+    for rank in job.ranks:
+        failure = job.facts[rank].get("failure") or {}
+        text, device = str(failure.get("text") or ""), job.facts[rank].get("device") or {}
+        if not failure:
+            continue
+        on_gpu = failure.get("type") == "OutOfMemoryError"
+        said = {name: _size(pattern.search(text)) for name, pattern in _SAID.items()}
+        found, last = _ON_HOST.search(text), read.get(rank, {})
+        if not on_gpu:
+            said["requested_bytes"] = float(found[1]) if found else nan
+            said |= {"allocated_bytes": last.get("process_bytes", nan), "total_bytes": last.get("limit_bytes", nan)}
+        elif isnan(said["allocated_bytes"]):
+            said["allocated_bytes"] = last.get("allocated_bytes", nan)
+        site = str(failure.get("site") or "")
+        yield {
+            "rank": rank,
+            "device": str(device.get("index", 0)) if on_gpu else "host",
+            "how": ERROR,
+            **said,
+            "reserved_bytes": said["allocated_bytes"] + said["free_bytes"],
+            "site": shortened([site])[site] if site else "",
+            "step": last.get("step", -1),
+            "text": text,
+        }
+
+
+def _of_kills(job: Job, read: dict[int, dict[Any, Any]]) -> Iterator[dict[str, Any]]:
+    """Return the ranks that were killed, if that was for want of the host's memory."""
+    code, signal = job.run.exit.get("code"), job.run.exit.get("signal")
+    if not job.run.recorded or (code == 0 and not signal):
+        return
+    for rank in job.ranks:
+        last = read.get(rank)
+        if last is None or job.facts[rank].get("ended"):
+            continue  # it wrote that it ended: it was not killed
+        used, limit = last["process_bytes"], last["limit_bytes"]
+        on_host = sum(r["process_bytes"] for q, r in read.items() if settings.host(job, q) == settings.host(job, rank))
+        near = on_host >= _NEARLY_ALL * limit or last["available_bytes"] <= (1 - _NEARLY_ALL) * limit
+        if job.run.oom_kills or near:
+            yield {
+                "rank": rank, "device": "host", "how": KERNEL if job.run.oom_kills else KILLED,
+                "allocated_bytes": used, "device_free_bytes": last["available_bytes"], "total_bytes": limit,
+                "step": last["step"],
+            }  # fmt: skip
+
+
+def _size(found: re.Match[str] | None) -> float:
+    return nan if found is None else float(found[1]) * _UNITS[found[2]]

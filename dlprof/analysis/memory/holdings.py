@@ -1,0 +1,116 @@
+"""What the result tells of memory: each rank's parts, the modules of the fullest one, and what changes would make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.memory.footprint import PARTS
+from dlprof.analysis.timeline.paths import folded, parent
+from dlprof.result import MOST_RANKS
+from dlprof.result.memory import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
+
+MOST_MODULES = 60  # rows
+
+_TOLD = ("parameter", "gradient", "optimizer", "activation")
+
+OUTSIDE = "(the model itself)"  # what lies in no module within it, and the loss
+
+
+@across_ranks
+def memory_footprint(
+    memory_composition: pd.DataFrame,
+    held_by_module: Maybe[pd.DataFrame],
+    memory_what_if: Maybe[pd.DataFrame],
+    job: Job,
+) -> Footprint:
+    """Return what memory is made of on each rank, of the fullest one its modules, and what changes would make of it."""
+    sums = memory_composition.groupby(["rank", "device"], sort=False)["bytes"].sum().sort_values(ascending=False)
+    order = {part: place for place, part in enumerate(PARTS)}
+    devices = []
+    for rank, device in sums.index[:MOST_RANKS]:
+        mine = memory_composition[(memory_composition["rank"] == rank) & (memory_composition["device"] == device)]
+        rows = mine.iloc[mine["part"].map(order).fillna(len(order)).argsort(kind="stable")]
+        parts = [
+            MemoryPart(str(p), float(n), str(k))
+            for p, n, k in zip(rows["part"], rows["bytes"], rows["known"], strict=True)
+        ]
+        total = (job.facts[rank].get("device") or {}).get("memory_bytes") if device != "cpu" else None
+        devices.append(
+            DeviceMemory(
+                int(rank),
+                str(device),
+                tuple(parts),
+                str(mine["moment"].iloc[0]),
+                None if total is None else float(total),
+            )
+        )
+    changes = memory_what_if.or_none()
+    rank, device = sums.index[0]
+    if changes is not None:
+        rank, device = int(changes["rank"].iloc[0]), str(changes["device"].iloc[0])
+    by_module = held_by_module.or_none()
+    return Footprint(
+        tuple(devices),
+        int(rank),
+        () if by_module is None else modules(by_module[(by_module["rank"] == rank) & (by_module["device"] == device)]),
+        () if changes is None else tuple(_change(row) for row in changes[changes["change"] != ""].to_dict("records")),
+        None if changes is None else _known(changes["now_ns"].iloc[0]),
+    )
+
+
+def _change(row: Mapping[object, object]) -> MemoryChange:
+    return MemoryChange(
+        str(row["change"]),
+        str(row["value"]),
+        float(row["then_bytes"]),  # type: ignore[arg-type]
+        _known(row["times"]),
+        _known(row["then_ns"]),
+        row["bound"],  # type: ignore[arg-type]
+        str(row["why"]),
+    )
+
+
+def _known(value: object) -> float | None:
+    return None if pd.isna(value) else float(value)  # type: ignore[arg-type, call-overload]
+
+
+def modules(held_by_module: pd.DataFrame) -> tuple[ModuleMemory, ...]:
+    """Return what one rank's modules hold on one device, with those inside them, alike ones as one; largest first.
+
+    A path that holds no more than one path below it is left out.
+    """
+    kinds = dict(zip(held_by_module["module"].astype(str), held_by_module["kind"].astype(str), strict=True))
+    every = dict.fromkeys(path for m in kinds for path in _around(m))
+    names = folded({**dict.fromkeys(every, ""), **kinds})
+    part = held_by_module["part"].astype(str).where(held_by_module["part"].isin(_TOLD), "other")
+    own = held_by_module.assign(part=part).pivot_table("bytes", "module", "part", "sum", fill_value=0.0)
+    own = own.reindex(columns=[*_TOLD, "other"], fill_value=0.0)
+    inside = [(path, names[around]) for path in own.index for around in (_around(str(path)) or [""])]
+    pairs = pd.DataFrame(inside, columns=["module", "path"])
+    whole = pairs.merge(own, left_on="module", right_index=True).groupby("path")[[*_TOLD, "other"]].sum()
+    counts: dict[str, int] = {}
+    kind_of: dict[str, str] = {}
+    for path, name in names.items():
+        counts[name] = counts.get(name, 0) + 1
+        kind_of[name] = kind_of.get(name) or kinds.get(path, "")
+    rows = [
+        ModuleMemory(
+            str(name) or OUTSIDE, kind_of.get(str(name), ""), counts.get(str(name), 1), float(sum(sizes)), *sizes
+        )
+        for name, *sizes in whole.astype(float).itertuples(name=None)
+    ]
+    largest = {(row.bytes, row.activation): row.module for row in sorted(rows, key=lambda r: len(r.module))}
+    kept = [row for row in rows if row.bytes and largest[row.bytes, row.activation] == row.module]
+    return tuple(sorted(kept, key=lambda row: -row.bytes)[:MOST_MODULES])
+
+
+def _around(path: str) -> list[str]:
+    """Return a module's path and those of all modules around it, but for the model itself."""
+    found = []
+    while path:
+        found.append(path)
+        path = parent(path)
+    return found
