@@ -11,9 +11,13 @@ from dlprof.analysis.communication.rules import (
 )
 from dlprof.analysis.compute.rules import (
     fp32_matmul,
+    growing_cat,
     misaligned_shapes,
+    one_hot_input,
     small_kernels,
     unfused_attention,
+    unfused_loss,
+    unfused_norm,
     unfused_optimizer,
 )
 from dlprof.analysis.estimate import Rule
@@ -52,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     fp32_matmul.RULE,
     fragmentation.RULE,
     gc_pauses.RULE,
+    growing_cat.RULE,
     host_bound.RULE,
     host_sync.RULE,
     hung_collective.RULE,
@@ -62,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     misaligned_shapes.RULE,
     mismatched_collectives.RULE,
     needless_workers.RULE,
+    one_hot_input.RULE,
     out_of_memory.RULE,
     pageable_copy.RULE,
     periodic_work.RULE,
@@ -79,6 +85,8 @@ RULES: tuple[Rule, ...] = (
     thread_oversubscription.RULE,
     throttled_clock.RULE,
     unfused_attention.RULE,
+    unfused_loss.RULE,
+    unfused_norm.RULE,
     unfused_optimizer.RULE,
     unused_forward.RULE,
     unused_parameters.RULE,
