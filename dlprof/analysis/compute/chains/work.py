@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.compute.chains.calls import Calls
+from dlprof.analysis.compute.cpu_work import in_all_steps
 from dlprof.analysis.engine import Frame, Maybe, by_rank, within_rank
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
 from dlprof.analysis.timeline.steps import Timing
@@ -116,10 +117,7 @@ def _launching(chains: Sequence[Chain], calls: Calls) -> list[tuple[iv.Intervals
 def gains(chains: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], on_cpu: bool) -> dict[int, float]:
     """Return how much shorter each rank's mean steady step would be without what its chains do not leave, ns.
 
-    `chains`: frames as `replaced` makes them, a rank's one after the other. On a CPU the operators of the traced steps, which the profiler made longer, are brought to those of all steps.
+    `chains`: frames as `replaced` makes them, a rank's one after the other.
     """
     found = by_rank(chains.drop_duplicates("rank"), "gain_ns")
-    if not on_cpu:
-        return found
-    whole, traced = by_rank(cpu_parts.get(), "operators_ns"), by_rank(cpu_work.get(), "operators_ns")
-    return {rank: ns * whole.get(rank, 0.0) / max(traced.get(rank, 0.0), 1.0) for rank, ns in found.items()}
+    return in_all_steps(found, cpu_parts.get(), cpu_work.get()) if on_cpu else found
