@@ -42,6 +42,17 @@ class Script:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """Tables of embeddings beside the model. Of each: what a step's features hold, and what the host takes."""
+
+    count: int = 0
+    size: int = 1_000_000  # bytes
+    on: str = "device"  # or host
+    lookup: int = 300 * US
+    gradient: int = 600 * US
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """kind: fused, foreach, single (a loop over the parameters)."""
 
@@ -115,6 +126,7 @@ class Job:
     rank_loaders: tuple[tuple[int, Loader], ...] = ()
     batch: Batch = field(default_factory=Batch)
     script: Script = field(default_factory=Script)
+    tables: Tables = field(default_factory=Tables)
     optimizer: Optimizer = field(default_factory=Optimizer)
     gradients: Gradients = field(default_factory=Gradients)
     pauses: Pauses = field(default_factory=Pauses)

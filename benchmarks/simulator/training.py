@@ -13,10 +13,11 @@ from functools import cached_property
 from itertools import chain
 from zlib import crc32
 
+from benchmarks.simulator import tables
 from benchmarks.simulator.exchanges import Exchanges
 from benchmarks.simulator.hardware import DEVICES, US
-from benchmarks.simulator.job import Job
-from benchmarks.simulator.model import Function, Shop
+from benchmarks.simulator.job import Job, Tables
+from benchmarks.simulator.model import Shop
 from benchmarks.simulator.optimizers import optimizer_step
 from benchmarks.simulator.program import (
     AUTOGRAD,
@@ -99,6 +100,8 @@ class Training:
     def functions(self) -> list[tuple[str, Function]]:
         """The model's functions in order, each with the module that it is of."""
         made = [("embedding", f) for f in self.shop.embedding(self.tokens)]
+        if self.job.tables.on == "device":
+            made += [("tables", f) for f in tables.on_device(self.shop, self.job.tables)]
         for block in range(self.job.model.blocks):
             made += [(f"block{block}", f) for f in self.shop.block(self.tokens)]
         return made + [("head", f) for f in self.shop.head(self.tokens)]
@@ -116,6 +119,8 @@ class Training:
         host = self.job.host
         for module, f in reversed(functions):
             yield from self.exchanges.before_backward(module)
+            if not f.node:
+                continue
             engine = f"autograd::engine::evaluate_function: {f.node}"
             key = key_of(module, f.name, "backward")
             yield Begin(engine, host.backward_op, key)
@@ -168,6 +173,8 @@ class Training:
             yield Begin(self.exchanges.wrapper, 30 * US, key_of("wrapper"), "user_annotation")
         yield from self.exchanges.before_all()
         yield from self._waiting()
+        on_host = job.tables if job.tables.on == "host" else Tables()
+        yield from tables.lookups(on_host, key_of)
         half = len(self.functions) // 2
         if job.script.captured:
             yield self._graph(self._forward(self.functions), "forward")
@@ -189,6 +196,7 @@ class Training:
             yield self._graph(self._backward(self.functions), "backward")
         else:
             yield from self._backward(self.functions)
+        yield from tables.gradients(on_host, key_of, MAIN, AUTOGRAD)
         yield Thread(MAIN)
         yield Spend(15 * US, "launch", key_of("backward", "end"))
         yield Phase("")

@@ -21,7 +21,7 @@ from dlprof.analysis.compute.rules import (
     unfused_optimizer,
 )
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait, step_python
+from dlprof.analysis.host.rules import host_bound, host_embedding, host_sync, queued_wait, step_python
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     gc_pauses.RULE,
     growing_cat.RULE,
     host_bound.RULE,
+    host_embedding.RULE,
     host_sync.RULE,
     hung_collective.RULE,
     idle_cores.RULE,

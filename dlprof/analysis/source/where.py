@@ -51,6 +51,7 @@ CONCERNS: Mapping[str, Concern] = {
     "gc_pauses": Concern(),
     "growing_cat": Concern(("cat",)),
     "host_bound": Concern((), ("rest", "forward", "optimizer")),
+    "host_embedding": Concern(("embedding", "copy")),
     "host_sync": Concern(("sync",), ("rest",)),
     "idle_cores": Concern(),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),

@@ -49,6 +49,7 @@ _OPERATORS = {
     "z": "reciprocal",
     "1": "linear matmul mm addmm bmm baddbmm",
     "2": "cat concat",
+    "4": "embedding embedding_bag _embedding_bag",
 }
 _LETTERS = {f"aten::{name}": letter for letter, names in _OPERATORS.items() for name in names.split()}
 _NO_LETTER = re.compile(
@@ -85,6 +86,7 @@ _FUNCTIONS = {
     "Y": "Logsumexp",
     "Z": "Reciprocal",
     "3": "Mm Addmm Bmm Baddbmm Linear",
+    "5": "Embedding EmbeddingBag",
 }
 _MADE = {name: letter for letter, names in _FUNCTIONS.items() for name in names.split()}
 # The engine's range around one holds what it adds up, too.
