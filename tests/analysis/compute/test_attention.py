@@ -13,52 +13,21 @@ import pytest
 
 from dlprof.analysis.compute.attention import FUSED_SHARE, attention
 from dlprof.analysis.engine import RankData
-from dlprof.read.run import TRACE, Rank, open_run
-from tests.fixtures import runs, traces
+from dlprof.read.run import open_run
+from tests.fixtures import operators, runs, traces
+from tests.fixtures.operators import A100
 from tests.fixtures.runs import MS
 
 US = 1_000
-A100 = "NVIDIA A100-SXM4-80GB"
 BATCH, HEADS, LENGTH, WIDTH = 2, 2, 128, 16
 KERNEL = 10 * US  # every kernel's length
-# What launches a kernel on a device; the others allocate, or look at the same memory otherwise.
-LAUNCHES = (
-    *("addmm", "mm", "bmm", "mul", "div", "tanh", "_softmax", "_softmax_backward_data", "masked_fill_", "copy_", "sum"),
-    *("bernoulli_", "div_", "fill_", "_scaled_dot_product_flash_attention_for_cpu", "tanh_backward"),
-)
-
-
-def on_a_device(path: Path, told: dict[str, Any], device: str = A100) -> RankData:
-    """Return a trace of the CPU a device: each operator that would launch a kernel there launches one of 10 µs."""
-    ops = [e for e in told["traceEvents"] if e.get("cat") == "cpu_op"]
-    ops.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
-    begin = min(e["ts"] for e in ops)
-    events: list[traces.Event] = []
-    at = 0
-    for number, one in enumerate(ops):
-        start, dur = round((one["ts"] - begin) * 1000), max(round(one["dur"] * 1000), 3)
-        args = {k: v for k, v in one["args"].items() if k in ("Input Dims", "Input type")}
-        events.append(traces.op(one["name"], start, dur, tid=one["tid"], **args))
-        if one["name"].removeprefix("aten::") in LAUNCHES:
-            at = max(at, start + dur)
-            # At its very end, where no other operator runs within it.
-            events.append(traces.call("cudaLaunchKernel", start + dur - 2, 1, number + 1, tid=one["tid"]))
-            events.append(traces.kernel("kernel", at, KERNEL, number + 1))
-            at += KERNEL
-    span = max(at, max(e["ts"] * 1000 + e["dur"] * 1000 for e in events))
-    made = traces.trace(traces.annotation("ProfilerStep#1", 0, int(span)), *events, world_size=1, device=device)
-    return RankData(Rank(0, {TRACE: traces.write(path, made)}))
 
 
 def profiled(folder: Path, build: Callable[[Any], tuple[Any, Any]], shapes: bool = True) -> RankData:
     """Trace forward and backward of what `build` gives of torch: a module and its input."""
     torch = pytest.importorskip("torch")
     module, x = build(torch)
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], record_shapes=shapes) as profile:
-        module(x).sum().backward()
-    profile.export_chrome_trace(str(folder / "cpu.json"))
-    return on_a_device(folder / "trace.json", json.loads((folder / "cpu.json").read_text()))
+    return operators.profiled(torch, folder, lambda: module(x).sum().backward(), kernel=KERNEL, shapes=shapes)
 
 
 def self_attention(how: str) -> Callable[[Any], tuple[Any, Any]]:

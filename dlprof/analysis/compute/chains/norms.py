@@ -15,9 +15,9 @@ from dlprof.analysis.engine import per_rank
 LAYER, RMS = "mean and variance", "mean of squares"
 
 # x.to(float32), x², its mean, + eps, 1 ÷ root, x times it, back, times the weight (Gemma: 1 + weight). Without eps it
-# is the root of a mean, as errors are told by.
-_RMS = re.compile(r"t*[px](?:m|sk)a(?:r|qz?|p)t*[xk]t*(?:a?xt*)?")
-_RMS_BACK = re.compile(r"(?:T*XA?)?T*[XK]T*(?:R|Z?Q|P)A(?:M|KS)[PX]T*")
+# is the root of a mean, as errors are told by; of a difference it is a deviation.
+_RMS = re.compile(r"(?<![bt])t*[px](?:m|sk)a(?:r|qz?|p)t*[xk]t*(?:a?xt*)?")
+_RMS_BACK = re.compile(r"(?:T*XA?)?T*[XK]T*(?:R|Z?Q|P)A(?:M|KS)[PX]T*(?![BT])")
 # The mean, what lies between it and the root of the variance, and up to three factors with a sum behind each: the
 # deviation over the root, the weight, the bias. torch.std is variance and root.
 _LAYER = re.compile(r"t*(?:(?:[mvw]|sk)(?:[abpxmvt]|sk){0,6}(?:[qrd]|(?<=a)p)|d)[abmzt]{0,4}(?:[xk]a?t?){1,3}")
