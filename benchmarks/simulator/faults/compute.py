@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.simulator import written_out
-from benchmarks.simulator.faults.fault import Fault, base, draws, small, step_of
+from benchmarks.simulator.faults.fault import Fault, base, draws, small, step_of, with_loader
 from benchmarks.simulator.hardware import DEVICES, PAGEABLE_SHARE
 from benchmarks.simulator.job import Epochs, Job, Recording, Tables
 
@@ -99,10 +99,18 @@ def _small_written_norms(seed: int) -> Job:
     return replace(job, model=replace(job.model, norms=forms[seed // 2 % len(forms)]))
 
 
+def _resized(job: Job, **changed: object) -> Job:
+    """Return a job with another model, and a loader that keeps up as before."""
+    new = replace(job, model=replace(job.model, **changed))  # type: ignore[arg-type]
+    assert job.loader is not None
+    times = step_of(new) / step_of(job)
+    return with_loader(new, fetch=round(job.loader.fetch * times), cpu=round(job.loader.cpu * times))
+
+
 def _large_vocabulary(seed: int) -> Job:
-    job, rng = base(seed), draws(seed)
-    model = replace(job.model, blocks=int(rng.integers(2, 6)), vocabulary=int(rng.choice((32_000, 50_304, 128_256))))
-    return replace(job, model=model)
+    rng = draws(seed)
+    sizes = {"blocks": int(rng.integers(2, 6)), "vocabulary": int(rng.choice((32_000, 50_304, 128_256)))}
+    return _resized(base(seed), **sizes)
 
 
 def _written_loss(seed: int) -> Job:
@@ -121,9 +129,10 @@ def _fused_loss(job: Job) -> Job:
 
 
 def _one_hot_tokens(seed: int) -> Job:
-    job, rng = base(seed), draws(seed)
-    model = replace(job.model, blocks=int(rng.integers(2, 5)), vocabulary=int(rng.choice((4_096, 16_000, 32_000))))
-    return replace(job, model=replace(model, tokens_as="one_hot"))
+    rng = draws(seed)
+    sizes = {"blocks": int(rng.integers(2, 5)), "vocabulary": int(rng.choice((4_096, 16_000, 32_000)))}
+    job = _resized(base(seed), **sizes)
+    return replace(job, model=replace(job.model, tokens_as="one_hot"))
 
 
 def _looked_up(job: Job) -> Job:

@@ -84,9 +84,9 @@ def _same(bodies: Sequence[str], at: int, n: int) -> int:
 
 def _rising(calls: Calls, loops: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Yield which calls of loops that are alike, a row each, rise evenly, while what lies between them does not."""
-    whole = np.append(0.0, np.cumsum(calls.ns))
+    others = np.append(0.0, np.cumsum(np.where(np.array(list(calls.text)) == "2", 0.0, calls.ns)))
     ns = np.median(calls.ns[loops], axis=0)
-    between = np.median(np.diff(whole[loops], axis=1) - calls.ns[loops[:, :-1]], axis=0)
+    between = np.median(np.diff(others[loops], axis=1), axis=0)
     falls = np.flatnonzero(ns[2:] < np.minimum(ns[1:-1], ns[:-2]) / _GROWS) + 2
     for part in np.split(np.arange(len(ns)), falls):
         third = len(part) // 3
@@ -95,6 +95,6 @@ def _rising(calls: Calls, loops: NDArray[np.int64]) -> Iterator[NDArray[np.int64
         order = pd.Series(ns[part]).rank().to_numpy()
         rises = np.ptp(ns[part]) > 0 and np.corrcoef(np.arange(len(part)), order)[0, 1] >= _IN_ORDER
         rises &= np.median(ns[part[-third:]]) >= _GROWS * np.median(ns[part[:third]])
-        others = between[part[:-1]]
-        if rises and others[-third:].mean() <= _EVEN * max(others[:third].mean(), ns[part].mean() / 10):
+        work = between[part[:-1]]
+        if rises and work[-third:].mean() <= _EVEN * max(work[:third].mean(), ns[part].mean() / 10):
             yield part
