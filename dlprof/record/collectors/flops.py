@@ -44,7 +44,7 @@ _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 _COPIES = ("aten::_to_copy", "aten::copy_")
 # Operators of the forward pass and the loss whose lines are kept too, by the kind of call.
 _KINDS = {
-    "norm": "mean rsqrt sqrt std var var_mean",
+    "norm": "rsqrt sqrt std var var_mean",
     "loss": "_log_softmax log logsumexp",
     "softmax": "_softmax",
     "one_hot": "scatter scatter_",

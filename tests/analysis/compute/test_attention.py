@@ -143,6 +143,21 @@ def test_without_shapes_those_of_the_counted_step_count(tmp_path: Path) -> None:
     assert not len(found(RankData(open_run(path).ranks[0])))
 
 
+def test_products_of_gradients_are_not_taken_for_those_of_scores(tmp_path: Path) -> None:
+    # As a step on two layers was counted: 512 places, heads 32 wide. The second makes what the first takes, too.
+    batched = [("16x512x512 16x512x32", 6), ("16x512x32 16x32x512", 4), ("16x32x512 16x512x512", 2)]
+    counted = [
+        {"operator": "aten::bmm", "dtype": "bfloat16", "shape": shape, "calls": calls, "flops": 1, "bytes": 1}
+        for shape, calls in batched
+    ]
+    rank = profiled(tmp_path, self_attention("by hand"), shapes=False)
+    assert len(found(rank))
+    whole = json.loads((tmp_path / "trace.json").read_text())
+    facts = {"device": {"type": "cuda", "name": A100}, "flops": {"state": "counted", "total": 1, "shapes": counted}}
+    path = runs.recorded(tmp_path / "run", (whole, [], facts))
+    assert set(found(RankData(open_run(path).ranks[0]))["shape"]) == {"16x512x32 16x512x32"}
+
+
 def test_what_a_fused_kernel_takes_goes_by_arithmetic_and_type(tmp_path: Path) -> None:
     events = scores(16, 4096, 64, "c10::BFloat16", 0)
     made = traces.trace(traces.step(0, 0, 40 * MS), *events, world_size=1, device=A100)
