@@ -241,7 +241,7 @@ def train(args: argparse.Namespace) -> None:
         tokens = sequences.to(args.device, non_blocking=True)
         with in_precision:
             logits = model(tokens[:, :-1])
-            loss = args.loss(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss: Tensor = args.loss(logits.flatten(0, 1), tokens[:, 1:].flatten())
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.simulator.hardware import Device
 from benchmarks.simulator import written_out
+from benchmarks.simulator.hardware import Device
 from benchmarks.simulator.program import WIDTHS, Function, Kernel
 
 # Tensor cores take rows of 16 bytes: 8 numbers of 16 bits (NVIDIA, Matrix Multiplication Background User's Guide). Off

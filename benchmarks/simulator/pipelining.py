@@ -28,6 +28,7 @@ from benchmarks.simulator.program import (
     End,
     Exchange,
     Fetch,
+    Function,
     Instruction,
     Operator,
     Phase,

@@ -23,6 +23,7 @@ from benchmarks.simulator.program import (
     Copy,
     End,
     Fetch,
+    Function,
     Instruction,
     Kernel,
     Operator,

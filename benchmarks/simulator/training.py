@@ -30,6 +30,7 @@ from benchmarks.simulator.program import (
     Copy,
     End,
     Fetch,
+    Function,
     Graph,
     HostFunction,
     Instruction,

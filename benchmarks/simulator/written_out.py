@@ -1,4 +1,4 @@
-"""What one kernel or two would do, as a script writes it out: the operators that PyTorch then runs, forward and backward.
+"""What a kernel or two would do, as a script writes it out: the operators that PyTorch runs, forward and backward.
 
 How often each moves its elements follows from its formula in PyTorch's derivatives.yaml; a reduction reads once, what
 has a number a row is an empty kernel.
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 _Step = tuple[str, float, str, tuple[tuple[str, float], ...]]
 
 _MEAN: _Step = ("aten::mean", 1, "MeanBackward1", (("aten::div", 1),))
-_VARIANCE: _Step = ("aten::var", 1, "VarBackward0", (("aten::mean", 1), ("aten::sub", 2), ("aten::mul", 2), ("aten::add", 3)))
+_VARIANCE: _Step = (
+    "aten::var",
+    1,
+    "VarBackward0",
+    (("aten::mean", 1), ("aten::sub", 2), ("aten::mul", 2), ("aten::add", 3)),
+)
 _LESS_MEAN: _Step = ("aten::sub", 2, "SubBackward0", (("aten::neg", 2), ("aten::sum", 1)))
 _EPS: _Step = ("aten::add", 0, "AddBackward0", ())
 _ROOT: _Step = ("aten::sqrt", 0, "SqrtBackward0", (("aten::mul", 0), ("aten::div", 0)))
@@ -30,7 +35,12 @@ _OVER: _Step = (
 )  # fmt: skip
 _TIMES: _Step = ("aten::mul", 2, "MulBackward0", (("aten::mul", 2), ("aten::mul", 3), ("aten::sum", 1)))
 _BIAS: _Step = ("aten::add", 2, "AddBackward0", (("aten::sum", 1),))
-_SQUARE: _Step = ("aten::pow", 2, "PowBackward0", (("aten::pow", 2), ("aten::mul", 2), ("aten::mul", 3), ("aten::add", 3)))
+_SQUARE: _Step = (
+    "aten::pow",
+    2,
+    "PowBackward0",
+    (("aten::pow", 2), ("aten::mul", 2), ("aten::mul", 3), ("aten::add", 3)),
+)
 _CAST: _Step = ("aten::to", 1.5, "ToCopyBackward0", (("aten::copy_", 1.5),))  # half of it is half as wide
 
 NORMS: dict[str, tuple[_Step, ...]] = {
@@ -58,7 +68,10 @@ LOSSES: dict[str, tuple[_Step, ...]] = {
         ("aten::sum", 1, "SumBackward1", ()), ("aten::mean", 0, "MeanBackward0", (("aten::div", 0),)), _NEGATED,
     ),
     "logsumexp": (
-        ("aten::logsumexp", 6, "LogsumexpBackward0", (("aten::sub", 2), ("aten::exp", 2), ("aten::mul", 2), ("aten::add", 3))),
+        (
+            "aten::logsumexp", 6, "LogsumexpBackward0",
+            (("aten::sub", 2), ("aten::exp", 2), ("aten::mul", 2), ("aten::add", 3)),
+        ),
         ("aten::gather", 0, "GatherBackward0", (("aten::new_zeros", 1), ("aten::scatter_add_", 0))),
         ("aten::sub", 0, "SubBackward0", (("aten::neg", 0),)),
         ("aten::mean", 0, "MeanBackward0", (("aten::div", 0),)),
@@ -122,9 +135,7 @@ def in_parts(shop: Shop, tokens: int, parts: int, grows: bool) -> list[Function]
     return made
 
 
-def _function(
-    shop: Shop, name: str, step: _Step, rows: int, elements: int, width: int
-) -> Function:
+def _function(shop: Shop, name: str, step: _Step, rows: int, elements: int, width: int) -> Function:
     operator, passes, node, backward = step
 
     def kernel(of: str, times: float) -> Kernel:

@@ -109,9 +109,7 @@ def cpu_parts(cpu_work: pd.DataFrame, breakdown: Maybe[pd.DataFrame]) -> pd.Data
     return cpu_work.assign(**{name: cpu_work[name] * factor.fillna(0.0) for name in times})
 
 
-def in_all_steps(
-    found: Mapping[int, float], cpu_parts: pd.DataFrame, cpu_work: pd.DataFrame
-) -> dict[int, float]:
+def in_all_steps(found: Mapping[int, float], cpu_parts: pd.DataFrame, cpu_work: pd.DataFrame) -> dict[int, float]:
     """Return what operators take of the mean steady step, rank → ns, by what they take of traced ones.
 
     The profiler makes those longer.

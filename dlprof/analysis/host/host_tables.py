@@ -41,7 +41,7 @@ def host_tables(
 
     Columns: lookups, lookup_ns, gradient_ns and optimizer_ns (of the host, in operators that launch nothing), copies,
     copy_ns and copy_bytes (of what was looked up, to the device, and of its gradients back), gain_ns (how much shorter
-    the mean steady step would be with all of that on the device). Raises NotMeasured where the trace cannot be replayed.
+    the mean steady step would be with all of that on the device). Raises NotMeasured where no trace can be replayed.
     """
     letters = np.array(list(calls.text))
     launching = np.zeros(len(letters), dtype=bool)
@@ -107,7 +107,7 @@ def _behind(
 def _before(
     calls: Calls, gradients: NDArray[np.int64], casts: NDArray[np.int64], called: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return of each gradient on the host the cast that ended last before it, on any thread, and the copies it calls."""
+    """Return of gradients on the host the cast that ended last before each, on any thread, and the copies it calls."""
     casts = casts[np.argsort(calls.end[casts], kind="stable")]
     at = np.searchsorted(calls.end[casts], calls.begin[gradients], side="right") - 1
     places = np.unique(casts[at[at >= 0]])

@@ -41,7 +41,7 @@ def test_the_same_on_the_device_are_none(tmp_path: Path) -> None:
 
 
 def looked_up(folder: Path, *, copied: bool = True, between: str = "", changes: int = 0) -> RankData:
-    """Return three steps of 20 ms that look up for 4 ms on the host; then a copy of 1 MB for 2 ms, and 8 ms of kernel."""
+    """Return steps of 20 ms that look up for 4 ms on the host; then a copy of 1 MB for 2 ms, and 8 ms of kernel."""
     events: list[Any] = []
     for n in range(3):
         t, number = n * 20 * MS, 10 * n

@@ -350,11 +350,15 @@ def test_lines_of_what_is_written_out_and_the_size_of_one_hot_rows_are_kept(tmp_
     text = (tmp_path / "job.py").read_text().splitlines()
     calls = facts(tmp_path / "run/ranks/00000")["calls"]
     lines = {call["kind"]: text[call["line"] - 1].strip() for call in calls}
-    assert lines | {
-        "norm": "return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
-        "one_hot": "x = one_hot(words, 8).float() @ table",
-        "embedding": "x = normed(x) + embedding(words, table)",
-        "cat": "x = torch.cat([x, x])",
-        "softmax": "loss = torch.softmax(x @ x.t(), -1).log().mean()",
-        "loss": "loss = torch.softmax(x @ x.t(), -1).log().mean()",
-    } == lines
+    assert (
+        lines
+        | {
+            "norm": "return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+            "one_hot": "x = one_hot(words, 8).float() @ table",
+            "embedding": "x = normed(x) + embedding(words, table)",
+            "cat": "x = torch.cat([x, x])",
+            "softmax": "loss = torch.softmax(x @ x.t(), -1).log().mean()",
+            "loss": "loss = torch.softmax(x @ x.t(), -1).log().mean()",
+        }
+        == lines
+    )

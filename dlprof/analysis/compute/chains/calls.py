@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -56,8 +57,9 @@ _NO_LETTER = re.compile(
     r"aten::(?:_?reshape\w*|view\w*|_unsafe_view|expand\w*|unsqueeze|squeeze|select|slice|narrow|split\w*|chunk|unbind"
     r"|unflatten|flatten|transpose|permute|t|movedim|swapaxes|as_strided|alias|detach|lift_fresh|empty\w*|new_empty\w*"
     r"|arange|zeros|zeros_like|new_zeros|result_type|item|is_nonzero|_local_scalar_dense)$"
-    r"|(?:autograd::engine::evaluate_function: )?(?:View|UnsafeView|ReshapeAlias|Expand|Unsqueeze|Squeeze|Select|Slice|Narrow|Split\w*|Unbind|Transpose|Permute|T"
-    r"|AsStrided|Alias|Clone)Backward\d+$|(?:autograd::engine::evaluate_function: )?torch::autograd::AccumulateGrad$"
+    r"|(?:autograd::engine::evaluate_function: )?(?:torch::autograd::AccumulateGrad$|(?:View|UnsafeView|ReshapeAlias"
+    r"|Expand|Unsqueeze|Squeeze|Select|Slice|Narrow|Split\w*|Unbind|Transpose|Permute|T|AsStrided|Alias|Clone)"
+    r"Backward\d+$)"
 )
 # Backward functions by the same letters, as capitals.
 _FUNCTIONS = {
@@ -118,7 +120,7 @@ class Calls:
     def find(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
         """Yield the first place and the last, exclusive, of each stretch of one thread that a pattern matches."""
         edges = np.append(np.flatnonzero(np.diff(self.lane, prepend=-1)), len(self.lane)).tolist()
-        for first, last in zip(edges[:-1], edges[1:], strict=True):
+        for first, last in pairwise(edges):
             yield from (found.span() for found in pattern.finditer(self.text, first, last))
 
     def took(self, first: int, last: int) -> float:
@@ -147,7 +149,7 @@ def calls(
     rows, lane, begin, end = rows[order], lane[order], begin[order], end[order]
     edges = np.append(np.flatnonzero(np.diff(lane, prepend=-1)), len(lane))
     outer = np.ones(len(rows), dtype=bool)
-    for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+    for first, last in pairwise(edges.tolist()):
         reach = np.maximum.accumulate(end[first:last])
         outer[first + 1 : last] = begin[first + 1 : last] >= reach[:-1]
     letter = letters[names.codes.to_numpy()[rows]]
@@ -156,9 +158,9 @@ def calls(
     kernel_of = np.empty(0, dtype=np.int64)
     if has_device:
         work = kernels.get()
-        kernel_of = _launched_by(work["owner"].to_numpy(), spans, rows, lane, begin, end)
+        kernel_of = _launched_by(work["owner"].to_numpy(), spans, lane, begin, end)
         chosen = (kernel_of >= 0) & (work["step"].to_numpy() >= 0)
-        ns = np.bincount(kernel_of[chosen], work["dur_ns"].to_numpy()[chosen], len(rows))
+        ns = np.bincount(kernel_of[chosen], work["dur_ns"].to_numpy()[chosen], len(rows)).astype(float)
         step = np.full(len(rows), -1, dtype=np.int64)
         step[kernel_of[chosen]] = work["step"].to_numpy()[chosen]
     else:
@@ -182,7 +184,6 @@ def _letter(name: str) -> str:
 def _launched_by(
     owner: NDArray[np.int64],
     spans: pd.DataFrame,
-    rows: NDArray[np.int64],
     lane: NDArray[np.int64],
     begin: NDArray[np.int64],
     end: NDArray[np.int64],

@@ -21,8 +21,8 @@ FORM = "cat in a loop"
 LEAST_CALLS = 8
 _TENSORS = (1, 2, 3)
 
-# A call's place among the others by its time is that in the loop (rank correlation: one may be held up by anything), and
-# the last third takes so many times as long as the first: of n pieces 5 times, but for what any call takes.
+# A call's place by its time is that in the loop (a rank correlation, for one may be held up by anything), and the last
+# third takes so many times as long as the first: of n pieces 5 times, but for what any call takes.
 _IN_ORDER, _GROWS = 0.8, 2.0
 
 # What lies between two calls takes no longer in the last third than so many times what it does in the first. Where it

@@ -51,7 +51,9 @@ def _chains(calls: Calls, has_device: bool) -> Iterator[Chain]:
         alike: dict[str, list[int]] = {}
         for first, last in calls.find(forward):
             alike.setdefault(calls.text[first:last], []).append(first)
-        made = [(f, f + len(text)) for text, places in alike.items() if _is_norm(calls, form, text, places) for f in places]
+        made = [
+            (f, f + len(text)) for text, places in alike.items() if _is_norm(calls, form, text, places) for f in places
+        ]
         yield from (_chain(calls, form, "forward", f, n, has_device) for f, n in made)
         backs = [(f, n) for f, n in calls.find(backward) if form == RMS or "B" in calls.text[f:n]]
         # PyTorch's own RMSNorm may be made of the same functions: no more are the script's than it wrote.

@@ -5,14 +5,14 @@ adds up as many products, for what `embedding` reads in N rows. Its gradient is 
 
 Needs a trace. It is recognised by its operators: `one_hot` or `scatter_`, a cast, a product at once. With its shapes
 (`record_shapes=True`, or dlprof's count of a step) what an embedding takes is known; without them the product is taken
-to stay as long as it is, so that what is saved is at least what is said. One-hot targets are `unfused_loss`'s, and those
+to stay as long as it is, so that what is saved is at least what is said. One-hot targets are for `unfused_loss`; rows
 that are concatenated with something else need their product.
 
 Saving: making the one-hot rows, the product and its gradient, less the share of both products that moving the chosen
 rows takes.
 
-What to change: `nn.Embedding` (or `torch.nn.functional.embedding(index, weight)`; `weight.t()` of an `nn.Linear`) on the
-indices, in place of `one_hot` and the product.
+What to change: `nn.Embedding`, or `torch.nn.functional.embedding(index, weight)` with `weight.t()` of an `nn.Linear`,
+in place of `one_hot` and the product.
 """
 
 from __future__ import annotations

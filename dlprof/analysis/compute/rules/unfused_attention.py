@@ -18,7 +18,8 @@ fused kernel takes 15 % longer than the products alone, as measured, and with dr
 What to change: `torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)`; in
 `transformers` `attn_implementation="sdpa"`, of `nn.MultiheadAttention` `need_weights=False`. What it cannot express (a
 function of the scores) `torch.nn.attention.flex_attention` can. Where it was called and computed the scores all the
-same ("math"), what is known to prevent a fused kernel is named: the type, the width of a head, a mask. This frees the scores' memory as well.
+same ("math"), what is known to prevent a fused kernel is named: the type, the width of a head, a mask. This frees the
+scores' memory as well.
 """
 
 from __future__ import annotations
@@ -66,9 +67,7 @@ _IN_LIBRARIES = change(
 )
 
 
-def check(
-    attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job
-) -> Estimate:
+def check(attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
     frame = attention
     if frame.empty:
         return nothing("no attention of long sequences keeps its scores in memory")

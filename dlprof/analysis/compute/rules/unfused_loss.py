@@ -1,8 +1,8 @@
 """The loss moves its logits through memory more often than a cross entropy does.
 
 Of a large vocabulary the logits are the largest tensor of a step. A softmax, its logarithm and an index, one-hot
-targets, or `logsumexp` less the target's logit write them several times, forward and backward. So does a float32 copy of
-16-bit logits, by `logits.float()` or by autocast, and everything behind it is twice as wide.
+targets, or `logsumexp` less the target's logit write them several times, forward and backward. So does a float32 copy
+of 16-bit logits, by `logits.float()` or by autocast, and everything behind it is twice as wide.
 
 Needs a trace. The forms are recognised by the order of operators, forward and backward; a copy, on a GPU, by the kernel
 that casts the gradient back. `log_softmax` with `nll_loss` or `gather` is as fast as `cross_entropy`, as measured, and
@@ -38,7 +38,9 @@ _COLUMNS = {
 _PLAIN = change("`torch.nn.functional.cross_entropy(logits, target)`, with class indices as `target`")
 _COPIED = (
     change("`torch.compile` of the function that casts the logits and computes the loss"),
-    change("cross entropy of the 16-bit logits, outside of autocast: it adds up in float32 all the same", numerics=True),
+    change(
+        "cross entropy of the 16-bit logits, outside of autocast: it adds up in float32 all the same", numerics=True
+    ),
 )
 
 

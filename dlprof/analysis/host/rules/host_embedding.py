@@ -10,8 +10,8 @@ Saving: the traced steps replayed without the lookups, the gradients and the cha
 their copies and the waits for these: on the device it takes a fiftieth of the copies.
 
 What to change: `embedding.to(device)`, where the device has room for the table, its gradient and the optimizer's state;
-`sparse=True` needs no gradient of the table's size. A table that is too large: `FBGEMM`'s or `torchrec`'s cached ones, or
-looked up one batch ahead, on another thread.
+`sparse=True` needs no gradient of the table's size. A table that is too large: look up the next batch's rows ahead, on
+another thread.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def explain(estimate: Estimate, host_tables: Frame) -> Explanation:
         f" and copies {row['copy_bytes'] / 1e6:.1f} MB.",
         changes=(_MOVED, _AHEAD),
         evidence=Panel("bars", f"What embeddings on the host take of a step of rank {rank}", parts, unit="ns"),
-        sure="Estimated by replaying the traced steps without this work of the host, its copies, and the waits for them.",
+        sure="Estimated by replaying the traced steps without this work of the host, its copies and their waits.",
     )
 
 

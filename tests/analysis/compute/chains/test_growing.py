@@ -85,7 +85,9 @@ def test_one_call_that_is_held_up_hides_none(tmp_path: Path) -> None:
     called = [("aten::tanh", MS // 10), ("aten::cat", 0)] * 10
     called = [(name, ns or (place // 2 + 1) * MS // 10) for place, (name, ns) in enumerate(called)]
     called[15] = ("aten::cat", 4 * MS)  # in place of 0.8 ms
-    path = operators.job(tmp_path, *called, *operators.times(["CatBackward0"] * 10 + ["MmBackward0"], 1_000), on_cpu=True)
+    path = operators.job(
+        tmp_path, *called, *operators.times(["CatBackward0"] * 10 + ["MmBackward0"], 1_000), on_cpu=True
+    )
     frame = operators.rank_of(path).once(growing_cats)
     assert frame["calls"].tolist() == [10, 10]
     assert frame["gain_ns"].iloc[0] == pytest.approx((4.5 - 0.8 + 4) * MS + 9_000, rel=0.01)

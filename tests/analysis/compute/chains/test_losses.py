@@ -102,7 +102,9 @@ def test_what_moves_no_more_than_it_must_is_left_alone(tmp_path: Path, name: str
     ],
     ids=["by the script", "by autocast", "in two"],
 )
-def test_a_float32_copy_of_the_logits_is_found(tmp_path: Path, loss: Loss, dtype: str, autocast: dict[str, Any]) -> None:
+def test_a_float32_copy_of_the_logits_is_found(
+    tmp_path: Path, loss: Loss, dtype: str, autocast: dict[str, Any]
+) -> None:
     frame = found(tmp_path, loss, dtype, **autocast)
     assert set(frame["form"]) == {COPY}
     assert sorted(frame["passes"]) == ["backward", "forward"]

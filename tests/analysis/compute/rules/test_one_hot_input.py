@@ -14,7 +14,9 @@ from tests.fixtures.runs import MS
 CALLED = [("aten::one_hot", 4 * MS), ("aten::to", 3 * MS), ("aten::matmul", 2 * MS), ("aten::matmul", MS)]
 BACKS = [("MmBackward0", MS), ("MmBackward0", MS), ("MmBackward0", 2 * MS)]
 # 1,000 rows of 1,000 words, 100 wide: the product moves 1.2 million values, of which the chosen rows are a sixth.
-SHAPES = [{"operator": "aten::mm", "dtype": "float32", "shape": "1000x1000 1000x100", "calls": 1, "flops": 1, "bytes": 1}]
+SHAPES = [
+    {"operator": "aten::mm", "dtype": "float32", "shape": "1000x1000 1000x100", "calls": 1, "flops": 1, "bytes": 1}
+]
 FLOPS = {"state": "counted", "total": 1, "shapes": SHAPES, "one_hot": [{"values": 1_000_000, "classes": 1_000}]}
 
 

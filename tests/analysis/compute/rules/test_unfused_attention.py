@@ -134,12 +134,22 @@ def test_what_sdpa_cannot_express_is_named(tmp_path: Path) -> None:
 
 # A product, scaling, a mask, the softmax and a product, and their gradients, of 2 ms each.
 FORWARD = ("aten::bmm", "aten::div", "aten::masked_fill", "aten::_softmax", "aten::bmm")
-BACK = ("aten::bmm", "aten::bmm", "aten::_softmax_backward_data", "aten::masked_fill", "aten::div", "aten::bmm", "aten::bmm")
+BACK = (
+    "aten::bmm",
+    "aten::bmm",
+    "aten::_softmax_backward_data",
+    "aten::masked_fill",
+    "aten::div",
+    "aten::bmm",
+    "aten::bmm",
+)
 SHAPES = [("16x512x64 16x64x512", 2), ("16x512x512 16x512x64", 3), ("16x64x512 16x512x512", 1)]
 
 
 def on_a_cpu(folder: Path, *, forward: tuple[str, ...] = FORWARD, counted: bool = True) -> Outcome:
-    rows = [{"operator": "aten::bmm", "dtype": "float32", "shape": s, "calls": n, "flops": 1, "bytes": 1} for s, n in SHAPES]
+    rows = [
+        {"operator": "aten::bmm", "dtype": "float32", "shape": s, "calls": n, "flops": 1, "bytes": 1} for s, n in SHAPES
+    ]
     flops = {"state": "counted", "total": 1, "shapes": rows} if counted else {}
     called = operators.times((*forward, *BACK), 2 * MS)
     return ask(RULE, operators.job(folder, *called, on_cpu=True, flops=flops))
@@ -165,13 +175,23 @@ def test_on_a_cpu_it_abstains_without_shapes_for_short_sequences_gain_nothing(tm
 
 @pytest.mark.parametrize(
     ("width", "between", "why"),
-    [(512, (), "512 wide"), (36, (), "no multiple of 8"), (64, ("aten::add",), "a mask"), (64, (), "found no fused kernel. `")],
+    [
+        (512, (), "512 wide"),
+        (36, (), "no multiple of 8"),
+        (64, ("aten::add",), "a mask"),
+        (64, (), "found no fused kernel. `"),
+    ],
 )
 def test_what_left_sdpa_without_a_fused_kernel_is_named(
     tmp_path: Path, width: int, between: tuple[str, ...], why: str
 ) -> None:
     heads = [[16, 1024, width], [16, width, 1024]], [[16, 1024, 1024], [16, 1024, width]]
-    inner = [("aten::bmm", heads[0]), *((name, []) for name in between), ("aten::_softmax", []), ("aten::bmm", heads[1])]
+    inner = [
+        ("aten::bmm", heads[0]),
+        *((name, []) for name in between),
+        ("aten::_softmax", []),
+        ("aten::bmm", heads[1]),
+    ]
     events: list[Any] = [traces.op("aten::_scaled_dot_product_attention_math", 0, 900 * US)]
     for place, (name, dims) in enumerate(inner):
         args = {"Input Dims": dims, "Input type": [BF16] * 2} if dims else {}
