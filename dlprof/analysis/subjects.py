@@ -22,6 +22,7 @@ SUBJECTS = (
     "stragglers",
     "pipeline",
     "compute",
+    "chains",
     "memory",
     "host",
     "machine",

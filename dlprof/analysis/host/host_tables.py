@@ -7,7 +7,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.chains.calls import Calls
+from dlprof.analysis.chains.calls import Calls
 from dlprof.analysis.engine import Maybe, per_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS

@@ -15,7 +15,7 @@ tensor of the final size, `out[i] = x`.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.chains.work import gains
+from dlprof.analysis.chains.work import gains
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table

@@ -18,7 +18,7 @@ in place of `one_hot` and the product.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.chains.work import gains
+from dlprof.analysis.chains.work import gains
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table

@@ -20,8 +20,8 @@ What to change: `torch.nn.functional.cross_entropy(logits, target)`, with class 
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.chains.losses import COPY
-from dlprof.analysis.compute.chains.work import gains
+from dlprof.analysis.chains.losses import COPY
+from dlprof.analysis.chains.work import gains
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table

@@ -19,8 +19,8 @@ functions in `torch.nn.functional`; where the formula is another, `torch.compile
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.chains.norms import LAYER, RMS
-from dlprof.analysis.compute.chains.work import gains
+from dlprof.analysis.chains.norms import LAYER, RMS
+from dlprof.analysis.chains.work import gains
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table

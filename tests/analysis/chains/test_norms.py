@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.compute.chains.norms import LAYER, RMS, norms
+from dlprof.analysis.chains.norms import LAYER, RMS, norms
 from tests.fixtures import operators
 
 torch: Any = pytest.importorskip("torch")

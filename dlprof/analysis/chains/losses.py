@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 
-from dlprof.analysis.compute.chains.calls import Calls
-from dlprof.analysis.compute.chains.work import Chain
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
 from dlprof.analysis.engine import per_rank
 
 LOG, ONE_HOT, SUM, EXP, COPY = (

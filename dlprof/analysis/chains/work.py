@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.chains.calls import Calls
+from dlprof.analysis.chains.calls import Calls
 from dlprof.analysis.compute.cpu_work import in_all_steps
 from dlprof.analysis.engine import Frame, Maybe, by_rank, within_rank
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS

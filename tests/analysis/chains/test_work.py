@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dlprof.analysis.compute.chains.calls import calls
-from dlprof.analysis.compute.chains.work import Chain, gains, replaced
+from dlprof.analysis.chains.calls import calls
+from dlprof.analysis.chains.work import Chain, gains, replaced
 from dlprof.analysis.engine import Maybe, RankData
 from dlprof.read.run import open_run
 from tests.fixtures import operators

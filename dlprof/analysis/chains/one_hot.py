@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.compute.chains.calls import Calls
-from dlprof.analysis.compute.chains.work import Chain
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
 from dlprof.analysis.compute.products import operands, sizes
 from dlprof.analysis.engine import RankFacts, per_rank
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.chains.growing import LEAST_CALLS, growing_cats
+from dlprof.analysis.chains.growing import LEAST_CALLS, growing_cats
 from tests.fixtures import operators
 from tests.fixtures.runs import MS
 

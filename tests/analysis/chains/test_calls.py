@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.chains.calls import Calls, calls
+from dlprof.analysis.chains.calls import Calls, calls
 from dlprof.analysis.engine import RankData
 from dlprof.read.run import open_run
 from tests.fixtures import operators, runs, traces

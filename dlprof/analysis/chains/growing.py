@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.compute.chains.calls import Calls
-from dlprof.analysis.compute.chains.work import Chain
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
 from dlprof.analysis.engine import per_rank
 
 FORM = "cat in a loop"

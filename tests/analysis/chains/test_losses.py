@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.compute.chains.losses import COPY, EXP, LOG, ONE_HOT, SUM, losses
+from dlprof.analysis.chains.losses import COPY, EXP, LOG, ONE_HOT, SUM, losses
 from tests.fixtures import operators
 
 torch: Any = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.chains.one_hot import GRADIENT, ONE_HOT, one_hots
+from dlprof.analysis.chains.one_hot import GRADIENT, ONE_HOT, one_hots
 from tests.fixtures import operators
 from tests.fixtures.runs import MS
 
