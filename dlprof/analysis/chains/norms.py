@@ -61,7 +61,7 @@ def _chains(calls: Calls, has_device: bool) -> Iterator[Chain]:
 
 
 def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
-    """Return whether chains of one text, at some places, normalise: all together, for any call may be held up."""
+    """Return whether chains of one text, at some places, normalise: by the median, for any call may be held up."""
     if form == LAYER and "b" not in text:
         return False
     root = max(text.rfind(letter) for letter in "qrd")
@@ -71,7 +71,8 @@ def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
         return False
     start = next(n for n, letter in enumerate(text) if letter != "t")
     at = np.array(places)
-    return float(calls.ns[at + factor].sum()) >= _AS_WIDE * float(calls.ns[at + start].sum())
+    at = at[calls.step[at + start] >= 0]
+    return bool(len(at) and np.median(calls.ns[at + factor]) >= _AS_WIDE * np.median(calls.ns[at + start]))
 
 
 def _chain(calls: Calls, form: str, passes: str, first: int, last: int, has_device: bool) -> Chain:
