@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from parts import by_hand
 from parts.job import Log, announce, autocast, options, ranks, read
 from parts.language import Block, causal_attention
 from torch import Tensor, nn
@@ -31,8 +31,12 @@ FAULTS = {
     "data_parallel": "data_parallel",  # one process drives all GPUs, and copies the model to each in every step
     "find_unused": "unused_parameters",  # DDP looks for parameters without a gradient in every step: there are none
     "full_precision": "fp32_matmul",  # neither autocast nor TF32
+    "logits_by_cat": "growing_cat",  # each sequence's logits are added to those before by cat
+    "loss_by_hand": "unfused_loss",  # a softmax, its logarithm, and an index
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
+    "norms_by_hand": "unfused_norm",  # mean, variance, root: an operator each
     "odd_shapes": "misaligned_shapes",  # widths and lengths that are no multiple of 8
+    "one_hot_tokens": "one_hot_input",  # tokens as one-hot rows, multiplied by the embedding
     "scores_in_memory": "unfused_attention",  # attention by two products and a softmax
     "tiny_batch": "small_kernels",  # so little work in each kernel that launching it takes longer
 }
@@ -40,11 +44,15 @@ FAULTS = {
 SHOWN_WITH = {
     "find_unused": "--layers 12 --width 64 --length 16 --batch-size 2",
     "loop_optimizer": "--width 256 --length 32 --batch-size 4",
+    "logits_by_cat": "--vocabulary 1024 --batch-size 48 --length 32 --layers 2",
+    "loss_by_hand": "--vocabulary 4096 --layers 2",
+    "one_hot_tokens": "--vocabulary 4096 --layers 2",
+    "scores_in_memory": "--length 512 --batch-size 4 --layers 2",
 }
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("tiny_batch",)
 # A CPU has neither tensor cores nor launches; beside its computing the search for unused parameters is nothing.
-NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "scores_in_memory", "tiny_batch")
+NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "tiny_batch")
 NEEDS_TWO_RANKS = ("find_unused",)
 # What `dlprof run amp_transformer --ladder` records: options, each on top of those before; "ranks": on all ranks.
 LADDER = {
@@ -59,18 +67,29 @@ LADDER = {
 def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
     healthy = {"adamw": {"fused": args.fused}, "attend": causal_attention, "data_parallel": False, "find_unused": False}
+    healthy |= {"norm": nn.LayerNorm, "embedding": nn.Embedding, "loss": F.cross_entropy, "predict": at_once}
     heads = max(1, args.heads - 1)
     odd_width = heads * ((args.width // heads - 1) | 1)
     faulty: dict[str, dict[str, Any]] = {
         "data_parallel": {"data_parallel": True},
         "find_unused": {"find_unused": True},
         "full_precision": {"precision": "fp32"},
+        "logits_by_cat": {"predict": by_hand.in_pieces},
+        "loss_by_hand": {"loss": by_hand.cross_entropy},
         "loop_optimizer": {"adamw": {"foreach": False}},
+        "norms_by_hand": {"norm": by_hand.LayerNorm},
         "odd_shapes": {"vocabulary": 257, "heads": heads, "width": odd_width, "length": args.length - 1},
+        "one_hot_tokens": {"embedding": by_hand.OneHot},
         "scores_in_memory": {"attend": scores_in_memory},
         "tiny_batch": {"batch_size": 1, "length": 64},
     }
     vars(args).update(healthy | faulty.get(args.fault, {}))
+
+
+def at_once(head: nn.Module, x: Tensor) -> Tensor:
+    """Return the logits of features."""
+    logits: Tensor = head(x)
+    return logits
 
 
 def scores_in_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,19 +138,13 @@ class Windows(Dataset[Tensor]):
 class Transformer(nn.Module):
     """Predicts each next byte of a text from those before it."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        length: int,
-        width: int,
-        heads: int,
-        layers: int,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, attend) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        width, layers = args.width, args.layers
+        self.token, self.place = args.embedding(args.vocabulary, width), nn.Embedding(args.length, width)
+        self.blocks = nn.ModuleList(Block(width, args.heads, args.attend, args.norm) for _ in range(layers))
+        self.norm, self.head = args.norm(width), nn.Linear(width, args.vocabulary, bias=False)
+        self.predict = args.predict
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 # What is added to the residual stream shrinks with the number of layers.
@@ -143,7 +156,7 @@ class Transformer(nn.Module):
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        logits: Tensor = self.predict(self.head, self.norm(x))
         return logits
 
 
@@ -195,7 +208,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def build_model(args: argparse.Namespace) -> nn.Module:
     """Return the model on this rank's device, compiled and wrapped as the arguments ask."""
     torch.manual_seed(args.seed)  # the same on every rank
-    model: nn.Module = Transformer(args.vocabulary, args.length, args.width, args.heads, args.layers, args.attend)
+    model: nn.Module = Transformer(args)
     model = model.to(args.device)
     if args.compile:
         model = torch.compile(model, backend=args.compile)  # type: ignore[assignment] # still a module
@@ -228,7 +241,7 @@ def train(args: argparse.Namespace) -> None:
         tokens = sequences.to(args.device, non_blocking=True)
         with in_precision:
             logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss: Tensor = args.loss(logits.flatten(0, 1), tokens[:, 1:].flatten())
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()

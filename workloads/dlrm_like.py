@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
-    "host_tables": "exposed_copy",  # the tables stay in the host's memory: features and gradients cross PCIe
+    "host_tables": "host_embedding",  # the tables stay in the host's memory: features and gradients cross PCIe
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "python_ids": "host_bound",  # ids are hashed one by one, in Python, in the training loop
     "table_by_table": "small_collectives",  # an exchange for each table, and not one for all

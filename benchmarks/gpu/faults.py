@@ -41,9 +41,19 @@ _RESNET = "--model resnet152 --batch-size 128 --images 7680 --epochs 1"
 
 # In the order of their worth: what takes no long start and what people meet most comes first.
 GROUPS: tuple[Group, ...] = (
-    Group("amp_transformer", "", ("full_precision", "tiny_batch", "odd_shapes", "scores_in_memory")),
+    Group(
+        "amp_transformer",
+        "--layers 12 --length 1024 --batch-size 16",
+        ("full_precision", "tiny_batch", "odd_shapes", "scores_in_memory", "norms_by_hand"),
+    ),
     Group("ddp_resnet", _RESNET, ("item_every_step", "no_workers", "pageable", "python_metrics")),
     Group("bert_pretrain", "--layers 12 --batch-size 32 --accumulate 1", ("boolean_mask",)),
+    Group(
+        "amp_transformer",
+        "--vocabulary 32768 --layers 4 --length 1024 --batch-size 16",
+        ("loss_by_hand", "one_hot_tokens", "logits_by_cat"),
+        healthy=False,
+    ),
     Group("amp_transformer", "--width 256 --length 32 --batch-size 4", ("loop_optimizer",), healthy=False, steps=120),
     Group("fsdp_gpt", "--layers 8 --width 1024 --heads 8 --length 1024 --batch-size 16", ("norm_every_step",)),
     Group(

@@ -9,13 +9,13 @@ from zlib import crc32
 from benchmarks.simulator.groups import WORLD, data_group, tensor_group
 from benchmarks.simulator.hardware import US
 from benchmarks.simulator.job import Job
-from benchmarks.simulator.model import Function
 from benchmarks.simulator.program import (
     COMPUTE,
     EXCHANGE,
     Begin,
     End,
     Exchange,
+    Function,
     Instruction,
     Kernel,
     Operator,

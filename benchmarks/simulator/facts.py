@@ -256,11 +256,16 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
         product("aten::addmm", calls, (n,), (t, k), (k, n))
         product("aten::mm", calls, (t, n), (n, k))
         product("aten::mm", calls, (k, t), (t, n))
+    if model.tokens_as == "one_hot":
+        product("aten::mm", 1, (t, v), (v, h))
+        product("aten::mm", 1, (v, t), (t, h))
     count, s = t // model.sequence * model.heads, model.sequence
     width_of_head = h // model.heads
     if model.attention == "unfused":
-        product("aten::bmm", 3 * model.blocks, (count, s, width_of_head), (count, width_of_head, s))
+        # Scores and their gradient; the result, and the gradients of values and queries; the gradient of keys.
+        product("aten::bmm", 2 * model.blocks, (count, s, width_of_head), (count, width_of_head, s))
         product("aten::bmm", 3 * model.blocks, (count, s, s), (count, s, width_of_head))
+        product("aten::bmm", model.blocks, (count, width_of_head, s), (count, s, s))
     else:
         scored = 4 * count * s * s * width_of_head * model.blocks
         for operator, flops in (("", scored), ("_backward", scored * 5 // 2)):
@@ -292,5 +297,6 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
         "backward": backward,
         "operators": [{"operator": o, "dtype": dtype, "flops": f, "calls": c} for o, (f, c) in total.items()],
         "shapes": rows,
+        "one_hot": [{"values": t * v, "classes": v}] if model.tokens_as == "one_hot" else [],
         "uncounted": {},
     }

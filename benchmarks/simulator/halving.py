@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job
-from benchmarks.simulator.model import Function, Shop
+from benchmarks.simulator.model import Shop
 from benchmarks.simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -21,6 +21,7 @@ from benchmarks.simulator.program import (
     Copy,
     End,
     Fetch,
+    Function,
     Instruction,
     Kernel,
     Operator,

@@ -15,9 +15,10 @@ import numpy as np
 from benchmarks.simulator.hardware import DEVICES, MS, US, Host
 from benchmarks.simulator.job import Batch, Gradients, Job, Optimizer, Pauses, Recording, Script
 from benchmarks.simulator.loading import Loader
-from benchmarks.simulator.model import Function, Model, Shop
+from benchmarks.simulator.model import Model, Shop
 from benchmarks.simulator.optimizers import ADAMW, FUSED
 from benchmarks.simulator.play import true
+from benchmarks.simulator.program import Function
 from benchmarks.simulator.truth import Truth
 
 LEAST_COMPUTATION = 0.95

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks.simulator import written_out
 from benchmarks.simulator.hardware import Device
-from benchmarks.simulator.program import WIDTHS, Kernel
+from benchmarks.simulator.program import WIDTHS, Function, Kernel
 
 # Tensor cores take rows of 16 bytes: 8 numbers of 16 bits (NVIDIA, Matrix Multiplication Background User's Guide). Off
 # that a product takes longer; by how much depends on the library. This factor is an assumption.
@@ -28,6 +29,11 @@ class Model:
     vocabulary: int = 32_000
     products: str = "bfloat16"  # element type that products are computed in: bfloat16, float16, tf32, float32
     attention: str = "fused"  # fused, unfused (softmax and products in memory)
+    norms: str = "fused"  # fused, or as written_out.NORMS writes them
+    loss: str = "fused"  # fused, as written_out.LOSSES writes it, or cast: of a float32 copy of the logits
+    tokens_as: str = "indices"  # or one-hot rows, that a matrix is multiplied by
+    parts: int = 1  # that the product with the vocabulary is cut into, and
+    grows: bool = False  # whether each is added to those before, or all at once
     pieces: int = 1  # kernels that each elementwise function is cut into
 
     @property
@@ -49,21 +55,6 @@ class Model:
     def tensors(self) -> int:
         """Parameter tensors."""
         return 12 * self.blocks + 4
-
-
-@dataclass(frozen=True)
-class Function:
-    """One operator of the model: names from the outermost in, kernels, and what its backward pass runs."""
-
-    name: str
-    operator: str
-    kernels: tuple[Kernel, ...]
-    backward: tuple[tuple[str, Kernel], ...]  # operator and kernel, in order
-    node: str  # the autograd engine's
-    parameters: int = 0
-    outer: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    dtype: str = "bfloat16"
 
 
 class Shop:
@@ -137,6 +128,10 @@ class Shop:
             "NativeLayerNormBackward0", 2 * h, ("aten::layer_norm",),
         )  # fmt: skip
 
+    def normed(self, name: str, tokens: int) -> list[Function]:
+        """Return a normalisation, as one function or as the script writes it out."""
+        return [self.norm(name, tokens)] if self.model.norms == "fused" else written_out.norm(self, name, tokens)
+
     def attention(self, tokens: int) -> list[Function]:
         """Return attention over sequences: one fused kernel, or products and a softmax that pass through memory."""
         model = self.model
@@ -182,12 +177,12 @@ class Shop:
         h = self.model.hidden
         add = "CUDAFunctor_add"
         return [
-            self.norm("norm1", tokens),
+            *self.normed("norm1", tokens),
             self.linear("qkv", h, 3 * h, tokens),
             *self.attention(tokens),
             self.linear("proj", h, h, tokens),
             self.elementwise("add1", "aten::add", add, "AddBackward0", tokens * h, 3),
-            self.norm("norm2", tokens),
+            *self.normed("norm2", tokens),
             self.linear("up", h, 4 * h, tokens),
             self.elementwise("gelu", "aten::gelu", "GeluCUDAKernelImpl", "GeluBackward0", tokens * 4 * h, 2),
             self.linear("down", 4 * h, h, tokens),
@@ -196,6 +191,8 @@ class Shop:
 
     def embedding(self, tokens: int) -> list[Function]:
         """Return what comes before the blocks."""
+        if self.model.tokens_as != "indices":
+            return written_out.one_hot(self, tokens)
         h, v = self.model.hidden, self.model.vocabulary
         made = self.moved("void at::native::(anonymous namespace)::indexSelectLargeIndex", tokens * h, 2)
         back = self.moved("at::native::(anonymous namespace)::compute_grad_weight", tokens * h + v * h, 2)
@@ -207,7 +204,11 @@ class Shop:
     def head(self, tokens: int) -> list[Function]:
         """Return what comes behind the blocks: norm, product with the vocabulary, loss."""
         h, v = self.model.hidden, self.model.vocabulary
-        product = self.linear("head", h, v, tokens)
+        products = [replace(self.linear("head", h, v, tokens), parameters=0)]
+        if self.model.parts > 1:
+            products = written_out.in_parts(self, tokens, self.model.parts, self.model.grows)
+        if self.model.loss != "fused":
+            return [*self.normed("norm", tokens), *products, *written_out.loss(self, tokens)]
         soft = f"void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, {_c(self)}, float, float>"
         softback = f"void at::native::(anonymous namespace)::cunn_SoftMaxBackward<8, {_c(self)}, float, float>"
         nll = Kernel("void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float>", 9_000)
@@ -215,8 +216,8 @@ class Shop:
             "void at::native::(anonymous namespace)::nll_loss_backward_reduce_cuda_kernel_2d<float>", tokens, 2
         )
         return [
-            self.norm("norm", tokens),
-            replace(product, parameters=0),
+            *self.normed("norm", tokens),
+            *products,
             Function("log_softmax", "aten::_log_softmax", (self.moved(soft, tokens * v, 2),),
                      (("aten::_log_softmax_backward_data", self.moved(softback, tokens * v, 3)),),
                      "LogSoftmaxBackward0", outer=("aten::cross_entropy_loss", "aten::log_softmax")),

@@ -16,7 +16,7 @@ from benchmarks.simulator.exchanges import Exchanges
 from benchmarks.simulator.groups import pair
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job, Pipeline
-from benchmarks.simulator.model import Function, Shop
+from benchmarks.simulator.model import Shop
 from benchmarks.simulator.optimizers import optimizer_step
 from benchmarks.simulator.program import (
     AUTOGRAD,
@@ -28,6 +28,7 @@ from benchmarks.simulator.program import (
     End,
     Exchange,
     Fetch,
+    Function,
     Instruction,
     Operator,
     Phase,

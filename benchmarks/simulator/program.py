@@ -30,6 +30,21 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Function:
+    """One operator of the model: names from the outermost in, kernels, and what its backward pass runs."""
+
+    name: str
+    operator: str
+    kernels: tuple[Kernel, ...]
+    backward: tuple[tuple[str, Kernel], ...]  # operator and kernel, in order
+    node: str  # the autograd engine's
+    parameters: int = 0
+    outer: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
 class Operator:
     """An operator, or several nested ones, outermost first; the innermost launches its kernels in turn."""
 

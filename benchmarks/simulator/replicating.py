@@ -13,7 +13,7 @@ from functools import cached_property
 
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job
-from benchmarks.simulator.model import Function, Shop
+from benchmarks.simulator.model import Shop
 from benchmarks.simulator.optimizers import optimizer_step
 from benchmarks.simulator.program import (
     AUTOGRAD,
@@ -23,6 +23,7 @@ from benchmarks.simulator.program import (
     Copy,
     End,
     Fetch,
+    Function,
     Instruction,
     Kernel,
     Operator,

@@ -13,11 +13,12 @@ from functools import cached_property
 from itertools import chain
 from zlib import crc32
 
+from benchmarks.simulator import tables
 from benchmarks.simulator.exchanges import Exchanges
 from benchmarks.simulator.hardware import DEVICES, US
-from benchmarks.simulator.job import Job
+from benchmarks.simulator.job import Job, Tables
 from benchmarks.simulator.layers import OUTSIDE, Layers
-from benchmarks.simulator.model import Function, Shop
+from benchmarks.simulator.model import Shop
 from benchmarks.simulator.optimizers import optimizer_step
 from benchmarks.simulator.program import (
     AUTOGRAD,
@@ -31,6 +32,7 @@ from benchmarks.simulator.program import (
     Copy,
     End,
     Fetch,
+    Function,
     Graph,
     HostFunction,
     Instruction,
@@ -45,6 +47,7 @@ from benchmarks.simulator.program import (
     Thread,
     WaitFor,
 )
+from benchmarks.simulator.routing import VARIANTS, got
 
 _SEGMENTS = 6  # that the allocator gives back and takes again when memory has run out
 
@@ -63,6 +66,7 @@ class Training:
         self.tokens = job.tokens_of(rank)
         self.exchanges = Exchanges(job, rank, self.tokens)
         self._made: dict[object, Step] = {}
+        self._functions: dict[int, list[tuple[str, Function]]] = {}
 
     def step(self, number: int) -> Step:
         """Return a step by its number."""
@@ -86,7 +90,8 @@ class Training:
         reads &= not job.script.readers or self.rank in job.script.readers
         if kind == "train" and job.script.skips and number % job.script.skips == job.script.skips - 1:
             kind = "other"
-        flavour = (kind, first, last, stalls, steps, reads)
+        self.exchanges.number = number % VARIANTS if job.routing else 0
+        flavour = (kind, first, last, stalls, steps, reads, self.exchanges.number)
         if flavour not in self._made:
             if kind == "train":
                 program = self._train(stalls, steps, reads)
@@ -97,12 +102,22 @@ class Training:
 
     # -- parts of the model
 
-    @cached_property
+    @property
     def functions(self) -> list[tuple[str, Function]]:
-        """The model's functions in order, each with the module that it is of."""
+        """The model's functions in order, each with the module that it is of, in the step that is being made."""
+        number = self.exchanges.number
+        if number not in self._functions:
+            self._functions[number] = self._of_step(number)
+        return self._functions[number]
+
+    def _of_step(self, number: int) -> list[tuple[str, Function]]:
+        job = self.job
         made = [("embedding", f) for f in self.shop.embedding(self.tokens)]
-        for block in range(self.job.model.blocks):
-            made += [(f"block{block}", f) for f in self.shop.block(self.tokens)]
+        if job.tables.on == "device":
+            made += [("tables", f) for f in tables.on_device(self.shop, job.tables)]
+        for block in (f"block{n}" for n in range(job.model.blocks)):
+            routed = sum(got(job, self.rank, block, number)) if job.routing else None
+            made += [(block, f) for f in self.shop.block(self.tokens, routed)]
         return made + [("head", f) for f in self.shop.head(self.tokens)]
 
     @cached_property
@@ -132,6 +147,8 @@ class Training:
             if recomputes and module.startswith("block") and module != again:
                 again = module
                 yield from self._forward([g for g in functions if g[0] == module])
+            if not f.node:
+                continue
             engine = f"autograd::engine::evaluate_function: {f.node}"
             key = key_of(module, f.name, "backward")
             yield Belongs(self.layers.path(module, f), "backward")
@@ -188,6 +205,8 @@ class Training:
         yield from self.layers.model()
         yield from self.exchanges.before_all()
         yield from self._waiting()
+        on_host = job.tables if job.tables.on == "host" else Tables()
+        yield from tables.lookups(on_host, key_of)
         half = len(self.functions) // 2
         if job.script.captured:
             yield self._graph(self._forward(self.functions), "forward")
@@ -210,6 +229,7 @@ class Training:
             yield self._graph(self._backward(self.functions), "backward")
         else:
             yield from self._backward(self.functions)
+        yield from tables.gradients(on_host, key_of, MAIN, AUTOGRAD)
         yield Thread(MAIN)
         yield Spend(15 * US, "launch", key_of("backward", "end"))
         yield Phase("")

@@ -11,13 +11,17 @@ from dlprof.analysis.communication.rules import (
 )
 from dlprof.analysis.compute.rules import (
     fp32_matmul,
+    growing_cat,
     misaligned_shapes,
+    one_hot_input,
     small_kernels,
     unfused_attention,
+    unfused_loss,
+    unfused_norm,
     unfused_optimizer,
 )
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait, step_python
+from dlprof.analysis.host.rules import host_bound, host_embedding, host_sync, queued_wait, step_python
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
@@ -54,7 +58,9 @@ RULES: tuple[Rule, ...] = (
     fp32_matmul.RULE,
     fragmentation.RULE,
     gc_pauses.RULE,
+    growing_cat.RULE,
     host_bound.RULE,
+    host_embedding.RULE,
     host_sync.RULE,
     hung_collective.RULE,
     idle_cores.RULE,
@@ -64,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     misaligned_shapes.RULE,
     mismatched_collectives.RULE,
     needless_workers.RULE,
+    one_hot_input.RULE,
     out_of_memory.RULE,
     pageable_copy.RULE,
     periodic_work.RULE,
@@ -81,6 +88,8 @@ RULES: tuple[Rule, ...] = (
     thread_oversubscription.RULE,
     throttled_clock.RULE,
     unfused_attention.RULE,
+    unfused_loss.RULE,
+    unfused_norm.RULE,
     unfused_optimizer.RULE,
     unused_forward.RULE,
     unused_parameters.RULE,

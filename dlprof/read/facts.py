@@ -90,6 +90,7 @@ RANK: Mapping[str, Shape] = {
         **_all(int, "step total backward"),
         "operators": [{**_all(str, "operator dtype"), **_all(int, "flops calls")}],
         "shapes": [{**_all(str, "operator dtype shape"), **_all(int, "calls flops bytes")}],
+        "one_hot": [_all(int, "values classes")],
         "uncounted": {},
     },
     "step": {"mark": str, "told": bool},

@@ -35,7 +35,6 @@ def test_it_trains_in_bfloat16_compiled_and_on_two_ranks() -> None:
     [
         (("--fault=full_precision",), "needs a GPU"),
         (("--fault=odd_shapes",), "needs a GPU"),
-        (("--fault=scores_in_memory",), "needs a GPU"),
         (("--fault=data_parallel",), "needs two GPUs"),
         (("--fault=find_unused",), "needs a GPU"),
         (("--precision=fp16",), "needs a GPU"),

@@ -23,11 +23,15 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self,
+        width: int,
+        heads: int,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = norm(width), norm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 

@@ -20,7 +20,7 @@ from dlprof.plain import words_of
 from dlprof.record.model.functions import Functions
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import BACKWARD, FETCH, Step
+from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, Step
 
 # The tenth step of training is past lazy set-up and the first compilations, and before the default trace window.
 _COUNTED_STEP = 9
@@ -43,6 +43,18 @@ _UNCOUNTED = tuple(_UNCOUNTED_NAMES.split())
 # Operators that read a value for the host, and that copy, maybe to another device: their lines are kept.
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 _COPIES = ("aten::_to_copy", "aten::copy_")
+# Operators of the forward pass and the loss whose lines are kept too, by the kind of call.
+_KINDS = {
+    "norm": "rsqrt sqrt std var var_mean",
+    "loss": "_log_softmax log logsumexp",
+    "softmax": "_softmax",
+    "one_hot": "scatter scatter_",
+    "cat": "cat",
+    "embedding": "embedding _embedding_bag",
+}
+_KIND_OF = {f"aten::{name}": kind for kind, names in _KINDS.items() for name in names.split()}
+# So many sizes of one-hot tensors are kept.
+_MOST_ONE_HOT = 8
 _PLAIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "symm_mem")
 
 
@@ -197,6 +209,7 @@ class _Counts:
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
         self._others: Counter[str] = Counter()  # calls of operators without a formula
+        self._one_hot: set[tuple[int, int]] = set()  # values and classes of what was scattered into
         self.over = False
         self.error = ""
 
@@ -209,6 +222,10 @@ class _Counts:
             self._clock.observed.calls.see("sync")
         elif name in _COPIES and len({t.device for t in (*args, out) if hasattr(t, "device")}) > 1:
             self._clock.observed.calls.see("sync" if out.device.type == "cpu" else "copy")
+        elif name in _KIND_OF and self._clock.phase not in (BACKWARD, OPTIMIZER):
+            self._clock.observed.calls.see(_KIND_OF[name])
+            if _KIND_OF[name] == "one_hot" and out.dim():
+                self._one_hot.add((out.numel(), out.shape[-1]))
         formula = _FORMULAS.get(name)
         if formula is None:
             self._others[name] += 1
@@ -250,6 +267,7 @@ class _Counts:
                     self._shapes.items(), key=lambda item: -item[1][1]
                 )[:_MOST_SHAPES]
             ],
+            "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
         }
 

@@ -13,52 +13,21 @@ import pytest
 
 from dlprof.analysis.compute.attention import FUSED_SHARE, attention
 from dlprof.analysis.engine import RankData
-from dlprof.read.run import TRACE, Rank, open_run
-from tests.fixtures import runs, traces
+from dlprof.read.run import open_run
+from tests.fixtures import operators, runs, traces
+from tests.fixtures.operators import A100
 from tests.fixtures.runs import MS
 
 US = 1_000
-A100 = "NVIDIA A100-SXM4-80GB"
 BATCH, HEADS, LENGTH, WIDTH = 2, 2, 128, 16
 KERNEL = 10 * US  # every kernel's length
-# What launches a kernel on a device; the others allocate, or look at the same memory otherwise.
-LAUNCHES = (
-    *("addmm", "mm", "bmm", "mul", "div", "tanh", "_softmax", "_softmax_backward_data", "masked_fill_", "copy_", "sum"),
-    *("bernoulli_", "div_", "fill_", "_scaled_dot_product_flash_attention_for_cpu", "tanh_backward"),
-)
-
-
-def on_a_device(path: Path, told: dict[str, Any], device: str = A100) -> RankData:
-    """Return a trace of the CPU a device: each operator that would launch a kernel there launches one of 10 µs."""
-    ops = [e for e in told["traceEvents"] if e.get("cat") == "cpu_op"]
-    ops.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
-    begin = min(e["ts"] for e in ops)
-    events: list[traces.Event] = []
-    at = 0
-    for number, one in enumerate(ops):
-        start, dur = round((one["ts"] - begin) * 1000), max(round(one["dur"] * 1000), 3)
-        args = {k: v for k, v in one["args"].items() if k in ("Input Dims", "Input type")}
-        events.append(traces.op(one["name"], start, dur, tid=one["tid"], **args))
-        if one["name"].removeprefix("aten::") in LAUNCHES:
-            at = max(at, start + dur)
-            # At its very end, where no other operator runs within it.
-            events.append(traces.call("cudaLaunchKernel", start + dur - 2, 1, number + 1, tid=one["tid"]))
-            events.append(traces.kernel("kernel", at, KERNEL, number + 1))
-            at += KERNEL
-    span = max(at, max(e["ts"] * 1000 + e["dur"] * 1000 for e in events))
-    made = traces.trace(traces.annotation("ProfilerStep#1", 0, int(span)), *events, world_size=1, device=device)
-    return RankData(Rank(0, {TRACE: traces.write(path, made)}))
 
 
 def profiled(folder: Path, build: Callable[[Any], tuple[Any, Any]], shapes: bool = True) -> RankData:
     """Trace forward and backward of what `build` gives of torch: a module and its input."""
     torch = pytest.importorskip("torch")
     module, x = build(torch)
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], record_shapes=shapes) as profile:
-        module(x).sum().backward()
-    profile.export_chrome_trace(str(folder / "cpu.json"))
-    return on_a_device(folder / "trace.json", json.loads((folder / "cpu.json").read_text()))
+    return operators.profiled(torch, folder, lambda: module(x).sum().backward(), kernel=KERNEL, shapes=shapes)
 
 
 def self_attention(how: str) -> Callable[[Any], tuple[Any, Any]]:
@@ -172,6 +141,21 @@ def test_without_shapes_those_of_the_counted_step_count(tmp_path: Path) -> None:
     facts["flops"] = {"state": "counted", "total": 1, "shapes": counted[-1:]}
     path = runs.recorded(tmp_path / "other", (whole, [], facts))
     assert not len(found(RankData(open_run(path).ranks[0])))
+
+
+def test_products_of_gradients_are_not_taken_for_those_of_scores(tmp_path: Path) -> None:
+    # As a step on two layers was counted: 512 places, heads 32 wide. The second makes what the first takes, too.
+    batched = [("16x512x512 16x512x32", 6), ("16x512x32 16x32x512", 4), ("16x32x512 16x512x512", 2)]
+    counted = [
+        {"operator": "aten::bmm", "dtype": "bfloat16", "shape": shape, "calls": calls, "flops": 1, "bytes": 1}
+        for shape, calls in batched
+    ]
+    rank = profiled(tmp_path, self_attention("by hand"), shapes=False)
+    assert len(found(rank))
+    whole = json.loads((tmp_path / "trace.json").read_text())
+    facts = {"device": {"type": "cuda", "name": A100}, "flops": {"state": "counted", "total": 1, "shapes": counted}}
+    path = runs.recorded(tmp_path / "run", (whole, [], facts))
+    assert set(found(RankData(open_run(path).ranks[0]))["shape"]) == {"16x512x32 16x512x32"}
 
 
 def test_what_a_fused_kernel_takes_goes_by_arithmetic_and_type(tmp_path: Path) -> None:

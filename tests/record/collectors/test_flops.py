@@ -326,3 +326,39 @@ def test_shapes_are_in_the_trace_where_they_are_asked_for(tmp_path: Path) -> Non
     assert len(multiplied)
     assert (multiplied["shape"] != "").all()
     assert set(multiplied["dtype"]) == {"float32"}
+
+
+WRITTEN_OUT = """
+from torch.nn.functional import embedding, one_hot
+table = torch.randn(8, 16, requires_grad=True)
+def normed(x):
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+for n in range(12):
+    words = torch.arange(4) % 8
+    x = one_hot(words, 8).float() @ table
+    x = normed(x) + embedding(words, table)
+    x = torch.cat([x, x])
+    loss = torch.softmax(x @ x.t(), -1).log().mean()
+    loss.backward()
+    torch.optim.SGD([table], 0.1).step()
+"""
+
+
+def test_lines_of_what_is_written_out_and_the_size_of_one_hot_rows_are_kept(tmp_path: Path) -> None:
+    flops = counted(tmp_path, WRITTEN_OUT)
+    assert flops["one_hot"] == [{"values": 32, "classes": 8}]
+    text = (tmp_path / "job.py").read_text().splitlines()
+    calls = facts(tmp_path / "run/ranks/00000")["calls"]
+    lines = {call["kind"]: text[call["line"] - 1].strip() for call in calls}
+    assert (
+        lines
+        | {
+            "norm": "return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+            "one_hot": "x = one_hot(words, 8).float() @ table",
+            "embedding": "x = normed(x) + embedding(words, table)",
+            "cat": "x = torch.cat([x, x])",
+            "softmax": "loss = torch.softmax(x @ x.t(), -1).log().mean()",
+            "loss": "loss = torch.softmax(x @ x.t(), -1).log().mean()",
+        }
+        == lines
+    )

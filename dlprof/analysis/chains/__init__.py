@@ -1,0 +1,1 @@
+"""Chains of operators that do what one operator of PyTorch's does: found by their order, mostly without shapes."""

@@ -1,0 +1,100 @@
+"""Tensors that grow by `cat` in a loop: each call copies all that is there already, so that its time grows evenly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
+from dlprof.analysis.engine import per_rank
+
+FORM = "cat in a loop"
+
+# A loop calls the same operators between one `cat` and the next; up to three tensors may grow in it. Of fewer than
+# eight calls a straight line fits too many things.
+LEAST_CALLS = 8
+_TENSORS = (1, 2, 3)
+
+# A call's place by its time is that in the loop (a rank correlation, for one may be held up by anything), and the last
+# third takes so many times as long as the first: of n pieces 5 times, but for what any call takes.
+_IN_ORDER, _GROWS = 0.8, 2.0
+
+# What lies between two calls takes no longer in the last third than so many times what it does in the first. Where it
+# grows as well, the loop reads what there is so far (DenseNet, a cache of keys), and needs it.
+_EVEN = 1.5
+
+
+@per_rank
+def growing_cats(calls: Calls, replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+    """Return what growing tensors in loops takes, as `work.replaced` does: of each loop only its last call is left."""
+    return replaced(list(_chains(calls)))
+
+
+def _chains(calls: Calls) -> Iterator[Chain]:
+    alike: dict[tuple[int, str], list[NDArray[np.int64]]] = {}
+    for places in _loops(calls, "2"):
+        if calls.ns[places].sum() > 0:
+            alike.setdefault((len(places), calls.text[places[0] : places[1]]), []).append(places)
+    many = []
+    for same in alike.values():
+        # The same loop of several steps: by the median of each of its calls, for one may be held up by anything.
+        for part in _rising(calls, np.stack(same)):
+            many.append(len(part))
+            for places in same:
+                yield from _but_last(places[part], "forward")
+    # Their backward functions are as many, and copy nothing: one is left of each loop.
+    for places in _loops(calls, "H"):
+        if len(places) in many:
+            yield from _but_last(places, "backward")
+
+
+def _but_last(places: NDArray[np.int64], passes: str) -> Iterator[Chain]:
+    for place in places.tolist():
+        yield Chain(FORM, passes, place, place + 1, float(place == places[-1]))
+
+
+def _loops(calls: Calls, letter: str) -> Iterator[NDArray[np.int64]]:
+    """Yield the places of the calls of each tensor that may grow in a loop: the same operators follow each of them."""
+    found = np.array([first for first, _ in calls.find(re.compile(letter))], dtype=np.int64)
+    for places in np.split(found, np.flatnonzero(np.diff(calls.lane[found])) + 1):
+        bodies = [calls.text[a + 1 : b] for a, b in pairwise(places.tolist())]
+        at = 0
+        while at < len(bodies):
+            n, end = max(((n, _same(bodies, at, n)) for n in _TENSORS), key=lambda one: (one[1] - one[0], -one[0]))
+            if end - at + 1 < n * LEAST_CALLS:
+                at += 1
+                continue
+            yield from (places[at : end + 1][k::n] for k in range(n))
+            at = end + 1
+
+
+def _same(bodies: Sequence[str], at: int, n: int) -> int:
+    """Return how far bodies repeat every n-th time from a place on."""
+    end = at + n
+    while end < len(bodies) and bodies[end] == bodies[end - n]:
+        end += 1
+    return min(end, len(bodies))
+
+
+def _rising(calls: Calls, loops: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield which calls of loops that are alike, a row each, rise evenly, while what lies between them does not."""
+    others = np.append(0.0, np.cumsum(np.where(np.array(list(calls.text)) == "2", 0.0, calls.ns)))
+    ns = np.median(calls.ns[loops], axis=0)
+    between = np.median(np.diff(others[loops], axis=1), axis=0)
+    falls = np.flatnonzero(ns[2:] < np.minimum(ns[1:-1], ns[:-2]) / _GROWS) + 2
+    for part in np.split(np.arange(len(ns)), falls):
+        third = len(part) // 3
+        if len(part) < LEAST_CALLS:
+            continue
+        order = pd.Series(ns[part]).rank().to_numpy()
+        rises = np.ptp(ns[part]) > 0 and np.corrcoef(np.arange(len(part)), order)[0, 1] >= _IN_ORDER
+        rises &= np.median(ns[part[-third:]]) >= _GROWS * np.median(ns[part[:third]])
+        work = between[part[:-1]]
+        if rises and work[-third:].mean() <= _EVEN * max(work[:third].mean(), ns[part].mean() / 10):
+            yield part

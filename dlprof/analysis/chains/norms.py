@@ -1,0 +1,84 @@
+"""Normalisations that are written out: mean, variance, root and affine, an operator each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
+from dlprof.analysis.engine import per_rank
+
+LAYER, RMS = "mean and variance", "mean of squares"
+
+# x.to(float32), x², its mean, + eps, 1 ÷ root, x times it, back, times the weight (Gemma: 1 + weight). Without eps it
+# is the root of a mean, as errors are told by; of a difference it is a deviation.
+_RMS = re.compile(r"(?<![bt])t*[px](?:m|sk)a(?:r|qz?|p)t*[xk]t*(?:a?xt*)?")
+_RMS_BACK = re.compile(r"(?:T*XA?)?T*[XK]T*(?:R|Z?Q|P)A(?:M|KS)[PX]T*(?![BT])")
+# The mean, what lies between it and the root of the variance, and up to three factors with a sum behind each: the
+# deviation over the root, the weight, the bias. torch.std is variance and root.
+_LAYER = re.compile(r"t*(?:(?:[mvw]|sk)(?:[abpxmvt]|sk){0,6}(?:[qrd]|(?<=a)p)|d)[abmzt]{0,4}(?:[xk]a?t?){1,3}")
+_LAYER_BACK = re.compile(r"(?:T?A?[XK]){1,3}[ABMZT]{0,4}(?:(?:[QRD]|P(?=A))(?:[ABPXMVT]|KS){0,6}(?:[MVW]|KS)|D)T*")
+
+# What one kernel leaves of the time, forward and backward, by what is read and written of each value. LayerNorm moves
+# 2 values forward and 5 backward, those of its weights with them; written out these are 10 to 14 and about 34,
+# RMSNorm's 7 and 23. With casts half of RMSNorm's are twice as wide as what one kernel reads: 38 bytes and 92 to 4 and
+# 10.
+_ON_DEVICE = {LAYER: (0.17, 0.15), RMS: (0.28, 0.22)}
+_WITH_CASTS = (0.11, 0.11)
+# On a CPU measured with torch 2.13, from 16 × 64 values to 8,192 × 2,048: 0.06 to 0.23 of three ways to write a
+# LayerNorm, forward and backward. Its RMSNorm is a chain of the same operators, and as slow (0.85 to 1.18).
+_ON_CPU = {LAYER: (0.15, 0.15)}
+
+# A factor that is as wide as what the statistics are of takes no less than this share of the first operator's time:
+# that of a single number, as of a loss, does.
+_AS_WIDE = 0.25
+
+
+@per_rank
+def norms(calls: Calls, has_device: bool, replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+    """Return the normalisations that are written out, as `work.replaced` does; `form`: LAYER or RMS."""
+    return replaced(list(_chains(calls, has_device)))
+
+
+def _chains(calls: Calls, has_device: bool) -> Iterator[Chain]:
+    for form, forward, backward in ((RMS, _RMS, _RMS_BACK), (LAYER, _LAYER, _LAYER_BACK)):
+        if not has_device and form not in _ON_CPU:
+            continue
+        alike: dict[str, list[int]] = {}
+        for first, last in calls.find(forward):
+            alike.setdefault(calls.text[first:last], []).append(first)
+        made = [
+            (f, f + len(text)) for text, places in alike.items() if _is_norm(calls, form, text, places) for f in places
+        ]
+        yield from (_chain(calls, form, "forward", f, n, has_device) for f, n in made)
+        backs = [(f, n) for f, n in calls.find(backward) if form == RMS or "B" in calls.text[f:n]]
+        # PyTorch's own RMSNorm may be made of the same functions: no more are the script's than it wrote.
+        yield from (_chain(calls, form, "backward", f, n, has_device) for f, n in backs[: len(made)])
+
+
+def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
+    """Return whether chains of one text, at some places, normalise: by the median, for any call may be held up."""
+    if form == LAYER and "b" not in text:
+        return False
+    root = max(text.rfind(letter) for letter in "qrd")
+    root = text.rfind("p") if root < 0 else root
+    factor = next((n for n in range(root + 1, len(text)) if text[n] in "xk"), None)
+    if factor is None:
+        return False
+    start = next(n for n, letter in enumerate(text) if letter != "t")
+    at = np.array(places)
+    at = at[calls.step[at + start] >= 0]
+    return bool(len(at) and np.median(calls.ns[at + factor]) >= _AS_WIDE * np.median(calls.ns[at + start]))
+
+
+def _chain(calls: Calls, form: str, passes: str, first: int, last: int, has_device: bool) -> Chain:
+    backward = passes == "backward"
+    if not has_device:
+        return Chain(form, passes, first, last, _ON_CPU[form][backward])
+    casts = any(calls.text[n] in "tT" and calls.ns[n] > 0 for n in range(first, last))
+    shares = _WITH_CASTS if casts and form == RMS else _ON_DEVICE[form]
+    return Chain(form, passes, first, last, shares[backward])

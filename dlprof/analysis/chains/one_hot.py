@@ -1,0 +1,96 @@
+"""Products with one-hot rows, which pick rows of a matrix: what an embedding does without a product."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
+from dlprof.analysis.compute.products import operands, sizes
+from dlprof.analysis.engine import RankFacts, per_rank
+
+ONE_HOT, GRADIENT = "one_hot and a product", "the product's gradient"
+
+_CHAIN, _PRODUCT, _GRADIENT = re.compile(r"ht*1"), re.compile("1"), re.compile("3")
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+@per_rank
+def one_hots(
+    calls: Calls, spans: pd.DataFrame, rank: RankFacts, replaced: Callable[[Sequence[Chain]], pd.DataFrame]
+) -> pd.DataFrame:
+    """Return products with one-hot rows, and their gradients, as `work.replaced` does.
+
+    What an embedding takes in their place is no more than the product's share of what it moves: N rows of h read and
+    written, of the N × V, V × h and N × h that the product moves; backward the whole matrix, too. Where shapes are not
+    known, all of the product is left.
+    """
+    return replaced(list(_chains(calls, spans, rank.facts)))
+
+
+def _chains(calls: Calls, spans: pd.DataFrame, facts: Mapping[str, Any]) -> Iterator[Chain]:
+    gradients = _gradients(calls)
+    for first, last in calls.find(_CHAIN):
+        product = calls.took(last - 1, last)
+        shape = _shape(calls, spans, last - 1) or _counted(facts)
+        forward, backward = _shares(*shape) if shape else (1.0, 1.0)
+        whole = calls.took(first, last)
+        yield Chain(ONE_HOT, "forward", first, last, forward * product / whole if whole else 1.0)
+        if last - 1 in gradients and shape:
+            place = gradients[last - 1]
+            yield Chain(GRADIENT, "backward", place, place + 1, backward)
+
+
+def _shares(rows: int, words: int, width: int) -> tuple[float, float]:
+    moved = rows * words + words * width + rows * width
+    return min(2 * rows * width / moved, 1.0), min(2 * (rows + words) * width / moved, 1.0)
+
+
+def _gradients(calls: Calls) -> dict[int, int]:
+    """Return for products the place of their backward function; {} where there are not as many.
+
+    Backward functions run in the opposite order, step after step.
+    """
+    products = np.array([first for first, _ in calls.find(_PRODUCT)], dtype=np.int64)
+    functions = np.array([first for first, _ in calls.find(_GRADIENT)], dtype=np.int64)
+    found: dict[int, int] = {}
+    for step in np.unique(calls.step[calls.step >= 0]).tolist():
+        mine, theirs = products[calls.step[products] == step], functions[calls.step[functions] == step]
+        if len(mine) == len(theirs):
+            found |= dict(zip(mine.tolist(), theirs[::-1].tolist(), strict=True))
+    return found
+
+
+def _shape(calls: Calls, spans: pd.DataFrame, place: int) -> tuple[int, int, int] | None:
+    """Return N, V and h of a traced product of N × V one-hot rows; None where its shapes were not traced."""
+    row, end, shapes = int(calls.rows[place]), int(calls.end[place]), spans["shape"].array
+    start, lane = spans["start_ns"].to_numpy(), spans["lane"].cat.codes.to_numpy()
+    while row < len(spans) and start[row] < end:
+        if lane[row] == calls.lane[place] and shapes[row] and len(sizes(shapes[row])) > 1:
+            return _of(str(spans["name"].array[row]), str(shapes[row]))
+        row += 1
+    return None
+
+
+def _of(operator: str, shape: str) -> tuple[int, int, int] | None:
+    left, right = operands(operator, shape)
+    return (left[-2], left[-1], right[-1]) if min(len(left), len(right)) > 1 and left[-1] == right[-2] else None
+
+
+def _counted(facts: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Return the same of the step that was counted, in which the one-hot tensors' sizes were kept."""
+    counted = facts.get("flops") or {}
+    made = {(int(one["values"]), int(one["classes"])) for one in counted.get("one_hot") or []}
+    for row in counted.get("shapes") or []:
+        if row.get("operator") in _PRODUCTS and row.get("shape"):
+            found = _of(str(row["operator"]), str(row["shape"]))
+            batch = np.prod(operands(str(row["operator"]), str(row["shape"]))[0][:-2], dtype=np.int64)
+            if found and (int(batch) * found[0] * found[1], found[1]) in made:
+                return found
+    return None

@@ -1,0 +1,123 @@
+"""What chains of operators take of a mean steady step, and how much shorter it would be with one operator for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.compute.cpu_work import in_all_steps
+from dlprof.analysis.engine import Frame, Maybe, by_rank, within_rank
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
+from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
+from dlprof.errors import NotMeasured
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A stretch of `Calls`, from its first place to its last, exclusive, and the share of its time that is left.
+
+    `form`: how it is written; `passes`: "forward" or "backward".
+    """
+
+    form: str
+    passes: str
+    first: int
+    last: int
+    left: float
+
+
+COLUMNS = ("form", "passes", "calls", "operators", "ns", "left_ns", "gain_ns")
+
+
+@within_rank
+def replaced(
+    calls: Calls,
+    timing: Timing,
+    has_device: bool,
+    what_if: Maybe[WhatIf],
+    kernels: Maybe[pd.DataFrame],
+    device_work: Maybe[pd.DataFrame],
+) -> Callable[[Sequence[Chain]], pd.DataFrame]:
+    """Return a function of chains to a frame, by form and pass, of a mean steady traced step, the longest first.
+
+    Columns: form, passes, calls (of the chain), operators (in one), ns, left_ns (what one operator in its place takes),
+    gain_ns (how much shorter the mean steady step would be without all that is not left, the same in each row). On a
+    device that is a replay of the traced steps, in which so many of the kernels are left, and of the host's time that
+    launched them; on a CPU it is that time itself, of a traced step. A chain outside of the steady steps is none.
+    """
+
+    def made(chains: Sequence[Chain]) -> pd.DataFrame:
+        chosen = [chain for chain in chains if calls.took(chain.first, chain.last) > 0]
+        if not chosen:
+            return pd.DataFrame({c: pd.Series(dtype="str" if c in COLUMNS[:2] else float) for c in COLUMNS})
+        ns = np.array([calls.took(chain.first, chain.last) for chain in chosen])
+        shares = np.array([chain.left for chain in chosen])
+        left = np.minimum(np.maximum(ns * shares, LEAST_KERNEL_NS * (has_device & (shares > 0))), ns)
+        each = pd.DataFrame([(c.form, c.passes, c.last - c.first) for c in chosen], columns=["form", "passes", "size"])
+        each = each.assign(ns=ns, left_ns=left)
+        n = max(len(timing.windows), 1)
+        frame = each.groupby(["form", "passes"], sort=False, as_index=False).agg(
+            calls=("ns", "size"), operators=("size", "mean"), ns=("ns", "sum"), left_ns=("left_ns", "sum")
+        )
+        gain = float((ns - left).sum()) / n
+        if has_device:
+            gain = _replayed(chosen, left, gain)
+        frame = frame.assign(**{c: frame[c] / n for c in ("calls", "ns", "left_ns")}, gain_ns=gain)
+        return frame.sort_values("ns", ascending=False, kind="stable", ignore_index=True)[list(COLUMNS)]
+
+    def _replayed(chains: Sequence[Chain], left: NDArray[np.float64], gain: float) -> float:
+        try:
+            asked = what_if.get()
+        except NotMeasured:
+            return gain
+        launching = _launching(chains, calls)
+        most = gain * len(timing.windows) + sum(iv.total(times) * (1 - share) for times, share in launching)
+        if most < LITTLE * asked.measured_ns * len(timing.windows):
+            return gain
+        durations = asked.replay.durations.copy()
+        place = pd.Series(np.arange(len(durations)), device_work.get().index.to_numpy()[asked.replay.rows])
+        rows = kernels.get().index.to_numpy()
+        order = np.argsort(calls.kernel_of, kind="stable")
+        launched_by = calls.kernel_of[order]
+        for chain, ns in zip(chains, left.tolist(), strict=True):
+            first, last = np.searchsorted(launched_by, (chain.first, chain.last)).tolist()
+            mine = np.sort(place.reindex(rows[order[first:last]]).dropna().to_numpy(dtype=np.int64))
+            few = max(round(chain.left * len(mine)), int(chain.left > 0))
+            durations[mine] = -1
+            durations[mine[:few]] = max(round(ns / max(few, 1)), 1)
+        return asked.gain_ns(durations=durations, other=launching)
+
+    return made
+
+
+def _launching(chains: Sequence[Chain], calls: Calls) -> list[tuple[iv.Intervals, float]]:
+    """Return when the host launched chains, and the share of that time that one operator for each leaves."""
+    by_share: dict[float, list[Chain]] = {}
+    for chain in chains:
+        by_share.setdefault(chain.left, []).append(chain)
+    return [
+        (
+            iv.union(
+                np.array([calls.begin[chain.first] for chain in several]),
+                np.array([calls.end[chain.last - 1] for chain in several]),
+            ),
+            share,
+        )
+        for share, several in by_share.items()
+    ]
+
+
+def gains(chains: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], on_cpu: bool) -> dict[int, float]:
+    """Return how much shorter each rank's mean steady step would be without what its chains do not leave, ns.
+
+    `chains`: frames as `replaced` makes them, a rank's one after the other.
+    """
+    found = by_rank(chains.drop_duplicates("rank"), "gain_ns")
+    return in_all_steps(found, cpu_parts.get(), cpu_work.get()) if on_cpu else found

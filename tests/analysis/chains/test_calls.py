@@ -1,0 +1,63 @@
+"""The operators of each thread as letters: what they are, what they took, and which kernels are theirs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.engine import RankData
+from dlprof.read.run import open_run
+from tests.fixtures import operators, runs, traces
+from tests.fixtures.runs import MS
+
+US = 1_000
+
+
+def of(path: Path) -> Calls:
+    return RankData(open_run(path).ranks[0]).once(calls)
+
+
+def test_only_what_lies_in_no_other_operator_counts_thread_after_thread(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(0, 0, MS),
+        traces.op("aten::layer_norm", 0, 100 * US),
+        traces.op("aten::mean", 10 * US, 10 * US),
+        traces.op("aten::mul", 200 * US, 10 * US),
+        traces.op("aten::view", 220 * US, 5 * US),
+        traces.op("MyFunction", 300 * US, 100 * US),
+        traces.op("aten::rsqrt", 310 * US, 10 * US),
+        traces.op("autograd::engine::evaluate_function: MulBackward0", 500 * US, 50 * US, tid=traces.AUTOGRAD),
+        traces.op("MulBackward0", 501 * US, 20 * US, tid=traces.AUTOGRAD),
+        traces.op("aten::mul", 502 * US, 10 * US, tid=traces.AUTOGRAD),
+        traces.op("aten::sum", 530 * US, 10 * US, tid=traces.AUTOGRAD),
+        traces.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 560 * US, 5 * US),
+        world_size=1,
+    )
+    found = runs.rank_of(tmp_path, made).once(calls)
+    # What a function of the script's own calls is the script's; views and the leaves' gradients have no letter.
+    assert found.text == "oxrX"
+    assert list(found.find(re.compile("xr"))) == [(1, 3)]
+    assert list(found.find(re.compile("rX"))) == []  # of two threads
+
+
+def test_a_call_takes_what_its_kernels_take_in_the_steady_steps(tmp_path: Path) -> None:
+    found = of(operators.job(tmp_path, ("aten::mean", 3 * MS), ("aten::view", 0), ("MulBackward0", 2 * MS)))
+    assert found.text == "m1" * 3 + "X" * 3
+    steps = int((found.ns[[0, 2, 4]] > 0).sum())
+    assert found.ns[found.ns > 0].tolist()[:2] == [3 * MS, 20 * MS]
+    assert found.took(0, 6) == steps * 23 * MS
+    assert sorted(np.unique(found.kernel_of).tolist()) == list(range(9))
+    backs = found.step[6:]
+    assert sorted(backs[backs >= 0].tolist()) == list(range(steps))
+
+
+def test_on_a_cpu_it_takes_its_own_time_until_the_next_one(tmp_path: Path) -> None:
+    found = of(operators.job(tmp_path, ("aten::mean", 3 * MS), ("aten::rsqrt", MS), on_cpu=True))
+    assert found.text == "mr1" * 3
+    assert found.took(0, 2) == pytest.approx(4 * MS + 2 * US)
+    assert found.step.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert not len(found.kernel_of)

@@ -1,0 +1,47 @@
+"""What PyTorch has an operator for, written out: for the faults."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch import Tensor, nn
+
+
+class LayerNorm(nn.Module):
+    """nn.LayerNorm by mean, variance and root."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what nn.LayerNorm returns."""
+        mean = x.mean(-1, keepdim=True)
+        variance = x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * self.weight + self.bias
+
+
+class OneHot(nn.Module):
+    """nn.Embedding by a product with one-hot rows."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.words, self.weight = words, nn.Parameter(torch.empty(words, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return what nn.Embedding returns."""
+        return F.one_hot(tokens, self.words).to(self.weight.dtype) @ self.weight
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return what F.cross_entropy returns, by a softmax and its logarithm."""
+    chances = torch.softmax(logits, -1)
+    return -torch.log(chances)[torch.arange(len(targets), device=targets.device), targets].mean()
+
+
+def in_pieces(head: nn.Module, x: Tensor) -> Tensor:
+    """Return what `head` makes of x, sequence by sequence, added to what there is."""
+    logits: Tensor = head(x[:1])
+    for sequence in x[1:]:
+        logits = torch.cat([logits, head(sequence[None])])
+    return logits
