@@ -31,7 +31,9 @@ SPANS: Mapping[str, str] = {
     "communicator": CATEGORY,  # of a collective, the same on all its ranks, "": unknown
     "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: unknown, or neither
     "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": unknown
-    "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": unknown, or none
+    # Of the tensors that an operator multiplies, as "64x128 128x256". Of an all-to-all, the rows that go to each rank
+    # of its group and come from each, as "3,5>4,1", or the elements in all, as "640>400". "": unknown, or none.
+    "shape": CATEGORY,
 }
 
 # On a host lane: op, fetch (a loader's next()), runtime (CUDA or HIP calls), annotation, python, and communication

@@ -120,6 +120,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("loader_variants", "needless_workers"): "is shown on a CPU only",
     ("loader_variants", "one_thread"): "is shown on a CPU only",
     ("model_parallel", "*"): _TWO,
+    ("moe_transformer", "*"): _TWO,
     ("pipeline_transformer", "*"): _TWO,
     ("tensor_parallel_gpt", "*"): _TWO,
 }

@@ -122,6 +122,8 @@ class Job:
     pipeline: Pipeline | None = None
     tensor: int = 1  # ranks that share each layer
     experts: bool = False  # the feed-forward layers are spread over all ranks: tokens travel by all-to-all
+    routing: tuple[float, ...] = ()  # of experts: each rank's mean share of all tokens; empty: all get as many
+    routing_spread: float = 0.1  # by how much layers and steps differ from that
     work: tuple[tuple[int, float], ...] = ()  # a rank's share of tokens, of the model's
     sleeps: tuple[tuple[int, int], ...] = ()  # ns that a rank sleeps in every step
     speeds: tuple[tuple[int, float], ...] = ()  # what all of a rank's kernels take, as a factor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from zlib import crc32
 
@@ -43,6 +42,7 @@ from benchmarks.simulator.program import (
     Thread,
     WaitFor,
 )
+from benchmarks.simulator.routing import VARIANTS, got
 
 _SEGMENTS = 6  # that the allocator gives back and takes again when memory has run out
 
@@ -61,6 +61,7 @@ class Training:
         self.tokens = job.tokens_of(rank)
         self.exchanges = Exchanges(job, rank, self.tokens)
         self._made: dict[object, Step] = {}
+        self._functions: dict[int, list[tuple[str, Function]]] = {}
 
     def step(self, number: int) -> Step:
         """Return a step by its number."""
@@ -84,7 +85,8 @@ class Training:
         reads &= not job.script.readers or self.rank in job.script.readers
         if kind == "train" and job.script.skips and number % job.script.skips == job.script.skips - 1:
             kind = "other"
-        flavour = (kind, first, last, stalls, steps, reads)
+        self.exchanges.number = number % VARIANTS if job.routing else 0
+        flavour = (kind, first, last, stalls, steps, reads, self.exchanges.number)
         if flavour not in self._made:
             if kind == "train":
                 program = self._train(stalls, steps, reads)
@@ -95,12 +97,20 @@ class Training:
 
     # -- parts of the model
 
-    @cached_property
+    @property
     def functions(self) -> list[tuple[str, Function]]:
-        """The model's functions in order, each with the module that it is of."""
+        """The model's functions in order, each with the module that it is of, in the step that is being made."""
+        number = self.exchanges.number
+        if number not in self._functions:
+            self._functions[number] = self._of_step(number)
+        return self._functions[number]
+
+    def _of_step(self, number: int) -> list[tuple[str, Function]]:
+        job = self.job
         made = [("embedding", f) for f in self.shop.embedding(self.tokens)]
-        for block in range(self.job.model.blocks):
-            made += [(f"block{block}", f) for f in self.shop.block(self.tokens)]
+        for block in (f"block{n}" for n in range(job.model.blocks)):
+            routed = sum(got(job, self.rank, block, number)) if job.routing else None
+            made += [(block, f) for f in self.shop.block(self.tokens, routed)]
         return made + [("head", f) for f in self.shop.head(self.tokens)]
 
     def _forward(self, functions: Sequence[tuple[str, Function]]) -> Iterator[Instruction]:

@@ -2,6 +2,7 @@
 
 from dlprof.analysis.communication.panels import collectives, flight_recorder
 from dlprof.analysis.compute.panels import arithmetic, kernels
+from dlprof.analysis.experts.panels import tokens
 from dlprof.analysis.host.panels import lines, profiles, queue, stacks, syncs
 from dlprof.analysis.input.panels import workers
 from dlprof.analysis.machine.panels import files, gpu_logs, samples
@@ -19,6 +20,7 @@ PICTURES: tuple[Picture, ...] = (
     syncs.PICTURE,
     queue.PICTURE,
     collectives.PICTURE,
+    tokens.PICTURE,
     flight_recorder.PICTURE,
     pipeline.PICTURE,
     arithmetic.PICTURE,

@@ -17,6 +17,7 @@ from dlprof.analysis.compute.rules import (
     unfused_optimizer,
 )
 from dlprof.analysis.estimate import Rule
+from dlprof.analysis.experts.rules import expert_imbalance
 from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait, step_python
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
@@ -47,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     checkpoint_stall.RULE,
     data_parallel.RULE,
     devices_in_turn.RULE,
+    expert_imbalance.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,
     fp32_matmul.RULE,

@@ -19,6 +19,7 @@ SUBJECTS = (
     "throughput",
     "input",
     "communication",
+    "experts",
     "stragglers",
     "pipeline",
     "compute",

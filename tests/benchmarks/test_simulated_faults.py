@@ -27,9 +27,9 @@ CAUTIOUS = ("float32",)
 
 # Further faults of a rule that another one stands for: each takes some seconds, and 4 to 18 where it has several ranks.
 FURTHER = (
-    "after_backward", "boolean_mask", "few_workers", "gpipe", "graph_waits", "host_function", "loop_optimizer",
-    "many_launches", "more_work", "one_hot_gpu", "rank_sleeps", "slow_loader_one_rank", "slow_network",
-    "sync_every_batch", "synchronize_every_step", "tiny_buckets",
+    "after_backward", "boolean_mask", "changing_experts", "few_workers", "gpipe", "graph_waits", "host_function",
+    "loop_optimizer", "many_launches", "more_work", "one_hot_gpu", "rank_sleeps", "slow_loader_one_rank",
+    "slow_network", "sync_every_batch", "synchronize_every_step", "tiny_buckets",
 )  # fmt: skip
 
 
