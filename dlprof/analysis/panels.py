@@ -9,6 +9,7 @@ from dlprof.analysis.machine.panels import files, gpu_logs, samples
 from dlprof.analysis.memory.panels import memory, memory_snapshot
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
+from dlprof.analysis.precision.panels import loss_scale
 from dlprof.analysis.source.panels import time_by_line
 from dlprof.analysis.step.panels import serving, steps, timeline, whole_job
 
@@ -16,6 +17,7 @@ PICTURES: tuple[Picture, ...] = (
     serving.PICTURE,
     steps.PICTURE,
     whole_job.PICTURE,
+    loss_scale.PICTURE,
     timeline.PICTURE,
     syncs.PICTURE,
     queue.PICTURE,

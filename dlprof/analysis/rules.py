@@ -32,6 +32,7 @@ from dlprof.analysis.memory.rules import (
     pageable_copy,
 )
 from dlprof.analysis.pipeline.rules import devices_in_turn, pipeline_bubble, stage_imbalance
+from dlprof.analysis.precision.rules import skipped_steps
 from dlprof.analysis.step.rules import (
     checkpoint_stall,
     gc_pauses,
@@ -71,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     queued_wait.RULE,
     recompilation.RULE,
     shared_cores.RULE,
+    skipped_steps.RULE,
     slow_link.RULE,
     slow_worker_batches.RULE,
     small_collectives.RULE,

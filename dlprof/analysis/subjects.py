@@ -23,6 +23,7 @@ SUBJECTS = (
     "stragglers",
     "pipeline",
     "compute",
+    "precision",
     "memory",
     "host",
     "machine",

@@ -14,7 +14,10 @@ from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.collectors.trace import Trace
+from dlprof.record.model.loss_scale import LossScale
 from dlprof.record.model.routing import Routing
 
 # Capture stands behind Nvtx, whose last range in the window has ended when that closes.
-COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Capture, Overrides, Pipeline, Routing, Stalls, Steps, Trace)
+COLLECTORS = (
+    Facts, Flops, Lines, Loader, LossScale, Memory, Nvtx, Capture, Overrides, Pipeline, Routing, Stalls, Steps, Trace,
+)  # fmt: skip
