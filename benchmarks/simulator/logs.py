@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.simulator.hardware import DEVICES
 from benchmarks.simulator.job import Job
 from benchmarks.simulator.places import Place
+from benchmarks.simulator.power import power_w
 from benchmarks.simulator.records import Chunked
 from benchmarks.simulator.simulation import Simulated
 
@@ -60,7 +61,7 @@ def gpu(rank: Simulated, job: Job, place: Place) -> Iterator[dict[str, Any]]:
             "memory_busy_share": 0.5,
             "memory_used_bytes": round(job.used_memory * device.memory_bytes),
             "memory_total_bytes": device.memory_bytes,
-            "power_w": round(device.power_w * 0.8, 1),
+            "power_w": round(power_w(device, clock / device.max_clock_mhz), 1),
             "power_limit_w": float(device.power_w),
             "power_limit_default_w": float(device.power_w),
             "sm_clock_mhz": round(clock / 15) * 15,
