@@ -178,7 +178,9 @@ class LossScale:
         known = self._scales.get(scaler)
         if known is not None and known.stepped and not known.skipped and _on_host(scaler):
             states = scaler._per_optimizer_states.values()
-            known.skipped = any(flag.item() for state in states for flag in state["found_inf_per_device"].values())
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            # Without an operator of torch's, which would be in the trace.
+            known.skipped = any(ctypes.c_float.from_address(flag.data_ptr()).value != 0.0 for flag in flags)
 
     @guarded
     def _updated(self, scaler: Any, new_scale: Any = None) -> None:

@@ -30,8 +30,8 @@ def draw(power_model: PowerModel, power_limits: tuple[PowerLimit, ...], throughp
     note = (
         "Of the limit that was set. Its clock falls until a GPU's power fits: power grows as the clock to the power of"
         f" {likely} ({least} to {most}; {source}), and products take as much longer as the clock is lower. At least:"
-        " only products do; at most: all computation does, and all power is of the time in which the GPU works. They took"
-        f" {digits(float(ranks['power_w'].mean()))} W on the mean."
+        " only products do; at most: all computation does, and all power is of the time in which the GPU works."
+        f" They took {digits(float(ranks['power_w'].mean()))} W on the mean."
     )
     return [Panel("table", "Power limit, time and energy", rows, (*_COLUMNS, unit), note=note)]
 
