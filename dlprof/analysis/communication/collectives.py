@@ -137,8 +137,16 @@ def _pieces_of_calls(spans: pd.DataFrame, rows: Nanoseconds) -> NDArray[Any]:
     around = pd.merge_asof(calls, ranges, on="start_ns", by="lane")
     inside = around["until"] >= around["start_ns"]
     said = around["shape"].where(around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, ""))
+    said = said.where([_is_pieces(text) for text in said], "")
     found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = said
     return found
+
+
+def _is_pieces(text: str) -> bool:
+    """Return whether a range's name says how many rows go where, or that all pieces are alike (">")."""
+    sides = [side.split(",") for side in text.split(">")]
+    numbers = [n.isdecimal() and len(n) < 16 for side in sides for n in side]
+    return text == ">" or (len(sides) == 2 and len(sides[0]) == len(sides[1]) and all(numbers))
 
 
 def _step_numbers(timing: Timing) -> Nanoseconds:
