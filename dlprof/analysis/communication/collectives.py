@@ -137,7 +137,7 @@ def _pieces_of_calls(spans: pd.DataFrame, rows: Nanoseconds) -> NDArray[Any]:
     around = pd.merge_asof(calls, ranges, on="start_ns", by="lane")
     inside = around["until"] >= around["start_ns"]
     said = around["shape"].where(around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, ""))
-    said = said.where([_is_pieces(text) for text in said], "")
+    said = said.where(said.map(_is_pieces), "")
     found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = said
     return found
 
