@@ -31,7 +31,9 @@ SPANS: Mapping[str, str] = {
     "communicator": CATEGORY,  # of a collective, the same on all its ranks, "": unknown
     "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: unknown, or neither
     "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": unknown
-    "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": unknown, or none
+    # Of the tensors that an operator multiplies, as "64x128 128x256". Of an all-to-all, the rows that go to each rank
+    # of its group and come from each, as "3,5>4,1", or the elements in all, as "640>400". "": unknown, or none.
+    "shape": CATEGORY,
     # Autograd's number: of a backward function; of an operator that of the function which it or the next one makes
     # (each thread counts its own). -1: unknown, or none.
     "autograd": "int64",
@@ -61,7 +63,7 @@ STEPS: Mapping[str, str] = {
     "fetches": "int64",
     "forwards": "int64",  # calls of outermost modules
     "backwards": "int64",
-    "optimizer_steps": "int64",
+    "optimizer_steps": "int64",  # with those that a GradScaler skipped
     "unused_forward_ns": "int64",  # of forward_ns, in passes without gradients, or after the last backward pass
     "samples": "int64",  # that dlprof.step() named, else those of the loaders' batches
     "inputs": "int64",  # first dimension of what the model got, of its first call for each backward pass
@@ -158,6 +160,20 @@ FETCHES: Mapping[str, str] = {
     "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes
     "tensors": "int64",  # that the batch is made of, and
     "tensor_bytes": "int64",  # that they hold
+}
+
+# What gradient scalers (torch.amp.GradScaler) did, in order of time. A row stands for `count` of its kind, the last of
+# which it describes.
+LOSS_SCALE: Mapping[str, str] = {
+    "at_ns": "int64",
+    "step": "int64",  # as the recorder counts them
+    # began: its first step; skipped: gradients overflowed, and the optimizer did not step; grown: after enough steps
+    # without; set: by the script; unknown: from here on the device decides what is skipped, and no host knows
+    "kind": CATEGORY,
+    "scaler": "int64",  # numbered as they were made
+    "scale": "float64",  # afterwards; NaN: not known
+    "interval": "int64",  # steps after which the scale grows, where it began; -1: elsewhere
+    "count": "int64",
 }
 
 # What PyTorch's CUDA allocator held on the device that the rank trains on, a few rows a second. -1: unknown.
@@ -298,6 +314,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "held": HELD,
     "lines": LINES,
     "loading": LOADING,
+    "loss_scale": LOSS_SCALE,
     "memory": MEMORY,
     "memory_blocks": MEMORY_BLOCKS,
     "memory_events": MEMORY_EVENTS,

@@ -37,6 +37,7 @@ FAULTS = {
     "norms_by_hand": "unfused_norm",  # mean, variance, root: an operator each
     "odd_shapes": "misaligned_shapes",  # widths and lengths that are no multiple of 8
     "one_hot_tokens": "one_hot_input",  # tokens as one-hot rows, multiplied by the embedding
+    "restless_scale": "skipped_steps",  # the loss is scaled up every third step, until gradients overflow
     "scores_in_memory": "unfused_attention",  # attention by two products and a softmax
     "tiny_batch": "small_kernels",  # so little work in each kernel that launching it takes longer
 }
@@ -48,9 +49,10 @@ SHOWN_WITH = {
     "loss_by_hand": "--vocabulary 4096 --layers 2",
     "one_hot_tokens": "--vocabulary 4096 --layers 2",
     "scores_in_memory": "--length 512 --batch-size 4 --layers 2",
+    "restless_scale": "--layers 1 --width 64 --heads 2 --length 32 --batch-size 8",  # a CPU is slow in fp16
 }
-# A step with it does less than any healthy one: none says how long it would take without.
-OTHER_STEP = ("tiny_batch",)
+# A step with it does less than any healthy one, or is as long: none says how long it would take without.
+OTHER_STEP = ("restless_scale", "tiny_batch")
 # A CPU has neither tensor cores nor launches; beside its computing the search for unused parameters is nothing.
 NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "tiny_batch")
 NEEDS_TWO_RANKS = ("find_unused",)
@@ -68,6 +70,7 @@ def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
     healthy = {"adamw": {"fused": args.fused}, "attend": causal_attention, "data_parallel": False, "find_unused": False}
     healthy |= {"norm": nn.LayerNorm, "embedding": nn.Embedding, "loss": F.cross_entropy, "predict": at_once}
+    healthy |= {"scaler": {}}
     heads = max(1, args.heads - 1)
     odd_width = heads * ((args.width // heads - 1) | 1)
     faulty: dict[str, dict[str, Any]] = {
@@ -80,6 +83,8 @@ def plant(args: argparse.Namespace) -> None:
         "norms_by_hand": {"norm": by_hand.LayerNorm},
         "odd_shapes": {"vocabulary": 257, "heads": heads, "width": odd_width, "length": args.length - 1},
         "one_hot_tokens": {"embedding": by_hand.OneHot},
+        # A fused AdamW on a GPU keeps to itself what it skips.
+        "restless_scale": {"precision": "fp16", "scaler": {"growth_interval": 3}, "adamw": {"foreach": True}},
         "scores_in_memory": {"attend": scores_in_memory},
         "tiny_batch": {"batch_size": 1, "length": 64},
     }
@@ -193,7 +198,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     plant(args)
     if args.data_parallel and (args.device == "cpu" or torch.cuda.device_count() < 2 or args.world > 1):
         parser.error("--fault data_parallel needs two GPUs, and one process that drives them (no torchrun)")
-    if args.device == "cpu" and args.precision in ("tf32", "fp16"):
+    if args.device == "cpu" and args.precision == "tf32":
         parser.error(f"--precision {args.precision} needs a GPU")
     if args.width % args.heads:
         parser.error(f"--width {args.width} cannot be shared out among {args.heads} heads")
@@ -230,7 +235,7 @@ def train(args: argparse.Namespace) -> None:
         f" {args.world} ranks on {args.device}, batch {args.batch_size} × {args.length} a rank, {args.precision}",
     )
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1, **args.adamw)
-    scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
+    scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16", **args.scaler)
 
     # Every rank reads a text of its own, long enough that no piece comes twice.
     pieces = args.steps * args.batch_size

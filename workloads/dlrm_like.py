@@ -13,13 +13,12 @@ weights of its numbers and ids, so the loss falls.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from parts.exchanges import exchange, to_owners
 from parts.job import Log, announce, options, process_group, read
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,31 +107,6 @@ def hash_ids(ids: Tensor, rows: int) -> Tensor:
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
-
-
-class ToOwners(torch.autograd.Function):
-    """An all-to-all that gradients go back through: pieces of the first dimension, so many for and from each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Return what the ranks have for this one, in their order."""
-        ctx.give, ctx.take = give, take
-        return exchange(x, give, take)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return each rank the gradients of what it sent."""
-        return exchange(grads[0], ctx.take, ctx.give), None, None
-
-
-to_owners: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] = ToOwners.apply
-
-
-def exchange(x: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-    """Send each rank its rows, and return those that came, in the ranks' order."""
-    came = x.new_empty(sum(take), *x.shape[1:])
-    dist.all_to_all_single(came, x.contiguous(), list(take), list(give))
-    return came
 
 
 def mlp(*widths: int) -> nn.Sequential:

@@ -99,6 +99,13 @@ GROUPS: tuple[Group, ...] = (
         ("loop_optimizer",),
         healthy=False,
     ),
+    Group(
+        "amp_transformer",
+        "--layers 1 --width 64 --heads 2 --length 32 --batch-size 8",
+        ("restless_scale",),
+        healthy=False,
+        steps=120,
+    ),
     Group("lightning_cnn", "--workers 12", ("no_workers", "python_callback", "reads_every_step", "validates_often")),
 )
 
@@ -130,6 +137,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("loader_variants", "needless_workers"): "is shown on a CPU only",
     ("loader_variants", "one_thread"): "is shown on a CPU only",
     ("model_parallel", "*"): _TWO,
+    ("moe_transformer", "*"): _TWO,
     ("pipeline_transformer", "*"): _TWO,
     ("tensor_parallel_gpt", "*"): _TWO,
 }

@@ -23,6 +23,7 @@ from benchmarks.simulator.program import (
     Spend,
     WaitFor,
 )
+from benchmarks.simulator.routing import given, got
 
 # DDP's first bucket is small, so that the exchange begins early (torch/nn/parallel/distributed.py).
 FIRST_BUCKET = 1 << 20
@@ -64,6 +65,7 @@ class Exchanges:
         self._gathered: set[str] = set()
         self._bucket, self._count = 0, 0
         self._on = True
+        self.number = 0  # of the step, as far as steps differ in where tokens go
 
     @property
     def busy(self) -> bool:
@@ -79,11 +81,12 @@ class Exchanges:
         self._bucket = self._count = 0
 
     def issue(
-        self, kind: str, elements: int, name: str, dtype: str, after: str = "", group: str = "", stream: int = EXCHANGE
-    ) -> Iterator[Instruction]:
+        self, kind: str, elements: int, name: str, dtype: str, after: str = "", group: str = "", stream: int = EXCHANGE,
+        pieces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    ) -> Iterator[Instruction]:  # fmt: skip
         """Return the issue of a collective on NCCL's stream, once the compute stream (or event `after`) is there."""
         key = crc32(name.encode()) % 65_536
-        exchange = Exchange(kind, group or self._group, elements, dtype, stream, key)
+        exchange = Exchange(kind, group or self._group, elements, dtype, stream, key, give=pieces[0], take=pieces[1])
         yield Begin(f"c10d::{CALLS[kind]}", 8 * US, key)
         yield Begin("record_param_comms", 4 * US, key, args={"exchange": exchange})
         yield Begin(f"nccl:{MARKS[kind]}", 2 * US, key, "user_annotation")
@@ -104,14 +107,20 @@ class Exchanges:
         the first one's inputs (Shoeybi et al., Megatron-LM, 2019). Experts: tokens go to their expert and come back.
         """
         job, dtype = self.job, self.job.model.activations
+        pieces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        out, home = ("norm2", "down") if phase == "forward" or not job.routing else ("add2", "up")
         if job.tensor > 1 and name in (("proj", "down") if phase == "forward" else ("qkv", "up")):
             kind, group, stream, how = "all_reduce", tensor_group(job, self.rank), TENSOR, "tensor"
-        elif job.experts and job.ranks > 1 and name in ("norm2", "down"):
+        elif job.experts and job.ranks > 1 and name in (out, home):
             kind, group, stream, how = "all_to_all", WORLD, EXPERTS, "experts"
+            if job.routing:
+                at = (job, self.rank, module, self.number)
+                pieces = (given(*at), got(*at)) if name == out else (got(*at), given(*at))
         else:
             return
         label = f"{how} {phase} {module}.{name}"
-        yield from self.issue(kind, self._activations, label, dtype, group=group, stream=stream)
+        sent = sum(pieces[0]) * job.model.hidden or self._activations
+        yield from self.issue(kind, sent, label, dtype, group=group, stream=stream, pieces=pieces)
         yield WaitFor(f"{label} done")
 
     def before_all(self) -> Iterator[Instruction]:

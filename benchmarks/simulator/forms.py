@@ -161,6 +161,10 @@ def metadata(form: Form, exchange: Exchange, group: str, ranks: tuple[int, ...],
         "Process Group Description": described(group),
         "Process Group Ranks": _listed(ranks),
     }
+    if exchange.give:
+        row = exchange.elements // sum(exchange.give)
+        made |= {"In msg nelems": sum(exchange.give) * row, "Out msg nelems": sum(exchange.take) * row}
+        made |= {"In split size": _listed(exchange.give), "Out split size": _listed(exchange.take)}
     if exchange.peer >= 0:
         made["Dst Rank" if exchange.kind == "send" else "Src Rank"] = exchange.peer
     if form.metadata == "full":

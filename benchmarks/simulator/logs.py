@@ -11,6 +11,7 @@ from benchmarks.simulator.hardware import DEVICES
 from benchmarks.simulator.job import Job
 from benchmarks.simulator.memory import Step, total_bytes
 from benchmarks.simulator.places import Place
+from benchmarks.simulator.power import power_w
 from benchmarks.simulator.records import Chunked
 from benchmarks.simulator.simulation import Simulated
 
@@ -64,7 +65,7 @@ def gpu(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Ite
             "memory_busy_share": 0.5,
             "memory_used_bytes": used,
             "memory_total_bytes": total_bytes(job),
-            "power_w": round(device.power_w * 0.8, 1),
+            "power_w": round(power_w(device, clock / device.max_clock_mhz), 1),
             "power_limit_w": float(device.power_w),
             "power_limit_default_w": float(device.power_w),
             "sm_clock_mhz": round(clock / 15) * 15,

@@ -172,9 +172,10 @@ class Shop:
                      outer=("aten::matmul",), shapes=((count, s, s), (count, s, width)), dtype=model.activations),
         ]  # fmt: skip
 
-    def block(self, tokens: int) -> list[Function]:
-        """Return one block's functions, in order."""
+    def block(self, tokens: int, routed: int | None = None) -> list[Function]:
+        """Return one block's functions, in order; `routed`: so many tokens come to the feed-forward layer's experts."""
         h = self.model.hidden
+        fed = tokens if routed is None else routed
         add = "CUDAFunctor_add"
         return [
             *self.normed("norm1", tokens),
@@ -183,9 +184,9 @@ class Shop:
             self.linear("proj", h, h, tokens),
             self.elementwise("add1", "aten::add", add, "AddBackward0", tokens * h, 3),
             *self.normed("norm2", tokens),
-            self.linear("up", h, 4 * h, tokens),
-            self.elementwise("gelu", "aten::gelu", "GeluCUDAKernelImpl", "GeluBackward0", tokens * 4 * h, 2),
-            self.linear("down", 4 * h, h, tokens),
+            self.linear("up", h, 4 * h, fed),
+            self.elementwise("gelu", "aten::gelu", "GeluCUDAKernelImpl", "GeluBackward0", fed * 4 * h, 2),
+            self.linear("down", 4 * h, h, fed),
             self.elementwise("add2", "aten::add", add, "AddBackward0", tokens * h, 3),
         ]
 

@@ -141,6 +141,8 @@ class Exchange:
     key: int = 0
     peer: int = -1  # of a send or a recv: the other rank
     within: str = ""  # the process group that the trace names, where it is another
+    give: tuple[int, ...] = ()  # of an all-to-all of unequal pieces: the rows for each rank, and from each
+    take: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

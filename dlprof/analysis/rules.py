@@ -21,6 +21,7 @@ from dlprof.analysis.compute.rules import (
     unfused_optimizer,
 )
 from dlprof.analysis.estimate import Rule
+from dlprof.analysis.experts.rules import expert_imbalance
 from dlprof.analysis.host.rules import host_bound, host_embedding, host_sync, queued_wait, step_python
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
@@ -36,6 +37,7 @@ from dlprof.analysis.memory.rules import (
     pageable_copy,
 )
 from dlprof.analysis.pipeline.rules import devices_in_turn, pipeline_bubble, stage_imbalance
+from dlprof.analysis.precision.rules import skipped_steps
 from dlprof.analysis.step.rules import (
     checkpoint_stall,
     gc_pauses,
@@ -53,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     checkpoint_stall.RULE,
     data_parallel.RULE,
     devices_in_turn.RULE,
+    expert_imbalance.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,
     fp32_matmul.RULE,
@@ -78,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     queued_wait.RULE,
     recompilation.RULE,
     shared_cores.RULE,
+    skipped_steps.RULE,
     slow_link.RULE,
     slow_worker_batches.RULE,
     small_collectives.RULE,

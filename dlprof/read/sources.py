@@ -95,6 +95,12 @@ SOURCES: tuple[Source, ...] = (
     ),
     _log("loading", f"no record of every batch {_ONLY}", "kind", "start_ns", "dur_ns", "count", "step"),
     _log(
+        "loss_scale",
+        "no record of a gradient scaler (a job with torch.amp.GradScaler under `dlprof wrap` leaves one)",
+        *("at_ns", "step", "kind"),
+        count=1,
+    ),
+    _log(
         "memory",
         "the CUDA allocator was not sampled (`dlprof wrap` does that where a job uses a GPU)",
         *("at_ns", "step", "allocated_bytes", "reserved_bytes"),

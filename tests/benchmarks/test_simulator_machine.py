@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.simulator.hardware import A100, PAGEABLE_SHARE, PINNED_COPY_START, QUEUE_LENGTH, Host, Link, transfer_ns
 from benchmarks.simulator.loading import Loader
+from benchmarks.simulator.power import BUSY, clock_at, power_w
 from benchmarks.simulator.program import (
     COMPUTE,
     SIDE,
@@ -243,3 +244,11 @@ def test_a_slow_worker_holds_up_every_nth_batch() -> None:
     waits = [w.end - w.start for w in made.ranks[0].queue.waited if w.kind == "batch"][20:40]  # type: ignore[union-attr]
     assert [n for n, wait in enumerate(waits) if wait > 5_000_000] == [3, 7, 11, 15, 19]
     assert loaded(loader, 1_000_000) == pytest.approx(5_000_000, rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.6, 0.4])
+def test_a_power_limit_leaves_the_clock_at_which_it_is_just_kept(share: float) -> None:
+    clock = clock_at(A100, share)
+    assert 0 < clock < 1
+    assert power_w(A100, clock) == pytest.approx(share * A100.power_w)
+    assert clock_at(A100, BUSY) == 1.0

@@ -37,7 +37,7 @@ def test_it_trains_in_bfloat16_compiled_and_on_two_ranks() -> None:
         (("--fault=odd_shapes",), "needs a GPU"),
         (("--fault=data_parallel",), "needs two GPUs"),
         (("--fault=find_unused",), "needs a GPU"),
-        (("--precision=fp16",), "needs a GPU"),
+        (("--precision=tf32",), "needs a GPU"),
         (("--heads=5",), "cannot be shared out among 5 heads"),
         (("--vocabulary=100",), "less than the bytes"),
     ],

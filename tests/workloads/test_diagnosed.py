@@ -160,6 +160,7 @@ def test_what_is_wrong_with_a_loader_is_found(tmp_path: Path, fault: str, rule: 
         ("dlrm_like", "uneven_tables", "straggler", 0.1),
         ("fsdp_gpt", "each_layer", "small_collectives", 0.05),
         ("fsdp_gpt", "long_sequences", "straggler", 0.15),
+        ("moe_transformer", "imbalance", "expert_imbalance", 0.15),
     ],
 )
 def test_what_is_wrong_with_a_sharded_job_is_found(

@@ -125,6 +125,26 @@ def _not_searched(job: Job) -> Job:
     return _gradients(job, search=False)
 
 
+def _full_experts(seed: int) -> Job:
+    """Return a job of four or eight ranks of which one's experts get up to twice the mean rank's tokens."""
+    rng = draws(seed)
+    ranks = int(rng.choice((4, 8)))
+    job = replace(base(seed, ranks=ranks, low=25e6, high=60e6), experts=True)
+    shares = [1.0] * ranks
+    shares[int(rng.integers(0, ranks))] = float(rng.uniform(1.6, 2.6))
+    return replace(job, routing=tuple(shares), gradients=replace(job.gradients, bus=0.75 * DEVICES[job.device].link))
+
+
+def _changing_experts(seed: int) -> Job:
+    """Return the same, but the fullest rank is another one in each layer and step."""
+    job = _full_experts(seed)
+    return replace(job, routing=(1.0,) * job.ranks, routing_spread=float(draws(seed).uniform(0.3, 0.5)))
+
+
+def _even_experts(job: Job) -> Job:
+    return replace(job, routing=(1.0,) * job.ranks, routing_spread=0.0)
+
+
 # -- other kinds of parallelism
 
 
@@ -209,6 +229,24 @@ FAULTS = (
         "all kernels of one of four ranks take longer",
         _slower,
         lambda j: replace(j, speeds=()),
+    ),
+    Fault(
+        "full_experts",
+        "expert_imbalance",
+        "one rank's experts get up to 2.6 times the others' tokens",
+        _full_experts,
+        _even_experts,
+        recorded=_sized,
+        accepted=("exposed_communication",),
+    ),
+    Fault(
+        "changing_experts",
+        "expert_imbalance",
+        "a router is uneven in each layer and step, now for one rank and then for another",
+        _changing_experts,
+        _even_experts,
+        recorded=_sized,
+        accepted=("exposed_communication",),
     ),
     Fault(
         "after_backward",

@@ -51,6 +51,9 @@ _EITHER = "send_recv"
 # What names the other rank of a call, the most telling first; each of the script's calls appears once in each.
 _CALLS = ("record_param_comms", "c10d::", "nccl:")
 
+# dlprof's own range around an all-to-all, which tells what goes where: "dlprof::all_to_all 3,5>4,1".
+RANGE = "dlprof::all_to_all "
+
 _COLUMNS = ["collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
 
 
@@ -70,10 +73,10 @@ def collectives(
 
     Columns: step, group, members (the ranks of the process group as text, "" where it is all ranks, NOBODY where it is
     not known), collective, peer (the other rank of a send or receive, else −1), bytes, dtype, sequence (−1: unknown),
-    communicator ("": unknown), stream (the rank's communicating streams, numbered in order of first use; 0 on the host,
-    where any thread of a pool may send), made_ns (the launch, else the start), start_ns, end_ns. With a device these
-    are its kernels, each with the step that launched it; else the host's spans (gloo: from issue to completion). Empty
-    where the rank has none.
+    communicator ("": unknown), pieces (of an all-to-all, as in the shape of schema.SPANS; "": unknown), stream (the
+    rank's communicating streams, numbered in order of first use; 0 on the host, where any thread of a pool may send),
+    made_ns (the launch, else the start), start_ns, end_ns. With a device these are its kernels, each with the step that
+    launched it; else the host's spans (gloo: from issue to completion). Empty where the rank has none.
     """
     of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT)
     of[point_to_point["row"].to_numpy(dtype=np.int64)] = False
@@ -95,7 +98,8 @@ def collectives(
         window = np.where(iv.holds(timing.windows, made), window, -1)
     keep = np.flatnonzero(window >= 0)
     keep = keep[np.argsort(made[keep], kind="stable")]
-    rows, chosen = rows[keep], chosen.iloc[keep].reset_index(drop=True)
+    pieces = host.written(spans["shape"])[rows] if has_device else _pieces_of_calls(spans, rows)
+    rows, pieces, chosen = rows[keep], pieces[keep], chosen.iloc[keep].reset_index(drop=True)
     lane = spans["lane"].array.codes[rows]
     return pd.DataFrame(
         {
@@ -105,12 +109,44 @@ def collectives(
             **{name: chosen[name] for name in ("collective", "peer", "bytes", "dtype")},
             "sequence": spans["sequence"].to_numpy()[rows],
             "communicator": spans["communicator"].iloc[rows].astype("str").to_numpy(),
+            "pieces": pieces,
             "stream": pd.factorize(lane)[0].astype(np.int64) if has_device else 0,
             "made_ns": made[keep],
             "start_ns": chosen["start_ns"],
             "end_ns": chosen["start_ns"] + chosen["dur_ns"],
         }
     )
+
+
+def _pieces_of_calls(spans: pd.DataFrame, rows: Nanoseconds) -> NDArray[Any]:
+    """Return what goes to each rank and comes from each in the all-to-alls among some spans of gloo's; "" elsewhere.
+
+    gloo's own ranges do not tell. torch's calls do if the trace holds inputs, and so do dlprof's ranges around them:
+    the first call is that of the first range, if there are as many.
+    """
+    found = np.full(len(rows), "", dtype=object)
+    ours = spans["collective"].array[rows] == "all_to_all"
+    called = host.is_named(spans, "c10d::alltoall")
+    if not ours.any() or called.sum() != ours.sum():
+        return found
+    calls = spans[["lane", "start_ns", "dur_ns", "shape"]][called].astype({"lane": "str", "shape": "str"})
+    ranges = spans[["lane", "name", "start_ns", "dur_ns"]][host.is_named(spans, RANGE)].astype(
+        {"lane": "str", "name": "str"}
+    )
+    ranges = ranges.assign(until=ranges["start_ns"] + ranges["dur_ns"]).drop(columns="dur_ns")
+    around = pd.merge_asof(calls, ranges, on="start_ns", by="lane")
+    inside = around["until"] >= around["start_ns"]
+    said = around["shape"].where(around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, ""))
+    said = said.where(said.map(_is_pieces), "")
+    found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = said
+    return found
+
+
+def _is_pieces(text: str) -> bool:
+    """Return whether a range's name says how many rows go where, or that all pieces are alike (">")."""
+    sides = [side.split(",") for side in text.split(">")]
+    numbers = [n.isdecimal() and len(n) < 16 for side in sides for n in side]
+    return text == ">" or (len(sides) == 2 and len(sides[0]) == len(sides[1]) and all(numbers))
 
 
 def _step_numbers(timing: Timing) -> Nanoseconds:

@@ -19,7 +19,7 @@ from dlprof.units import count, digits, size
 _OF_BUCKET = 2_500_000
 _FEW = 8
 
-# What the forward pass waits for, by the collective; "": any other.
+# What the forward pass waits for, by the collective; experts: all-to-alls of their tokens; "": any other.
 _AT_ONCE = {
     "all_to_all": (
         change(
@@ -27,6 +27,13 @@ _AT_ONCE = {
             " as TorchRec's pipelines do"
         ),
         change("half the bytes: exchange the rows in 16 bits", numerics=True),
+    ),
+    "experts": (
+        change(
+            "the forward pass waits for its tokens: compute another half of the batch, or experts that all tokens pass,"
+            " while they travel; more experts on each host's ranks, and fewer between hosts"
+        ),
+        change("half the bytes: send tokens in 16 or 8 bits", numerics=True),
     ),
     "broadcast": (change("the forward pass waits for a broadcast: make it before the step that needs it, or seldom"),),
     "": (

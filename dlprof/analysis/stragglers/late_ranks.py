@@ -16,6 +16,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.communication.matching import SENT
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
+from dlprof.analysis.experts.tokens import Balance
 from dlprof.analysis.machine.samples import WAITED, outside
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.stragglers import own_time as own
@@ -182,12 +183,13 @@ def straggling(
     workload: Maybe[pd.DataFrame],
     sample_means: Maybe[pd.DataFrame],
     held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    expert_balance: Maybe[Balance],
     job: Job,
 ) -> LateRanks:
     """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
     cuts: tuple[Callable[[LateRanks], LateRanks], ...] = (
         partial(_unowned, breakdown, own_time),
-        partial(_unthrottled, workload, sample_means, held_down, job),
+        partial(_with_reason, workload, sample_means, held_down, expert_balance, job),
         partial(_uncrowded, sample_means, job),
         _shared_out,
     )
@@ -212,17 +214,18 @@ def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -
     return replace(late, more={str(c): float(ns) for c, ns in more.items()}, cause=str(more[list(CAUSES)].idxmax()))
 
 
-def _unthrottled(
+def _with_reason(
     workload: Maybe[pd.DataFrame],
     sample_means: Maybe[pd.DataFrame],
     held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    expert_balance: Maybe[Balance],
     job: Job,
     late: LateRanks,
 ) -> LateRanks:
     """Find why the ranks compute longer, and save nothing where another rule answers for that."""
     if late.cause != "computation":
         return late
-    because = longer_because(workload.get(), sample_means, held_down, job, late.lead.ranks[0])
+    because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
     left = late.cut(0.0, f"{late.behind}, as {because.said}: see {because.owner}") if because.owner else late
     return replace(left, because=because)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, per_rank
+from dlprof.analysis.experts.tokens import Balance
 from dlprof.analysis.machine.samples import WAITED
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
@@ -26,10 +27,12 @@ def workload(
     device_work: Maybe[pd.DataFrame],
     launched_within: Maybe[NDArray[np.int64]],
     on_training_thread: Maybe[pd.DataFrame],
+    cpu_computation: Maybe[iv.Intervals],
 ) -> pd.DataFrame:
     """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
 
-    Pieces are kernels on a device, else the outermost operators of the training thread; copied_bytes go from the host
+    Pieces are kernels on a device, else the outermost operators of the training thread, without their
+    waiting for collectives (in a function of the backward pass, say); copied_bytes go from the host
     to the device, NaN without a device.
     """
     if not len(timing.windows):
@@ -43,8 +46,9 @@ def workload(
     else:
         thread = on_training_thread.get()
         outermost = host.outermost(thread[host.is_kind(thread, "op")])
-        inside = iv.holds(iv.merge(timing.windows), outermost["start_ns"].to_numpy())
-        pieces = outermost["dur_ns"].to_numpy()[inside]
+        start = outermost["start_ns"].to_numpy()
+        took = iv.within(cpu_computation.get(), start, start + outermost["dur_ns"].to_numpy())
+        pieces = took[iv.holds(iv.merge(timing.windows), start)]
     n = len(timing.windows)
     mean = float(pieces.mean()) if len(pieces) else 0.0
     return pd.DataFrame([{"pieces": len(pieces) / n, "piece_ns": mean, "copied_bytes": copied / n}])
@@ -64,19 +68,27 @@ def longer_because(
     workload: pd.DataFrame,
     sample_means: Maybe[pd.DataFrame],
     held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    expert_balance: Maybe[Balance],
     job: Job,
     late: int,
 ) -> Reason:
     """Return why a rank computes longer than the others, as far as it was recorded.
 
-    In this order: a larger part of the model, more kernels or operators, more bytes copied in, a slower clock, no free
-    core for its main thread. Each must make up at least half of what its computation is longer by.
+    In this order: more tokens for its experts, a larger part of the model, more kernels or operators, more bytes copied
+    in, a slower clock, no free core for its main thread. Each must make up at least half of what its computation is
+    longer by.
     """
     frame = workload.set_index("rank")
     mine, others = frame.loc[late], frame.drop(index=late).median()
     least = 1 + (mine["pieces"] * mine["piece_ns"] / (others["pieces"] * others["piece_ns"]) - 1) / 2
     if not least > 1:
         return Reason()
+    more_ns = mine["pieces"] * mine["piece_ns"] - others["pieces"] * others["piece_ns"]
+    if (balance := expert_balance.or_none()) is not None and balance.saving_ns > 0:
+        routed = balance.ranks.set_index("rank")[["routed_ns", "ratio"]]
+        if late in routed.index and routed["routed_ns"][late] - routed["routed_ns"].drop(late).median() >= more_ns / 2:
+            said = f"its experts get {routed['ratio'][late]:.2f} × the mean rank's tokens"
+            return Reason(said, "balance the tokens over the experts", owner="expert_imbalance")
     held = settings.held(job)
     holds, their = held.get(late, 0), median([n for rank, n in held.items() if rank != late] or [0])
     if holds and holds >= least * their:

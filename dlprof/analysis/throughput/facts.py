@@ -35,6 +35,11 @@ def of_throughput(throughput: Maybe[Throughput]) -> list[Fact]:
             ("samples a second and GPU", _number(t.samples_per_s and t.samples_per_s / t.gpus)),
             ("tokens a second and GPU", _number(t.tokens_per_s and t.tokens_per_s / t.gpus)),
         ]
+    if t.power_w:
+        rows += [
+            ("energy of a sample", _joules(t.of_samples(1))),
+            ("energy of a token", _joules(t.of_tokens(1))),
+        ]
     if t.of == "job":
         held = f" ({t.epoch_samples:,} samples)" if t.epoch_samples else ""
         rows += [
@@ -43,6 +48,10 @@ def of_throughput(throughput: Maybe[Throughput]) -> list[Fact]:
             ("a billion tokens", described(t.of_tokens(1e9))),
         ]
     return [Fact(SECTION, name, value) for name, value in rows if value]
+
+
+def _joules(cost: Cost | None) -> str:
+    return "" if cost is None or cost.joules is None else energy(cost.joules)
 
 
 def _number(value: float | None) -> str:

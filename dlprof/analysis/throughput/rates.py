@@ -15,7 +15,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.result.throughput import Throughput
+from dlprof.result.throughput import PowerLimit, Throughput
 
 # What wrote a step's samples down first.
 SCRIPT, LOADER, MODEL = "script", "loader", "model"
@@ -103,6 +103,7 @@ def throughput(
     mean_step_ns: float,
     loop_step_ns: Maybe[float],
     sample_means: Maybe[pd.DataFrame],
+    power_limits: Maybe[tuple[PowerLimit, ...]],
     job: Job,
 ) -> Throughput:
     """Return the job's throughput; raises NotMeasured where neither samples nor tokens are known."""
@@ -124,6 +125,7 @@ def throughput(
         power_w=_power(sample_means.or_none(), gpus, job) if ranks.times else None,
         epoch_samples=epoch_samples,
         epoch_s=_times(epoch_steps, step_s),
+        power_limits=power_limits.or_none() or (),
     )
 
 

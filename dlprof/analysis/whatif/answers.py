@@ -20,6 +20,7 @@ from dlprof.analysis.engine import ALSO, Job, Maybe, Measured, MeasureFailed, Pr
 from dlprof.analysis.input.fetch_replay import Pace, replayed
 from dlprof.analysis.input.input_waits import correction, trusted
 from dlprof.analysis.input.paces import Paces
+from dlprof.analysis.machine.power import PowerModel
 from dlprof.analysis.pipeline.pipeline_plans import Model
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving, saving_input
@@ -29,6 +30,7 @@ from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
 from dlprof.result.throughput import Throughput
 from dlprof.result.whatif import Answer, Answers
+from dlprof.units import duration
 
 subjects.check(lambda: None)  # whose import makes all measures known
 
@@ -55,6 +57,7 @@ class Known:
     transfers: Maybe[pd.DataFrame]
     pipeline_models: Maybe[list[Model]]
     throughput: Maybe[Throughput]
+    power_model: Maybe[PowerModel]
 
 
 def answers(run: Run, asked: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
@@ -126,7 +129,8 @@ def _step(known: Known, asked: Asked, replays: _Replayed) -> tuple[float, list[s
     """Return the mean steady step with some changes, and what is not known of it; raise NotMeasured."""
     unknown: list[str] = []
     factor = _of_pipeline(known, asked, unknown) if asked.of_pipeline else 1.0
-    local = replace(asked, stages=False, microbatches=None, schedule=None)
+    factor *= _of_power(known, asked.power_limit, unknown) if asked.power_limit is not None else 1.0
+    local = replace(asked, stages=False, microbatches=None, schedule=None, power_limit=None)
     gone: dict[int, float] = {}
     if local.named:
         own = known.own_time.set_index("rank")["own_ns"]
@@ -270,3 +274,13 @@ def _of_pipeline(known: Known, asked: Asked, unknown: list[str]) -> float:
         then = model.step_with(schedule=asked.schedule, microbatches=asked.microbatches, even=asked.stages)
         ratios.append(1 - (model.pipe.step_ns - then) * model.pipe.calls_a_step / known.mean_step_ns)
     return max(ratios, default=1.0)
+
+
+def _of_power(known: Known, share: float, unknown: list[str]) -> float:
+    """Return the step at another power limit as a multiple of what it is."""
+    then = known.power_model.get().at(share)
+    if share > 1:
+        raise NotMeasured("what a clock gains above the highest of this run is not known: ask for less than 100 %")
+    least, most = duration(then.least_ns), duration(then.most_ns)
+    unknown.append(f"how far the clock falls, and what of the step falls with it: between {least} and {most}")
+    return then.step_ns / known.mean_step_ns

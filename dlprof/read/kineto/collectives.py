@@ -7,13 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dlprof.read.kineto.events import Args, Event, integer, ranks_in, tensors
+from dlprof.read.kineto.events import Args, Event, integer, numbers_in, numbers_of, tensors
 from dlprof.read.kineto.headers import groups_in
 from dlprof.read.kineto.json_stream import plain
 from dlprof.read.kineto.patterns import collective_of, element_type
 
 # How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
 _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
+
+# No rank sends so many rows, nor elements.
+_MOST_ROWS = 1 << 48
 
 
 class Collectives:
@@ -28,6 +31,7 @@ class Collectives:
         self.collectives: dict[int, tuple[str, str, str]] = {}  # verb, group, element type
         self.sequences: dict[int, tuple[int, str]] = {}  # number, communicator ("": unknown)
         self.peers: dict[int, tuple[int, str | None]] = {}  # the rank, and in which group it has that number
+        self.pieces: dict[int, str] = {}  # of all-to-alls: what goes to each rank and comes from each, see schema.SPANS
         self.gathered: dict[
             int, tuple[int, str]
         ] = {}  # of all_gathers counted by their input: its bytes, and the group
@@ -57,6 +61,8 @@ class Collectives:
             self.sequences[row] = (sequence, "" if args.communicator is None else str(args.communicator))
         if collective in ("send", "recv"):
             self._peer(row, e, args, collective, group)
+        elif collective == "all_to_all" and (pieces := _pieces(e, args)):
+            self.pieces[row] = pieces
 
     def _peer(self, row: int, e: Event, args: Args, collective: str, group: str) -> None:
         """Note whom an event sends to or receives from, where it is known."""
@@ -74,7 +80,7 @@ class Collectives:
 
     def _group(self, args: Args) -> str:
         """Return a group's name (else its description or a name made of its ranks) and note what is known of it."""
-        ranks = ranks_in(bytes(args.group_ranks))
+        ranks = numbers_in(bytes(args.group_ranks))
         text = "" if args.group_text is None else str(args.group_text)
         name = ("" if args.group is None else str(args.group)) or text
         if not name and ranks:
@@ -95,6 +101,23 @@ class Collectives:
             ranks = known.get(group, only).get("size", 0)
             if ranks and size * ranks < 2**62:
                 self._bytes[row] = size * ranks
+
+
+def _pieces(e: Event, args: Args) -> str:
+    """Return what an all-to-all gives each rank and takes from each: "3,5>4,1" in rows, "640>400" in elements of all.
+
+    "": not known. torch's profiler abridges lists of more than 30 ranks, which are then known in all alone.
+    """
+    give, take = numbers_in(bytes(args.split_in)), numbers_in(bytes(args.split_out))
+    if not give and e.name == "c10d::alltoall_base_":  # output, input, group, what is taken, what is given, ...
+        inputs = plain(args.inputs)
+        if isinstance(inputs, list) and len(inputs) > 4:
+            take, give = numbers_of(inputs[3]), numbers_of(inputs[4])
+    if not give or len(give) != len(take):
+        give, take = [integer(args.elements_in)], [integer(args.elements_out)]
+    if not all(0 <= n < _MOST_ROWS for n in (*give, *take)):
+        return ""
+    return f"{','.join(map(str, give))}>{','.join(map(str, take))}"
 
 
 def _input(args: Args) -> tuple[int, str]:

@@ -144,7 +144,7 @@ class Rows:
 
     def _rare(self) -> tuple[dict[int, Any], ...]:
         told = self.exchanges
-        by_row = (told.collectives, told.sequences, told.peers, told.gathered)
+        by_row = (told.collectives, told.sequences, told.peers, told.gathered, told.pieces)
         return (self.bytes, self.copies, self.multiplied, *by_row)
 
 

@@ -58,6 +58,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     destination: Scalar = msgspec.field(name="Dst Rank", default=None)
     sequence: Scalar = msgspec.field(name="Seq", default=None)
     communicator: Scalar = msgspec.field(name="Comms Id", default=None)
+    split_in: msgspec.Raw = msgspec.field(name="In split size", default=msgspec.Raw(b"null"))
+    split_out: msgspec.Raw = msgspec.field(name="Out split size", default=msgspec.Raw(b"null"))
     group_ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw(b"null"))
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"null"))
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"null"))
@@ -261,17 +263,17 @@ def integer(value: Any) -> int:
     return number if 0 <= number < 2**63 else -1
 
 
-def ranks_of(value: Any) -> list[int]:
-    """Return a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") gives none."""
+def numbers_of(value: Any) -> list[int]:
+    """Return a list of whole numbers, or of its text; an abridged one ("[0, 1, ..., 7]") gives none."""
     if isinstance(value, str):
         value = plain(value)
     return [int(n) for n in value] if isinstance(value, list) and all(isinstance(n, int) for n in value) else []
 
 
 @lru_cache(1 << 12)
-def ranks_in(raw: bytes) -> list[int]:
-    """Return the ranks that a piece of JSON lists; a job has few groups and many collectives."""
-    return ranks_of(plain(raw))
+def numbers_in(raw: bytes) -> list[int]:
+    """Return the numbers that a piece of JSON lists: a job has few groups of ranks, and many collectives."""
+    return numbers_of(plain(raw))
 
 
 def tensors(dims: bytes, types: bytes) -> list[tuple[list[int], str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlprof.cupti import short
 from dlprof.errors import DlprofError
-from dlprof.read.kineto.events import decoder, integer, ranks_of
+from dlprof.read.kineto.events import decoder, integer, numbers_of
 from dlprof.read.kineto.json_stream import TraceFile
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.opening import open_file
@@ -81,7 +81,7 @@ def groups_in(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     groups = {}
     for group in listed if isinstance(listed, list) else []:
         if isinstance(group, dict) and group.get("pg_name") is not None:
-            ranks = ranks_of(group.get("ranks"))
+            ranks = numbers_of(group.get("ranks"))
             size = integer(group.get("pg_size"))
             told = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
             groups[str(group["pg_name"])] = {k: v for k, v in told.items() if v}

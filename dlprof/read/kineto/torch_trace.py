@@ -125,7 +125,7 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         "communicator": sparse({i: s[1] for i, s in exchanges.sequences.items()}),
         "peer": scattered(_peers(rows, groups)),
         "dtype": sparse({i: c[-1] for i, c in (exchanges.collectives | rows.multiplied).items()}),
-        "shape": sparse({i: m[0] for i, m in rows.multiplied.items()}),
+        "shape": sparse({i: m[0] for i, m in rows.multiplied.items()} | exchanges.pieces),
         "autograd": rows.number[order],
         "forward_thread": _threads(rows.maker[order]),
     }

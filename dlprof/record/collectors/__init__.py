@@ -15,7 +15,12 @@ from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.collectors.trace import Trace
 from dlprof.record.model.held import Held
+from dlprof.record.model.loss_scale import LossScale
+from dlprof.record.model.routing import Routing
 
 # Capture stands behind Nvtx, whose last range in the window has ended when that closes; Held behind Flops and Trace,
 # whose un-timed steps it uses.
-COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Capture, Overrides, Pipeline, Stalls, Steps, Trace, Held)
+COLLECTORS = (
+    Facts, Flops, Lines, Loader, LossScale, Memory, Nvtx, Capture, Overrides, Pipeline, Routing, Stalls, Steps, Trace,
+    Held,
+)  # fmt: skip

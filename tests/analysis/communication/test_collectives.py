@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.communication.collectives import NO_GROUP, point_to_point
+from dlprof.analysis.communication.collectives import NO_GROUP, collectives, point_to_point
 from dlprof.analysis.communication.matching import matched, unmatched
 from dlprof.analysis.engine import RankData, by_rank
 from dlprof.errors import NotMeasured
@@ -176,3 +176,24 @@ def test_an_older_trace_tells_by_torchs_marks(tmp_path: Path) -> None:
         *batch(400 * US, 3 * MS, 6),
     ]
     assert told(tmp_path, *events, rank=1) == [("send", 2), ("recv", 0)]
+
+
+@pytest.mark.parametrize(
+    ("named", "pieces"),
+    [("3,5>4,1", "3,5>4,1"), (">", ">"), ("3,5", ""), ("3,5>4", ""), ("a,5>4,1", ""), ("3,,5>1,2,3", ""), ("", "")],
+)
+def test_our_ranges_tell_what_gloo_sends_where(tmp_path: Path, named: str, pieces: str) -> None:
+    """The range around the call is the first one's, as the call is: gloo does the work in a thread of its own."""
+    events: list[Any] = []
+    for n in range(3):
+        t = n * 10 * MS
+        events += [
+            traces.step(n, t, 10 * MS),
+            traces.op("aten::mm", t, MS),
+            traces.annotation(f"dlprof::all_to_all {named}", t + 2 * MS, MS),
+            traces.op("c10d::alltoall_base_", t + 2 * MS + 1_000, 100_000),
+            traces.annotation("gloo:all_to_all", t + 2 * MS + 2_000, MS, tid=9),
+        ]
+    made = traces.trace(*events, world_size=1, backend="gloo", device="")
+    frame = run_of(tmp_path, [made]).frame(collectives)
+    assert frame["pieces"].tolist() == [pieces] * 3

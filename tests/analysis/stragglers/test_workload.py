@@ -1,6 +1,7 @@
 """How much a rank has to do: kernels on a device, operators on a CPU, and what tells more work from slower work."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,21 @@ def test_a_cpu_has_operators(tmp_path: Path) -> None:
     assert frame["pieces"].to_dict() == {0: 2, 1: 2}
     assert np.isnan(frame["copied_bytes"]).all()
     assert asked(run, longer_because, 1).said.startswith("as many operators, each 1.67 ×")
+
+
+def test_waiting_within_an_operator_is_no_work(tmp_path: Path) -> None:
+    """A function of the backward pass that waits for an all-to-all is an operator to the profiler."""
+    made = []
+    for rank, alone in enumerate((3 * MS, MS)):
+        events: list[Any] = []
+        for n in range(3):
+            t = 10 * n * MS
+            events += [traces.step(n, t, 10 * MS), traces.op("aten::mm", t, alone)]
+            events += [traces.op("ToOwnersBackward", t + alone, 4 * MS - alone)]
+            events += [traces.annotation("gloo:all_to_all", t + alone, 4 * MS - alone, tid=2)]
+        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
+    frame = runs.measured(runs.foreign(tmp_path, *made), workload).frame(workload).set_index("rank")
+    assert (frame["pieces"] * frame["piece_ns"]).to_dict() == {0: 3 * MS, 1: MS}
 
 
 def test_ranks_alike_give_no_reason(tmp_path: Path) -> None:

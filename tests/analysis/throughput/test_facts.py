@@ -27,6 +27,8 @@ def test_of_a_job_on_gpus() -> None:
         "counted by": "the loaders' batches",
         "samples a second and GPU": "50",
         "tokens a second and GPU": "10,000",
+        "energy of a sample": "6 J",
+        "energy of a token": "0.03 J",
         "an epoch (72,000 samples)": "6 min, 0.40 GPU-hours, 0.12 kWh",
         "a million samples": "83.3 min, 5.56 GPU-hours, 1.67 kWh",
         "a billion tokens": "6.94 h, 27.8 GPU-hours, 8.33 kWh",

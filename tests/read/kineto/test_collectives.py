@@ -40,6 +40,33 @@ def test_collectives_tell_name_group_type_and_bytes(
     assert reading.facts["groups"]["0"]["size"] == 8
 
 
+@pytest.mark.parametrize(
+    ("said", "pieces"),
+    [
+        ({"In split size": "[3, 5]", "Out split size": "[4, 1]"}, "3,5>4,1"),
+        ({"In split size": [3, 5], "Out split size": [4, 1]}, "3,5>4,1"),
+        ({"In split size": "[]", "Out split size": "[]", "Out msg nelems": 40}, "64>40"),
+        # Abridged, as torch does with more than 30 ranks.
+        ({"In split size": "[1, 2, ...]", "Out split size": "[1, 2, ...]"}, "64>64"),
+        ({"In split size": "[-3, 5]", "Out split size": "[4, 1]"}, ""),
+        ({"In split size": f"[{2**60}, 5]", "Out split size": "[4, 1]"}, ""),
+        ({"In split size": "[3]", "Out split size": "nonsense", "Out msg nelems": None}, ""),
+    ],
+)
+def test_an_all_to_all_tells_what_goes_to_each_rank_and_comes_from_it(
+    tmp_path: Path, said: dict[str, Any], pieces: str
+) -> None:
+    made = traces.collective(0, 5, 64, name="all_to_allv")
+    made["args"] |= said
+    assert only(spans_of(tmp_path, made))["shape"] == pieces
+
+
+def test_inputs_of_a_call_tell_it_too(tmp_path: Path) -> None:
+    inputs = ["", "", "", "[4, 1]", "[3, 5]", "False", "-1"]
+    made = traces.op("c10d::alltoall_base_", 0, 5, **{"Concrete Inputs": inputs})
+    assert only(spans_of(tmp_path, made))["shape"] == "3,5>4,1"
+
+
 def test_a_collective_without_metadata_is_named_by_its_kernel(tmp_path: Path) -> None:
     row = only(spans_of(tmp_path, traces.kernel("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)", 0, 5)))
     assert [row[k] for k in ("kind", "collective", "group", "dtype", "bytes")] == [

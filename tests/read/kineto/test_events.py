@@ -104,7 +104,7 @@ def test_lanes_that_are_written_differently_have_one_label(value: Any, text: str
     ("value", "ranks"), [([0, 1], [0, 1]), ("[0, 2]", [0, 2]), ("[0, 1, ..., 7]", []), (None, []), (["a"], []), (3, [])]
 )
 def test_an_abridged_list_of_ranks_tells_nothing(value: Any, ranks: list[int]) -> None:
-    assert events.ranks_of(value) == ranks
+    assert events.numbers_of(value) == ranks
 
 
 @pytest.mark.parametrize("other", [7, 7.001, "7.001", Decimal("7.001"), None])

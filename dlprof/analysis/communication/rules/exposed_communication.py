@@ -100,6 +100,7 @@ def explain(
     exchange_plans: Frame,
     best_plan: pd.Series[Any],
     activations: str,
+    routed: Maybe[Frame],
     breakdown: Frame,
     job: Job,
 ) -> Explanation:
@@ -113,6 +114,7 @@ def explain(
         why = "not every rank's trace is here" if job.missing_ranks else waits.why()
         unknown = f" Part of it may be waiting for a late rank: {why or 'not every waiting is known'}."
     accumulates, cap = "once" in set(exchange_plans["key"]), new_bucket(job, best)
+    activations = "experts" if activations == "all_to_all" and routed.or_none() is not None else activations
     return Explanation(
         title="Communication is not hidden behind computation",
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(estimate.by_rank_ns[worst])} of"

@@ -1,0 +1,1 @@
+"""Mixture of experts: which ranks get how many tokens, and what the others wait for."""

@@ -1,0 +1,1 @@
+"""The panels of this subject, a file each."""

@@ -1,0 +1,211 @@
+"""Tokens that ranks send to each other's experts, from the sizes of their all-to-alls, and what uneven shares cost.
+
+A mixture-of-experts layer sends each token to the ranks of its experts (dispatch), computes, and sends it back
+(combine): two all-to-alls of which the second gives back piece by piece what the first took. In the backward pass
+gradients go the same ways. Which tokens go where changes from step to step; tables of embeddings that are spread over
+the ranks, which exchange in pairs too, give the same sizes in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.communication.collectives import NO_SIZES
+from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.errors import DoesNotApply, NotMeasured
+
+ALL_TO_ALL = "all_to_all"
+
+# All-to-alls without sizes for each rank ("[]" in NCCL's metadata): everybody gets as much.
+_EVEN = ">"
+
+_COLUMNS = ("row", "step", "place", "pieces", "given", "got", "changes", "expert_ns")
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Tokens over the ranks of a mixture of experts, in the traced steps, and what even shares would save.
+
+    ranks: rank, tokens (got a step), ratio (to the mean of its group), expert_ns (computation between dispatch and
+    combine, a step), routed_ns (what of it grows with the tokens), wait_ns (for others in all-to-alls, a step; NaN:
+    not known). uneven: mean of the fullest rank's tokens ÷ the mean rank's, over all dispatches.
+    """
+
+    ranks: pd.DataFrame
+    uneven: float
+    in_rows: bool  # tokens are known as such; else they are elements
+    dispatches: float  # a step and rank
+    saving_ns: float  # of the mean steady step
+    noise_ns: float
+    steps: int
+
+
+@per_rank
+def dispatches(collectives: pd.DataFrame, partition: Maybe[dict[str, iv.Intervals]]) -> pd.DataFrame:
+    """Return the all-to-alls of the steady traced steps that the next one gives back what they took of.
+
+    Columns: row (its place among the rank's `collectives`), step, place (among those of its step), pieces, given and
+    got (rows in all, elements where no piece is known), changes (whether another step has other sizes there), expert_ns
+    (computation until the next one begins).
+    """
+    frame = collectives.assign(row=np.arange(len(collectives)))
+    frame = frame[(frame["collective"] == ALL_TO_ALL) & ~frame["pieces"].isin(("", _EVEN))]
+    frame = frame.sort_values(["group", "members"], kind="stable", ignore_index=True)
+    sides = frame["pieces"].str.partition(">")
+    give, take = (sides[side].to_numpy(dtype=object) for side in (0, 2)) if len(frame) else (np.empty(0), np.empty(0))
+    keys = frame[["step", "group", "members"]].to_numpy(dtype=object)
+    back = np.zeros(len(frame), dtype=bool)  # whether the next one gives back what this one took
+    back[:-1] = (give[:-1] == take[1:]) & (take[:-1] == give[1:]) & (keys[:-1] == keys[1:]).all(axis=1)
+    # A combine's gradients go where its dispatch went: of a chain of such pairs every second one begins a pair.
+    chain = np.cumsum(~np.concatenate(([False], back[:-1]))) if len(frame) else np.empty(0, dtype=np.int64)
+    first = back & (pd.Series(chain).groupby(chain).cumcount().to_numpy() % 2 == 0)
+    at = np.flatnonzero(first)
+    found = frame.iloc[at].reset_index(drop=True)
+    found = found.assign(
+        place=found.groupby("step").cumcount(),
+        given=[_sum(text) for text in give[at]],
+        got=[_sum(text) for text in take[at]],
+    )
+    computation = (partition.or_none() or {}).get("computation", iv.EMPTY)
+    begin = frame["end_ns"].to_numpy()[at]
+    until = np.maximum(frame["start_ns"].to_numpy()[at + 1], begin)
+    return found.assign(
+        changes=found.groupby("place")["pieces"].transform("nunique") > 1,
+        expert_ns=iv.within(computation, begin, until),
+    )[list(_COLUMNS)]
+
+
+def _sum(text: str) -> int:
+    return sum(map(int, text.split(",")))
+
+
+@across_ranks
+def routed(dispatches: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `dispatches` if they send tokens to experts; raise NotMeasured or DoesNotApply if not.
+
+    Tokens are as many as the router decides: the sizes change from step to step, and a rank gets not what it gives.
+    """
+    if dispatches["changes"].any() and (dispatches["given"] != dispatches["got"]).any():
+        return dispatches
+    exchanges = collectives[collectives["collective"] == ALL_TO_ALL]
+    if not len(exchanges):
+        raise DoesNotApply("the traced steps hold no all-to-all: no tokens are sent to other ranks' experts")
+    if (exchanges["pieces"] == "").any():
+        raise NotMeasured(NO_SIZES)
+    if collectives.groupby("rank")["step"].nunique().max() < 2:
+        raise NotMeasured("one traced step does not show whether the sizes of its all-to-alls change with the tokens")
+    raise DoesNotApply("the sizes of its all-to-alls do not change: no tokens are sent to other ranks' experts")
+
+
+@across_ranks
+def expert_balance(
+    routed: pd.DataFrame,
+    collectives: pd.DataFrame,
+    instances: Maybe[pd.DataFrame],
+    matched: Maybe[pd.DataFrame],
+    window_steps: pd.DataFrame,
+    mean_step_ns: float,
+    job: Job,
+) -> Balance:
+    """Return how evenly tokens are spread over the ranks' experts.
+
+    Saving: at each dispatch all ranks wait until the slowest rank's experts are through; with the mean rank's tokens
+    for each, that is shorter by what the tokens above the mean take. What a token takes is the slope of a line through
+    the times of all ranks' experts in that layer, so what does not grow with tokens (small kernels) stays. No more is
+    saved than the longest waiting in all-to-alls of any rank. Raises NotMeasured where ranks are missing.
+    """
+    pairs = instances.get()
+    whole = pairs[(pairs["present"] == pairs["wanted"]) & (pairs["collective"] == ALL_TO_ALL)]
+    # There a row counts from the first rank's first one, here from the rank's own.
+    whole = whole.assign(row=collectives.groupby("rank").cumcount().to_numpy()[whole["row"]])
+    frame = routed.merge(whole[["rank", "row", "instance", "group", "members"]], on=["rank", "row"])
+    if not len(frame):
+        raise NotMeasured(f"{len(job.missing_ranks)} of {job.world_size} ranks are missing: what they get is not known")
+    mean, a_token = frame.groupby("instance")["got"].transform("mean"), _a_token(frame)
+    frame = frame.assign(
+        ratio=frame["got"] / mean.replace(0, np.nan),
+        routed_ns=a_token * frame["got"],
+        even_ns=frame["expert_ns"] - a_token * (frame["got"] - mean),
+    )
+    waits = _waits(matched, len(window_steps) / window_steps["rank"].nunique())
+    steps = window_steps.groupby("rank").size()
+    traced = float(window_steps["dur_ns"].mean())
+    each = sorted(window_steps["step"].unique())
+    shorter = np.array(_shorter(frame).reindex(each, fill_value=0.0).tolist())
+    most = float(waits.max()) if len(waits) else np.inf
+    scale = mean_step_ns / traced
+    ranks = frame.groupby("rank").agg(
+        ratio=("ratio", "mean"),
+        count=("got", "size"),
+        tokens=("got", "sum"),
+        expert_ns=("expert_ns", "sum"),
+        routed_ns=("routed_ns", "sum"),
+    )
+    for name in ("count", "tokens", "expert_ns", "routed_ns"):
+        ranks[name] = ranks[name] / steps.reindex(ranks.index)
+    ranks["wait_ns"] = waits.reindex(ranks.index)
+    return Balance(
+        ranks=ranks.reset_index(),
+        uneven=float(frame.groupby("instance")["ratio"].max().mean()),
+        in_rows=bool(frame["pieces"].str.contains(",").all()),
+        dispatches=float(ranks["count"].mean()),
+        saving_ns=min(max(float(shorter.mean()), 0.0), most) * scale,
+        noise_ns=standard_error(shorter) * scale,
+        steps=len(shorter),
+    )
+
+
+def _a_token(frame: pd.DataFrame) -> pd.Series[float]:
+    """Return what one more token takes, ns, of each row: the slope of the line through its layer's times.
+
+    At least 0, at most as if all of the time were the tokens'.
+    """
+    tokens, ns = frame["got"].astype(float), frame["expert_ns"].astype(float)
+    by = [frame["group"], frame["members"], frame["place"]]
+    apart = tokens - tokens.groupby(by).transform("mean")
+    both, square, all_ns, all_tokens = (
+        of.groupby(by).transform("sum") for of in (apart * ns, apart * apart, ns, tokens)
+    )
+    slope = (both / square.replace(0.0, np.nan)).fillna(0.0)
+    most = (all_ns / all_tokens.replace(0.0, np.nan)).fillna(0.0)
+    found: pd.Series[float] = slope.clip(lower=0.0, upper=most)
+    return found
+
+
+def _shorter(frame: pd.DataFrame) -> pd.Series[float]:
+    """Return by how much each step is shorter with even shares, ns: of groups side by side the slowest counts."""
+    slowest = frame.groupby(["step", "group", "members", "instance"])[["expert_ns", "even_ns"]].max()
+    steps = slowest.groupby(["step", "group", "members"]).sum().groupby("step").max()
+    found: pd.Series[float] = (steps["expert_ns"] - steps["even_ns"]).clip(lower=0.0)
+    return found
+
+
+def _waits(matched: Maybe[pd.DataFrame], steps: float) -> pd.Series[float]:
+    """Return what each rank waits for others in all-to-alls, ns a traced step; empty where it is not known."""
+    pairs = matched.or_none()
+    if pairs is None:
+        return pd.Series(dtype=float)
+    found: pd.Series[float] = pairs[pairs["collective"] == ALL_TO_ALL].groupby("rank")["wait_ns"].sum() / steps
+    return found
+
+
+@per_rank
+def destinations(dispatches: pd.DataFrame, collectives: pd.DataFrame, window_steps: pd.DataFrame) -> pd.DataFrame:
+    """Return to which place in its group this rank's tokens go: members, to, tokens (a step). Empty: not known."""
+    rows = dispatches.assign(members=collectives["members"].to_numpy()[dispatches["row"]])
+    rows = rows.assign(give=rows["pieces"].str.partition(">")[0] if len(rows) else "")
+    rows = rows[rows["give"].str.contains(",")]
+    found = [
+        pd.DataFrame(
+            {"members": members, "tokens": np.array(of["give"].str.split(",").tolist(), dtype=float).sum(axis=0)}
+        )
+        for (members, _), of in rows.groupby(["members", rows["give"].str.count(",")])
+    ]
+    if not found:
+        return pd.DataFrame({"members": [], "to": [], "tokens": []})
+    return pd.concat([one.assign(to=one.index, tokens=one["tokens"] / len(window_steps)) for one in found])

@@ -1,0 +1,1 @@
+"""How numbers are rounded, and the scale that keeps small gradients from becoming 0."""

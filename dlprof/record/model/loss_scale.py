@@ -1,0 +1,247 @@
+"""Writes down what a GradScaler does: which steps of the optimizer it skips, and how its scale changes.
+
+Its scale, and whether gradients overflowed, are tensors on the device, and reading them would wait for it. But the
+scale follows from where it began and which steps were skipped, and an optimizer's step that did not happen is seen on
+the host. A fused optimizer skips on the device itself: on a GPU nobody on the host then knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dlprof.record import guarded
+from dlprof.record.hooks import hidden, put
+from dlprof.record.log import WRITE_EVERY_NS, Log
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Step
+
+# So many have a line each; from then on the skipped steps of one write share a line.
+_MOST_LINES = 10_000
+
+
+@dataclass
+class _Scale:
+    """What is known of one scaler on the host."""
+
+    number: int
+    scale: float | None  # None: it was set to a tensor, or it is older than the recording
+    tracker: int  # steps in a row that were not skipped
+    at_ns: int = 0  # when it last stepped, and within which step of the script
+    step: int = 0
+    told: bool = False  # its first line is written
+    known: bool = True  # whether the host sees what is skipped
+    skipped: bool = False  # a step since the last update
+    stepped: bool = False
+
+
+class LossScale:
+    """Writes loss_scale.jsonl: keys and units as in the table `loss_scale`."""
+
+    name = "loss_scale"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._log: Log | None = None
+        self._found: list[tuple[int, str, float | None, int, int, int]] = []
+        self._scales: WeakKeyDictionary[Any, _Scale] = WeakKeyDictionary()
+        self._lines = self._written_ns = 0
+        self._watch()
+
+    def start(self, recorder: Recorder) -> None:
+        """Note what scalers do from now on; the file is made with the first line."""
+        os.register_at_fork(after_in_child=self._disarm)
+        self._recorder = recorder
+
+    def step(self, done: Sequence[Step]) -> None:
+        """Write what has gathered."""
+        now = done[-1].end_ns
+        if self._found and now - self._written_ns >= WRITE_EVERY_NS:
+            self._written_ns = now
+            self._write()
+
+    def stop(self) -> None:
+        """Write the rest."""
+        try:
+            self._write()
+        finally:
+            self._disarm()
+            if self._log is not None:
+                self._log.close()
+
+    def fail(self, error: Exception) -> None:
+        """Switch off, since a hook failed."""
+        if self._recorder is not None:
+            self._recorder.drop(self, error)
+
+    def _disarm(self) -> None:
+        self._recorder = None
+        self._found.clear()
+
+    # -- watching
+
+    def _watch(self) -> None:
+        import torch
+        from torch.amp.grad_scaler import GradScaler
+
+        kind: Any = GradScaler
+        methods = ("_lazy_init_scale_growth_tracker", "load_state_dict", "step", "update")
+        if not all(hasattr(kind, name) for name in methods):
+            return  # a torch of another make
+        is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+        made, loaded, stepped, updated = (getattr(kind, name) for name in methods)
+
+        def begun(original: Callable[..., Any]) -> Any:
+            @functools.wraps(original)
+            def method(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(scaler, *args, **kwargs)
+                if not is_traced():
+                    self._begin(scaler)
+                return result
+
+            return hidden(method)
+
+        @functools.wraps(stepped)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder = None if is_traced() else self._recorder
+            if recorder is None or get_ident() != recorder.clock.owner or not scaler.is_enabled():
+                return stepped(scaler, optimizer, *args, **kwargs)
+            row, now = recorder.clock.row, time.perf_counter_ns()
+            before = row.number, row.optimizer_steps
+            result = stepped(scaler, optimizer, *args, **kwargs)
+            row = recorder.clock.row
+            happened = (row.number, row.optimizer_steps) != before
+            self._stepped(scaler, optimizer, happened, (recorder.unix(now), before[0]))
+            return result
+
+        @functools.wraps(updated)
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_traced() and self._recorder is not None and scaler.is_enabled():
+                self._look(scaler)
+                result = updated(scaler, *args, **kwargs)
+                self._updated(scaler, *args, **kwargs)
+                return result
+            return updated(scaler, *args, **kwargs)
+
+        put(kind, "_lazy_init_scale_growth_tracker", begun(made))
+        put(kind, "load_state_dict", begun(loaded))
+        put(kind, "step", hidden(step))
+        put(kind, "update", hidden(update))
+
+    @guarded
+    def _begin(self, scaler: Any) -> None:
+        """Take the scale that a scaler begins with, or was loaded with."""
+        known = self._scales.get(scaler)
+        if known is None and len(self._scales) < 100:
+            known = self._scales[scaler] = _Scale(len(self._scales), None, 0)
+        if known is not None and scaler.is_enabled():
+            known.scale, known.tracker = float(scaler._init_scale), int(scaler._init_growth_tracker)
+            if known.told:
+                self._add("set", known)
+
+    @guarded
+    def _stepped(self, scaler: Any, optimizer: Any, happened: bool, when: tuple[int, int]) -> None:
+        """Take a step of a scaler, in which its optimizer's happened or did not."""
+        recorder, known = self._recorder, self._scales.get(scaler)
+        if recorder is None:
+            return
+        if known is None:  # it is older than the recording
+            if len(self._scales) >= 100:
+                return
+            known = self._scales[scaler] = _Scale(len(self._scales), None, 0)
+        known.at_ns, known.step = when
+        if not known.told:
+            known.told = True
+            self._add("began", known, int(scaler.get_growth_interval()))
+        known.stepped = True
+        if happened:
+            if known.known and getattr(optimizer, "_step_supports_amp_scaling", False) and not _on_host(scaler):
+                known.known = False
+                self._add("unknown", known)
+            return
+        known.skipped = True
+        # It is one all the same for the step log: whoever waits for the optimizer to end a step has waited for this.
+        recorder.clock.begin_optimizer(optimizer)
+        recorder.clock.end_optimizer()
+
+    @guarded
+    def _look(self, scaler: Any) -> None:
+        """See on a CPU what fused optimizers have skipped: what they were told lies in the host's memory."""
+        known = self._scales.get(scaler)
+        if known is not None and known.stepped and not known.skipped and _on_host(scaler):
+            states = scaler._per_optimizer_states.values()
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            # Without an operator of torch's, which would be in the trace.
+            known.skipped = any(ctypes.c_float.from_address(flag.data_ptr()).value != 0.0 for flag in flags)
+
+    @guarded
+    def _updated(self, scaler: Any, new_scale: Any = None) -> None:
+        """Follow the scale as `_amp_update_scale_` does on the device (aten/src/ATen/native/cuda/AmpKernels.cu)."""
+        known = self._scales.get(scaler)
+        if known is None or not known.stepped:
+            return
+        skipped, known.skipped, known.stepped = known.skipped, False, False
+        if not known.known:
+            return
+        if new_scale is not None:
+            known.scale = float(new_scale) if isinstance(new_scale, (int, float)) else None
+            self._add("skipped" if skipped else "set", known)
+        elif skipped:
+            known.tracker = 0
+            if known.scale is not None:
+                known.scale = ctypes.c_float(known.scale * scaler.get_backoff_factor()).value
+            self._add("skipped", known)
+        else:
+            known.tracker += 1
+            if known.tracker == scaler.get_growth_interval():
+                known.tracker = 0
+                self._grow(known, scaler.get_growth_factor())
+
+    def _grow(self, known: _Scale, factor: float) -> None:
+        if known.scale is not None:
+            larger = ctypes.c_float(known.scale * factor).value
+            if math.isfinite(larger) and larger != known.scale:
+                known.scale = larger
+                self._add("grown", known)
+
+    # -- writing
+
+    def _add(self, kind: str, known: _Scale, interval: int = -1) -> None:
+        if self._recorder is not None:
+            self._found.append((known.at_ns, kind, known.scale, known.number, known.step, interval))
+
+    def _write(self) -> None:
+        found, self._found = self._found, []
+        if not found or self._recorder is None:
+            return
+        if self._log is None:
+            self._log = Log(self._recorder.folder / "loss_scale.jsonl")
+        counts = [1] * len(found)
+        if self._lines > _MOST_LINES:
+            last = {(row[1], row[3]): row for row in found}  # of each kind and scaler the last one, and how many
+            counts = [sum((row[1], row[3]) == key for row in found) for key in last]
+            found = list(last.values())
+        self._lines += len(found)
+        self._log.write("".join(map(_line, found, counts)))
+
+
+def _on_host(scaler: Any) -> bool:
+    """Return whether a scaler's tensors lie in the host's memory, where reading them waits for nobody."""
+    return scaler._scale is not None and scaler._scale.device.type == "cpu"
+
+
+def _line(row: tuple[int, str, float | None, int, int, int], count: int) -> str:
+    at, kind, scale, number, step, interval = row
+    value = "null" if scale is None or not math.isfinite(scale) else repr(scale)
+    return (
+        f'{{"at_ns":{at},"kind":"{kind}","scale":{value},"scaler":{number},"step":{step},"interval":{interval},'
+        f'"count":{count}}}\n'
+    )

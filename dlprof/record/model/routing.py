@@ -1,0 +1,79 @@
+"""Notes what all-to-alls send where, as ranges in the trace: torch's profiler records no sizes of gloo's.
+
+Only while the profiler records: "dlprof::all_to_all 3,5>4,1" says how many rows go to each rank and come from each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dlprof.record.hooks import hidden, put
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Step
+
+# A name for a range takes memory and time: groups of more ranks have NCCL, whose sizes are in the trace anyway.
+_MOST_RANKS = 64
+
+
+class Routing:
+    """Opens a range around each all_to_all_single in the trace's window."""
+
+    name = "routing"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        # Now, when torch was just imported: later the script may hold the original by a name of its own.
+        self._watch()
+
+    def start(self, recorder: Recorder) -> None:
+        """Note sizes from now on, while the profiler records."""
+        self._recorder = recorder
+
+    def step(self, done: Sequence[Step]) -> None:
+        """Do nothing: the ranges are in the trace."""
+
+    def stop(self) -> None:
+        """Note nothing any more."""
+        self._recorder = None
+
+    def _watch(self) -> None:
+        import torch
+        import torch.distributed as distributed
+
+        original: Callable[..., Any] | None = getattr(distributed, "all_to_all_single", None)
+        if original is None:  # a torch without torch.distributed
+            return
+        profiler: Any = torch.autograd.profiler
+        named = profiler.record_function
+        is_compiling = torch.compiler.is_compiling
+
+        @functools.wraps(original)
+        def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or self._recorder is None or not profiler._is_profiler_enabled:
+                return original(*args, **kwargs)
+            name = self._name(*args, **kwargs)
+            if name is None:
+                return original(*args, **kwargs)
+            with named(name):
+                return original(*args, **kwargs)
+
+        watched = hidden(all_to_all_single)
+        put(distributed, "all_to_all_single", watched)
+        put(distributed.distributed_c10d, "all_to_all_single", watched)
+
+    def _name(
+        self, _output: Any = None, _input: Any = None, takes: Any = None, gives: Any = None, *_: Any, **more: Any
+    ) -> str | None:
+        """Return the name of a call's range; None: what it sends is not plain."""
+        try:
+            takes = more.get("output_split_sizes", takes) or ()
+            gives = more.get("input_split_sizes", gives) or ()
+            if len(takes) > _MOST_RANKS or not all(type(n) is int for n in (*takes, *gives)):
+                return None
+            return f"dlprof::all_to_all {','.join(map(str, gives))}>{','.join(map(str, takes))}"
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            if self._recorder is not None:
+                self._recorder.drop(self, e)
+            return None

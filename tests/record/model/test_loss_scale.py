@@ -1,0 +1,128 @@
+"""Real gradient scalers under dlprof: what they skipped, and their scale, as they tell it themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.record import hooks
+from dlprof.record.model import loss_scale
+from dlprof.record.model.loss_scale import LossScale
+from tests.fixtures.jobs import record, rows, tiny
+
+torch = pytest.importorskip("torch", reason="recording needs torch")
+
+JOB = """
+import json
+MAKE
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+skipped, scales = [], []
+for epoch in range(4):
+    for n, batch in enumerate(DataLoader(data, batch_size=4), 16 * epoch):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()
+        if n in (0, 1, 20, 21, 50):
+            model[0].weight.grad[0, 0] = float("inf")
+        before = model[0].weight.detach().clone()
+        scaler.step(optimizer)
+        if torch.equal(before, model[0].weight):
+            skipped.append(n)
+        if n == 30:
+            scaler.update(4096.0)
+        else:
+            scaler.update()
+        if n == 40:
+            scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0, "_growth_tracker": 3})
+        scales.append(scaler.get_scale())
+print(json.dumps([skipped, scales]))
+"""
+KINDS = {
+    "plain": "",
+    "fused": "optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_skipped_and_the_scale_are_those_of_the_scaler(tmp_path: Path, kind: str) -> None:
+    script = tiny(tmp_path, JOB.replace("MAKE", KINDS[kind]))
+    done = record(script, folder=tmp_path / "run", options=["--no-trace"])
+    skipped, scales = json.loads(done.stdout)
+    assert skipped == [0, 1, 20, 21, 50]
+    rank = tmp_path / "run/ranks/00000"
+    told = [json.loads(line) for line in (rank / "loss_scale.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in told if row["kind"] == "skipped"] == skipped
+    last = {row["step"]: row["scale"] for row in told}
+    scale, followed = 1024.0, []
+    for n in range(len(scales)):
+        scale = last.get(n, scale)
+        followed.append(scale)
+    assert followed == scales
+    steps = rows(rank)
+    # A skipped step is a step all the same, and no micro-batch of the next one.
+    assert [step["optimizer_steps"] for step in steps if step["backwards"]] == [1] * 64
+
+
+class Followed(LossScale):
+    """What follows a scaler, without wrappers on torch."""
+
+    def _watch(self) -> None:
+        pass
+
+
+class Clock:
+    """A step clock that nothing steps."""
+
+    row: Any = type("Row", (), {"number": 7, "optimizer_steps": 0})()
+    owner = 0
+
+    def begin_optimizer(self, _optimizer: Any) -> None: ...
+    def end_optimizer(self) -> None: ...
+
+
+def test_a_fused_optimizer_on_a_device_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the scale does not lie in the host's memory, nothing is read, and from there on nothing is claimed."""
+    monkeypatch.setattr(loss_scale, "_on_host", lambda _scaler: False)
+    recorder: Any = type("Recorder", (), {"clock": Clock()})()
+    followed = Followed()
+    followed._recorder = recorder
+    model = torch.nn.Linear(2, 1)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    plain = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 2)).sum())
+    followed._begin(scaler)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    followed._stepped(scaler, plain, False, (1, 7))
+    followed._look(scaler)
+    followed._updated(scaler)
+    followed._stepped(scaler, fused, True, (2, 8))
+    followed._look(scaler)
+    followed._updated(scaler)
+    assert [(kind, scale) for _, kind, scale, *_ in followed._found] == [
+        ("began", 8.0),
+        ("skipped", 4.0),
+        ("unknown", 4.0),
+    ]
+
+
+def test_the_wrappers_are_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = torch.amp.GradScaler
+    before = {name: vars(kind)[name] for name in ("step", "update", "load_state_dict")}
+    LossScale()
+    try:
+        assert all(vars(kind)[name] is not method for name, method in before.items())
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = kind("cpu", init_scale=8.0)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        assert scaler.step(optimizer) is None
+        scaler.update()
+        assert scaler.get_scale() == 8.0
+    finally:
+        hooks.uninstall()
+    assert {name: vars(kind)[name] for name in before} == before
