@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.simulator.hardware import US
-from benchmarks.simulator.model import Function
-from benchmarks.simulator.program import Args, Begin, Belongs, End, Instruction
+from benchmarks.simulator.program import Args, Begin, Belongs, End, Function, Instruction
 
 OUTSIDE = "(outside of modules)"
 ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"

@@ -103,7 +103,7 @@ class StepClock(Phases):
     def begin_forward(self, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """Enter an outermost module's call with these arguments."""
         try:
-            if self.off or (get_ident() != self.owner and not self.owns(FORWARD)) or (self.naming and self.is_within):
+            if self.off or (get_ident() != self.owner and not self.owns(FORWARD)) or self.is_inner:
                 return False
             row, observed = self.row, self.observed
             now = perf_counter_ns()
@@ -125,7 +125,7 @@ class StepClock(Phases):
                 self._push(FORWARD)
             else:
                 self.phases.append(FORWARD)
-                self.inside = True
+                self.inside = self.watcher is None
                 self._since_ns = now
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)

@@ -297,6 +297,16 @@ class Phases:
         return bool(self.phases) and self.phases[-1] != OPTIMIZER
 
     @property
+    def _sees_every_call(self) -> bool:
+        """Return whether modules within the outermost are looked at, too."""
+        return self.naming or self.watcher is not None
+
+    @property
+    def is_inner(self) -> bool:
+        """Return whether a module that is called now is looked at only as one within another."""
+        return self._sees_every_call and self.is_within
+
+    @property
     def fetching(self) -> bool:
         """Return whether the caller is on the training thread, inside next() or iter() of a loader."""
         phases = self.phases
@@ -330,7 +340,7 @@ class Phases:
             now = perf_counter_ns()
             self.row.parts[phase] += now - self._since_ns
             self._since_ns = now
-            self.inside = self.off or (self.is_within and not self.naming)
+            self.inside = self.off or (self.is_within and not self._sees_every_call)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
             return -1
@@ -342,7 +352,7 @@ class Phases:
         if phases:
             self.row.parts[phases[-1]] += now - self._since_ns
         phases.append(phase)
-        self.inside = phase != OPTIMIZER and not self.naming
+        self.inside = phase != OPTIMIZER and not self._sees_every_call
         if self.ranges:
             self._open_ranges[len(phases)] = self._open(_RANGES[phase])
         self._since_ns = now

@@ -41,6 +41,7 @@ class Module(msgspec.Struct, frozen=True):
     mfu: float | None = None  # the same over the device's peak
     copied_bytes: float | None = None
     parameter_bytes: float | None = None  # that a rank has of it
+    held_bytes: float | None = None  # of parameters, gradients, the optimizer's state and activations
 
 
 class Outside(msgspec.Struct, frozen=True):

@@ -108,7 +108,7 @@ def test_no_two_faults_have_one_name() -> None:
 def test_a_fix_changes_the_job_and_neither_its_seed_nor_its_device(fault: object) -> None:
     [fault] = [f for f in FAULTS if f is fault]
     job = fault.make(1)
-    fixed = fault.fix(job)
+    fixed = fault.advised(job, 2.0) if fault.advised else fault.fix(job)
     changed = {f.name for f in fields(Job) if getattr(job, f.name) != getattr(fixed, f.name)}
     assert changed
     assert not changed & {"seed", "device", "host", "name"}
@@ -120,8 +120,9 @@ def test_a_fix_changes_the_job_and_neither_its_seed_nor_its_device(fault: object
 def test_every_fix_gains(fault: object, seed: int) -> None:
     [fault] = [f for f in FAULTS if f is fault]
     job = fault.make(seed)
-    faulty, fixed = (true(one, steps=fault.steps) for one in (job, fault.fix(job)))
-    per_sample = 0.5 if fault.scope == "sample" else 1.0
+    changed = fault.advised(job, 2.0) if fault.advised else fault.fix(job)
+    faulty, fixed = (true(one, steps=fault.steps) for one in (job, changed))
+    per_sample = 0.5 if fault.advised else 1.0
     gain = (
         1 - fixed.loop_ns / faulty.loop_ns
         if fault.scope == "loop"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis.chains.calls import Calls
 from dlprof.analysis.chains.work import Chain
-from dlprof.analysis.engine import per_rank
+from dlprof.analysis.engine import per_rank, within_rank
 
 FORM = "cat in a loop"
 
@@ -30,10 +30,16 @@ _IN_ORDER, _GROWS = 0.8, 2.0
 _EVEN = 1.5
 
 
+@within_rank
+def growing_chains(calls: Calls) -> list[Chain]:
+    """Return the calls of `cat` in loops in which a tensor grows."""
+    return list(_chains(calls))
+
+
 @per_rank
-def growing_cats(calls: Calls, replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def growing_cats(growing_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
     """Return what growing tensors in loops takes, as `work.replaced` does: of each loop only its last call is left."""
-    return replaced(list(_chains(calls)))
+    return replaced(growing_chains)
 
 
 def _chains(calls: Calls) -> Iterator[Chain]:

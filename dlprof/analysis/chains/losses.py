@@ -13,7 +13,7 @@ import pandas as pd
 
 from dlprof.analysis.chains.calls import Calls
 from dlprof.analysis.chains.work import Chain
-from dlprof.analysis.engine import per_rank
+from dlprof.analysis.engine import per_rank, within_rank
 
 LOG, ONE_HOT, SUM, EXP, COPY = (
     "log of a softmax",
@@ -45,10 +45,16 @@ _COPIED, _COPIED_BACK, _COPIED_LEFT = re.compile(r"t*(?:c|l[in])"), re.compile(r
 _AS_WIDE = 0.2
 
 
+@within_rank
+def loss_chains(calls: Calls, has_device: bool) -> list[Chain]:
+    """Return the chains of operators that are a loss."""
+    return [*_written_out(calls), *(_copied(calls) if has_device else ())]
+
+
 @per_rank
-def losses(calls: Calls, has_device: bool, replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def losses(loss_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
     """Return the losses that move their logits more often than a cross entropy does, as `work.replaced` does."""
-    return replaced([*_written_out(calls), *(_copied(calls) if has_device else ())])
+    return replaced(loss_chains)
 
 
 def _written_out(calls: Calls) -> Iterator[Chain]:

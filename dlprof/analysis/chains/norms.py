@@ -10,7 +10,7 @@ import pandas as pd
 
 from dlprof.analysis.chains.calls import Calls
 from dlprof.analysis.chains.work import Chain
-from dlprof.analysis.engine import per_rank
+from dlprof.analysis.engine import per_rank, within_rank
 
 LAYER, RMS = "mean and variance", "mean of squares"
 
@@ -38,10 +38,16 @@ _ON_CPU = {LAYER: (0.15, 0.15)}
 _AS_WIDE = 0.25
 
 
+@within_rank
+def norm_chains(calls: Calls, has_device: bool) -> list[Chain]:
+    """Return the chains of operators that are a normalisation."""
+    return list(_chains(calls, has_device))
+
+
 @per_rank
-def norms(calls: Calls, has_device: bool, replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def norms(norm_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
     """Return the normalisations that are written out, as `work.replaced` does; `form`: LAYER or RMS."""
-    return replaced(list(_chains(calls, has_device)))
+    return replaced(norm_chains)
 
 
 def _chains(calls: Calls, has_device: bool) -> Iterator[Chain]:

@@ -12,7 +12,7 @@ import pandas as pd
 from dlprof.analysis.chains.calls import Calls
 from dlprof.analysis.chains.work import Chain
 from dlprof.analysis.compute.products import operands, sizes
-from dlprof.analysis.engine import RankFacts, per_rank
+from dlprof.analysis.engine import RankFacts, per_rank, within_rank
 
 ONE_HOT, GRADIENT = "one_hot and a product", "the product's gradient"
 
@@ -21,17 +21,21 @@ _CHAIN, _PRODUCT, _GRADIENT = re.compile(r"ht*1"), re.compile("1"), re.compile("
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
+@within_rank
+def one_hot_chains(calls: Calls, spans: pd.DataFrame, rank: RankFacts) -> list[Chain]:
+    """Return products with one-hot rows, and their gradients."""
+    return list(_chains(calls, spans, rank.facts))
+
+
 @per_rank
-def one_hots(
-    calls: Calls, spans: pd.DataFrame, rank: RankFacts, replaced: Callable[[Sequence[Chain]], pd.DataFrame]
-) -> pd.DataFrame:
+def one_hots(one_hot_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
     """Return products with one-hot rows, and their gradients, as `work.replaced` does.
 
     What an embedding takes in their place is no more than the product's share of what it moves: N rows of h read and
     written, of the N × V, V × h and N × h that the product moves; backward the whole matrix, too. Where shapes are not
     known, all of the product is left.
     """
-    return replaced(list(_chains(calls, spans, rank.facts)))
+    return replaced(one_hot_chains)
 
 
 def _chains(calls: Calls, spans: pd.DataFrame, facts: Mapping[str, Any]) -> Iterator[Chain]:

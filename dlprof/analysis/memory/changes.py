@@ -1,14 +1,15 @@
 """What changes of a training script would do to a rank's memory, and to its step: each alone, from what was counted.
 
 Memory is of footprint.py. Time is known where another measure knows it: a larger batch by the replay of the step, 16
-bits by the products that float32 slows down, another schedule by the pipeline's replay. Else it is bounded, or not
-known, and the row says so.
+bits by the products that float32 slows down, checkpoints by the forward passes of the modules that they are around,
+another schedule by the pipeline's replay. Else it is bounded, or not known, and the row says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import isnan, nan
 
 import pandas as pd
@@ -39,8 +40,8 @@ def memory_changes(
     fits, without a cache; NaN: unknown), moved_bytes (more, between host and device in a step).
 
     Changes: batch (value: times the present one), autocast, 16_bits, checkpoint (value: the modules, folded),
-    fused_attention, shard (ZeRO's stage / the ranks), 8_bit, offload, microbatches (their number), schedule (its name);
-    the first is "" for none.
+    checkpoint_only (of several lists of modules, one), fused_attention, shard (ZeRO's stage / the ranks), 8_bit,
+    offload, microbatches (their number), schedule (its name); the first is "" for none.
     """
     device = main_device(memory_composition)
     now = of_device(held, memory_composition, device, rank.facts)
@@ -109,6 +110,11 @@ def _changes(
     modules = fp.units(held)
     if len(modules) > 1:
         yield "checkpoint", names_of(held, modules), fp.checkpointed(now, modules)
+        alike: dict[str, list[str]] = {}
+        for module in modules:
+            alike.setdefault(names_of(held, modules, [module]), []).append(module)
+        for name, mine in alike.items() if len(alike) > 1 else ():
+            yield "checkpoint_only", name, fp.checkpointed(now, mine)
     if scores:
         yield "fused_attention", "", fp.fused_attention(now, scores)
     world = facts.get("world_size")
@@ -167,12 +173,33 @@ def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place:
     return most_held(grid(schedule, ranks, microbatches, chunks).rows[place]) / chunks / microbatches
 
 
-def names_of(held: pd.DataFrame, modules: list[str]) -> str:
-    """Return the folded names of modules: "encoder.layers.*"."""
+def names_of(held: pd.DataFrame, modules: list[str], of: list[str] | None = None) -> str:
+    """Return the folded names of modules, or `of` some of them: "encoder.layers.*"."""
     known = held.drop_duplicates("module").set_index("module")["kind"].astype(str)
     kinds = {str(path): str(kind) for path, kind in known.items()}
     names = folded({**dict.fromkeys(modules, ""), **kinds})
-    return ", ".join(dict.fromkeys(names[m] for m in modules))
+    return ", ".join(dict.fromkeys(names[m] for m in of or modules))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward pass of some modules: ns of a mean step, and its share of the whole model's."""
+
+    ns: float
+    share: float
+    on_device: bool
+
+
+def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> Forward | None:
+    """Return what the forward pass of modules takes, by their folded names; None: it was not seen of each."""
+    if module_means is None:
+        return None
+    rows = module_means.drop_duplicates("path").set_index("path")
+    whole = float(rows["forward_ns"].get("", 0.0))
+    if not whole or not all(name in rows.index for name in names):
+        return None
+    mine = float(rows.loc[list(names), "forward_ns"].sum())
+    return Forward(mine, mine / whole, bool(rows["on_device"].iloc[0]))
 
 
 @across_ranks
@@ -183,6 +210,7 @@ def memory_what_if(
     tensor_cores: Maybe[pd.DataFrame],
     attention: Maybe[pd.DataFrame],
     pipeline_models: Maybe[list[Model]],
+    module_means: Maybe[pd.DataFrame],
     job: Job,
 ) -> pd.DataFrame:
     """Return the changes of the rank with the highest peak: its columns, and now_ns, then_ns (the mean steady step, for
@@ -209,11 +237,16 @@ def memory_what_if(
         saved = by_rank(frame, "fp32_saved_ns").get(worst, nan) if frame is not None else nan
         return (now - saved, "", "") if not isnan(saved) else (nan, "", "how fast it computes in 16 bits is not known")
 
-    def of_checkpoint(_: str) -> tuple[float, str, str]:
-        frame = larger_batch_steps.or_none()
+    def of_checkpoint(value: str) -> tuple[float, str, str]:
+        frame, again = larger_batch_steps.or_none(), forward_of(module_means.or_none(), value.split(", "))
+        if again is not None and not again.on_device:
+            return now + again.ns, "", ""
         if frame is None:
             return nan, "", larger_batch_steps.why()
-        return now - gain_at(frame, 1.0, "again_ns"), "most", "as if the whole forward pass were computed again"
+        whole = -gain_at(frame, 1.0, "again_ns")
+        if again is None:
+            return now + whole, "most", "as if the whole forward pass were computed again"
+        return now + whole * again.share, "", ""
 
     def of_attention(_: str) -> tuple[float, str, str]:
         frame = attention.get()
@@ -246,6 +279,7 @@ def memory_what_if(
         "autocast": of_bits,
         "16_bits": of_bits,
         "checkpoint": of_checkpoint,
+        "checkpoint_only": of_checkpoint,
         "shard": of_shards,
         "8_bit": lambda _: (nan, "", "how fast its kernels are is not known"),
         "offload": of_offload,

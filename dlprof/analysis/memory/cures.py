@@ -64,7 +64,7 @@ def named(change: str, value: str) -> str:
     return {
         "autocast": "autocast to 16 bits",
         "16_bits": "model and optimizer in 16 bits",
-        "checkpoint": f"`torch.utils.checkpoint` around `{value}`",
+        **dict.fromkeys(("checkpoint", "checkpoint_only"), f"`torch.utils.checkpoint` around `{value}`"),
         "fused_attention": "`scaled_dot_product_attention`",
         "8_bit": "an optimizer with its state in 8 bits",
         "offload": "the optimizer's state on the host",

@@ -30,28 +30,32 @@ MOST_OF_RANK, MOST_ROWS = 400, 200
 SLOW, NOTABLE_SHARE = 1.25, 0.01
 
 _TIMES = ["ns", *_NS, "host_ns", "device_ns", "computing_ns"]
-_SUMS = [*_TIMES, "flops", "copied_bytes", "parameter_bytes"]
+_SUMS = [*_TIMES, "flops", "copied_bytes", "parameter_bytes", "held_bytes"]
 _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typical_ns": 0.0}
 
 
 @per_rank
 def module_tree(
-    module_work: pd.DataFrame, modules: Maybe[pd.DataFrame], has_device: bool, timing: Timing
+    module_work: pd.DataFrame,
+    modules: Maybe[pd.DataFrame],
+    held_by_module: Maybe[pd.DataFrame],
+    has_device: bool,
+    timing: Timing,
 ) -> pd.DataFrame:
     """Return what each module takes of a rank's mean steady traced step with all that is inside it, the largest first.
 
     Repeated layers are one row, and there are MOST_OF_RANK at most. Columns: path (folded), kind (its class; "": a
     container that is never called), modules (how many fold into it), calls, ns (of the step) and its parts forward_ns,
     recompute_ns, backward_ns and communication_ns, host_ns, device_ns (of all that it launched, whatever ran beside
-    it), computing_ns (of these on a device, else of ns, what is no communication), flops, copied_bytes and
-    parameter_bytes (NaN: not known), slowest (which module takes longest of those of the row), slowest_ns and
-    typical_ns (their median), compiled (torch.compile made one piece of it, with all that is inside), and in all rows
-    the same on_device. What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA
-    graphs) or IDLE (the device's).
+    it), computing_ns (of these on a device, else of ns, what is no communication), flops, copied_bytes,
+    parameter_bytes and held_bytes (of these, gradients, the optimizer's state and activations; NaN: not known), slowest
+    (which module takes longest of those of the row), slowest_ns and typical_ns (their median), compiled (torch.compile
+    made one piece of it, with all that is inside), and in all rows the same on_device. What no module does has the path
+    OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA graphs) or IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
-    work = module_work.assign(ns=own_ns, computing_ns=computing, parameter_bytes=0.0)
+    work = module_work.assign(ns=own_ns, computing_ns=computing, parameter_bytes=0.0, held_bytes=0.0)
     outside = work["path"] == OUTSIDE
     beyond = work.assign(kind=work["part"].mask(work["kind"] == GRAPH, GRAPHS))[outside]
     beyond = _by_part(beyond, "kind").reset_index()
@@ -64,7 +68,10 @@ def module_tree(
     # What is around all of them is there also where the rank has but a stage of it.
     own = own.reindex([*own.index, *([] if "" in own.index else [""])], fill_value=0.0)
     paths = [str(path) for path in own.index]
-    own = own.assign(parameter_bytes=_parameters(paths, modules.or_none()))
+    own = own.assign(
+        parameter_bytes=_bytes_of(paths, modules.or_none(), "path", "parameter_bytes"),
+        held_bytes=_bytes_of(paths, held_by_module.or_none(), "module", "bytes"),
+    )
     kinds = dict.fromkeys(_with_parents(paths), "")
     kinds |= {str(path): str(kind) for path, kind in work[~outside].groupby("path")["kind"].first().items()}
     names = folded(kinds)
@@ -80,14 +87,14 @@ def module_tree(
     return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
 
 
-def _parameters(paths: Sequence[str], modules: pd.DataFrame | None) -> pd.Series[float]:
-    """Return the bytes of each module's own parameters, and of those inside it that did nothing themselves.
+def _bytes_of(paths: Sequence[str], rows: pd.DataFrame | None, by: str, column: str) -> pd.Series[float]:
+    """Return what is recorded of each module itself, and of those inside it that did nothing themselves.
 
-    NaN where they were not recorded.
+    NaN where nothing was recorded.
     """
-    if modules is None or not len(modules):
+    if rows is None or not len(rows):
         return pd.Series(np.nan, list(paths))
-    held = modules.groupby("path", observed=True)["parameter_bytes"].sum().astype(float)
+    held = rows.groupby(by, observed=True)[column].sum().astype(float)
     known = set(paths)
     at = []
     for path in map(str, held.index):

@@ -78,6 +78,10 @@ def module_calls(
     """Return how many calls of each module, functions of the backward pass and exchanges are in the traced steps."""
     steps = iv.merge(timing.host_windows)
     counted = (module_frames.part != COMMUNICATION) & iv.holds(steps, module_frames.start)
+    # What DistributedDataParallel and its like wrap has the wrapper's name, and is called by it alone: one call.
+    around = module_frames.parent
+    wrapped = module_frames.calls & (around >= 0) & (module_frames.module == module_frames.module[around])
+    counted &= ~(wrapped & module_frames.calls[around])
     found = sums(module_frames, module_frames.module[counted], module_frames.part[counted])
     module, part = module_rows["module"].to_numpy(), module_rows["part"].cat.codes.to_numpy()
     found += sums(module_frames, module[traced_exchanges], part[traced_exchanges])

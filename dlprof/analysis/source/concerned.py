@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.attention import Block
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain
+from dlprof.analysis.compute.attention import Found
 from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.products import misaligned_sizes
 from dlprof.analysis.engine import Maybe, within_rank
@@ -26,15 +28,19 @@ CONCERNED: Mapping[str, str] = {
     "exposed_communication": "exchanges",
     "exposed_copy": "copies",
     "fp32_matmul": "float32",
+    "growing_cat": "growing",
     "host_bound": "late",
     "host_sync": "waits",
     "misaligned_shapes": "misaligned",
+    "one_hot_input": "one-hot",
     "pageable_copy": "copies pageable",
     "queued_wait": "queued",
     "slow_link": "exchanges",
     "small_collectives": "exchanges",
     "small_kernels": "small",
     "unfused_attention": "attention",
+    "unfused_loss": "losses",
+    "unfused_norm": "norms",
 }
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float64]]  # of the spans, and ns of each
@@ -42,10 +48,31 @@ Rows = tuple[NDArray[np.int64], NDArray[np.float64]]  # of the spans, and ns of 
 
 @within_rank
 def concerned_rows(
-    of_computation: dict[str, Rows], of_waiting: dict[str, Rows], of_transfers: dict[str, Rows]
+    of_computation: dict[str, Rows],
+    of_chains: Maybe[dict[str, Rows]],
+    of_waiting: dict[str, Rows],
+    of_transfers: dict[str, Rows],
 ) -> dict[str, Rows]:
     """Return the rows of the spans that findings are about, with the ns that each costs the steady traced steps."""
-    return of_computation | of_waiting | of_transfers
+    return of_computation | (of_chains.or_none() or {}) | of_waiting | of_transfers
+
+
+@within_rank
+def of_chains(
+    calls: Calls,
+    norm_chains: list[Chain],
+    loss_chains: list[Chain],
+    one_hot_chains: list[Chain],
+    growing_chains: list[Chain],
+) -> dict[str, Rows]:
+    """Return the operators of what is written out."""
+    found = {"norms": norm_chains, "losses": loss_chains, "one-hot": one_hot_chains, "growing": growing_chains}
+    return {name: _operators(calls, chains) for name, chains in found.items()}
+
+
+def _operators(calls: Calls, chains: Sequence[Chain]) -> Rows:
+    places = np.array([n for chain in chains for n in range(chain.first, chain.last)], dtype=np.int64)
+    return calls.rows[places], calls.ns[places]
 
 
 @within_rank
@@ -53,19 +80,24 @@ def of_computation(
     spans: pd.DataFrame,
     kernels: Maybe[pd.DataFrame],
     operator_work: Maybe[pd.DataFrame],
-    attention_blocks: Maybe[list[tuple[Block, NDArray[np.int64], set[str]]]],
+    attention_blocks: Maybe[list[Found]],
     has_device: bool,
 ) -> dict[str, Rows]:
     """Return what computes in float32, in sizes that do not suit tensor cores, and in attention that is not fused."""
     if not has_device:
         work = operator_work.or_none()
         multiplies = np.array([is_product(str(name)) for name in spans["name"].cat.categories], dtype=bool)
-        return {} if work is None else {"float32": _taken(work, multiplies[spans["name"].cat.codes[work.index]])}
+        within = [block.before + block.after for block, _, _, ns in attention_blocks.or_none() or () if ns]
+        rows = np.array([row for block in within for row in block], dtype=np.int64)
+        found = {"attention": (rows, spans["dur_ns"].to_numpy(dtype=float)[rows])}
+        if work is not None:
+            found["float32"] = _taken(work, multiplies[spans["name"].cat.codes[work.index]])
+        return found
     work = kernels.or_none()
     if work is None:
         return {}
     fusable = np.zeros(len(work), dtype=bool)
-    for _, places, _ in attention_blocks.or_none() or ():
+    for _, places, _, _ in attention_blocks.or_none() or ():
         fusable[places] = True
     return {
         "float32": _taken(work, host.is_one_of(work["unit"], "float32")),

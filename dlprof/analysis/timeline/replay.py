@@ -162,7 +162,8 @@ class Replay:
         )
         host_begin, host_end = map(int, _host_at(kept, np.array(self.host, dtype=np.int64)))
         ended = [0] * len(dur)
-        free_at = [NEVER] * (int(self._stream.max(initial=0)) + 1)
+        # A stream may have worked before the steps, and not in them.
+        free_at = [NEVER] * (max(int(self._stream.max(initial=0)), *self._before, 0) + 1)
         for on, at in self._before.items():
             free_at[on] = at
         base, shift, boundaries = self.begin, 0, []

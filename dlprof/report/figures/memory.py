@@ -52,6 +52,11 @@ def shown(footprint: Footprint | None) -> Memory | None:
     return Memory(bars, f"rank {footprint.rank}", _modules(footprint), _changes(footprint))
 
 
+def specs(memory: Memory | None) -> dict[str, Figure | None]:
+    """Return the figure by the key under which the page draws it."""
+    return {"memory": memory.bars} if memory else {}
+
+
 def sentence(footprint: Footprint | None) -> str:
     """Say in one line what holds most of the fullest device's memory; "" where it was not counted."""
     if footprint is None or not footprint.devices:
@@ -205,6 +210,7 @@ def described(change: MemoryChange) -> str:
         "autocast": "autocast to 16 bits",
         "16_bits": "model and optimizer in 16 bits",
         "checkpoint": f"checkpoints around {value}",
+        "checkpoint_only": f"checkpoints around {value} alone",
         "fused_attention": "fused attention",
         "8_bit": "optimizer's state in 8 bits",
         "offload": "optimizer on the host",

@@ -109,6 +109,7 @@ _COLUMNS = (
     ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
     ("parameter_bytes", "parameters_bytes"),
+    ("held_bytes", "memory held_bytes"),
 )
 
 

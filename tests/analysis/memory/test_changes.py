@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.memory.changes import held_share, memory_changes, memory_what_if
+from dlprof.analysis.memory.changes import Forward, forward_of, held_share, memory_changes, memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.memory.footprint import checkpointed, footprint, units
+from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.read.run import open_run
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import row
@@ -71,6 +72,28 @@ def test_without_a_steady_step_memory_is_told_and_time_is_not(tmp_path: Path) ->
     assert frame["then_bytes"]["checkpoint"] > 0
     assert pd.isna(frame["then_ns"]["checkpoint"])
     assert frame["why"]["checkpoint"] != ""
+
+
+def test_checkpoints_take_the_forward_passes_of_the_modules_that_they_are_around() -> None:
+    rows = [("", 100.0, True), ("encoder.*", 60.0, True), ("decoder.*", 20.0, True), (OUTSIDE, 0.0, True)]
+    tree = pd.DataFrame(rows, columns=["path", "forward_ns", "on_device"])
+    assert forward_of(tree, ["encoder.*"]) == Forward(60.0, 0.6, on_device=True)
+    assert forward_of(tree, ["encoder.*", "decoder.*"]) == Forward(80.0, 0.8, on_device=True)
+    assert forward_of(tree, ["encoder.*", "other.*"]) is None
+    assert forward_of(tree.assign(forward_ns=0.0), ["encoder.*"]) is None
+    assert forward_of(None, ["encoder.*"]) is None
+
+
+def test_each_list_of_modules_is_told_alone_too(tmp_path: Path) -> None:
+    of_two = [
+        {**one, "module": one["module"].replace("layers", name)} for name in ("encoder", "decoder") for one in LAYERS
+    ]
+    path = holding.recorded(tmp_path, of_two)
+    frame = runs.measured(path, memory_changes).frame(memory_changes)
+    sizes = frame.set_index(["change", "value"])["then_bytes"]
+    both, one = sizes["checkpoint", "encoder.*, decoder.*"], sizes["checkpoint_only", "encoder.*"]
+    assert sizes["checkpoint_only", "decoder.*"] == one
+    assert both <= one < sizes["", ""]
 
 
 @pytest.mark.parametrize(

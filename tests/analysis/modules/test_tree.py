@@ -66,11 +66,13 @@ def of_rank(
     has_device: bool = True,
     step_ms: float | None = None,
     modules: pd.DataFrame | None = None,
+    held: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Return the tree of one rank, whose step is by default as long as its work."""
     length = float(work["exposed_ns"].sum()) / MS if step_ms is None else step_ms
     known = lacking() if modules is None else Maybe(lambda: modules)
-    return module_tree.function(work, known, has_device, steps_of(length))
+    counted = lacking() if held is None else Maybe(lambda: held)
+    return module_tree.function(work, known, counted, has_device, steps_of(length))
 
 
 def tree_of(*ranks: pd.DataFrame, peak: float | None = None, **how: Any) -> pd.DataFrame:
@@ -207,6 +209,15 @@ def test_parameters_are_of_the_modules_that_hold_them_and_of_those_around() -> N
     tree = tree_of(frame, modules=pd.DataFrame(rows, columns=["path", "parameter_bytes"]))
     assert tree["parameter_bytes"].to_dict() == {"": 10 + 4 * 103, "layer.*": 4 * 103}
     assert tree_of(frame)["parameter_bytes"].isna().all()
+
+
+def test_memory_is_held_by_the_modules_that_it_was_counted_of_and_by_those_around() -> None:
+    frame = work(("", "Net", "forward", 1.0), *[(f"layer.{n}", "Layer", "forward", 1.0) for n in range(4)])
+    rows = [("", "input", 7), ("…", "activation", 5)]
+    rows += [(f"layer.{n}{of}", "activation", size) for n in range(4) for of, size in ((".norm", 100), ("", 3))]
+    tree = tree_of(frame, held=pd.DataFrame(rows, columns=["module", "part", "bytes"]))
+    assert tree["held_bytes"].to_dict() == {"": 12 + 4 * 103, "layer.*": 4 * 103}
+    assert tree_of(frame)["held_bytes"].isna().all()
 
 
 def test_layers_that_are_compiled_are_said_to_be() -> None:

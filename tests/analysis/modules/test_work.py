@@ -60,6 +60,14 @@ def test_a_step_on_a_cpu(tmp_path: Path, tid: int) -> None:
     assert all(math.isnan(row["flops"]) and row["device_ns"] == 0 for row in rows.values())
 
 
+def test_a_wrapper_and_what_it_wraps_are_called_once(tmp_path: Path) -> None:
+    net = [layers.called("", "Net", 0, 900), layers.called("", "Net", 10, 880)]
+    again = [layers.called("a", "Linear", at, 100) for at in (20, 200)]
+    rows = work(tmp_path, layers.on_cpu([*net, *again]))
+    assert column(rows, "calls") == {("", "forward"): 1, ("a", "forward"): 2}
+    assert column(rows, "host_ns")["", "forward"] == 700
+
+
 def test_the_mean_of_several_steps(tmp_path: Path) -> None:
     events = [traces.step(n, 1_000 * n, 1_000) for n in range(4)]
     events += [layers.called("", "Net", 1_000 * n, 100 * (n + 1)) for n in range(4)]

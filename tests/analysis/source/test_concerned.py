@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
+from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.concerned import CONCERNED, concerned_rows
 from dlprof.analysis.source.in_modules import found_in_modules
-from tests.fixtures import layers, runs, traces
+from tests.fixtures import layers, operators, runs, traces
 
 US = 1_000
 ODD = {"Input Dims": [[64, 1001], [1001, 50257]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
@@ -87,3 +89,22 @@ def test_products_on_a_cpu(tmp_path: Path) -> None:
 
 def test_only_rules_that_there_are_have_modules() -> None:
     assert set(CONCERNED) <= {rule.id for rule in RULES}
+
+
+def test_what_is_written_out_has_the_operators_of_its_chains(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.randn(512, 256, requires_grad=True)
+    w = torch.randn(256, 256, requires_grad=True)
+
+    def run() -> None:
+        y = x @ w
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * w[0]
+        (y @ w).sum().backward()
+
+    rank = operators.profiled(torch, tmp_path, run)
+    rows, ns = rank.once(concerned_rows)["norms"]
+    names = rank.table("spans")["name"].astype(str).to_numpy()
+    assert {"aten::pow", "aten::mean", "aten::rsqrt", "aten::mul"} <= set(names[rows])
+    assert not any("mm" in name for name in names[rows])
+    assert ns.sum() == pytest.approx(rank.once(norms)["ns"].sum())
+    assert rank.once(concerned_rows)["losses"][1].sum() == 0
