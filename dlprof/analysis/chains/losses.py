@@ -16,10 +16,10 @@ from dlprof.analysis.chains.work import Chain
 from dlprof.analysis.engine import per_rank, within_rank
 
 LOG, ONE_HOT, SUM, EXP, COPY = (
-    "log of a softmax",
+    "the log of a softmax",
     "one-hot targets",
-    "logsumexp less the target's logit",
-    "exp ÷ its sum",
+    "logsumexp minus the target's logit",
+    "exp divided by its sum",
     "a float32 copy of the logits",
 )
 
@@ -69,7 +69,7 @@ def _written_out(calls: Calls) -> Iterator[Chain]:
 def _copied(calls: Calls) -> Iterator[Chain]:
     """Yield losses whose logits are cast first, by the script or by autocast: their gradients are cast back."""
     backs = [(first, last) for first, last in calls.find(_COPIED_BACK) if _is_wide(calls, last)]
-    made = list(calls.find(_COPIED))[: len(backs)]
+    made = [(first, last) for first, last in calls.find(_COPIED) if calls.took(first, last) > 0][: len(backs)]
     yield from (Chain(COPY, "forward", first, last, _COPIED_LEFT) for first, last in made)
     yield from (Chain(COPY, "backward", first, last, _COPIED_LEFT) for first, last in backs)
 

@@ -15,8 +15,7 @@ from dlprof.units import digits
 FORMAT = 1
 
 _NOTE = (
-    "Predicted by replaying what was recorded; nothing was run. Each change alone, then all together: what one gains"
-    " may be in what another one gains, too."
+    "Predicted by replaying the recording; nothing was run. Each change alone, then all together: their gains overlap."
 )
 
 
@@ -28,9 +27,9 @@ def summary(name: str, found: Answers) -> Summary:
     rate = samples or 1e9 / found.step_ns
     table = Panel(
         "table",
-        "What the step would be",
+        "Predicted step",
         (
-            ("as it is", found.step_ns, None, _rounded(rate)),
+            ("present", found.step_ns, None, _rounded(rate)),
             *(_row(a, found.step_ns, rate, together=a is found.together) for a in rows),
         ),
         ("change", "step_ns", "faster_times", unit),

@@ -100,7 +100,8 @@ def explain(estimate: Estimate, attention: Frame, mean_step_ns: float, job: Job)
         title="Attention is not fused: it writes its scores to memory",
         summary=f"Rank {rank} computes attention with two products and a softmax"
         f" {often(float(mine['calls'].sum()))} a step, which takes {duration(mine['ns'].sum())} of the"
-        f" {duration(mean_step_ns)} step. The shapes that take most of it: {mine['shape'].iloc[0]}.",
+        f" {duration(mean_step_ns)} step. Most of it is for queries and values of"
+        f" {' and '.join(mine['shape'].iloc[0].split())}.",
         changes=_changes(mine),
         evidence=table(f"Attention with its scores in memory, a step of rank {rank}", mine, _COLUMNS, MOST_ROWS),
         sure="Estimated from the time of the products: the ratio was measured on a CPU."

@@ -64,7 +64,7 @@ def explain(estimate: Estimate, norms: Frame, mean_step_ns: float) -> Explanatio
         title="Normalisation is not fused",
         summary=f"Rank {estimate.worst} normalises {often(times)} a step with up to"
         f" {mine['operators'].max():.0f} separate operators each time. They take {duration(mine['ns'].sum())} of the"
-        f" {duration(mean_step_ns)} step; one kernel could replace them.",
+        f" {duration(mean_step_ns)} step; one kernel each time would take {duration(mine['left_ns'].sum())}.",
         changes=(*(_CHANGES[form] for form in forms), _COMPILED),
         evidence=table(f"Normalisation by separate operators, a step of rank {estimate.worst}", mine, _COLUMNS),
         sure=f"Estimated: one kernel takes {percent(mine['left_ns'].sum() / mine['ns'].sum())} of these operators'"

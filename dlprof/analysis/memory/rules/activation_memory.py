@@ -109,7 +109,7 @@ def explain(estimate: Estimate, memory_composition: Frame, job: Job) -> Explanat
         if isinstance(batch, int):
             then = round(row["times"] * batch)
             more, larger = f"`batch_size={then}` (is {batch})", {"batch_size": (batch, then)}
-        text = f"{way(row)}, and {more}: then the present step's samples take {duration(row['step_ns'])}"
+        text = f"{way(row)}, and {more}: as many samples as now then take {duration(row['step_ns'])}"
         changes.append(change(text, numerics=True, **larger))
     held = memory_composition[memory_composition["part"] == "activation"]
     most = held.iloc[int(held["bytes"].to_numpy().argmax())]

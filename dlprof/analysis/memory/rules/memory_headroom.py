@@ -95,7 +95,7 @@ def explain(
     text, larger = f"a batch {_times(chosen['times'])} as large", dict[str, Any]()
     if isinstance(batch, int):
         text, larger = f"`batch_size={chosen['size']:.0f}` (is {batch})", {"batch_size": (batch, round(chosen["size"]))}
-    text += f", with the learning rate to match: then the present step's samples take {duration(chosen['step_ns'])}"
+    text += f", with the learning rate to match: as many samples as now then take {duration(chosen['step_ns'])}"
     most, counted = fits.iloc[-1], (batch_room["counted"] == 1).all()
     largest = f"{most['size']:,.0f} samples" if isinstance(batch, int) else f"{_times(most['times'])} as large"
     return Explanation(
