@@ -32,7 +32,7 @@ from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, percent, size
 
-_COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "of all_share", "blocks": "blocks"}
+_COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
 _PARTS = {"part": "part", "bytes": "size_bytes", "known": "how it is known"}
 MOST = 12  # lines that are shown
 
