@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dlprof import units
-from dlprof.plain import plain
+from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
@@ -147,7 +147,7 @@ def _modules(footprint: Footprint) -> Table | None:
         return None
     rows = [
         (
-            plain(m.module, 120) + (f" × {m.modules}" if m.modules > 1 else ""),
+            plain(m.module, 120) + (f" ×{NBSP}{m.modules}" if m.modules > 1 else ""),
             plain(m.kind, 60),
             *(
                 formatting.quantity(n, "bytes") if n else ""

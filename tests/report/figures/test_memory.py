@@ -73,7 +73,7 @@ def test_the_page_and_the_terminal_tell_it() -> None:
     result = replace(results.ddp(), footprint=footprint())
     page = html.render(result)
     assert "Predicted peak with a change" in page
-    assert "layers.* × 12" in page
+    assert f"layers.* ×{NBSP}12" in page
     text = " ".join(terminal.render(result, 100).split())
     assert "Peak memory (rank 1, cuda:0): 20.0 GB of 80 GB (activations 70 %, parameters 20 %" in text
 

@@ -9,7 +9,7 @@ from dlprof.result import Panel
 from dlprof.result.throughput import PowerLimit, Throughput
 from dlprof.units import digits
 
-_COLUMNS = ("power limit_share", "of each GPU, W", "predicted step_ns", "at least_ns", "at most_ns")
+_COLUMNS = ("power limit_share", "limit of each GPU, W", "predicted step_ns", "at least_ns", "at most_ns")
 
 
 def draw(power_model: PowerModel, power_limits: tuple[PowerLimit, ...], throughput: Maybe[Throughput]) -> list[Panel]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_the_fullest_rank_is_the_first_row(tmp_path: Path) -> None:
 
 def of_job(folder: Path, *experts: int, backward: bool = False) -> Panel:
     """Draw a recorded job of two layers whose ranks hold so many experts of each."""
-    ranks = [(one, [], runs.GPU) for one in made(*FULL, backward=backward)]
+    ranks: list[tuple[Any, list[Any], Any]] = [(one, [], runs.GPU) for one in made(*FULL, backward=backward)]
     run = runs.recorded(folder, *ranks)
     for rank, number in enumerate(experts):
         write_modules(run / "ranks" / f"{rank:05d}", number)
