@@ -56,7 +56,7 @@ _ALL_BUT = 0.9
 # The gain of fixing what costs no time.
 _WITHOUT_TIME = {
     "risk": "Fixing it saves no time, but may save the job.",
-    "failure": "The job does not go on until that is fixed.",
+    "failure": "The job cannot continue until this is fixed.",
 }
 
 # Shorter waits, as a share of the step, get no sentence; and the most sentences.

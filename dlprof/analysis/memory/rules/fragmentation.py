@@ -30,6 +30,7 @@ from dlprof.units import percent, size
 _COLUMNS = {"rank": "rank", "device": "GPU", "moment": "when", "allocated_bytes": "allocated_bytes"}
 _COLUMNS |= {"reserved_bytes": "reserved_bytes", "free_bytes": "free_bytes", "split_bytes": "fragmented_bytes"}
 _COLUMNS |= {"largest_bytes": "largest free block_bytes", "requested_bytes": "requested_bytes"}
+_MOMENTS = {"end": "snapshot", "oom": "failed request"}
 
 
 def check(memory_state: Maybe[pd.DataFrame], job: Job) -> Estimate:
@@ -66,6 +67,7 @@ def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explana
     largest = f", the largest block {size(row['largest_bytes'])}" if known else ""
     at = f" at {row['site']}" if row["site"] else ""
     text = f"`{variable}={expandable}` (is {conf or 'not set'})"
+    state = memory_state.assign(moment=memory_state["moment"].map(_MOMENTS))
     return Explanation(
         title=f"GPU {row['device']} ran out of memory that was free but fragmented",
         summary=f"On rank {rank} a request for {size(row['requested_bytes'])}{at} failed although"
@@ -77,7 +79,7 @@ def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explana
             change("inputs of fewer different sizes: pad to buckets"),
             change("`torch.cuda.empty_cache()` between phases that need different sizes"),
         ),
-        evidence=table("Memory when the snapshot was taken, and when it ran out", memory_state, _COLUMNS, most=16),
+        evidence=table("GPU memory at the snapshot, and at the failed request", state, _COLUMNS, most=16),
         sure="Read from the allocator's own events"
         + ("" if known else "; its segments are expandable, and where their free blocks are is not known")
         + f". With all free blocks joined, at most {size(row['free_bytes'])} could be allocated.",

@@ -90,11 +90,11 @@ def explain(
         evidence = table(f"Memory by part in an earlier step, rank {rank}", parts, _PARTS)
         share = float(parts["bytes"].iloc[0] / parts["bytes"].sum())
         most = f" In an earlier step the largest part was {parts['part'].iloc[0]} ({percent(share)})."
-    what = "The host's memory" if row["device"] == "host" else f"The memory of GPU {row['device']}"
+    what = "The host" if row["device"] == "host" else f"GPU {row['device']}"
     told = _told(row)
     top = None if lines is None or not len(lines) else str(lines["site"].iloc[0])
     return Explanation(
-        title=f"{what} ran out",
+        title=f"{what} ran out of memory",
         summary=f"On rank {rank} {told}.{most}",
         verdict=f"Rank {rank} ran out of {'the host' if row['device'] == 'host' else 'GPU'}"
         f"{chr(39) + 's' if row['device'] == 'host' else ''} memory: {told}.",
@@ -119,10 +119,8 @@ def _told(row: dict[Any, Any]) -> str:
     at = f" at {row['site']}" if row["site"] else ""
     again = f" ({count(row['ooms'], 'request')} failed)" if row["ooms"] > 1 else ""
     held = "" if isnan(row["allocated_bytes"]) else f"; {size(row['allocated_bytes'])} were allocated"
-    reserved = (
-        "" if isnan(row["reserved_bytes"]) else f" of the {size(row['reserved_bytes'])} that PyTorch had reserved"
-    )
-    left = "" if isnan(row["device_free_bytes"]) else f", and {size(row['device_free_bytes'])} of the device were free"
+    reserved = "" if isnan(row["reserved_bytes"]) else f", {size(row['reserved_bytes'])} reserved by PyTorch"
+    left = "" if isnan(row["device_free_bytes"]) else f", {size(row['device_free_bytes'])} free on the device"
     return f"{asked}{at} failed{step}{again}{held}{reserved}{left}"
 
 

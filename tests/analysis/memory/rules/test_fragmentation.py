@@ -19,7 +19,7 @@ def test_enough_in_pieces_is_a_failure_that_expandable_segments_remove(tmp_path:
     assert found.changes[0].settings == (Setting("PYTORCH_CUDA_ALLOC_CONF", None, "expandable_segments:True"),)
     assert not found.changes[0].numerics
     assert found.evidence is not None
-    oom = next(row for row in found.evidence.rows if row[2] == "oom")
+    oom = next(row for row in found.evidence.rows if row[2] == "failed request")
     assert oom[3:] == (20 * MB, 40 * MB, 20 * MB, 20 * MB, 10 * MB, 15 * MB)
 
 
