@@ -91,7 +91,7 @@ def _note(row: Module, found: Modules, slower: str) -> str:
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
         said.append(f"slowest {plain(row.slowest, 120)}: {took}")
     if found.ranks > 1 and row.rank_ns >= UNEVEN * row.ns and row.share >= LEAST_SHARE:
-        said.append(f"most on rank {row.rank}: {formatting.duration(row.rank_ns)}")
+        said.append(f"longest on rank {row.rank}: {formatting.duration(row.rank_ns)}")
     return "; ".join(said)
 
 

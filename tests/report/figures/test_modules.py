@@ -32,7 +32,7 @@ def test_each_row_has_its_name_below_the_one_around_it() -> None:
         (0, "device idle", "", False),
     ]
     assert tree.rows[1].note == f"slowest encoder.layer.11: 20.0{NBSP}ms against 10.0{NBSP}ms"
-    assert tree.rows[3].note == f"most on rank 3: 69.0{NBSP}ms"
+    assert tree.rows[3].note == f"longest on rank 3: 69.0{NBSP}ms"
     assert [row.open for row in tree.rows[:3]] == [True, True, True]
 
 
