@@ -12,7 +12,7 @@ class Module(msgspec.Struct, frozen=True):
     is never called. `depth`: 0 for the outermost; deeper rows after it are inside it. `ns`: its time of the step,
     `share` of it; `own_ns`: in none of the rows inside. `host_ns`: time that threads spend in it. `device_ns`: of all
     device work that it launched, overlapped or not. `rank`: the rank with the longest time, `rank_ns`. `slowest`: of a
-    repeated layer, the module that takes clearly longer (`slowest_ns`) than the median one (`typical_ns`); "": none does.
+    repeated layer, the module with a clearly longer time (`slowest_ns`) than the median one (`typical_ns`); "": none.
     `compiled`: torch.compile compiled it as one region. None: not known.
     """
 
