@@ -14,9 +14,8 @@ from dlprof.units import digits
 
 FORMAT = 1
 
-_NOTE = (
-    "Predicted by replaying the recording; nothing was run. Each change alone, then all together: their gains overlap."
-)
+_NOTE = "Predicted by replaying the recording; nothing was run."
+_SEVERAL = " Each change alone, then all together: their gains overlap."
 
 
 def summary(name: str, found: Answers) -> Summary:
@@ -33,7 +32,7 @@ def summary(name: str, found: Answers) -> Summary:
             *(_row(a, found.step_ns, rate, together=a is found.together) for a in rows),
         ),
         ("change", "step_ns", "faster_times", unit),
-        note=_NOTE,
+        note=_NOTE + (_SEVERAL if found.together else ""),
     )
     last = found.together or next((a for a in found.alone if a.step_ns is not None), found.alone[-1])
     bars = tuple((row[0], row[1]) for row in table.rows if row[1] is not None)
