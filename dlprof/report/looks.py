@@ -131,7 +131,7 @@ MEMORY: Mapping[str, Category] = {
     ),
     "held-process": Category(
         "Process baseline",
-        "used by the process before the model was built: Python and its libraries",
+        "used by the process once it had imported torch: Python and its libraries",
         "#b3a894",
         "#857a68",
         247,

@@ -36,7 +36,7 @@ def memory_composition(
     "gradients" (the last one has ended). On a GPU also temporary (the allocator's peak less the counted parts,
     "difference"), cache (reserved and not allocated at the peaks, "allocator"), and libraries (the CUDA context, NCCL
     and other processes on that GPU: used less reserved, "driver"). On the host, where nothing counts what PyTorch
-    allocates: process (memory of the process before the model was built, "process"), and unexplained (the rest of its
+    allocates: process (memory of the process once it had imported torch, "process"), and unexplained (the rest of its
     peak: data, temporaries, freed memory that it keeps, "difference"). On a GPU the difference is "unexplained" where
     activations were not counted, or where it is below 0: more was counted than allocated.
     """
