@@ -1,4 +1,4 @@
-"""Where in the model the time is, in words: names of modules, lines for a terminal, the modules of a finding."""
+"""Where in the model the time goes, in words: names of modules, lines for the terminal, the modules of a finding."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from dlprof.plain import plain
 from dlprof.report import formatting
 from dlprof.result.modules import InModule, Module, Modules
 
-# What no module does, by part of the step.
+# Time outside any module, by part of the step.
 _OUTSIDE: Mapping[str, str] = {
     "optimizer": "optimizer",
     "input": "waiting for data",
-    "forward": "forward pass of what is no module",
-    "backward": "backward pass of what is no module",
-    "communication": "communication of no one module",
-    "graphs": "CUDA graphs, in which modules are not seen",
-    "other": "losses that are functions, Python, all else",
-    "idle": "the device idles",
+    "forward": "forward pass outside modules",
+    "backward": "backward pass outside modules",
+    "communication": "communication of no single module",
+    "graphs": "CUDA graphs (modules inside are not visible)",
+    "other": "loss functions, Python, other",
+    "idle": "device idle",
 }
 
-# A terminal has so many lines; a module that takes so much is divided into what is inside it.
+# Lines on the terminal; modules with a larger share than this are divided into the modules inside them.
 MOST_LINES, DIVIDED_SHARE = 5, 0.25
 LEAST_SHARE = 0.01
 
-LEAST_NAMED = 0.05  # of a finding, in a module that is named
+LEAST_NAMED = 0.05  # modules with a smaller share of a finding are not named
 MOST_NAMED = 3
 
 
 def outside_of(part: str) -> str:
-    """Name a part of the step that no module does."""
+    """Name a part of the step outside any module."""
     return _OUTSIDE.get(part, plain(part, 60))
 
 
 def name_of(row: Module, outer: Module | None = None) -> str:
-    """Return a module's path below the one around it; of the model itself, its class."""
+    """Return a module's path relative to the one around it; for the model itself, its class."""
     if not row.path:
         return plain(row.kind, 80) or "the model"
     return plain(row.path[len(outer.path) + 1 :] if outer and outer.path else row.path, 120)
 
 
 def lines_of(found: Modules) -> list[tuple[float, str]]:
-    """Return the share and the name of what takes most of the step: modules, none inside another, and what is outside.
+    """Return share and name of the largest parts of the step: modules, none inside another, and time outside modules.
 
-    A module that takes much is divided into those inside it and what it does itself.
+    A module with a large share is divided into those inside it and its own time.
     """
     inside = _inside(found)
     chosen, itself = list(inside.get(-1, ())), list[tuple[float, str]]()
@@ -65,7 +65,7 @@ def lines_of(found: Modules) -> list[tuple[float, str]]:
 
 
 def _inside(found: Modules) -> dict[int, list[int]]:
-    """Return the rows right inside each row, those of the outermost modules at −1."""
+    """Return the rows directly inside each row; the outermost modules are at −1."""
     inside: dict[int, list[int]] = {}
     for n, around in enumerate(nested(found)):
         inside.setdefault(around[-1] if around else -1, []).append(n)
@@ -73,7 +73,7 @@ def _inside(found: Modules) -> dict[int, list[int]]:
 
 
 def nested(found: Modules) -> Iterator[list[int]]:
-    """Yield for each row the rows around it, from the outermost on; how many they are is its depth."""
+    """Yield for each row the rows around it, outermost first; their number is its depth."""
     around: list[int] = []
     for n, row in enumerate(found.rows):
         del around[max(row.depth, 0) :]
@@ -82,18 +82,18 @@ def nested(found: Modules) -> Iterator[list[int]]:
 
 
 def described(row: Module) -> str:
-    """Return a module's path and class, and how many it stands for: "encoder.layer.* × 12 (BertLayer)"."""
+    """Return path, number and class of a row's modules: "encoder.layer.* × 12 (BertLayer)"."""
     times = f" × {row.modules}" if row.modules > 1 else ""
     return f"{name_of(row)}{times}{_class(row.path, row.kind)}"
 
 
 def _class(path: str, kind: str) -> str:
-    """Return a class in brackets; "" where the name says it already."""
+    """Return a class in brackets; "" where the path already ends in it."""
     return "" if not kind or not path or path.rpartition(".")[2].startswith(kind) else f" ({plain(kind, 60)})"
 
 
 def named(where: Sequence[InModule]) -> str:
-    """Say in which modules a finding is: "encoder.layer.*.mlp (MLP) 62 %, head (Linear) 12 %"; "": in none of them."""
+    """Name the modules of a finding: "encoder.layer.*.mlp (MLP) 62 %, head (Linear) 12 %"; "": none is known."""
     shown = [one for one in where[:MOST_NAMED] if one.share >= LEAST_NAMED]
     if len(where) == 1 and not where[0].path:
         return ""  # the model as a whole
@@ -101,4 +101,4 @@ def named(where: Sequence[InModule]) -> str:
 
 
 def _in(one: InModule) -> str:
-    return plain(one.path, 120) + _class(one.path, one.kind) if one.path else plain(one.kind, 80) or "no module"
+    return plain(one.path, 120) + _class(one.path, one.kind) if one.path else plain(one.kind, 80) or "outside modules"

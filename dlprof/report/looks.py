@@ -101,33 +101,43 @@ OTHERS: Mapping[str, Category] = {
     "suspended": Category("Suspended", "the job was suspended until then", "#8a4b3c", "#b06a58", 95, "!"),
 }
 
-# What memory is made of, in the order of a bar. Neighbours differ in lightness too.
+# The parts of memory, in the order of a bar. Neighbours differ in lightness too.
 MEMORY: Mapping[str, Category] = {
     "held-parameter": Category("Parameters", "the model's weights", "#2f5d8c", "#5b8fc4", 61, "█"),
-    "held-cast": Category("Weights in 16 bits", "copies of weights that autocast made", "#9dbbd8", "#a9c4de", 110, "▒"),
+    "held-cast": Category("16-bit weight copies", "copies of weights made by autocast", "#9dbbd8", "#a9c4de", 110, "▒"),
     "held-gradient": Category("Gradients", "of the parameters", "#c76b29", "#e08a4b", 166, "▓"),
     "held-optimizer": Category(
-        "Optimizer's state", "moments and master copies of the parameters", "#e8c170", "#e6c47c", 179, "░"
+        "Optimizer state", "moments and master copies of the parameters", "#e8c170", "#e6c47c", 179, "░"
     ),
-    "held-buffer": Category("Buffers", "what the model holds besides parameters", "#7a6f9b", "#8f85b0", 97, "="),
+    "held-buffer": Category("Buffers", "tensors of the model that are not parameters", "#7a6f9b", "#8f85b0", 97, "="),
     "held-activation": Category(
-        "Activations", "what the forward pass keeps for the backward pass", "#3f8f6b", "#5cb58d", 72, "▞"
+        "Activations", "tensors that the forward pass stores for the backward pass", "#3f8f6b", "#5cb58d", 72, "▞"
     ),
     "held-input": Category("Input", "the batch", "#b9d98a", "#c3e097", 150, "·"),
     "held-communication": Category(
-        "Communication buffers", "buckets of gradients, and gathered parameters", "#d9537f", "#e8779b", 168, "×"
+        "Communication buffers", "gradient buckets, and parameters gathered by FSDP", "#d9537f", "#e8779b", 168, "×"
     ),
     "held-temporary": Category(
-        "Temporary", "what the allocator held at its peak beyond what was counted", "#f2b5c8", "#d8a3b5", 218, ":"
+        "Temporary",
+        "allocated at the peak and not counted: workspaces, gradients of the loss",
+        "#f2b5c8",
+        "#d8a3b5",
+        218,
+        ":",
     ),
-    "held-cache": Category("Allocator's cache", "reserved by PyTorch, and free", "#cfd3da", "#8b919c", 252, "-"),
+    "held-cache": Category("Allocator cache", "reserved by PyTorch and not allocated", "#cfd3da", "#8b919c", 252, "-"),
     "held-libraries": Category(
         "Driver and libraries", "the CUDA context, NCCL, and other processes on the GPU", "#5d6b86", "#6b7488", 60, "▄"
     ),
     "held-process": Category(
-        "Process", "what the process held before there was a model", "#b3a894", "#857a68", 247, "▀"
+        "Process baseline",
+        "used by the process once it had imported torch: Python and its libraries",
+        "#b3a894",
+        "#857a68",
+        247,
+        "▀",
     ),
-    "held-unexplained": Category("Unexplained", "what is left", "#e9e4dc", "#767c86", 254, "o"),
+    "held-unexplained": Category("Unexplained", "the peak less all other parts", "#e9e4dc", "#767c86", 254, "o"),
 }
 
 DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **OTHERS, **MEMORY}

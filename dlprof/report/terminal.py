@@ -76,12 +76,12 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
 
 
 def _modules(result: Result, width: int) -> list[str]:
-    """Return where in the model the time is: a line for each of the modules that take most, and of what is outside."""
+    """Return where in the model the time goes: a line for each of the largest modules and parts outside modules."""
     shown = in_model.lines_of(result.modules) if result.modules and result.modules.rows else []
     if not shown:
         return []
-    of = "the trace" if formatting.unit(result) == "trace" else "the traced steps"
-    lines = ["", *wrap(f"Where in the model, of {of}:", width, "  ")]
+    of = "trace" if formatting.unit(result) == "trace" else "traced steps"
+    lines = ["", *wrap(f"Where in the model ({of}):", width, "  ")]
     for share, name in shown:
         lines += wrap(name, width, f"  {formatting.percent(share):>7}  ")
     return lines

@@ -56,7 +56,7 @@ _ALL_BUT = 0.9
 # The gain of fixing what costs no time.
 _WITHOUT_TIME = {
     "risk": "Fixing it saves no time, but may save the job.",
-    "failure": "The job does not go on until that is fixed.",
+    "failure": "The job cannot continue until this is fixed.",
 }
 
 # Shorter waits, as a share of the step, get no sentence; and the most sentences.
@@ -131,19 +131,20 @@ def headline(result: Result) -> Headline:
 
 
 def _held(memory: Sequence[MemoryPeak]) -> str:
-    """Say what held the GPU's memory at its peak, on the rank where that was most; "" without a snapshot."""
+    """Return the highest peak of GPU memory among the ranks, and the line with most of it; "" without a snapshot."""
     if not memory:
         return ""
     most = max(memory, key=lambda peak: peak.bytes)
-    when = "at the peak" if most.whole else "when the snapshot was taken"
     of = (
-        f", {percent(most.site_bytes / most.bytes)} of it from {plain(most.site, 120)}"
+        f", {percent(most.site_bytes / most.bytes)} of it by {plain(most.site, 120)}"
         if most.site and most.bytes
         else ""
     )
     held, reserved = (quantity(n, "bytes") for n in (most.bytes, most.reserved_bytes))
-    who = f"Rank {most.rank}" if len(memory) > 1 else "Tensors"
-    return f"{who} held {held} of GPU memory {when}{of}; {reserved} were reserved."
+    where = f" on rank {most.rank}" if len(memory) > 1 else ""
+    if most.whole:
+        return f"GPU memory peaked at {held} allocated{where}{of}; {reserved} were reserved."
+    return f"When the snapshot was taken, {held} of GPU memory were allocated{where}{of}; {reserved} were reserved."
 
 
 def _clear(result: Result) -> str:

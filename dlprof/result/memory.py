@@ -1,4 +1,4 @@
-"""What a rank's memory is made of, which modules hold it, and what changes would make of it: structs of the result."""
+"""Memory by part and by module, and the predicted peak with changes: structs of the result."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class MemoryPeak(msgspec.Struct, frozen=True):
-    """What tensors held on one rank's device when they held most, of those moments that a memory snapshot covers.
+    """The peak of allocated memory on one rank's device, within what a memory snapshot covers.
 
-    `site`: the line whose memory that was more than any other's; `whole`: the snapshot has the events before it.
+    `site`: the line with most of it; `whole`: the snapshot has the events before the peak.
     """
 
     rank: int
@@ -23,10 +23,10 @@ class MemoryPeak(msgspec.Struct, frozen=True):
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
-    """One part of what a device's memory holds when it is fullest.
+    """One part of a device's memory at the peak.
 
-    `known`: how: counted (tensor by tensor), allocator, driver, process (by their own counters), or difference (of what
-    these say).
+    `known`: the source: counted (tensor by tensor), allocator, driver, process (their own counters), or difference
+    (between these).
     """
 
     part: str
@@ -35,9 +35,9 @@ class MemoryPart(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """What one rank holds on one device when it is fullest; `total_bytes`: that there are, None: not known.
+    """One rank's memory on one device at the peak; `total_bytes`: the device's memory, None: not known.
 
-    `moment`: when that is: backward (a backward pass begins), gradients (the last one has ended).
+    `moment`: when the peak is: backward (a backward pass begins), gradients (the last one has ended).
     """
 
     rank: int
@@ -53,7 +53,7 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 class ModuleMemory(msgspec.Struct, frozen=True):
-    """What modules that are built alike hold together, with the modules inside them; `module`: their folded path."""
+    """The memory of identical modules together, with the modules inside them; `module`: their folded path."""
 
     module: str
     kind: str
@@ -67,11 +67,12 @@ class ModuleMemory(msgspec.Struct, frozen=True):
 
 
 class MemoryChange(msgspec.Struct, frozen=True):
-    """What one change of the script would make of the peak, and of the mean steady step for as many samples as now.
+    """The predicted peak with one change, and the mean steady step for the present number of samples.
 
-    `change`: batch (`value`: times the present one), autocast, 16_bits, checkpoint (the modules), fused_attention,
-    shard (ZeRO's stage / the ranks; 3: FSDP), 8_bit, offload, microbatches, schedule. `times`: how many times as large
-    a batch then fits. `then_ns` None: not known, `why`; `bound`: it is at most, or at least, that.
+    `change`: batch (`value`: times the present one), autocast, 16_bits, checkpoint (the modules), checkpoint_only (one
+    of several lists), fused_attention, shard (ZeRO's stage / the ranks; 3: FSDP), 8_bit, offload, microbatches,
+    schedule. `times`: the largest batch that then fits ÷ the present one. `then_ns` None: not known, `why`; `bound`: it
+    is at most, or at least, that.
     """
 
     change: str
@@ -84,9 +85,9 @@ class MemoryChange(msgspec.Struct, frozen=True):
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """What memory is made of: each rank's devices, and of the rank that holds most its modules, and the changes."""
+    """Memory of each rank's devices, and of the rank with the highest peak its modules and predicted changes."""
 
-    devices: tuple[DeviceMemory, ...]  # MOST_RANKS at most, the fullest first
+    devices: tuple[DeviceMemory, ...]  # at most MOST_RANKS, the highest peaks first
     rank: int
     modules: tuple[ModuleMemory, ...] = ()  # the largest first
     changes: tuple[MemoryChange, ...] = ()

@@ -1,4 +1,4 @@
-"""Which module of the model the time is in: structs of the result."""
+"""Where in the model the time goes: structs of the result."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class Module(msgspec.Struct, frozen=True):
-    """One module of the model with all that is inside it, or a repeated layer; of a mean traced step and rank.
+    """One module with all modules inside it, or a repeated layer; in a mean traced step, mean of the ranks.
 
-    `path`: "encoder.layer.*" of `modules` that are built alike; "" is the model itself. `kind`: its class; "": a
-    container that is never called. `depth`: 0 of the outermost; the rows after it that are deeper are inside it. `ns`:
-    of the step, `share` of it; `own_ns`: in none of the rows inside. `host_ns`: that threads spend in it. `device_ns`:
-    of all that it launched, whatever ran beside it. `rank`: that with most of it, `rank_ns`. `slowest`: of a repeated
-    layer, the module that takes clearly longer (`slowest_ns`) than the median one (`typical_ns`); "": they are alike.
-    `compiled`: torch.compile made one piece of it, with all that is inside. None: not known.
+    `path`: "encoder.layer.*" for identical `modules`; "" is the model itself. `kind`: its class; "": a container that
+    is never called. `depth`: 0 for the outermost; deeper rows after it are inside it. `ns`: its time of the step,
+    `share` of it; `own_ns`: in none of the rows inside. `host_ns`: time that threads spend in it. `device_ns`: of all
+    device work that it launched, overlapped or not. `rank`: the rank with the longest time, `rank_ns`. `slowest`: of a
+    repeated layer, the module with a clearly longer time (`slowest_ns`) than the median one (`typical_ns`); "": none.
+    `compiled`: torch.compile compiled it as one region. None: not known.
     """
 
     path: str

@@ -16,8 +16,8 @@ def test_lines_are_of_what_takes_most_none_inside_another() -> None:
     assert [name for _, name in lines] == [
         "encoder.layer.*.attention × 12 (Attention)",
         "encoder.layer.*.mlp × 12 (MLP)",
-        "the device idles",
-        "communication of no one module",
+        "device idle",
+        "communication of no single module",
         "head (Linear)",
     ]
     assert [share for share, _ in lines] == pytest.approx([ms / 214.6 for ms in (80, 46, 34.6, 30, 18)])
@@ -46,7 +46,10 @@ def test_a_finding_names_a_few_modules_with_their_shares() -> None:
         InModule("a", "A", 0.06),
     )
     percent = f"{NBSP}%"
-    assert in_model.named(where) == f"layer.*.mlp (MLP) 62{percent}, no module 20{percent}, head.Linear_3 10{percent}"
+    assert (
+        in_model.named(where)
+        == f"layer.*.mlp (MLP) 62{percent}, outside modules 20{percent}, head.Linear_3 10{percent}"
+    )
     assert in_model.named(()) == ""
     # That all of it is in the model says nothing.
     assert in_model.named((InModule("", "ResNet", 1.0),)) == ""

@@ -1,1 +1,1 @@
-"""Chains of operators that do what one operator of PyTorch's does: found by their order, mostly without shapes."""
+"""Chains of operators that one PyTorch operator could replace, found by their order, mostly without shapes."""

@@ -1,8 +1,7 @@
-"""The operators of each thread as a text, a letter each, in which patterns find chains.
+"""The operators of each thread as a text, one letter each, in which regular expressions find chains.
 
-Only operators count that lie in no other one: what `aten::layer_norm` calls is none of the script's. A small letter is
-an operator of the forward pass, a capital one the backward function that autograd made of it; those run in the opposite
-order.
+Only outermost operators count: the script did not write what `aten::layer_norm` calls. A small letter is an operator of
+the forward pass, the capital one the backward function that autograd created for it; those run in reverse order.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dlprof.analysis.engine import Maybe, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
 
-# Operators by their letter. What only looks at the same memory otherwise, or allocates, has none.
+# Operators by their letter. Views and allocations have none.
 _OPERATORS = {
     "a": "add",
     "b": "sub rsub",
@@ -91,10 +90,10 @@ _FUNCTIONS = {
     "5": "Embedding EmbeddingBag",
 }
 _MADE = {name: letter for letter, names in _FUNCTIONS.items() for name in names.split()}
-# The engine's range around one holds what it adds up, too.
+# The engine's range around one also includes the accumulation of gradients.
 _FUNCTION = re.compile(r"(?:autograd::engine::evaluate_function: )?(\w+)Backward\d+$")
 
-# From one operator of a chain to the next Python takes some µs; what takes longer is something else.
+# Between two operators of a chain Python takes some µs; a longer pause is something else.
 _PAUSE_NS = 50_000
 
 
@@ -102,10 +101,10 @@ _PAUSE_NS = 50_000
 class Calls:
     """The operators that have a letter, thread after thread, each thread's in order; arrays have an item each.
 
-    `rows`: of the spans. `begin`, `end`: on the host, ns. `ns`: of the kernels that it launched in the steady traced
-    steps, or on a CPU what it took itself until the next one, 0 outside of these steps. `step`: the place of the steady
-    traced step that it ran in on a CPU, or that its kernels belong to; −1: none. `kernel_of`: for each of `kernels` the
-    operator that launched it; −1: none.
+    `rows`: of the spans. `begin`, `end`: on the host, ns. `ns`: the time of the kernels that it launched, or on a CPU
+    its own time until the next operator, in steady traced steps; 0 outside them. `step`: the place of the steady traced
+    step that it, or its kernels, belong to; −1: none. `kernel_of`: for each of `kernels` the operator that launched it;
+    −1: none.
     """
 
     text: str
@@ -118,13 +117,13 @@ class Calls:
     kernel_of: NDArray[np.int64]
 
     def find(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-        """Yield the first place and the last, exclusive, of each stretch of one thread that a pattern matches."""
+        """Yield first and last place (exclusive) of each match of a pattern, within one thread."""
         edges = np.append(np.flatnonzero(np.diff(self.lane, prepend=-1)), len(self.lane)).tolist()
         for first, last in pairwise(edges):
             yield from (found.span() for found in pattern.finditer(self.text, first, last))
 
     def took(self, first: int, last: int) -> float:
-        """Return what a stretch took in the steady traced steps, ns."""
+        """Return the time from one place to another (exclusive) in the steady traced steps, ns."""
         return float(self.ns[first:last].sum())
 
 
@@ -136,7 +135,7 @@ def calls(
     timing: Timing,
     kernels: Maybe[pd.DataFrame],
 ) -> Calls:
-    """Return the operators of all threads that lie in no other operator."""
+    """Return the outermost operators of all threads."""
     names = spans["name"].cat
     letters = np.array([_letter(str(name)) for name in names.categories], dtype=object)
     functions = np.array([_FUNCTION.match(str(name)) is not None for name in names.categories], dtype=bool)
@@ -174,7 +173,7 @@ def calls(
 
 
 def _letter(name: str) -> str:
-    """Return an operator's letter; "o" or "O" for one of the forward or the backward pass that has none of its own."""
+    """Return an operator's letter; "o" (forward) or "O" (backward) for operators that are not listed."""
     if _NO_LETTER.match(name):
         return ""
     made = _FUNCTION.match(name)
@@ -188,7 +187,7 @@ def _launched_by(
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return for each kernel the place of the outermost operator that its own one, a row of the spans, lies in."""
+    """Return for each kernel the place of the outermost operator around `owner`, its operator's row of the spans."""
     found = np.full(len(owner), -1, dtype=np.int64)
     known = np.flatnonzero(owner >= 0)
     on = spans["lane"].cat.codes.to_numpy()[owner[known]].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Tensors that grow by `cat` in a loop: each call copies all that is there already, so that its time grows evenly."""
+"""Tensors that grow by `cat` in a loop: each call copies the whole tensor, so its time rises evenly."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dlprof.analysis.engine import per_rank, within_rank
 
 FORM = "cat in a loop"
 
-# A loop calls the same operators between one `cat` and the next; up to three tensors may grow in it. Of fewer than
-# eight calls a straight line fits too many things.
+# A loop calls the same operators between one `cat` and the next; up to three tensors may grow in it. With fewer than
+# eight calls, rising times may be chance.
 LEAST_CALLS = 8
 _TENSORS = (1, 2, 3)
 
@@ -25,8 +25,8 @@ _TENSORS = (1, 2, 3)
 # third takes so many times as long as the first: of n pieces 5 times, but for what any call takes.
 _IN_ORDER, _GROWS = 0.8, 2.0
 
-# What lies between two calls takes no longer in the last third than so many times what it does in the first. Where it
-# grows as well, the loop reads what there is so far (DenseNet, a cache of keys), and needs it.
+# The operators between two calls take at most this many times as long in the last third as in the first. Where they
+# grow as well, the loop reads the growing tensor (DenseNet, a cache of keys), and needs it.
 _EVEN = 1.5
 
 
@@ -38,7 +38,7 @@ def growing_chains(calls: Calls) -> list[Chain]:
 
 @per_rank
 def growing_cats(growing_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
-    """Return what growing tensors in loops takes, as `work.replaced` does: of each loop only its last call is left."""
+    """Return the time of growing tensors in loops, as `work.replaced` does; a fix leaves each loop's last call."""
     return replaced(growing_chains)
 
 
@@ -49,12 +49,12 @@ def _chains(calls: Calls) -> Iterator[Chain]:
             alike.setdefault((len(places), calls.text[places[0] : places[1]]), []).append(places)
     many = []
     for same in alike.values():
-        # The same loop of several steps: by the median of each of its calls, for one may be held up by anything.
+        # The same loop of several steps: the median of each of its calls, since single calls may be delayed.
         for part in _rising(calls, np.stack(same)):
             many.append(len(part))
             for places in same:
                 yield from _but_last(places[part], "forward")
-    # Their backward functions are as many, and copy nothing: one is left of each loop.
+    # There are as many backward functions, which copy nothing; a fix leaves one of each loop.
     for places in _loops(calls, "H"):
         if len(places) in many:
             yield from _but_last(places, "backward")
@@ -89,7 +89,7 @@ def _same(bodies: Sequence[str], at: int, n: int) -> int:
 
 
 def _rising(calls: Calls, loops: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield which calls of loops that are alike, a row each, rise evenly, while what lies between them does not."""
+    """Yield the calls of identical loops (a row each) whose time rises evenly while the time between them does not."""
     others = np.append(0.0, np.cumsum(np.where(np.array(list(calls.text)) == "2", 0.0, calls.ns)))
     ns = np.median(calls.ns[loops], axis=0)
     between = np.median(np.diff(others[loops], axis=1), axis=0)

@@ -1,7 +1,7 @@
-"""Cross entropies that are written out, or taken of a float32 copy of 16-bit logits.
+"""Cross entropies computed by separate operators, or from a float32 copy of 16-bit logits.
 
-`log_softmax` and `nll_loss` are what PyTorch's own consists of: of them nothing is gained. Nor is of `log_softmax` and
-`gather`, whose gradient is filled in as often (0.9 to 1.0 of it from 1,000 classes on, measured on a CPU).
+`log_softmax` and `nll_loss` are what PyTorch's own consists of, so nothing is saved there. Nor with `log_softmax` and
+`gather`: its gradient is written as often (0.9 to 1.0 of the time from 1,000 classes on, measured on a CPU).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dlprof.analysis.chains.work import Chain
 from dlprof.analysis.engine import per_rank, within_rank
 
 LOG, ONE_HOT, SUM, EXP, COPY = (
-    "log of a softmax",
+    "the log of a softmax",
     "one-hot targets",
-    "logsumexp less the target's logit",
-    "exp ÷ its sum",
+    "logsumexp minus the target's logit",
+    "exp divided by its sum",
     "a float32 copy of the logits",
 )
 
-# By form: forward, backward, and which share of both PyTorch's own cross entropy takes. Measured on a CPU with torch
+# By form: forward, backward, and the share of both that PyTorch's own cross entropy takes. Measured on a CPU with torch
 # 2.13, from 32 × 10 to 1,024 × 32,000 logits, forward and backward together: 0.40 to 0.60, 0.37 to 0.48 (of a log of a
 # softmax 0.20 to 0.33), 0.29 to 0.53, 0.25 to 0.46. By what is read and written of each logit, of which its own
 # needs 6: 11, 16, 16 and about 20.
 _FORMS = {
     LOG: (re.compile(r"ft*[aj]?gt*u?[in]"), re.compile(r"[IN]U?T*GJ?A?T*F"), 0.5),
-    # One-hot targets, or their scattering, before or behind the logarithms, smoothed or not.
+    # One-hot targets, or scattered ones, before or after the logarithms, smoothed or not.
     ONE_HOT: (
         re.compile(r"h[txakju]*(?:l|f[aj]?g)u?xu?[sm]|(?:l|fh?[txa]*[aj]?g)h[txak]*u?xu?[sm]"),
         re.compile(r"[SM]U?XU?(?:L|GJ?A?F)"),
@@ -41,19 +41,19 @@ _FORMS = {
 # On a device a cast reads 2 bytes and writes 4 of each logit, and all that follows moves 4: 36 bytes forward and
 # backward. Cross entropy of the 16-bit logits themselves moves 12; code that torch.compile makes of all, 8.
 _COPIED, _COPIED_BACK, _COPIED_LEFT = re.compile(r"t*(?:c|l[in])"), re.compile(r"[NI]LT"), 0.33
-# The gradient's cast moves half of what the softmax's gradient does; that of something narrower would take less.
+# The gradient's cast moves half as much as the softmax's gradient; the cast of a narrower tensor would take less.
 _AS_WIDE = 0.2
 
 
 @within_rank
 def loss_chains(calls: Calls, has_device: bool) -> list[Chain]:
-    """Return the chains of operators that are a loss."""
+    """Return the chains of operators that compute a loss."""
     return [*_written_out(calls), *(_copied(calls) if has_device else ())]
 
 
 @per_rank
 def losses(loss_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
-    """Return the losses that move their logits more often than a cross entropy does, as `work.replaced` does."""
+    """Return losses that move their logits more often than cross entropy, with the columns of `work.replaced`."""
     return replaced(loss_chains)
 
 
@@ -61,7 +61,7 @@ def _written_out(calls: Calls) -> Iterator[Chain]:
     for form, (forward, backward, left) in _FORMS.items():
         made = list(calls.find(forward))
         yield from (Chain(form, "forward", first, last, left) for first, last in made)
-        # The same functions are those of soft targets, which nothing does in fewer: no more than there are chains.
+        # Losses with soft targets have the same backward functions: count no more than there are forward chains.
         backs = list(calls.find(backward))[: len(made)]
         yield from (Chain(form, "backward", first, last, left) for first, last in backs)
 
@@ -69,7 +69,7 @@ def _written_out(calls: Calls) -> Iterator[Chain]:
 def _copied(calls: Calls) -> Iterator[Chain]:
     """Yield losses whose logits are cast first, by the script or by autocast: their gradients are cast back."""
     backs = [(first, last) for first, last in calls.find(_COPIED_BACK) if _is_wide(calls, last)]
-    made = list(calls.find(_COPIED))[: len(backs)]
+    made = [(first, last) for first, last in calls.find(_COPIED) if calls.took(first, last) > 0][: len(backs)]
     yield from (Chain(COPY, "forward", first, last, _COPIED_LEFT) for first, last in made)
     yield from (Chain(COPY, "backward", first, last, _COPIED_LEFT) for first, last in backs)
 

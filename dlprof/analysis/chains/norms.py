@@ -1,4 +1,4 @@
-"""Normalisations that are written out: mean, variance, root and affine, an operator each."""
+"""Normalisation by separate operators: mean, variance, square root, multiply and add."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _RMS_BACK = re.compile(r"(?:T*XA?)?T*[XK]T*(?:R|Z?Q|P)A(?:M|KS)[PX]T*(?![BT])")
 _LAYER = re.compile(r"t*(?:(?:[mvw]|sk)(?:[abpxmvt]|sk){0,6}(?:[qrd]|(?<=a)p)|d)[abmzt]{0,4}(?:[xk]a?t?){1,3}")
 _LAYER_BACK = re.compile(r"(?:T?A?[XK]){1,3}[ABMZT]{0,4}(?:(?:[QRD]|P(?=A))(?:[ABPXMVT]|KS){0,6}(?:[MVW]|KS)|D)T*")
 
-# What one kernel leaves of the time, forward and backward, by what is read and written of each value. LayerNorm moves
-# 2 values forward and 5 backward, those of its weights with them; written out these are 10 to 14 and about 34,
-# RMSNorm's 7 and 23. With casts half of RMSNorm's are twice as wide as what one kernel reads: 38 bytes and 92 to 4 and
-# 10.
+# The share of the time that one kernel takes, forward and backward, by the values read and written per input value.
+# A LayerNorm kernel moves 2 forward and 5 backward, with its weights' gradients; separate operators 10 to 14 and about
+# 34, for RMSNorm 7 and 23. With casts half of RMSNorm's are twice as wide: 38 and 92 bytes instead of 4 and 10.
 _ON_DEVICE = {LAYER: (0.17, 0.15), RMS: (0.28, 0.22)}
 _WITH_CASTS = (0.11, 0.11)
 # On a CPU measured with torch 2.13, from 16 × 64 values to 8,192 × 2,048: 0.06 to 0.23 of three ways to write a
@@ -40,13 +39,13 @@ _AS_WIDE = 0.25
 
 @within_rank
 def norm_chains(calls: Calls, has_device: bool) -> list[Chain]:
-    """Return the chains of operators that are a normalisation."""
+    """Return the chains of operators that normalise."""
     return list(_chains(calls, has_device))
 
 
 @per_rank
 def norms(norm_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
-    """Return the normalisations that are written out, as `work.replaced` does; `form`: LAYER or RMS."""
+    """Return normalisations by separate operators, with the columns of `work.replaced`; `form`: LAYER or RMS."""
     return replaced(norm_chains)
 
 
@@ -62,12 +61,12 @@ def _chains(calls: Calls, has_device: bool) -> Iterator[Chain]:
         ]
         yield from (_chain(calls, form, "forward", f, n, has_device) for f, n in made)
         backs = [(f, n) for f, n in calls.find(backward) if form == RMS or "B" in calls.text[f:n]]
-        # PyTorch's own RMSNorm may be made of the same functions: no more are the script's than it wrote.
+        # PyTorch's own RMSNorm may have the same backward functions: count no more than there are forward chains.
         yield from (_chain(calls, form, "backward", f, n, has_device) for f, n in backs[: len(made)])
 
 
 def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
-    """Return whether chains of one text, at some places, normalise: by the median, for any call may be held up."""
+    """Return whether chains of one text normalise, by the median of their times: single calls may be delayed."""
     if form == LAYER and "b" not in text:
         return False
     root = max(text.rfind(letter) for letter in "qrd")

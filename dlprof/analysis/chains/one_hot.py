@@ -1,4 +1,4 @@
-"""Products with one-hot rows, which pick rows of a matrix: what an embedding does without a product."""
+"""Products with one-hot rows, which select rows of a matrix: an embedding does that without a product."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def one_hot_chains(calls: Calls, spans: pd.DataFrame, rank: RankFacts) -> list[C
 def one_hots(one_hot_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
     """Return products with one-hot rows, and their gradients, as `work.replaced` does.
 
-    What an embedding takes in their place is no more than the product's share of what it moves: N rows of h read and
-    written, of the N × V, V × h and N × h that the product moves; backward the whole matrix, too. Where shapes are not
-    known, all of the product is left.
+    An embedding takes at most the product's time × the share of bytes that it moves: N rows of h read and written, of
+    the N × V, V × h and N × h that the product moves; in the backward pass also the whole matrix. Where shapes are not
+    known, all of the product's time stays.
     """
     return replaced(one_hot_chains)
 
@@ -88,7 +88,7 @@ def _of(operator: str, shape: str) -> tuple[int, int, int] | None:
 
 
 def _counted(facts: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Return the same of the step that was counted, in which the one-hot tensors' sizes were kept."""
+    """Return the same from the step whose FLOPs were counted, which has the sizes of one-hot tensors."""
     counted = facts.get("flops") or {}
     made = {(int(one["values"]), int(one["classes"])) for one in counted.get("one_hot") or []}
     for row in counted.get("shapes") or []:

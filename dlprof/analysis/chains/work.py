@@ -1,4 +1,4 @@
-"""What chains of operators take of a mean steady step, and how much shorter it would be with one operator for each."""
+"""The time of chains of operators in a mean steady step, and the saving with one operator instead of each chain."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dlprof.errors import NotMeasured
 
 @dataclass(frozen=True)
 class Chain:
-    """A stretch of `Calls`, from its first place to its last, exclusive, and the share of its time that is left.
+    """A chain of `Calls`, from its first place to its last (exclusive), and the share of its time that a fix leaves.
 
-    `form`: how it is written; `passes`: "forward" or "backward".
+    `form`: how it is computed; `passes`: "forward" or "backward".
     """
 
     form: str
@@ -45,12 +45,12 @@ def replaced(
     kernels: Maybe[pd.DataFrame],
     device_work: Maybe[pd.DataFrame],
 ) -> Callable[[Sequence[Chain]], pd.DataFrame]:
-    """Return a function of chains to a frame, by form and pass, of a mean steady traced step, the longest first.
+    """Return a function from chains to a frame: their time in a mean steady traced step, the longest first.
 
-    Columns: form, passes, calls (of the chain), operators (in one), ns, left_ns (what one operator in its place takes),
-    gain_ns (how much shorter the mean steady step would be without all that is not left, the same in each row). On a
-    device that is a replay of the traced steps, in which so many of the kernels are left, and of the host's time that
-    launched them; on a CPU it is that time itself, of a traced step. A chain outside of the steady steps is none.
+    Columns: form, passes, calls (of the chain), operators (in one), ns, left_ns (the time of one operator instead),
+    gain_ns (how much shorter the mean steady step would be, the same in each row). On a device gain_ns comes from a
+    replay of the traced steps with that share of the kernels and of the host's time to launch them; on a CPU it is
+    ns − left_ns. Chains outside the steady steps do not count.
     """
 
     def made(chains: Sequence[Chain]) -> pd.DataFrame:
@@ -98,7 +98,7 @@ def replaced(
 
 
 def _launching(chains: Sequence[Chain], calls: Calls) -> list[tuple[iv.Intervals, float]]:
-    """Return when the host launched chains, and the share of that time that one operator for each leaves."""
+    """Return when the host launched chains, with the share of that time that a fix leaves."""
     by_share: dict[float, list[Chain]] = {}
     for chain in chains:
         by_share.setdefault(chain.left, []).append(chain)
@@ -115,7 +115,7 @@ def _launching(chains: Sequence[Chain], calls: Calls) -> list[tuple[iv.Intervals
 
 
 def gains(chains: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], on_cpu: bool) -> dict[int, float]:
-    """Return how much shorter each rank's mean steady step would be without what its chains do not leave, ns.
+    """Return how much shorter each rank's mean steady step would be with its chains fixed, ns.
 
     `chains`: frames as `replaced` makes them, a rank's one after the other.
     """

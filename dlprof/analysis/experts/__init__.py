@@ -1,1 +1,1 @@
-"""Mixture of experts: which ranks get how many tokens, and what the others wait for."""
+"""Mixture of experts: how many tokens each rank receives, and how long the others wait."""

@@ -1,9 +1,9 @@
 """Tokens that ranks send to each other's experts, from the sizes of their all-to-alls, and what uneven shares cost.
 
-A mixture-of-experts layer sends each token to the ranks of its experts (dispatch), computes, and sends it back
-(combine): two all-to-alls of which the second gives back piece by piece what the first took. In the backward pass
-gradients go the same ways. Which tokens go where changes from step to step; tables of embeddings that are spread over
-the ranks, which exchange in pairs too, give the same sizes in every step.
+A mixture-of-experts layer sends each token to the ranks of its experts (dispatch), runs the experts, and sends the
+results back (combine). That is a pair of all-to-alls: the second returns, piece by piece, what the first received. The
+backward pass sends gradients along the same routes. The sizes change from step to step with the tokens. Embedding
+tables that are sharded over the ranks exchange in pairs too, but with the same sizes in every step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ _COLUMNS = ("row", "step", "place", "pieces", "given", "got", "changes", "expert
 class Balance:
     """Tokens over the ranks of a mixture of experts, in the traced steps, and what even shares would save.
 
-    ranks: rank, tokens (got a step), ratio (to the mean of its group), expert_ns (computation between dispatch and
-    combine, a step), routed_ns (what of it grows with the tokens), wait_ns (for others in all-to-alls, a step; NaN:
-    not known). uneven: mean of the fullest rank's tokens ÷ the mean rank's, over all dispatches.
+    ranks: rank, expert (the rank's place in its group), tokens (received a step), count (dispatches a step), ratio (to
+    the mean of its group), expert_ns (computation between dispatch and combine, a step), routed_ns (the part of it that
+    grows with the tokens), wait_ns (for others in all-to-alls, a step; NaN: not known). uneven: the fullest rank's
+    tokens ÷ the mean rank's, mean over all dispatches. layers: how many layers have one expert on each rank; 0: tokens
+    per expert are not known, and `no_experts` says why.
     """
 
     ranks: pd.DataFrame
     uneven: float
+    layers: int
+    no_experts: str
     in_rows: bool  # tokens are known as such; else they are elements
     dispatches: float  # a step and rank
     saving_ns: float  # of the mean steady step
@@ -46,12 +50,27 @@ class Balance:
 
 
 @per_rank
+def expert_lists(modules: pd.DataFrame) -> pd.DataFrame:
+    """Return how many experts the rank holds, a row for each list of them: path, experts.
+
+    A list is a ModuleList whose name ends in "experts", as Mixtral, DeepSpeed and Megatron-LM's SequentialMLP call it.
+    Raises NotMeasured where there is none: grouped experts are the stacked weights of one module.
+    """
+    rows = modules.drop_duplicates("path").astype({"path": "str", "kind": "str"})
+    lists = rows.loc[(rows["kind"] == "ModuleList") & rows["path"].str.endswith("experts"), "path"]
+    if not len(lists):
+        raise NotMeasured("no recorded module is a list of experts (the weights of grouped experts are one module's)")
+    inside = rows["path"].str.rpartition(".")[0].value_counts()
+    return pd.DataFrame({"path": lists, "experts": inside.reindex(lists, fill_value=0).to_numpy()})
+
+
+@per_rank
 def dispatches(collectives: pd.DataFrame, partition: Maybe[dict[str, iv.Intervals]]) -> pd.DataFrame:
-    """Return the all-to-alls of the steady traced steps that the next one gives back what they took of.
+    """Return the dispatches of the steady traced steps: all-to-alls whose pieces the next one sends back.
 
     Columns: row (its place among the rank's `collectives`), step, place (among those of its step), pieces, given and
-    got (rows in all, elements where no piece is known), changes (whether another step has other sizes there), expert_ns
-    (computation until the next one begins).
+    got (rows in all; elements where pieces are not known), changes (whether another step has other sizes there),
+    expert_ns (computation until the next one begins).
     """
     frame = collectives.assign(row=np.arange(len(collectives)))
     frame = frame[(frame["collective"] == ALL_TO_ALL) & ~frame["pieces"].isin(("", _EVEN))]
@@ -59,9 +78,9 @@ def dispatches(collectives: pd.DataFrame, partition: Maybe[dict[str, iv.Interval
     sides = frame["pieces"].str.partition(">")
     give, take = (sides[side].to_numpy(dtype=object) for side in (0, 2)) if len(frame) else (np.empty(0), np.empty(0))
     keys = frame[["step", "group", "members"]].to_numpy(dtype=object)
-    back = np.zeros(len(frame), dtype=bool)  # whether the next one gives back what this one took
+    back = np.zeros(len(frame), dtype=bool)  # whether the next one returns what this one received
     back[:-1] = (give[:-1] == take[1:]) & (take[:-1] == give[1:]) & (keys[:-1] == keys[1:]).all(axis=1)
-    # A combine's gradients go where its dispatch went: of a chain of such pairs every second one begins a pair.
+    # The combine's gradients go where the dispatch went, so pairs form a chain: every second one begins a pair.
     chain = np.cumsum(~np.concatenate(([False], back[:-1]))) if len(frame) else np.empty(0, dtype=np.int64)
     first = back & (pd.Series(chain).groupby(chain).cumcount().to_numpy() % 2 == 0)
     at = np.flatnonzero(first)
@@ -88,18 +107,18 @@ def _sum(text: str) -> int:
 def routed(dispatches: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of `dispatches` if they send tokens to experts; raise NotMeasured or DoesNotApply if not.
 
-    Tokens are as many as the router decides: the sizes change from step to step, and a rank gets not what it gives.
+    The router decides where tokens go: sizes change from step to step, and a rank receives more or less than it sends.
     """
     if dispatches["changes"].any() and (dispatches["given"] != dispatches["got"]).any():
         return dispatches
     exchanges = collectives[collectives["collective"] == ALL_TO_ALL]
     if not len(exchanges):
-        raise DoesNotApply("the traced steps hold no all-to-all: no tokens are sent to other ranks' experts")
+        raise DoesNotApply("the traced steps have no all-to-all: no tokens go to experts on other ranks")
     if (exchanges["pieces"] == "").any():
         raise NotMeasured(NO_SIZES)
     if collectives.groupby("rank")["step"].nunique().max() < 2:
         raise NotMeasured("one traced step does not show whether the sizes of its all-to-alls change with the tokens")
-    raise DoesNotApply("the sizes of its all-to-alls do not change: no tokens are sent to other ranks' experts")
+    raise DoesNotApply("the sizes of the all-to-alls do not change: no tokens go to experts on other ranks")
 
 
 @across_ranks
@@ -108,16 +127,18 @@ def expert_balance(
     collectives: pd.DataFrame,
     instances: Maybe[pd.DataFrame],
     matched: Maybe[pd.DataFrame],
+    expert_lists: Maybe[pd.DataFrame],
     window_steps: pd.DataFrame,
     mean_step_ns: float,
     job: Job,
 ) -> Balance:
     """Return how evenly tokens are spread over the ranks' experts.
 
-    Saving: at each dispatch all ranks wait until the slowest rank's experts are through; with the mean rank's tokens
-    for each, that is shorter by what the tokens above the mean take. What a token takes is the slope of a line through
-    the times of all ranks' experts in that layer, so what does not grow with tokens (small kernels) stays. No more is
-    saved than the longest waiting in all-to-alls of any rank. Raises NotMeasured where ranks are missing.
+    Saving: at each dispatch all ranks wait for the slowest rank's experts. If each rank got the mean number of tokens,
+    the slowest would take less time, by its tokens above the mean × the time of a token. That time is the slope of a
+    line through the times of all ranks' experts in that layer, so time that does not grow with the tokens (small
+    kernels) stays. The saving is at most the longest wait of any rank in all-to-alls. Raises NotMeasured where ranks
+    are missing.
     """
     pairs = instances.get()
     whole = pairs[(pairs["present"] == pairs["wanted"]) & (pairs["collective"] == ALL_TO_ALL)]
@@ -125,7 +146,9 @@ def expert_balance(
     whole = whole.assign(row=collectives.groupby("rank").cumcount().to_numpy()[whole["row"]])
     frame = routed.merge(whole[["rank", "row", "instance", "group", "members"]], on=["rank", "row"])
     if not len(frame):
-        raise NotMeasured(f"{len(job.missing_ranks)} of {job.world_size} ranks are missing: what they get is not known")
+        raise NotMeasured(
+            f"{len(job.missing_ranks)} of {job.world_size} ranks are missing: how many tokens they receive is not known"
+        )
     mean, a_token = frame.groupby("instance")["got"].transform("mean"), _a_token(frame)
     frame = frame.assign(
         ratio=frame["got"] / mean.replace(0, np.nan),
@@ -149,8 +172,12 @@ def expert_balance(
     for name in ("count", "tokens", "expert_ns", "routed_ns"):
         ranks[name] = ranks[name] / steps.reindex(ranks.index)
     ranks["wait_ns"] = waits.reindex(ranks.index)
+    ranks["expert"] = _places(frame).reindex(ranks.index)
+    layers, why = _one_each(expert_lists.or_none(), ranks.index.tolist())
     return Balance(
         ranks=ranks.reset_index(),
+        layers=layers,
+        no_experts=why,
         uneven=float(frame.groupby("instance")["ratio"].max().mean()),
         in_rows=bool(frame["pieces"].str.contains(",").all()),
         dispatches=float(ranks["count"].mean()),
@@ -160,10 +187,35 @@ def expert_balance(
     )
 
 
-def _a_token(frame: pd.DataFrame) -> pd.Series[float]:
-    """Return what one more token takes, ns, of each row: the slope of the line through its layer's times.
+def _places(frame: pd.DataFrame) -> pd.Series[int]:
+    """Return each rank's place in its group; in the group of all ranks that is its number."""
+    first = frame.drop_duplicates("rank")
+    place = [
+        names.index(str(rank)) if str(rank) in names else rank
+        for rank, names in zip(first["rank"].tolist(), first["members"].astype("str").str.split(","), strict=True)
+    ]
+    return pd.Series(place, index=first["rank"].to_numpy(), dtype=np.int64)
 
-    At least 0, at most as if all of the time were the tokens'.
+
+def _one_each(lists: pd.DataFrame | None, ranks: list[int]) -> tuple[int, str]:
+    """Return in how many layers each rank holds one expert; 0 where they hold more or it is not known, and why."""
+    if lists is None or set(ranks) - set(lists["rank"]):
+        return 0, "how many experts each rank holds is not known"
+    most, layers = int(lists["experts"].max()), lists.groupby("rank").size()
+    if most > 1:
+        return (
+            0,
+            f"{'each rank holds' if lists['experts'].min() == most else 'ranks hold up to'} {most} experts of a layer",
+        )
+    if layers.nunique() > 1 or (lists["experts"] < 1).any():
+        return 0, "not every rank holds an expert of each layer"
+    return int(layers.iloc[0]), ""
+
+
+def _a_token(frame: pd.DataFrame) -> pd.Series[float]:
+    """Return the time of one more token, ns, for each row: the slope of the line through its layer's times.
+
+    At least 0, and at most the whole time ÷ the tokens.
     """
     tokens, ns = frame["got"].astype(float), frame["expert_ns"].astype(float)
     by = [frame["group"], frame["members"], frame["place"]]
@@ -178,7 +230,7 @@ def _a_token(frame: pd.DataFrame) -> pd.Series[float]:
 
 
 def _shorter(frame: pd.DataFrame) -> pd.Series[float]:
-    """Return by how much each step is shorter with even shares, ns: of groups side by side the slowest counts."""
+    """Return by how much each step is shorter with even shares, ns; where groups run in parallel the slowest counts."""
     slowest = frame.groupby(["step", "group", "members", "instance"])[["expert_ns", "even_ns"]].max()
     steps = slowest.groupby(["step", "group", "members"]).sum().groupby("step").max()
     found: pd.Series[float] = (steps["expert_ns"] - steps["even_ns"]).clip(lower=0.0)
@@ -186,7 +238,7 @@ def _shorter(frame: pd.DataFrame) -> pd.Series[float]:
 
 
 def _waits(matched: Maybe[pd.DataFrame], steps: float) -> pd.Series[float]:
-    """Return what each rank waits for others in all-to-alls, ns a traced step; empty where it is not known."""
+    """Return how long each rank waits for others in all-to-alls, ns a traced step; empty where it is not known."""
     pairs = matched.or_none()
     if pairs is None:
         return pd.Series(dtype=float)
@@ -196,7 +248,7 @@ def _waits(matched: Maybe[pd.DataFrame], steps: float) -> pd.Series[float]:
 
 @per_rank
 def destinations(dispatches: pd.DataFrame, collectives: pd.DataFrame, window_steps: pd.DataFrame) -> pd.DataFrame:
-    """Return to which place in its group this rank's tokens go: members, to, tokens (a step). Empty: not known."""
+    """Return how many tokens the rank sends to each place in its group: members, to, tokens a step. Empty: unknown."""
     rows = dispatches.assign(members=collectives["members"].to_numpy()[dispatches["row"]])
     rows = rows.assign(give=rows["pieces"].str.partition(">")[0] if len(rows) else "")
     rows = rows[rows["give"].str.contains(",")]

@@ -1,4 +1,4 @@
-"""Embeddings whose tables lie in the host's memory, in a job that computes on a device, and what that costs."""
+"""Embedding tables in host memory, in a job that computes on a device, and their cost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dlprof.analysis.timeline.launches import Launches
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 
-# An operator of the optimizer that launches nothing and takes this long changes weights of the host.
+# An operator of the optimizer that launches nothing and takes this long updates weights on the host.
 _CHANGES_NS = 20_000
 
-# What was looked up is copied by one of the next calls, behind others that work on the host (`stack`, `sum`).
+# The looked-up rows are copied by one of the next calls, after others on the host (`stack`, `sum`).
 _NEXT = 16
 
 # A device reads and writes the rows at its memory's rate, a hundred times that of pageable copies (2 TB/s, 7 GB/s on an
@@ -37,7 +37,7 @@ def host_tables(
     device_work: pd.DataFrame,
     in_optimizer: Maybe[iv.Intervals],
 ) -> pd.DataFrame:
-    """Return one row of what embeddings in the host's memory take of a mean steady traced step; none: there are none.
+    """Return one row: the cost of embeddings in host memory in a mean steady traced step; no row: there are none.
 
     Columns: lookups, lookup_ns, gradient_ns and optimizer_ns (of the host, in operators that launch nothing), copies,
     copy_ns and copy_bytes (of what was looked up, to the device, and of its gradients back), gain_ns (how much shorter

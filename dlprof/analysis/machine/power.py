@@ -1,12 +1,12 @@
 """What a lower power limit would cost: the GPU's clock falls until its power fits, and what computes takes longer.
 
-A GPU that reaches its limit lowers the clock of its multiprocessors; that of its memory stays. Its power then follows
-P ~ f^k: what switches takes c·f·V² watts, and the voltage V falls with the clock, so that k is 3 at most and near 1
-where V is at its least already; what leaks, and the memory, take the same at any clock. k is fitted where this run's
-clock varied while nothing held it at its power limit, as where heat did; else it is assumed to be in K_RANGE.
+A GPU that reaches its limit lowers the clock of its multiprocessors, but not that of its memory. Its power follows
+P ~ f^k. Switching takes c·f·V² watts, and the voltage V falls with the clock, so k is at most 3, and near 1 where V is
+at its minimum. Leakage and memory take the same power at any clock. k is fitted where the clock of this run varied
+without reaching the power limit, as with heat; otherwise it is assumed to be in K_RANGE.
 
-Matrix products and convolutions take as much longer as the clock is lower. Copies, collectives and idle time stay.
-Other kernels wait for memory more than they compute: between nothing and all of them.
+Matrix products and convolutions slow down as the clock does. Copies, collectives and idle time do not change. Other
+kernels mostly wait for memory: between none and all of their time slows down.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dlprof.analysis.step.breakdown import part
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result.throughput import PowerLimit
 
-# How power grows with the clock where the run does not show it: from mostly leakage and memory to none of it.
+# The exponent k where the run does not show it; the range goes from mostly leakage and memory power to none.
 K, K_RANGE = 2.2, (1.5, 3.0)
 
-# Clocks of one run that differ by less than this show nothing. Fitted beyond these, k is no property of a GPU.
+# Clocks that vary by less than this share show nothing. A fitted k outside this range is not a property of a GPU.
 _LEAST_SPREAD = 0.05
 _SENSIBLE = (1.0, 4.0)
 
 # Of the limit that is set now.
 SHARES = (1.0, 0.9, 0.8, 0.7)
 
-# What has no part in a busy GPU's power: an idle one takes about so much of its limit (A100 and H100: 50 to 70 W).
+# An idle GPU draws about this share of its limit (A100 and H100: 50 to 70 W).
 _IDLE = 0.1
 
 _METRICS = ("power_w", "power_limit_w", "sm_clock_mhz", "clock_reasons_bits")
@@ -43,7 +43,7 @@ _METRICS = ("power_w", "power_limit_w", "sm_clock_mhz", "clock_reasons_bits")
 
 @per_rank
 def power_draw(placed_samples: pd.DataFrame, steady_span: tuple[int, int]) -> pd.DataFrame:
-    """Return one row of the rank's own GPU in steady steps: power_w, limit_w, k and k_noise (NaN: not seen), readings.
+    """Return one row for the rank's GPU in steady steps: power_w, limit_w, k and k_noise (NaN: not fitted), readings.
 
     Raises NotMeasured where power or its limit were not read.
     """
@@ -53,7 +53,7 @@ def power_draw(placed_samples: pd.DataFrame, steady_span: tuple[int, int]) -> pd
     read = read.reindex(columns=list(_METRICS))
     read = read[(read["power_w"] > 0) & (read["power_limit_w"] > 0)]
     if len(read) < ENOUGH:
-        raise NotMeasured("the power of the GPU, and its limit, were not read often enough while it trained")
+        raise NotMeasured("the GPU's power and its limit were not read often enough during training")
     k, noise = _fitted(read)
     row = {"power_w": read["power_w"].mean(), "limit_w": read["power_limit_w"].mean(), "k": k, "k_noise": noise}
     return pd.DataFrame([row | {"readings": len(read)}])
@@ -61,7 +61,7 @@ def power_draw(placed_samples: pd.DataFrame, steady_span: tuple[int, int]) -> pd
 
 def _fitted(read: pd.DataFrame) -> tuple[float, float]:
     """Return k of P ~ f^k and its standard error, by least squares of the logarithms; NaN where clocks show nothing."""
-    bits = read["clock_reasons_bits"].fillna(REASONS["power_cap"]).astype(np.int64)  # not known: perhaps at the limit
+    bits = read["clock_reasons_bits"].fillna(REASONS["power_cap"]).astype(np.int64)  # unknown: perhaps at the limit
     free = read[(bits & REASONS["power_cap"] == 0) & (read["sm_clock_mhz"] > 0)]
     if len(free) < 2 * ENOUGH:
         return math.nan, math.nan
@@ -89,11 +89,11 @@ class PowerModel:
     fitted: bool
 
     def at(self, share: float) -> PowerLimit:
-        """Return the step with so much of the limit that is set now on each GPU."""
+        """Return the step at a share of each GPU's present limit."""
         r = self.ranks
         least, likely, most = self.k
         limit = share * r["limit_w"]
-        # The limit holds for what a GPU takes while it works, which is more than its mean.
+        # The limit applies to the power while a GPU works, which is more than its mean.
         working = (r["power_w"] - _IDLE * r["limit_w"] * (1 - r["busy"])) / r["busy"].clip(lower=0.05)
         working = working.clip(lower=r["power_w"])
         both = (r["products_ns"] + r["computed_ns"]) / 2
@@ -107,9 +107,9 @@ class PowerModel:
         )
 
     def _step(self, power: pd.Series[float], limit: pd.Series[float], k: float, scales: pd.Series[float]) -> float:
-        """Return the mean step where so much of each rank's takes as much longer as its clock is lower."""
+        """Return the mean step where the part `scales` of each rank's step slows down as its clock does."""
         own = self.ranks["own_ns"]
-        now = np.minimum(power, self.ranks["limit_w"])  # no GPU takes more than it may
+        now = np.minimum(power, self.ranks["limit_w"])  # no GPU draws more than its limit
         slower = np.maximum(now / limit, 1.0) ** (1 / k)
         return self.step_ns + float((own + scales * (slower - 1)).max() - own.max())
 
@@ -137,7 +137,7 @@ def power_model(
         busy=busy.clip(upper=1.0),
     )
     if not computed.any() or ranks[["own_ns", "computed_ns"]].isna().any(axis=None):
-        raise NotMeasured("no trace shows what of the step is computation")
+        raise NotMeasured("no trace shows how much of the step is computation")
     known = power_draw[power_draw["k"].notna()]
     fitted = len(known) > 0 and bool(known["k"].between(*_SENSIBLE).all())
     k = (K_RANGE[0], K, K_RANGE[1])

@@ -1,1 +1,1 @@
-"""Copies, and what the device's memory holds."""
+"""Memory of devices and processes, and copies between host and device."""

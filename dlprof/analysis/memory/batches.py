@@ -1,4 +1,4 @@
-"""What a larger batch would need of the GPU's memory, and give."""
+"""The memory that a larger batch needs on the GPU, and the time that it saves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 
-# Where tools that watch memory warn: above 92 %. A larger batch may fill up to there.
+# Memory monitors warn above 92 %. A larger batch may use up to that.
 HIGH = 0.92
 
-# The categories of the step that are the same for any batch: what the host does.
+# Categories of the step that take the same time for any batch: host work.
 HOST = ("host", "optimizer_host", "launch_latency")
 
-# A batch is advised in sizes of which it is a multiple, from twice that on: matrix products in 16 bits want 8.
+# Advised batches of 16 or more are multiples of this: matrix products in 16 bits want 8.
 _EVEN = 8
 MOST_TIMES = 64.0  # no step is extrapolated further
 
@@ -31,12 +31,11 @@ MOST_TIMES = 64.0  # no step is extrapolated further
 def batch_room(
     memory_use: Maybe[pd.DataFrame], held: Maybe[pd.DataFrame], memory_composition: Maybe[pd.DataFrame], rank: RankFacts
 ) -> pd.DataFrame:
-    """Return what grows with the batch on the rank's GPU, one row, bytes: stays_bytes, grows_bytes, floor_bytes (that
-    is needed as the optimizer steps, whatever the batch), total_bytes, counted (1: by part, 0: all grows that a step
-    does not leave allocated).
+    """Return how much of the memory of the rank's GPU grows with the batch, one row.
 
-    Without the allocator's cache, which a larger batch would use. Raises NotMeasured where the rank uses no GPU, or its
-    memory was not read.
+    Columns: stays_bytes, grows_bytes, floor_bytes (needed in the optimizer's step for any batch), total_bytes, counted
+    (1: counted by part; 0: all memory that a step frees is taken to grow). The allocator's cache is left out: a larger
+    batch would use it. Raises NotMeasured where the rank uses no GPU, or its memory was not read.
     """
     total, composition, table = total_bytes(rank), memory_composition.or_none(), held.or_none()
     if composition is not None and table is not None and (device := main_device(composition)) != "cpu":
@@ -56,13 +55,13 @@ def _row(values: tuple[float, ...]) -> pd.DataFrame:
 
 
 def batch_need(batch_room: pd.DataFrame, times: float) -> float:
-    """Return the share of memory that a batch so many times as large needs, on the rank where that is most."""
+    """Return the largest share of memory that a batch `times` as large needs on any rank."""
     grown = batch_room["stays_bytes"] + batch_room["grows_bytes"] * times
     return float((np.maximum(grown, batch_room["floor_bytes"]) / batch_room["total_bytes"]).max())
 
 
 def most_times(batch_room: pd.DataFrame) -> float:
-    """Return how many times as large a batch fits on every rank below HIGH; 0: not even what stays does."""
+    """Return the largest batch that fits on every rank below HIGH, as a multiple of the present one; 0: none does."""
     free = HIGH * batch_room["total_bytes"] - batch_room["stays_bytes"]
     fits = batch_room["floor_bytes"] <= HIGH * batch_room["total_bytes"]
     times = (free / batch_room["grows_bytes"].clip(lower=1.0)).where(fits, 0.0)
@@ -70,8 +69,9 @@ def most_times(batch_room: pd.DataFrame) -> float:
 
 
 def even(times: float, batch: object) -> float:
-    """Return so many times the batch, or less, so that its size is one that a user would type: a whole number, of 16 on
-    a multiple of 8. Where the batch is not known, a multiple in quarters.
+    """Return a multiple rounded down so that the batch size is one that a user would type.
+
+    That is a whole number, from 16 on a multiple of 8. Where the batch is not known, the multiple is in quarters.
     """
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         return float(np.floor(4 * times) / 4)
@@ -83,7 +83,7 @@ def even(times: float, batch: object) -> float:
 def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[int, float]:
     """Return each rank's time of the mean step that is the same for any batch, ns.
 
-    That is what the host does and what ranks exchange of gradients, but for waiting for other ranks.
+    That is host work and the exchange of gradients, without waiting for other ranks.
     """
     exchanged, waits = part(breakdown, "communication"), by_rank(own_time, "wait_ns")
     return {r: ns + max(0.0, exchanged[r] - waits.get(r, 0.0)) for r, ns in part(breakdown, *HOST).items()}
@@ -99,12 +99,12 @@ def larger_batch_steps(
     breakdown: pd.DataFrame,
     job: Job,
 ) -> pd.DataFrame:
-    """Return what a larger batch would need and give, for as many samples as a step has now, a row a multiple.
+    """Return memory and time with larger batches, per present number of samples, a row for each multiple.
 
-    Columns: times (1: as it is; TIMES; and the largest that fits), size (NaN: not known), need (share of the memory of
-    the GPU that it fills most; NaN: not known), gain_ns, step_ns, speed (× now), again_ns (the gain where the forward
-    pass is computed once more). By replaying the traced steps; where they cannot be, what is the same for any batch is
-    divided, and what is computed again comes on top.
+    Columns: times (1: the present batch; TIMES; and the largest that fits), size (NaN: not known), need (the largest
+    share of a GPU's memory; NaN: not known), gain_ns, step_ns, speed (× present), again_ns (the gain if the forward
+    pass is recomputed). From a replay of the traced steps; without one, the time that is the same for any batch is
+    divided by the multiple, and recomputation is added.
     """
     rows = []
     forward = {r: FORWARD_SHARE * ns for r, ns in part(breakdown, "computation").items()}
@@ -132,8 +132,8 @@ def larger_batch_steps(
 def gain_at(larger_batch_steps: pd.DataFrame, times: float, column: str = "gain_ns") -> float:
     """Return the gain of a multiple between those of `larger_batch_steps`.
 
-    By the share of the batch that is the same, 1 / times, over which the gain bends downwards: so it is rather more.
-    Beyond the largest that is known nothing more is gained.
+    Interpolated over 1 / times, in which the gain is concave: the true gain is rather more. Beyond the largest known
+    multiple the gain stays the same.
     """
     left = 1 / larger_batch_steps["times"].to_numpy(dtype=float)
     order = np.argsort(left)

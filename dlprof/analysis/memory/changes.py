@@ -1,8 +1,8 @@
-"""What changes of a training script would do to a rank's memory, and to its step: each alone, from what was counted.
+"""What changes of a training script would do to a rank's memory and to its step, each alone, from what was counted.
 
-Memory is of footprint.py. Time is known where another measure knows it: a larger batch by the replay of the step, 16
-bits by the products that float32 slows down, checkpoints by the forward passes of the modules that they are around,
-another schedule by the pipeline's replay. Else it is bounded, or not known, and the row says so.
+Memory comes from footprint.py. The step's time is known where another measure predicts it: a larger batch by the replay
+of the step, 16 bits by the products that run in float32, checkpointing by the forward pass of the modules, another
+schedule by the pipeline's replay. Otherwise it is bounded or not known, and the row says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, s
 from dlprof.analysis.timeline.paths import folded
 from dlprof.errors import NotMeasured
 
-# Multiples of the batch that are told, beside the largest that fits.
+# Multiples of the batch that are listed, besides the largest that fits.
 MULTIPLES = (0.5, 2.0, 4.0, 8.0)
 
 
@@ -35,13 +35,15 @@ MULTIPLES = (0.5, 2.0, 4.0, 8.0)
 def memory_changes(
     held: pd.DataFrame, memory_composition: pd.DataFrame, attention: Maybe[pd.DataFrame], rank: RankFacts
 ) -> pd.DataFrame:
-    """Return what each change makes of the rank's peak, a row each: change, value, device, now_bytes, then_bytes (of
-    all that is held there), total_bytes (that there are; NaN: unknown), times (how many times as large a batch then
-    fits, without a cache; NaN: unknown), moved_bytes (more, between host and device in a step).
+    """Return the rank's predicted peak with each change.
+
+    Columns: change, value, device, now_bytes and then_bytes (the peak without and with it), total_bytes (the device's
+    memory; NaN: unknown), times (the largest batch that then fits ÷ the present one, without the allocator's cache;
+    NaN: unknown), moved_bytes (copied between host and device in a step, in addition).
 
     Changes: batch (value: times the present one), autocast, 16_bits, checkpoint (value: the modules, folded),
-    checkpoint_only (of several lists of modules, one), fused_attention, shard (ZeRO's stage / the ranks), 8_bit,
-    offload, microbatches (their number), schedule (its name); the first is "" for none.
+    checkpoint_only (one of several lists of modules), fused_attention, shard (ZeRO's stage / the ranks), 8_bit,
+    offload, microbatches (their number), schedule (its name). The first row is the present state: change "".
     """
     device = main_device(memory_composition)
     now = of_device(held, memory_composition, device, rank.facts)
@@ -66,7 +68,7 @@ def memory_changes(
 
 
 def with_cache(now: Footprint, then: Footprint) -> float:
-    """Return all that is held with a change, the allocator's cache grown or shrunk as what tensors hold."""
+    """Return the peak with a change; the allocator's cache is assumed to scale with the tensors."""
     cache = now.parts["cache"]
     beside = cache + now.parts["libraries"] + now.parts["process"]
     tensors = now.peak_bytes - beside
@@ -81,7 +83,7 @@ def _times(then: Footprint, total: float) -> float:
 
 
 def _scores(attention: Maybe[pd.DataFrame]) -> float:
-    """Return the bytes of one copy of all scores that unfused attention keeps of a step."""
+    """Return the bytes of one copy of the scores that a step's unfused attention stores."""
     frame = attention.or_none()
     if frame is None:
         return 0.0
@@ -125,13 +127,13 @@ def _changes(
             yield "shard", f"{stage}/{world}", fp.sharded(now, stage, world, fp.largest_unit(held, modules))
     if now.parts["optimizer"] or now.moments["update"]["optimizer"]:
         yield "8_bit", "", fp.eight_bit(now)
-        if not isnan(total):  # it is not on the host already
+        if not isnan(total):  # on a CPU the state is on the host already
             yield "offload", "", fp.offloaded(now)
     yield from _of_pipeline(now, facts.get("pipeline"))
 
 
 def _largest(now: Footprint, total: float, batch: object) -> tuple[float, ...]:
-    """Return the largest multiple that fits; (): it is none, or that is not known."""
+    """Return the largest multiple of the batch that fits; (): none above 1, or not known."""
     if isnan(total):
         return ()
     most = even(_times(now, total), batch)
@@ -139,7 +141,7 @@ def _largest(now: Footprint, total: float, batch: object) -> tuple[float, ...]:
 
 
 def _replicated(held: pd.DataFrame) -> bool:
-    """Return whether the rank holds all of its parameters, as nothing shards them."""
+    """Return whether the rank holds all parameters whole: nothing shards them."""
     parameters = held[held["part"] == "parameter"]
     return bool(len(parameters)) and bool((parameters["bytes"] >= parameters["full_bytes"]).all())
 
@@ -164,9 +166,9 @@ def _of_pipeline(now: Footprint, told: object) -> Iterator[tuple[str, str, Footp
 
 
 def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place: int) -> float | None:
-    """Return how many micro-batches a rank of a pipeline holds at most ÷ those of a step; None: not known.
+    """Return the most micro-batches that a pipeline rank holds at a time ÷ those of a step; None: not known.
 
-    m of m under GPipe, min(p − place, m) under 1F1B (Narayanan et al., Megatron-LM, 2021); of others by their grid.
+    m of m under GPipe, min(p − place, m) under 1F1B (Narayanan et al., Megatron-LM, 2021); others by their grid.
     """
     if not runs(schedule, ranks, microbatches, chunks):
         return None
@@ -174,7 +176,7 @@ def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place:
 
 
 def names_of(held: pd.DataFrame, modules: list[str], of: list[str] | None = None) -> str:
-    """Return the folded names of modules, or `of` some of them: "encoder.layers.*"."""
+    """Return the folded names of modules, or only of those in `of`: "encoder.layers.*"."""
     known = held.drop_duplicates("module").set_index("module")["kind"].astype(str)
     kinds = {str(path): str(kind) for path, kind in known.items()}
     names = folded({**dict.fromkeys(modules, ""), **kinds})
@@ -183,7 +185,7 @@ def names_of(held: pd.DataFrame, modules: list[str], of: list[str] | None = None
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass of some modules: ns of a mean step, and its share of the whole model's."""
+    """The forward pass of some modules: ns of a mean step, and its share of the whole model's forward pass."""
 
     ns: float
     share: float
@@ -191,7 +193,7 @@ class Forward:
 
 
 def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> Forward | None:
-    """Return what the forward pass of modules takes, by their folded names; None: it was not seen of each."""
+    """Return the forward pass of modules, by their folded names; None: it is not known for all of them."""
     if module_means is None:
         return None
     rows = module_means.drop_duplicates("path").set_index("path")
@@ -213,15 +215,16 @@ def memory_what_if(
     module_means: Maybe[pd.DataFrame],
     job: Job,
 ) -> pd.DataFrame:
-    """Return the changes of the rank with the highest peak: its columns, and now_ns, then_ns (the mean steady step, for
-    as many samples as now; NaN: not known), bound ("most", "least": then_ns is that; "": neither), why (then_ns is not
-    known, or bounded).
+    """Return `memory_changes` of the rank with the highest peak, with the step's time.
+
+    More columns: now_ns, then_ns (the mean steady step for the present number of samples; NaN: not known), bound
+    (then_ns is at "most" or at "least" that; "": neither), why (then_ns is not known, or bounded).
     """
     worst = int(memory_changes["rank"].to_numpy()[memory_changes["now_bytes"].to_numpy().argmax()])
     rows = memory_changes[memory_changes["rank"] == worst].reset_index(drop=True)
     now = mean_step_ns.or_none()
     if now is None:
-        return rows.assign(now_ns=nan, then_ns=nan, bound="", why="no steady step is known")
+        return rows.assign(now_ns=nan, then_ns=nan, bound="", why="no steady step was measured")
     facts = job.facts[worst]
 
     def of_batch(value: str) -> tuple[float, str, str]:
@@ -229,13 +232,13 @@ def memory_what_if(
         if frame is None:
             return nan, "", larger_batch_steps.why()
         if float(value) < 1:
-            return now, "least", "what the host does and what is exchanged is not less for a smaller batch"
+            return now, "least", "host work and communication do not shrink with the batch"
         return now - gain_at(frame, float(value)), "", ""
 
     def of_bits(_: str) -> tuple[float, str, str]:
         frame = tensor_cores.or_none()
         saved = by_rank(frame, "fp32_saved_ns").get(worst, nan) if frame is not None else nan
-        return (now - saved, "", "") if not isnan(saved) else (nan, "", "how fast it computes in 16 bits is not known")
+        return (now - saved, "", "") if not isnan(saved) else (nan, "", "speed in 16 bits is not known")
 
     def of_checkpoint(value: str) -> tuple[float, str, str]:
         frame, again = larger_batch_steps.or_none(), forward_of(module_means.or_none(), value.split(", "))
@@ -245,7 +248,7 @@ def memory_what_if(
             return nan, "", larger_batch_steps.why()
         whole = -gain_at(frame, 1.0, "again_ns")
         if again is None:
-            return now + whole, "most", "as if the whole forward pass were computed again"
+            return now + whole, "most", "assumes that the whole forward pass is recomputed"
         return now + whole * again.share, "", ""
 
     def of_attention(_: str) -> tuple[float, str, str]:
@@ -254,15 +257,15 @@ def memory_what_if(
 
     def of_shards(value: str) -> tuple[float, str, str]:
         if value[0] in "12":
-            return now, "", "as many bytes are exchanged as now"
-        return nan, "", "half as many bytes again are exchanged; what of that is hidden is not known"
+            return now, "", "communicates as many bytes as now"
+        return nan, "", "communicates 1.5 × the bytes; how much of it overlaps is not known"
 
     def of_offload(_: str) -> tuple[float, str, str]:
         rate = (host_link(device_of(facts, job.trace_facts[worst])[0]) or 0.0) * PCIE_REACHED
         moved = float(rows["moved_bytes"].max())
         if not rate:
-            return nan, "", "the speed of the host's link is not known"
-        return now + moved / rate * 1e9, "least", "the host's own computing comes on top"
+            return nan, "", "the bandwidth between host and device is not known"
+        return now + moved / rate * 1e9, "least", "the optimizer's time on the host is not included"
 
     def of_pipeline(value: str) -> tuple[float, str, str]:
         with suppress(NotMeasured):
@@ -270,7 +273,7 @@ def memory_what_if(
                 asked = {"microbatches": int(value)} if value.isdecimal() else {"schedule": value}
                 gain = (model.pipe.step_ns - model.step_with(**asked)) * model.pipe.calls_a_step
                 return now - gain, "", ""
-        return nan, "", "the pipeline's step cannot be replayed"
+        return nan, "", "the pipeline cannot be replayed"
 
     times: Mapping[str, Callable[[str], tuple[float, str, str]]] = {
         "": lambda _: (now, "", ""),
@@ -281,7 +284,7 @@ def memory_what_if(
         "checkpoint": of_checkpoint,
         "checkpoint_only": of_checkpoint,
         "shard": of_shards,
-        "8_bit": lambda _: (nan, "", "how fast its kernels are is not known"),
+        "8_bit": lambda _: (nan, "", "speed of 8-bit optimizer kernels is not known"),
         "offload": of_offload,
         "microbatches": of_pipeline,
         "schedule": of_pipeline,

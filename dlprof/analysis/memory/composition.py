@@ -1,4 +1,4 @@
-"""What a rank's memory is made of when it is fullest, and which modules hold it."""
+"""The parts of a rank's memory at its peak, and the memory of each module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pandas as pd
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank
 from dlprof.errors import NotMeasured
 
-# What is counted tensor by tensor, and is there all the time or at one of the moments below.
+# Parts that are counted tensor by tensor. They exist all the time or at one of the moments below.
 COUNTED = ("parameter", "cast", "gradient", "optimizer", "buffer", "activation", "input", "communication")
 
-# Rows of one rank's modules that travel: the largest, and the others together.
+# Rows of one rank that travel: the largest modules, and one row for all others.
 MOST_ROWS = 1_000
 
 _KEYS = ["module", "kind", "part", "device"]
@@ -29,16 +29,16 @@ def memory_composition(
     samples: Maybe[pd.DataFrame],
     rank: RankFacts,
 ) -> pd.DataFrame:
-    """Return what each device's memory holds when it is fullest, a row a part: device, part, bytes, known, moment.
+    """Return the parts of each device's memory at its peak: device, part, bytes, known (the source), moment.
 
-    The rows of a device add up to all that the process has there. Parts: those of COUNTED (known "counted": tensor by
-    tensor, in one step), at the `moment` that holds more of them, "backward" (one begins) or "gradients" (the last one
-    has ended). On a GPU also temporary (the allocator's peak less what is counted, "difference"), cache (reserved and
-    not allocated at the peaks, "allocator"), and libraries (the CUDA context, NCCL and other processes on that GPU:
-    used less reserved, "driver"). On the host, where nothing counts what PyTorch allocates: process (its own memory
-    before there was a model, "process"), and unexplained (what else it held at its most: data, temporaries, freed
-    memory that it keeps, "difference"). The GPU's difference is "unexplained" too where activations are not counted, or
-    where it is below 0: more was counted than was there.
+    The rows of a device add up to all memory that the process has there. Parts, with their source in brackets:
+    those of COUNTED ("counted", in one step), at the `moment` with more of them: "backward" (a backward pass begins) or
+    "gradients" (the last one has ended). On a GPU also temporary (the allocator's peak less the counted parts,
+    "difference"), cache (reserved and not allocated at the peaks, "allocator"), and libraries (the CUDA context, NCCL
+    and other processes on that GPU: used less reserved, "driver"). On the host, where nothing counts what PyTorch
+    allocates: process (memory of the process once it had imported torch, "process"), and unexplained (the rest of its
+    peak: data, temporaries, freed memory that it keeps, "difference"). On a GPU the difference is "unexplained" where
+    activations were not counted, or where it is below 0: more was counted than allocated.
     """
     told = rank.trace_facts.get("held") or {}
     if not len(held):
@@ -60,10 +60,10 @@ def memory_composition(
 
 @per_rank
 def held_by_module(held: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
-    """Return what each module holds itself, without the modules inside it: module (path), kind (class), part, device,
-    tensors, bytes and full_bytes (before they were sharded), the largest first.
+    """Return the memory of each module without the modules inside it, the largest first.
 
-    Of more than MOST_ROWS the smaller ones are one row of each part and device, of module "…".
+    Columns: module (path), kind (class), part, device, tensors, bytes and full_bytes (before sharding). Beyond
+    MOST_ROWS rows the smaller ones are one row for each part and device, with module "…".
     """
     if not len(held):
         raise NotMeasured(_why(rank.trace_facts.get("held") or {}))
@@ -76,14 +76,14 @@ def held_by_module(held: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
 
 
 def _why(told: Mapping[str, Any]) -> str:
-    return f"it was not counted what memory holds: {told.get('state') or 'no tensor was seen'}"
+    return f"memory was not counted: {told.get('state') or 'no tensor was seen'}"
 
 
 def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
-    """Return the moment at which a device holds most of what is counted, and each part's bytes at that moment.
+    """Return the moment with the most counted memory on a device, and each part's bytes at that moment.
 
-    When a backward pass begins activations are at their most, and gradients are those that were not set to None. When
-    it has ended gradients are complete, and neither activations nor autocast's copies are left.
+    When a backward pass begins, all activations exist, and the gradients that were not set to None. When it has ended,
+    all gradients exist, and neither activations nor autocast's copies.
     """
     sums = mine.groupby("part", observed=True)["bytes"].agg(lambda sizes: float(sizes.astype(float).sum()))
     whole = {part: float(sums.get(part, 0.0)) for part in COUNTED}
@@ -110,7 +110,7 @@ def _of_gpu(
 
 
 def _beyond_allocator(memory: pd.DataFrame, samples: Maybe[pd.DataFrame]) -> float:
-    """Return what a GPU's driver counts as used beyond the allocator's, in the middle of all readings; NaN: unknown."""
+    """Return the used memory according to the driver less the reserved, the median of all readings; NaN: unknown."""
     read = samples.or_none()
     if read is None:
         return nan

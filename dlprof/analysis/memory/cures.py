@@ -1,4 +1,4 @@
-"""Which changes would have fitted where memory ran out, from what was counted of an earlier step."""
+"""Which changes would have avoided running out of memory, predicted from the memory counted in an earlier step."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import pandas as pd
 from dlprof.units import digits, size
 
 _MOST = 5  # changes that are named
-_WORTH = 0.02  # less than so much of what was needed is no cure
+_WORTH = 0.02  # of the memory needed; changes that save less are not named
 
-# What has become so many times what was counted is not what was counted: something grew, or another kind of step ran.
+# Where a failure needed so many times the counted memory, the count says nothing: memory grew, or another kind of step
+# ran.
 _GROWN = 2.0
 _NUMERICS = ("batch", "autocast", "16_bits", "8_bit")
 
 
 class Cure(NamedTuple):
-    """A change in words, with the peak that it is predicted to have, and whether it changes what is computed."""
+    """A change in words, with the predicted peak, and whether it changes the numbers that are computed."""
 
     text: str
     numerics: bool
 
 
 def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[Cure]:
-    """Return the changes with which the job would have fitted, those that compute the same first, and of these the
-    ones that leave most.
+    """Return the changes with which the job would have fitted: those that compute the same numbers first, and of these
+    the one with the highest predicted peak.
 
-    A failure needed what was held and what was asked for. That is taken to be as many times what was counted with a
-    change as without: a longer batch than the one that was counted needs more of everything that grows. Nothing where
-    what was needed is far more than what was counted.
+    The job needed the allocated memory and the failed request. The ratio of that to the counted memory is assumed to
+    be the same with each change: a longer batch needs more of everything that grows. Returns nothing where the job
+    needed far more than was counted.
     """
     held, asked, total = (failure[name] for name in ("allocated_bytes", "requested_bytes", "total_bytes"))
     if memory_what_if is None or isnan(total) or isnan(held):
@@ -38,7 +39,7 @@ def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[
     rows = memory_what_if[memory_what_if["change"] != ""]
     if not len(rows) or (str(rows["device"].iloc[0]) == "cpu") != (failure["device"] == "host"):
         return []
-    # What was killed had filled the memory, whatever was read last.
+    # A process that was killed had filled the memory, whatever was read last.
     needed = held + asked if not isnan(asked) else max(held, total)
     now = float(rows["now_bytes"].iloc[0])
     scale = max(needed / now, 1.0) if now else 1.0
@@ -66,8 +67,8 @@ def named(change: str, value: str) -> str:
         "16_bits": "model and optimizer in 16 bits",
         **dict.fromkeys(("checkpoint", "checkpoint_only"), f"`torch.utils.checkpoint` around `{value}`"),
         "fused_attention": "`scaled_dot_product_attention`",
-        "8_bit": "an optimizer with its state in 8 bits",
-        "offload": "the optimizer's state on the host",
+        "8_bit": "an optimizer with 8-bit state",
+        "offload": "the optimizer state on the host",
         "microbatches": f"{value} micro-batches",
         "schedule": f"the pipeline schedule {value}",
     }[change]

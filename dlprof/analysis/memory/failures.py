@@ -1,5 +1,5 @@
-"""Ranks that ran out of memory, and what is known of how: from a snapshot, from the error that ended them, or from the
-kernel that killed them.
+"""Ranks that ran out of memory, and how it is known: from a snapshot, from the error that ended the rank, or from the
+kernel that killed it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlprof.analysis.memory.snapshot import shortened
 
 SNAPSHOT, ERROR, KERNEL, KILLED = "snapshot", "error", "kernel", "killed"
 
-# A process that was killed while so much of the memory was in use was killed for it, if nothing else says why: the
+# A process that was killed with this share of memory in use is taken to have run out of it, if nothing else says why:
 # readings are seconds apart.
 _NEARLY_ALL = 0.9
 
@@ -43,9 +43,11 @@ COLUMNS = (
 def last_memory(
     memory: Maybe[pd.DataFrame], samples: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], rank: RankFacts
 ) -> pd.DataFrame:
-    """Return what was read last of a rank's memory, one row: step (the last one; −1: none), allocated_bytes and
-    reserved_bytes (by PyTorch's allocator), process_bytes (of the process and its children), available_bytes (on the
-    host, where this rank read it), limit_bytes (of its container, else of the host). NaN: not read.
+    """Return the last readings of a rank's memory, one row; NaN: not read.
+
+    Columns: step (the last one; −1: none), allocated_bytes and reserved_bytes (of PyTorch's allocator), process_bytes
+    (of the process and its children), available_bytes (on the host, where this rank read it), limit_bytes (of its
+    container, else of the host).
     """
     steps, read = light_steps.or_none(), samples.or_none()
     row: dict[str, float] = {"step": -1 if steps is None or not len(steps) else int(steps["step"].iloc[-1])}
@@ -75,12 +77,12 @@ def last_memory(
 
 @across_ranks
 def memory_failures(memory_state: Maybe[pd.DataFrame], last_memory: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
-    """Return a row for each rank's device that ran out of memory; none where nothing shows that.
+    """Return a row for each device of a rank that ran out of memory; no row where nothing shows that.
 
-    Columns: rank, device ("0" of a GPU, "host"), how (SNAPSHOT: its allocator's events; ERROR: the error that ended the
-    process; KERNEL: which counted that it killed one; KILLED: a process that held nearly all was killed),
-    requested_bytes, allocated_bytes, reserved_bytes, free_bytes (reserved, and not allocated), device_free_bytes,
-    total_bytes, ooms, site, step, text. NaN and "": not known; step −1.
+    Columns: rank, device ("0" for a GPU, "host"), how it is known (SNAPSHOT: from the allocator's events; ERROR: from
+    the error that ended the process; KERNEL: from the kernel's count of out-of-memory kills; KILLED: the process was
+    killed with nearly all memory in use), requested_bytes, allocated_bytes, reserved_bytes, free_bytes (reserved and
+    not allocated), device_free_bytes, total_bytes, ooms, site, step, text. NaN and "": not known; step −1.
     """
     rows: list[dict[str, Any]] = []
     last = last_memory.or_none()
@@ -127,7 +129,7 @@ def _of_errors(job: Job, read: dict[int, dict[Any, Any]]) -> Iterator[dict[str, 
 
 
 def _of_kills(job: Job, read: dict[int, dict[Any, Any]]) -> Iterator[dict[str, Any]]:
-    """Return the ranks that were killed, if that was for want of the host's memory."""
+    """Yield the ranks that were killed, if the host ran out of memory."""
     code, signal = job.run.exit.get("code"), job.run.exit.get("signal")
     if not job.run.recorded or (code == 0 and not signal):
         return

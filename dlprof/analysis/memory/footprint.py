@@ -1,8 +1,8 @@
-"""What a rank holds at its peak, by part, and what that becomes with a change: pure functions, from counted bytes.
+"""A rank's peak memory by part, and what a change makes of it: pure functions of counted bytes.
 
-A step has two moments at which memory can be at its most: when the forward pass has ended and its activations are all
-there, and when the optimizer steps and the gradients are all there. A change of one may leave the other as the peak, so
-both are kept. Nothing here knows of a model's kind: what is counted is scaled, split or moved.
+Memory may peak at two moments of a step: at the end of the forward pass, with all activations, and in the optimizer's
+step, with all gradients. A change that lowers one may leave the other as the peak, so both are kept. Nothing here
+depends on the kind of model: counted bytes are scaled, divided or moved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import ceil, inf
 
 import pandas as pd
 
-# Parts of memory, as `memory_composition` has them, in the order in which they are drawn.
+# Parts of memory, as in `memory_composition`, in the order of the bars.
 PARTS = (
     "parameter",
     "cast",
@@ -30,16 +30,16 @@ PARTS = (
     "unexplained",
 )
 
-# What grows with the batch. Temporary memory does at the end of the forward pass, where most of it is of the loss.
+# Parts that grow with the batch; temporary memory at the end of the forward pass, where most of it is the loss's.
 GROWING = ("activation", "input", "temporary")
 
-# What is there at every moment of a step.
+# Parts that exist at every moment of a step.
 _ALWAYS = tuple(part for part in PARTS if part not in ("cast", "gradient", "activation", "temporary"))
 
 WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# Under autocast these compute in float32, and keep what they saved so (torch.amp, "CUDA Ops that can autocast to
-# float32"): norms, losses and softmax. What is saved outside of any module is the loss's.
+# Under autocast these compute in float32, and so do the activations that they save (torch.amp, "CUDA Ops that can
+# autocast to float32"): norms, losses and softmax. Activations saved outside any module are the loss's.
 _STAY_FLOAT32 = ("Norm", "Loss", "Softmax", "Softplus", "Embedding")
 
 # bitsandbytes and torchao keep a float32 scale for each block of 256 values (Dettmers et al., 8-bit Optimizers via
@@ -49,10 +49,10 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one rank holds, moment → part → bytes; `held`: the table of that name, of the rank.
+    """One rank's memory, moment → part → bytes; `held`: the rank's table of that name.
 
-    Moments: "forward", at the end of the forward pass; "update", as the optimizer steps; and with checkpoints
-    "backward", where a module has all of its activations again.
+    Moments: "forward", at the end of the forward pass; "update", in the optimizer's step; and with checkpointing
+    "backward" and "backward_end", while a module is recomputed.
     """
 
     moments: Mapping[str, Mapping[str, float]]
@@ -60,34 +60,34 @@ class Footprint:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """What is held at the moment with the most."""
+        """The parts at the peak."""
         return max(self.moments.values(), key=lambda parts: sum(parts.values()))
 
     @property
     def peak_bytes(self) -> float:
-        """The most that is held at any moment."""
+        """The peak."""
         return sum(self.parts.values())
 
     def scaled(self, factors: Mapping[str, float]) -> Footprint:
-        """Return the same with some parts so many times as large."""
+        """Return the same with some parts multiplied by a factor."""
         moments = {m: {p: n * factors.get(p, 1.0) for p, n in of.items()} for m, of in self.moments.items()}
         return replace(self, moments=moments)
 
     def with_more(self, *moments: str, **more: float) -> Footprint:
-        """Return the same with so many bytes more in some parts at these moments."""
+        """Return the same with bytes added to some parts at these moments."""
         changed = {m: {p: n + more.get(p, 0.0) for p, n in self.moments[m].items()} for m in moments}
         return replace(self, moments={**self.moments, **changed})
 
     def with_most(self, moment: str, part: str, size: float) -> Footprint:
-        """Return the same with so many bytes at least in one part at a moment."""
+        """Return the same with one part at a moment raised to at least `size` bytes."""
         changed = {**self.moments[moment], part: max(self.moments[moment][part], size)}
         return replace(self, moments={**self.moments, moment: changed})
 
 
 def footprint(held: pd.DataFrame, at_peak: Mapping[str, float], *, foreach: bool = False) -> Footprint:
-    """Return what a rank holds from its table `held` and from what it holds at its peak, part → bytes.
+    """Return a rank's footprint from its table `held` and from its parts at the peak, part → bytes.
 
-    `foreach`: the optimizer steps all tensors at once, which takes about the parameters' bytes more meanwhile
+    `foreach`: the optimizer steps all tensors at once, with temporary memory of about the parameters' size
     (torch.optim: "foreach uses ~ sizeof(params) more peak memory than the for-loop version").
     """
     counted = held.groupby("part", observed=True)["bytes"].sum().to_dict()
@@ -99,7 +99,7 @@ def footprint(held: pd.DataFrame, at_peak: Mapping[str, float], *, foreach: bool
 
 
 def main_device(memory_composition: pd.DataFrame) -> str:
-    """Return the device that holds most of what is counted."""
+    """Return the device with the most counted memory."""
     counted = memory_composition[memory_composition["known"] == "counted"]
     return str(counted.groupby("device", sort=False)["bytes"].sum().idxmax())
 
@@ -112,7 +112,7 @@ def of_device(
     sizes = {str(part): float(n) for part, n in mine.groupby("part")["bytes"].sum().items()}
     ends = bool((mine["moment"] == "gradients").any())
     if ends:
-        # The peak is after the backward pass: before it there are the activations, and no gradients.
+        # The peak is after the backward pass; before it the activations exist, and no gradients.
         saved = held[(held["device"] == device) & (held["part"].isin(("activation", "cast")))]
         sums = saved.groupby("part", observed=True)["bytes"].sum()
         sizes |= {str(part): float(n) for part, n in sums.items()} | {"gradient": 0.0}
@@ -120,12 +120,12 @@ def of_device(
     kinds = optimizers if isinstance(optimizers, list) else []
     foreach = device != "cpu" and any(o.get("fused") is not True and o.get("foreach") is not False for o in kinds)
     now = footprint(held[held["device"] == device].reset_index(drop=True), sizes, foreach=foreach)
-    # What was not counted is of the peak: how much of it there is at the other moment is not known, nor more than that.
+    # Temporary memory is that of the peak. At the other moment it is not known, but not larger.
     return now.with_most("update", "temporary", sizes.get("temporary", 0.0)) if ends else now
 
 
 def trained(held: pd.DataFrame) -> float:
-    """Return the bytes of the parameters that are trained, as this rank holds them."""
+    """Return the bytes of the trainable parameters on this rank."""
     return float(held.loc[(held["part"] == "parameter") & (held["trainable"] == 1), "bytes"].sum())
 
 
@@ -133,14 +133,14 @@ def trained(held: pd.DataFrame) -> float:
 
 
 def larger_batch(now: Footprint, times: float) -> Footprint:
-    """Return what a batch so many times as large takes: activations, inputs and temporary memory grow with it."""
+    """Return the footprint of a larger batch: activations, inputs and temporary memory grow with it."""
     grown = now.scaled(dict.fromkeys(GROWING, times))
-    same = {"temporary": now.moments["update"]["temporary"]}  # of the optimizer
+    same = {"temporary": now.moments["update"]["temporary"]}  # the optimizer's does not grow
     return replace(grown, moments={**grown.moments, "update": {**grown.moments["update"], **same}})
 
 
 def most_times(now: Footprint, most_bytes: float) -> float:
-    """Return how many times as large a batch may be for so many bytes at most; 0: nothing fits."""
+    """Return the largest batch that fits into `most_bytes`, as a multiple of the present one; 0: none does."""
     found = inf
     for moment in now.moments.values():
         grows = sum(moment[part] for part in GROWING if moment is not now.moments["update"] or part != "temporary")
@@ -150,8 +150,10 @@ def most_times(now: Footprint, most_bytes: float) -> float:
 
 
 def autocast(now: Footprint) -> Footprint:
-    """Return what autocast to 16 bits leaves: float32 activations become half as large, but for those of norms, losses
-    and softmax, and of each weight a copy in 16 bits is kept until the backward pass has used it.
+    """Return the footprint with autocast to 16 bits.
+
+    Float32 activations are half as large, except those of norms, losses and softmax, and each weight has a 16-bit copy
+    until the backward pass has used it.
     """
     held = now.held
     saved = _activations(held)
@@ -164,15 +166,15 @@ def autocast(now: Footprint) -> Footprint:
 
 
 def fused_attention(now: Footprint, scores_bytes: float) -> Footprint:
-    """Return what is left without the scores of attention, which a fused kernel computes again: so many bytes less.
+    """Return the footprint without `scores_bytes` of attention scores, which a fused kernel recomputes.
 
-    At least these: of a score, softmax and dropout keep up to 5 bytes in 16 bits (Korthikanti et al., 2022).
+    It saves at least these: softmax and dropout keep up to 5 bytes a score in 16 bits (Korthikanti et al., 2022).
     """
     return now.scaled({"activation": _left(_activations(now.held), scores_bytes)})
 
 
 def in_16_bits(now: Footprint) -> Footprint:
-    """Return what the model in 16 bits takes: every float32 tensor of it is half as large, the optimizer's too."""
+    """Return the footprint of the model in 16 bits: every float32 tensor is half as large, the optimizer's too."""
     factors = {}
     for part, rows in now.held.groupby("part", observed=True):
         wide = rows.loc[rows["dtype"].astype(str).isin(("float32", "float64"))]
@@ -182,10 +184,10 @@ def in_16_bits(now: Footprint) -> Footprint:
 
 
 def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
-    """Return what is left where each of these modules saves only its input, and computes the rest again.
+    """Return the footprint with checkpointing: each of these modules saves only its input, and recomputes the rest.
 
-    In the backward pass one of them at a time has all of its activations again, and the gradients of two of them: the
-    largest module is counted. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    In the backward pass one module at a time has all of its activations, and the gradients of two of them: the largest
+    module counts. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     saved = _activations(now.held)
     inside = {str(unit): rows for unit, rows in saved.groupby(_unit_of(saved["module"], modules), sort=False) if unit}
@@ -196,7 +198,7 @@ def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
         return now
     again = max(inside, key=lambda module: whole[module])
     largest = float((inside[again]["bytes"] / inside[again]["tensors"].clip(lower=1)).max())
-    # As the last of them computes again all inputs are there, as the first one does all gradients.
+    # All inputs exist while the last module is recomputed, all gradients while the first one is.
     of_gradients = now.held[now.held["part"] == "gradient"]
     outside = float(of_gradients.loc[_unit_of(of_gradients["module"], modules) == "", "bytes"].sum())
     gradients = now.moments["update"]["gradient"]
@@ -212,12 +214,12 @@ def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
 
 
 def sharded(now: Footprint, stage: int, ranks: int, unit_bytes: float = 0.0) -> Footprint:
-    """Return what ZeRO of a stage, or FSDP (3), leaves on each of so many ranks.
+    """Return the footprint of each rank with ZeRO of a stage; 3 is FSDP.
 
-    Stage 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too (Rajbhandari et al., ZeRO, 2020).
-    At stage 3 two of the units that are gathered at a time (`unit_bytes`: the largest) are whole: the one that computes
-    and the one that is fetched for it; as the backward pass ends, with the gradients of one. What a data-parallel
-    wrapper holds for its exchange goes with it.
+    Stage 1 divides the optimizer state, 2 also the gradients, 3 also the parameters (Rajbhandari et al., ZeRO, 2020).
+    At stage 3 two units (`unit_bytes`: the largest) are gathered at a time: the one that computes and the prefetched
+    one; at the end of the backward pass also the gradients of one. Buffers of a data-parallel wrapper are not needed
+    any more.
     """
     factors = dict(zip(("optimizer", "gradient", "parameter")[:stage], [1 / ranks] * stage, strict=True))
     if stage < 3:
@@ -228,38 +230,38 @@ def sharded(now: Footprint, stage: int, ranks: int, unit_bytes: float = 0.0) -> 
 
 
 def eight_bit(now: Footprint) -> Footprint:
-    """Return what an optimizer with a state of 8 bits leaves: a quarter of float32, and the scales of its blocks."""
+    """Return the footprint with 8-bit optimizer state: a quarter of float32, and a scale for each block."""
     rows = now.held[now.held["part"] == "optimizer"]
     wide = float(rows.loc[rows["dtype"] == "float32", "bytes"].sum())
     return now.scaled({"optimizer": _left(rows, wide - wide / 4 * (1 + 4 / _BLOCK))})
 
 
 def one_moment(now: Footprint) -> Footprint:
-    """Return what SGD with momentum takes: a state as large as what is trained."""
+    """Return the footprint of SGD with momentum: its state is as large as the trainable parameters."""
     rows = now.held[now.held["part"] == "optimizer"]
     return now.scaled({"optimizer": _left(rows, float(rows["bytes"].sum()) - trained(now.held))})
 
 
 def offloaded(now: Footprint) -> Footprint:
-    """Return what is left where the optimizer's state is kept, and stepped, on the host (ZeRO-Offload, 2021)."""
+    """Return the footprint with the optimizer state, and its step, on the host (ZeRO-Offload, 2021)."""
     return now.scaled({"optimizer": 0.0})
 
 
 def other_microbatches(now: Footprint, held_now: float, held_then: float) -> Footprint:
-    """Return what a stage takes that holds another share of its whole batch's activations at a time.
+    """Return the footprint of a pipeline stage that holds another share of its batch's activations at a time.
 
     `held_now`, `held_then`: micro-batches held at a time ÷ micro-batches of a step.
     """
     return now.scaled({"activation": held_then / held_now})
 
 
-# -- what tables tell
+# -- from tables
 
 
 def units(held: pd.DataFrame) -> list[str]:
-    """Return the modules that repeat, as a transformer's layers do: the outermost lists of alike modules.
+    """Return the modules that repeat, such as a transformer's layers: the outermost lists of modules.
 
-    By path: what is numbered ("layers.0", "layers.1") and holds most of the activations, else most of the parameters.
+    By path: numbered modules ("layers.0", "layers.1") with most of the activations, else with most of the parameters.
     """
     paths = held["module"].astype(str)
     numbered = paths.str.extract(r"^((?:[A-Za-z_]\w*\.)*?[A-Za-z_]\w*)\.(\d+)(?:\.|$)")
@@ -276,7 +278,7 @@ def units(held: pd.DataFrame) -> list[str]:
 
 
 def largest_unit(held: pd.DataFrame, modules: Sequence[str]) -> float:
-    """Return the bytes of the parameters of the largest module, or of what lies in none of them."""
+    """Return the parameter bytes of the largest of these modules, or of all parameters outside them if that is more."""
     parameters = held[held["part"] == "parameter"]
     sizes = parameters["full_bytes"].groupby(_unit_of(parameters["module"], modules).to_numpy()).sum()
     return float(sizes.max()) if len(sizes) else 0.0
@@ -287,7 +289,7 @@ def _activations(held: pd.DataFrame) -> pd.DataFrame:
 
 
 def _unit_of(paths: pd.Series, modules: Sequence[str]) -> pd.Series:
-    """Return of each path the one of these modules that it is, or lies in; "": none."""
+    """Return for each path the one of these modules that it is or lies in; "": none."""
     known = frozenset(modules)
 
     def around(path: str) -> str:
@@ -300,16 +302,16 @@ def _unit_of(paths: pd.Series, modules: Sequence[str]) -> pd.Series:
 
 
 def _left(rows: pd.DataFrame, gone: float) -> float:
-    """Return the share of a part that is left where so many of its bytes are gone."""
+    """Return the share of a part that is left without `gone` of its bytes."""
     whole = float(rows["bytes"].sum())
     return max(1 - gone / whole, 0.0) if whole else 1.0
 
 
 def _input_bytes(rows: pd.DataFrame, unit: str) -> float:
-    """Return about how large a module's input is, from the activations inside it.
+    """Return the estimated size of a module's input, from the activations inside it.
 
-    A layer norm saves what flows past it, which is as large as the layer's input. Without one it is taken to be what
-    the first module inside saves, or one of several tensors of that.
+    A layer norm saves its input, which is as large as the layer's. Without a norm: a tensor that the first module
+    inside saves.
     """
     norms = rows[rows["kind"].astype(str).str.contains("LayerNorm|RMSNorm")]
     if len(norms):

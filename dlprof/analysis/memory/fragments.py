@@ -1,4 +1,4 @@
-"""How the memory of PyTorch's allocator lies: what of it is free, in which pieces, and why a request failed."""
+"""The state of PyTorch's allocator: how much is free, in which blocks, and why a request failed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Ints = NDArray[np.int64]
 
 @per_rank
 def memory_state(memory_blocks: pd.DataFrame, memory_replay: list[Replay]) -> pd.DataFrame:
-    """Return how memory lay when the snapshot was taken ("end"), and when it ran out last ("oom"), a row each.
+    """Return the allocator's state when the snapshot was taken ("end"), and at the last failed request ("oom").
 
     Columns: device, moment, allocated_bytes, reserved_bytes, free_bytes (reserved and not allocated), split_bytes (free
-    in segments that are used in part, which cannot be given back), largest_bytes (the largest free piece; of an oom, of
-    the stream and pool that asked), requested_bytes, device_free_bytes, ooms (so far), site (that asked), at_ns. NaN:
-    not known, or no request.
+    in segments that are partly in use, which cannot be returned to the device), largest_bytes (the largest free block;
+    for an oom, of the requesting stream and pool), requested_bytes, device_free_bytes, ooms (so far), site (of the
+    request), at_ns. NaN: not known, or no request.
     """
     rows = []
     for r in memory_replay:
@@ -71,7 +71,7 @@ def _at(r: Replay, moment: int, stream: int, pool: str) -> tuple[float, float, f
     free = float(r.reserved[moment] - r.allocated[moment])
     segments = r.segments[(r.segments["begins"] <= moment) & (moment < r.segments["ends"])]
     if not len(segments) or abs(float(segments["bytes"].sum()) - float(r.reserved[moment])) > 0:
-        return free, nan, nan  # segments that grow are not followed
+        return free, nan, nan  # expandable segments are not followed
     live = r.live(moment)
     pieces, within, whole = gaps(
         segments["address"].to_numpy(), segments["bytes"].to_numpy(), r.address[live], r.held[live]

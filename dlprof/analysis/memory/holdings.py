@@ -1,4 +1,4 @@
-"""What the result tells of memory: each rank's parts, the modules of the fullest one, and what changes would make."""
+"""Memory in the result: each rank's parts, the modules of the rank with the highest peak, and predicted peaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_MODULES = 60  # rows
 
 _TOLD = ("parameter", "gradient", "optimizer", "activation")
 
-OUTSIDE = "(the model itself)"  # what lies in no module within it, and the loss
+OUTSIDE = "(the model itself)"  # outside its submodules, and the loss
 
 
 @across_ranks
@@ -26,7 +26,7 @@ def memory_footprint(
     memory_what_if: Maybe[pd.DataFrame],
     job: Job,
 ) -> Footprint:
-    """Return what memory is made of on each rank, of the fullest one its modules, and what changes would make of it."""
+    """Return each rank's memory by part, and of the rank with the highest peak its modules and predicted peaks."""
     sums = memory_composition.groupby(["rank", "device"], sort=False)["bytes"].sum().sort_values(ascending=False)
     order = {part: place for place, part in enumerate(PARTS)}
     devices = []
@@ -78,9 +78,9 @@ def _known(value: object) -> float | None:
 
 
 def modules(held_by_module: pd.DataFrame) -> tuple[ModuleMemory, ...]:
-    """Return what one rank's modules hold on one device, with those inside them, alike ones as one; largest first.
+    """Return the memory of one rank's modules on one device, each with the modules inside it, the largest first.
 
-    A path that holds no more than one path below it is left out.
+    Identical modules are one row. A module with the same memory as one inside it is left out.
     """
     kinds = dict(zip(held_by_module["module"].astype(str), held_by_module["kind"].astype(str), strict=True))
     every = dict.fromkeys(path for m in kinds for path in _around(m))

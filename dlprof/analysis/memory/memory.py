@@ -1,4 +1,4 @@
-"""How much memory PyTorch's allocator took on the device, and whether memory grows."""
+"""The memory that PyTorch's allocator uses on the device, and whether memory grows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def memory_use(memory: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     """Return one row: peak_allocated_bytes, peak_reserved_bytes, kept_bytes, total_bytes (NaN: unknown), retries, ooms
     and late.
 
-    `kept_bytes` is the least that a step left allocated: parameters, the optimizer's state and what else stays.
+    `kept_bytes` is the least that a step left allocated: parameters, optimizer state and other lasting memory.
     `late` counts the allocations from the device in the second half of the readings, when the allocator's cache should
     serve all. Peaks are since the script last reset them, at any reading. −1: not known.
     """
@@ -65,7 +65,7 @@ def memory_series(memory: pd.DataFrame) -> pd.DataFrame:
 
 @per_rank
 def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
-    """Return one row: what steps cost in which the allocator had to empty its cache and ask again.
+    """Return one row: the cost of steps in which the allocator had to empty its cache and retry.
 
     Columns: retries and ooms (failed allocations) while training was steady; retried and plain, the steady steps around
     a reading with a retry since the one before, and the others; ns, what the first last longer, spread over all steady

@@ -1,7 +1,7 @@
-"""Snapshots of PyTorch's allocator, replayed: what held the GPU's memory at each moment, and how it lay there.
+"""Snapshots of PyTorch's allocator, replayed: what was allocated on the GPU at each moment, and where.
 
-A snapshot has the blocks of one moment, and the events before it, as many as the recording kept. Which memory was held
-from when to when follows from both: what is held at the end and has no event was there before the first one.
+A snapshot has the blocks of one moment, and the events before it, as many as the recording kept. Together they show
+from when to when each block was allocated. A block without an event was allocated before the first one.
 """
 
 from __future__ import annotations

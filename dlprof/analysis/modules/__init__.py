@@ -1,1 +1,1 @@
-"""Which layer of the model the time is in: all work of the traced steps by the module that it is for."""
+"""Where in the model the time goes: all work of the traced steps by module."""

@@ -1,4 +1,4 @@
-"""What modules take of a device."""
+"""Device time of modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRAPHS = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 
 @dataclass(frozen=True)
 class Belongs:
-    """What device work is for: a module (their number: a graph outside of all), a part of the step, a bucket (−1)."""
+    """What device work belongs to: a module (their number: a graph outside modules), a part, a bucket (−1: none)."""
 
     module: NDArray[np.int64]
     part: NDArray[np.int64]
@@ -47,7 +47,7 @@ def device_belongs(
     module_frames: Frames,
     bucket_shares: Maybe[NDArray[np.float64]],
 ) -> Belongs:
-    """Return what each row of the device's work is for; what a graph replays outside of modules is one piece."""
+    """Return what each row of device work belongs to; a graph's replay outside modules is one piece."""
     rows = device_work.index.to_numpy()
     module, bucket = (module_rows[name].to_numpy()[rows].astype(np.int64) for name in ("module", "bucket"))
     launch = spans["launch"].to_numpy()
@@ -80,10 +80,10 @@ def device_exposed(
     timing: Timing,
     module_frames: Frames,
 ) -> Sums:
-    """Return the time of the device's steps in which each module's work runs, where several run that of one.
+    """Return each module's part of the device's steps: the time in which its work runs.
 
-    First comes computation on the stream that computes most, then other computation, exchanges, copies; of the same
-    sort what began first.
+    Where several pieces overlap, computation on the stream that computes most counts first, then other computation,
+    exchanges, copies; of the same sort the one that began first.
     """
     start = device_work["start_ns"].to_numpy()
     end = start + device_work["dur_ns"].to_numpy()

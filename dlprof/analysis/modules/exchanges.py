@@ -1,7 +1,7 @@
 """Which modules' gradients DistributedDataParallel reduces in which exchange.
 
-It puts the parameters into buckets and reduces these in the same order in each backward pass. Where they were recorded,
-an exchange is for the modules that the bucket's parameters belong to, in proportion to their bytes; else it is for the
+It puts the parameters into buckets and reduces these in the same order in each backward pass. Where the buckets were
+recorded, an exchange belongs to the modules of the bucket's parameters, in proportion to their bytes; otherwise to the
 model.
 """
 
@@ -18,7 +18,7 @@ from dlprof.analysis.modules.frames import Frames
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
 
-# Calls that issue an exchange. What else the host of a CPU run shows of one lasts until it is through.
+# Calls that issue an exchange. Other spans of an exchange in a CPU run last until it has completed.
 CALLS = ("c10d", "_c10d", "record_param_comms")
 
 
@@ -71,7 +71,7 @@ def buckets_of(
     many as a job that accumulates gradients has, it is not known which is which.
     """
     found = np.full(len(rows), -1, dtype=np.int64)
-    # Counts that are no gradients: of parameters that were used.
+    # Integers are no gradients: they count used parameters.
     reduces = host.is_one_of(spans["collective"], "all_reduce") & ~host.is_one_of(spans["dtype"], "int32", "int64")
     step = np.searchsorted(steps, frame_start, side="right")
     # The same exchange is a call, within it another one, a range until it is through, and a kernel: each by its name.
@@ -87,7 +87,7 @@ def buckets_of(
 
 
 def common(shares: NDArray[np.float64], paths: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return for each bucket the innermost module around all that it holds gradients of; −1: there is none."""
+    """Return for each bucket the innermost module around all of its parameters; −1: none."""
     place = {path: n for n, path in reversed(list(enumerate(paths)))}
     found = []
     for of in shares:
@@ -98,7 +98,7 @@ def common(shares: NDArray[np.float64], paths: tuple[str, ...]) -> NDArray[np.in
 
 
 def nearest(path: str, place: dict[str, int]) -> int:
-    """Return the place of a path, or of the nearest one around it; −1: none is there."""
+    """Return the place of a path, or of the nearest one around it; −1: none."""
     while path and path not in place:
         path = path.rpartition(".")[0]
     return place.get(path, -1)

@@ -1,4 +1,4 @@
-"""How much each module computes: the FLOPs of its matrix products, by the trace's shapes or as a step was counted."""
+"""The FLOPs of each module: as counted in one step, else those of its matrix products by the trace's shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def module_flops(
 ) -> Sums:
     """Return the FLOPs of each module in the traced steps; raise NotMeasured where they are not known.
 
-    As the recorder counted those of one step by module, which covers convolutions and attention too; else by shapes.
+    The recorder's count of one step by module includes convolutions and attention; the shapes are those of products.
     """
     counted = modules.or_none()
     if counted is None or not (counted["forward_flops"] > 0).any():

@@ -1,7 +1,7 @@
-"""What the host's threads are in: a module's forward pass, a function of the backward pass, FSDP's work, an optimizer.
+"""Frames of the host's threads: forward passes of modules, functions of the backward pass, FSDP's work, optimizers.
 
 dlprof names each module's forward pass `nn.Module: PATH (Class)` while it traces. A trace with stacks (with_stack=True)
-names it `nn.Module: Class_N`: its path is then made of these names, as the first call of each is nested.
+names it `nn.Module: Class_N`; the path is then made of the names around the module's first call.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dlprof.analysis.modules.functions import forward_rows
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
 
-# What a frame is; its own time counts to that part of the step.
+# The kind of a frame: the part of the step that its own time counts to.
 FORWARD, RECOMPUTE, BACKWARD, COMMUNICATION, OPTIMIZER, INPUT, OTHER = range(7)
 PARTS = ("forward", "recompute", "backward", "communication", "optimizer", "input", "other")
 
-NO_MODULES = "the trace names no module (dlprof does where it records, and torch's profiler does with with_stack=True)"
+NO_MODULES = "the trace has no names of modules (traces by dlprof do, and those by torch.profiler with with_stack=True)"
 
 _OURS = re.compile(r"nn\.Module: (.*) \(([^()]+)\)", re.DOTALL)
 _OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
 _FUNCTION = "autograd::engine::evaluate_function: "
 _ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
-# FSDP2 names the module that it does something for, or several, but not the outermost one.
+# FSDP2 names the module, or modules, that it works for, but not the outermost one.
 _FSDP = re.compile(r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?")
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
-# What wrappers put into a name on the way to the module itself.
+# What wrappers add to the path of a module.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")
 _WRAPPERS = (
     "CheckpointWrapper",
@@ -47,12 +47,12 @@ _WRAPPERS = (
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a rank's host, by lane, each lane's in order of start and the longer first.
+    """The frames of a rank's host, by lane, each lane's in order of start, longer ones first.
 
     `row` is a frame's row in the spans, `lane` its lane's code, `parent` the frame around it (−1: none), `module` its
-    place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a module,
-    `functions` which run a function of the backward pass, and `accumulates` which of these add up the gradient of a
-    parameter. At each instant of a lane in `by_lane` begins the time of the frame beside it (−1: none).
+    place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` marks calls of a module, `functions` the
+    functions of the backward pass, and `accumulates` those of them that accumulate the gradient of a parameter.
+    `by_lane` has for each lane the instants at which the innermost frame changes, and that frame (−1: none).
     """
 
     row: NDArray[np.int64]
@@ -81,7 +81,7 @@ class Frames:
 
 @within_rank
 def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frames:
-    """Return the frames of a rank's host; raise NotMeasured where the trace names no module."""
+    """Return the frames of a rank's host; raise NotMeasured where the trace has no names of modules."""
     texts = [str(name) for name in spans["name"].cat.categories]
     kinds, codes = _kinds(spans, texts, is_on_device), spans["name"].cat.codes.to_numpy()
     row = np.flatnonzero((kinds >= 0) & (spans["dur_ns"].to_numpy() > 0))
@@ -105,7 +105,7 @@ def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frame
     for code, found in _matches(_FSDP, texts).items():
         of_name[code] = next((place[m] for m in modules if m[0] == _unit(found)), -1)
     module = np.where(calls | (part == COMMUNICATION), of_name[name], -1)
-    # Calls within a function of the backward pass compute again what was not kept; all that such a call calls, too.
+    # Calls within a function of the backward pass recompute activations; so do all calls inside them.
     part[calls & _among_ancestors(parent, functions)] = RECOMPUTE
     made = Frames(
         row,
@@ -127,7 +127,7 @@ def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frame
 
 
 def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """Return what each span is as a frame, −1 for none; dlprof's own names of modules go before those of stacks."""
+    """Return each span's kind of frame, −1 for none; dlprof's names of modules are preferred to those of stacks."""
     kinds = np.full(len(spans), -1, dtype=np.int8)
     codes = spans["name"].cat.codes.to_numpy()
 
@@ -150,15 +150,15 @@ def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_
 
 
 def _matches(pattern: re.Pattern[str], texts: list[str]) -> dict[int, re.Match[str]]:
-    """Return the names that a pattern knows, by their codes."""
+    """Return the matches of a pattern among the names, by code."""
     return {code: found for code, text in enumerate(texts) if (found := pattern.fullmatch(text)) is not None}
 
 
 def _of_functions(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], frames: Frames) -> NDArray[np.int64]:
-    """Return the module of each function of the backward pass: that of the operator that made it. −1: none.
+    """Return the module of each function of the backward pass: that of the operator that created it. −1: none.
 
-    AccumulateGrad has no number. The engine runs it before all else that is ready, so it follows the function that
-    gave it its gradient, on the same thread.
+    AccumulateGrad has no sequence number. The engine runs it before all other ready functions, so it follows the
+    function that computed the gradient, on the same thread.
     """
     module = np.full(len(frames.row), -1, dtype=np.int64)
     numbered = np.flatnonzero(frames.functions & ~frames.accumulates)
@@ -177,7 +177,7 @@ def _of_functions(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], frames: 
 
 
 def _parents(lane: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the frame around each, on its lane; and let none outlast it: ends are cut where they do."""
+    """Return the frame around each, on its lane; a frame that outlasts the one around it is cut at that one's end."""
     parent = np.full(len(lane), -1, dtype=np.int64)
     for code in np.unique(lane):
         mine = np.flatnonzero(lane == code)
@@ -192,7 +192,7 @@ def _parents(lane: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.
 
 
 def _among_ancestors(parent: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return for each frame whether one around it, however far out, is wanted."""
+    """Return for each frame whether any frame around it is wanted."""
     found = np.zeros(len(parent), dtype=bool)
     at = parent.copy()
     for _ in range(host.MOST_DEEP):
@@ -223,9 +223,9 @@ def _innermost(
 def _paths_of_stacks(
     names: NDArray[np.int64], parent: NDArray[np.int64], calls: NDArray[np.bool_], known: dict[int, tuple[str, str]]
 ) -> dict[int, tuple[str, str]]:
-    """Return path and class of each name of a trace with stacks; the outermost module that calls most others is "".
+    """Return path and class of each name of a trace with stacks; the outermost module with most modules inside is "".
 
-    What wraps a module has its path and its class, as in what dlprof records.
+    A wrapper has the path and class of the module that it wraps, as in dlprof's recordings.
     """
     mine = np.flatnonzero(calls)
     around = _nearest(parent, calls)[mine]
@@ -248,7 +248,7 @@ def _paths_of_stacks(
             inner = wrapped[inner]
             chain.insert(0, inner)
         steps = [known[one][0] for one in reversed(chain) if one not in wrapped]
-        # The model itself has no name; what else is called by itself, as a loss, stands in brackets.
+        # The path of the model itself is "". Other outermost modules, such as a loss, are in brackets.
         path = steps[1:] if chain[-1] == model else [f"({steps[0]})", *steps[1:]]
         found[code] = (".".join(path), known[inner][1])
     return found

@@ -1,4 +1,4 @@
-"""What modules take of the host's threads."""
+"""Time of modules on the host's threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs the traced steps that dlprof names each module's forward pass in them."""
+"""The cost, in the traced steps, of recording the names of modules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dlprof.errors import NotMeasured
 
 @per_rank
 def module_naming(timing: Timing, rank: RankFacts) -> pd.DataFrame:
-    """Return one row, of a traced step: ranges (calls of modules that were named), ns (what that took the host), share.
+    """Return one row: ranges (named calls of modules in a traced step), ns (their cost on the host), share of the step.
 
-    The recorder measures in its own process what a range takes while the profiler records. Raises NotMeasured where it
-    named no module.
+    The recorder measures the cost of a range in its own process while the profiler records. Raises NotMeasured where no
+    module was named.
     """
     window = rank.facts.get("window") or {}
     told = window.get("modules") or {}
     first, last = window.get("first_step"), window.get("last_step")
     if not told.get("ranges") or not told.get("ns_each") or first is None or last is None:
-        raise NotMeasured("no module was named while the trace was recorded")
+        raise NotMeasured("no names of modules were recorded in the trace")
     ranges = told["ranges"] / (last - first + 1)
     ns = ranges * told["ns_each"]
     step_ns = float((timing.host_windows[:, 1] - timing.host_windows[:, 0]).mean()) if len(timing.windows) else 0.0

@@ -21,16 +21,15 @@ def module_rows(
     bucket_shares: Maybe[NDArray[np.float64]],
     trace_window: TracedSteps,
 ) -> pd.DataFrame:
-    """Return for each span its module (a place in the paths of `module_frames`; −1: none), its part of the step (one of
-    PARTS), its frame (a place in `module_frames`; −1: none) and its bucket (a row of `bucket_shares`; −1: none); the
-    spans' index.
+    """Return each span's module (a place in the paths of `module_frames`; −1: none), part of the step (one of PARTS),
+    frame (a place in `module_frames`; −1: none) and bucket (a row of `bucket_shares`; −1: none), with the spans' index.
 
-    What runs on the host belongs to the innermost frame on its thread, what runs on a device to that of the call which
-    launched it. A function of the backward pass is for the module that made it. What is exchanged is for the module
-    whose parameters are, as far as that is known (exchanges.py); of all gradients' together, the model's.
+    Work on the host belongs to the innermost frame on its thread, work on a device to the frame of the call that
+    launched it. A function of the backward pass belongs to the module whose forward pass created it, an exchange to the
+    module whose parameters it moves, as far as that is known (exchanges.py), else to the model.
 
-    What torch.compile makes of a module is one piece, and belongs to the module that called it; so does a CUDA graph's
-    replay. Raises NotMeasured where the trace names no module.
+    Code from torch.compile, and a CUDA graph's replay, belong as one piece to the module that calls them. Raises
+    NotMeasured where the trace has no names of modules.
     """
     lane, start = spans["lane"].cat.codes.to_numpy().astype(np.int64), spans["start_ns"].to_numpy()
     frame = np.full(len(spans), -1, dtype=np.int64)
@@ -39,7 +38,7 @@ def module_rows(
     frame[module_frames.row] = np.arange(len(module_frames.row))
     on_device = np.flatnonzero(is_on_device & (spans["launch"].to_numpy() >= 0))
     frame[on_device] = _launched(spans, is_on_device, frame, spans["launch"].to_numpy()[on_device])
-    # gloo's threads work on what another thread has issued.
+    # gloo's own threads run exchanges that another thread has issued.
     exchanged = np.flatnonzero(host.is_kind(spans, "communication"))
     frame[exchanged] = frames_of_calls(spans, exchanged[~is_on_device[exchanged]], frame)[exchanged]
     inside = frame >= 0

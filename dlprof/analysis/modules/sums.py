@@ -1,4 +1,4 @@
-"""Adds up by module and part."""
+"""Sums by module and part."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from dlprof.analysis.modules.frames import COMMUNICATION, PARTS, Frames
 
-# The path of what is for no module, and the class of what a CUDA graph replays outside of all modules.
+# The path of time outside modules, and the class of a CUDA graph's replay outside modules.
 OUTSIDE = "(outside of modules)"
 GRAPH = "CUDA graph"
 
-# A model of more modules is told only to the depth at which it has no more.
+# The tree of a larger model is cut at the depth at which it has no more modules than this.
 MOST_MODULES = 2_000
 
 Sums = NDArray[np.float64]  # one for each part of: no module, each module in order, graphs outside of modules
@@ -23,7 +23,7 @@ Sums = NDArray[np.float64]  # one for each part of: no module, each module in or
 def sums(
     frames: Frames, module: NDArray[np.int64], part: NDArray[np.integer[Any]], values: NDArray[Any] | None = None
 ) -> Sums:
-    """Return what values add up to by module (−1: none, their number: a graph) and part; without values, the count."""
+    """Return sums of values, or counts, by module (−1: none, their number: a graph) and part."""
     key = (module + 1) * len(PARTS) + part
     size = (len(frames.paths) + 2) * len(PARTS)
     return np.bincount(key, weights=None if values is None else values.astype(float), minlength=size).astype(float)
@@ -58,7 +58,7 @@ def table(frames: Frames, compiled: NDArray[np.int64], **columns: Sums) -> pd.Da
 
 
 def _folded(frame: pd.DataFrame) -> pd.DataFrame:
-    """Let modules that lie too deep count to the one around them, where there are too many."""
+    """Where there are too many modules, add the deepest ones to the modules around them."""
     paths = frame["path"]
     depth = paths.str.count(r"\.") + 1
     deep = int(depth.max()) if len(paths) else 0

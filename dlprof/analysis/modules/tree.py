@@ -1,4 +1,4 @@
-"""The tree of a model's modules: what each takes of a step with all that is inside it, repeated layers as one."""
+"""The tree of a model's modules: the time of each with all modules inside it, repeated layers as one row."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.analysis.timeline.steps import Timing
 
-# The parts of a module's time, and those that are never a module's.
+# The parts of a module's time, and parts outside modules.
 PARTS = ("forward", "recompute", "backward", "communication")
 GRAPHS, IDLE = "graphs", "idle"
 _NS = [f"{part}_ns" for part in PARTS]
 
 _ROUNDING = 1e-6  # of a step
 
-# Rows of one rank that travel, and rows of all: the largest. What lies deeper counts to the modules around it.
+# Rows of one rank that travel, and rows of the tree: the largest. Deeper modules count to those around them.
 MOST_OF_RANK, MOST_ROWS = 400, 200
 
-# A repeated layer is named that takes so many times the median one on most ranks, where the difference is so much of
-# the whole: what is less is chance on a busy machine.
+# A repeated layer is named if it takes so many times the median one on most ranks, and the difference is this share of
+# the step: less is chance on a busy machine.
 SLOW, NOTABLE_SHARE = 1.25, 0.01
 
 _TIMES = ["ns", *_NS, "host_ns", "device_ns", "computing_ns"]
@@ -42,16 +42,16 @@ def module_tree(
     has_device: bool,
     timing: Timing,
 ) -> pd.DataFrame:
-    """Return what each module takes of a rank's mean steady traced step with all that is inside it, the largest first.
+    """Return the time of each module in a rank's mean steady traced step, with all modules inside it, largest first.
 
-    Repeated layers are one row, and there are MOST_OF_RANK at most. Columns: path (folded), kind (its class; "": a
+    Repeated layers are one row; there are at most MOST_OF_RANK rows. Columns: path (folded), kind (its class; "": a
     container that is never called), modules (how many fold into it), calls, ns (of the step) and its parts forward_ns,
-    recompute_ns, backward_ns and communication_ns, host_ns, device_ns (of all that it launched, whatever ran beside
-    it), computing_ns (of these on a device, else of ns, what is no communication), flops, copied_bytes,
-    parameter_bytes and held_bytes (of these, gradients, the optimizer's state and activations; NaN: not known), slowest
-    (which module takes longest of those of the row), slowest_ns and typical_ns (their median), compiled (torch.compile
-    made one piece of it, with all that is inside), and in all rows the same on_device. What no module does has the path
-    OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA graphs) or IDLE (the device's).
+    recompute_ns, backward_ns and communication_ns, host_ns, device_ns (of all device work that it launched, overlapped
+    or not), computing_ns (device_ns, or ns on a CPU, without communication), flops, copied_bytes, parameter_bytes,
+    held_bytes (parameters, gradients, optimizer state and activations; NaN: not known), slowest (the module of the row
+    with the longest time), slowest_ns and typical_ns (their median), compiled (torch.compile made one region of it),
+    and on_device, the same in all rows. Time outside modules has the path OUTSIDE and as kind a part of the step,
+    GRAPHS (CUDA graphs) or IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
@@ -65,7 +65,7 @@ def module_tree(
         beyond = pd.concat([beyond, pd.DataFrame([dict.fromkeys(beyond, 0.0) | {"kind": IDLE, "ns": idle}])])
     beyond = beyond.assign(path=OUTSIDE, compiled=False, **_SPREAD)
     own = _by_part(work[~outside], "path")
-    # What is around all of them is there also where the rank has but a stage of it.
+    # The model itself has a row also where the rank has only a stage of it.
     own = own.reindex([*own.index, *([] if "" in own.index else [""])], fill_value=0.0)
     paths = [str(path) for path in own.index]
     own = own.assign(
@@ -88,7 +88,7 @@ def module_tree(
 
 
 def _bytes_of(paths: Sequence[str], rows: pd.DataFrame | None, by: str, column: str) -> pd.Series[float]:
-    """Return what is recorded of each module itself, and of those inside it that did nothing themselves.
+    """Return the recorded bytes of each module itself, and of modules inside it that have no row.
 
     NaN where nothing was recorded.
     """
@@ -105,7 +105,7 @@ def _bytes_of(paths: Sequence[str], rows: pd.DataFrame | None, by: str, column: 
 
 
 def _by_part(work: pd.DataFrame, key: str) -> pd.DataFrame:
-    """Add up work by a key, its parts as columns; a module is called as often as its forward pass is."""
+    """Add up work by a key, its parts as columns; calls are those of the forward pass."""
     forward = work["part"] == "forward"
     parts = {f"{part}_ns": work["ns"].where(work["part"] == part, 0.0) for part in PARTS}
     by = work.assign(calls=work["calls"].where(forward, 0.0), **parts).groupby(key, sort=False)
@@ -218,7 +218,7 @@ def module_means(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> 
 
 
 def _over_ranks(rows: pd.DataFrame, key: str, ranks: int) -> pd.DataFrame:
-    """Return the mean of the ranks by a key; what a rank does not have is nothing there."""
+    """Return the mean over the ranks by a key; a row that a rank does not have counts as 0."""
     by = rows.groupby(key, sort=False)
     means = _added(by[["calls", *_SUMS]]) / ranks
     worst = rows.loc[by["ns"].idxmax(), [key, "rank", "ns"]].set_index(key).rename(columns={"ns": "rank_ns"})
@@ -248,6 +248,6 @@ def _down(around: NDArray[np.int64]) -> tuple[list[int], list[int]]:
 
 
 def _peak(arithmetic: Maybe[pd.DataFrame]) -> float:
-    """Return the peak of the one precision that the step computes in, FLOP/s; NaN: of several, or not known."""
+    """Return the peak of the step's precision, FLOP/s; NaN: it has several, or the peak is not known."""
     frame = arithmetic.or_none()
     return float("nan") if frame is None else float(frame["peak"].mean())

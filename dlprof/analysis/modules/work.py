@@ -1,4 +1,4 @@
-"""What each module takes of a mean step, by part: on the host, on the device, and of the step itself."""
+"""The time of each module in a mean step, by part: on the host, on the device, and of the step itself."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def module_work(
     is_on_device: NDArray[np.bool_],
     module_rows: pd.DataFrame,
 ) -> pd.DataFrame:
-    """Return what each module takes of a mean steady traced step by itself, without the modules that it calls.
+    """Return the time of each module in a mean steady traced step, without the modules that it calls.
 
-    A row for each path, kind (its class; of what is outside, "" or GRAPH) and part (PARTS of frames.py); the path of
-    what is for no module is OUTSIDE. Columns, of a mean step:
+    A row for each path, kind (its class; outside modules "" or GRAPH) and part (PARTS of frames.py). Time outside
+    modules has the path OUTSIDE. Columns, of a mean step:
 
-    calls: of the module; in the backward pass, of functions; else exchanges, or calls outside of modules.
-    host_ns: the time that threads spend in it. All rows make up the time in which threads are in modules, in functions
-    of the backward pass or in calls, and the training thread's steps where no thread is in any.
-    device_ns: of all device work that it launched, whatever runs beside it. 0 on a CPU.
-    exposed_ns: what the step consists of. With a device: the time in which this module's work runs, where several run
-    that on the stream that computes most, then other computation, exchanges, copies; all rows make up the steps but for
-    what the device idles. On a CPU: the training thread's time, but for exchanges with nothing computed beside them;
-    all rows make up the steps.
-    flops: NaN where not known. copied_bytes: by its copies on the device.
-    compiled: 1 where torch.compile made one region of the module, with all modules in it: they have no rows.
+    calls: of the module; in the backward pass, of functions; else exchanges, or calls outside modules.
+    host_ns: time that threads spend in it. All rows add up to the time in which threads are in modules, in functions of
+    the backward pass or in calls, plus the training thread's steps where no thread is in any.
+    device_ns: of all device work that it launched, overlapped or not. 0 on a CPU.
+    exposed_ns: its part of the step. With a device: the time in which its work runs; where several pieces overlap, that
+    on the stream that computes most counts first, then other computation, exchanges, copies. All rows and the device's
+    idle time add up to the steps. On a CPU: the training thread's time, and exchanges that no computation overlaps; all
+    rows add up to the steps.
+    flops: NaN where not known. copied_bytes: of its copies on the device.
+    compiled: 1 where torch.compile compiled the module as one region: modules inside have no rows.
 
-    Raises NotMeasured where the trace names no module.
+    Raises NotMeasured where the trace has no names of modules.
     """
     none = np.zeros_like(module_host)
     device_ns, copied = module_device.get() if has_device else (none, none)
@@ -75,10 +75,10 @@ def module_calls(
     spans: pd.DataFrame,
     is_on_device: NDArray[np.bool_],
 ) -> Sums:
-    """Return how many calls of each module, functions of the backward pass and exchanges are in the traced steps."""
+    """Return the number of module calls, functions of the backward pass and exchanges in the traced steps."""
     steps = iv.merge(timing.host_windows)
     counted = (module_frames.part != COMMUNICATION) & iv.holds(steps, module_frames.start)
-    # What DistributedDataParallel and its like wrap has the wrapper's name, and is called by it alone: one call.
+    # A wrapper such as DistributedDataParallel has the name of the module that it wraps and calls: that is one call.
     around = module_frames.parent
     wrapped = module_frames.calls & (around >= 0) & (module_frames.module == module_frames.module[around])
     counted &= ~(wrapped & module_frames.calls[around])

@@ -1,1 +1,1 @@
-"""How numbers are rounded, and the scale that keeps small gradients from becoming 0."""
+"""Numeric precision: the loss scale that keeps small gradients from underflowing."""

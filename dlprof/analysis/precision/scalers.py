@@ -1,4 +1,4 @@
-"""What gradient scalers did: how often they skipped a step of the optimizer, and their scale over the job."""
+"""Gradient scalers: how often they skipped an optimizer step, and their scale over the job."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pandas as pd
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank
 from dlprof.errors import DoesNotApply, NotMeasured
 
-# What travels between processes: of more changes of the scale, so many, evenly chosen.
+# Changes of the scale that travel between processes; of more, so many are chosen evenly.
 MOST_CHANGES = 1_000
 
 NO_SCALER = "no gradient scaler (torch.amp.GradScaler) was used"
 ON_DEVICE = (
-    "a fused optimizer skips steps on the device, and the host does not know which: `get_scale()`, now and then, tells"
+    "a fused optimizer skips steps on the device, and the host does not know which (call `get_scale()` now and then)"
 )
 
 
@@ -21,10 +21,10 @@ ON_DEVICE = (
 def scalers(loss_scale: Maybe[pd.DataFrame], light_steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     """Return a row for each gradient scaler.
 
-    Columns: scaler, known (whether the host saw what it skipped), interval (steps after which it grows), first_scale,
-    scale (the last one), least_scale (NaN: not known), skipped (of the whole job), at_first (of these, those before its
-    first step that was not), steady_skipped (those in steady steps, but not at first), steady (how many steps are
-    steady), after_growth (of the steady ones, those after which no step came since the scale had grown).
+    Columns: scaler, known (whether the host saw the skipped steps), interval (steps after which the scale grows),
+    first_scale, scale (the last one), least_scale (NaN: not known), skipped (in the whole job), at_first (of these, the
+    ones before the first step that was not skipped), steady_skipped (in steady steps, without those at first), steady
+    (number of steady steps), after_growth (of steady_skipped, the ones right after the scale had grown).
     """
     if rank.facts.get("grad_scaler") is False and loss_scale.or_none() is None:
         raise DoesNotApply(NO_SCALER)
@@ -47,7 +47,7 @@ def scalers(loss_scale: Maybe[pd.DataFrame], light_steps: pd.DataFrame, rank: Ra
 def _scaler(rows: pd.DataFrame, inside: np.ndarray, steady: int) -> dict[str, float]:
     kind, step, scale = (rows[c].to_numpy() for c in ("kind", "step", "scale"))
     skipped, count = kind == "skipped", rows["count"].to_numpy()
-    # Skipped steps at the very beginning, each right after the one before, find the scale: they come once.
+    # Consecutive skipped steps at the very beginning find the scale: they happen once.
     own = np.flatnonzero(skipped)
     first = np.zeros(len(rows), dtype=bool)
     first[own[step[own] == step[0] + np.arange(len(own))]] = kind[0] == "began"

@@ -1,4 +1,4 @@
-"""Which spans a finding is about, and how long each of them costs: from these follow the modules that it is in."""
+"""Which spans a finding is about, and the time of each: these determine the finding's modules."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def of_chains(
     one_hot_chains: list[Chain],
     growing_chains: list[Chain],
 ) -> dict[str, Rows]:
-    """Return the operators of what is written out."""
+    """Return the operators of unfused chains."""
     found = {"norms": norm_chains, "losses": loss_chains, "one-hot": one_hot_chains, "growing": growing_chains}
     return {name: _operators(calls, chains) for name, chains in found.items()}
 

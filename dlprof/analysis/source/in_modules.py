@@ -1,4 +1,4 @@
-"""The modules that a finding is in: those of the spans that it is about."""
+"""The modules of a finding: those of the spans that it is about."""
 
 from __future__ import annotations
 

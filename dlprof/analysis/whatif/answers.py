@@ -280,7 +280,9 @@ def _of_power(known: Known, share: float, unknown: list[str]) -> float:
     """Return the step at another power limit as a multiple of what it is."""
     then = known.power_model.get().at(share)
     if share > 1:
-        raise NotMeasured("what a clock gains above the highest of this run is not known: ask for less than 100 %")
+        raise NotMeasured("the effect of a higher clock than in this run is not known: ask for less than 100 %")
     least, most = duration(then.least_ns), duration(then.most_ns)
-    unknown.append(f"how far the clock falls, and what of the step falls with it: between {least} and {most}")
+    unknown.append(
+        f"between {least} and {most}, by how far the clock falls and how much of the step slows down with it"
+    )
     return then.step_ns / known.mean_step_ns

@@ -1,3 +1,1 @@
-"""The script's own model: what its modules are called, when each runs, and what memory each holds; where
-its tokens go; how its loss is scaled.
-"""
+"""The script's model: names and forward passes of its modules, their memory, tokens of experts, loss scales."""

@@ -1,11 +1,11 @@
-"""Which module an operator is of, while it runs: also in the backward pass, where no module is called."""
+"""Which module an operator belongs to while it runs, also in the backward pass, where no module is called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-# In which a module computes.
+# The parts of a step in which modules compute.
 PARTS = ("forward", "recompute", "backward")
 
 # A step of a model with more functions is counted without their modules.
@@ -13,7 +13,7 @@ _MOST = 200_000
 
 
 class Functions:
-    """Remembers which module made which function of the backward pass: by the numbers that autograd gives them."""
+    """Remembers which module created which function of the backward pass, by autograd's sequence numbers."""
 
     def __init__(self, inner: Callable[[], str]) -> None:
         import torch

@@ -1,9 +1,9 @@
-"""Counts what a rank's memory is made of in one step, tensor by tensor: held.json.
+"""Counts a rank's memory in one step, tensor by tensor: held.json.
 
-Parameters, buffers and the optimizer's state are counted when the step has ended, gradients when its backward passes
-have, and activations when these begin, from the autograd graph (saved.py). The step is one that counts for nothing
-anyway: that in which floating-point operations are counted, in which the profiler warms up, or the one behind the trace
-window. Where there is none, one is taken.
+Parameters, buffers and optimizer state are counted when the step has ended, gradients when its backward passes have
+ended, and activations when these begin, from the autograd graph (saved.py). The time of the chosen step is not used: it
+is the one in which floating-point operations are counted, in which the profiler warms up, or the one after the trace
+window. Where there is no such step, another one is taken.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dlprof.record.model.storages import Key, Storages
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FETCH, Step
 
-# Where no step counts for nothing: the tenth one of training is past lazy set-up and the first compilations. In any
-# case not the first two: most optimizers make their state in the first one.
+# Without a step whose time is not used: the tenth training step is past lazy set-up and the first compilations. Never
+# the first two: most optimizers create their state in the first one.
 _COUNTED_STEP, _FIRST_STEP = 9, 2
 
-# Steps that turned out not to train, or began within a phase, before it is given up.
+# Attempts, in steps that turned out not to train or began within a phase.
 _MOST_TRIES = 8
 
 # Calls of modules in a step, backward passes of it in which gradients are counted, and inputs that are kept.
@@ -38,12 +38,12 @@ _MOST_CALLS, _MOST_COUNTS, _MOST_INPUTS = 400_000, 4, 1_000
 
 _MOST_UNSEEN = 10  # kinds of nodes that are named
 
-# States of the trace's window in which it will not open any more, or is not this rank's.
+# The state of a trace window that is still to open.
 _WAITING = "waiting"
 
 
 class Held:
-    """Writes held.json: rows of the table `held`, and beside them how they were counted."""
+    """Writes held.json: rows of the table `held`, and how they were counted."""
 
     name = "what memory holds"
     _recorder: Recorder
@@ -104,7 +104,7 @@ class Held:
         return bool(clock.row.profiled) or (not self._comes() and clock.position >= _COUNTED_STEP)
 
     def _comes(self) -> bool:
-        """Return whether a step that counts for nothing is still to come."""
+        """Return whether a step whose time is not used is still to come."""
         window = self._recorder.window
         return window.get("skip") is not None and window.get("state") == _WAITING
 
@@ -119,7 +119,7 @@ class Held:
 
 
 class _Look:
-    """Sees one step. What fails here ends it, and the script goes on."""
+    """Watches one step. An error ends the watching, and the script goes on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.step = recorder.clock.row.number

@@ -1,8 +1,8 @@
-"""Writes down what a GradScaler does: which steps of the optimizer it skips, and how its scale changes.
+"""Records what a GradScaler does: which optimizer steps it skips, and how its scale changes.
 
-Its scale, and whether gradients overflowed, are tensors on the device, and reading them would wait for it. But the
-scale follows from where it began and which steps were skipped, and an optimizer's step that did not happen is seen on
-the host. A fused optimizer skips on the device itself: on a GPU nobody on the host then knows.
+The scale, and whether gradients overflowed, are tensors on the device, and reading them would wait for it. But the
+scale follows from its first value and the skipped steps, and the host sees that an optimizer did not step. A fused
+optimizer skips on the device itself: on a GPU the host then does not know.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# So many have a line each; from then on the skipped steps of one write share a line.
+# Skipped steps with a line each; later ones share a line per write.
 _MOST_LINES = 10_000
 
 

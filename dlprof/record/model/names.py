@@ -1,4 +1,4 @@
-"""Names modules by their path in the script's own model, as `named_modules` gives it, without what wraps the model."""
+"""Names modules by their path in the script's model, as in `named_modules`, without wrappers of the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-# What PyTorch and others put around a module, and where they keep it.
+# Wrappers of PyTorch and others, and the attribute that holds the wrapped module.
 _WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DataParallel": "module",
@@ -18,7 +18,7 @@ _WRAPPERS = {
 
 
 def names_of(model: Any) -> dict[int, tuple[str, str]]:
-    """Return of each module within a model, by id: its path ("" is the model itself) and its class.
+    """Return path ("": the model itself) and class of each module of a model, by id.
 
     A wrapper has the name of what it wraps. A module that is reached by several paths has the first one. FSDP2 makes a
     class of its own of each module: that counts as the script's.

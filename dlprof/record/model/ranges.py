@@ -1,8 +1,8 @@
 """Names each module's forward pass in the trace, while the profiler records and at no other time.
 
-A range is `nn.Module: PATH (Class)`. It is made where nn.Module.__call__ is watched, on whatever thread: a checkpointed
-block runs again in the backward pass, DataParallel has a thread for each copy of the model. In the step whose
-arithmetic is counted the same tells which module an operator is of.
+A range is `nn.Module: PATH (Class)`. It is opened where nn.Module.__call__ is watched, on any thread: a checkpointed
+block runs again in the backward pass, and DataParallel has a thread for each copy of the model. In the step whose
+floating-point operations are counted, the same hook shows which module an operator belongs to.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dlprof.plain import words_of
 from dlprof.record.model.names import below, class_of, named, names_of, names_of_all
 from dlprof.record.stepping import FETCH, Phases
 
-# What one range takes is measured with so many, after the window's last step.
+# Ranges to measure the cost of one with, after the window's last step.
 _MEASURED = 100
 
-# A script that makes modules as it goes: so many have names.
+# Modules that have names, for a script that keeps creating modules.
 _MOST = 100_000
 
 

@@ -1,6 +1,6 @@
-"""Notes what all-to-alls send where, as ranges in the trace: torch's profiler records no sizes of gloo's.
+"""Records the sizes of all-to-alls as ranges in the trace: torch's profiler does not record them for gloo.
 
-Only while the profiler records: "dlprof::all_to_all 3,5>4,1" says how many rows go to each rank and come from each.
+Only while the profiler records. "dlprof::all_to_all 3,5>4,1": 3 and 5 rows go to the ranks, 4 and 1 come from them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Routing:
     def _name(
         self, _output: Any = None, _input: Any = None, takes: Any = None, gives: Any = None, *_: Any, **more: Any
     ) -> str | None:
-        """Return the name of a call's range; None: what it sends is not plain."""
+        """Return the name of a call's range; None: its sizes are not known."""
         try:
             takes = more.get("output_split_sizes", takes) or ()
             gives = more.get("input_split_sizes", gives) or ()

@@ -1,12 +1,12 @@
-"""Finds what a backward pass will need: the tensors that the autograd graph keeps, by the module that computed them.
+"""Finds the activations of a backward pass: the tensors that the autograd graph keeps, by module.
 
 The graph is walked from the roots of backward(), before it begins. Nothing is hooked: hooks on saved tensors would turn
-off PyTorch's check of what was modified in place, make Dynamo compile anew, and hide what the script's own hooks do.
-Of a tensor that such a hook has packed (checkpointing, offloading), what the hook keeps is looked at; it is never
-unpacked, which would compute it again.
+off PyTorch's check for in-place changes, make Dynamo recompile, and hide the effect of the script's own hooks. If such
+a hook (checkpointing, offloading) has packed a tensor, what the hook keeps is counted; the tensor is never unpacked,
+which would recompute it.
 
-A node knows its number in the order in which its thread made nodes, and not its module: the numbers when a module's
-call begins and ends say which nodes are its own.
+A node knows its sequence number on its thread, but not its module. The numbers at the beginning and the end of a
+module's call show which nodes belong to it.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Calls:
             self._owners.append(self._open[-1] if self._open else 0)
 
     def owner(self, number: int) -> int:
-        """Return the id of the innermost module that ran when a node was made; 0: none did."""
+        """Return the id of the innermost module that ran when a node was created; 0: none."""
         at = bisect_right(self._starts, number) - 1
         return self._owners[at] if at >= 0 else 0
 
 
 @dataclass(slots=True, frozen=True)
 class Kept:
-    """A storage that a graph keeps: by the node that was first to keep it."""
+    """A storage that a graph keeps, with the first node that keeps it."""
 
     number: int
     size: int
@@ -82,7 +82,7 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """What a backward pass will need, when it begins."""
+    """The tensors that a backward pass needs, when it begins."""
 
     ends: int  # the number of the next node
     begins: int = _NOT_MADE_IN_ORDER  # the number of its first node
@@ -96,7 +96,7 @@ class Graph:
 
 
 def can_walk() -> bool:
-    """Return whether this PyTorch shows what a saved tensor keeps without unpacking it: 2.10 and later do."""
+    """Return whether this PyTorch shows a saved tensor without unpacking it: 2.10 and later do."""
     saved: Any = getattr(sys.modules["torch"]._C._autograd, "SavedTensor", None)
     return hasattr(saved, "unpack_hook") and hasattr(saved, "data")
 
@@ -153,7 +153,7 @@ def _look(node: Any, graph: Graph) -> None:
 
 
 def _take(saved: Any, number: int, graph: Graph) -> None:
-    """Count what a saved tensor keeps: itself, or what a hook has made of it."""
+    """Count a saved tensor, or what a hook has packed it into."""
     try:
         packed, hook = saved.data, saved.unpack_hook
     except (AttributeError, RuntimeError):  # there is none, or it was freed

@@ -1,4 +1,4 @@
-"""What a script's models and optimizers hold between steps: parameters, gradients, buffers, state, buckets."""
+"""The tensors of models and optimizers between steps: parameters, gradients, buffers, state, buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEEPEST = 4
 
 
 class Model:
-    """One outermost module with all that is in it; or, without a module, tensors that an optimizer steps."""
+    """One outermost module with everything inside it; or, without a module, the tensors that an optimizer steps."""
 
     def __init__(self, module: Any = None, others: Sequence[Any] = ()) -> None:
         self.name: Owner = ("", "" if module is None else class_of(module))

@@ -1,7 +1,7 @@
-"""Counts what tensors hold, each storage once, in rows of the table `held`.
+"""Counts the bytes of tensors, each storage once, in rows of the table `held`.
 
-Nothing is computed, no data is read, and no device is asked: sizes stand in the host's part of each tensor. No code of
-the script's is called but that of tensor classes which say what they are made of, as PyTorch asks them.
+Nothing is computed, no data is read and no device is queried: sizes are in the host's part of each tensor. The only
+code of the script's that runs is that of tensor subclasses that name their inner tensors, as PyTorch asks for them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# Parts of a packed or nested value that are looked at, and how deep tensors of tensors are.
+# Parts of a packed or nested value that are visited, and the depth of nested tensors.
 _MOST_PARTS, _DEEPEST = 1_000, 4
 
-# Classes that stand for tensors which are not there.
+# Classes of tensors without storage.
 _UNREAL = ("FakeTensor", "FunctionalTensor")
 
 Owner = tuple[str, str]  # a module's path and class
@@ -21,7 +21,7 @@ Key = int  # of a storage
 
 
 class Storages:
-    """Adds tensors up: of storages that several share each has its own bytes, and the first what is left over."""
+    """Adds up tensors. Of a shared storage each tensor has its own bytes, and the first one the rest."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[Any, ...], list[int]] = {}  # part, path, class, device, dtype, trainable → sums

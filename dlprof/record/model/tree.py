@@ -1,4 +1,4 @@
-"""The tree of a model's modules: what parameters each has of its own, and which exchange moves them."""
+"""The tree of a model's modules: the parameters of each, and the bucket that exchanges their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from dlprof.record.model.functions import PARTS
 from dlprof.record.model.names import named, names_of_all
 
-# More modules than this are told of in no report.
+# Modules beyond this number are left out.
 _MOST = 50_000
 
 
@@ -52,8 +52,8 @@ def rows_of(models: Iterable[Any], flops: Mapping[tuple[str, str], int]) -> list
 def _buckets(models: Iterable[Any]) -> dict[int, int]:
     """Return the place of each parameter's bucket in the order in which DistributedDataParallel reduces them.
 
-    It makes its buckets anew after its first backward pass, in the order in which gradients are there, and tells which
-    parameters are in them by their numbers.
+    It rebuilds its buckets after the first backward pass, in the order in which gradients are ready, and lists the
+    numbers of their parameters.
     """
     found: dict[int, int] = {}
     for module in (module for model in models for module in model.modules()):

@@ -14,10 +14,8 @@ from dlprof.units import digits
 
 FORMAT = 1
 
-_NOTE = (
-    "Predicted by replaying what was recorded; nothing was run. Each change alone, then all together: what one gains"
-    " may be in what another one gains, too."
-)
+_NOTE = "Predicted by replaying the recording; nothing was run."
+_SEVERAL = " Each change alone, then all together: their gains overlap."
 
 
 def summary(name: str, found: Answers) -> Summary:
@@ -28,13 +26,13 @@ def summary(name: str, found: Answers) -> Summary:
     rate = samples or 1e9 / found.step_ns
     table = Panel(
         "table",
-        "What the step would be",
+        "Predicted step",
         (
-            ("as it is", found.step_ns, None, _rounded(rate)),
+            ("present", found.step_ns, None, _rounded(rate)),
             *(_row(a, found.step_ns, rate, together=a is found.together) for a in rows),
         ),
         ("change", "step_ns", "faster_times", unit),
-        note=_NOTE,
+        note=_NOTE + (_SEVERAL if found.together else ""),
     )
     last = found.together or next((a for a in found.alone if a.step_ns is not None), found.alone[-1])
     bars = tuple((row[0], row[1]) for row in table.rows if row[1] is not None)

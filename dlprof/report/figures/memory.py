@@ -1,4 +1,4 @@
-"""What memory is made of: a bar a rank, the modules of the fullest one, and what changes would make of it."""
+"""Memory: a bar for each rank, the modules of the rank with the highest peak, and the predicted peak of each change."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dlprof import units
-from dlprof.plain import plain
+from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
 from dlprof.result.memory import DeviceMemory, Footprint, MemoryChange, MemoryPart
 
-BARS = 64  # of ranks; the fullest
+BARS = 64  # of the ranks with the highest peaks
 LABELLED = 16  # bars with sizes inside
 MOST_MODULES = 24
 LEAST = 0.002  # of a bar; less than a pixel is not in the legend
 
-_MODULES = ("module", "class", "how many", "bytes", "parameters", "gradients", "optimizer's state", "activations")
-_CHANGES = ("change", "peak", "of now", "largest batch then", "step for as many samples", "how the time is known")
+_MODULES = ("module", "class", "total", "parameters", "gradients", "optimizer state", "activations")
+_CHANGES = ("change", "peak", "of present", "largest batch", "step for the same samples", "note")
 
 _ORDER = {name: place for place, name in enumerate(looks.MEMORY)}
 
-# How the part of a row that is no number is read.
 _HOW = {"most": "at most", "least": "at least"}
-_MOMENTS = {"backward": "as a backward pass begins", "gradients": "as the last backward pass has ended"}
+_MOMENTS = {"backward": "at the start of the backward pass", "gradients": "at the end of the last backward pass"}
 _KNOWN = {
-    "counted": "tensor by tensor",
-    "allocator": "PyTorch's allocator",
-    "driver": "the GPU's driver",
-    "process": "the process",
-    "difference": "what these leave",
+    "counted": "counted tensor by tensor",
+    "allocator": "from PyTorch's allocator",
+    "driver": "from the GPU's driver",
+    "process": "from the operating system",
+    "difference": "the peak less all other parts",
 }
 
 
@@ -58,16 +57,18 @@ def specs(memory: Memory | None) -> dict[str, Figure | None]:
 
 
 def sentence(footprint: Footprint | None) -> str:
-    """Say in one line what holds most of the fullest device's memory; "" where it was not counted."""
+    """Name the largest parts of the highest peak among the ranks, in one line; "" where memory was not counted."""
     if footprint is None or not footprint.devices:
         return ""
     fullest = footprint.devices[0]
     parts = sorted(fullest.parts, key=lambda p: -p.bytes)[:3]
     of = f" of {formatting.quantity(fullest.total_bytes, 'bytes')}" if fullest.total_bytes else ""
     named = ", ".join(f"{_look(p.part).name.lower()} {formatting.about(p.bytes / fullest.bytes)}" for p in parts)
-    who = f"rank {fullest.rank}, " if len({d.rank for d in footprint.devices}) > 1 else ""
-    where = "on the host" if fullest.device == "cpu" else plain(fullest.device, 20)
-    return f"Memory ({who}{where}): {formatting.quantity(fullest.bytes, 'bytes')}{of}; {named}."
+    who = [f"rank {fullest.rank}"] if len({d.rank for d in footprint.devices}) > 1 else []
+    host = "host " if fullest.device == "cpu" else ""
+    who += [plain(fullest.device, 20)] if not host else []
+    whose = f" ({', '.join(who)})" if who else ""
+    return f"Peak {host}memory{whose}: {formatting.quantity(fullest.bytes, 'bytes')}{of} ({named})."
 
 
 def _bars(devices: Sequence[DeviceMemory]) -> Figure:
@@ -113,16 +114,16 @@ def _bars(devices: Sequence[DeviceMemory]) -> Figure:
         for label, d, of in zip(labels, shown, sizes, strict=True)
     ]  # fmt: skip
     table = drawing.plain_table(
-        ("rank", "device", *(_look(p).name for p in order), "together"),
+        ("rank", "device", *(_look(p).name for p in order), "total"),
         rows,
         (False, False, *(True for _ in order), True),
     )
     moment = next((_MOMENTS[d.moment] for d in shown if d.moment in _MOMENTS), "")
-    notes = [f"When it is fullest: {moment}." if moment else ""]
-    notes.append("The dotted line is all that the GPU has." if totals else "")
+    notes = [f"The peak is {moment}." if moment else ""]
+    notes.append("Dotted line: the GPU's memory." if totals else "")
     notes.append(drawing.more(len(devices) - len(shown), "ranks"))
     legend = tuple(f"held-{p}" for p in order if any(_bytes(of, p) >= LEAST * largest for of in sizes))
-    label = f"Stacked bars of what memory is made of; {formatting.counted(len(shown), 'bar')}."
+    label = f"Stacked bars of memory by part; {formatting.counted(len(shown), 'bar')}."
     return Figure(label, {"data": data, "layout": arranged}, table, legend, " ".join(filter(None, notes)))
 
 
@@ -138,7 +139,7 @@ def _described(name: str, part: MemoryPart | None) -> str:
     if part is None:
         return name
     known = _KNOWN.get(part.known, plain(part.known, 40))
-    return f"{name}: {formatting.quantity(part.bytes, 'bytes')}, known from {known}"
+    return f"{name}: {formatting.quantity(part.bytes, 'bytes')}, {known}"
 
 
 def _modules(footprint: Footprint) -> Table | None:
@@ -146,9 +147,8 @@ def _modules(footprint: Footprint) -> Table | None:
         return None
     rows = [
         (
-            plain(m.module, 120),
+            plain(m.module, 120) + (f" ×{NBSP}{m.modules}" if m.modules > 1 else ""),
             plain(m.kind, 60),
-            str(m.modules),
             *(
                 formatting.quantity(n, "bytes") if n else ""
                 for n in (m.bytes, m.parameter, m.gradient, m.optimizer, m.activation)
@@ -156,7 +156,7 @@ def _modules(footprint: Footprint) -> Table | None:
         )
         for m in footprint.modules[:MOST_MODULES]
     ]
-    table = drawing.plain_table(_MODULES, rows, (False, False, True, True, True, True, True, True))
+    table = drawing.plain_table(_MODULES, rows, (False, False, True, True, True, True, True))
     return Table(table.columns, table.rows, table.numeric, drawing.more(len(footprint.modules) - len(rows), "rows"))
 
 
@@ -166,12 +166,12 @@ def _changes(footprint: Footprint) -> Table | None:
     fullest = next((d for d in footprint.devices if d.rank == footprint.rank), footprint.devices[0])
     now, total = fullest.bytes, fullest.total_bytes
     step = "" if footprint.now_ns is None else formatting.duration(footprint.now_ns)
-    rows = [("as it is", formatting.quantity(now, "bytes"), "", "", step, "")]
+    rows = [("present", formatting.quantity(now, "bytes"), "", "", step, "")]
     for change in footprint.changes:
         then = units.UNKNOWN
         if change.then_ns is not None:
             then = f"{_HOW.get(change.bound, '')} {formatting.duration(change.then_ns)}".strip()
-        fits = "" if change.times is None or change.change == "batch" else f"{units.digits(change.times)} × now"
+        fits = "" if change.times is None or change.change == "batch" else f"{units.digits(change.times)} × present"
         fits = "does not fit" if total and change.then_bytes > total else fits
         share = formatting.percent(change.then_bytes / now) if now else ""
         rows.append(
@@ -184,7 +184,7 @@ def _changes(footprint: Footprint) -> Table | None:
                 plain(change.why, 200),
             )
         )
-    # What is known of no change has no column.
+    # Columns that are empty for all changes are left out.
     kept = [i for i in range(len(_CHANGES)) if i < 2 or any(row[i] not in ("", units.UNKNOWN) for row in rows)]
     numeric = (False, True, True, True, True, False)
     table = drawing.plain_table(
@@ -202,18 +202,18 @@ def described(change: MemoryChange) -> str:
     """Return a change in words."""
     value = plain(change.value, 120)
     if change.change == "batch":
-        return f"{units.digits(float(value)) if number(value) else value} × the batch"
+        return f"{units.digits(float(value)) if number(value) else value} × batch"
     if change.change == "shard":
         stage, _, ranks = value.partition("/")
         return f"FSDP (ZeRO 3) over {ranks} ranks" if stage == "3" else f"ZeRO {stage} over {ranks} ranks"
     known = {
         "autocast": "autocast to 16 bits",
         "16_bits": "model and optimizer in 16 bits",
-        "checkpoint": f"checkpoints around {value}",
-        "checkpoint_only": f"checkpoints around {value} alone",
+        "checkpoint": f"checkpointing of {value}",
+        "checkpoint_only": f"checkpointing of {value} only",
         "fused_attention": "fused attention",
-        "8_bit": "optimizer's state in 8 bits",
-        "offload": "optimizer on the host",
+        "8_bit": "optimizer state in 8 bits",
+        "offload": "optimizer state on the host",
         "microbatches": f"{value} micro-batches",
         "schedule": f"pipeline schedule {value}",
     }

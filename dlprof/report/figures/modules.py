@@ -16,19 +16,19 @@ from dlprof.report.in_model import LEAST_SHARE, name_of, nested, outside_of
 from dlprof.result import Panel, Result
 from dlprof.result.modules import Module, Modules
 
-# A module is opened at first that takes so much of the step, down to this depth.
+# Rows with at least this share of the step are open at first, down to this depth.
 OPEN_SHARE, OPEN_DEPTH = 0.15, 4
 
-# What modules launched is a column of its own where it is so many times the step's time of a large one.
+# The column of launched device work is shown where it exceeds the step's time of a large module by this factor.
 BESIDE = 1.05
 
-# Of a rank with so many times the mean it is said.
+# A rank is named whose time is at least this many times the mean.
 UNEVEN = 1.2
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the tree: its name below the one around it, its path, how deep, and whether it is open at first."""
+    """A row of the tree: its name relative to the row around it, path, depth, and whether it is open at first."""
 
     name: str
     path: str = ""
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tree:
-    """The modules as a table whose rows open and close, as a flame graph, and what is to be said of both."""
+    """The modules as a table whose rows open and close, as a flame graph, and a note on both."""
 
     table: Table  # the first cell of each row is empty
     rows: tuple[Row, ...]
@@ -85,13 +85,13 @@ def _rows(found: Modules) -> Iterator[Row]:
 
 
 def _note(row: Module, found: Modules, slower: str) -> str:
-    """Say which repeated layer is slower, but for what is inside one that is, and which rank."""
-    said = ["compiled as one piece: modules inside are not seen"] if row.compiled else []
+    """Name the slowest of repeated layers (not again for modules inside it), and the slowest rank."""
+    said = ["compiled as one region: modules inside are not visible"] if row.compiled else []
     if row.slowest and not (slower and row.slowest.startswith(f"{slower}.")):
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
         said.append(f"slowest {plain(row.slowest, 120)}: {took}")
     if found.ranks > 1 and row.rank_ns >= UNEVEN * row.ns and row.share >= LEAST_SHARE:
-        said.append(f"most on rank {row.rank}: {formatting.duration(row.rank_ns)}")
+        said.append(f"longest on rank {row.rank}: {formatting.duration(row.rank_ns)}")
     return "; ".join(said)
 
 
@@ -109,12 +109,12 @@ _COLUMNS = (
     ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
     ("parameter_bytes", "parameters_bytes"),
-    ("held_bytes", "memory held_bytes"),
+    ("held_bytes", "memory_bytes"),
 )
 
 
 def _table(found: Modules) -> Table:
-    """Return the figures of each row; columns that say nothing are left out."""
+    """Return the figures of each row; empty columns are left out."""
     told = {name for name, _ in _COLUMNS if any(getattr(row, name) for row in found.rows)}
     if not any(row.device_ns > BESIDE * row.ns and row.share >= OPEN_SHARE for row in found.rows):
         told -= {"device_ns"}
@@ -136,7 +136,7 @@ def _cell(row: Module, name: str) -> float | str:
 
 
 def _flame(found: Modules) -> Figure:
-    """Draw the step, and upon it its modules, each as wide as its time; what no module does is beside them."""
+    """Draw the step and its modules below it, each as wide as its time, with the time outside modules beside them."""
     frames: list[tuple[int, float, float, str, str]] = [(0, 0.0, found.total_ns, "step", "other")]
     free = [0.0]  # where the next frame of each depth begins
     for row, around in zip(found.rows, nested(found), strict=True):
@@ -156,13 +156,15 @@ def _flame(found: Modules) -> Figure:
 
 
 def _under(found: Modules, unit: str) -> str:
-    """Say what the figures are of, and what it took to see them."""
-    whose = "of the device: of what each launched" if found.on_device else "of the training thread"
-    mean = "" if found.ranks < 2 else f", the mean of {found.ranks:,} ranks"
-    step = "trace" if unit == "trace" else "mean traced step"
-    whole = f"in the {step} of {formatting.duration(found.total_ns)}{mean}; time is that {whose}"
-    said = [f"Each module with all that is inside it, {whole}. With what no module does, they add up to the whole."]
+    """Say what the figures mean, and what recording them cost."""
+    whose = "device time, by the module that launched the work" if found.on_device else "time of the training thread"
+    mean = f", mean of {found.ranks:,} ranks" if found.ranks > 1 else ""
+    step = "trace" if unit == "trace" else "traced step"
+    said = [
+        f"Each module with all modules inside it: {whose}, per {step} ({formatting.duration(found.total_ns)}{mean})."
+        f" The outermost modules and the rows outside modules add up to the {unit}."
+    ]
     if found.naming_ns is not None and found.total_ns:
         share = formatting.percent(found.naming_ns / found.total_ns)
-        said.append(f"To name them takes {formatting.duration(found.naming_ns)} of a traced step, {share}.")
+        said.append(f"Recording the names takes {formatting.duration(found.naming_ns)} of a traced step ({share}).")
     return " ".join(said)

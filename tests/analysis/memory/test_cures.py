@@ -30,9 +30,9 @@ KNOWN = changes(("batch", "0.5", 45), CHECKPOINTS, ("8_bit", "", 70), ("offload"
 def test_changes_that_fit_are_named_with_their_peak_and_those_that_compute_the_same_first() -> None:
     found = cures(KNOWN, failure())
     assert [c.text for c in found] == [
-        "the optimizer's state on the host: about 60 GB instead of 80 GB",
+        "the optimizer state on the host: about 60 GB instead of 80 GB",
         "`torch.utils.checkpoint` around `layers.*`: about 50 GB instead of 80 GB",
-        "an optimizer with its state in 8 bits: about 70 GB instead of 80 GB",
+        "an optimizer with 8-bit state: about 70 GB instead of 80 GB",
         "0.50 times the batch: about 45 GB instead of 80 GB",
     ]  # sharding leaves hardly less than was needed
     assert [c.numerics for c in found] == [False, False, True, True]

@@ -90,7 +90,7 @@ def test_other_ranges_are_no_modules(tmp_path: Path) -> None:
         traces.annotation("nn.Linear", 10, 10),
         traces.op("aten::linear", 12, 5),
     )
-    with pytest.raises(NotMeasured, match="names no module"):
+    with pytest.raises(NotMeasured, match="no names of modules"):
         found(tmp_path, made)
 
 

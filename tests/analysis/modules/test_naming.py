@@ -25,4 +25,4 @@ def test_ranges_take_what_the_recorder_measured_for_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("modules", [None, {"ranges": 0, "ns_each": None}])
 def test_where_no_module_was_named_there_is_no_cost(tmp_path: Path, modules: Any) -> None:
     found = recorded(tmp_path, {"first_step": 12, "last_step": 15, "modules": modules})
-    assert "no module was named" in str(found.lacking(module_naming))
+    assert "no names of modules" in str(found.lacking(module_naming))

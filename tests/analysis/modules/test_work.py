@@ -162,7 +162,7 @@ def test_a_compiled_module_is_one_region(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_modules_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="names no module"):
+    with pytest.raises(NotMeasured, match="no names of modules"):
         work(tmp_path, traces.training())
 
 

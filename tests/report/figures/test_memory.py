@@ -1,4 +1,4 @@
-"""The bars of what memory is made of, the table of what changes would do, and the line on the terminal."""
+"""The bars of memory by part, the table of predicted peaks, and the line on the terminal."""
 
 from __future__ import annotations
 
@@ -63,19 +63,25 @@ def test_each_change_has_its_peak_its_step_and_how_that_is_known() -> None:
     assert memory is not None
     assert memory.changes is not None
     rows = {row[0]: row[1:] for row in memory.changes.rows}
-    assert (rows["2 × the batch"][0], rows["2 × the batch"][2]) == (f"34{NBSP}GB", "")
-    assert rows["8 × the batch"][2] == "does not fit"
-    assert rows["checkpoints around layers.*"][3] == f"at most 130.0{NBSP}ms"
-    assert rows["optimizer's state in 8 bits"][3:] == ("—", "how fast its kernels are is not known")
+    assert (rows["2 × batch"][0], rows["2 × batch"][2]) == (f"34{NBSP}GB", "")
+    assert rows["8 × batch"][2] == "does not fit"
+    assert rows["checkpointing of layers.*"][3] == f"at most 130.0{NBSP}ms"
+    assert rows["optimizer state in 8 bits"][3:] == ("—", "how fast its kernels are is not known")
 
 
 def test_the_page_and_the_terminal_tell_it() -> None:
     result = replace(results.ddp(), footprint=footprint())
     page = html.render(result)
-    assert "What a change would do" in page
-    assert "layers.*" in page
+    assert "Predicted peak with a change" in page
+    assert f"layers.* ×{NBSP}12" in page
     text = " ".join(terminal.render(result, 100).split())
-    assert "Memory (rank 1, cuda:0): 20.0 GB of 80 GB; activations 70 %, parameters 20 %" in text
+    assert "Peak memory (rank 1, cuda:0): 20.0 GB of 80 GB (activations 70 %, parameters 20 %" in text
+
+
+def test_a_job_on_the_cpu_fills_the_hosts_memory() -> None:
+    devices = (DeviceMemory(0, "cpu", (MemoryPart("process", 3 * GB, "process"), MemoryPart("input", GB, "counted"))),)
+    said = sentence(Footprint(devices, 0)).replace(NBSP, " ")
+    assert said == "Peak host memory: 4 GB (process baseline 75 %, input 25 %)."
 
 
 def test_a_run_whose_memory_was_not_counted_has_none_of_it() -> None:
@@ -87,4 +93,4 @@ def test_a_run_whose_memory_was_not_counted_has_none_of_it() -> None:
 def test_a_change_that_is_not_known_here_keeps_its_name() -> None:
     assert described(MemoryChange("shard", "3/8", 1.0)) == "FSDP (ZeRO 3) over 8 ranks"
     assert described(MemoryChange("later", "x", 1.0)) == "later x"
-    assert described(MemoryChange("batch", "odd", 1.0)) == "odd × the batch"
+    assert described(MemoryChange("batch", "odd", 1.0)) == "odd × batch"

@@ -28,11 +28,11 @@ def test_each_row_has_its_name_below_the_one_around_it() -> None:
         (2, "attention", "", False),
         (2, "mlp", "", False),
         (1, "head", "", False),
-        (0, "communication of no one module", "", False),
-        (0, "the device idles", "", False),
+        (0, "communication of no single module", "", False),
+        (0, "device idle", "", False),
     ]
     assert tree.rows[1].note == f"slowest encoder.layer.11: 20.0{NBSP}ms against 10.0{NBSP}ms"
-    assert tree.rows[3].note == f"most on rank 3: 69.0{NBSP}ms"
+    assert tree.rows[3].note == f"longest on rank 3: 69.0{NBSP}ms"
     assert [row.open for row in tree.rows[:3]] == [True, True, True]
 
 
@@ -56,11 +56,11 @@ def test_the_flame_graph_stands_what_is_inside_on_what_is_around_it() -> None:
     assert frames["encoder.layer.* × 12 · Layer"] == (2, 0, 130)
     assert frames["mlp × 12 · MLP"] == (3, 80, 46)
     assert frames["head · Linear"] == (2, 130, 18)
-    assert frames["the device idles"] == pytest.approx((1, 180, 34.6))
+    assert frames["device idle"] == pytest.approx((1, 180, 34.6))
 
 
 def test_what_is_not_seen_and_what_seeing_took_is_said() -> None:
-    assert f"takes 400.0{NBSP}µs of a traced step, 0.2{NBSP}%" in tree_of(results.encoder()).under
+    assert f"takes 400.0{NBSP}µs of a traced step (0.2{NBSP}%)" in tree_of(results.encoder()).under
     rows = (results.module("", "Net", 0, 100.0, compiled=True),)
     assert "compiled" in tree_of(replace(results.encoder(), rows=rows)).rows[0].note
 

@@ -1,14 +1,14 @@
-"""A tensor grows by `torch.cat` in a loop, which copies all of it in every round.
+"""A tensor grows by `torch.cat` in a loop, which copies the whole tensor in every iteration.
 
-`acc = torch.cat([acc, x])` for n pieces copies n ÷ 2 times as much as one `cat` of all pieces behind the loop.
+`acc = torch.cat([acc, x])` in a loop over n pieces copies about n ÷ 2 times as much as one `cat` after the loop.
 
-Needs a trace. Such a loop is eight calls or more of `cat` with the same operators between them, within one step, whose
-time rises evenly. Where what lies between them takes longer and longer as well, the loop reads what there is so far, as
-DenseNet does, and needs it: that is none. Nor is a tensor that grows from step to step.
+Needs a trace. The rule looks for eight or more calls of `cat` within a step, with the same operators between them,
+whose time rises evenly. Where the operators between them take longer and longer too, the loop reads the growing tensor,
+as DenseNet does, and needs it: that is not reported. Neither is a tensor that grows from step to step.
 
-Saving: the time of all these calls but the last one, which copies what one `cat` would.
+Saving: the time of all these calls but the last, which copies as much as the single `cat` would.
 
-What to change: append the pieces to a list and call `torch.cat(pieces)` once, behind the loop; or write them into a
+What to change: append the pieces to a list and call `torch.cat(pieces)` once after the loop; or write them into a
 tensor of the final size, `out[i] = x`.
 """
 
@@ -21,8 +21,8 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.panel import table
 from dlprof.units import duration, often
 
-_COLUMNS = {"passes": "pass", "calls": "calls a step", "ns": "takes_ns", "left_ns": "one call, as predicted_ns"}
-_LIST = change("append the pieces to a list, and `torch.cat(pieces)` once, behind the loop")
+_COLUMNS = {"passes": "pass", "calls": "calls a step", "ns": "takes_ns", "left_ns": "predicted as one call_ns"}
+_LIST = change("append the pieces to a list, and call `torch.cat(pieces)` once after the loop")
 _BUFFER = change("or write them into a tensor of the final size: `out[i] = x`")
 
 
@@ -41,12 +41,12 @@ def explain(estimate: Estimate, growing_cats: Frame, mean_step_ns: float) -> Exp
     forward = mine[mine["passes"] == "forward"]
     return Explanation(
         title="A tensor grows by cat in a loop",
-        summary=f"Rank {estimate.worst} calls cat {often(float(forward['calls'].sum()))} a step on tensors that grow,"
-        f" for {duration(mine['ns'].sum())} of {duration(mean_step_ns)}; one call for each would take"
-        f" {duration(mine['left_ns'].sum())}.",
+        summary=f"Rank {estimate.worst} calls cat {often(float(forward['calls'].sum()))} a step on growing tensors,"
+        f" which takes {duration(mine['ns'].sum())} of the {duration(mean_step_ns)} step. One call after each loop"
+        f" would take {duration(mine['left_ns'].sum())}.",
         changes=(_LIST, _BUFFER),
         evidence=table(f"cat in loops, a step of rank {estimate.worst}", mine, _COLUMNS),
-        sure="Estimated by the last call, which copies all pieces.",
+        sure="Estimated from the time of the last call, which copies all pieces.",
     )
 
 

@@ -1,18 +1,18 @@
-"""One-hot rows are multiplied by a matrix, to pick its rows.
+"""One-hot rows are multiplied by a matrix to select some of its rows, which an embedding does without a product.
 
-A product of N one-hot rows of V classes and a V × h matrix reads N × V zeros and ones, made as integers and cast, and
-adds up as many products, for what `embedding` reads in N rows. Its gradient is another such product.
+The product of N one-hot rows of V classes and a V × h matrix reads N × V zeros and ones, which were made as integers
+and cast, and multiplies all of them. `embedding` reads N rows. The gradient is another such product.
 
-Needs a trace. It is recognised by its operators: `one_hot` or `scatter_`, a cast, a product at once. With its shapes
-(`record_shapes=True`, or dlprof's count of a step) what an embedding takes is known; without them the product is taken
-to stay as long as it is, so that what is saved is at least what is said. One-hot targets are for `unfused_loss`; rows
-that are concatenated with something else need their product.
+Needs a trace. The rule looks for `one_hot` or `scatter_`, a cast, and a product right after it. Where shapes are known
+(`record_shapes=True`, or dlprof's count of a step) the time of an embedding is estimated; otherwise only the time to
+make the one-hot rows counts as saved. One-hot targets belong to `unfused_loss`. Rows that are concatenated with other
+features need their product and are not reported.
 
-Saving: making the one-hot rows, the product and its gradient, less the share of both products that moving the chosen
-rows takes.
+Saving: the time to make the one-hot rows, of the product and of its gradient, less what an embedding takes: the
+product's time scaled by the bytes that an embedding moves.
 
-What to change: `nn.Embedding`, or `torch.nn.functional.embedding(index, weight)` with `weight.t()` of an `nn.Linear`,
-in place of `one_hot` and the product.
+What to change: `nn.Embedding`, or `torch.nn.functional.embedding(index, weight)` instead of `one_hot` and the product
+(with `weight.t()` of an `nn.Linear`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _COLUMNS = {
     "left_ns": "as an embedding, at most_ns",
 }
 _EMBEDDING = change(
-    "`torch.nn.functional.embedding(index, weight)` in place of `one_hot` and the product; of an `nn.Linear` its"
-    " `weight.t()`"
+    "`torch.nn.functional.embedding(index, weight)` instead of `one_hot` and the product (with `weight.t()` of an"
+    " `nn.Linear`)"
 )
 
 
 def check(one_hots: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
     if one_hots.empty:
-        return nothing("no one-hot rows are multiplied")
+        return nothing("no one-hot rows are multiplied by a matrix")
     return Estimate(
         gone_ns=gains(one_hots, cpu_parts, cpu_work, settings.on_cpu(job)),
         noise_of=("computation",),
-        loses="would be saved by an embedding in place of one-hot rows",
+        loses="would be saved by an embedding instead of one-hot rows",
     )
 
 
@@ -52,11 +52,11 @@ def explain(estimate: Estimate, one_hots: Frame, mean_step_ns: float) -> Explana
     times = float(mine.loc[mine["passes"] == "forward", "calls"].sum())
     return Explanation(
         title="One-hot rows are multiplied by a matrix",
-        summary=f"Rank {estimate.worst} multiplies one-hot rows {often(times)} a step, for"
-        f" {duration(mine['ns'].sum())} of {duration(mean_step_ns)}; an embedding reads the rows that it needs.",
+        summary=f"Rank {estimate.worst} multiplies one-hot rows by a matrix {often(times)} a step, which takes"
+        f" {duration(mine['ns'].sum())} of the {duration(mean_step_ns)} step. An embedding reads only the rows needed.",
         changes=(_EMBEDDING,),
         evidence=table(f"Products of one-hot rows, a step of rank {estimate.worst}", mine, _COLUMNS),
-        sure="Estimated by what an embedding moves of what the product does.",
+        sure="Estimated from the bytes that an embedding moves compared with the product.",
     )
 
 

@@ -1,25 +1,25 @@
 """Attention writes its scores to memory, where a fused kernel would keep them on the chip.
 
-Scores of s queries and t keys are s × t numbers a head. Computed by a product, a softmax and another product, they are
-written and read several times, scaled, masked and dropped out in passes of their own, and kept for the backward pass.
-PyTorch's `scaled_dot_product_attention` has kernels that never write them (FlashAttention, Dao et al. 2022).
+Attention of s queries and t keys has s × t scores per head. A product, a softmax and a second product write and read
+them several times, scale, mask and drop them in separate passes, and keep them for the backward pass. The fused kernels
+of PyTorch's `scaled_dot_product_attention` never write them (FlashAttention, Dao et al. 2022).
 
-Needs a trace. Attention is recognised by its operators: a softmax whose nearest products on its thread are
-batched ones (`bmm`, `baddbmm`), forward and backward; where shapes are known, what the first makes must be what the
-second takes. Sequences below 128 are left out, and code that torch.compile generated is not seen.
+Needs a trace. The rule looks for a softmax between two batched products (`bmm`, `baddbmm`) on one thread, forward and
+backward; where shapes are known, the output of the first product must be the input of the second. Sequences shorter
+than 128 and code from torch.compile do not count.
 
-Saving: the time of these kernels, from the first product to the last, less what a fused kernel takes: the arithmetic of
-two products, backward of five, and moving queries, keys, values and the result, each at the share of the device's peak
-that FlashAttention reaches at the least: half on Ampere and Ada, 35 % on Hopper, else a quarter. It is bounded by what
-the host could launch sooner. It needs the shapes (`record_shapes=True`, or a recording of dlprof's), and 16 bits on a
-device whose peaks are known and which FlashAttention supports (from compute capability 8 on; AMD's CDNA). On a CPU a
-fused kernel takes 15 % longer than the products alone, as measured, and with dropout there is none.
+Saving: the time of the kernels from the first product to the last, less that of a fused kernel. A fused kernel computes
+two products forward and five backward and moves queries, keys, values and the result, each at the share of the device's
+peak that FlashAttention reaches at least: half on Ampere and Ada, 35 % on Hopper, a quarter elsewhere. The saving is
+limited by how fast the host can launch. This needs shapes (`record_shapes=True`, or a recording by dlprof), 16-bit
+types, and a device with known peaks that FlashAttention supports (compute capability 8 or later; AMD CDNA). On a CPU a
+fused kernel takes 15 % longer than the products alone, by measurement, and there is none with dropout.
 
-What to change: `torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)`; in
-`transformers` `attn_implementation="sdpa"`, of `nn.MultiheadAttention` `need_weights=False`. What it cannot express (a
-function of the scores) `torch.nn.attention.flex_attention` can. Where it was called and computed the scores all the
-same ("math"), what is known to prevent a fused kernel is named: the type, the width of a head, a mask. This frees the
-scores' memory as well.
+What to change: `torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)`;
+`attn_implementation="sdpa"` in `transformers`; `need_weights=False` for `nn.MultiheadAttention`. For a function of the
+scores that it cannot express: `torch.nn.attention.flex_attention`. Where the script calls it already and PyTorch fell
+back to the "math" implementation, the finding names the known reasons: the type, the head's width, a mask. The change
+also frees the memory of the scores.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _COLUMNS = {
     "fused_ns": "fused, at most_ns",
 }
 
-# What scaled_dot_product_attention can do between the products: scaling, a mask that is added or filled in, dropout,
-# and changes of type and layout. Anything else is the script's own function of the scores.
+# What scaled_dot_product_attention can do between the products: scale, mask (added or filled in), drop out, and change
+# type and layout. Anything else is the script's own function of the scores.
 _EXPRESSIBLE = {
     *("bmm", "baddbmm", "mul", "div", "add", "sub", "masked_fill", "masked_fill_", "where", "_softmax", "copy_"),
     *("_softmax_backward_data", "native_dropout", "native_dropout_backward", "bernoulli_", "mul_", "div_", "add_"),
@@ -61,7 +61,7 @@ _EXPRESSIBLE = {
 _ASK_WHY = "`with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION):` around it says why"
 
 _IN_LIBRARIES = change(
-    'in `transformers` `attn_implementation="sdpa"`; of `nn.MultiheadAttention` `need_weights=False`',
+    'or `attn_implementation="sdpa"` in `transformers`; `need_weights=False` for `nn.MultiheadAttention`',
     attn_implementation=(None, "sdpa"),
     need_weights=(None, False),
 )
@@ -70,13 +70,13 @@ _IN_LIBRARIES = change(
 def check(attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
     frame = attention
     if frame.empty:
-        return nothing("no attention of long sequences keeps its scores in memory")
+        return nothing("no attention over long sequences keeps its scores in memory")
     took, unknown = by_rank(frame, "ns"), ""
     rank = worst(took)
     if (frame["shape"] == "").any():
         unknown = "its shapes were neither traced (`--shapes`, or record_shapes=True) nor counted"
     elif frame["fused_ns"].isna().any():
-        unknown = f"how fast it is fused on this device, in {frame['dtype'].iloc[0]}, is not known"
+        unknown = f"how fast a fused kernel is on this device in {frame['dtype'].iloc[0]} is not known"
     saved = by_rank(frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0)), "saved_ns")
     most = frame.groupby("rank")["most_ns"].first()
     saved = {rank: min(ns, float(most[rank])) for rank, ns in saved.items()}
@@ -97,34 +97,35 @@ def explain(estimate: Estimate, attention: Frame, mean_step_ns: float, job: Job)
     rank = estimate.seen
     mine = attention[attention["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
     return Explanation(
-        title="Attention keeps its scores in memory",
-        summary=f"Rank {rank} computes attention by products and a softmax {often(float(mine['calls'].sum()))} a step,"
-        f" for {duration(mine['ns'].sum())} of {duration(mean_step_ns)}; most of it has the shapes"
-        f" {mine['shape'].iloc[0]}.",
+        title="Attention is not fused: it writes its scores to memory",
+        summary=f"Rank {rank} computes attention with two products and a softmax"
+        f" {often(float(mine['calls'].sum()))} a step, which takes {duration(mine['ns'].sum())} of the"
+        f" {duration(mean_step_ns)} step. Most of it is for queries and values of"
+        f" {' and '.join(mine['shape'].iloc[0].split())}.",
         changes=_changes(mine),
         evidence=table(f"Attention with its scores in memory, a step of rank {rank}", mine, _COLUMNS, MOST_ROWS),
-        sure="Estimated by the time of the products, as measured on a CPU."
+        sure="Estimated from the time of the products: the ratio was measured on a CPU."
         if settings.on_cpu(job)
-        else f"Estimated: fused kernels at {percent(mine['share'].iloc[0])} of the device's peak, which well-made ones"
-        " exceed, and the masked half of causal attention computed.",
+        else f"Estimated for fused kernels at {percent(mine['share'].iloc[0])} of the device's peak, which good kernels"
+        " exceed, and without skipping the masked half of causal attention.",
     )
 
 
 def _changes(mine: Frame) -> tuple[Change, ...]:
-    """Name the function to call, and what prevents it as far as the operators between the products show."""
+    """Name the function to call, or the known reason why it is not fused."""
     names = {name.removeprefix("aten::") for name in " ".join(mine["between"]).split()}
     own = sorted(names - _EXPRESSIBLE)
     if mine["math"].any():
         why = "; ".join(_prevented(mine["dtype"].iloc[0], mine["shape"].iloc[0], names))
         return (change(f"`scaled_dot_product_attention` found no fused kernel{f': {why}' if why else ''}. {_ASK_WHY}"),)
     if own:
-        reason = f"between the products is {', '.join(own[:4])}, which `scaled_dot_product_attention` does not do"
+        reason = f"`scaled_dot_product_attention` has no {', '.join(own[:4])} between the products"
         return (change(f"`torch.nn.attention.flex_attention`, compiled: {reason}"),)
     masked = names & {"masked_fill", "masked_fill_", "where", "baddbmm", "add", "add_"}
     dropped = names & {"native_dropout", "bernoulli_"}
     more = (", is_causal=True or attn_mask=…" if masked else "") + (", dropout_p=…" if dropped else "")
     call = f"`torch.nn.functional.scaled_dot_product_attention(q, k, v{more})`"
-    return change(f"{call} in place of the products and the softmax"), _IN_LIBRARIES
+    return change(f"{call} instead of the products and the softmax"), _IN_LIBRARIES
 
 
 def _prevented(dtype: str, shape: str, names: set[str]) -> Iterator[str]:

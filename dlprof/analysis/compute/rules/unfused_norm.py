@@ -1,19 +1,18 @@
-"""A normalisation is written out as mean, variance, root, product and sum, an operator each.
+"""A normalisation layer is computed by separate operators (mean, variance, square root, ...) instead of one kernel.
 
-Each operator reads all activations and writes them again: ten passes through memory forward and thirty backward, where
-one kernel makes two and five. In small layers it is ten launches for one.
+Each operator reads and writes the whole activation tensor: about ten passes over memory in the forward pass and thirty
+in the backward pass, where a fused kernel makes two and five. In small layers the cost is ten launches instead of one.
 
-Needs a trace. A chain is recognised by the order of its operators, forward and backward: a mean or a variance, then a
-root, then a factor as wide as what the mean is of. No shapes are asked for, so that LayerNorm, GroupNorm and BatchNorm
-are not told apart. What lies within another operator (`aten::layer_norm`) is left out, and so is code that
-torch.compile generated.
+Needs a trace. The rule looks for this order of operators, forward and backward: a mean or a variance, a square root,
+and a multiplication as wide as the input of the mean. It needs no shapes, so it cannot tell LayerNorm, GroupNorm and
+BatchNorm apart. Operators inside another operator (`aten::layer_norm`) and code from torch.compile do not count.
 
-Saving: the time of these chains less what one kernel takes of it, by what both read and write; the traced steps are
-replayed with so many fewer kernels and launches. On a CPU one operator took 6 to 23 % of such a chain; PyTorch's
-RMSNorm is itself a chain there, and none is judged.
+Saving: the time of these operators less what one kernel takes, by the bytes that each reads and writes; the traced
+steps are replayed with fewer kernels and launches. On a CPU one operator took 6 to 23 % of the time of the separate
+ones. PyTorch's own RMSNorm is a chain of operators on a CPU, so no RMSNorm is reported there.
 
 What to change: `nn.LayerNorm`, `nn.RMSNorm` (one kernel from torch 2.9 on), `nn.GroupNorm`, `nn.BatchNorm2d`, or their
-functions in `torch.nn.functional`; where the formula is another, `torch.compile` of the module that holds it.
+functions in `torch.nn.functional`. For any other formula: `torch.compile` of the module that computes it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dlprof.analysis.chains.work import gains
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.units import duration, often
+from dlprof.units import duration, often, percent
 
 _COLUMNS = {
     "form": "statistics",
@@ -32,28 +31,28 @@ _COLUMNS = {
     "calls": "times a step",
     "operators": "operators each",
     "ns": "takes_ns",
-    "left_ns": "in one kernel, as predicted_ns",
+    "left_ns": "predicted as one kernel_ns",
 }
 _CHANGES = {
     LAYER: change(
-        "`torch.nn.functional.layer_norm(x, (width,), weight, bias)` in place of mean, variance and root; over other"
-        " dimensions `group_norm` or `batch_norm`"
+        "`torch.nn.functional.layer_norm(x, (width,), weight, bias)` instead of mean, variance and square root;"
+        " `group_norm` or `batch_norm` over other dimensions"
     ),
     RMS: change(
-        "`torch.nn.functional.rms_norm(x, (width,), weight, eps)` in place of square, mean and root: one kernel from"
-        " torch 2.9 on"
+        "`torch.nn.functional.rms_norm(x, (width,), weight, eps)` instead of square, mean and square root: one kernel"
+        " from torch 2.9 on"
     ),
 }
-_COMPILED = change("`torch.compile` of the module that holds it: its operators become one kernel each way")
+_COMPILED = change("or `torch.compile` the module: its operators become one kernel forward and one backward")
 
 
 def check(norms: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
     if norms.empty:
-        return nothing("no normalisation is written out")
+        return nothing("no normalisation is computed by separate operators")
     return Estimate(
         gone_ns=gains(norms, cpu_parts, cpu_work, settings.on_cpu(job)),
         noise_of=("computation",),
-        loses="would be saved by normalising in one kernel",
+        loses="would be saved by fused normalisation",
     )
 
 
@@ -62,14 +61,15 @@ def explain(estimate: Estimate, norms: Frame, mean_step_ns: float) -> Explanatio
     times = float(mine.loc[mine["passes"] == "forward", "calls"].sum())
     forms = mine.groupby("form", sort=False)["ns"].sum().sort_values(ascending=False).index.tolist()
     return Explanation(
-        title="Normalisations are written out operator by operator",
-        summary=f"Rank {estimate.worst} normalises {often(times)} a step by separate operators, for"
-        f" {duration(mine['ns'].sum())} of {duration(mean_step_ns)}; one kernel would do what"
-        f" {mine['operators'].max():.0f} do.",
+        title="Normalisation is not fused",
+        summary=f"Rank {estimate.worst} normalises {often(times)} a step with up to"
+        f" {mine['operators'].max():.0f} separate operators each time. They take {duration(mine['ns'].sum())} of the"
+        f" {duration(mean_step_ns)} step; one kernel each time would take {duration(mine['left_ns'].sum())}.",
         changes=(*(_CHANGES[form] for form in forms), _COMPILED),
-        evidence=table(f"Normalisations that are written out, a step of rank {estimate.worst}", mine, _COLUMNS),
-        sure="Estimated by what one kernel reads and writes of what these do, and no sooner than the host launches.",
+        evidence=table(f"Normalisation by separate operators, a step of rank {estimate.worst}", mine, _COLUMNS),
+        sure=f"Estimated: one kernel takes {percent(mine['left_ns'].sum() / mine['ns'].sum())} of these operators'"
+        " time, by the bytes that both move (on a CPU: by measurements).",
     )
 
 
-RULE = Rule("Normalisation written out", check, explain, saves_from=("computation", "host", "launch_latency"))
+RULE = Rule("Unfused normalisation", check, explain, saves_from=("computation", "host", "launch_latency"))

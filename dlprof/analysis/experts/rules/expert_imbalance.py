@@ -1,21 +1,22 @@
-"""A mixture of experts sends some ranks more tokens than others, and these wait for the fullest rank's experts.
+"""A mixture of experts sends some ranks more tokens than others, and all ranks wait for the fullest rank's experts.
 
-Tokens go to the ranks of their experts, and back, by all-to-alls: nobody's come back before the rank with most tokens
-is through. The router decides, so who that is may change with each layer and step; where it is always the same rank,
-that one is a straggler, and this rule answers for it.
+Tokens travel to the ranks of their experts and back by all-to-alls, so no rank gets its tokens back before the rank
+with most tokens is done. The router decides, so the fullest rank may change with each layer and step. If it is always
+the same rank, that rank is a straggler, and this rule reports it instead of `straggler`.
 
-Needs the traces of all ranks with the sizes of their all-to-alls, of two steps or more. NCCL's have them from torch 2.2
-on. gloo's have them where inputs are recorded (`--shapes`), and in dlprof's own recordings, which note them themselves.
-Kernels that exchange tokens without all-to-alls (DeepEP) tell no sizes. Sizes that are the same in each step are no
-tokens: tables of embeddings, or experts with a fixed capacity, which drop tokens instead of waiting.
+Needs the traces of all ranks with the sizes of their all-to-alls, and two steps or more. NCCL's kernels have them from
+torch 2.2 on; gloo's where inputs are recorded (`--shapes`), and in recordings by dlprof, which note them. Kernels that
+exchange tokens without all-to-alls (DeepEP) show no sizes. Sizes that are the same in each step are not tokens, but
+sharded embedding tables or experts with a fixed capacity, which drop tokens instead of waiting. Sizes are those of
+ranks: tokens per expert are known only where dlprof recorded that each rank holds one expert of a layer.
 
-Saving: in each layer, the slowest rank's experts with as many tokens as the mean rank gets, by what a token takes in
-the measured steps; no more than what the ranks wait for each other in all-to-alls. It is the most that balance can
-give: no router balances each layer of each step, and transfers are taken to last as long as they do.
+Saving: in each layer, the time of the slowest rank's experts less their time with the mean rank's number of tokens, by
+the measured time of a token; at most the time that ranks wait for each other in all-to-alls. Transfers are assumed to
+take as long as now. It is an upper limit: no router balances each layer of each step.
 
-What to change: weigh the router's auxiliary loss more, or choose experts with a bias that balances them; bound what an
-expert takes by a capacity factor; put experts with many tokens on different ranks, or copies of them on several. All
-but the last change what the model learns.
+What to change: increase the weight of the router's auxiliary loss, or balance the experts with a bias; limit the tokens
+of an expert with a capacity factor; put experts with many tokens on different ranks, or replicate them. All but the
+last change what the model learns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check(expert_balance: Balance) -> Estimate:
         saving_ns=cost,
         by_rank_ns=by_rank(expert_balance.ranks.assign(ns=cost * over / (over.max() or 1.0)), "ns"),
         noise_ns=expert_balance.noise_ns,
-        loses="is lost as ranks wait for the experts of the rank with most tokens",
+        loses="is lost while ranks wait for the experts of the rank with most tokens",
         summary=f"the fullest rank gets {expert_balance.uneven:.2f} × the mean rank's tokens",
         seen=expert_balance,
     )
@@ -47,9 +48,9 @@ def check(expert_balance: Balance) -> Estimate:
 def explain(estimate: Estimate) -> Explanation:
     found: Balance = estimate.seen
     most = found.ranks.sort_values("ratio").iloc[-1]
-    always = f"Over all of them rank {int(most['rank'])} gets most, {most['ratio']:.2f} × the mean."
+    always = f"On average rank {int(most['rank'])} gets most, {most['ratio']:.2f} × the mean."
     if most["ratio"] - 1 < (found.uneven - 1) / 2:
-        always = "Which rank that is changes: over all dispatches no rank gets much more than the mean."
+        always = "The fullest rank changes: over all dispatches no rank gets much more than the mean."
     waits = found.ranks["wait_ns"]
     waiting = "" if waits.isna().all() else f" Ranks wait up to {duration(float(waits.max()))} a step in all-to-alls."
     return Explanation(
@@ -57,13 +58,16 @@ def explain(estimate: Estimate) -> Explanation:
         summary=f"In the mean dispatch the fullest rank gets {found.uneven:.2f} × the mean rank's tokens. {always}"
         f"{waiting}",
         changes=(
-            change("weigh the router's auxiliary load-balancing loss more, or balance it by a bias", numerics=True),
-            change("bound the tokens of an expert by a capacity factor: what is over is dropped", numerics=True),
-            change("place experts that get many tokens on different ranks, or copies of them on several"),
+            change(
+                "increase the weight of the router's auxiliary load-balancing loss, or balance the experts with a bias",
+                numerics=True,
+            ),
+            change("limit the tokens of an expert with a capacity factor: tokens above it are dropped", numerics=True),
+            change("put experts that get many tokens on different ranks, or replicate them"),
         ),
         evidence=tokens_of(found),
-        sure=f"Estimated from {found.steps} traced steps with the mean rank's tokens on each rank, by what a token"
-        " takes in them. No router is so even: it is the most that balance can give.",
+        sure=f"Estimated from {found.steps} traced steps, as if each rank got the mean number of tokens. No router is"
+        " that even, so this is the most that balance can save.",
         at_most=True,
     )
 

@@ -1,17 +1,17 @@
-"""Embeddings are looked up in the host's memory, and copied to the device in every step.
+"""Embedding tables lie in the host's memory: each step looks rows up there and copies them to the device.
 
-The host looks rows up more slowly than the device would, and what it finds crosses PCIe; the gradients come back, for
-which the host waits, and the host adds them up and changes the weights, while the device has nothing to do.
+The host looks rows up more slowly than the device would, and the result crosses PCIe. The gradients come back, and the
+host waits for them; then it adds them up and updates the table while the device is idle.
 
-Needs a trace of a GPU run. Such a lookup is an `embedding` that launches no kernel and whose result is copied to the
-device next. Which tables there are, and how large, no trace tells.
+Needs a trace of a GPU job. The rule looks for an `embedding` that launches no kernel and whose result is copied to the
+device next. The trace does not show which tables these are, or how large.
 
-Saving: the traced steps replayed without the lookups, the gradients and the changes of weights on the host, and without
-their copies and the waits for these: on the device it takes a fiftieth of the copies.
+Saving: the traced steps are replayed without the lookups, gradients and updates on the host, their copies, and the
+waits for these. On the device, a fiftieth of the time of the copies is left.
 
-What to change: `embedding.to(device)`, where the device has room for the table, its gradient and the optimizer's state;
-`sparse=True` needs no gradient of the table's size. A table that is too large: look up the next batch's rows ahead, on
-another thread.
+What to change: `embedding.to(device)`, where the device has memory for the table, its gradient and its optimizer state;
+with `sparse=True` the gradient is not as large as the table. For a table that is too large: look up the next batch's
+rows ahead of time on another thread.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from dlprof.analysis.engine import Frame, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.result import Panel
-from dlprof.units import duration, often
+from dlprof.units import duration, often, size
 
-_MOVED = change(
-    "`embedding.to(device)`, where the device has room for the table, its gradient and the optimizer's state"
+_MOVED = change("`embedding.to(device)`, if the device has memory for the table, its gradient and its optimizer state")
+_AHEAD = change(
+    "if the table is too large: look up the next batch's rows ahead of time, on another thread, into pinned memory"
 )
-_AHEAD = change("a table that is too large: look up the next batch's rows ahead, on another thread, into pinned memory")
 _PARTS = {
     "lookup_ns": "lookups on the host",
-    "copy_ns": "copies of them and of their gradients",
+    "copy_ns": "copies of rows and gradients",
     "gradient_ns": "gradients on the host",
-    "optimizer_ns": "weights changed on the host",
+    "optimizer_ns": "updates on the host",
 }
 
 
 def check(host_tables: Frame) -> Estimate:
     if host_tables.empty:
-        return nothing("no embedding is looked up on the host")
+        return nothing("no embedding table is in host memory")
     return Estimate(
         gone_ns=by_rank(host_tables, "gain_ns"),
         noise_of=HOST,
@@ -49,13 +49,14 @@ def explain(estimate: Estimate, host_tables: Frame) -> Explanation:
     row = estimate.rows(host_tables).iloc[0]
     parts = tuple((name, float(row[column])) for column, name in _PARTS.items())
     return Explanation(
-        title="Embeddings are looked up on the host",
-        summary=f"{often(float(row['lookups'])).capitalize()} a step rank {rank} looks up embeddings in the host's"
-        f" memory, which takes the host {duration(row[['lookup_ns', 'gradient_ns', 'optimizer_ns']].sum())} a step,"
-        f" and copies {row['copy_bytes'] / 1e6:.1f} MB.",
+        title="Embedding tables are in host memory",
+        summary=f"Rank {rank} looks up embeddings in host memory {often(float(row['lookups']))} a step. Lookups,"
+        " gradients and updates take the host"
+        f" {duration(row[['lookup_ns', 'gradient_ns', 'optimizer_ns']].sum())} a step;"
+        f" {size(row['copy_bytes'])} are copied.",
         changes=(_MOVED, _AHEAD),
-        evidence=Panel("bars", f"What embeddings on the host take of a step of rank {rank}", parts, unit="ns"),
-        sure="Estimated by replaying the traced steps without this work of the host, its copies and their waits.",
+        evidence=Panel("bars", f"Time of embeddings on the host, a step of rank {rank}", parts, unit="ns"),
+        sure="Estimated by replaying the traced steps without this work of the host, its copies and waits.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator holds."""
+"""Memory that PyTorch's allocator has allocated and reserved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(memory_series: pd.DataFrame, step_times: pd.Series[float]) -> list[Pane
             lines |= {f"rank {rank} {kind}": by_rank[rank] for rank in by_rank}
     table = pd.DataFrame(lines)
     times = np.interp(table.index.to_numpy(), step_times.index.to_numpy(), step_times.to_numpy())
-    note = "By tensors at the end of a step, and taken from the device by PyTorch's allocator."
+    note = "Allocated: held by tensors at the end of a step. Reserved: taken from the device by PyTorch's allocator."
     rows = points(table.set_axis(pd.Index(np.atleast_1d(times)), axis=0))
     return [Panel("lines", "GPU memory of PyTorch", rows, ("time_ns", *lines), unit="bytes", note=note)]
 

@@ -10,10 +10,10 @@ from dlprof.analysis.panel import Picture, points, table
 from dlprof.result import Panel
 from dlprof.units import size
 
-MOST_DEVICES = 4  # with pictures of their own, those that hold most
+MOST_DEVICES = 4  # drawn, those with the highest peaks
 MOST_LINES = 25
 
-_COLUMNS = {"site": "line", "via": "calls", "bytes": "held_bytes", "share": "of all_share", "blocks": "blocks"}
+_COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
 
 
 def draw(
@@ -32,9 +32,9 @@ def draw(
             panels.append(_areas(drawn, of, row, _of(memory_state, row)))
         when = "at the peak" if row["events"] else "when the snapshot was taken"
         held = _of(memory_holders, row)
-        note = f"{size(row['peak_bytes'])} held, of {size(row['reserved_bytes'])} reserved."
+        note = f"{size(row['peak_bytes'])} allocated, {size(row['reserved_bytes'])} reserved."
         held = held[held["moment"] == "peak"]
-        panels.append(table(f"What holds GPU memory {when}, {of}", held, _COLUMNS, most=MOST_LINES, note=note))
+        panels.append(table(f"Allocated GPU memory {when}, {of}", held, _COLUMNS, most=MOST_LINES, note=note))
     return panels
 
 
@@ -54,7 +54,7 @@ def _areas(curve: pd.DataFrame, of: str, row: dict[object, object], state: pd.Da
     marks += ((peak, "peak", "other"),) if peak is not None else ()
     rows = points(wide[lines].set_axis(pd.Index(at - at.min() if timed else moments), axis=0))
     first = "since the first event_ns" if timed else "events of the allocator"
-    note = "By the line of the script that allocated it; what was there before the recording has no line."
+    note = "By the line of the script that allocated it. Memory allocated before the recording has no line."
     return Panel("areas", f"GPU memory by line, {of}", rows, (first, *lines), unit="bytes", note=note, marks=marks)
 
 

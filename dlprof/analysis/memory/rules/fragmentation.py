@@ -1,17 +1,18 @@
-"""A request for GPU memory failed though enough of it was free: what is free lies in pieces.
+"""A request for GPU memory failed although enough was free: the free memory is fragmented.
 
-PyTorch's allocator keeps what it got from the device in segments, and cuts blocks from them. A segment that is used in
-part cannot be given back, and two free pieces in different segments cannot serve one request.
+PyTorch's allocator reserves segments from the device and splits them into blocks. It cannot return a segment that is
+partly in use, and two free blocks in different segments cannot serve one request.
 
 Needs a snapshot of PyTorch's allocator with its events, see `out_of_memory`.
 
-Saving: none of a step. With `expandable_segments:True` free pieces are joined, and this request would have been served
-from what was reserved. That lasts until tensors alone fill the memory: how far that is, the difference between reserved
-and allocated shows. Without a failed request the rule says how much lies in pieces, and finds nothing: until memory
-runs out it costs nothing.
+Saving: none of a step. With `expandable_segments:True` free blocks can be joined, and this request would have been
+served from the reserved memory. That helps until allocated memory alone fills the device; the difference between
+reserved and allocated shows how far that is. Without a failed request the rule reports how much memory is fragmented,
+but finds nothing: fragmentation costs nothing until memory runs out.
 
 What to change: `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.9 `PYTORCH_CUDA_ALLOC_CONF`). Inputs of
-few different sizes: pad to buckets. Memory of a graph's own pool, or of another stream, serves nobody else.
+fewer different sizes: pad to buckets. Free memory in a CUDA graph's pool, or of another stream, cannot serve other
+requests.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import percent, size
 
-_COLUMNS = {"rank": "rank", "device": "GPU", "moment": "when", "allocated_bytes": "by tensors_bytes"}
-_COLUMNS |= {"reserved_bytes": "reserved_bytes", "free_bytes": "free of it_bytes", "split_bytes": "in pieces_bytes"}
-_COLUMNS |= {"largest_bytes": "largest piece_bytes", "requested_bytes": "asked for_bytes"}
+_COLUMNS = {"rank": "rank", "device": "GPU", "moment": "when", "allocated_bytes": "allocated_bytes"}
+_COLUMNS |= {"reserved_bytes": "reserved_bytes", "free_bytes": "free_bytes", "split_bytes": "fragmented_bytes"}
+_COLUMNS |= {"largest_bytes": "largest free block_bytes", "requested_bytes": "requested_bytes"}
+_MOMENTS = {"end": "snapshot", "oom": "failed request"}
 
 
 def check(memory_state: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Find the devices on which a request failed that all free pieces together could have served."""
+    """Find devices on which a request failed although the free blocks together were large enough."""
     frame = memory_state.or_none()
     if frame is None:
         if settings.on_cpu(job):
@@ -47,14 +49,14 @@ def check(memory_state: Maybe[pd.DataFrame], job: Job) -> Estimate:
     most = end.iloc[int((end["split_bytes"] / end["reserved_bytes"].clip(lower=1)).argmax())]
     share = most["split_bytes"] / max(most["reserved_bytes"], 1)
     return nothing(
-        f"no request failed for want of a large enough piece; {percent(share)} of the {size(most['reserved_bytes'])}"
-        f" reserved on rank {most['rank']} is free between tensors, the largest piece {size(most['largest_bytes'])}",
+        f"no request failed for lack of a large enough block; {percent(share)} of the {size(most['reserved_bytes'])}"
+        f" reserved on rank {most['rank']} is fragmented, the largest free block {size(most['largest_bytes'])}",
         "failure",
     )
 
 
 def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explanation:
-    """Compare what was free with what was asked for, on the first rank."""
+    """Compare the free memory with the request, on the first rank."""
     row = estimate.seen.to_dict("records")[0]
     rank = row["rank"]
     variable, conf = settings.allocator(job, rank)
@@ -62,25 +64,26 @@ def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explana
     expandable = "expandable_segments:True"
     grows = (job.trace_facts[rank].get("allocator") or {}).get("expandable") or expandable in (conf or "")
     known = row["largest_bytes"] >= 0
-    largest = f", the largest piece {size(row['largest_bytes'])}" if known else ""
+    largest = f", the largest block {size(row['largest_bytes'])}" if known else ""
     at = f" at {row['site']}" if row["site"] else ""
     text = f"`{variable}={expandable}` (is {conf or 'not set'})"
+    state = memory_state.assign(moment=memory_state["moment"].map(_MOMENTS))
     return Explanation(
-        title=f"The free memory of GPU {row['device']} lay in pieces when it ran out",
-        summary=f"On rank {rank} a request for {size(row['requested_bytes'])}{at} failed with"
-        f" {size(row['free_bytes'])} free of the {size(row['reserved_bytes'])} reserved{largest}.",
-        verdict=f"Rank {rank} ran out of GPU memory with {size(row['free_bytes'])} of it free: no piece was as large as"
-        f" the {size(row['requested_bytes'])} asked for{at}.",
+        title=f"GPU {row['device']} ran out of memory that was free but fragmented",
+        summary=f"On rank {rank} a request for {size(row['requested_bytes'])}{at} failed although"
+        f" {size(row['free_bytes'])} of the {size(row['reserved_bytes'])} reserved were free{largest}.",
+        verdict=f"Rank {rank} ran out of GPU memory with {size(row['free_bytes'])} of it free: no free block was"
+        f" as large as the {size(row['requested_bytes'])} requested{at}.",
         changes=(
             *([] if grows else [change(text, numerics=False, **{variable: (conf, expandable)})]),
-            change("inputs of few different sizes: pad to buckets"),
+            change("inputs of fewer different sizes: pad to buckets"),
             change("`torch.cuda.empty_cache()` between phases that need different sizes"),
         ),
-        evidence=table("Memory when the snapshot was taken, and when it ran out", memory_state, _COLUMNS, most=16),
+        evidence=table("GPU memory at the snapshot, and at the failed request", state, _COLUMNS, most=16),
         sure="Read from the allocator's own events"
-        + ("" if known else "; its segments grow, and how their free pieces lay is not followed")
-        + f". With free pieces joined, {size(row['free_bytes'])} could be allocated, and no more.",
+        + ("" if known else "; its segments are expandable, and where their free blocks are is not known")
+        + f". With all free blocks joined, at most {size(row['free_bytes'])} could be allocated.",
     )
 
 
-RULE = Rule("Free GPU memory in pieces", check, explain)
+RULE = Rule("Fragmented GPU memory", check, explain)

@@ -1,19 +1,19 @@
-"""The GPU's memory is nearly used up, or so little of it that a larger batch would make training faster.
+"""The GPU's memory is nearly full, or so empty that a larger batch would fit and make training faster.
 
-What the host does in a step, and what ranks exchange of gradients, is the same for any batch. Where the device waits
-for either, a batch twice as large halves that time for each sample; where it computes all the time it gives nothing. At
-the other end, a job that holds nearly all of the memory fails on the first batch that is a little longer.
+Host work and gradient exchange take the same time for any batch. Where the device waits for either, twice the batch
+halves that time per sample; where it computes all the time, a larger batch saves nothing. A job that uses nearly all
+memory fails on the first batch that is a little longer.
 
 Needs the readings of PyTorch's CUDA allocator, and a trace, which shows what the device waits for.
 
-Saving: for as many samples as a step has now, the traced steps replayed with a larger batch: so many times the time
-in kernels and copies, and the host's work, the optimizer and the exchanges as they are. What larger kernels gain comes
-on top and is not counted. Where a trace cannot be replayed: that share of the time in which the device waits for its
-host or only exchanges data. Advised is the smallest batch that gives nearly all that the largest that fits does. Of
-what was counted of a step, activations, inputs and temporary memory grow with the batch; else all that a step frees.
+Saving: per sample, the traced steps replayed with a larger batch: kernels and copies take so many times as long, while
+host work, the optimizer and exchanges stay. The higher efficiency of larger kernels is not counted. Without a replay:
+that share of the time in which the device waits for its host or only exchanges data. The advice is the smallest batch
+that saves nearly as much as the largest that fits. Activations, inputs and temporary memory grow with the batch, as
+counted in one step; without a count, all memory that a step frees.
 
-What to change: the batch size, and the learning rate with it (a larger batch trains otherwise: compare the loss by
-samples, not by steps). Near the end: a smaller batch, `torch.utils.checkpoint`, a lower precision,
+What to change: the batch size, and the learning rate with it (a larger batch trains differently: compare the loss by
+samples, not by steps). Near the limit: a smaller batch, `torch.utils.checkpoint`, a lower precision,
 `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.9 `PYTORCH_CUDA_ALLOC_CONF`).
 """
 
@@ -31,20 +31,20 @@ from dlprof.analysis.step.breakdown import part_noise
 from dlprof.errors import NotMeasured
 from dlprof.units import digits, duration, is_now, percent, size
 
-# Where tools that watch memory warn: above 92 % (batches.HIGH), and again above 97 %. What is reserved may be cache, so
-# the first is asked of what tensors hold at most, the second of what is reserved.
+# Memory monitors warn above 92 % (batches.HIGH), and again above 97 %. Reserved memory may be cache, so the first limit
+# is for allocated memory, the second for reserved memory.
 CRITICAL = 0.97
 
-# A batch is no larger than it must be for this share of what the largest one gives: a larger one trains otherwise.
+# The smallest batch is advised that gives this share of what the largest one does: a larger batch trains differently.
 _NEARLY = 0.95
 
-# Another batch is another training: from where tools for input and stragglers speak (5 %, XProf).
+# A different batch size changes training: as high as the thresholds for input and stragglers (5 %, XProf).
 NOTABLE_SHARE = 0.05
 
-_LARGER = {"times": "times the batch", "size": "batch size", "step_ns": "time for as many samples as now_ns"}
+_LARGER = {"times": "times the batch", "size": "batch size", "step_ns": "time for the same samples_ns"}
 _LARGER |= {"need": "peak memory_share", "speed": "samples a second_times"}
-_HELD = {"rank": "rank", "peak_allocated_bytes": "by tensors_bytes", "peak_reserved_bytes": "reserved_bytes"}
-_HELD |= {"total_bytes": "there is_bytes", "reserved": "reserved_share"}
+_HELD = {"rank": "rank", "peak_allocated_bytes": "peak allocated_bytes", "peak_reserved_bytes": "peak reserved_bytes"}
+_HELD |= {"total_bytes": "GPU memory_bytes", "reserved": "reserved_share"}
 
 
 def check(
@@ -60,7 +60,6 @@ def check(
     gpus = gpus.assign(reserved=gpus["peak_reserved_bytes"] / gpus["total_bytes"])
     used = batch_need(batch_room, 1)
     if used > HIGH or gpus["reserved"].max() > CRITICAL:
-        # It costs no time: what counts is which ranks it names.
         full = dict.fromkeys(gpus.loc[gpus["reserved"] > HIGH, "rank"].tolist(), 1.0)
         return Estimate(scope="risk", by_rank_ns=full, seen=gpus)
     steps = larger_batch_steps.get()
@@ -96,20 +95,21 @@ def explain(
     text, larger = f"a batch {_times(chosen['times'])} as large", dict[str, Any]()
     if isinstance(batch, int):
         text, larger = f"`batch_size={chosen['size']:.0f}` (is {batch})", {"batch_size": (batch, round(chosen["size"]))}
-    text += f", with the learning rate to match: a step for as many samples is then {duration(chosen['step_ns'])}"
+    text += f", with the learning rate to match: as many samples as now then take {duration(chosen['step_ns'])}"
     most, counted = fits.iloc[-1], (batch_room["counted"] == 1).all()
     largest = f"{most['size']:,.0f} samples" if isinstance(batch, int) else f"{_times(most['times'])} as large"
     return Explanation(
-        title="A larger batch would fit, and hide what the device waits for",
-        summary=f"Rank {mine['rank']} needs {size(mine['peak_allocated_bytes'])} of {size(mine['total_bytes'])};"
-        f" for {duration(max(same_for_any_batch.get().values()))} of a step of {duration(mean_step_ns.get())} the"
-        f" device waits for its host or only exchanges data, which is the same for any batch. The largest batch that"
-        f" was found to fit is {largest}, with {percent(most['need'])} of the memory.",
+        title="A larger batch would fit and be faster",
+        summary=f"Rank {mine['rank']} allocates at most {size(mine['peak_allocated_bytes'])} of"
+        f" {size(mine['total_bytes'])}. For {duration(max(same_for_any_batch.get().values()))} of the"
+        f" {duration(mean_step_ns.get())} step the device waits for its host or only exchanges data, which takes as"
+        f" long for any batch. The largest batch known to fit is {largest}, with {percent(most['need'])} of the"
+        " memory.",
         changes=(change(text, numerics=True, **larger),),
-        evidence=table("What a larger batch is predicted to give", fits, _LARGER),
-        sure="Predicted: what the host does and what is exchanged is taken to be the same for any batch, computation to"
-        f" grow with it. Memory was {'counted by part' if counted else 'read from the allocator'}. Whether the model"
-        " trains as well is not known here.",
+        evidence=table("Predicted with larger batches", fits, _LARGER),
+        sure="Predicted. Assumes that computation grows with the batch, and that the host's work and the exchanges do"
+        f" not. Memory was {'counted by part' if counted else 'read from the allocator'}. Whether the model trains as"
+        " well is not known.",
     )
 
 
@@ -127,24 +127,24 @@ def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
     rank, held, most, total = (mine[c] for c in ("rank", "peak_allocated_bytes", "peak_reserved_bytes", "total_bytes"))
     batch = settings.training_loader(job, rank).get("batch_size")
     variable, conf = settings.allocator(job, rank)
-    cache = f"`{variable}={EXPANDABLE}` (is {conf or 'not set'}): {size(most - held)} of what is reserved is cache"
+    cache = f"`{variable}={EXPANDABLE}` (is {conf or 'not set'}): {size(most - held)} of the reserved memory is cache"
     failed = f"; {mine['ooms']:.0f} allocations failed" if mine["ooms"] > 0 else ""
     shown = gpus.sort_values("peak_reserved_bytes", ascending=False, kind="stable")
     return Explanation(
-        title="The GPU's memory is nearly used up",
-        summary=f"On rank {rank} tensors held {size(held)} of {size(total)} at most, and PyTorch had reserved"
-        f" {size(most)} ({percent(most / total)}){failed}.",
-        verdict=f"{percent(max(most, held) / total)} of the GPU's memory was taken: a longer batch may end the job.",
+        title="The GPU's memory is nearly full",
+        summary=f"At the peak, rank {rank} had {size(held)} of {size(total)} allocated and {size(most)}"
+        f" ({percent(most / total)}) reserved{failed}.",
+        verdict=f"{percent(max(most, held) / total)} of the GPU's memory was in use: a longer batch may crash the job.",
         changes=(
             change(f"a smaller batch{is_now(batch)}", numerics=True),
-            change("`torch.utils.checkpoint` on the largest blocks"),
+            change("`torch.utils.checkpoint` around the largest blocks"),
             change(cache, numerics=False, **{variable: (conf, EXPANDABLE)}),
         ),
-        evidence=table("Memory of each GPU at most", shown, _HELD, most=16),
-        sure="As PyTorch's allocator reported, a few times a second; what other libraries hold comes on top.",
+        evidence=table("Peak memory of each GPU", shown, _HELD, most=16),
+        sure="Read from PyTorch's allocator a few times a second. Memory of other libraries comes on top.",
     )
 
 
-# Of computation: the optimizer's, and what a kernel takes that computes next to nothing.
+# Of computation: the optimizer's, and the fixed cost of kernels.
 _SAVES_FROM = (*HOST, "communication", "computation")
-RULE = Rule("Memory of the GPU", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")
+RULE = Rule("GPU memory", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

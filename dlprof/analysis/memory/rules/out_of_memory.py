@@ -1,17 +1,17 @@
-"""The memory ran out: of a GPU, where a request could not be served, or of the host, where the kernel killed a process.
+"""The job ran out of memory: a request on a GPU failed, or the kernel killed a process for want of host memory.
 
 Needs one of these: a snapshot of PyTorch's allocator with its events (`dlprof wrap --memory`, or a script that calls
-`torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` where `torch.OutOfMemoryError` is caught); the
-error that ended a recorded process; or a recorded process that was killed, with the kernel's count of those that it
-kills for want of memory, and the last readings. What was held is as it was counted of an earlier step.
+`torch.cuda.memory._record_memory_history()`, and `_dump_snapshot(file)` where it catches `torch.OutOfMemoryError`); the
+error that ended a recorded process; or a recorded process that was killed, with the kernel's count of out-of-memory
+kills and the last readings. The parts of memory are those counted in an earlier step.
 
-Saving: none of a step. The job could not go on, which is why this is told before any saving. Where a snapshot shows
-that free memory was enough and lay in pieces, `fragmentation` tells it instead.
+Saving: none of a step. The job could not go on, so this finding comes before any saving. Where a snapshot shows that
+enough memory was free, but in pieces, `fragmentation` reports it instead.
 
-What to change: what brings the peak below the memory that there is, as it is predicted of what was counted, each with
-its peak. Else what holds most. Activations (lines of `forward`): a smaller batch, `torch.utils.checkpoint`, a lower
-precision. The optimizer's state (lines of `step`): shard it (FSDP, ZeRO), or keep it in 8 bits. Losses and outputs that
-are kept from step to step: detach them.
+What to change: changes that are predicted to bring the peak below the available memory, each with its peak. If none is
+known, whatever holds most. Activations (lines of `forward`): a smaller batch, `torch.utils.checkpoint`, a lower
+precision. Optimizer state (lines of `step`): shard it (FSDP, ZeRO), or keep it in 8 bits. Losses and outputs kept from
+step to step: detach them.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, percent, size
 
-_COLUMNS = {"site": "line", "via": "calls", "bytes": "held_bytes", "share": "of all_share", "blocks": "blocks"}
-_PARTS = {"part": "what", "bytes": "held_bytes", "known": "how it is known"}
+_COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
+_PARTS = {"part": "part", "bytes": "size_bytes", "known": "how it is known"}
 MOST = 12  # lines that are shown
 
 _SURE = {
     SNAPSHOT: "Read from the allocator's own events.",
-    ERROR: "By the error that ended the process.",
-    KERNEL: "The kernel counted a process that it killed for want of memory while the job ran; which one is not said.",
-    KILLED: "A process was killed while nearly all memory was in use; who killed it is not said.",
+    ERROR: "Read from the error that ended the process.",
+    KERNEL: "The kernel counted an out-of-memory kill while the job ran; it does not say of which process.",
+    KILLED: "A process was killed while nearly all memory was in use; who killed it is not known.",
 }
 
 
 def check(
     memory_failures: pd.DataFrame, memory_state: Maybe[pd.DataFrame], memory_use: Maybe[pd.DataFrame], job: Job
 ) -> Estimate:
-    """Find the devices on which a request failed though not enough was free, and processes that were killed."""
+    """Find devices on which a request failed because too little was free, and processes that were killed."""
     failed = memory_failures
     full = failed[(failed["how"] != SNAPSHOT) | (failed["free_bytes"] < failed["requested_bytes"])]
     if len(full):
         return Estimate(scope="failure", by_rank_ns=dict.fromkeys(full["rank"].tolist(), 1.0), seen=full)
     if len(failed):
-        return nothing("memory ran out with enough of it free, in pieces: see fragmentation", "failure")
+        return nothing("a request failed although enough memory was free, in pieces: see fragmentation", "failure")
     if memory_state:
-        return nothing("no request for memory failed while the snapshot recorded", "failure")
+        return nothing("no request for memory failed while the snapshot was recorded", "failure")
     use = memory_use.or_none()
     if use is not None and (use["ooms"] == 0).all() and job.run.exit.get("code") == 0:
         return nothing("no request for memory failed", "failure")
@@ -71,7 +71,7 @@ def explain(
     memory_what_if: Maybe[pd.DataFrame],
     job: Job,
 ) -> Explanation:
-    """Show what held memory when it ran out, on the first rank, and which changes would have fitted."""
+    """Show what held the first rank's memory when it ran out, and which changes would have fitted."""
     row: dict[Any, Any] = estimate.seen.to_dict("records")[0]
     rank = row["rank"]
     held, holders = memory_composition.or_none(), memory_holders.or_none()
@@ -83,18 +83,18 @@ def explain(
     lines = None if holders is None else holders[(holders["rank"] == rank) & (holders["moment"] == "oom")]
     evidence, most = None, ""
     if lines is not None and len(lines):
-        evidence = table(f"What held memory when it ran out, rank {rank}", lines, _COLUMNS, most=MOST)
-        most = f" {percent(lines['share'].iloc[0])} of it was allocated in {lines['site'].iloc[0]}."
+        evidence = table(f"Allocations when memory ran out, rank {rank}", lines, _COLUMNS, most=MOST)
+        most = f" {percent(lines['share'].iloc[0])} of the allocated memory comes from {lines['site'].iloc[0]}."
     elif mine is not None and len(mine):
         parts = mine.sort_values("bytes", ascending=False, kind="stable")
-        evidence = table(f"What memory was made of in an earlier step, rank {rank}", parts, _PARTS)
+        evidence = table(f"Memory by part in an earlier step, rank {rank}", parts, _PARTS)
         share = float(parts["bytes"].iloc[0] / parts["bytes"].sum())
-        most = f" In an earlier step the largest part was {parts['part'].iloc[0]}, {percent(share)}."
-    what = "The host's memory" if row["device"] == "host" else f"The memory of GPU {row['device']}"
+        most = f" In an earlier step the largest part was {parts['part'].iloc[0]} ({percent(share)})."
+    what = "The host" if row["device"] == "host" else f"GPU {row['device']}"
     told = _told(row)
     top = None if lines is None or not len(lines) else str(lines["site"].iloc[0])
     return Explanation(
-        title=f"{what} ran out",
+        title=f"{what} ran out of memory",
         summary=f"On rank {rank} {told}.{most}",
         verdict=f"Rank {rank} ran out of {'the host' if row['device'] == 'host' else 'GPU'}"
         f"{chr(39) + 's' if row['device'] == 'host' else ''} memory: {told}.",
@@ -102,25 +102,25 @@ def explain(
             cures(memory_what_if.or_none(), row), top, settings.training_loader(job, rank).get("batch_size")
         ),
         evidence=evidence,
-        sure=f"{_SURE[str(row['how'])]} What other libraries and processes hold is not in these figures.",
+        sure=f"{_SURE[str(row['how'])]} Memory of other libraries and processes is not included.",
     )
 
 
 def _told(row: dict[Any, Any]) -> str:
-    """Return what happened: at which step, what was asked for, where, and how much was held."""
+    """Return what happened: in which step, how much was requested, where, and how much was allocated."""
     step = f" in step {row['step'] + 1}" if row["step"] >= 0 and row["how"] != SNAPSHOT else ""
     of = "" if isnan(row["total_bytes"]) else f" of {size(row['total_bytes'])}"
     if row["how"] in (KERNEL, KILLED):
-        held = "" if isnan(row["allocated_bytes"]) else f"; it held {size(row['allocated_bytes'])}{of} when last read"
+        held = (
+            "" if isnan(row["allocated_bytes"]) else f"; at the last reading it used {size(row['allocated_bytes'])}{of}"
+        )
         return f"the process was killed{step}{held}"
     asked = "a request" if isnan(row["requested_bytes"]) else f"a request for {size(row['requested_bytes'])}"
     at = f" at {row['site']}" if row["site"] else ""
     again = f" ({count(row['ooms'], 'request')} failed)" if row["ooms"] > 1 else ""
-    held = "" if isnan(row["allocated_bytes"]) else f"; {size(row['allocated_bytes'])} were held"
-    reserved = (
-        "" if isnan(row["reserved_bytes"]) else f" of the {size(row['reserved_bytes'])} that PyTorch had reserved"
-    )
-    left = "" if isnan(row["device_free_bytes"]) else f", and the device had {size(row['device_free_bytes'])} left"
+    held = "" if isnan(row["allocated_bytes"]) else f"; {size(row['allocated_bytes'])} were allocated"
+    reserved = "" if isnan(row["reserved_bytes"]) else f", {size(row['reserved_bytes'])} reserved by PyTorch"
+    left = "" if isnan(row["device_free_bytes"]) else f", {size(row['device_free_bytes'])} free on the device"
     return f"{asked}{at} failed{step}{again}{held}{reserved}{left}"
 
 
@@ -129,11 +129,11 @@ def _changes(known: list[Cure], top: str | None, batch: object) -> tuple[Change,
         return tuple(change(cure.text, numerics=cure.numerics) for cure in known)
     return (
         change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
-        change(f"hold less from `{top}`: `torch.utils.checkpoint` there, or a lower precision")
+        change(f"allocate less in `{top}`: `torch.utils.checkpoint` there, or a lower precision")
         if top
-        else change("hold fewer activations: `torch.utils.checkpoint`, or a lower precision"),
-        change("shard parameters and the optimizer's state over the ranks (`fully_shard`)"),
+        else change("store fewer activations: `torch.utils.checkpoint`, or a lower precision"),
+        change("shard parameters and optimizer state over the ranks (`fully_shard`)"),
     )
 
 
-RULE = Rule("Running out of memory", check, explain)
+RULE = Rule("Out of memory", check, explain)

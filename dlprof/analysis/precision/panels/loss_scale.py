@@ -12,7 +12,7 @@ from dlprof.result import Panel
 
 
 def draw(scale_changes: Frame, scalers: Maybe[Frame]) -> list[Panel]:
-    """Draw the scale over the steps: of one rank, for all have the same, and each scaler of it."""
+    """Draw the scale of each scaler over the steps; all ranks have the same, so one is drawn."""
     rank = scale_changes["rank"].min()
     mine = scale_changes[scale_changes["rank"] == rank]
     lines = np.log2(mine.groupby(["step", "scaler"])["scale"].last().unstack().ffill())
@@ -22,11 +22,11 @@ def draw(scale_changes: Frame, scalers: Maybe[Frame]) -> list[Panel]:
         f"Scaler {row['scaler']} skipped {row['skipped']:,} steps, {row['at_first']:,} of them before its scale first"
         f" fitted; its scale is {row['scale']:,.6g}."
         if row["known"]
-        else f"Of scaler {row['scaler']} only the beginning is known: {ON_DEVICE}."
+        else f"For scaler {row['scaler']} only the beginning is known: {ON_DEVICE}."
         for row in known.to_dict("records")
     )
     names = tuple(f"scaler {number}" if len(lines.columns) > 1 else "scale" for number in lines.columns)
-    note = f"Its logarithm to base 2, of rank {rank}. {note}"
+    note = f"Logarithm to base 2, on rank {rank}. {note}"
     return [Panel("lines", "Loss scale", points(pd.DataFrame(lines)), ("step", *names), note=note)]
 
 

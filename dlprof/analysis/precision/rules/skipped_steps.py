@@ -1,18 +1,18 @@
-"""The gradient scaler skips steps of the optimizer: what they computed is thrown away.
+"""The gradient scaler skips optimizer steps: the work of these steps is lost.
 
-`torch.amp.GradScaler` multiplies the loss, so that small gradients do not become 0 in float16. Where that makes one of
-them infinite, the optimizer does not step and the scale is halved; after `growth_interval` steps without, it is
-doubled. A well-set scaler skips some steps at first, until its scale fits, and one in a thousand or two from then on.
+`torch.amp.GradScaler` multiplies the loss so that small gradients do not underflow in float16. When a gradient becomes
+infinite, the optimizer does not step and the scale is halved; after `growth_interval` steps without that, it is
+doubled. A well-tuned scaler skips some steps at first, until the scale fits, and then one in a thousand or two.
 
-Needs the step log with what scalers did: dlprof records which steps were skipped without asking the device, and follows
-the scale from that. A fused optimizer on a GPU skips on the device itself; what it skips is then not known.
+Needs the step log: dlprof records which steps were skipped without reading from the device, and follows the scale from
+that. A fused optimizer on a GPU skips on the device itself; its skipped steps are then not known.
 
-Saving: the share of steady steps that were skipped, those left out before the scale first fitted. Steps do not become
-shorter: fewer of them are needed for as many of the optimizer's.
+Saving: the share of steady steps that were skipped, without those before the scale first fitted. Steps do not get
+shorter: the job needs fewer of them for the same number of optimizer steps.
 
-What to change: a longer `growth_interval` where steps are skipped after the scale has grown; an `init_scale` near the
-one that it finds; bfloat16, which needs no scaler. Where steps are skipped whatever the scale, gradients are not finite
-before it: look for the division, the logarithm or the learning rate that makes them so.
+What to change: a longer `growth_interval` if steps are skipped right after the scale has grown; an `init_scale` near
+the scale that it ends up with; bfloat16, which needs no scaler. If steps are skipped at any scale, the gradients are
+not finite before scaling: look for the division, the logarithm or the learning rate that causes it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dlprof.units import count, percent
 # As a new GradScaler has it (torch/amp/grad_scaler.py): of a fitting scale, one step in so many is skipped.
 _INTERVAL = 2_000
 
-# Halved below this by skipping alone, the scale is not what makes gradients infinite: float16 has numbers up to 65,504.
+# A scale that skipping halved below this is not the cause of infinite gradients: float16 has numbers up to 65,504.
 _TOO_SMALL = 1.0
 
 _COLUMNS = {
     "rank": "rank",
     "skipped": "skipped steps",
-    "at_first": "of these at first",
+    "at_first": "before the scale fitted",
     "steady_skipped": "in steady steps",
-    "steady": "of",
-    "after_growth": "right after growing",
+    "steady": "steady steps",
+    "after_growth": "right after growth",
     "first_scale": "first scale",
     "scale": "last scale",
     "interval": "growth_interval",
@@ -61,8 +61,8 @@ def check(scalers: Frame, mean_step_ns: float) -> Estimate:
         saving_ns=most * mean_step_ns,
         by_rank_ns={int(str(rank)): float(s) * mean_step_ns for rank, s in share.items()},
         noise_ns=math.sqrt(most * (1 - most) / n) * mean_step_ns,
-        loses="is thrown away: the gradient scaler skips steps of the optimizer",
-        summary=f"the gradient scaler skipped {count(total, 'step')} in all",
+        loses="is lost: the gradient scaler skips optimizer steps",
+        summary=f"the gradient scaler skipped {count(total, 'step')} in the whole job",
         seen=known,
     )
 
@@ -72,38 +72,34 @@ def explain(estimate: Estimate) -> Explanation:
     worst = mine.sort_values("steady_skipped").iloc[-1]
     share = worst["steady_skipped"] / worst["steady"]
     return Explanation(
-        title="The gradient scaler skips steps",
-        summary=f"{count(int(worst['steady_skipped']), 'step')} of {int(worst['steady']):,} steady ones"
-        f" ({percent(share)}) did nothing, for gradients were not finite. The scale was at least"
-        f" {_scale(worst['least_scale'])} and is {_scale(worst['scale'])} now.",
+        title="The gradient scaler skips optimizer steps",
+        summary=f"{int(worst['steady_skipped']):,} of {count(int(worst['steady']), 'steady step')} ({percent(share)})"
+        f" were skipped because gradients were not finite. The lowest scale was {_scale(worst['least_scale'])};"
+        f" the last one is {_scale(worst['scale'])}.",
         changes=_changes(worst),
         evidence=table("Steps that the gradient scaler skipped", estimate.seen, _COLUMNS),
-        sure="Counted in every steady step. The steps themselves do not become shorter: fewer are needed.",
+        sure="Counted in every steady step. Steps do not get shorter: fewer of them are needed.",
     )
 
 
 def _changes(scaler: pd.Series[float]) -> tuple[Change, ...]:
-    bfloat = change("bfloat16, which needs no gradient scaler, where the device has it", numerics=True)
+    bfloat = change("bfloat16, which needs no gradient scaler, if the device supports it", numerics=True)
     if scaler["least_scale"] < _TOO_SMALL:
-        bad = "gradients are not finite whatever the scale: find what makes them so (`torch.autograd.detect_anomaly()`)"
+        bad = "gradients are not finite at any scale: find the cause (`torch.autograd.detect_anomaly()`)"
         return (change(bad), bfloat)
     interval = int(scaler["interval"])
     if 0 < interval < _INTERVAL and scaler["after_growth"] >= scaler["steady_skipped"] / 2:
-        text = (
-            f"`GradScaler(growth_interval={_INTERVAL})` (is {interval}): each time that the scale grows, a step is lost"
-        )
+        text = f"`GradScaler(growth_interval={_INTERVAL})` (is {interval}): each time the scale grows, a step is lost"
         return (change(text, numerics=True, growth_interval=(interval, _INTERVAL)), bfloat)
     if math.isnan(scaler["scale"]):
         return (bfloat,)
     fitting = 2.0 ** math.floor(math.log2(max(scaler["scale"], 1.0)))
-    text = (
-        f"`GradScaler(init_scale={fitting:.0f})`, near the scale that it finds; find what makes gradients this uneven"
-    )
+    text = f"`GradScaler(init_scale={fitting:.0f})`, near the last scale; find out why gradients overflow"
     return (bfloat, change(text, numerics=True))
 
 
 def _scale(value: float) -> str:
-    return "not known" if math.isnan(value) else f"{value:,.6g}"
+    return "unknown" if math.isnan(value) else f"{value:,.6g}"
 
 
 RULE = Rule("Skipped optimizer steps", check, explain, CATEGORIES, of_training=True)

@@ -102,7 +102,7 @@ def test_where_nobody_knows_how_fast_it_would_be_it_tells_the_time_and_abstains(
 ) -> None:
     answer = ask(RULE, trained(tmp_path, device=device, dtype=dtype))
     assert answer.state == "not_measured"
-    assert "how fast it is fused on this device" in answer.why
+    assert "how fast a fused kernel is on this device" in answer.why
     assert answer.why.startswith("attention that keeps its scores in memory takes 6")
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator import folder
+from benchmarks.simulator.faults import FAULTS
+from benchmarks.simulator.faults.fault import recording
 from dlprof.analysis.compute.rules.unfused_loss import RULE
 from tests.fixtures import operators
 from tests.fixtures.asking import ask
@@ -25,7 +28,7 @@ def test_found_with_what_a_cross_entropy_leaves(tmp_path: Path, on_cpu: bool) ->
     assert "cross_entropy(logits, target)" in found.advice[0]
     assert [change.numerics for change in found.changes] == [False]
     assert found.evidence is not None
-    assert {row[0] for row in found.evidence.rows} == {"log of a softmax"}
+    assert {row[0] for row in found.evidence.rows} == {"the log of a softmax"}
 
 
 def test_a_float32_copy_is_found_with_the_ways_to_do_without(tmp_path: Path) -> None:
@@ -33,6 +36,16 @@ def test_a_float32_copy_is_found_with_the_ways_to_do_without(tmp_path: Path) -> 
     assert found.saving_ns == pytest.approx(15 * 0.67 * MS, rel=0.01)
     assert "torch.compile" in found.advice[0]
     assert [change.numerics for change in found.changes] == [False, True]
+
+
+def test_a_job_that_runs_ahead_has_as_many_forward_as_backward_passes(tmp_path: Path) -> None:
+    """The first traced step is not steady: its forward pass takes no place of a steady one's."""
+    fault = next(f for f in FAULTS if f.name == "cast_loss")
+    job = fault.make(1)
+    folder.write(tmp_path / "run", job, recording(job, fault.name))
+    found = ask(RULE, tmp_path / "run")
+    assert found.evidence is not None
+    assert [row[1:3] for row in found.evidence.rows] == [("backward", 1), ("forward", 1)]
 
 
 def test_a_cross_entropy_is_left_alone(tmp_path: Path) -> None:

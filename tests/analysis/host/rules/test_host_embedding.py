@@ -26,7 +26,7 @@ def test_found_with_what_tables_on_the_device_gain(tmp_path: Path) -> None:
     assert found.saving_ns == pytest.approx(gain, rel=0.1)
     assert "embedding.to(device)" in found.advice[0]
     assert found.evidence is not None
-    assert dict(found.evidence.rows)["weights changed on the host"] == 0
+    assert dict(found.evidence.rows)["updates on the host"] == 0
 
 
 def test_tables_on_the_device_are_left_alone(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_gpu_that_waits_for_its_host_has_room_for_more(tmp_path: Path) -> None
     assert needs == {1: 0.3, 1.5: 0.4, 2: 0.5, 3: 0.7, 4: 0.9}
     assert [row[1] for row in found.evidence.rows] == [32, 48, 64, 96, 128]
     times, speeds = zip(*(row[2::2] for row in found.evidence.rows if row[0] in (1, 2)), strict=True)
-    assert "The largest batch that was found to fit is 128 samples, with 90 % of the memory." in found.summary
+    assert "The largest batch known to fit is 128 samples, with 90 % of the memory." in found.summary
     assert times == pytest.approx((MS, 0.6 * MS), rel=0.01)
     assert speeds == pytest.approx((1, 1 / 0.6), rel=0.01)
 
@@ -84,7 +84,7 @@ def test_no_larger_batch_is_proposed_where_none_fits(tmp_path: Path) -> None:
 def test_memory_that_is_nearly_used_up_is_a_risk(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, busy=980, kept=40, peak=94))
     assert (found.state, found.scope, found.saving_ns) == ("found", "risk", 0)
-    assert "94 GB of 100 GB" in found.summary
+    assert "94 GB of 100 GB allocated" in found.summary
     assert found.ranks == (0,)
     assert "(is 32)" in found.changes[0].text
     assert [(c.settings, c.numerics) for c in found.changes] == [
@@ -93,7 +93,13 @@ def test_memory_that_is_nearly_used_up_is_a_risk(tmp_path: Path) -> None:
         ((Setting("PYTORCH_CUDA_ALLOC_CONF", None, "expandable_segments:True"),), False),
     ]
     assert found.evidence is not None
-    assert found.evidence.columns == ("rank", "by tensors_bytes", "reserved_bytes", "there is_bytes", "reserved_share")
+    assert found.evidence.columns == (
+        "rank",
+        "peak allocated_bytes",
+        "peak reserved_bytes",
+        "GPU memory_bytes",
+        "reserved_share",
+    )
     assert found.evidence.rows == ((0, 94 * GB, 96 * GB, 100 * GB, 0.96),)
     reserved = ask(RULE, recorded(tmp_path / "reserved", busy=980, kept=40, peak=90))
     assert reserved.state == "clear"
