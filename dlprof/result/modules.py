@@ -13,7 +13,8 @@ class Module(msgspec.Struct, frozen=True):
     of the step, `share` of it; `own_ns`: in none of the rows inside. `host_ns`: that threads spend in it. `device_ns`:
     of all that it launched, whatever ran beside it. `rank`: that with most of it, `rank_ns`. `slowest`: of a repeated
     layer, the module that takes clearly longer (`slowest_ns`) than the median one (`typical_ns`); "": they are alike.
-    `compiled`: torch.compile made one piece of it, with all that is inside. None: not known.
+    `compiled`: torch.compile made one piece of it, with all that is inside. `fused`: it made kernels of it and of what
+    is inside; one that several modules share counts to the module around them. None: not known.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Module(msgspec.Struct, frozen=True):
     slowest_ns: float = 0.0
     typical_ns: float = 0.0
     compiled: bool = False
+    fused: bool = False
     flops: float | None = None
     flops_per_s: float | None = None  # while it computes
     mfu: float | None = None  # the same over the device's peak

@@ -29,14 +29,17 @@ def module_rows(
     launched it. A function of the backward pass is for the module that made it. What is exchanged is for the module
     whose parameters are, as far as that is known (exchanges.py); of all gradients' together, the model's.
 
-    What torch.compile makes of a module is one piece, and belongs to the module that called it; so does a CUDA graph's
-    replay. Raises NotMeasured where the trace names no module.
+    What torch.compile makes of a module is divided among those that it was made of, as far as the recorder noted them;
+    else it belongs to the module that called it, as a CUDA graph's replay does.
+
+    Raises NotMeasured where the trace names no module.
     """
     lane, start = spans["lane"].cat.codes.to_numpy().astype(np.int64), spans["start_ns"].to_numpy()
     frame = np.full(len(spans), -1, dtype=np.int64)
     on_host = np.flatnonzero(~is_on_device)
     frame[on_host] = module_frames.at(lane[on_host], start[on_host])
-    frame[module_frames.row] = np.arange(len(module_frames.row))
+    own = np.flatnonzero(module_frames.row >= 0)
+    frame[module_frames.row[own]] = own
     on_device = np.flatnonzero(is_on_device & (spans["launch"].to_numpy() >= 0))
     frame[on_device] = _launched(spans, is_on_device, frame, spans["launch"].to_numpy()[on_device])
     # gloo's threads work on what another thread has issued.

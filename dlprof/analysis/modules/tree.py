@@ -29,6 +29,9 @@ MOST_OF_RANK, MOST_ROWS = 400, 200
 # the whole: what is less is chance on a busy machine.
 SLOW, NOTABLE_SHARE = 1.25, 0.01
 
+# What torch.compile did to a module.
+FLAGS = ("compiled", "fused")
+
 _TIMES = ["ns", *_NS, "host_ns", "device_ns", "computing_ns"]
 _SUMS = [*_TIMES, "flops", "copied_bytes", "parameter_bytes", "held_bytes"]
 _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typical_ns": 0.0}
@@ -50,8 +53,9 @@ def module_tree(
     it), computing_ns (of these on a device, else of ns, what is no communication), flops, copied_bytes,
     parameter_bytes and held_bytes (of these, gradients, the optimizer's state and activations; NaN: not known), slowest
     (which module takes longest of those of the row), slowest_ns and typical_ns (their median), compiled (torch.compile
-    made one piece of it, with all that is inside), and in all rows the same on_device. What no module does has the path
-    OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA graphs) or IDLE (the device's).
+    made one piece of it, with all that is inside), fused (it made kernels of it and of what is inside), and in all rows
+    the same on_device. What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA
+    graphs) or IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
@@ -63,7 +67,7 @@ def module_tree(
     idle = step - float(own_ns.sum())
     if has_device and idle > _ROUNDING * step:
         beyond = pd.concat([beyond, pd.DataFrame([dict.fromkeys(beyond, 0.0) | {"kind": IDLE, "ns": idle}])])
-    beyond = beyond.assign(path=OUTSIDE, compiled=False, **_SPREAD)
+    beyond = beyond.assign(path=OUTSIDE, **dict.fromkeys(FLAGS, False), **_SPREAD)
     own = _by_part(work[~outside], "path")
     # What is around all of them is there also where the rank has but a stage of it.
     own = own.reindex([*own.index, *([] if "" in own.index else [""])], fill_value=0.0)
@@ -74,17 +78,26 @@ def module_tree(
     )
     kinds = dict.fromkeys(_with_parents(paths), "")
     kinds |= {str(path): str(kind) for path, kind in work[~outside].groupby("path")["kind"].first().items()}
-    names = folded(kinds)
+    # As the model was built: a compiled layer does not show all that is inside it.
+    names = folded({**_built(modules.or_none()), **kinds})
     whole = _added(own.groupby([names[path] for path in paths], sort=False))
     tree = inclusive(whole[_SUMS])
     tree = tree.assign(calls=whole["calls"].reindex(tree.index, fill_value=0.0))
     kind_of = {names[path]: kind for path, kind in kinds.items()}
     tree = tree.assign(kind=[kind_of[path] for path in tree.index])
     tree = tree.join(_spread(inclusive(own[["ns"]])["ns"], names))
-    compiled = {names[str(path)] for path in work.loc[~outside & (work["compiled"] > 0), "path"]}
-    tree = tree.assign(compiled=[path in compiled for path in tree.index])
+    for flag in FLAGS:
+        mine = {names[str(path)] for path in work.loc[~outside & (work[flag] > 0), "path"]}
+        tree = tree.assign(**{flag: [path in mine for path in tree.index]})
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
     return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
+
+
+def _built(modules: pd.DataFrame | None) -> dict[str, str]:
+    """Return the class of each recorded module, by its path."""
+    if modules is None:
+        return {}
+    return dict(zip(modules["path"].astype(str), modules["kind"].astype(str), strict=True))
 
 
 def _bytes_of(paths: Sequence[str], rows: pd.DataFrame | None, by: str, column: str) -> pd.Series[float]:
@@ -227,7 +240,7 @@ def _over_ranks(rows: pd.DataFrame, key: str, ranks: int) -> pd.DataFrame:
     spread = rows.loc[odd, [key, "slowest", "slowest_ns", "typical_ns"]].set_index(key)
     spread["slowest"] = spread["slowest"].where(votes[odd].to_numpy(), "")
     return (
-        means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"), compiled=("compiled", "any")))
+        means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"), **{f: (f, "any") for f in FLAGS}))
         .join(worst)
         .join(spread)
     )

@@ -87,6 +87,8 @@ def _rows(found: Modules) -> Iterator[Row]:
 def _note(row: Module, found: Modules, slower: str) -> str:
     """Say which repeated layer is slower, but for what is inside one that is, and which rank."""
     said = ["compiled as one piece: modules inside are not seen"] if row.compiled else []
+    if row.fused:
+        said.append("compiled: a kernel that several modules share counts to the module around them")
     if row.slowest and not (slower and row.slowest.startswith(f"{slower}.")):
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
         said.append(f"slowest {plain(row.slowest, 120)}: {took}")
