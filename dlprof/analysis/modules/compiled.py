@@ -56,20 +56,23 @@ def pieces(
     keys = {code: key for code, text in enumerate(texts) if (key := _key(text)) in graphs}
     found: list[tuple[int, int, int, int, str]] = []
     code_of = {text: code for code, text in enumerate(texts)}
-    host_rows = np.flatnonzero(~is_on_device & host.is_kind(spans, "op"))
-    for code, key in keys.items():
-        calls = graphs[key]
-        operators = np.array([code_of.get(str(name), -1) for name in calls["operator"]], dtype=np.int64)
-        wanted = np.isin(names[host_rows], operators[operators >= 0])
-        by_lane = {int(lane): host_rows[wanted & (lanes[host_rows] == lane)] for lane in np.unique(lanes[host_rows])}
-        for graph in host_rows[names[host_rows] == code].tolist():
-            there = by_lane[int(lanes[graph])]
-            first, last = np.searchsorted(start[there], (start[graph], end[graph])).tolist()
-            mine = there[first:last]
-            shown = _matched(operators, names[mine], start[mine], end[mine])
-            rows = np.where(shown >= 0, mine[np.maximum(shown, 0)] if len(mine) else -1, -1)
-            relocated = _relocated(calls, called_by.get(graph))
-            found += _stretches(relocated, rows, graph, start, end)
+    operators = {
+        key: np.array([code_of.get(str(name), -1) for name in calls["operator"]], dtype=np.int64)
+        for key, calls in graphs.items()
+    }
+    on_host = ~is_on_device & host.is_kind(spans, "op")
+    wanted = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *operators.values()]))
+    shown = np.flatnonzero(on_host & np.isin(names, wanted))
+    by_lane = {lane: shown[lanes[shown] == lane] for lane in np.unique(lanes[shown]).tolist()}
+    for graph in np.flatnonzero(on_host & np.isin(names, list(keys))).tolist():
+        key = keys[int(names[graph])]
+        there = by_lane.get(int(lanes[graph]), shown[:0])
+        first, last = np.searchsorted(start[there], (start[graph], end[graph])).tolist()
+        mine = there[first:last]
+        mine = mine[np.isin(names[mine], operators[key])]
+        place = _matched(operators[key], names[mine], start[mine], end[mine])
+        rows = np.append(mine, -1)[place]
+        found += _stretches(_relocated(graphs[key], called_by.get(graph)), rows, graph, start, end)
     columns = list(zip(*found, strict=True)) or [(), (), (), (), ()]
     row, graph, begin, stop = (np.array(column, dtype=np.int64) for column in columns[:4])
     path = np.array(columns[4], dtype=object)

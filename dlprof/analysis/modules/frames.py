@@ -51,9 +51,9 @@ class Frames:
     """The frames of a rank's host, by lane, each lane's in order of start and the longer first.
 
     `row` is a frame's row in the spans (−1: none), `lane` its lane's code, `parent` the frame around it (−1: none),
-    `module` its place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a module,
-    `functions` which run a function of the backward pass, and `accumulates` which of these add up the gradient of a
-    parameter; `pieces` are parts of compiled graphs, whose ranges are the rows `divided`. At each instant of a lane in
+    `module` its place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a
+    module, `functions` which run a function of the backward pass, and `accumulates` which of these add up the gradient
+    of a parameter; `pieces` are parts of compiled graphs, whose ranges are the rows `divided`. At each instant of a lane in
     `by_lane` begins the time of the frame beside it (−1: none).
     """
 

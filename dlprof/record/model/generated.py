@@ -38,8 +38,8 @@ class Call:
     """A call of a kernel or an operator in generated code.
 
     `operator`: its name in a trace, "" where the profiler does not see it (C++ kernels). `nodes`: the names in Dynamo's
-    graph, of an operator its own alone. `tensors`: the names that it is passed, or returns. `makes`: of an operator, those
-    that it makes. `fused`: it is a generated kernel.
+    graph; an operator has its own alone. `tensors`: the names that it is passed, or returns. `makes`: of an operator,
+    those that it makes. `fused`: it is a generated kernel.
     """
 
     operator: str
