@@ -64,15 +64,15 @@ def pieces(
     wanted = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *operators.values()]))
     shown = np.flatnonzero(on_host & np.isin(names, wanted))
     by_lane = {lane: shown[lanes[shown] == lane] for lane in np.unique(lanes[shown]).tolist()}
-    for graph in np.flatnonzero(on_host & np.isin(names, list(keys))).tolist():
-        key = keys[int(names[graph])]
-        there = by_lane.get(int(lanes[graph]), shown[:0])
-        first, last = np.searchsorted(start[there], (start[graph], end[graph])).tolist()
+    for at in np.flatnonzero(on_host & np.isin(names, list(keys))).tolist():
+        key = keys[int(names[at])]
+        there = by_lane.get(int(lanes[at]), shown[:0])
+        first, last = np.searchsorted(start[there], (start[at], end[at])).tolist()
         mine = there[first:last]
         mine = mine[np.isin(names[mine], operators[key])]
         place = _matched(operators[key], names[mine], start[mine], end[mine])
         rows = np.append(mine, -1)[place]
-        found += _stretches(_relocated(graphs[key], called_by.get(graph)), rows, graph, start, end)
+        found += _stretches(_relocated(graphs[key], called_by.get(at)), rows, at, start, end)
     columns = list(zip(*found, strict=True)) or [(), (), (), (), ()]
     row, graph, begin, stop = (np.array(column, dtype=np.int64) for column in columns[:4])
     path = np.array(columns[4], dtype=object)
