@@ -53,8 +53,8 @@ class Frames:
     `row` is a frame's row in the spans (−1: none), `lane` its lane's code, `parent` the frame around it (−1: none),
     `module` its place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` says which are calls of a
     module, `functions` which run a function of the backward pass, and `accumulates` which of these add up the gradient
-    of a parameter; `pieces` are parts of compiled graphs, whose ranges are the rows `divided`. At each instant of a lane
-    in `by_lane` begins the time of the frame beside it (−1: none).
+    of a parameter; `pieces` are parts of compiled graphs, whose ranges are the rows `divided`. At each instant of a
+    lane in `by_lane` begins the time of the frame beside it (−1: none).
     """
 
     row: NDArray[np.int64]

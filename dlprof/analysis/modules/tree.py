@@ -79,7 +79,7 @@ def module_tree(
     kinds = dict.fromkeys(_with_parents(paths), "")
     kinds |= {str(path): str(kind) for path, kind in work[~outside].groupby("path")["kind"].first().items()}
     # As the model was built: a compiled layer does not show all that is inside it.
-    names = folded({**_built(modules.or_none()), **kinds})
+    names = folded({**built(modules.or_none()), **kinds})
     whole = _added(own.groupby([names[path] for path in paths], sort=False))
     tree = inclusive(whole[_SUMS])
     tree = tree.assign(calls=whole["calls"].reindex(tree.index, fill_value=0.0))
@@ -93,7 +93,7 @@ def module_tree(
     return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
 
 
-def _built(modules: pd.DataFrame | None) -> dict[str, str]:
+def built(modules: pd.DataFrame | None) -> dict[str, str]:
     """Return the class of each recorded module, by its path."""
     if modules is None:
         return {}
