@@ -85,6 +85,7 @@ MODULES: Mapping[str, str] = {
     "forward_flops": "int64",
     "recompute_flops": "int64",  # what was not kept for the backward pass
     "backward_flops": "int64",
+    "moved_bytes": "int64",  # that its operators read and write, each tensor whole
 }
 
 # One call of a kernel or an operator in a graph that torch.compile made, in their order. Paths as in MODULES.

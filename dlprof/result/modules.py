@@ -42,6 +42,7 @@ class Module(msgspec.Struct, frozen=True):
     flops_per_s: float | None = None  # while it computes
     mfu: float | None = None  # the same over the device's peak
     copied_bytes: float | None = None
+    moved_bytes: float | None = None  # that its operators read and write, each tensor whole
     parameter_bytes: float | None = None  # that a rank has of it
     held_bytes: float | None = None  # of parameters, gradients, the optimizer's state and activations
 

@@ -33,7 +33,7 @@ SLOW, NOTABLE_SHARE = 1.25, 0.01
 FLAGS = ("compiled", "fused")
 
 _TIMES = ["ns", *_NS, "host_ns", "device_ns", "computing_ns"]
-_SUMS = [*_TIMES, "flops", "copied_bytes", "parameter_bytes", "held_bytes"]
+_SUMS = [*_TIMES, "flops", "copied_bytes", "moved_bytes", "parameter_bytes", "held_bytes"]
 _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typical_ns": 0.0}
 
 
@@ -51,15 +51,15 @@ def module_tree(
     container that is never called), modules (how many fold into it), calls, ns (of the step) and its parts forward_ns,
     recompute_ns, backward_ns and communication_ns, host_ns, device_ns (of all that it launched, whatever ran beside
     it), computing_ns (of these on a device, else of ns, what is no communication), flops, copied_bytes,
-    parameter_bytes and held_bytes (of these, gradients, the optimizer's state and activations; NaN: not known), slowest
-    (which module takes longest of those of the row), slowest_ns and typical_ns (their median), compiled (torch.compile
-    made one piece of it, with all that is inside), fused (it made kernels of it and of what is inside), and in all rows
-    the same on_device. What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA
+    moved_bytes (that operators read and write), parameter_bytes and held_bytes (of these, gradients, the optimizer's
+    state and activations; NaN: not known), slowest (which module takes longest of those of the row), slowest_ns and
+    typical_ns (their median), compiled (torch.compile made one piece of it, with all that is inside), fused (it made
+    kernels of it and of what is inside), and in all rows the same on_device. What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA
     graphs) or IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
-    work = module_work.assign(ns=own_ns, computing_ns=computing, parameter_bytes=0.0, held_bytes=0.0)
+    work = module_work.assign(ns=own_ns, computing_ns=computing, moved_bytes=0.0, parameter_bytes=0.0, held_bytes=0.0)
     outside = work["path"] == OUTSIDE
     beyond = work.assign(kind=work["part"].mask(work["kind"] == GRAPH, GRAPHS))[outside]
     beyond = _by_part(beyond, "kind").reset_index()
@@ -74,6 +74,7 @@ def module_tree(
     paths = [str(path) for path in own.index]
     own = own.assign(
         parameter_bytes=_bytes_of(paths, modules.or_none(), "path", "parameter_bytes"),
+        moved_bytes=_bytes_of(paths, _counted(modules.or_none()), "path", "moved_bytes"),
         held_bytes=_bytes_of(paths, held_by_module.or_none(), "module", "bytes"),
     )
     kinds = dict.fromkeys(_with_parents(paths), "")
@@ -91,6 +92,10 @@ def module_tree(
         tree = tree.assign(**{flag: [path in mine for path in tree.index]})
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
     return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
+
+
+def _counted(modules: pd.DataFrame | None) -> pd.DataFrame | None:
+    return None if modules is None or (modules["moved_bytes"] < 0).any() else modules
 
 
 def built(modules: pd.DataFrame | None) -> dict[str, str]:

@@ -31,6 +31,7 @@ class Ranges:
     def __init__(self, clock: Phases, warn: Callable[[str], None]) -> None:
         self.count = 0  # ranges so far
         self.flops: dict[tuple[str, str], int] = {}  # what a step computes, by module and part, once it was counted
+        self.moved: dict[str, int] = {}  # bytes that its operators read and write, by module
         self._clock = clock
         self._warn = warn
         self._make: Any = None

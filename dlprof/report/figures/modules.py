@@ -110,6 +110,7 @@ _COLUMNS = (
     ("flops_per_s", "FLOP/s"),
     ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
+    ("moved_bytes", "moved_bytes"),
     ("parameter_bytes", "parameters_bytes"),
     ("held_bytes", "memory held_bytes"),
 )
