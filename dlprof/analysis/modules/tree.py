@@ -54,8 +54,8 @@ def module_tree(
     moved_bytes (that operators read and write), parameter_bytes and held_bytes (of these, gradients, the optimizer's
     state and activations; NaN: not known), slowest (which module takes longest of those of the row), slowest_ns and
     typical_ns (their median), compiled (torch.compile made one piece of it, with all that is inside), fused (it made
-    kernels of it and of what is inside), and in all rows the same on_device. What no module does has the path OUTSIDE, and its kind is a part of the step, GRAPHS (CUDA
-    graphs) or IDLE (the device's).
+    kernels of it and of what is inside), and in all rows the same on_device. What no module does has the path OUTSIDE,
+    and its kind is a part of the step, GRAPHS (CUDA graphs) or IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
