@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import dlprof
+from dlprof.record.hooks import uninstall
 from dlprof.record.model.compiled import Compiled
 from tests.fixtures.jobs import environment, launch, record, tiny
 
@@ -104,3 +105,21 @@ def test_nothing_is_watched_where_no_trace_is_wanted(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("DLPROF_WINDOW", "off")
     Compiled()
     assert wrapper.__call__ is before
+
+
+def test_a_graph_of_another_make_is_compiled_all_the_same() -> None:
+    torch: Any = pytest.importorskip("torch")
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    before, asked = wrapper.__call__, []
+    try:
+        wrapper.__call__ = lambda _self, model, *_: asked.append(model)
+        made = Compiled()
+        compiler = wrapper("default", None, False)
+        compiler("no graph", [])
+        compiler("another one", [])
+        assert asked == ["no graph", "another one"]
+        assert "graph" in made._error
+        assert made._open.graphs == made._graphs == []
+    finally:
+        uninstall()
+        wrapper.__call__ = before
