@@ -85,6 +85,15 @@ MODULES: Mapping[str, str] = {
     "forward_flops": "int64",
     "recompute_flops": "int64",  # what was not kept for the backward pass
     "backward_flops": "int64",
+    "moved_bytes": "int64",  # that its operators read and write, each tensor whole
+}
+
+# One call of a kernel or an operator in a graph that torch.compile made, in their order. Paths as in MODULES.
+COMPILED: Mapping[str, str] = {
+    "graph": CATEGORY,  # its key, as in the name of its range in the trace
+    "operator": CATEGORY,  # as in the trace; "": the end of the graph
+    "module": CATEGORY,  # what it is for: of several modules the one around them
+    "before": CATEGORY,  # the same of kernels that the trace does not show, between the call before and this one
 }
 
 # One line of a function that `--lines` named, as a role ran it; all lines of the function, in order.
@@ -309,6 +318,7 @@ OVERRIDES: Mapping[str, str] = {
 
 TABLES: Mapping[str, Mapping[str, str]] = {
     "chunks": CHUNKS,
+    "compiled": COMPILED,
     "fetches": FETCHES,
     "functions": FUNCTIONS,
     "held": HELD,

@@ -11,6 +11,7 @@ import pandas as pd
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.modules.sums import OUTSIDE
+from dlprof.analysis.modules.tree import FLAGS
 from dlprof.analysis.panel import cells
 from dlprof.analysis.stragglers.alike import members_of
 from dlprof.result import (
@@ -189,7 +190,7 @@ def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFr
     return Modules(
         on_device=bool(frame["on_device"].iloc[0]),
         total_ns=float(frame["total_ns"].iloc[0]),
-        rows=_structs(Module, frame[~outside].astype({"compiled": bool})),
+        rows=_structs(Module, frame[~outside].astype(dict.fromkeys(FLAGS, bool))),
         outside=_structs(Outside, frame[outside & (frame["ns"] > 0)].rename(columns={"kind": "part"})),
         ranks=int(frame["ranks"].iloc[0]),
         naming_ns=None if naming is None else float(naming["ns"].mean()),

@@ -76,6 +76,11 @@ _NOT_SAMPLED = "nothing was sampled next to the job (only `dlprof wrap` and `dlp
 # What is read of a rank. To add a source: its line here, its tables in dlprof/schema.py, and its reader where it is
 # neither a log of rows nor one of samples.
 SOURCES: tuple[Source, ...] = (
+    _log(
+        "compiled",
+        "no graph of torch.compile was recorded (a job with torch.compile under `dlprof wrap` leaves them)",
+        *("graph", "operator", "module"),
+    ),
     _log("fetches", f"no record of the time that each batch took {_ONLY}", "pid", "start_ns", "dur_ns", "count"),
     _samples("gpu"),
     Source(

@@ -13,7 +13,8 @@ class Module(msgspec.Struct, frozen=True):
     `share` of it; `own_ns`: in none of the rows inside. `host_ns`: time that threads spend in it. `device_ns`: of all
     device work that it launched, overlapped or not. `rank`: the rank with the longest time, `rank_ns`. `slowest`: of a
     repeated layer, the module with a clearly longer time (`slowest_ns`) than the median one (`typical_ns`); "": none.
-    `compiled`: torch.compile compiled it as one region. None: not known.
+    `compiled`: torch.compile compiled it as one region. `fused`: the modules of its compiled kernels are known; a
+    kernel that several modules share counts to the module around them. None: not known.
     """
 
     path: str
@@ -36,10 +37,12 @@ class Module(msgspec.Struct, frozen=True):
     slowest_ns: float = 0.0
     typical_ns: float = 0.0
     compiled: bool = False
+    fused: bool = False
     flops: float | None = None
     flops_per_s: float | None = None  # while it computes
     mfu: float | None = None  # the same over the device's peak
     copied_bytes: float | None = None
+    moved_bytes: float | None = None  # that its operators read and write, each tensor whole
     parameter_bytes: float | None = None  # that a rank has of it
     held_bytes: float | None = None  # of parameters, gradients, the optimizer's state and activations
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import within_rank
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.compiled import GRAPH, Pieces, pieces
 from dlprof.analysis.modules.functions import forward_rows
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
@@ -49,9 +50,10 @@ _WRAPPERS = (
 class Frames:
     """The frames of a rank's host, by lane, each lane's in order of start, longer ones first.
 
-    `row` is a frame's row in the spans, `lane` its lane's code, `parent` the frame around it (−1: none), `module` its
-    place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` marks calls of a module, `functions` the
-    functions of the backward pass, and `accumulates` those of them that accumulate the gradient of a parameter.
+    `row` is a frame's row in the spans (−1: none), `lane` its lane's code, `parent` the frame around it (−1: none),
+    `module` its place in `paths` and `classes` (−1: none), `part` one of PARTS. `calls` marks calls of a module,
+    `functions` the functions of the backward pass, `accumulates` those of them that accumulate the gradient of a
+    parameter, and `pieces` parts of compiled graphs; the ranges of these graphs are the rows `divided`.
     `by_lane` has for each lane the instants at which the innermost frame changes, and that frame (−1: none).
     """
 
@@ -65,9 +67,11 @@ class Frames:
     calls: NDArray[np.bool_]
     functions: NDArray[np.bool_]
     accumulates: NDArray[np.bool_]
+    pieces: NDArray[np.bool_]
     paths: tuple[str, ...]
     classes: tuple[str, ...]
     by_lane: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    divided: NDArray[np.int64]
 
     def at(self, lane: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the innermost frame on each lane at each instant; −1: none."""
@@ -80,10 +84,65 @@ class Frames:
 
 
 @within_rank
-def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frames:
-    """Return the frames of a rank's host; raise NotMeasured where the trace has no names of modules."""
+def module_frames(
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    compiled: Maybe[pd.DataFrame],
+    modules: Maybe[pd.DataFrame],
+) -> Frames:
+    """Return the frames of a rank's host; raise NotMeasured where the trace has no names of modules.
+
+    Compiled graphs are divided into the modules that their kernels were made of, as far as that is recorded.
+    """
+    graphs = compiled.or_none()
+    frames = _called(spans, is_on_device, needs_names=graphs is None)
+    if graphs is None:
+        return frames
+    row = spans.index.to_numpy()[host.is_named(spans, GRAPH) & ~is_on_device]
+    lane, start = spans["lane"].cat.codes.to_numpy()[row].astype(np.int64), spans["start_ns"].to_numpy()[row]
+    inner = frames.at(lane, start)
+    within = dict(zip(row.tolist(), inner.tolist(), strict=True))
+    caller = {at: frames.paths[m] for at, one in within.items() if one >= 0 and (m := frames.module[one]) >= 0}
+    tree = modules.or_none()
+    kinds = {} if tree is None else dict(zip(tree["path"].astype(str), tree["kind"].astype(str), strict=True))
+    return _divided(frames, pieces(spans, is_on_device, graphs, caller), within, kinds)
+
+
+def _divided(frames: Frames, found: Pieces, within: Mapping[int, int], kinds: Mapping[str, str]) -> Frames:
+    """Return the frames with these pieces as frames of their own, inside those that their graphs are in."""
+    modules = dict(zip(frames.paths, frames.classes, strict=True))
+    known = [path in modules or path in kinds for path in found.path.tolist()]
+    modules |= {path: kinds[path] for path in found.path[known].tolist() if path not in modules}
+    place = {path: n for n, path in enumerate(modules)}
+    outer = np.array([within[graph] for graph in found.graph[known].tolist()], dtype=np.int64)
+    inside = outer >= 0
+    added = {
+        "row": found.row[known],
+        "lane": found.lane[known],
+        "start": found.start[known],
+        "end": found.end[known],
+        "parent": outer,
+        "module": np.array([place[path] for path in found.path[known].tolist()], dtype=np.int64),
+        "part": np.where(inside, frames.part[outer] if len(frames.part) else FORWARD, FORWARD),
+    }
+    count = len(outer)
+    columns = {name: np.concatenate((getattr(frames, name), values)) for name, values in added.items()}
+    for name in ("calls", "functions", "accumulates", "pieces"):
+        columns[name] = np.append(getattr(frames, name), np.full(count, name == "pieces"))
+    order = np.lexsort((-columns["end"], columns["start"], columns["lane"]))
+    columns = {name: values[order] for name, values in columns.items()}
+    lane, start, end = columns["lane"], columns["start"], columns["end"]
+    columns["parent"] = _parents(lane, start, end)
+    by_lane = _innermost(lane, start, end, columns["parent"])
+    divided = np.unique(found.graph[known])
+    return Frames(**columns, paths=tuple(modules), classes=tuple(modules.values()), by_lane=by_lane, divided=divided)
+
+
+def _called(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *, needs_names: bool) -> Frames:
     texts = [str(name) for name in spans["name"].cat.categories]
     kinds, codes = _kinds(spans, texts, is_on_device), spans["name"].cat.codes.to_numpy()
+    if needs_names and not (kinds == FORWARD).any():
+        raise NotMeasured(NO_MODULES)
     row = np.flatnonzero((kinds >= 0) & (spans["dur_ns"].to_numpy() > 0))
     lane = spans["lane"].cat.codes.to_numpy()[row].astype(np.int64)
     order = np.argsort(lane, kind="stable")
@@ -96,7 +155,7 @@ def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frame
 
     called = set(name[calls].tolist())
     named = {code: (m[1], m[2]) for code, m in _matches(_OURS, texts).items() if code in called}
-    if not named:
+    if called and not named:
         named = _paths_of_stacks(name, parent, calls, {c: (m[1], m[2]) for c, m in _matches(_OF_STACKS, texts).items()})
     modules = sorted(set(named.values()))
     place = {module: number for number, module in enumerate(modules)}
@@ -118,9 +177,11 @@ def module_frames(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Frame
         calls,
         functions,
         np.array([t.startswith(_ACCUMULATES) for t in texts], dtype=bool)[name],
+        np.zeros(len(row), dtype=bool),
         tuple(path for path, _ in modules),
         tuple(kind for _, kind in modules),
         _innermost(lane, start, end, parent),
+        np.empty(0, dtype=np.int64),
     )
     module[functions] = _of_functions(spans, is_on_device, made)[functions]
     return made
@@ -138,10 +199,8 @@ def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_
         kinds[rows] = frame
         return len(rows) > 0
 
-    if not mark(_matches(_OURS, texts), FORWARD, "annotation") and not mark(
-        _matches(_OF_STACKS, texts), FORWARD, "python"
-    ):
-        raise NotMeasured(NO_MODULES)
+    if not mark(_matches(_OURS, texts), FORWARD, "annotation"):
+        mark(_matches(_OF_STACKS, texts), FORWARD, "python")
     mark([code for code, text in enumerate(texts) if text.startswith(_FUNCTION)], BACKWARD, "op")
     mark(_matches(_FSDP, texts), COMMUNICATION, "annotation")
     mark([code for code, text in enumerate(texts) if text.startswith(_OPTIMIZER)], OPTIMIZER, "annotation")

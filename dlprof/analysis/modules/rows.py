@@ -28,14 +28,17 @@ def module_rows(
     launched it. A function of the backward pass belongs to the module whose forward pass created it, an exchange to the
     module whose parameters it moves, as far as that is known (exchanges.py), else to the model.
 
-    Code from torch.compile, and a CUDA graph's replay, belong as one piece to the module that calls them. Raises
-    NotMeasured where the trace has no names of modules.
+    Code from torch.compile belongs to the modules that its kernels were made of, where that is recorded; else as one
+    piece to the module that calls it, as a CUDA graph's replay does.
+
+    Raises NotMeasured where the trace has no names of modules.
     """
     lane, start = spans["lane"].cat.codes.to_numpy().astype(np.int64), spans["start_ns"].to_numpy()
     frame = np.full(len(spans), -1, dtype=np.int64)
     on_host = np.flatnonzero(~is_on_device)
     frame[on_host] = module_frames.at(lane[on_host], start[on_host])
-    frame[module_frames.row] = np.arange(len(module_frames.row))
+    own = np.flatnonzero(module_frames.row >= 0)
+    frame[module_frames.row[own]] = own
     on_device = np.flatnonzero(is_on_device & (spans["launch"].to_numpy() >= 0))
     frame[on_device] = _launched(spans, is_on_device, frame, spans["launch"].to_numpy()[on_device])
     # gloo's own threads run exchanges that another thread has issued.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,10 @@ def shared(frames: Frames, bucket: NDArray[np.int64], values: NDArray[Any], shar
     return found.reshape(-1)
 
 
-def table(frames: Frames, compiled: NDArray[np.int64], **columns: Sums) -> pd.DataFrame:
+def table(frames: Frames, flags: Mapping[str, NDArray[np.int64]], **columns: Sums) -> pd.DataFrame:
     """Return a row for each path, kind (the class) and part in which any of the sums is neither 0 nor unknown.
 
-    The last column says which are of the modules that are `compiled`.
+    A last column for each of the `flags` is 1 for the modules that it lists, else 0.
     """
     count, width = len(frames.paths), len(PARTS)
     order = np.append(np.arange(1, count + 1), [0, count + 1])
@@ -50,14 +51,14 @@ def table(frames: Frames, compiled: NDArray[np.int64], **columns: Sums) -> pd.Da
             "kind": np.repeat(np.array([*frames.classes, "", GRAPH], dtype=object), width),
             "part": np.tile(np.array(PARTS, dtype=object), count + 2),
             **{name: values.reshape(count + 2, width)[order].reshape(-1) for name, values in columns.items()},
-            "compiled": np.repeat(np.isin(np.arange(count + 2), compiled), width).astype(int),
+            **{name: np.repeat(np.isin(np.arange(count + 2), of), width).astype(int) for name, of in flags.items()},
         }
     )
     used = (frame[list(columns)].fillna(0.0).to_numpy() != 0).any(axis=1)
-    return _folded(frame[used].reset_index(drop=True))
+    return _folded(frame[used].reset_index(drop=True), list(flags))
 
 
-def _folded(frame: pd.DataFrame) -> pd.DataFrame:
+def _folded(frame: pd.DataFrame, flags: Sequence[str]) -> pd.DataFrame:
     """Where there are too many modules, add the deepest ones to the modules around them."""
     paths = frame["path"]
     depth = paths.str.count(r"\.") + 1
@@ -71,4 +72,4 @@ def _folded(frame: pd.DataFrame) -> pd.DataFrame:
     classes = frame[whole].drop_duplicates("path").set_index("path")["kind"]
     folded = frame.assign(path=paths, kind=frame["kind"].where(whole, paths.map(classes).fillna("")))
     summed: pd.DataFrame = folded.groupby(["path", "kind", "part"], sort=False).sum(min_count=1).reset_index()
-    return summed.assign(compiled=(summed["compiled"] > 0).astype(int))
+    return summed.assign(**{name: (summed[name] > 0).astype(int) for name in flags})

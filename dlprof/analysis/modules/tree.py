@@ -29,8 +29,11 @@ MOST_OF_RANK, MOST_ROWS = 400, 200
 # the step: less is chance on a busy machine.
 SLOW, NOTABLE_SHARE = 1.25, 0.01
 
+# What torch.compile did to a module.
+FLAGS = ("compiled", "fused")
+
 _TIMES = ["ns", *_NS, "host_ns", "device_ns", "computing_ns"]
-_SUMS = [*_TIMES, "flops", "copied_bytes", "parameter_bytes", "held_bytes"]
+_SUMS = [*_TIMES, "flops", "copied_bytes", "moved_bytes", "parameter_bytes", "held_bytes"]
 _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typical_ns": 0.0}
 
 
@@ -47,15 +50,16 @@ def module_tree(
     Repeated layers are one row; there are at most MOST_OF_RANK rows. Columns: path (folded), kind (its class; "": a
     container that is never called), modules (how many fold into it), calls, ns (of the step) and its parts forward_ns,
     recompute_ns, backward_ns and communication_ns, host_ns, device_ns (of all device work that it launched, overlapped
-    or not), computing_ns (device_ns, or ns on a CPU, without communication), flops, copied_bytes, parameter_bytes,
-    held_bytes (parameters, gradients, optimizer state and activations; NaN: not known), slowest (the module of the row
-    with the longest time), slowest_ns and typical_ns (their median), compiled (torch.compile made one region of it),
-    and on_device, the same in all rows. Time outside modules has the path OUTSIDE and as kind a part of the step,
-    GRAPHS (CUDA graphs) or IDLE (the device's).
+    or not), computing_ns (device_ns, or ns on a CPU, without communication), flops, copied_bytes, moved_bytes (read and
+    written by operators), parameter_bytes, held_bytes (parameters, gradients, optimizer state and activations; NaN: not
+    known), slowest (the module of the row with the longest time), slowest_ns and typical_ns (their median), compiled
+    (torch.compile made one region of it), fused (the modules of its compiled kernels are known), and on_device, the
+    same in all rows. Time outside modules has the path OUTSIDE and as kind a part of the step, GRAPHS (CUDA graphs) or
+    IDLE (the device's).
     """
     own_ns, communicates = module_work["exposed_ns"], module_work["part"] == "communication"
     computing = (module_work["device_ns"] if has_device else own_ns).where(~communicates, 0.0)
-    work = module_work.assign(ns=own_ns, computing_ns=computing, parameter_bytes=0.0, held_bytes=0.0)
+    work = module_work.assign(ns=own_ns, computing_ns=computing, moved_bytes=0.0, parameter_bytes=0.0, held_bytes=0.0)
     outside = work["path"] == OUTSIDE
     beyond = work.assign(kind=work["part"].mask(work["kind"] == GRAPH, GRAPHS))[outside]
     beyond = _by_part(beyond, "kind").reset_index()
@@ -63,28 +67,42 @@ def module_tree(
     idle = step - float(own_ns.sum())
     if has_device and idle > _ROUNDING * step:
         beyond = pd.concat([beyond, pd.DataFrame([dict.fromkeys(beyond, 0.0) | {"kind": IDLE, "ns": idle}])])
-    beyond = beyond.assign(path=OUTSIDE, compiled=False, **_SPREAD)
+    beyond = beyond.assign(path=OUTSIDE, **dict.fromkeys(FLAGS, False), **_SPREAD)
     own = _by_part(work[~outside], "path")
     # The model itself has a row also where the rank has only a stage of it.
     own = own.reindex([*own.index, *([] if "" in own.index else [""])], fill_value=0.0)
     paths = [str(path) for path in own.index]
     own = own.assign(
         parameter_bytes=_bytes_of(paths, modules.or_none(), "path", "parameter_bytes"),
+        moved_bytes=_bytes_of(paths, _counted(modules.or_none()), "path", "moved_bytes"),
         held_bytes=_bytes_of(paths, held_by_module.or_none(), "module", "bytes"),
     )
     kinds = dict.fromkeys(_with_parents(paths), "")
     kinds |= {str(path): str(kind) for path, kind in work[~outside].groupby("path")["kind"].first().items()}
-    names = folded(kinds)
+    # As the model was built: a compiled layer does not show all that is inside it.
+    names = folded({**built(modules.or_none()), **kinds})
     whole = _added(own.groupby([names[path] for path in paths], sort=False))
     tree = inclusive(whole[_SUMS])
     tree = tree.assign(calls=whole["calls"].reindex(tree.index, fill_value=0.0))
     kind_of = {names[path]: kind for path, kind in kinds.items()}
     tree = tree.assign(kind=[kind_of[path] for path in tree.index])
     tree = tree.join(_spread(inclusive(own[["ns"]])["ns"], names))
-    compiled = {names[str(path)] for path in work.loc[~outside & (work["compiled"] > 0), "path"]}
-    tree = tree.assign(compiled=[path in compiled for path in tree.index])
+    for flag in FLAGS:
+        mine = {names[str(path)] for path in work.loc[~outside & (work[flag] > 0), "path"]}
+        tree = tree.assign(**{flag: [path in mine for path in tree.index]})
     tree = largest(tree, MOST_OF_RANK).rename_axis("path").reset_index()
     return pd.concat([tree, beyond], ignore_index=True).assign(on_device=has_device)
+
+
+def _counted(modules: pd.DataFrame | None) -> pd.DataFrame | None:
+    return None if modules is None or (modules["moved_bytes"] < 0).any() else modules
+
+
+def built(modules: pd.DataFrame | None) -> dict[str, str]:
+    """Return the class of each recorded module, by its path."""
+    if modules is None:
+        return {}
+    return dict(zip(modules["path"].astype(str), modules["kind"].astype(str), strict=True))
 
 
 def _bytes_of(paths: Sequence[str], rows: pd.DataFrame | None, by: str, column: str) -> pd.Series[float]:
@@ -227,7 +245,7 @@ def _over_ranks(rows: pd.DataFrame, key: str, ranks: int) -> pd.DataFrame:
     spread = rows.loc[odd, [key, "slowest", "slowest_ns", "typical_ns"]].set_index(key)
     spread["slowest"] = spread["slowest"].where(votes[odd].to_numpy(), "")
     return (
-        means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"), compiled=("compiled", "any")))
+        means.join(by.agg(kind=("kind", "max"), modules=("modules", "max"), **{f: (f, "any") for f in FLAGS}))
         .join(worst)
         .join(spread)
     )

@@ -46,6 +46,7 @@ def module_work(
     rows add up to the steps.
     flops: NaN where not known. copied_bytes: of its copies on the device.
     compiled: 1 where torch.compile compiled the module as one region: modules inside have no rows.
+    fused: 1 where the modules of its compiled kernels are known; a kernel of several modules counts to the one around.
 
     Raises NotMeasured where the trace has no names of modules.
     """
@@ -61,9 +62,15 @@ def module_work(
         "copied_bytes": copied,
     }
     steps = len(timing.windows)
-    regions = host.is_named(spans, *host.COMPILED) & ~is_on_device
-    compiled = np.unique(module_rows["module"].to_numpy()[regions])
-    return table(module_frames, compiled, **{name: values / steps for name, values in columns.items()})
+    regions = np.flatnonzero(host.is_named(spans, *host.COMPILED) & ~is_on_device)
+    regions = np.setdiff1d(regions, module_frames.divided)
+    start, module = spans["start_ns"].to_numpy(), module_rows["module"].to_numpy()
+    divided = np.sort(start[module_frames.divided])
+    first, last = (
+        np.searchsorted(divided, at) for at in (start[regions], start[regions] + spans["dur_ns"].to_numpy()[regions])
+    )
+    flags = {"compiled": np.unique(module[regions[first == last]]), "fused": np.unique(module[regions[first < last]])}
+    return table(module_frames, flags, **{name: values / steps for name, values in columns.items()})
 
 
 @within_rank
@@ -78,6 +85,7 @@ def module_calls(
     """Return the number of module calls, functions of the backward pass and exchanges in the traced steps."""
     steps = iv.merge(timing.host_windows)
     counted = (module_frames.part != COMMUNICATION) & iv.holds(steps, module_frames.start)
+    counted &= ~module_frames.pieces
     # A wrapper such as DistributedDataParallel has the name of the module that it wraps and calls: that is one call.
     around = module_frames.parent
     wrapped = module_frames.calls & (around >= 0) & (module_frames.module == module_frames.module[around])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import per_rank
+from dlprof.analysis.engine import Maybe, per_rank
 from dlprof.analysis.modules.frames import Frames
 from dlprof.analysis.modules.sums import OUTSIDE
-from dlprof.analysis.modules.tree import around_of, inclusive
+from dlprof.analysis.modules.tree import around_of, built, inclusive
 from dlprof.analysis.source.concerned import CONCERNED, Rows
 from dlprof.analysis.timeline.paths import folded
 from dlprof.result.modules import InModule
@@ -22,11 +22,17 @@ LEAST_SHARE, INSIDE_SHARE = 0.1, 0.8
 
 
 @per_rank
-def found_in_modules(concerned_rows: dict[str, Rows], module_rows: pd.DataFrame, module_frames: Frames) -> pd.DataFrame:
+def found_in_modules(
+    concerned_rows: dict[str, Rows],
+    module_rows: pd.DataFrame,
+    module_frames: Frames,
+    modules: Maybe[pd.DataFrame],
+) -> pd.DataFrame:
     """Return in which modules the rows are that findings are about: about (as CONCERNED names it), path (folded; of
     what is in none, OUTSIDE), kind, ns (with what is inside the module), total_ns (of all those rows).
     """
-    names = folded(dict(zip(module_frames.paths, module_frames.classes, strict=True)))
+    called = dict(zip(module_frames.paths, module_frames.classes, strict=True))
+    names = folded({**built(modules.or_none()), **called})
     of_place = np.array([*(names[path] for path in module_frames.paths), OUTSIDE], dtype=object)  # −1: the last
     kind_of = {names[path]: kind for path, kind in zip(module_frames.paths, module_frames.classes, strict=True)}
     module = module_rows["module"].to_numpy()

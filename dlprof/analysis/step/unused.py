@@ -7,6 +7,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Maybe, across_ranks, per_rank
 from dlprof.analysis.host.stacks import LEAST_SAMPLES
+from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.patterns import Pattern
 from dlprof.analysis.timeline.steady import standard_error
 from dlprof.errors import NotMeasured
@@ -43,16 +44,20 @@ def lines_between(
     phases_of_step: pd.DataFrame,
     stall_means: Maybe[pd.DataFrame],
     periodic: Maybe[pd.DataFrame],
+    call_sites: Maybe[list[Call]],
 ) -> pd.DataFrame:
     """Return what the script's lines between the phases take of the mean steady step: rank, function, file, line, ns.
 
     The stacks say how the time divides, the step log how much it is, without stalls and what comes every n-th step.
-    `noise_ns` is the error of the share of so few samples. Lines of a loss, or of setting gradients to zero, are left
-    out. Raises NotMeasured where too few stacks were seen between the phases.
+    `noise_ns` is the error of the share of so few samples. Lines of a loss, also of one that the script writes out, or
+    of setting gradients to zero are left out. Raises NotMeasured where too few stacks were seen between the phases.
     """
     lines = own_lines[(own_lines["doing"] == "rest") & ~own_lines["trains"].astype(bool)]
     if not len(lines) or lines["samples"].max() < LEAST_SAMPLES:
         raise NotMeasured("too few stacks were seen between the phases of the steps")
+    losses = [call for call in call_sites.or_none() or () if call.kind == "loss"]
+    places = zip(lines["file"].astype(str), lines["line"], strict=True)
+    lines = lines[[not any(_is_at(call, file, line) for call in losses) for file, line in places]]
     rest = phases_of_step[phases_of_step["phase"] == "rest"].set_index("rank")["ns"]
     for known, column in ((stall_means.or_none(), "mean_ns"), (periodic.or_none(), "cost_ns")):
         if known is not None and len(known):
@@ -61,3 +66,8 @@ def lines_between(
     of = lines["rank"].map(rest.clip(lower=0.0)).astype(float)
     noise = np.sqrt(share * (1 - share) / lines["samples"]) * of
     return lines.assign(ns=share * of, noise_ns=noise)[["rank", "function", "file", "line", "ns", "noise_ns"]]
+
+
+def _is_at(call: Call, file: str, line: int) -> bool:
+    """Return whether a recorded call, whose file may be named from the script's folder, is on a line."""
+    return call.line <= line <= max(call.span.end_line, call.line) and file.endswith(call.file)

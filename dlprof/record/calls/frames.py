@@ -144,6 +144,10 @@ def _library(frame: FrameType) -> str:
     return f"{function} ({code.co_filename.rpartition('-packages/')[2]}:{frame.f_lineno})"
 
 
+# The last one is where torch.compile keeps what it generates.
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/torchinductor_")
+
+
 def own_files() -> Callable[[str], bool]:
     """Return whether a file is the user's own, and not Python's, an installed package's or dlprof's, as a function."""
     paths = sysconfig.get_paths()
@@ -153,6 +157,6 @@ def own_files() -> Callable[[str], bool]:
 
     @functools.cache
     def is_own(file: str) -> bool:
-        return not (file.startswith(installed) or "/site-packages/" in file or "/dist-packages/" in file)
+        return not (file.startswith(installed) or any(part in file for part in _INSTALLED))
 
     return is_own

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -146,6 +146,7 @@ class Flops:
         elif step.backwards and counted["total"]:
             self.facts.update(state="counted", step=step.number, **counted)
             self._recorder.module_ranges.flops = dict(counts.modules)
+            self._recorder.module_ranges.moved = dict(counts.moved)
         elif self._tries >= _MOST_TRIES:
             self._abstain("no operator of known arithmetic was seen (CUDA graphs and custom kernels show none)")
 
@@ -205,6 +206,8 @@ class _Counts:
         self._clock = clock
         self._functions = Functions(module)
         self.modules: Counter[tuple[str, str]] = Counter()  # FLOPs by module and part of the step
+        self.moved: Counter[str] = Counter()  # bytes that operators read and write, by module
+        self._moves: dict[Any, bool] = {}
         self._names: dict[Any, str] = {}
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
@@ -226,22 +229,28 @@ class _Counts:
             self._clock.observed.calls.see(_KIND_OF[name])
             if _KIND_OF[name] == "one_hot" and out.dim():
                 self._one_hot.add((out.numel(), out.shape[-1]))
+        moves = self._moves.get(func)
+        if moves is None:
+            moves = self._moves[func] = _moves(func)
         formula = _FORMULAS.get(name)
+        if moves or formula is not None:
+            tensors, results = list(_tensors(args)), list(_tensors((out,)))
+            size = sum(_bytes_of(t) for t in (*tensors, *results))
+            module = self._functions.module()
+            self.moved[module[0]] += size
         if formula is None:
             self._others[name] += 1
             return
-        tensors = [t for t in args if hasattr(t, "element_size")]
-        results = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if hasattr(t, "element_size")]
         dtype = str(tensors[0].dtype).replace("torch.", "")
         flops = formula(args, out)
         if self._clock.phase == BACKWARD:
             self._backward += flops
-        self.modules[self._functions.module()] += flops
+        self.modules[module] += flops
         shape = " ".join("x".join(map(str, t.shape)) for t in tensors)
         sums = self._shapes.setdefault((name, dtype, shape), [0, 0, 0])
         sums[0] += 1
         sums[1] += flops
-        sums[2] += sum(t.numel() * t.element_size() for t in (*tensors, *results))
+        sums[2] += size
 
     def facts(self) -> dict[str, Any]:
         """Return the step's entries of facts.json."""
@@ -270,6 +279,27 @@ class _Counts:
             "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
         }
+
+
+def _moves(func: Any) -> bool:
+    """Return whether an operator reads or writes what tensors hold: not where it makes a view, or only allocates."""
+    schema = func._schema
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return not views and not schema.name.partition("::")[2].startswith(("empty", "new_empty", "detach", "_unsafe_view"))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if hasattr(value, "element_size"):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _bytes_of(tensor: Any) -> int:
+    """Return the bytes that a tensor holds; one that is expanded is read from the cache, and counts once."""
+    shape = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return int(math.prod(shape) * tensor.element_size())
 
 
 def _computes(name: str) -> bool:

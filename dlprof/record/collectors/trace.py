@@ -298,7 +298,7 @@ class Trace:
         try:
             took = ranges.measure() if ranges.count else None
             self.window["modules"] = {"ranges": ranges.count, "ns_each": took}
-            rows = rows_of(self._models(), ranges.flops)
+            rows = rows_of(self._models(), ranges.flops, ranges.moved)
             write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         except Exception as e:  # noqa: BLE001 - it asks the script's own classes
             self._recorder.warn(f"the model's modules are not known: {words_of(e)}")

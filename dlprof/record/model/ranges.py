@@ -31,6 +31,7 @@ class Ranges:
     def __init__(self, clock: Phases, warn: Callable[[str], None]) -> None:
         self.count = 0  # ranges so far
         self.flops: dict[tuple[str, str], int] = {}  # what a step computes, by module and part, once it was counted
+        self.moved: dict[str, int] = {}  # bytes that its operators read and write, by module
         self._clock = clock
         self._warn = warn
         self._make: Any = None
@@ -72,6 +73,8 @@ class Ranges:
             known = self._names.get(id(module))
             if known is None or known[0]() is not module:
                 known = self._meet(module)
+            if not known[1]:
+                return None
             opened = self._make(known[1])
             opened.__enter__()
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -108,6 +111,10 @@ class Ranges:
         """Name a module that is called and is in no known model, and those within it; return its entry."""
         if len(self._names) >= _MOST:
             self._names.clear()
+        if type(module).__module__.startswith(("torch.fx.", "torch._dynamo.")):
+            # What torch.compile makes of a model that it cuts, as for DistributedDataParallel, is none of the script's.
+            self._names[id(module)] = (weakref.ref(module), "")
+            return self._names[id(module)]
         names = names_of(module)
         # DataParallel calls copies of the model, made anew in each step; anything else is a loss, or another model.
         self._know(module, names if getattr(module, "_is_replica", False) else below(class_of(module), names))

@@ -13,10 +13,13 @@ from dlprof.record.model.names import named, names_of_all
 _MOST = 50_000
 
 
-def rows_of(models: Iterable[Any], flops: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
+def rows_of(
+    models: Iterable[Any], flops: Mapping[tuple[str, str], int], moved: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """Return the rows of the table "modules", in the order of the names. What wraps a module is no module of its own.
 
-    `flops`: what a step computes, by a module's name in the trace and part of the step; empty: it was not counted.
+    `flops`: what a step computes, by a module's name in the trace and part of the step; `moved`: the bytes that its
+    operators read and write, by module; empty: it was not counted.
 
     A parameter that several modules share is the first one's.
     """
@@ -42,6 +45,7 @@ def rows_of(models: Iterable[Any], flops: Mapping[tuple[str, str], int]) -> list
     rows = []
     for (path, kind), sizes in own.items():
         counted = {f"{part}_flops": flops.get((named(path, kind), part), 0) if flops else -1 for part in PARTS}
+        counted["moved_bytes"] = moved.get(named(path, kind), 0) if moved else -1
         for bucket, (count, size) in sorted(sizes.items()) or [(-1, [0, 0])]:
             row = {"path": path, "kind": kind, "parameters": count, "parameter_bytes": size, "bucket": bucket}
             rows.append(row | counted | {"sharded": int((path, kind) in sharded)})

@@ -87,6 +87,8 @@ def _rows(found: Modules) -> Iterator[Row]:
 def _note(row: Module, found: Modules, slower: str) -> str:
     """Name the slowest of repeated layers (not again for modules inside it), and the slowest rank."""
     said = ["compiled as one region: modules inside are not visible"] if row.compiled else []
+    if row.fused:
+        said.append("compiled: a kernel that several modules share counts to the module around them")
     if row.slowest and not (slower and row.slowest.startswith(f"{slower}.")):
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
         said.append(f"slowest {plain(row.slowest, 120)}: {took}")
@@ -108,6 +110,7 @@ _COLUMNS = (
     ("flops_per_s", "FLOP/s"),
     ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
+    ("moved_bytes", "moved_bytes"),
     ("parameter_bytes", "parameters_bytes"),
     ("held_bytes", "memory_bytes"),
 )

@@ -95,6 +95,9 @@ def test_a_run_without_stacks_says_so(tmp_path: Path) -> None:
         ("/me/venv/lib/python3.11/site-packages/torch/nn/functional.py", False),
         ("<frozen importlib._bootstrap>", False),
         ("<string>", False),
+        ("/tmp/torchinductor_me/qn/cqniytj5.py", False),
+        (f"/scratch/cache/qn/c{'qniytj5wpguedtxvs' * 3}.py", False),
+        ("/me/qn/cqniytj5.py", True),
     ],
 )
 def test_whose_a_file_is(file: str, own: bool) -> None:

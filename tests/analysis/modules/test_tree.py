@@ -32,7 +32,7 @@ Row = tuple[str, str, str, float]  # path, class, part, ms on the device
 def work(*rows: Row, beside: float = 1.0) -> pd.DataFrame:
     """Return work as `module_work` has it: of each row so many ms of the step, `beside` times that on the device."""
     return pd.DataFrame(
-        [(p, k, part, 1.0, 0.1 * MS, ms * MS * beside, ms * MS, ms * 1e12, 0.0, 0) for p, k, part, ms in rows],
+        [(p, k, part, 1.0, 0.1 * MS, ms * MS * beside, ms * MS, ms * 1e12, 0.0, 0, 0) for p, k, part, ms in rows],
         columns=[
             "path",
             "kind",
@@ -42,6 +42,7 @@ def work(*rows: Row, beside: float = 1.0) -> pd.DataFrame:
             "flops",
             "copied_bytes",
             "compiled",
+            "fused",
         ],
     )
 
@@ -206,8 +207,12 @@ def test_of_very_many_modules_the_small_ones_count_to_those_around() -> None:
 def test_parameters_are_of_the_modules_that_hold_them_and_of_those_around() -> None:
     frame = work(("", "Net", "forward", 1.0), *[(f"layer.{n}", "Layer", "forward", 1.0) for n in range(4)])
     rows = [("", 10), *[(f"layer.{n}.weight_norm", 100) for n in range(4)], *[(f"layer.{n}", 3) for n in range(4)]]
-    tree = tree_of(frame, modules=pd.DataFrame(rows, columns=["path", "parameter_bytes"]))
+    modules = pd.DataFrame(rows, columns=["path", "parameter_bytes"]).assign(kind="Layer", moved_bytes=-1)
+    tree = tree_of(frame, modules=modules)
     assert tree["parameter_bytes"].to_dict() == {"": 10 + 4 * 103, "layer.*": 4 * 103}
+    assert tree["moved_bytes"].isna().all()
+    moved = tree_of(frame, modules=modules.assign(moved_bytes=modules["parameter_bytes"] * 2))["moved_bytes"]
+    assert moved.to_dict() == {"": 2 * (10 + 4 * 103), "layer.*": 2 * 4 * 103}
     assert tree_of(frame)["parameter_bytes"].isna().all()
 
 

@@ -52,6 +52,17 @@ def test_lines_share_the_time_between_the_phases(tmp_path: Path) -> None:
     assert frame["noise_ns"].iloc[0] == pytest.approx((0.6 * 0.4 / 100) ** 0.5 * 10 * MS)
 
 
+def test_a_loss_that_the_script_writes_out_is_none_of_its_own_lines(tmp_path: Path) -> None:
+    steps = [light(n, 20 * MS, forward_ns=4 * MS, backward_ns=6 * MS) for n in range(50)]
+    loss = {"kind": "loss", "file": "me/train.py", "line": 70, "end_line": 71, "count": 3}
+    calls = {"calls": [loss], "directory": "/"}
+    stacks = "".join(f"{MAIN};main (/me/train.py:{line}) 25\n" for line in (69, 70, 71, 72))
+    path = runs.recorded(tmp_path / "run", (None, steps, {**runs.CPU, "pid": 10, **calls}))
+    (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(stacks.encode()))
+    frame = asked(runs.measured(path, lines_between), lambda lines_between: lines_between)
+    assert sorted(frame["line"]) == [69, 72]
+
+
 @pytest.mark.parametrize(
     ("longer", "stalls"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -111,6 +112,21 @@ def test_the_same_as_the_counter_of_pytorch_where_that_is_right(tmp_path: Path) 
     with FlopCounterMode(display=False) as counter:
         scope["model"](torch.arange(64).reshape(8, 8) % 16).sum().backward()
     assert found["total"] == counter.get_total_flops() > 0
+
+
+@pytest.mark.long
+def test_the_bytes_that_each_modules_operators_move(tmp_path: Path) -> None:
+    script = job(tmp_path, EPOCHS)
+    record(script, folder=tmp_path / "run", options=["--no-sample", "--window", "10,1,1"])
+    told = (tmp_path / "run/ranks/00000/modules.jsonl").read_text().splitlines()
+    moved = {row["path"]: row["moved_bytes"] for row in map(json.loads, told)}
+    activations = 8 * 8 * 36
+    x, weight, y = 8 * 288, 288 * 16, 8 * 16
+    assert moved["1"] == 4 * 5 * activations  # read and written; back two are read and one is written
+    assert moved["2"] == 0  # a view
+    # Forward with the bias; back for the input, for the weight, and the bias as a sum.
+    assert moved["4"] == 4 * ((16 + x + weight + y) + (y + weight + x) + (y + x + weight) + (y + 16))
+    assert moved[""] == 0
 
 
 @pytest.mark.long

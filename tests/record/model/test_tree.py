@@ -27,7 +27,7 @@ def told(rows: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
 
 
 def test_each_module_has_its_own_parameters() -> None:
-    rows = rows_of([model()], {})
+    rows = rows_of([model()], {}, {})
     assert told(rows) == ROWS
     assert [row["kind"] for row in rows] == ["Sequential", "Linear", "Sequential", "ReLU", "Linear"]
     assert {(row["bucket"], row["sharded"]) for row in rows} == {(-1, 0)}
@@ -36,13 +36,13 @@ def test_each_module_has_its_own_parameters() -> None:
 def test_a_wrapper_is_no_module_of_its_own_and_a_shared_parameter_counts_once() -> None:
     tied: Any = torch.nn.ModuleDict({"emb": torch.nn.Embedding(10, 4), "head": torch.nn.Linear(4, 10, bias=False)})
     tied["head"].weight = tied["emb"].weight
-    rows = rows_of([torch.nn.DataParallel(tied)], {})
+    rows = rows_of([torch.nn.DataParallel(tied)], {}, {})
     assert told(rows) == [("", 0, 0), ("emb", 40, 160), ("head", 0, 0)]
 
 
 def test_models_that_stand_beside_each_other_have_their_classes_as_names() -> None:
     first = model()
-    rows = rows_of([first, torch.nn.Linear(1, 1), copy.deepcopy(first), first[1]], {})
+    rows = rows_of([first, torch.nn.Linear(1, 1), copy.deepcopy(first), first[1]], {}, {})
     assert [row["path"] for row in rows if row["parameters"]] == [
         "(Sequential).0",
         "(Sequential).1.1",
@@ -56,10 +56,12 @@ def test_models_that_stand_beside_each_other_have_their_classes_as_names() -> No
 def test_buckets_are_those_that_ddp_made_behind_its_first_backward_pass() -> None:
     with worlds.of_one():
         wrapped = torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=1e-6)
-        assert {row["bucket"] for row in rows_of([wrapped], {})} == {-1}  # before it
+        assert {row["bucket"] for row in rows_of([wrapped], {}, {})} == {-1}  # before it
         for _ in range(3):
             wrapped(torch.ones(1, 4)).sum().backward()
-        found = {(row["path"], row["bucket"]): row["parameters"] for row in rows_of([wrapped], {}) if row["parameters"]}
+        found = {
+            (row["path"], row["bucket"]): row["parameters"] for row in rows_of([wrapped], {}, {}) if row["parameters"]
+        }
     # Each bucket is full with one parameter; the last layer's gradient is there first.
     assert found == {("1.1", 0): 16, ("0", 1): 8, ("0", 2): 32}
 
@@ -72,14 +74,14 @@ def test_the_units_of_fsdp_are_marked() -> None:
         sharded = model()
         fully_shard(sharded[1])
         fully_shard(sharded)
-        rows = rows_of([sharded], {})
+        rows = rows_of([sharded], {}, {})
     assert {row["path"] for row in rows if row["sharded"]} == {"", "1"}
     assert told(rows) == ROWS
 
 
 def test_what_a_step_computes_stands_beside_the_module_that_computes_it() -> None:
     flops = {("nn.Module: 0 (Linear)", "forward"): 7, ("nn.Module: 0 (Linear)", "backward"): 14, ("", "forward"): 3}
-    rows = {row["path"]: row for row in rows_of([model()], flops)}
+    rows = {row["path"]: row for row in rows_of([model()], flops, {"nn.Module: 0 (Linear)": 96})}
     assert [rows["0"][f"{part}_flops"] for part in ("forward", "recompute", "backward")] == [7, 0, 14]
-    assert rows["1.1"]["forward_flops"] == 0
-    assert {row["forward_flops"] for row in rows_of([model()], {})} == {-1}
+    assert (rows["1.1"]["forward_flops"], rows["1.1"]["moved_bytes"], rows["0"]["moved_bytes"]) == (0, 0, 96)
+    assert {row[name] for row in rows_of([model()], {}, {}) for name in ("forward_flops", "moved_bytes")} == {-1}

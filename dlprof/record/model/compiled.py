@@ -1,0 +1,244 @@
+"""Notes of each graph that Inductor compiles which modules it was made of, and writes it down beside the trace.
+
+Dynamo names with each node of its graph the module that called it, and drops the graph when it is compiled. The
+generated code, which may come from a cache, names these nodes again (generated.py). Nothing here runs but where
+something is compiled, and once at the end of the trace window.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlprof.files import write
+from dlprof.plain import words_of
+from dlprof.record.hooks import put
+from dlprof.record.model.generated import Call, Code, around, innermost, kept, parameters_of, read
+from dlprof.record.model.names import names_of_all
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Step
+
+# A job that compiles more nodes than this is not told of whole.
+_MOST_NODES = 100_000
+_MOST_LATER = 1_000
+
+
+@dataclass
+class _Graph:
+    """One graph of Dynamo's: the ids of the modules of its nodes, by their names, and of its inputs."""
+
+    compilation: str = ""  # Dynamo's number of it; a graph that DistributedDataParallel cuts is several with the same
+    nodes: dict[str, int] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)  # 0: no parameter or buffer
+    codes: dict[str, str] = field(default_factory=dict)  # Inductor's graphs that were made of it, by their keys
+
+
+class _Open(threading.local):
+    """The graphs that a thread is compiling, the innermost last."""
+
+    def __init__(self) -> None:
+        self.graphs: list[_Graph] = []
+
+
+class Compiled:
+    """Writes compiled.jsonl: keys as in the table `compiled`."""
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._graphs: list[_Graph] = []
+        self._left = _MOST_NODES
+        self._open = _Open()
+        self._later: list[tuple[str, str, str]] = []  # backward graphs that are compiled as they first run
+        self._watches_made = False
+        self._error = ""
+        self._watch()
+
+    def start(self, recorder: Recorder) -> None:
+        """Write when the trace window has ended."""
+        self._recorder = recorder
+
+    def step(self, done: Sequence[Step]) -> None:  # noqa: ARG002 - a collector's
+        """Write once the modules of the trace are known."""
+        self._write()
+
+    def stop(self) -> None:
+        """Write what is not written yet, and note nothing any more."""
+        try:
+            self._write()
+        finally:
+            self._left = 0
+            self._graphs.clear()
+            self._later.clear()
+
+    def _write(self) -> None:
+        recorder = self._recorder
+        if recorder is None or not recorder.window.get("modules"):
+            return
+        self._recorder = None
+        models = [model for ref in recorder.observed.models if (model := ref()) is not None]
+        names = {module: path for module, (path, _) in names_of_all(models).items()}
+        graphs, self._graphs, later, self._later, self._left = self._graphs, [], self._later, [], 0
+        if self._error:
+            recorder.warn(f"which modules compiled kernels are of is not known: {self._error}")
+        rows = [row for graph in graphs for row in _rows(graph, later, names)]
+        if rows:
+            write(recorder.folder / "compiled.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    # -- watching
+
+    def _watch(self) -> None:
+        import torch
+
+        wrapper: Any = getattr(torch, "_TorchCompileInductorWrapper", None)
+        if wrapper is None or os.environ.get("DLPROF_WINDOW") == "off":  # or a torch of another make
+            return
+        original: Callable[..., Any] = wrapper.__call__
+
+        @functools.wraps(original)
+        def __call__(compiler: Any, model: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
+            if not self._begin(model):
+                return original(compiler, model, *args, **kwargs)
+            try:
+                return original(compiler, model, *args, **kwargs)
+            finally:
+                self._open.graphs.pop()
+
+        put(wrapper, "__call__", __call__)
+
+    def _begin(self, model: Any) -> bool:
+        """Note what a graph that is about to be compiled was made of; False: it is not wanted."""
+        if self._left <= 0:
+            return False
+        try:
+            self._watch_made()
+            graph = _Graph(_compilation())
+            for node in model.graph.nodes:
+                modules = [int(m[0]) for key in node.meta.get("nn_module_stack") or () if (m := re.match(r"\d+", key))]
+                if node.op == "placeholder":
+                    owned = re.search(r"_(?:parameters|buffers)_", node.name)
+                    graph.inputs.append(modules[-1] if modules and owned else 0)
+                elif modules:
+                    graph.nodes[node.name] = modules[-1]
+                self._left -= 1
+        except Exception as e:  # noqa: BLE001 - the script's model is compiled
+            self._fail(e)
+            return False
+        self._graphs.append(graph)
+        self._open.graphs.append(graph)
+        return True
+
+    def _watch_made(self) -> None:
+        """Watch what Inductor makes or finds in its cache: its module is about to be imported anyway."""
+        if self._watches_made:
+            return
+        self._watches_made = True
+        from torch._inductor.output_code import CompiledFxGraph
+
+        kind: Any = CompiledFxGraph
+        original: Callable[..., Any] = kind.post_compile
+
+        @functools.wraps(original)
+        def post_compile(made: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(made, *args, **kwargs)
+            try:
+                key, text = made._fx_graph_cache_key, str(made.source_code)
+                if key and self._open.graphs:
+                    self._open.graphs[-1].codes[str(key)] = text
+                elif key and self._left > 0 and len(self._later) < _MOST_LATER:
+                    self._later.append((_compilation(), str(key), text))
+            except Exception as e:  # noqa: BLE001 - the script's model is compiled
+                self._fail(e)
+            return result
+
+        put(kind, "post_compile", post_compile)
+
+    def _fail(self, error: Exception) -> None:
+        self._left, self._error = 0, words_of(error)
+
+
+def _compilation() -> str:
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id())
+
+
+def _rows(graph: _Graph, later: Sequence[tuple[str, str, str]], names: Mapping[int, str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of the table `compiled`: in each graph the calls that a trace shows, in their order."""
+    codes = {key: read(text) for key, text in graph.codes.items()}
+    forwards = [code for code in codes.values() if not code.is_backward]
+    forward = forwards[0] if len(forwards) == 1 else None
+    if forward is not None:
+        ours = ((key, read(text)) for compilation, key, text in later if compilation == graph.compilation)
+        codes |= {key: code for key, code in ours if kept(code, forward)}
+    for key, code in codes.items():
+        modules = _modules(graph, code, forward, names)
+        if all(module is None for module in modules):
+            continue
+        unseen: list[str] = []  # C++ kernels
+        for call, module in zip(code.calls, _filled(modules), strict=True):
+            if call.operator:
+                before = innermost(unseen or [module])
+                yield {"graph": key, "operator": call.operator, "module": module, "before": before}
+                unseen = []
+            else:
+                unseen.append(module)
+        if unseen:
+            yield {"graph": key, "operator": "", "module": innermost(unseen), "before": innermost(unseen)}
+
+
+def _modules(graph: _Graph, code: Code, forward: Code | None, names: Mapping[int, str]) -> list[str | None]:
+    """Return the module of each call; None: nothing tells."""
+    inputs = graph.inputs
+    owners = {
+        name: names[inputs[place]]
+        for name, place in parameters_of(code).items()
+        if place < len(inputs) and inputs[place] in names
+    }
+    if forward is not None and len(forward.arguments) != len(inputs):
+        owners = {}  # parameters that are several tensors each, or a part of the graph
+
+    def of(call: Call) -> str | None:
+        found = [] if code.is_backward else [graph.nodes.get(node, 0) for node in call.nodes]
+        paths = [names[one] for one in found if one in names] or [owners[one] for one in call.tensors if one in owners]
+        return innermost(paths) if paths else None
+
+    modules = [of(call) for call in code.calls]
+    if code.is_backward and forward is not None:
+        used = _used_by(forward, _modules(graph, forward, forward, names))
+        named = {name: used[given] for name, given in kept(code, forward).items() if given in used}
+        for place, call in enumerate(code.calls):
+            operands = [named[one] for one in call.tensors if one in named]
+            if modules[place] is None and operands and not call.fused:
+                modules[place] = around(sorted(set.intersection(*operands) or set.union(*operands)))
+    return modules
+
+
+def _used_by(code: Code, modules: Sequence[str | None]) -> dict[str, set[str]]:
+    """Return which modules' operators use each tensor of a forward graph.
+
+    What the gradient of a product needs of the forward pass are the operands of that product.
+    """
+    used: dict[str, set[str]] = {}
+    for call, module in zip(code.calls, modules, strict=True):
+        if module is not None and not call.fused:
+            for name in call.tensors - call.makes:
+                used.setdefault(name, set()).add(module)
+    return used
+
+
+def _filled(modules: Sequence[str | None]) -> list[str]:
+    """Return the modules of calls, where those that nothing tells of are for what is around both neighbours."""
+    before, after = list(modules), list(modules)
+    for place in range(1, len(modules)):
+        before[place] = before[place - 1] if before[place] is None else before[place]
+        after[-1 - place] = after[-place] if after[-1 - place] is None else after[-1 - place]
+    both = zip(before, after, strict=True)
+    return [around([one for one in two if one is not None]) for two in both]
