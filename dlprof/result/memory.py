@@ -71,9 +71,9 @@ class MemoryChange(msgspec.Struct, frozen=True):
 
     `change`: batch (`value`: times the present one), autocast, 16_bits, checkpoint (the modules), checkpoint_only (one
     of several lists), fused_attention, shard (ZeRO's stage / the ranks; 3: FSDP), 8_bit, offload, microbatches,
-    schedule. `times`: the largest batch that then fits ÷ the present one. `least_bytes` and `most_bytes`: of the peak, for any
-    size of the allocator's cache; None: not known, or there is no cache. `then_ns` None: not known, `why`; `bound`: it
-    is at most, or at least, that.
+    schedule. `times`: the largest batch that then fits ÷ the present one. `least_bytes` and `most_bytes`: of the peak,
+    for any size of the allocator's cache; None: not known, or there is no cache. `then_ns` None: not known, `why`;
+    `bound`: it is at most, or at least, that.
     """
 
     change: str
