@@ -1,11 +1,20 @@
-"""How near what dlprof counts of a step's memory comes to what the allocator says, for reference workloads on the CPU.
+"""How near what dlprof counts, and predicts, of a step's memory comes to what the allocator says.
 
-    python -m benchmarks.memory [--only WORKLOAD]...
+    python -m benchmarks.memory [--only WORKLOAD]... [--simulated SEEDS [--first SEED]] [--checkpoints ROUNDS]
 
-Each workload is recorded, and then run again without dlprof for as many steps (benchmarks/allocated.py), which measures
-the same step by the allocator alone. Prints a row a workload, in Markdown: for each part what was counted on rank 0,
-and by how much that is off. Then what the counting cost in the one step that it takes. Exits with 1 where parameters,
-gradients or state are off by more than 5 %, or what the forward pass leaves by more than 10 %.
+Each reference workload is recorded on the CPU, and then run again without dlprof for as many steps
+(benchmarks/allocated.py), which measures the same step by the allocator alone. Prints a row a workload, in Markdown:
+for each part what was counted on rank 0, and by how much that is off. Then what the counting cost in the one step that
+it takes. Exits with 1 where parameters, gradients or state are off by more than 5 %, or what the forward pass leaves by
+more than 10 %.
+
+`--simulated`: instead simulated GPU jobs, of so many seeds, each recorded, and then simulated anew with each change
+really made. Prints a row a change: by how much the predicted peaks are off in the median and at the most, of what
+tensors hold and of what the allocator reserves, and how often the latter lies between the ends that are given for it.
+Exits with 1 where what tensors hold is more than 10 % off.
+
+`--checkpoints`: instead how many times as long a step of a small transformer on the CPU is with checkpoints, predicted
+from so many recordings, and as measured: CPU time of one thread, with and without them in turn.
 """
 
 from __future__ import annotations
@@ -16,9 +25,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.simulator import folder as recordings
+from benchmarks.simulator import healthy, memory
+from benchmarks.simulator.job import Job, Memory, Optimizer, Recording
+from dlprof.analysis.engine import measure
+from dlprof.analysis.memory.changes import memory_changes, memory_what_if
+from dlprof.analysis.memory.composition import memory_composition
+from dlprof.analysis.subjects import every_measure
+from dlprof.read.run import open_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,10 +113,11 @@ def _position(run: Path, step: int) -> int:
     return sum(row["optimizer_steps"] for row in rows if row["step"] < step)
 
 
-def _done(command: Sequence[str]) -> None:
+def _done(command: Sequence[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    return done.stdout
 
 
 def head() -> str:
@@ -109,11 +131,173 @@ def line(one: Compared) -> str:
     return f"| {one.workload} | {' | '.join(cells)} | {one.cost_ns / 1e6:.1f} ms |"
 
 
+# -- simulated jobs
+
+# Changes of a simulated job, as memory_changes names them.
+CHANGES = ("batch 0.5", "batch 2", "batch 4", "batch 8", "checkpoint", "autocast", "fused_attention")
+
+_AMPLE = 10**12  # bytes of a device on which everything fits
+
+# The farthest off that what tensors hold may be predicted.
+_GOAL = 0.1
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One change of one job: predicted ÷ true bytes, of what tensors hold, and of what the allocator reserves; and
+    the least and the most of the latter.
+    """
+
+    seed: int
+    change: str
+    allocated: float
+    reserved: float
+    low: float
+    high: float
+
+
+def drawn(seed: int) -> Job:
+    """Return a random job on a device that holds whatever it asks for."""
+    rng = np.random.default_rng((seed, 5))
+    model = replace(
+        healthy.draw_model(rng, "A100", low=5e6),
+        products=str(rng.choice(("bfloat16", "tf32"))),
+        attention=str(rng.choice(("fused", "unfused"))),
+        blocks=int(rng.integers(2, 13)),
+    )
+    optimizer = Optimizer(kind=str(rng.choice(("fused", "foreach", "single"))))
+    return Job(model=model, memory=Memory(total=_AMPLE, moments=int(rng.integers(1, 3))), optimizer=optimizer)
+
+
+def changed(job: Job) -> dict[str, Job]:
+    """Return the same job with each change really made."""
+    model, of = job.model, job.memory
+    assert of is not None
+    made = {f"batch {n:g}": replace(job, model=replace(model, tokens=round(n * model.tokens))) for n in (0.5, 2, 4, 8)}
+    made["checkpoint"] = replace(job, memory=replace(of, checkpoints=True))
+    if model.activations == "float32":
+        made["autocast"] = replace(job, model=replace(model, products="bfloat16"))
+    if model.attention == "unfused":
+        made["fused_attention"] = replace(job, model=replace(model, attention="fused"))
+    return made
+
+
+def simulated(seed: int, folder: Path) -> list[Predicted]:
+    """Record a job, and compare what is predicted of it with what the changed jobs take."""
+    job = drawn(seed)
+    recordings.write(folder, job, Recording(steps=30, skip=5, active=3))
+    every_measure()
+    measured = measure(open_run(folder), (memory_changes, memory_composition), jobs=1)
+    frame, parts = measured.frame(memory_changes), measured.frame(memory_composition)
+    seen = float(parts.loc[parts["part"] == "libraries", "bytes"].sum())  # of what is outside of the allocator
+    found = []
+    for change, then in changed(job).items():
+        name, _, value = change.partition(" ")
+        row = frame[(frame["change"] == name) & ((frame["value"] == value) | (name != "batch"))].iloc[0]
+        ran = memory.simulated(then)
+        allocated = (row["least_bytes"] - seen) / ran.allocator.peak_allocated
+        ends = ((row[f"{name}_bytes"] - seen) / ran.allocator.peak_reserved for name in ("then", "least", "most"))
+        found.append(Predicted(seed, change, float(allocated), *map(float, ends)))
+    return found
+
+
+def summary(every: Sequence[Predicted]) -> pd.DataFrame:
+    """Return a row a change, and one of all."""
+    frame = pd.DataFrame(every)
+    off = frame.assign(allocated=(frame["allocated"] - 1).abs(), reserved=(frame["reserved"] - 1).abs())
+    off["within"] = (frame["low"] <= 1) & (frame["high"] >= 1)
+    off["width"] = frame["high"] - frame["low"]
+    rows = []
+    for change in (*CHANGES, "all"):
+        mine = off if change == "all" else off[off["change"] == change]
+        if len(mine):
+            a, r = mine["allocated"], mine["reserved"]
+            middle = (a.median(), a.max(), r.median(), r.max(), mine["within"].mean(), mine["width"].median())
+            rows.append((change, len(mine), *middle))
+    names = ["change", "jobs", "tensors: median", "worst", "reserved: median", "worst ", "within", "width"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def _simulated(first: int, seeds: int) -> int:
+    every = []
+    for seed in range(first, first + seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            every += simulated(seed, Path(folder) / "run")
+    table = summary(every)
+    print(f"| {' | '.join(table.columns)} |\n{'|---' * len(table.columns)}|")
+    for change, jobs, *shares in table.itertuples(index=False, name=None):
+        print(f"| {change} | {jobs} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+    misses = [one for one in every if abs(one.allocated - 1) > _GOAL or not one.low <= 1 <= one.high]
+    for one in misses:
+        print(one, file=sys.stderr)
+    return int(any(abs(one.allocated - 1) > _GOAL for one in misses))
+
+
+# -- what checkpoints cost
+
+_STEPS = """
+import statistics, sys, time, torch
+sys.path.insert(0, {parts!r})
+from parts.language import Transformer
+torch.set_num_threads(1)
+
+def stepping(checkpointing):
+    model = Transformer(2_000, 128, 128, 4, 6, checkpointing)
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 2_000, ({batch}, 128))
+    def step():
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens), tokens.flatten()).backward()
+        optimizer.step()
+        return time.process_time_ns()
+    return step
+
+step, other = stepping(False), stepping(True)
+if sys.argv[1:] == ["both"]:
+    ratios = []
+    for _ in range(25):
+        before, between, after = time.process_time_ns(), step(), other()
+        ratios.append((after - between) / (between - before))
+    print(statistics.median(ratios))
+else:
+    for _ in range(24):
+        step()
+"""
+
+
+def checkpoints(batch: int, folder: Path) -> tuple[float, float]:
+    """Return how many times as long a step is with checkpoints: as predicted, and as measured."""
+    script, run = folder / "train.py", folder / "run"
+    script.write_text(_STEPS.format(parts=str(ROOT / "workloads"), batch=batch))
+    wrap = [sys.executable, "-m", "dlprof", "wrap", "-o", str(run), "--no-report", "--window", "10,1,5", "--"]
+    _done([*wrap, sys.executable, str(script)])
+    every_measure()
+    frame = measure(open_run(run), (memory_what_if,), jobs=1).frame(memory_what_if)
+    row = frame[frame["change"] == "checkpoint"].iloc[0]
+    return float(row["then_ns"] / row["now_ns"]), float(_done([sys.executable, str(script), "both"]))
+
+
+def _checkpoints(rounds: int) -> int:
+    print("| batch | predicted | measured |\n|---|---|---|")
+    for batch in (2, 8):
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                predicted, measured = checkpoints(batch, Path(folder))
+            print(f"| {batch} | {predicted:.2f} | {measured:.2f} |", flush=True)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print, and return 1 where anything is too far off."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", choices=list(JOBS), help="of the workloads; repeatable")
+    parser.add_argument("--simulated", type=int, default=0, metavar="SEEDS", help="simulated jobs instead; how many")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the simulated jobs")
+    parser.add_argument("--checkpoints", type=int, default=0, metavar="ROUNDS", help="instead what checkpoints cost")
     args = parser.parse_args(argv)
+    if args.checkpoints:
+        return _checkpoints(args.checkpoints)
+    if args.simulated:
+        return _simulated(args.first, args.simulated)
     every = []
     print(head(), flush=True)
     for workload in args.only or JOBS:

@@ -205,7 +205,8 @@ MEMORY: Mapping[str, str] = {
 HELD: Mapping[str, str] = {
     # parameter, cast (copies of parameters that autocast made), gradient, optimizer (its state and master copies),
     # buffer, activation (kept for the backward pass), input (of the model), communication (buckets of
-    # DistributedDataParallel that are no gradients themselves, parameters that FSDP has gathered)
+    # DistributedDataParallel that are no gradients themselves, parameters that FSDP has gathered), shared (no bytes:
+    # parameters that were counted for another module, and are this one's too)
     "part": CATEGORY,
     "module": CATEGORY,  # its path in the script's model, "": the model itself, or none is known
     "kind": CATEGORY,  # the module's class, "": none is known
@@ -213,7 +214,7 @@ HELD: Mapping[str, str] = {
     "dtype": CATEGORY,  # float32
     "tensors": "int64",
     "bytes": "int64",  # that this rank holds
-    "full_bytes": "int64",  # before they were sharded
+    "full_bytes": "int64",  # before they were sharded; of what is shared its own
     "trainable": "int64",  # 1: of parameters that require a gradient; 0: any other
 }
 

@@ -1,7 +1,7 @@
 """What a simulated job's training step asks of its allocator, tensor by tensor, and what dlprof would count of that.
 
 As PyTorch trains the transformer of model.py: parameters in float32 (under autocast with copies of the matrices in
-16 bits), activations that each function saves for its backward pass, gradients that are made as the backward pass
+16 bits), activations that each function saves until its backward pass, gradients that are made as the backward pass
 goes, and dropped when the optimizer has stepped. Checkpointed blocks save their input and compute the rest again.
 """
 
@@ -22,27 +22,34 @@ STEPS = 4  # that are simulated: from the second on each is as the one before
 
 @dataclass(frozen=True)
 class Saved:
-    """What a module saves in the forward pass: its path in a block, its class, values a token, bytes of one."""
+    """What a module saves in the forward pass: its path in a block, its class, values a token, bytes of one, and the
+    module whose parameters have their gradients when it is let go of.
+    """
 
     path: str
     kind: str
     values: float
     width: int
+    of: str = ""
 
 
 def saves(model: Model) -> tuple[Saved, ...]:
     """Return what a block saves, in order; attention's result is the next product's input, and saved once."""
     # Autocast computes norms in float32, and so keeps what flows past them (torch.amp: ops that autocast to float32).
+    # Softmax too, of whose result the product with the values keeps a copy in 16 bits.
     h, w = model.hidden, WIDTHS[model.activations]
-    scores = 0.0 if model.attention == "fused" else 3.0 * model.heads * model.sequence
+    scores = model.heads * model.sequence
+    kept = tuple(Saved("", "Block", scores, width) for width in dict.fromkeys((4, w)))
     return (
-        Saved("norm1", "LayerNorm", h, 4),
-        Saved("qkv", "Linear", h, w),
-        Saved("", "Block", 4 * h + scores, w),  # queries, keys, values and the result
-        Saved("norm2", "LayerNorm", h, 4),
-        Saved("up", "Linear", h, w),
+        Saved("norm1", "LayerNorm", h, 4, "norm1"),
+        Saved("qkv", "Linear", h, w, "qkv"),
+        Saved("", "Block", 3 * h, w),  # queries, keys and values
+        *(() if model.attention == "fused" else kept),
+        Saved("", "Block", h, w, "proj"),
+        Saved("norm2", "LayerNorm", h, 4, "norm2"),
+        Saved("up", "Linear", h, w, "up"),
         Saved("act", "GELU", 4 * h, w),
-        Saved("down", "Linear", 4 * h, w),
+        Saved("down", "Linear", 4 * h, w, "down"),
     )
 
 
@@ -84,10 +91,10 @@ class Step:
         a, model, tokens = self.allocator, self.model, self.job.model.tokens
         w = WIDTHS[model.activations]
         batch = a.take(8 * tokens, "input")
-        casts = [a.take(w * size, "cast") for size in self._cast()]
-        saved: list[tuple[str, list[_Block]]] = [("embedding", [])]
+        casts = {path: a.take(w * size, "cast") for path, size in self._cast().items()}
+        blocks: list[list[_Block]] = []
         stream = a.take(4 * tokens * model.hidden, "temporary")
-        for n in range(model.blocks):
+        for _ in range(model.blocks):
             kept = []
             for one in saves(model):
                 checkpointed = self.of.checkpoints and one.path != "norm1"
@@ -95,50 +102,69 @@ class Step:
                 kept.append(made)
                 if checkpointed:
                     a.give(kept.pop())
-            saved.append((f"blocks.{n}", kept))
+            blocks.append(kept)
         a.give(stream)
         h, v = model.hidden, model.vocabulary
-        saved.append(("norm", [a.take(width * tokens * h, "activation") for width in (4, w)]))
+        last = [a.take(width * tokens * h, "activation") for width in (4, w)]
         logits = a.take(w * tokens * v, "temporary")
         loss = a.take(4 * tokens * v, "activation")
         a.give(logits)
-        self.activation_bytes = sum(b.size for _, kept in saved for b in kept) + loss.size
+        self.activation_bytes = sum(b.size for kept in [*blocks, last, [loss]] for b in kept)
         # The backward pass: gradients of the scores, then of block after block.
         wide, grad = (a.take(4 * tokens * v, "temporary") for _ in range(2))
         a.give(wide)
         a.give(loss)
         narrow = a.take(w * tokens * v, "temporary")
         a.give(grad)
+        flowing = a.take(w * tokens * h, "temporary")
         a.give(narrow)
-        gradients = self._backward(saved)
-        for block in casts:
+        shared, *others = self._made["embedding"][1]
+        gradients = [a.take(4 * shared, "gradient"), *self._gradients("norm")]
+        for block in last:
             a.give(block)
+        for n, kept in reversed([*enumerate(blocks)]):
+            gradients += self._backward(n, kept, casts)
+        a.give(a.take(4 * shared, "temporary"))  # of the embedding, added to that of the head
+        gradients += [a.take(4 * size, "gradient") for size in others]
+        a.give(flowing)
         self.gradient_bytes = sum(b.size for b in gradients)
         self._optimizer()
         for block in [*gradients, batch]:
             a.give(block)
         self.kept_bytes = a.allocated
 
-    def _cast(self) -> list[int]:
-        """Return the sizes of the matrices that autocast copies."""
+    def _cast(self) -> dict[str, int]:
+        """Return the sizes of the matrices that autocast copies, by module."""
         if self.model.activations == "float32":
-            return []
-        return [sizes[0] for kind, sizes in self._made.values() if kind == "Linear"]
+            return {}
+        return {path: sizes[0] for path, (kind, sizes) in self._made.items() if kind == "Linear"}
 
-    def _backward(self, saved: list[tuple[str, list[_Block]]]) -> list[_Block]:
+    def _gradients(self, path: str) -> list[_Block]:
+        """Make the gradients of a module's parameters."""
+        return [self.allocator.take(4 * size, "gradient") for size in self._made[path][1]]
+
+    def _backward(self, n: int, kept: list[_Block], casts: dict[str, _Block]) -> list[_Block]:
+        """Run a block's backward pass, function by function: from the gradient of a result that of the input is made,
+        and those of the parameters, and then what was saved is let go of.
+        """
         a, model, tokens = self.allocator, self.model, self.job.model.tokens
-        w, gradients = WIDTHS[model.activations], []
-        flowing = a.take(w * tokens * model.hidden, "temporary")
-        for path, kept in reversed(saved):
-            again = []
-            if self.of.checkpoints and path.startswith("blocks"):
-                again = [a.take(round(s.values * s.width * tokens), "activation") for s in saves(model)[1:]]
-            wider = a.take(4 * w * tokens * model.hidden, "temporary") if path.startswith("blocks") else None
-            for module, (_, sizes) in self._made.items():
-                if module == path or module.startswith(f"{path}."):
-                    gradients += [a.take(4 * size, "gradient") for size in sizes]
-            for block in [*kept, *again, *([wider] if wider else [])]:
-                a.give(block)
+        every, gradients = saves(model), []
+        if self.of.checkpoints:
+            again = [a.take(round(s.values * s.width * tokens), "activation") for s in every[1:]]
+            kept = [*kept, *again]
+        flowing = a.take(WIDTHS[model.activations] * tokens * model.hidden, "temporary")
+        for one, saved in reversed([*zip(every, kept, strict=True)]):
+            # Of softmax there is its result's gradient, in its own width, and its input's.
+            softmax = one.path == "" and one.width == 4 and one.values == model.heads * model.sequence
+            for _ in range(2 if softmax else 1):
+                made = a.take(round(one.values * one.width * tokens), "temporary")
+                a.give(flowing)
+                flowing = made
+            if one.of:
+                gradients += self._gradients(f"blocks.{n}.{one.of}")
+                if (cast := casts.get(f"blocks.{n}.{one.of}")) is not None:
+                    a.give(cast)
+            a.give(saved)
         a.give(flowing)
         return gradients
 
@@ -150,6 +176,10 @@ class Step:
         if self.job.optimizer.kind == "foreach":
             for block in [a.take(4 * size, "temporary") for size in sizes]:
                 a.give(block)
+        if self.job.optimizer.kind == "single" and self.of.moments == 2:
+            for size in sizes:  # AdamW's root of the second moment, and what it is divided by
+                for block in [a.take(4 * size, "temporary") for _ in range(2)]:
+                    a.give(block)
 
 
 def total_bytes(job: Job) -> int:
@@ -211,11 +241,12 @@ def _rows(job: Job) -> Iterator[dict[str, Any]]:
             yield dict(row("optimizer", path, kind, of.moments * size, "float32", of.moments * len(sizes)))
         if kind == "Linear" and w == 2:
             yield dict(row("cast", path, kind, w * sizes[0], model.activations, 1))
+    shared = dict(row("shared", "head", "Linear", 0, "float32", 1))
+    yield shared | {"full_bytes": 4 * model.vocabulary * model.hidden}
     for n in range(model.blocks):
         for one in saves(model)[: 1 if of.checkpoints else None]:
             path = f"blocks.{n}.{one.path}".rstrip(".")
-            count = 4 if one.path == "" else 1
-            yield dict(row("activation", path, one.kind, one.values * one.width * tokens, wide[one.width], count))
+            yield dict(row("activation", path, one.kind, one.values * one.width * tokens, wide[one.width], 1))
     yield dict(row("activation", "norm", "LayerNorm", 4 * tokens * model.hidden, "float32", 1))
     yield dict(row("activation", "head", "Linear", w * tokens * model.hidden, wide[w], 1))
     yield dict(row("activation", "", "Transformer", 4 * tokens * model.vocabulary, "float32", 1))

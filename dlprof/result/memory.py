@@ -71,8 +71,9 @@ class MemoryChange(msgspec.Struct, frozen=True):
 
     `change`: batch (`value`: times the present one), autocast, 16_bits, checkpoint (the modules), checkpoint_only (one
     of several lists), fused_attention, shard (ZeRO's stage / the ranks; 3: FSDP), 8_bit, offload, microbatches,
-    schedule. `times`: the largest batch that then fits ÷ the present one. `then_ns` None: not known, `why`; `bound`: it
-    is at most, or at least, that.
+    schedule. `times`: the largest batch that then fits ÷ the present one. `least_bytes` and `most_bytes`: of the peak,
+    for any size of the allocator's cache; None: not known, or there is no cache. `then_ns` None: not known, `why`;
+    `bound`: it is at most, or at least, that.
     """
 
     change: str
@@ -82,6 +83,8 @@ class MemoryChange(msgspec.Struct, frozen=True):
     then_ns: float | None = None
     bound: Literal["", "most", "least"] = ""
     why: str = ""
+    least_bytes: float | None = None
+    most_bytes: float | None = None
 
 
 class Footprint(msgspec.Struct, frozen=True):

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import memory as benchmark
 from benchmarks.simulator import folder, healthy, memory
 from benchmarks.simulator.allocator import Allocator, OutOfMemoryError
 from benchmarks.simulator.faults.fault import with_script
 from benchmarks.simulator.faults.memory import FAULTS
 from benchmarks.simulator.job import Job, Memory, Recording
-from dlprof.analysis.memory.changes import memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.memory.rules import activation_memory, out_of_memory
 from tests.fixtures.asking import ask
@@ -86,32 +86,15 @@ def test_every_part_is_what_the_simulated_allocator_gave(tmp_path: Path, seed: i
     assert parts["temporary"] == pytest.approx(a.at_peak["temporary"], rel=0.05)
 
 
-def changed(job: Job) -> dict[tuple[str, str], Job]:
-    """Return the same job with each change really made."""
-    model, of = job.model, job.memory
-    assert of is not None
-    made = {
-        ("batch", "2"): replace(job, model=replace(model, tokens=2 * model.tokens)),
-        ("batch", "0.5"): replace(job, model=replace(model, tokens=model.tokens // 2)),
-        ("checkpoint", "blocks.*"): replace(job, memory=replace(of, checkpoints=True)),
-    }
-    if model.activations == "float32":
-        made["autocast", ""] = replace(job, model=replace(model, products="bfloat16"))
-    return made
-
-
 @pytest.mark.long
 def test_the_changed_jobs_take_what_was_predicted(tmp_path: Path) -> None:
-    off = []
-    for seed in range(8):
-        job = job_of(seed, "tf32" if seed % 2 else "bfloat16")
-        path = tmp_path / str(seed)
-        folder.write(path, job, Recording(steps=30, skip=5, active=3))
-        frame = measured(path, memory_what_if).frame(memory_what_if).set_index(["change", "value"])["then_bytes"]
-        off += [abs(frame[change] / true_bytes(then) - 1) for change, then in changed(job).items()]
-    assert np.median(off) <= 0.05
-    assert np.quantile(off, 0.9) <= 0.1
-    assert max(off) <= 0.2  # a cache, which no change determines, differs by as much
+    every = [one for seed in range(8) for one in benchmark.simulated(seed, tmp_path / str(seed))]
+    assert {one.change for one in every} == set(benchmark.CHANGES)
+    allocated = [abs(one.allocated - 1) for one in every]
+    assert np.median(allocated) <= 0.01
+    assert max(allocated) <= 0.1
+    assert np.median([abs(one.reserved - 1) for one in every]) <= 0.05
+    assert all(one.low <= 1.005 and one.high >= 0.995 for one in every)
 
 
 @pytest.mark.parametrize("full", [0.9, 0.97])

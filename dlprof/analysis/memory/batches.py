@@ -10,7 +10,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES
 from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, by_rank, per_rank
-from dlprof.analysis.memory.footprint import GROWING, main_device, of_device
+from dlprof.analysis.memory.footprint import growth, main_device, of_device
 from dlprof.analysis.memory.memory import total_bytes
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving
@@ -41,9 +41,11 @@ def batch_room(
     if composition is not None and table is not None and (device := main_device(composition)) != "cpu":
         now = of_device(table, composition, device, rank.facts).scaled({"cache": 0.0})
         if "temporary" in set(composition.loc[composition["device"] == device, "part"]):
-            grows = sum(now.moments["forward"][p] for p in GROWING)
-            row = (sum(now.moments["forward"].values()) - grows, grows, sum(now.moments["update"].values()), total, 1)
-            return _row(row)
+            moments = dict(growth(now))
+            floor = sum(moments.pop("update"))
+            # Of the other moments the one that is the first to fill the memory.
+            stays, grows = min(moments.values(), key=lambda m: (HIGH * total - m[0]) / max(m[1], 1.0))
+            return _row((stays, grows, floor, total, 1))
     use = memory_use.get().iloc[0]
     kept = float(use["kept_bytes"])
     return _row((kept, float(use["peak_allocated_bytes"]) - kept, 0.0, total, 0))

@@ -21,6 +21,7 @@ from dlprof.analysis.memory import footprint as fp
 from dlprof.analysis.memory.batches import HIGH, MOST_TIMES, even, gain_at
 from dlprof.analysis.memory.footprint import Footprint, main_device, of_device
 from dlprof.analysis.memory.memory import total_bytes
+from dlprof.analysis.memory.places import WIDTH, largest_unit, units
 from dlprof.analysis.pipeline.held import most_held
 from dlprof.analysis.pipeline.pipeline_plans import Model
 from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short
@@ -35,11 +36,10 @@ MULTIPLES = (0.5, 2.0, 4.0, 8.0)
 def memory_changes(
     held: pd.DataFrame, memory_composition: pd.DataFrame, attention: Maybe[pd.DataFrame], rank: RankFacts
 ) -> pd.DataFrame:
-    """Return the rank's predicted peak with each change.
-
-    Columns: change, value, device, now_bytes and then_bytes (the peak without and with it), total_bytes (the device's
-    memory; NaN: unknown), times (the largest batch that then fits ÷ the present one, without the allocator's cache;
-    NaN: unknown), moved_bytes (copied between host and device in a step, in addition).
+    """Return what each change makes of the rank's peak, a row each: change, value, device, now_bytes, then_bytes (of
+    all that is held there), least_bytes and most_bytes (for any cache of the allocator), total_bytes (that there are;
+    NaN: unknown), times (how many times as large a batch then fits, without a cache; NaN: unknown), moved_bytes (more,
+    between host and device in a step).
 
     Changes: batch (value: times the present one), autocast, 16_bits, checkpoint (value: the modules, folded),
     checkpoint_only (one of several lists of modules), fused_attention, shard (ZeRO's stage / the ranks), 8_bit,
@@ -51,65 +51,67 @@ def memory_changes(
     # Gradients go to the host, and parameters back (Ren et al., ZeRO-Offload, 2021).
     moved = now.moments["update"]["gradient"] + fp.trained(now.held)
     rows = [
-        (
-            change,
-            value,
-            device,
-            now.peak_bytes,
-            with_cache(now, then),
-            total,
-            _times(then, total),
-            moved * (change == "offload"),
-        )
+        (change, value, device, now.peak_bytes, *with_cache(now, then), total, _times(then, total))
         for change, value, then in [("", "", now), *_changes(now, rank.facts, total, _scores(attention))]
     ]
-    columns = ["change", "value", "device", "now_bytes", "then_bytes", "total_bytes", "times", "moved_bytes"]
-    return pd.DataFrame(rows, columns=columns)
+    columns = ["change", "value", "device", "now_bytes", "then_bytes", "least_bytes", "most_bytes", "total_bytes"]
+    frame = pd.DataFrame(rows, columns=[*columns, "times"])
+    return frame.assign(moved_bytes=moved * (frame["change"] == "offload"))
 
 
-def with_cache(now: Footprint, then: Footprint) -> float:
-    """Return the peak with a change; the allocator's cache is assumed to scale with the tensors."""
-    cache = now.parts["cache"]
-    beside = cache + now.parts["libraries"] + now.parts["process"]
+def with_cache(now: Footprint, then: Footprint) -> tuple[float, float, float]:
+    """Return all that is held with a change: with as large a share of the allocator's cache as now, with none, and with
+    the most that it is taken to be.
+
+    At most no part is served from what another has let go of: each is cached at its own peak. Free blocks are split for
+    smaller tensors, and then do not serve larger ones, so temporary memory counts twice: it comes in all sizes. What a
+    checkpoint computes again was there in the forward pass, too.
+    """
+    cache, then_bytes = now.always["cache"], then.peak_bytes
+    beside = cache + now.always["libraries"] + now.always["process"]
     tensors = now.peak_bytes - beside
-    if not cache or tensors <= 0:
-        return then.peak_bytes
-    kept = then.peak_bytes - beside
-    return then.peak_bytes + cache * (kept / tensors - 1)
+    if then is now or not cache or tensors <= 0:
+        return then_bytes, then_bytes, then_bytes
+    same = then_bytes + cache * ((then_bytes - beside) / tensors - 1)
+    each = {part: max(parts[part] for parts in then.moments.values()) for part in fp.PARTS}
+    again = float(then.places.groupby("unit")["again"].sum().max())
+    apart = sum(each.values()) - cache + each["temporary"] + again
+    return same, then_bytes - cache, max(same, apart)
 
 
 def _times(then: Footprint, total: float) -> float:
     return nan if isnan(total) else min(fp.most_times(then.scaled({"cache": 0.0}), HIGH * total), MOST_TIMES)
 
 
-def _scores(attention: Maybe[pd.DataFrame]) -> float:
-    """Return the bytes of one copy of the scores that a step's unfused attention stores."""
+def _scores(attention: Maybe[pd.DataFrame]) -> dict[int, float]:
+    """Return elements of one call's scores, of unfused attention → bytes of one copy of those of a step."""
     frame = attention.or_none()
+    sizes: dict[int, float] = {}
     if frame is None:
-        return 0.0
-    size = 0.0
+        return sizes
     for shape, dtype, calls in frame.loc[frame["passes"] == "forward", ["shape", "dtype", "calls"]].itertuples(
         index=False, name=None
     ):
         first, _, second = str(shape).partition(" ")
         query, key = first.split("x"), second.split("x")
-        if len(query) == len(key) == 3 and str(dtype) in fp.WIDTH:
-            size += float(calls) * int(query[0]) * int(query[1]) * int(key[1]) * fp.WIDTH[str(dtype)]
-    return size
+        if len(query) == len(key) == 3 and str(dtype) in WIDTH:
+            elements = int(query[0]) * int(query[1]) * int(key[1])
+            sizes[elements] = sizes.get(elements, 0.0) + float(calls) * elements * WIDTH[str(dtype)]
+    return sizes
 
 
 def _changes(
-    now: Footprint, facts: Mapping[str, object], total: float, scores: float
+    now: Footprint, facts: Mapping[str, object], total: float, scores: Mapping[int, float]
 ) -> Iterator[tuple[str, str, Footprint]]:
     held = now.held
     for times in sorted({*MULTIPLES, *_largest(now, total, settings.batch_of(facts))}):
         yield "batch", f"{times:g}", fp.larger_batch(now, times)
-    floats = held["dtype"].astype(str)
+    floats, on_gpu = held["dtype"].astype(str), bool((held["device"].astype(str) != "cpu").any())
     if (floats[held["part"] == "activation"] == "float32").any() and not now.moments["forward"]["cast"]:
-        yield "autocast", "", fp.autocast(now)
+        yield "autocast", "", fp.autocast(now, scores if on_gpu else {})  # a CPU computes softmax in 16 bits
     if (floats[held["part"] == "parameter"] == "float32").any():
         yield "16_bits", "", fp.in_16_bits(now)
-    modules = fp.units(held)
+    modules = units(held)
     if len(modules) > 1:
         yield "checkpoint", names_of(held, modules), fp.checkpointed(now, modules)
         alike: dict[str, list[str]] = {}
@@ -124,7 +126,7 @@ def _changes(
     if parallel:
         assert isinstance(world, int)
         for stage in (1, 2, 3):
-            yield "shard", f"{stage}/{world}", fp.sharded(now, stage, world, fp.largest_unit(held, modules))
+            yield "shard", f"{stage}/{world}", fp.sharded(now, stage, world, largest_unit(held, modules))
     if now.parts["optimizer"] or now.moments["update"]["optimizer"]:
         yield "8_bit", "", fp.eight_bit(now)
         if not isnan(total):  # on a CPU the state is on the host already
@@ -185,9 +187,9 @@ def names_of(held: pd.DataFrame, modules: list[str], of: list[str] | None = None
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass of some modules: ns of a mean step, and its share of the whole model's forward pass."""
+    """The forward pass of some modules, as a share of the traced step, and of the whole model's forward pass."""
 
-    ns: float
+    of_step: float
     share: float
     on_device: bool
 
@@ -198,10 +200,11 @@ def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> Forwa
         return None
     rows = module_means.drop_duplicates("path").set_index("path")
     whole = float(rows["forward_ns"].get("", 0.0))
-    if not whole or not all(name in rows.index for name in names):
+    total = float(rows["total_ns"].iloc[0])
+    if not whole or not total or not all(name in rows.index for name in names):
         return None
     mine = float(rows.loc[list(names), "forward_ns"].sum())
-    return Forward(mine, mine / whole, bool(rows["on_device"].iloc[0]))
+    return Forward(mine / total, mine / whole, bool(rows["on_device"].iloc[0]))
 
 
 @across_ranks
@@ -243,7 +246,7 @@ def memory_what_if(
     def of_checkpoint(value: str) -> tuple[float, str, str]:
         frame, again = larger_batch_steps.or_none(), forward_of(module_means.or_none(), value.split(", "))
         if again is not None and not again.on_device:
-            return now + again.ns, "", ""
+            return now * (1 + again.of_step), "", ""
         if frame is None:
             return nan, "", larger_batch_steps.why()
         whole = -gain_at(frame, 1.0, "again_ns")

@@ -1,17 +1,22 @@
 """A rank's peak memory by part, and what a change makes of it: pure functions of counted bytes.
 
-Memory may peak at two moments of a step: at the end of the forward pass, with all activations, and in the optimizer's
-step, with all gradients. A change that lowers one may leave the other as the peak, so both are kept. Nothing here
-depends on the kind of model: counted bytes are scaled, divided or moved.
+The backward pass is walked module by module: what the modules before have saved is still there, and the gradients of
+those behind are made, so any of them may be the peak, and so may the optimizer's step. A change of one moment may leave
+another as the peak. Nothing here knows of a model's kind: what is counted is scaled, split or moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, inf
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.memory.places import WIDTH, at_places, corners, places_of, unit_of
 
 # Parts of memory, as in `memory_composition`, in the order of the bars.
 PARTS = (
@@ -30,17 +35,18 @@ PARTS = (
     "unexplained",
 )
 
-# Parts that grow with the batch; temporary memory at the end of the forward pass, where most of it is the loss's.
+# What grows with the batch. Temporary memory does but for the optimizer's.
 GROWING = ("activation", "input", "temporary")
 
-# Parts that exist at every moment of a step.
-_ALWAYS = tuple(part for part in PARTS if part not in ("cast", "gradient", "activation", "temporary"))
-
-WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# What is there at some moments of a step only.
+_PASSING = ("cast", "gradient", "activation", "temporary")
 
 # Under autocast these compute in float32, and so do the activations that they save (torch.amp, "CUDA Ops that can
 # autocast to float32"): norms, losses and softmax. Activations saved outside any module are the loss's.
 _STAY_FLOAT32 = ("Norm", "Loss", "Softmax", "Softplus", "Embedding")
+
+# Modules that may save as many elements as scores have, and no scores.
+_NO_SCORES = ("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Embedding", "Conv1d", "Conv2d")
 
 # bitsandbytes and torchao keep a float32 scale for each block of 256 values (Dettmers et al., 8-bit Optimizers via
 # Block-wise Quantization, ICLR 2022).
@@ -49,14 +55,47 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank's memory, moment → part → bytes; `held`: the rank's table of that name.
+    """What one rank holds, from its table `held`.
 
-    Moments: "forward", at the end of the forward pass; "update", in the optimizer's step; and with checkpointing
-    "backward" and "backward_end", while a module is recomputed.
+    `always`: part → bytes that are there at every moment. `places`: what the forward pass saves, a row for each size of
+    tensor that a module saves, in that order, bytes: kept (until its backward pass), again (what a checkpoint, `unit`,
+    computes again for the backward passes within it), cast, gradient (that its backward pass leaves), own (of that,
+    what is there while all of the row still is), flowing (temporary).
     """
 
-    moments: Mapping[str, Mapping[str, float]]
     held: pd.DataFrame
+    always: Mapping[str, float]
+    places: pd.DataFrame
+    gradient: float  # bytes that are there before the backward pass
+    stepping: float  # temporary bytes as the optimizer steps
+    gathered: float = 0.0  # parameters of one unit of FSDP, whole
+
+    @cached_property
+    def moments(self) -> Mapping[str, Mapping[str, float]]:
+        """Moment → part → bytes: "forward", at the end of the forward pass; the places of the backward pass that may be
+        the peak, "backward 12"; "update", as the optimizer steps.
+        """
+        kept, cast, flowing, made = self._walk()
+        rows = self.places[["kept", "cast"]].sum()
+        found = {"forward": self._parts(rows["kept"], rows["cast"], self.gradient, 0.0, 2)}
+        # Whatever grows does so by one factor, so the peak is a corner of what grows over what does not.
+        for at in corners(kept + flowing, cast + made):
+            found[f"backward {at}"] = self._parts(kept[at], cast[at], made[at], flowing[at], 3)
+        whole = max(float(self.places["gradient"].sum()), self.gradient)
+        return found | {"update": self._parts(0.0, 0.0, whole, self.stepping, 0)}
+
+    def _walk(self) -> tuple[NDArray[np.float64], ...]:
+        """Return of each place what is there in its backward pass: activations, casts, temporary memory, gradients."""
+        p = self.places
+        again = p.groupby("unit", sort=False)["again"].cumsum().to_numpy()
+        kept, cast = p["kept"].cumsum().to_numpy() + again, p["cast"].cumsum().to_numpy()
+        behind = p["gradient"].sum() - p["gradient"].cumsum().to_numpy()
+        return kept, cast, p["flowing"].to_numpy(), np.maximum(behind + p["own"].to_numpy(), self.gradient)
+
+    def _parts(self, kept: float, cast: float, gradient: float, temporary: float, units: int) -> dict[str, float]:
+        parts = {**dict.fromkeys(PARTS, 0.0), **self.always}
+        parts["communication"] += units * self.gathered
+        return parts | {"activation": kept, "cast": cast, "gradient": gradient, "temporary": temporary}
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -69,33 +108,64 @@ class Footprint:
         return sum(self.parts.values())
 
     def scaled(self, factors: Mapping[str, float]) -> Footprint:
-        """Return the same with some parts multiplied by a factor."""
-        moments = {m: {p: n * factors.get(p, 1.0) for p, n in of.items()} for m, of in self.moments.items()}
-        return replace(self, moments=moments)
+        """Return the same with some parts so many times as large; temporary memory as the optimizer steps stays."""
+        always = {part: n * factors.get(part, 1.0) for part, n in self.always.items()}
+        gradient = factors.get("gradient", 1.0)
+        return replace(self, always=always, gradient=self.gradient * gradient).with_rows(
+            saved=factors.get("activation", 1.0),
+            flowing=factors.get("temporary", 1.0),
+            gradient=gradient,
+            cast=factors.get("cast", 1.0),
+        )
 
-    def with_more(self, *moments: str, **more: float) -> Footprint:
-        """Return the same with bytes added to some parts at these moments."""
-        changed = {m: {p: n + more.get(p, 0.0) for p, n in self.moments[m].items()} for m in moments}
-        return replace(self, moments={**self.moments, **changed})
-
-    def with_most(self, moment: str, part: str, size: float) -> Footprint:
-        """Return the same with one part at a moment raised to at least `size` bytes."""
-        changed = {**self.moments[moment], part: max(self.moments[moment][part], size)}
-        return replace(self, moments={**self.moments, moment: changed})
+    def with_rows(self, **factors: float | NDArray[np.float64]) -> Footprint:
+        """Return the same with what each place saves, leaves or needs so many times as large."""
+        columns = {"saved": ("kept", "again"), "gradient": ("gradient", "own")}
+        p = self.places
+        changed = {c: p[c] * by for name, by in factors.items() for c in columns.get(name, (name,))}
+        return replace(self, places=p.assign(**changed))
 
 
-def footprint(held: pd.DataFrame, at_peak: Mapping[str, float], *, foreach: bool = False) -> Footprint:
-    """Return a rank's footprint from its table `held` and from its parts at the peak, part → bytes.
+def footprint(
+    held: pd.DataFrame, at_peak: Mapping[str, float], *, before: float = 0.0, stepping: float = 0.0
+) -> Footprint:
+    """Return what a rank holds from its table `held`, from what it holds at its peak, part → bytes, from the bytes of
+    gradients that are there before its backward pass, and from what its optimizer needs meanwhile (`stepping`).
 
-    `foreach`: the optimizer steps all tensors at once, with temporary memory of about the parameters' size
-    (torch.optim: "foreach uses ~ sizeof(params) more peak memory than the for-loop version").
+    What flows through a module's backward pass is at most the gradients of its result and of its input: about twice
+    its largest tensor. No moment holds more than the peak, which bounds that for it and for all that are alike. What
+    the peak holds beyond it is of the moment that then has most.
     """
-    counted = held.groupby("part", observed=True)["bytes"].sum().to_dict()
-    forward = {part: float(at_peak.get(part, 0.0)) for part in PARTS}
-    update = {part: forward[part] if part in _ALWAYS else 0.0 for part in PARTS}
-    update["gradient"] = float(counted.get("gradient", 0.0))
-    update["temporary"] = trained(held) if foreach and counted.get("optimizer") else 0.0
-    return Footprint({"forward": forward, "update": update}, held)
+    always = {part: float(at_peak.get(part, 0.0)) for part in PARTS if part not in _PASSING}
+    most = float(sum(at_peak.get(part, 0.0) for part in _PASSING))
+    places = places_of(held)
+    now = Footprint(held, always, places, before, 0.0)
+    kept, cast, _, made = now.with_rows(own=0.0)._walk()
+    whole = max(float(held.loc[held["part"] == "gradient", "bytes"].sum()), now.gradient)
+    least = max((kept + cast + made).max(initial=0.0), whole)
+    if always["unexplained"] > 0:  # what is temporary is within that
+        always["unexplained"] += most - least
+        most = least
+    left = np.maximum(most - kept - cast - made, 0.0)
+    fits = places.assign(flowing=np.minimum(places["flowing"], left))
+    flowing = fits.groupby(["kind", "dtype", "tensor"], sort=False)["flowing"].transform("min")
+    now = replace(now, places=places.assign(flowing=flowing, own=np.minimum(places["own"], left - flowing)))
+    stepping = min(stepping, max(most - whole, 0.0))
+    now = replace(now, stepping=stepping)
+    return _filled(now, most + sum(always.values()) - now.peak_bytes)
+
+
+def _filled(now: Footprint, more: float) -> Footprint:
+    """Return the same with so many bytes more of temporary memory where most is held, or less of what nobody knows."""
+    if more <= 0:
+        return replace(now, always={**now.always, "unexplained": now.always["unexplained"] + more})
+    most = max(now.moments, key=lambda moment: sum(now.moments[moment].values()))
+    if most == "update":
+        return replace(now, stepping=now.stepping + more)
+    at = int(most.partition(" ")[2] or len(now.places) - 1)
+    flowing = now.places["flowing"].to_numpy(dtype=float, copy=True)
+    flowing[at] += more
+    return replace(now, places=now.places.assign(flowing=flowing))
 
 
 def main_device(memory_composition: pd.DataFrame) -> str:
@@ -111,17 +181,35 @@ def of_device(
     mine = memory_composition[memory_composition["device"] == device]
     sizes = {str(part): float(n) for part, n in mine.groupby("part")["bytes"].sum().items()}
     ends = bool((mine["moment"] == "gradients").any())
-    if ends:
-        # The peak is after the backward pass; before it the activations exist, and no gradients.
-        saved = held[(held["device"] == device) & (held["part"].isin(("activation", "cast")))]
-        sums = saved.groupby("part", observed=True)["bytes"].sum()
-        sizes |= {str(part): float(n) for part, n in sums.items()} | {"gradient": 0.0}
+    own = held[held["device"] == device].reset_index(drop=True)
     optimizers = facts.get("optimizers")
-    kinds = optimizers if isinstance(optimizers, list) else []
-    foreach = device != "cpu" and any(o.get("fused") is not True and o.get("foreach") is not False for o in kinds)
-    now = footprint(held[held["device"] == device].reset_index(drop=True), sizes, foreach=foreach)
-    # Temporary memory is that of the peak. At the other moment it is not known, but not larger.
-    return now.with_most("update", "temporary", sizes.get("temporary", 0.0)) if ends else now
+    needs = (
+        [stepping_of(own, one) for one in optimizers or () if isinstance(one, dict)]
+        if isinstance(optimizers, list)
+        else []
+    )
+    before = 0.0 if ends else sizes.get("gradient", 0.0)
+    return footprint(own, sizes, before=before, stepping=max(needs, default=0.0))
+
+
+def stepping_of(held: pd.DataFrame, optimizer: Mapping[str, object]) -> float:
+    """Return the temporary bytes of an optimizer's step, from its facts.
+
+    A fused kernel needs none. All tensors at once (the default on a GPU) take about the parameters' bytes (torch.optim:
+    "foreach uses ~ sizeof(params) more peak memory than the for-loop version"). One after the other Adam, which keeps
+    two values of each, takes the root of the second and the quotient of that, of the largest parameter.
+    """
+    sizes = held.groupby("part", observed=True)["bytes"].sum()
+    state, of_model = float(sizes.get("optimizer", 0.0)), trained(held)
+    on_gpu = bool(held["device"].astype(str).ne("cpu").any())
+    if optimizer.get("fused") is True or not state:
+        return 0.0
+    if optimizer.get("foreach") is True or (on_gpu and optimizer.get("foreach") is None):
+        return of_model
+    rows = held[(held["part"] == "parameter") & (held["trainable"] == 1)]
+    # Of the tensors of a module, as a weight and its bias, one has about all of the bytes.
+    largest = float((rows["bytes"] / (rows["tensors"] / 2).clip(lower=1)).max()) if len(rows) else 0.0
+    return 2 * largest if state > 1.5 * of_model else 0.0
 
 
 def trained(held: pd.DataFrame) -> float:
@@ -133,100 +221,123 @@ def trained(held: pd.DataFrame) -> float:
 
 
 def larger_batch(now: Footprint, times: float) -> Footprint:
-    """Return the footprint of a larger batch: activations, inputs and temporary memory grow with it."""
-    grown = now.scaled(dict.fromkeys(GROWING, times))
-    same = {"temporary": now.moments["update"]["temporary"]}  # the optimizer's does not grow
-    return replace(grown, moments={**grown.moments, "update": {**grown.moments["update"], **same}})
+    """Return what a batch so many times as large takes: activations, inputs and temporary memory grow with it."""
+    return now.scaled(dict.fromkeys(GROWING, times))
 
 
 def most_times(now: Footprint, most_bytes: float) -> float:
-    """Return the largest batch that fits into `most_bytes`, as a multiple of the present one; 0: none does."""
-    found = inf
-    for moment in now.moments.values():
-        grows = sum(moment[part] for part in GROWING if moment is not now.moments["update"] or part != "temporary")
-        left = most_bytes - (sum(moment.values()) - grows)
-        found = min(found, max(left, 0.0) / grows if grows else inf if left >= 0 else 0.0)
+    """Return how many times as large a batch may be for so many bytes at most; 0: nothing fits."""
+    return min(_times(stays, grows, most_bytes) for stays, grows in growth(now).values())
+
+
+def growth(now: Footprint) -> Mapping[str, tuple[float, float]]:
+    """Return moment → bytes that stay for any batch, and bytes that grow with it."""
+    found = {}
+    for moment, parts in now.moments.items():
+        grows = sum(parts[part] for part in GROWING if moment != "update" or part != "temporary")
+        found[moment] = (sum(parts.values()) - grows, grows)
     return found
 
 
-def autocast(now: Footprint) -> Footprint:
-    """Return the footprint with autocast to 16 bits.
+def _times(stays: float, grows: float, most_bytes: float) -> float:
+    left = most_bytes - stays
+    return max(left, 0.0) / grows if grows else inf if left >= 0 else 0.0
 
-    Float32 activations are half as large, except those of norms, losses and softmax, and each weight has a 16-bit copy
-    until the backward pass has used it.
+
+def autocast(now: Footprint, scores: Mapping[int, float] | None = None) -> Footprint:
+    """Return what autocast to 16 bits leaves: float32 activations become half as large, but for those of norms, losses
+    and softmax, and of each weight a copy in 16 bits is kept until the backward pass has used it.
+
+    `scores`: of unfused attention, as of `fused_attention`. Softmax's result stays in float32, and the product with the
+    values saves a copy of it in 16 bits.
     """
-    held = now.held
-    saved = _activations(held)
-    stays = saved["kind"].astype(str).str.contains("|".join(_STAY_FLOAT32)) | (saved["module"].astype(str) == "")
-    halved = saved[(saved["dtype"] == "float32") & ~stays]["bytes"].sum()
-    left = _left(saved, halved / 2)
+    held, p = now.held, now.places
+    wide = (p["dtype"].astype(str) == "float32").to_numpy()
     weights = held[(held["part"] == "parameter") & (held["dtype"] == "float32") & (held["trainable"] == 1)]
-    cast = weights[~weights["kind"].astype(str).str.contains("|".join(_STAY_FLOAT32))]["bytes"].sum() / 2
-    return now.scaled({"activation": left}).with_more("forward", cast=float(cast))
+    copied = weights[~_stays_float32(weights)]
+    cast = copied.assign(bytes=copied["bytes"] / 2)
+    narrow = np.where(wide & ~(_stays_float32(p) | (p["module"] == "")).to_numpy(), 0.5, 1.0)
+    saved = narrow.copy()
+    of_scores = _scores(p, scores or {}) & wide
+    if of_scores.any():
+        saved[of_scores] = 1.5 * sum((scores or {}).values()) / float(p.loc[of_scores, "kept"].sum())
+        narrow[of_scores] = 1.0
+    then = now.with_rows(saved=saved, flowing=narrow)
+    return replace(then, places=then.places.assign(cast=p["cast"] + at_places(held, p["module"], cast)))
 
 
-def fused_attention(now: Footprint, scores_bytes: float) -> Footprint:
-    """Return the footprint without `scores_bytes` of attention scores, which a fused kernel recomputes.
+def _scores(places: pd.DataFrame, scores: Mapping[int, float]) -> NDArray[np.bool_]:
+    """Return which places have as many elements as scores: softmax's results, masks and results of dropout."""
+    elements = places["tensor"] / places["dtype"].map(WIDTH | {"bool": 1, "uint8": 1})
+    return (elements.isin(list(scores)) & ~places["kind"].isin(_NO_SCORES)).to_numpy()
 
-    It saves at least these: softmax and dropout keep up to 5 bytes a score in 16 bits (Korthikanti et al., 2022).
+
+def _stays_float32(rows: pd.DataFrame) -> pd.Series[bool]:
+    return rows["kind"].astype(str).str.contains("|".join(_STAY_FLOAT32))
+
+
+def fused_attention(now: Footprint, scores: Mapping[int, float]) -> Footprint:
+    """Return what is left without the scores of attention, which a fused kernel computes again.
+
+    `scores`: elements of one call's scores → bytes of one copy of all of that size. What is saved in tensors of so many
+    elements goes, softmax's result and dropout's mask too; where no such tensor was counted one copy of all goes.
     """
-    return now.scaled({"activation": _left(_activations(now.held), scores_bytes)})
+    gone = _scores(now.places, scores)
+    if gone.any():
+        return now.with_rows(saved=np.where(gone, 0.0, 1.0), flowing=np.where(gone, 0.0, 1.0))
+    return now.scaled({"activation": _left(now.held[now.held["part"] == "activation"], sum(scores.values()))})
 
 
 def in_16_bits(now: Footprint) -> Footprint:
     """Return the footprint of the model in 16 bits: every float32 tensor is half as large, the optimizer's too."""
     factors = {}
-    for part, rows in now.held.groupby("part", observed=True):
+    for part, rows in now.held[now.held["part"].isin(("parameter", "gradient", "optimizer", "buffer"))].groupby(
+        "part", observed=True
+    ):
         wide = rows.loc[rows["dtype"].astype(str).isin(("float32", "float64"))]
         narrow = (wide["bytes"] * 2 / wide["dtype"].astype(str).map(WIDTH)).sum()
         factors[str(part)] = _left(rows, float(wide["bytes"].sum() - narrow))
-    return now.scaled(factors | {"temporary": factors.get("activation", 1.0)})
+    each = np.asarray(now.places["dtype"].map({"float64": 0.25, "float32": 0.5}).fillna(1.0), dtype=np.float64)
+    then = now.scaled(factors).with_rows(saved=each, flowing=each)
+    return replace(then, stepping=now.stepping * factors.get("parameter", 1.0))
 
 
 def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
     """Return the footprint with checkpointing: each of these modules saves only its input, and recomputes the rest.
 
-    In the backward pass one module at a time has all of its activations, and the gradients of two of them: the largest
-    module counts. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    In its backward pass a module has all of its activations again (Chen et al., Training Deep Nets with Sublinear
+    Memory Cost, 2016).
     """
-    saved = _activations(now.held)
-    inside = {str(unit): rows for unit, rows in saved.groupby(_unit_of(saved["module"], modules), sort=False) if unit}
-    whole = {module: float(rows["bytes"].sum()) for module, rows in inside.items()}
-    inputs = {module: min(_input_bytes(rows, module), whole[module]) for module, rows in inside.items()}
-    kept, gone = sum(inputs.values()), sum(whole.values())
-    if not gone:
+    p = now.places
+    inside = {unit: rows for unit, rows in p.groupby(unit_of(p["module"], modules), sort=False) if unit}
+    if not inside:
         return now
-    again = max(inside, key=lambda module: whole[module])
-    largest = float((inside[again]["bytes"] / inside[again]["tensors"].clip(lower=1)).max())
-    # All inputs exist while the last module is recomputed, all gradients while the first one is.
-    of_gradients = now.held[now.held["part"] == "gradient"]
-    outside = float(of_gradients.loc[_unit_of(of_gradients["module"], modules) == "", "bytes"].sum())
-    gradients = now.moments["update"]["gradient"]
-    ends = {"backward": (kept, outside), "backward_end": (inputs[again], gradients)}
-    left = now.scaled({"activation": _left(saved, gone - kept)})
-    forward, counted = now.moments["forward"], float(saved["bytes"].sum())
-    scale = forward["activation"] / counted
-    for moment, (beside, gradient) in ends.items():
-        parts = {**forward, "gradient": max(forward["gradient"], gradient), "temporary": 2 * largest * scale}
-        parts["activation"] = (beside + whole[again] - inputs[again]) * scale
-        left = replace(left, moments={**left.moments, moment: parts})
-    return left
+    kept, again = p["kept"].to_numpy(dtype=float, copy=True), p["again"].to_numpy(dtype=float, copy=True)
+    named = p["unit"].astype(object).to_numpy(copy=True)
+    for unit, rows in inside.items():
+        left = min(_input_bytes(rows, str(unit)), float(rows["kept"].sum()))
+        again[rows.index] += rows["kept"]
+        kept[rows.index] = 0.0
+        kept[rows.index[0]], named[rows.index] = left, str(unit)
+        # The input is what the first of them save: it is not made again.
+        more = np.maximum(rows["kept"].cumsum().to_numpy() - left, 0.0)
+        again[rows.index] = np.diff(more, prepend=0.0)
+    return replace(now, places=p.assign(kept=kept, again=again, unit=named))
 
 
 def sharded(now: Footprint, stage: int, ranks: int, unit_bytes: float = 0.0) -> Footprint:
     """Return the footprint of each rank with ZeRO of a stage; 3 is FSDP.
 
-    Stage 1 divides the optimizer state, 2 also the gradients, 3 also the parameters (Rajbhandari et al., ZeRO, 2020).
-    At stage 3 two units (`unit_bytes`: the largest) are gathered at a time: the one that computes and the prefetched
-    one; at the end of the backward pass also the gradients of one. Buffers of a data-parallel wrapper are not needed
-    any more.
+    Stage 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too (Rajbhandari et al., ZeRO, 2020).
+    At stage 3 two of the units that are gathered at a time (`unit_bytes`: the largest) are whole: the one that computes
+    and the one that is fetched for it; in the backward pass with the gradients of one. What a data-parallel wrapper
+    holds for its exchange goes with it.
     """
     factors = dict(zip(("optimizer", "gradient", "parameter")[:stage], [1 / ranks] * stage, strict=True))
+    then = replace(now.scaled(factors), stepping=now.stepping / ranks)
     if stage < 3:
-        return now.scaled(factors)
-    then = now.scaled({**factors, "communication": 0.0}).with_more("forward", communication=2 * unit_bytes)
-    reduced = {**then.moments["update"], "communication": 3 * unit_bytes, "temporary": 0.0}
-    return replace(then, moments={**then.moments, "reduce": reduced})
+        return then
+    return replace(then.scaled({"communication": 0.0}), gathered=unit_bytes)
 
 
 def eight_bit(now: Footprint) -> Footprint:
@@ -243,8 +354,8 @@ def one_moment(now: Footprint) -> Footprint:
 
 
 def offloaded(now: Footprint) -> Footprint:
-    """Return the footprint with the optimizer state, and its step, on the host (ZeRO-Offload, 2021)."""
-    return now.scaled({"optimizer": 0.0})
+    """Return what is left where the optimizer's state is kept, and stepped, on the host (ZeRO-Offload, 2021)."""
+    return replace(now.scaled({"optimizer": 0.0}), stepping=0.0)
 
 
 def other_microbatches(now: Footprint, held_now: float, held_then: float) -> Footprint:
@@ -255,52 +366,6 @@ def other_microbatches(now: Footprint, held_now: float, held_then: float) -> Foo
     return now.scaled({"activation": held_then / held_now})
 
 
-# -- from tables
-
-
-def units(held: pd.DataFrame) -> list[str]:
-    """Return the modules that repeat, such as a transformer's layers: the outermost lists of modules.
-
-    By path: numbered modules ("layers.0", "layers.1") with most of the activations, else with most of the parameters.
-    """
-    paths = held["module"].astype(str)
-    numbered = paths.str.extract(r"^((?:[A-Za-z_]\w*\.)*?[A-Za-z_]\w*)\.(\d+)(?:\.|$)")
-    found = pd.DataFrame({"list": numbered[0], "place": numbered[1], "part": held["part"], "bytes": held["bytes"]})
-    found = found.dropna(subset=["list"])
-    if not len(found):
-        return []
-    sizes = found[found["part"] == "activation"].groupby("list")["bytes"].sum()
-    if not sizes.sum():
-        sizes = found.groupby("list")["bytes"].sum()
-    chosen = sizes[sizes >= sizes.sum() / 20].index
-    kept = found[found["list"].isin(chosen)].drop_duplicates(["list", "place"])
-    return [f"{name}.{place}" for name, place in zip(kept["list"], kept["place"], strict=True)]
-
-
-def largest_unit(held: pd.DataFrame, modules: Sequence[str]) -> float:
-    """Return the parameter bytes of the largest of these modules, or of all parameters outside them if that is more."""
-    parameters = held[held["part"] == "parameter"]
-    sizes = parameters["full_bytes"].groupby(_unit_of(parameters["module"], modules).to_numpy()).sum()
-    return float(sizes.max()) if len(sizes) else 0.0
-
-
-def _activations(held: pd.DataFrame) -> pd.DataFrame:
-    return held[held["part"] == "activation"]
-
-
-def _unit_of(paths: pd.Series, modules: Sequence[str]) -> pd.Series:
-    """Return for each path the one of these modules that it is or lies in; "": none."""
-    known = frozenset(modules)
-
-    def around(path: str) -> str:
-        while path and path not in known:
-            path = path.rpartition(".")[0]
-        return path
-
-    text = paths.astype(str)
-    return text.map({path: around(path) for path in text.unique()})
-
-
 def _left(rows: pd.DataFrame, gone: float) -> float:
     """Return the share of a part that is left without `gone` of its bytes."""
     whole = float(rows["bytes"].sum())
@@ -308,14 +373,13 @@ def _left(rows: pd.DataFrame, gone: float) -> float:
 
 
 def _input_bytes(rows: pd.DataFrame, unit: str) -> float:
-    """Return the estimated size of a module's input, from the activations inside it.
+    """Return about how large a module's input is, from the places inside it.
 
     A layer norm saves its input, which is as large as the layer's. Without a norm: a tensor that the first module
     inside saves.
     """
     norms = rows[rows["kind"].astype(str).str.contains("LayerNorm|RMSNorm")]
     if len(norms):
-        return float(norms.groupby(norms["module"].astype(str))["bytes"].sum().min())
+        return float(norms.groupby(norms["module"].astype(str))["kept"].sum().min())
     inner = rows[rows["module"].astype(str) != unit]
-    first = (inner if len(inner) else rows).iloc[:1]
-    return ceil(float(first["bytes"].sum()) / max(int(first["tensors"].sum()), 1))
+    return ceil(float((inner if len(inner) else rows)["tensor"].iloc[0]))

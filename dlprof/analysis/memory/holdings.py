@@ -70,6 +70,11 @@ def _change(row: Mapping[object, object]) -> MemoryChange:
         _known(row["then_ns"]),
         row["bound"],  # type: ignore[arg-type]
         str(row["why"]),
+        *(
+            (None, None)
+            if row["least_bytes"] == row["most_bytes"]
+            else map(_known, (row["least_bytes"], row["most_bytes"]))
+        ),
     )
 
 

@@ -332,10 +332,12 @@ class _Look:
             names = {**model.names, **names}
             parameters = {**model.parameters, **parameters}
         whole = self._models[0].name if self._models else ("", "")
-        for one in self._fullest.most.values():
+        # In the order of the forward pass, and those of a size in one row: both tell when the backward pass needs what.
+        for one in sorted(self._fullest.most.values(), key=lambda one: one.number):
             owner = names.get(self._calls.owner(one.number), whole) if self._by_module else whole
             part = "cast" if one.cast_of in parameters else "activation"
-            _add(rows, (part, *parameters.get(one.cast_of, owner), one.device, one.dtype, 0), one.size)
+            key = (part, *parameters.get(one.cast_of, owner), one.device, one.dtype, 0)
+            _add(rows, (*key, one.size) if part == "activation" else key, one.size)
         return rows
 
 
@@ -347,7 +349,7 @@ def _add(rows: dict[tuple[Any, ...], list[int]], key: tuple[Any, ...], size: int
 
 
 def _row(key: tuple[Any, ...], sums: list[int]) -> dict[str, Any]:
-    part, module, kind, device, dtype, trainable = key
+    part, module, kind, device, dtype, trainable = key[:6]
     row = {"part": part, "module": module, "kind": kind, "device": device, "dtype": dtype}
     return {**row, "tensors": sums[0], "bytes": sums[1], "full_bytes": sums[2], "trainable": trainable}
 

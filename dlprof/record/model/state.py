@@ -28,6 +28,7 @@ class Model:
         self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
         self._in_buckets: set[int] = set()  # by id: their gradients lie in DistributedDataParallel's buckets
         self._kept: list[tuple[Any, Owner]] = []
+        self._shared: list[tuple[Any, Owner]] = []  # by these modules, beside those that they are counted for
         self._modules: list[tuple[Any, Owner]] = []
         for one in module.modules() if module is not None else ():
             owner = self.names.get(id(one), ("", type(one).__name__))
@@ -42,9 +43,13 @@ class Model:
             self._keep(parameter, self.name)
 
     def _keep(self, parameter: Any, owner: Owner) -> None:
-        if parameter is not None and id(parameter) not in self.parameters:
-            self.parameters[id(parameter)] = owner
-            self._kept.append((parameter, owner))
+        if parameter is None:
+            return
+        if id(parameter) in self.parameters:
+            self._shared.append((parameter, owner))
+            return
+        self.parameters[id(parameter)] = owner
+        self._kept.append((parameter, owner))
 
     @property
     def tensors(self) -> Iterator[Any]:
@@ -56,6 +61,10 @@ class Model:
         for parameter, owner in self._kept:
             full = self.full.get(id(parameter))
             into.add("parameter", owner, parameter, full=full, trainable=parameter.requires_grad)
+        for parameter, owner in self._shared:
+            if parameter.requires_grad:
+                whole = self.full.get(id(parameter), parameter.numel()) * parameter.element_size()
+                into.add_bytes("shared", owner, str(parameter.device), dtype_of(parameter), 0, whole)
         for module, owner in self._modules:
             for buffer in module._buffers.values():
                 if buffer is not None:

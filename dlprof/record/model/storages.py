@@ -52,10 +52,10 @@ class Storages:
             added.append((device, dtype, own, whole))
         return added
 
-    def add_bytes(self, part: str, owner: Owner, device: str, dtype: str, size: int) -> None:
-        """Count a tensor that nobody else has."""
+    def add_bytes(self, part: str, owner: Owner, device: str, dtype: str, size: int, full: int | None = None) -> None:
+        """Count a tensor that nobody else has; `full`: its bytes before it was sharded, or of what it shares."""
         sums = self._sums(part, owner, device, dtype, trainable=False)
-        for i, more in enumerate((1, size, size)):
+        for i, more in enumerate((1, size, size if full is None else full)):
             sums[i] += more
 
     def _sums(self, part: str, owner: Owner, device: str, dtype: str, trainable: bool) -> list[int]:

@@ -18,7 +18,7 @@ MOST_MODULES = 24
 LEAST = 0.002  # of a bar; less than a pixel is not in the legend
 
 _MODULES = ("module", "class", "total", "parameters", "gradients", "optimizer state", "activations")
-_CHANGES = ("change", "peak", "of present", "largest batch", "step for the same samples", "note")
+_CHANGES = ("change", "peak", "range", "of present", "largest batch", "step for the same samples", "note")
 
 _ORDER = {name: place for place, name in enumerate(looks.MEMORY)}
 
@@ -166,7 +166,7 @@ def _changes(footprint: Footprint) -> Table | None:
     fullest = next((d for d in footprint.devices if d.rank == footprint.rank), footprint.devices[0])
     now, total = fullest.bytes, fullest.total_bytes
     step = "" if footprint.now_ns is None else formatting.duration(footprint.now_ns)
-    rows = [("present", formatting.quantity(now, "bytes"), "", "", step, "")]
+    rows = [("present", formatting.quantity(now, "bytes"), "", "", "", step, "")]
     for change in footprint.changes:
         then = units.UNKNOWN
         if change.then_ns is not None:
@@ -178,6 +178,7 @@ def _changes(footprint: Footprint) -> Table | None:
             (
                 described(change),
                 formatting.quantity(change.then_bytes, "bytes"),
+                _between(change),
                 share,
                 fits,
                 then,
@@ -186,11 +187,18 @@ def _changes(footprint: Footprint) -> Table | None:
         )
     # Columns that are empty for all changes are left out.
     kept = [i for i in range(len(_CHANGES)) if i < 2 or any(row[i] not in ("", units.UNKNOWN) for row in rows)]
-    numeric = (False, True, True, True, True, False)
+    numeric = (False, True, True, True, True, True, False)
     table = drawing.plain_table(
         [_CHANGES[i] for i in kept], [[row[i] for i in kept] for row in rows], [numeric[i] for i in kept]
     )
     return Table(table.columns, table.rows, table.numeric)
+
+
+def _between(change: MemoryChange) -> str:
+    """Return the least and the most that the peak may be, in words; "": it is not known, or they are one."""
+    if change.least_bytes is None or change.most_bytes is None:
+        return ""
+    return f"{formatting.quantity(change.least_bytes, 'bytes')} to {formatting.quantity(change.most_bytes, 'bytes')}"
 
 
 def number(text: str) -> bool:

@@ -13,8 +13,10 @@ import pytest
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.memory.changes import Forward, forward_of, held_share, memory_changes, memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.memory.footprint import checkpointed, footprint, units
+from dlprof.analysis.memory.footprint import checkpointed, footprint
+from dlprof.analysis.memory.places import units
 from dlprof.analysis.modules.sums import OUTSIDE
+from dlprof.analysis.modules.tree import module_means
 from dlprof.read.run import open_run
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import row
@@ -50,13 +52,34 @@ def test_each_change_of_a_rank_with_its_peak(tmp_path: Path) -> None:
     assert then["batch", "2"] == 54_000
     assert then["batch", "0.5"] == 22_500
     # The norms' 2,000 stay; of each weight a copy of half its size comes.
-    assert then["autocast", ""] == 33_000 - 9_000 + 2_000
+    # Half as much flows through products, too.
+    assert then["autocast", ""] == 33_000 - 9_000 + 2_000 - 500
     assert then["16_bits", ""] == 16_500
-    # As the first layer computes again: its own 5,000, twice its largest tensor flowing, and all 4,000 of gradients.
-    assert then["checkpoint", "layers.*"] == 12_000 + 5_000 + 2 * 4_500 + 4_000
+    # As the first layer computes again: its own 5,000, all 4,000 of gradients, and what flows. That is no more than in
+    # the last layer, for which the peak leaves 1,000.
+    assert then["checkpoint", "layers.*"] == 12_000 + 5_000 + 1_000 + 4_000
     assert then["offload", ""] == 25_000
     assert then["8_bit", ""] == pytest.approx(33_000 - 8_000 * (1 - (1 + 1 / 64) / 4))
     assert ("shard", "1/2") not in then  # it is alone
+
+
+def test_what_the_allocator_reserves_is_between_no_cache_and_each_part_by_itself(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    alone = of(path)
+    assert (alone["least_bytes"] == alone["then_bytes"]).all()  # nothing is cached
+    assert (alone["most_bytes"] > alone["then_bytes"]).to_list() == [False] * len(alone)
+    read = {"peak_allocated_bytes": 33_000, "reserved_bytes": 39_600, "peak_reserved_bytes": 39_600}
+    allocator.write(path, [allocator.reading(5, 12_000, **read)])
+    frame = of(path)
+    least, then, most = (frame[f"{name}_bytes"].to_dict() for name in ("least", "then", "most"))
+    # Tensors hold 54,000, and a fifth more is cached. Each part at its own peak is less.
+    assert least["batch", "2"] == 54_000
+    assert then["batch", "2"] == most["batch", "2"] == pytest.approx(54_000 * 1.2)
+    assert most["batch", "0.5"] == pytest.approx(max(22_500 * 1.2, 12_000 + 10_000 + 4_000 + 2 * 500))
+    # A layer that is computed again was there in the forward pass, too.
+    assert least["checkpoint", "layers.*"] == 22_000
+    assert most["checkpoint", "layers.*"] == 12_000 + (3 * 500 + 5_000) + 4_000 + 2 * 1_000 + 4_500
+    assert least["", ""] == most["", ""] == 39_600
 
 
 def test_the_largest_batch_that_then_fits_is_of_the_whole_gpu(tmp_path: Path) -> None:
@@ -76,9 +99,9 @@ def test_without_a_steady_step_memory_is_told_and_time_is_not(tmp_path: Path) ->
 
 def test_checkpoints_take_the_forward_passes_of_the_modules_that_they_are_around() -> None:
     rows = [("", 100.0, True), ("encoder.*", 60.0, True), ("decoder.*", 20.0, True), (OUTSIDE, 0.0, True)]
-    tree = pd.DataFrame(rows, columns=["path", "forward_ns", "on_device"])
-    assert forward_of(tree, ["encoder.*"]) == Forward(60.0, 0.6, on_device=True)
-    assert forward_of(tree, ["encoder.*", "decoder.*"]) == Forward(80.0, 0.8, on_device=True)
+    tree = pd.DataFrame(rows, columns=["path", "forward_ns", "on_device"]).assign(total_ns=400.0)
+    assert forward_of(tree, ["encoder.*"]) == Forward(0.15, 0.6, on_device=True)
+    assert forward_of(tree, ["encoder.*", "decoder.*"]) == Forward(0.2, 0.8, on_device=True)
     assert forward_of(tree, ["encoder.*", "other.*"]) is None
     assert forward_of(tree.assign(forward_ns=0.0), ["encoder.*"]) is None
     assert forward_of(None, ["encoder.*"]) is None
@@ -91,9 +114,9 @@ def test_each_list_of_modules_is_told_alone_too(tmp_path: Path) -> None:
     path = holding.recorded(tmp_path, of_two)
     frame = runs.measured(path, memory_changes).frame(memory_changes)
     sizes = frame.set_index(["change", "value"])["then_bytes"]
-    both, one = sizes["checkpoint", "encoder.*, decoder.*"], sizes["checkpoint_only", "encoder.*"]
-    assert sizes["checkpoint_only", "decoder.*"] == one
-    assert both <= one < sizes["", ""]
+    alone = {sizes["checkpoint_only", "encoder.*"], sizes["checkpoint_only", "decoder.*"]}
+    assert sizes["checkpoint", "encoder.*, decoder.*"] <= min(alone)
+    assert max(alone) < sizes["", ""]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +144,14 @@ for _ in range(12):
 """
 
 
-def recording(folder: Path, **script: object) -> Path:
-    """Record the script with a change, and return its run."""
+def recording(folder: Path, *options: str, **script: object) -> Path:
+    """Record the script with a change, and return its run; without a trace unless options ask for one."""
     folder.mkdir(parents=True)
     file = folder / "train.py"
     file.write_text(SCRIPT)
     words = [f"{name}={value!r}" for name, value in script.items()]
-    command = [sys.executable, "-P", "-m", "dlprof", "wrap", "--quiet", "--no-trace", "-o", str(folder / "run"), "--"]
+    told = options or ("--no-trace",)
+    command = [sys.executable, "-P", "-m", "dlprof", "wrap", "--quiet", *told, "-o", str(folder / "run"), "--"]
     subprocess.run([*command, sys.executable, str(file), *words], check=True, capture_output=True)
     return folder / "run"
 
@@ -172,6 +196,21 @@ def test_with_checkpoints_a_recording_counts_the_inputs_that_were_predicted(as_i
     counts = of_rank(recording(tmp_path / "then", batch=2, checkpoints=True))
     assert then == pytest.approx(float(counts.loc[counts["part"] == "activation", "bytes"].sum()), rel=0.05)
     assert then < now.moments["forward"]["activation"] / 3
+
+
+@pytest.mark.long
+def test_a_recording_tells_the_time_that_checkpoints_add(tmp_path: Path) -> None:
+    # How near that comes to the slowdown of the changed script: python -m benchmarks.memory --checkpoints.
+    path = recording(tmp_path / "run", "--window", "4,1,3", batch=2)
+    measured = runs.measured(path, memory_what_if, module_means)
+    row = measured.frame(memory_what_if).set_index("change").loc["checkpoint"]
+    assert (row["value"], row["bound"], row["why"]) == ("layers.*", "", "")
+    tree = measured.frame(module_means).set_index("path")
+    # Each of the six layers once more; the embedding and the head, whose product is about as large as a layer, not.
+    again, whole = tree["forward_ns"]["layers.*"], tree["forward_ns"][""]
+    assert row["then_ns"] / row["now_ns"] - 1 == pytest.approx(again / tree["total_ns"].iloc[0])
+    assert tree["modules"]["layers.*"] == 6
+    assert 0.5 * whole < again < 0.95 * whole
 
 
 def of_rank(path: Path) -> pd.DataFrame:

@@ -108,6 +108,10 @@ def test_a_step_of_known_bytes_and_the_same_weights_and_random_numbers(tmp_path:
         "blocks.1.up": 32 * 64 * 4,
         "head": 32 * 64 * 4,
     }
+    # In the order of the forward pass, a row for each size: the log-softmax, the labels, and the sum of weights.
+    order = [(row.module, row.bytes) for row in kept.itertuples()]
+    assert [module for module, _ in order] == ["blocks.0", "blocks.1.up", "blocks.1", "head", "", "", ""]
+    assert {size for module, size in order if not module} == {32 * 8 * 4, 32 * 8, 4}
     assert set(table[table["module"] == "blocks.1.up"]["kind"]) == {"Linear"}
     assert beside["activations"]["by_module"]
     assert beside["optimizers"][0]["class"] == "SGD"

@@ -60,6 +60,7 @@ def test_parameters_and_buffers_by_module_and_tied_ones_once() -> None:
         ("parameter", "0", "float32"): 100 * 16 * 4,
         ("parameter", "1", "float32"): 2 * 16 * 4,
         ("parameter", "2", "float32"): 100 * 4,
+        ("shared", "2", "float32"): 0,
         ("buffer", "1", "float32"): 2 * 16 * 4,
         ("buffer", "1", "int64"): 8,
     }

@@ -30,7 +30,7 @@ def footprint(ranks: int = 2) -> Footprint:
         for rank in range(ranks)
     ]
     changes = (
-        MemoryChange("batch", "2", 34 * GB, 2.1, 90e6),
+        MemoryChange("batch", "2", 34 * GB, 2.1, 90e6, least_bytes=30 * GB, most_bytes=41 * GB),
         MemoryChange("batch", "8", 118 * GB, 0.5, 80e6),
         MemoryChange("checkpoint", "layers.*", 9 * GB, 9.3, 130e6, "most", "as if all were computed again"),
         MemoryChange("8_bit", "", 18 * GB, 4.4, None, why="how fast its kernels are is not known"),
@@ -63,10 +63,11 @@ def test_each_change_has_its_peak_its_step_and_how_that_is_known() -> None:
     assert memory is not None
     assert memory.changes is not None
     rows = {row[0]: row[1:] for row in memory.changes.rows}
-    assert (rows["2 × batch"][0], rows["2 × batch"][2]) == (f"34{NBSP}GB", "")
-    assert rows["8 × batch"][2] == "does not fit"
-    assert rows["checkpointing of layers.*"][3] == f"at most 130.0{NBSP}ms"
-    assert rows["optimizer state in 8 bits"][3:] == ("—", "how fast its kernels are is not known")
+    assert rows["2 × batch"][:2] == (f"34{NBSP}GB", f"30{NBSP}GB to 41{NBSP}GB")
+    assert rows["2 × batch"][3] == ""
+    assert (rows["8 × batch"][1], rows["8 × batch"][3]) == ("", "does not fit")
+    assert rows["checkpointing of layers.*"][4] == f"at most 130.0{NBSP}ms"
+    assert rows["optimizer state in 8 bits"][4:] == ("—", "how fast its kernels are is not known")
 
 
 def test_the_page_and_the_terminal_tell_it() -> None:
