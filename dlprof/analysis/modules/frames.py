@@ -31,8 +31,12 @@ _OURS = re.compile(r"nn\.Module: (.*) \(([^()]+)\)", re.DOTALL)
 _OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
 _FUNCTION = "autograd::engine::evaluate_function: "
 _ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
-# FSDP2 names the module, or modules, that it works for, but not the outermost one.
-_FSDP = re.compile(r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?")
+# FSDP2 names the module, or modules, that it works for, but not the outermost one. For FSDP1 dlprof names it.
+_FSDP = re.compile(
+    r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?"
+    r"|dlprof::(?:all_gather|reduce) nn\.Module: (.*) \([^()]+\)",
+    re.DOTALL,
+)
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
 # What wrappers add to the path of a module.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")
@@ -334,5 +338,5 @@ def _nearest(parent: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np
 
 
 def _unit(found: re.Match[str]) -> str:
-    """Return the path of the module that FSDP2 works for."""
-    return _WRAPPED.sub("", found[1] or found[2] or "").removeprefix(".")
+    """Return the path of the module that FSDP works for."""
+    return _WRAPPED.sub("", found[1] or found[2] or found[3] or "").removeprefix(".")
