@@ -37,6 +37,9 @@ _FSDP = re.compile(
     r"|dlprof::(?:all_gather|reduce) nn\.Module: (.*) \([^()]+\)",
     re.DOTALL,
 )
+# Else what its hook reduces is of the function around it, and whose parameters are gathered ahead is not known.
+_HOOK = "FullyShardedDataParallel._post_backward_hook"
+_FIRST = re.compile(r"FullyShardedDataParallel\._(?:\w+_prefetch|post_backward_hook)")
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
 # What wrappers add to the path of a module.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")
@@ -188,6 +191,8 @@ def _called(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *, needs_names
         np.empty(0, dtype=np.int64),
     )
     module[functions] = _of_functions(spans, is_on_device, made)[functions]
+    hooks = np.flatnonzero(np.array([t == _HOOK for t in texts], dtype=bool)[name] & (parent >= 0))
+    module[hooks] = module[parent[hooks]]
     return made
 
 
@@ -206,7 +211,9 @@ def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_
     if not mark(_matches(_OURS, texts), FORWARD, "annotation"):
         mark(_matches(_OF_STACKS, texts), FORWARD, "python")
     mark([code for code, text in enumerate(texts) if text.startswith(_FUNCTION)], BACKWARD, "op")
-    mark(_matches(_FSDP, texts), COMMUNICATION, "annotation")
+    for pattern in (_FSDP, _FIRST):
+        if mark(_matches(pattern, texts), COMMUNICATION, "annotation"):
+            break
     mark([code for code, text in enumerate(texts) if text.startswith(_OPTIMIZER)], OPTIMIZER, "annotation")
     kinds[host.is_kind(spans, "fetch") & ~is_on_device] = INPUT
     return kinds

@@ -17,7 +17,8 @@ from dlprof.record.model.ranges import Ranges
 # By module of torch's, class there ("": none) and function: what its range is called, and which argument says whose
 # parameters it moves. None of these is in PyTorch's documentation; without them the ranges are not there.
 _MOVING = {
-    ("_flat_param", "FlatParamHandle", "_all_gather_flat_param"): ("all_gather", 0),
+    # With the views of what was gathered, whose functions are the module's as well.
+    ("_flat_param", "FlatParamHandle", "unshard"): ("all_gather", 0),
     ("_runtime_utils", "", "_reduce_grad"): ("reduce", 1),
     ("_runtime_utils", "", "_reduce_grad_no_shard"): ("reduce", 1),
 }

@@ -5,11 +5,11 @@ The units have different sizes. The script notes the size of all that is exchang
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,18 +128,39 @@ def traced(run: Path) -> list[list[tuple[str, str]]]:
     return found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("job", JOBS)
-def test_an_exchange_is_for_the_module_whose_parameters_it_moves(tmp_path: Path, job: str) -> None:
-    script = tmp_path / "train.py"
+def of_job(folder: Path, job: str) -> list[tuple[str, str]]:
+    """Record a job, and return of a step what each exchange is, and whose parameters it moves by its size."""
+    script = folder / "train.py"
     script.write_text(dedent(HEAD) + JOBS[job] + dedent(LOOP))
-    done = launch(wrapped(tmp_path / "run", [sys.executable, *TORCHRUN, script], "--window", "6,1,4"), tmp_path)
+    done = launch(wrapped(folder / "run", [sys.executable, *TORCHRUN, script], "--window", "6,1,4"), folder)
     assert done.returncode == 0, done.stderr
     assert "dlprof: modules" not in done.stderr
     moved: list[list[tuple[str, int]]] = json.loads(done.stdout.splitlines()[-1])
     assert all(step == moved[-1] for step in moved[2:])
-    truth: list[tuple[str, Any]] = [(kind, UNITS.get(size, "")) for kind, size in moved[-1]]
     assert {size for _, size in moved[-1]} == {OUTERMOST, *UNITS}
+    return [(kind, UNITS.get(size, "")) for kind, size in moved[-1]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", JOBS)
+def test_an_exchange_is_for_the_module_whose_parameters_it_moves(tmp_path: Path, job: str) -> None:
+    truth = of_job(tmp_path, job)
     steps = traced(tmp_path / "run")
     assert len(steps) == 4
     assert all(step == truth for step in steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["ahead", "checkpointed"])
+def test_a_trace_of_others_tells_of_what_is_not_gathered_ahead(tmp_path: Path, job: str) -> None:
+    truth = of_job(tmp_path, job)
+    path = tmp_path / "run/ranks/00001/trace.json.gz"
+    told = json.loads(gzip.decompress(path.read_bytes()))
+    ours = ("dlprof::all_gather", "dlprof::reduce")
+    told["traceEvents"] = [e for e in told["traceEvents"] if not str(e.get("name")).startswith(ours)]
+    path.write_bytes(gzip.compress(json.dumps(told).encode()))
+    for step in traced(tmp_path / "run"):
+        known = [(kind, "?" if of == "?" else whose) for (kind, whose), (_, of) in zip(truth, step, strict=True)]
+        assert step == known
+        assert (step == truth) == (job == "checkpointed")
+        assert (step[0], step[-1]) == (truth[0], truth[-1])
