@@ -24,10 +24,10 @@ LOG, ONE_HOT, SUM, EXP, COPY = (
     "a float32 copy of the logits",
 )
 
-# By form: its operators, and the share of forward and backward that PyTorch's own cross entropy takes. Measured on a CPU with
-# torch 2.13, from 32 × 10 to 1,024 × 32,000 logits, forward and backward together: 0.40 to 0.60, 0.37 to 0.48 (of a log
-# of a softmax 0.20 to 0.33), 0.29 to 0.53, 0.25 to 0.46. By what is read and written of each logit, of which its own
-# needs 6: 11, 16, 16 and about 20.
+# By form: its operators, and the share of forward and backward that PyTorch's own cross entropy takes. Measured on a
+# CPU with torch 2.13, from 32 × 10 to 1,024 × 32,000 logits, forward and backward together: 0.40 to 0.60, 0.37 to 0.48
+# (of a log of a softmax 0.20 to 0.33), 0.29 to 0.53, 0.25 to 0.46. By what is read and written of each logit, of which
+# its own needs 6: 11, 16, 16 and about 20.
 _FORMS = {
     LOG: (re.compile(r"ft*[aj]?gt*u?[in]"), 0.5),
     # One-hot targets, or scattered ones, before or after the logarithms, smoothed or not.

@@ -17,9 +17,9 @@ from typing import Any
 from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
+from dlprof.record.calls.sharded import name_exchanges
 from dlprof.record.device.profiler import Kineto
 from dlprof.record.hooks import Patch, put
-from dlprof.record.calls.sharded import name_exchanges
 from dlprof.record.model.tree import rows_of
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder

@@ -71,7 +71,7 @@ def test_where_ddp_looks_for_unused_parameters_it_keeps_the_first_buckets() -> N
     def buckets_of(first: Any, **more: Any) -> dict[tuple[str, int], int]:
         kinds = torch.nn.Linear(300, 1000), first, torch.nn.Linear(300, 1)
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*kinds), **more)
-        return {(row["path"], row["bucket"]): row["parameters"] for row in rows_of([net], {}) if row["parameters"]}
+        return {(row["path"], row["bucket"]): row["parameters"] for row in rows_of([net], {}, {}) if row["parameters"]}
 
     again = torch.nn.Linear(1000, 300)
     with worlds.of_one():
