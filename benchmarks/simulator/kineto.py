@@ -171,7 +171,7 @@ class Trace:
             args |= self._of_call(call.external, said["exchange"])
         for thread, kind in enumerate(("made", "of")):
             if kind in said:  # each step goes on counting
-                args |= {"Sequence number": 1_000 * said["step"] + said[kind], "Fwd thread id": thread}
+                args |= {"Sequence number": 100_000 * said["step"] + said[kind], "Fwd thread id": thread}
         if self.shapes and "shapes" in said:
             args["Input Dims"] = [list(shape) for shape in said["shapes"]]
             args["Input type"] = [_CPP[said["dtype"]]] * len(said["shapes"])

@@ -17,7 +17,7 @@ ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGr
 
 
 class Layers:
-    """Makes the ranges and the numbers of a model's functions; nothing where its modules have no names."""
+    """Makes the numbers of a model's functions, and their ranges where its modules have names."""
 
     def __init__(self, functions: Sequence[tuple[str, Function]], named: bool) -> None:
         self._named = named
@@ -28,9 +28,9 @@ class Layers:
         """Return the path of the module that a function is of."""
         return f"{module}.{f.name}" if f.parameters else module
 
-    def args(self, module: str, f: Function, kind: str, told: Args | None = None) -> Args | None:
+    def args(self, module: str, f: Function, kind: str, told: Args | None = None) -> Args:
         """Return what a function's operator ("made") or its backward function ("of") says, with what it said before."""
-        return {**(told or {}), kind: self._number[module, f.name]} if self._named else told
+        return {**(told or {}), kind: self._number[module, f.name]}
 
     def model(self) -> Iterator[Instruction]:
         """Enter the model."""

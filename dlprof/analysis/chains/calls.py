@@ -1,7 +1,7 @@
 """The operators of each thread as a text, one letter each, in which regular expressions find chains.
 
 Only outermost operators count: the script did not write what `aten::layer_norm` calls. A small letter is an operator of
-the forward pass, the capital one the backward function that autograd created for it; those run in reverse order.
+the forward pass, the capital one a backward function of that name; autograd's numbers tell which operator created it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.modules.functions import forward_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
 
@@ -52,6 +53,8 @@ _OPERATORS = {
     "4": "embedding embedding_bag _embedding_bag",
 }
 _LETTERS = {f"aten::{name}": letter for letter, names in _OPERATORS.items() for name in names.split()}
+# By the names of backward functions: of ToCopy it is that of _to_copy.
+_MADE = {name.removeprefix("aten::").replace("_", ""): letter for name, letter in _LETTERS.items()}
 _NO_LETTER = re.compile(
     r"aten::(?:_?reshape\w*|view\w*|_unsafe_view|expand\w*|unsqueeze|squeeze|select|slice|narrow|split\w*|chunk|unbind"
     r"|unflatten|flatten|transpose|permute|t|movedim|swapaxes|as_strided|alias|detach|lift_fresh|empty\w*|new_empty\w*"
@@ -60,36 +63,8 @@ _NO_LETTER = re.compile(
     r"|Expand|Unsqueeze|Squeeze|Select|Slice|Narrow|Split\w*|Unbind|Transpose|Permute|T|AsStrided|Alias|Clone)"
     r"Backward\d+$)"
 )
-# Backward functions by the same letters, as capitals.
-_FUNCTIONS = {
-    "A": "Add",
-    "B": "Sub Rsub",
-    "D": "Std",
-    "E": "Exp",
-    "F": "Softmax",
-    "G": "Log",
-    "H": "Cat",
-    "I": "Index Gather",
-    "J": "Clamp ClampMin",
-    "K": "Div",
-    "L": "LogSoftmax",
-    "M": "Mean",
-    "N": "NllLoss NllLoss2D",
-    "P": "Pow",
-    "Q": "Sqrt",
-    "R": "Rsqrt",
-    "S": "Sum",
-    "T": "ToCopy",
-    "U": "Neg",
-    "V": "Var",
-    "W": "VarMean StdMean",
-    "X": "Mul",
-    "Y": "Logsumexp",
-    "Z": "Reciprocal",
-    "3": "Mm Addmm Bmm Baddbmm Linear",
-    "5": "Embedding EmbeddingBag",
-}
-_MADE = {name: letter for letter, names in _FUNCTIONS.items() for name in names.split()}
+# What also creates functions of that letter.
+_ALSO = {"l": "c", "n": "c"}
 # The engine's range around one also includes the accumulation of gradients.
 _FUNCTION = re.compile(r"(?:autograd::engine::evaluate_function: )?(\w+)Backward\d+$")
 
@@ -104,7 +79,8 @@ class Calls:
     `rows`: of the spans. `begin`, `end`: on the host, ns. `ns`: the time of the kernels that it launched, or on a CPU
     its own time until the next operator, in steady traced steps; 0 outside them. `step`: the place of the steady traced
     step that it, or its kernels, belong to; −1: none. `kernel_of`: for each of `kernels` the operator that launched it;
-    −1: none.
+    −1: none. `functions`: the places of backward functions, in the order of `makers`, the places of the operators that
+    created them.
     """
 
     text: str
@@ -115,6 +91,8 @@ class Calls:
     ns: NDArray[np.float64]
     step: NDArray[np.int64]
     kernel_of: NDArray[np.int64]
+    functions: NDArray[np.int64]
+    makers: NDArray[np.int64]
 
     def find(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
         """Yield first and last place (exclusive) of each match of a pattern, within one thread."""
@@ -122,9 +100,13 @@ class Calls:
         for first, last in pairwise(edges):
             yield from (found.span() for found in pattern.finditer(self.text, first, last))
 
-    def took(self, first: int, last: int) -> float:
-        """Return the time from one place to another (exclusive) in the steady traced steps, ns."""
-        return float(self.ns[first:last].sum())
+    def made(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the places of the backward functions that operators from one place to another created, as they run."""
+        return np.sort(self.functions[slice(*np.searchsorted(self.makers, (first, last)).tolist())])
+
+    def took(self, places: NDArray[np.int64]) -> float:
+        """Return what calls took in the steady traced steps, ns."""
+        return float(self.ns[places].sum())
 
 
 @within_rank
@@ -169,7 +151,12 @@ def calls(
         same = np.append(lane[1:] == lane[:-1], False)
         pause = np.where(same & (following - end < _PAUSE_NS), following - end, 0)
         ns = np.where(inside, end - begin + np.maximum(pause, 0), 0).astype(float)
-    return Calls("".join(letter.tolist()), rows, lane, begin, end, ns, step, kernel_of)
+    text = "".join(letter.tolist())
+    back = np.flatnonzero(functions[names.codes.to_numpy()[rows]])
+    made_by = forward_rows(spans, is_on_device, rows[back])
+    makers = _launched_by(made_by, spans, lane, begin, end) if (made_by >= 0).any() else _as_many(text, back, step)
+    order = np.argsort(makers, kind="stable")[np.count_nonzero(makers < 0) :]
+    return Calls(text, rows, lane, begin, end, ns, step, kernel_of, back[order], makers[order])
 
 
 def _letter(name: str) -> str:
@@ -177,7 +164,28 @@ def _letter(name: str) -> str:
     if _NO_LETTER.match(name):
         return ""
     made = _FUNCTION.match(name)
-    return _MADE.get(made[1], "O") if made else _LETTERS.get(name, "o")
+    return _capital(_MADE.get(made[1].lower(), "o")) if made else _LETTERS.get(name, "o")
+
+
+def _capital(letter: str) -> str:
+    return {"1": "3", "2": "6", "4": "5"}.get(letter, letter.upper())
+
+
+def _as_many(text: str, functions: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place of the operator that made each function, in a trace without numbers; −1: not known.
+
+    Functions run in the opposite order. Of a step in which they are not as many as the operators it is not known.
+    """
+    letters = np.array(list(text))
+    found = np.full(len(functions), -1, dtype=np.int64)
+    for letter in _OPERATORS:
+        mine = np.flatnonzero(letters[functions] == _capital(letter))
+        makers = np.flatnonzero((letters == letter) | (letters == _ALSO.get(letter, letter)))
+        for one in np.unique(step[functions[mine]]).tolist():
+            theirs, of = makers[step[makers] == one], mine[step[functions[mine]] == one]
+            if one >= 0 and len(theirs) == len(of):
+                found[of] = theirs[::-1]
+    return found
 
 
 def _launched_by(
@@ -187,7 +195,7 @@ def _launched_by(
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return for each kernel the place of the outermost operator around `owner`, its operator's row of the spans."""
+    """Return the place of the outermost operator around each of `owner`, rows of the spans; −1: none, or no row."""
     found = np.full(len(owner), -1, dtype=np.int64)
     known = np.flatnonzero(owner >= 0)
     on = spans["lane"].cat.codes.to_numpy()[owner[known]].astype(np.int64)

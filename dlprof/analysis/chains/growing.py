@@ -11,10 +11,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain
+from dlprof.analysis.chains.work import Chain, chains
 from dlprof.analysis.engine import per_rank, within_rank
 
 FORM = "cat in a loop"
+
+_CAT = re.compile("2")
 
 # A loop calls the same operators between one `cat` and the next; up to three tensors may grow in it. With fewer than
 # eight calls, rising times may be chance.
@@ -44,30 +46,25 @@ def growing_cats(growing_chains: list[Chain], replaced: Callable[[Sequence[Chain
 
 def _chains(calls: Calls) -> Iterator[Chain]:
     alike: dict[tuple[int, str], list[NDArray[np.int64]]] = {}
-    for places in _loops(calls, "2"):
+    for places in _loops(calls):
         if calls.ns[places].sum() > 0:
             alike.setdefault((len(places), calls.text[places[0] : places[1]]), []).append(places)
-    many = []
     for same in alike.values():
         # The same loop of several steps: the median of each of its calls, since single calls may be delayed.
         for part in _rising(calls, np.stack(same)):
-            many.append(len(part))
             for places in same:
-                yield from _but_last(places[part], "forward")
-    # There are as many backward functions, which copy nothing; a fix leaves one of each loop.
-    for places in _loops(calls, "H"):
-        if len(places) in many:
-            yield from _but_last(places, "backward")
+                yield from _but_last(calls, places[part])
 
 
-def _but_last(places: NDArray[np.int64], passes: str) -> Iterator[Chain]:
+def _but_last(calls: Calls, places: NDArray[np.int64]) -> Iterator[Chain]:
     for place in places.tolist():
-        yield Chain(FORM, passes, place, place + 1, float(place == places[-1]))
+        left = float(place == places[-1])
+        yield from chains(calls, FORM, place, place + 1, (left, left))
 
 
-def _loops(calls: Calls, letter: str) -> Iterator[NDArray[np.int64]]:
+def _loops(calls: Calls) -> Iterator[NDArray[np.int64]]:
     """Yield the places of the calls of each tensor that may grow in a loop: the same operators follow each of them."""
-    found = np.array([first for first, _ in calls.find(re.compile(letter))], dtype=np.int64)
+    found = np.array([first for first, _ in calls.find(_CAT)], dtype=np.int64)
     for places in np.split(found, np.flatnonzero(np.diff(calls.lane[found])) + 1):
         bodies = [calls.text[a + 1 : b] for a, b in pairwise(places.tolist())]
         at = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain
+from dlprof.analysis.chains.work import Chain, chains
 from dlprof.analysis.engine import per_rank, within_rank
 
 LAYER, RMS = "mean and variance", "mean of squares"
@@ -17,11 +17,9 @@ LAYER, RMS = "mean and variance", "mean of squares"
 # x.to(float32), x², its mean, + eps, 1 ÷ root, x times it, back, times the weight (Gemma: 1 + weight). Without eps it
 # is the root of a mean, as errors are told by; of a difference it is a deviation.
 _RMS = re.compile(r"(?<![bt])t*[px](?:m|sk)a(?:r|qz?|p)t*[xk]t*(?:a?xt*)?")
-_RMS_BACK = re.compile(r"(?:T*XA?)?T*[XK]T*(?:R|Z?Q|P)A(?:M|KS)[PX]T*(?![BT])")
 # The mean, what lies between it and the root of the variance, and up to three factors with a sum behind each: the
 # deviation over the root, the weight, the bias. torch.std is variance and root.
 _LAYER = re.compile(r"t*(?:(?:[mvw]|sk)(?:[abpxmvt]|sk){0,6}(?:[qrd]|(?<=a)p)|d)[abmzt]{0,4}(?:[xk]a?t?){1,3}")
-_LAYER_BACK = re.compile(r"(?:T?A?[XK]){1,3}[ABMZT]{0,4}(?:(?:[QRD]|P(?=A))(?:[ABPXMVT]|KS){0,6}(?:[MVW]|KS)|D)T*")
 
 # The share of the time that one kernel takes, forward and backward, by the values read and written per input value.
 # A LayerNorm kernel moves 2 forward and 5 backward, with its weights' gradients; separate operators 10 to 14 and about
@@ -50,19 +48,16 @@ def norms(norm_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.Dat
 
 
 def _chains(calls: Calls, has_device: bool) -> Iterator[Chain]:
-    for form, forward, backward in ((RMS, _RMS, _RMS_BACK), (LAYER, _LAYER, _LAYER_BACK)):
+    for form, pattern in ((RMS, _RMS), (LAYER, _LAYER)):
         if not has_device and form not in _ON_CPU:
             continue
         alike: dict[str, list[int]] = {}
-        for first, last in calls.find(forward):
+        for first, last in calls.find(pattern):
             alike.setdefault(calls.text[first:last], []).append(first)
-        made = [
-            (f, f + len(text)) for text, places in alike.items() if _is_norm(calls, form, text, places) for f in places
-        ]
-        yield from (_chain(calls, form, "forward", f, n, has_device) for f, n in made)
-        backs = [(f, n) for f, n in calls.find(backward) if form == RMS or "B" in calls.text[f:n]]
-        # PyTorch's own RMSNorm may have the same backward functions: count no more than there are forward chains.
-        yield from (_chain(calls, form, "backward", f, n, has_device) for f, n in backs[: len(made)])
+        for text, places in alike.items():
+            for first in places if _is_norm(calls, form, text, places) else ():
+                last = first + len(text)
+                yield from chains(calls, form, first, last, _left(calls, form, first, last, has_device))
 
 
 def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
@@ -80,10 +75,9 @@ def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
     return bool(len(at) and np.median(calls.ns[at + factor]) >= _AS_WIDE * np.median(calls.ns[at + start]))
 
 
-def _chain(calls: Calls, form: str, passes: str, first: int, last: int, has_device: bool) -> Chain:
-    backward = passes == "backward"
+def _left(calls: Calls, form: str, first: int, last: int, has_device: bool) -> tuple[float, float]:
+    """Return the shares that are left of a chain, forward and backward."""
     if not has_device:
-        return Chain(form, passes, first, last, _ON_CPU[form][backward])
-    casts = any(calls.text[n] in "tT" and calls.ns[n] > 0 for n in range(first, last))
-    shares = _WITH_CASTS if casts and form == RMS else _ON_DEVICE[form]
-    return Chain(form, passes, first, last, shares[backward])
+        return _ON_CPU[form]
+    casts = any(calls.text[n] == "t" and calls.ns[n] > 0 for n in range(first, last))
+    return _WITH_CASTS if casts and form == RMS else _ON_DEVICE[form]

@@ -16,7 +16,7 @@ from dlprof.analysis.engine import RankFacts, per_rank, within_rank
 
 ONE_HOT, GRADIENT = "one_hot and a product", "the product's gradient"
 
-_CHAIN, _PRODUCT, _GRADIENT = re.compile(r"ht*1"), re.compile("1"), re.compile("3")
+_CHAIN = re.compile(r"ht*1")
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
@@ -39,36 +39,19 @@ def one_hots(one_hot_chains: list[Chain], replaced: Callable[[Sequence[Chain]], 
 
 
 def _chains(calls: Calls, spans: pd.DataFrame, facts: Mapping[str, Any]) -> Iterator[Chain]:
-    gradients = _gradients(calls)
     for first, last in calls.find(_CHAIN):
-        product = calls.took(last - 1, last)
+        places = np.arange(first, last)
         shape = _shape(calls, spans, last - 1) or _counted(facts)
         forward, backward = _shares(*shape) if shape else (1.0, 1.0)
-        whole = calls.took(first, last)
-        yield Chain(ONE_HOT, "forward", first, last, forward * product / whole if whole else 1.0)
-        if last - 1 in gradients and shape:
-            place = gradients[last - 1]
-            yield Chain(GRADIENT, "backward", place, place + 1, backward)
+        whole = calls.took(places)
+        yield Chain(ONE_HOT, "forward", places, forward * calls.took(places[-1:]) / whole if whole else 1.0)
+        if shape and len(made := calls.made(last - 1, last)):
+            yield Chain(GRADIENT, "backward", made, backward)
 
 
 def _shares(rows: int, words: int, width: int) -> tuple[float, float]:
     moved = rows * words + words * width + rows * width
     return min(2 * rows * width / moved, 1.0), min(2 * (rows + words) * width / moved, 1.0)
-
-
-def _gradients(calls: Calls) -> dict[int, int]:
-    """Return for products the place of their backward function; {} where there are not as many.
-
-    Backward functions run in the opposite order, step after step.
-    """
-    products = np.array([first for first, _ in calls.find(_PRODUCT)], dtype=np.int64)
-    functions = np.array([first for first, _ in calls.find(_GRADIENT)], dtype=np.int64)
-    found: dict[int, int] = {}
-    for step in np.unique(calls.step[calls.step >= 0]).tolist():
-        mine, theirs = products[calls.step[products] == step], functions[calls.step[functions] == step]
-        if len(mine) == len(theirs):
-            found |= dict(zip(mine.tolist(), theirs[::-1].tolist(), strict=True))
-    return found
 
 
 def _shape(calls: Calls, spans: pd.DataFrame, place: int) -> tuple[int, int, int] | None:

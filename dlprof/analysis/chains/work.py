@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,16 +21,25 @@ from dlprof.errors import NotMeasured
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of `Calls`, from its first place to its last (exclusive), and the share of its time that a fix leaves.
+    """Places in `Calls`, in order, and the share of their time that a fix leaves.
 
     `form`: how it is computed; `passes`: "forward" or "backward".
     """
 
     form: str
     passes: str
-    first: int
-    last: int
+    places: NDArray[np.int64]
     left: float
+
+
+def chains(calls: Calls, form: str, first: int, last: int, left: tuple[float, float]) -> Iterator[Chain]:
+    """Yield the chain from a first place to a last (exclusive), and that of the backward functions it created.
+
+    `left`: the share that a fix leaves of each of the two.
+    """
+    yield Chain(form, "forward", np.arange(first, last), left[0])
+    if len(made := calls.made(first, last)):
+        yield Chain(form, "backward", made, left[1])
 
 
 COLUMNS = ("form", "passes", "calls", "operators", "ns", "left_ns", "gain_ns")
@@ -54,13 +63,13 @@ def replaced(
     """
 
     def made(chains: Sequence[Chain]) -> pd.DataFrame:
-        chosen = [chain for chain in chains if calls.took(chain.first, chain.last) > 0]
+        chosen = [chain for chain in chains if calls.took(chain.places) > 0]
         if not chosen:
             return pd.DataFrame({c: pd.Series(dtype="str" if c in COLUMNS[:2] else float) for c in COLUMNS})
-        ns = np.array([calls.took(chain.first, chain.last) for chain in chosen])
+        ns = np.array([calls.took(chain.places) for chain in chosen])
         shares = np.array([chain.left for chain in chosen])
         left = np.minimum(np.maximum(ns * shares, LEAST_KERNEL_NS * (has_device & (shares > 0))), ns)
-        each = pd.DataFrame([(c.form, c.passes, c.last - c.first) for c in chosen], columns=["form", "passes", "size"])
+        each = pd.DataFrame([(c.form, c.passes, len(c.places)) for c in chosen], columns=["form", "passes", "size"])
         each = each.assign(ns=ns, left_ns=left)
         n = max(len(timing.windows), 1)
         frame = each.groupby(["form", "passes"], sort=False, as_index=False).agg(
@@ -87,8 +96,9 @@ def replaced(
         order = np.argsort(calls.kernel_of, kind="stable")
         launched_by = calls.kernel_of[order]
         for chain, ns in zip(chains, left.tolist(), strict=True):
-            first, last = np.searchsorted(launched_by, (chain.first, chain.last)).tolist()
-            mine = np.sort(place.reindex(rows[order[first:last]]).dropna().to_numpy(dtype=np.int64))
+            bounds = np.searchsorted(launched_by, np.add.outer(chain.places, (0, 1))).tolist()
+            launched = np.concatenate([order[first:last] for first, last in bounds])
+            mine = np.sort(place.reindex(rows[launched]).dropna().to_numpy(dtype=np.int64))
             few = max(round(chain.left * len(mine)), int(chain.left > 0))
             durations[mine] = -1
             durations[mine[:few]] = max(round(ns / max(few, 1)), 1)
@@ -99,18 +109,13 @@ def replaced(
 
 def _launching(chains: Sequence[Chain], calls: Calls) -> list[tuple[iv.Intervals, float]]:
     """Return when the host launched chains, with the share of that time that a fix leaves."""
-    by_share: dict[float, list[Chain]] = {}
+    by_share: dict[float, list[NDArray[np.int64]]] = {}
     for chain in chains:
-        by_share.setdefault(chain.left, []).append(chain)
+        parts = np.split(chain.places, np.flatnonzero(np.diff(chain.places) > 1) + 1)
+        by_share.setdefault(chain.left, []).extend(parts)
     return [
-        (
-            iv.union(
-                np.array([calls.begin[chain.first] for chain in several]),
-                np.array([calls.end[chain.last - 1] for chain in several]),
-            ),
-            share,
-        )
-        for share, several in by_share.items()
+        (iv.union(*(of[[part[n] for part in parts]] for of, n in ((calls.begin, 0), (calls.end, -1)))), share)
+        for share, parts in by_share.items()
     ]
 
 

@@ -63,16 +63,24 @@ def frames_of_calls(spans: pd.DataFrame, rows: NDArray[np.int64], frame: NDArray
 
 
 def buckets_of(
-    spans: pd.DataFrame, rows: NDArray[np.int64], frame_start: NDArray[np.int64], steps: NDArray[np.int64], count: int
+    spans: pd.DataFrame,
+    rows: NDArray[np.int64],
+    frame_start: NDArray[np.int64],
+    steps: NDArray[np.int64],
+    count: int,
+    *,
+    finds_unused: bool,
 ) -> NDArray[np.int64]:
-    """Return the bucket of exchanges that functions of the backward pass began at `frame_start`; −1: not known.
+    """Return the bucket of exchanges that frames issued which began at `frame_start`; −1: of none, or not known.
 
     `steps`: when the traced steps begin. Where a step has another number of exchanges than buckets, or several times as
-    many as a job that accumulates gradients has, it is not known which is which.
+    many as a job that accumulates gradients has, it is not known which is which. Where DistributedDataParallel looks
+    for unused parameters, it exchanges behind the last bucket which were used.
     """
     found = np.full(len(rows), -1, dtype=np.int64)
-    # Integers are no gradients: they count used parameters.
+    # Integers are no gradients: they tell which parameters were used. Traces of a CPU hold no type.
     reduces = host.is_one_of(spans["collective"], "all_reduce") & ~host.is_one_of(spans["dtype"], "int32", "int64")
+    unknown = finds_unused & host.is_one_of(spans["dtype"], "")
     step = np.searchsorted(steps, frame_start, side="right")
     # The same exchange is a call, within it another one, a range until it is through, and a kernel: each by its name.
     of = pd.factorize(spans["name"].cat.codes.to_numpy()[rows].astype(np.int64) * (len(steps) + 1) + step)[0]
@@ -82,7 +90,8 @@ def buckets_of(
     order = mine[np.lexsort((frame_start[mine], of[mine]))]
     sizes = np.bincount(of[mine])
     place = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[of[order]]
-    found[order] = np.where(sizes[of[order]] % count == 0, place % count, -1)
+    each = count + unknown[rows[order]].astype(np.int64)
+    found[order] = np.where((sizes[of[order]] % each == 0) & (place % each < count), place % each, -1)
     return found
 
 

@@ -31,8 +31,15 @@ _OURS = re.compile(r"nn\.Module: (.*) \(([^()]+)\)", re.DOTALL)
 _OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
 _FUNCTION = "autograd::engine::evaluate_function: "
 _ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
-# FSDP2 names the module, or modules, that it works for, but not the outermost one.
-_FSDP = re.compile(r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?")
+# FSDP2 names the module, or modules, that it works for, but not the outermost one. For FSDP1 dlprof names it.
+_FSDP = re.compile(
+    r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?"
+    r"|dlprof::(?:all_gather|reduce) nn\.Module: (.*) \([^()]+\)",
+    re.DOTALL,
+)
+# Else what its hook reduces is of the function around it, and whose parameters are gathered ahead is not known.
+_HOOK = "FullyShardedDataParallel._post_backward_hook"
+_FIRST = re.compile(r"FullyShardedDataParallel\._(?:\w+_prefetch|post_backward_hook)")
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
 # What wrappers add to the path of a module.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")
@@ -184,6 +191,8 @@ def _called(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *, needs_names
         np.empty(0, dtype=np.int64),
     )
     module[functions] = _of_functions(spans, is_on_device, made)[functions]
+    hooks = np.flatnonzero(np.array([t == _HOOK for t in texts], dtype=bool)[name] & (parent >= 0))
+    module[hooks] = module[parent[hooks]]
     return made
 
 
@@ -202,7 +211,9 @@ def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_
     if not mark(_matches(_OURS, texts), FORWARD, "annotation"):
         mark(_matches(_OF_STACKS, texts), FORWARD, "python")
     mark([code for code, text in enumerate(texts) if text.startswith(_FUNCTION)], BACKWARD, "op")
-    mark(_matches(_FSDP, texts), COMMUNICATION, "annotation")
+    for pattern in (_FSDP, _FIRST):
+        if mark(_matches(pattern, texts), COMMUNICATION, "annotation"):
+            break
     mark([code for code, text in enumerate(texts) if text.startswith(_OPTIMIZER)], OPTIMIZER, "annotation")
     kinds[host.is_kind(spans, "fetch") & ~is_on_device] = INPUT
     return kinds
@@ -334,5 +345,5 @@ def _nearest(parent: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np
 
 
 def _unit(found: re.Match[str]) -> str:
-    """Return the path of the module that FSDP2 works for."""
-    return _WRAPPED.sub("", found[1] or found[2] or "").removeprefix(".")
+    """Return the path of the module that FSDP works for."""
+    return _WRAPPED.sub("", found[1] or found[2] or found[3] or "").removeprefix(".")

@@ -28,13 +28,17 @@ def forward_rows(
 ) -> NDArray[np.int64]:
     """Return for rows of backward functions the row of the operator that made each; −1: the trace does not hold it."""
     found = np.full(len(functions), -1, dtype=np.int64)
-    number, thread = spans["autograd"].to_numpy(), spans["forward_thread"].cat.codes.to_numpy()
+    number, thread = spans["autograd"].to_numpy().copy(), spans["forward_thread"].cat.codes.to_numpy().copy()
     makes = (number >= 0) & host.is_one_of(spans["forward_thread"], "") & host.is_kind(spans, "op") & ~is_on_device
-    operators, asked = np.flatnonzero(makes), np.flatnonzero(number[functions] >= 0)
+    operators = np.flatnonzero(makes)
     lane = spans["lane"].cat.codes.to_numpy()
     lanes, counts = np.unique(lane[operators], return_counts=True)
     name = pd.factorize(np.array([_plain(str(n)) for n in spans["name"].cat.categories]))[0]
     name = name[spans["name"].cat.codes.to_numpy()]
+    unnumbered = functions[number[functions] < 0]
+    inner = _inner(spans, name, unnumbered)
+    number[unnumbered], thread[unnumbered] = number[inner], thread[inner]
+    asked = np.flatnonzero(number[functions] >= 0)
     # Whose thread is which the trace does not say: the one that fits best is.
     threads = thread[functions]
     best = np.full(int(threads.max(initial=0)) + 1, -1, dtype=np.int64)
@@ -48,6 +52,26 @@ def forward_rows(
         found[asked[better]] = made_by[better]
         best = np.maximum(best, score)
     return found
+
+
+def _inner(spans: pd.DataFrame, name: NDArray[np.int64], ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the function that runs in each of the engine's ranges, else the range itself.
+
+    The profiler numbers a range only where its function is the first thing in it: hooks run before.
+    """
+    functions = np.flatnonzero(~host.is_one_of(spans["forward_thread"], "") & ~host.is_named(spans, _ENGINE))
+    if not len(functions) or not len(ranges):
+        return ranges
+    # Rows are in order of start.
+    key = (name * (int(spans["lane"].cat.codes.max()) + 1) + spans["lane"].cat.codes.to_numpy()) * len(spans)
+    key += np.arange(len(spans))
+    functions = functions[np.argsort(key[functions])]
+    at = np.minimum(np.searchsorted(key[functions], key[ranges]), len(functions) - 1)
+    start = spans["start_ns"].to_numpy()
+    found = functions[at]
+    within = (key[found] > key[ranges]) & (key[found] // len(spans) == key[ranges] // len(spans))
+    within &= start[found] < start[ranges] + spans["dur_ns"].to_numpy()[ranges]
+    return np.where(within, found, ranges)
 
 
 def _last(

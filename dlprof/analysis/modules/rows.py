@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.engine import Maybe, RankFacts, within_rank
 from dlprof.analysis.modules.exchanges import buckets_of, common, frames_of_calls
 from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, PARTS, Frames
 from dlprof.analysis.timeline import host
@@ -20,6 +20,7 @@ def module_rows(
     module_frames: Frames,
     bucket_shares: Maybe[NDArray[np.float64]],
     trace_window: TracedSteps,
+    rank: RankFacts,
 ) -> pd.DataFrame:
     """Return each span's module (a place in the paths of `module_frames`; −1: none), part of the step (one of PARTS),
     frame (a place in `module_frames`; −1: none) and bucket (a row of `bucket_shares`; −1: none), with the spans' index.
@@ -54,7 +55,10 @@ def module_rows(
     shares = bucket_shares.or_none()
     if shares is not None:
         began = module_frames.start[frame[gradients]]
-        bucket[gradients] = buckets_of(spans, gradients, began, trace_window.host[:, 0], len(shares))
+        wraps = [model.get("ddp") or {} for model in rank.facts.get("models") or ()]
+        unused = any(one.get("find_unused_parameters") and not one.get("static_graph") for one in wraps)
+        steps = trace_window.host[:, 0]
+        bucket[gradients] = buckets_of(spans, gradients, began, steps, len(shares), finds_unused=unused)
         known = np.flatnonzero(bucket >= 0)
         module[known] = common(shares, module_frames.paths)[bucket[known]]
     part[exchanged] = COMMUNICATION

@@ -71,7 +71,7 @@ def of_chains(
 
 
 def _operators(calls: Calls, chains: Sequence[Chain]) -> Rows:
-    places = np.array([n for chain in chains for n in range(chain.first, chain.last)], dtype=np.int64)
+    places = np.concatenate([np.empty(0, dtype=np.int64), *(chain.places for chain in chains)])
     return calls.rows[places], calls.ns[places]
 
 

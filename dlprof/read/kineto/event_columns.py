@@ -39,7 +39,7 @@ from dlprof.read.kineto.events import (
     shapes_in,
 )
 from dlprof.read.kineto.json_stream import TraceFile
-from dlprof.read.kineto.patterns import ENGINE, MULTIPLIES, NO_ROWS, UNNUMBERED, collective_of, copy_of, kind_of
+from dlprof.read.kineto.patterns import FUNCTION, MULTIPLIES, NO_ROWS, UNNUMBERED, collective_of, copy_of, kind_of
 
 _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
@@ -73,7 +73,7 @@ class Names(dict[tuple[str, str], int]):
         self.collective.append(collective_of(name) if kind == "communication" else "")
         self.multiplies.append(kind == "op" and MULTIPLIES.search(name) is not None)
         self.numbered.append(kind == "op" and UNNUMBERED.search(name) is None)
-        self.runs.append(name.startswith(ENGINE))
+        self.runs.append(FUNCTION.match(name) is not None)
         self[key] = code = len(self)
         return code
 

@@ -91,15 +91,15 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
 # Operators that multiply matrices or convolve: of these a trace may tell the shapes.
 MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
 
-# What the engine runs of the backward pass: each function stands behind this.
+# What the engine runs of the backward pass: each function stands behind this, and within it once more.
 ENGINE = "autograd::engine::evaluate_function: "
+FUNCTION = re.compile(rf"^{ENGINE}|^\w+Backward\d*$")
 
-# Operators that make no function of the backward pass, or hardly ever, though a trace may number them; such functions
-# themselves, within those of the engine, which have the same number; and what accumulates gradients, which has none.
-# They are two thirds of a trace's operators.
+# Operators that make no function of the backward pass, or hardly ever, though a trace may number them; and what
+# accumulates gradients, which has no number.
 UNNUMBERED = re.compile(
     r"^(?:aten::)?(?:as_strided|detach_?|empty\w*|is_nonzero|item|_local_scalar_dense|record_stream|resize_|resolve_\w+"
-    r"|result_type|zeros\w*|\w+_backward)$|^\w+Backward\d*$|^torch[:.]|AccumulateGrad$"
+    r"|result_type|zeros\w*|\w+_backward)$|^torch[:.]|AccumulateGrad$"
 )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
+from dlprof.record.calls.sharded import name_exchanges
 from dlprof.record.device.profiler import Kineto
-from dlprof.record.hooks import put
+from dlprof.record.hooks import Patch, put
 from dlprof.record.model.tree import rows_of
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
@@ -69,6 +70,7 @@ class Trace:
         self._thread = 0  # that the profiler was prepared in
         self._range: Any = None  # of the step that is under way
         self._recording = False
+        self._exchanges: list[Patch] = []  # while it records
         self._now_ns = 0  # when the last step had ended
         self._opening = False
         self._settling = False  # the step after the window still feels it
@@ -175,6 +177,7 @@ class Trace:
                 self._recording = True
                 recorder.clock.ranges.append(self._named)
                 recorder.module_ranges.start(self._models())
+                self._exchanges = name_exchanges(recorder.module_ranges)
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
@@ -295,6 +298,8 @@ class Trace:
         """Name no more modules, and keep how often and at what cost it was done."""
         ranges = self._recorder.module_ranges
         ranges.stop()
+        for patch in self._exchanges:
+            patch.undo()
         try:
             took = ranges.measure() if ranges.count else None
             self.window["modules"] = {"ranges": ranges.count, "ns_each": took}

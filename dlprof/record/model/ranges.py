@@ -64,8 +64,15 @@ class Ranges:
         else:
             self._clock.naming = not self._clock.off
 
-    def open(self, module: Any) -> Any:
-        """Open a module's range, and return it: its __exit__ closes it. None: it has none."""
+    def open_exchange(self, module: Any, moves: str) -> Any:
+        """Open the range of an exchange that moves a module's parameters or gradients, as `open` does."""
+        return self.open(module, f"dlprof::{moves} ") if self._clock.naming else None
+
+    def open(self, module: Any, before: str = "") -> Any:
+        """Open a module's range, and return it: its __exit__ closes it. None: it has none.
+
+        `before`: what its name begins with.
+        """
         try:
             phases = self._clock.phases
             if phases and phases[-1] == FETCH:
@@ -75,7 +82,7 @@ class Ranges:
                 known = self._meet(module)
             if not known[1]:
                 return None
-            opened = self._make(known[1])
+            opened = self._make(before + known[1])
             opened.__enter__()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._clock.naming = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlprof.record.model.functions import PARTS
@@ -54,19 +54,36 @@ def rows_of(
 
 
 def _buckets(models: Iterable[Any]) -> dict[int, int]:
-    """Return the place of each parameter's bucket in the order in which DistributedDataParallel reduces them.
-
-    It rebuilds its buckets after the first backward pass, in the order in which gradients are ready, and lists the
-    numbers of their parameters.
-    """
+    """Return the place of each parameter's bucket in the order in which DistributedDataParallel reduces them."""
     found: dict[int, int] = {}
     for module in (module for model in models for module in model.modules()):
         if type(module).__name__ != "DistributedDataParallel":
             continue
-        told = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
         reduced = [p for p in module._module_parameters if p.requires_grad]
-        for place, bucket in enumerate(str(told).split(",")):
-            for number in bucket.split():
-                if number.isdigit() and int(number) < len(reduced):
-                    found[id(reduced[int(number)])] = place
+        for place, bucket in enumerate(_numbers(module, reduced)):
+            found |= {id(reduced[number]): place for number in bucket if number < len(reduced)}
     return found
+
+
+def _numbers(module: Any, reduced: Sequence[Any]) -> list[list[int]]:
+    """Return the numbers of the parameters in each bucket; [] where they are not known.
+
+    DistributedDataParallel makes its buckets anew after its first backward pass, in the order in which gradients are
+    there, and tells which parameters are in them. Where it looks for unused ones it keeps the first buckets, and tells
+    their sizes: they are filled from the last parameter on, of one data type in their order.
+    """
+    told = module._get_ddp_logging_data()
+    anew = str(told.get("rebuilt_per_bucket_param_indices") or "")
+    if anew or not module.find_unused_parameters or module.static_graph:
+        return [[int(number) for number in bucket.split() if number.isdigit()] for bucket in anew.split(",")]
+    found, left = [], list(range(len(reduced)))
+    for size in str(told.get("bucket_sizes") or "").split(","):
+        bucket: list[int] = []
+        held = 0
+        while left and size.strip().isdigit() and held < int(size):
+            bucket.append(left.pop())
+            held += int(reduced[bucket[-1]].numel() * reduced[bucket[-1]].element_size())
+        if not bucket or held != int(size):
+            return []
+        found.append(bucket)
+    return [] if left else found

@@ -11,7 +11,7 @@ import pytest
 from dlprof.analysis.chains.calls import Calls, calls
 from dlprof.analysis.engine import RankData
 from dlprof.read.run import open_run
-from tests.fixtures import operators, runs, traces
+from tests.fixtures import layers, operators, runs, traces
 from tests.fixtures.runs import MS
 
 US = 1_000
@@ -49,7 +49,7 @@ def test_a_call_takes_what_its_kernels_take_in_the_steady_steps(tmp_path: Path) 
     assert found.text == "m1" * 3 + "X" * 3
     steps = int((found.ns[[0, 2, 4]] > 0).sum())
     assert found.ns[found.ns > 0].tolist()[:2] == [3 * MS, 20 * MS]
-    assert found.took(0, 6) == steps * 23 * MS
+    assert found.took(np.arange(6)) == steps * 23 * MS
     assert sorted(np.unique(found.kernel_of).tolist()) == list(range(9))
     backs = found.step[6:]
     assert sorted(backs[backs >= 0].tolist()) == list(range(steps))
@@ -58,6 +58,37 @@ def test_a_call_takes_what_its_kernels_take_in_the_steady_steps(tmp_path: Path) 
 def test_on_a_cpu_it_takes_its_own_time_until_the_next_one(tmp_path: Path) -> None:
     found = of(operators.job(tmp_path, ("aten::mean", 3 * MS), ("aten::rsqrt", MS), on_cpu=True))
     assert found.text == "mr1" * 3
-    assert found.took(0, 2) == pytest.approx(4 * MS + 2 * US)
+    assert found.took(np.arange(2)) == pytest.approx(4 * MS + 2 * US)
     assert found.step.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert not len(found.kernel_of)
+
+
+def test_numbers_tell_which_operator_made_a_function(tmp_path: Path) -> None:
+    def function(name: str, start: int, number: int) -> traces.Event:
+        return layers.function(name, start * US, 5 * US, number, traces.AUTOGRAD)
+
+    made = traces.trace(
+        traces.step(0, 0, MS),
+        layers.forward("mul", 0, 5 * US, 1),
+        layers.forward("softmax", 10 * US, 20 * US, 2),
+        layers.forward("_softmax", 12 * US, 10 * US, 2),  # within it
+        layers.forward("mul", 40 * US, 5 * US, 3),
+        *(function("MulBackward0", 100, 3), function("SoftmaxBackward0", 110, 2), function("MulBackward0", 120, 1)),
+        function("MulBackward0", 130, 900),  # of what the trace does not hold
+        world_size=1,
+    )
+    found = runs.rank_of(tmp_path, made).once(calls)
+    assert found.text == "xfxXFXX"
+    assert found.made(0, 3).tolist() == [3, 4, 5]
+    assert found.made(1, 3).tolist() == [3, 4]
+    assert found.made(0, 1).tolist() == [5]
+
+
+def test_without_numbers_as_many_functions_as_operators_are_theirs_the_other_way_round(tmp_path: Path) -> None:
+    called = operators.times(["aten::mul", "aten::sum", "aten::mul"], MS)
+    backs = operators.times(["MulBackward0", "SumBackward0", "SumBackward0", "MulBackward0"], MS)
+    found = of(operators.job(tmp_path, *called, *backs, steps=1, on_cpu=True))
+    assert found.text == "xsxXSSX1"
+    assert found.made(0, 1).tolist() == [6]
+    assert found.made(2, 3).tolist() == [3]
+    assert found.made(0, 3).tolist() == [3, 6]  # one of two functions is not that of the sum

@@ -122,3 +122,22 @@ def test_on_a_cpu_a_copy_is_not_judged(tmp_path: Path) -> None:
     frame = operators.rank_of(operators.job(tmp_path / "device", *chain)).once(losses)
     assert frame["ns"].sum() == pytest.approx(21_000_000)
     assert frame["gain_ns"].iloc[0] == pytest.approx(0.67 * 21_000_000, rel=0.02)
+
+
+def test_functions_of_a_loss_that_is_none_are_not_counted_with_one_that_is(tmp_path: Path) -> None:
+    """Soft targets have the same backward functions as one-hot ones."""
+    one, many = WRITTEN["one-hot"][1], ALONE["soft targets"]
+    (tmp_path / "one").mkdir()
+    alone, both = found(tmp_path / "one", one), found(tmp_path, lambda x: many(x) + one(x))
+    assert both["calls"].tolist() == [1, 1]
+    assert both.set_index("passes")["ns"].to_dict() == alone.set_index("passes")["ns"].to_dict()
+
+
+def test_a_cast_before_the_logits_are_cut_is_found(tmp_path: Path) -> None:
+
+    def shifted(x: Any) -> Any:
+        return F.cross_entropy((x * 2).float()[:-1].contiguous().view(-1, CLASSES), TARGETS[1:])
+
+    frame = found(tmp_path, shifted, "bfloat16")
+    assert set(frame["form"]) == {COPY}
+    assert sorted(frame["passes"]) == ["backward", "forward"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -22,7 +23,7 @@ def made(path: Path, left: float) -> pd.DataFrame:
     """Return what becomes of ten products in each step, of which a share is left."""
     rank = RankData(open_run(path).ranks[0])
     starts = [n for n in range(len(rank.once(calls).text)) if rank.once(calls).text.startswith("x" * 10, n)]
-    chains = [Chain("products", "forward", n, n + 10, left) for n in starts]
+    chains = [Chain("products", "forward", np.arange(n, n + 10), left) for n in starts]
     assert len(chains) == 3
     frame: pd.DataFrame = rank.once(replaced)(chains)
     return frame

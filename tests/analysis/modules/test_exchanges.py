@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
 import pytest
 
+import dlprof.analysis.subjects  # noqa: F401 - makes all measures known
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.modules.exchanges import bucket_shares
+from dlprof.analysis.modules.frames import module_frames
+from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.modules.work import module_work
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.steps import timing
+from dlprof.read.run import open_run
 from tests.fixtures import layers, runs, traces
 from tests.fixtures.jobs import TORCHRUN, launch, wrapped
 from tests.fixtures.traces import AUTOGRAD
@@ -45,9 +55,9 @@ def job(steps: int, exchanges: int) -> dict[str, Any]:
     return traces.trace(*events)
 
 
-def communication(folder: Path, made: dict[str, Any]) -> dict[str, float]:
+def communication(folder: Path, made: dict[str, Any], facts: dict[str, Any] | None = None) -> dict[str, float]:
     """Return what each module exchanges in a mean step, ns."""
-    run = runs.recorded(folder, (made, [], {}))
+    run = runs.recorded(folder, (made, [], facts or {}))
     rows = [{"path": p, "kind": "Linear", "parameters": s, "parameter_bytes": s, "bucket": b} for p, s, b in MODULES]
     (run / "ranks/00000/modules.jsonl").write_text("".join(json.dumps(row | {"sharded": 0}) + "\n" for row in rows))
     work = runs.measured(run, module_work).frame(module_work)
@@ -62,6 +72,17 @@ def test_an_exchange_is_for_the_modules_in_its_bucket_by_their_bytes(tmp_path: P
     assert communication(tmp_path / "one", job(3, 2)) == expected
     accumulated = {path: 2 * ns for path, ns in expected.items()}
     assert communication(tmp_path / "two", job(3, 4)) == accumulated
+
+
+@pytest.mark.parametrize("types", [("Float", "Float", "Int"), ("", "", "")])
+def test_which_parameters_were_used_is_exchanged_behind_the_last_bucket(tmp_path: Path, types: tuple[str, ...]) -> None:
+    searching = {"models": [{"ddp": {"find_unused_parameters": True, "static_graph": False}}]}
+    made = job(3, 3)
+    reductions = [event for event in made["traceEvents"] if "dtype" in event.get("args", {})]
+    for n, event in enumerate(reductions):
+        event["args"]["dtype"] = types[n % 3]
+    expected = {"": 1_000.0, "block.a": 500.0, "block": 750.0, "emb": 750.0}
+    assert communication(tmp_path, made, searching) == expected
 
 
 def test_of_another_number_of_exchanges_nobody_knows_which_is_which(tmp_path: Path) -> None:
@@ -137,3 +158,99 @@ def test_what_fsdp_moves_is_for_the_module_that_it_shards(tmp_path: Path) -> Non
     assert {row["path"] for row in told if row["sharded"]} == {"", "body.2", "last"}
     backward = work[work["part"] == "backward"].set_index("path")
     assert set(backward.index) >= {"first", "body.0", "body.1", "body.2", "last"}
+
+
+# What each bucket holds a twin of the model tells by its hook before the window, by names of parameters.
+TWIN = """
+    import contextlib, copy, json
+    from torch.utils.checkpoint import checkpoint
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(16, 64)
+            sizes = ((64, 500), (500, 600), (600, 700))
+            self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(n, m), nn.ReLU()) for n, m in sizes])
+            self.last = nn.Linear(700, 16)
+            self.spare = nn.Linear(512, 600)
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x) if again is None else checkpoint(block, x, use_reentrant=again)
+            return self.last(x + (self.spare(torch.ones(512)).sum() if uses_spare else 0))
+    def told(_, bucket):
+        held.append([names[id(p)] for p in bucket.parameters()])
+        every = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return every.then(lambda done: done.value()[0].div_(2))
+    net = Net()
+    twin = nn.parallel.DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=1, **more)
+    names = {id(p): name for name, p in twin.module.named_parameters()}
+    twin.register_comm_hook(None, told)
+    for _ in range(3):
+        held = []
+        twin(torch.ones(4, 16)).square().mean().backward()
+    if dist.get_rank() == 1:
+        print(json.dumps(held))
+    del twin, held
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1, **more)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(14):
+        optimizer.zero_grad()
+        for k in range(passes):
+            with model.no_sync() if k < passes - 1 else contextlib.nullcontext():
+                model(torch.ones(4, 16)).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+DDPS = {
+    "plain": "again, passes, uses_spare, more = None, 1, True, {}",
+    "checkpointed": "again, passes, uses_spare, more = False, 1, True, {'gradient_as_bucket_view': True}",
+    "reentrant": "again, passes, uses_spare, more = True, 1, True, {}",
+    "reentrant, static": "again, passes, uses_spare, more = True, 1, True, {'static_graph': True}",
+    "accumulating": "again, passes, uses_spare, more = False, 3, True, {}",
+    "unused": "again, passes, uses_spare, more = False, 1, False, {'find_unused_parameters': True}",
+    "unused, accumulating": "again, passes, uses_spare, more = None, 2, False, {'find_unused_parameters': True}",
+    "unused, static": (
+        "again, passes, uses_spare, more = False, 1, False, {'find_unused_parameters': True, 'static_graph': True}"
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", DDPS)
+def test_what_ddp_reduces_and_what_runs_in_its_backward_pass_are_for_their_modules(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(dedent(HEAD).replace("net = Net()\n", "") + DDPS[kind] + dedent(TWIN))
+    done = launch(wrapped(tmp_path / "run", [sys.executable, *TORCHRUN, script], "--window", "9,1,4"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    held = json.loads(done.stdout.splitlines()[-1])
+    assert len(held) >= 3
+    rank = RankData(open_run(tmp_path / "run").ranks[1])
+    spans, rows, frames = rank.table("spans"), rank.once(module_rows), rank.once(module_frames)
+    shares, place = rank.once(bucket_shares), {path: n for n, path in enumerate(frames.paths)}
+    for row, names in zip(shares, held, strict=True):
+        # A module whose weight and bias are in different buckets has its part; what is not called is the model's.
+        called = {name.rpartition(".")[0] for name in names}
+        assert {frames.paths[n] for n in np.flatnonzero(row)} == {path if path in place else "" for path in called}
+
+    searched = "unused" in kind and "static" not in kind
+    calls, start = np.flatnonzero(host.is_named(spans, "c10d::allreduce_")), spans["start_ns"].to_numpy()
+    windows = rank.once(timing).host_windows
+    for begin, end in windows.tolist():
+        mine = calls[(start[calls] >= begin) & (start[calls] < end)]
+        assert rows["bucket"].to_numpy()[mine].tolist() == [*range(len(held)), *[-1] * searched]
+
+    work = rank.once(module_work).set_index(["path", "part"])
+    passes = 3 if kind == "accumulating" else 2 if kind == "unused, accumulating" else 1
+    for k in range(3):
+        assert work.loc[(f"blocks.{k}.0", "forward"), "calls"] == passes
+        assert ((f"blocks.{k}.0", "recompute") in work.index) == (
+            "again, passes, uses_spare, more = None" not in DDPS[kind]
+        )
+    functions = np.flatnonzero(frames.functions & (frames.start >= windows[0, 0]) & (frames.start < windows[-1, 1]))
+    named = spans["name"].astype(str).to_numpy()[frames.row[functions]]
+    module = [frames.paths[n] if n >= 0 else "-" for n in frames.module[functions].tolist()]
+    products = [of for of, name in zip(module, named, strict=True) if name.endswith("AddmmBackward0")]
+    linear = ["first", "blocks.0.0", "blocks.1.0", "blocks.2.0", "last", *["spare"] * ("unused" not in kind)]
+    assert Counter(products) == dict.fromkeys(linear, len(windows) * passes)
+    outside = {name for of, name in zip(module, named, strict=True) if of == "-"}
+    assert outside == {f"{layers.ENGINE}MeanBackward0", f"{layers.ENGINE}PowBackward0"}

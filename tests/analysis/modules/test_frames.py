@@ -105,6 +105,9 @@ def test_other_ranges_are_no_modules(tmp_path: Path) -> None:
         ("FSDP::all_gather (layers.0._checkpoint_wrapped_module)", "layers.0"),
         ("FSDP::all_gather (_orig_mod.layers.0)", "layers.0"),
         ("FSDP::all_gather (of.another.model)", "-"),
+        ("dlprof::all_gather nn.Module: layers.0 (Block)", "layers.0"),
+        ("dlprof::reduce nn.Module:  (Net)", ""),
+        ("FullyShardedDataParallel._pre_forward_prefetch", "-"),
     ],
 )
 def test_what_fsdp_does_is_for_the_module_that_it_names(tmp_path: Path, name: str, path: str) -> None:

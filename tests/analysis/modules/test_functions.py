@@ -63,6 +63,21 @@ def test_threads_that_count_by_themselves_are_told_apart(tmp_path: Path) -> None
     }
 
 
+def test_a_range_without_a_number_has_that_of_the_function_behind_the_hooks(tmp_path: Path) -> None:
+    def unnumbered(start: int) -> Any:
+        return traces.op(f"{layers.ENGINE}AddmmBackward0", start, 50)
+
+    def runs_at(start: int, number: int) -> Any:
+        return traces.op("AddmmBackward0", start, 10, **traces.made_by(number, 1))
+
+    forward = [layers.forward("addmm", 0, 10, 3), layers.forward("relu", 20, 10, 4)]
+    hook = traces.op("aten::mul", 110, 10)
+    made = makers(tmp_path / "within", *forward, unnumbered(100), hook, runs_at(130, 3))
+    assert made == {"AddmmBackward0": "aten::addmm"}
+    made = makers(tmp_path / "behind", *forward, unnumbered(100), hook, runs_at(160, 3))
+    assert made == {"AddmmBackward0": ""}
+
+
 def test_a_thread_that_begins_anew_has_the_later_operators(tmp_path: Path) -> None:
     assert makers(
         tmp_path,

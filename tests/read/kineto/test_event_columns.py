@@ -190,10 +190,11 @@ def test_autograd_numbers_what_it_makes_and_says_which_thread_made_it(tmp_path: 
         traces.op("aten::empty", 30, 10, **traces.made_by(9)),  # makes none
         traces.op("aten::mul", 40, 10, **traces.made_by(-1)),
         traces.op("autograd::engine::evaluate_function: ReluBackward0", 50, 10, **traces.made_by(8, 3)),
-        traces.op("autograd::engine::evaluate_function: AddmmBackward0", 60, 10, **traces.made_by(7, 1)),
+        traces.op("autograd::engine::evaluate_function: AddmmBackward0", 60, 10),  # a hook comes first
+        traces.op("AddmmBackward0", 65, 5, **traces.made_by(7, 1)),
         traces.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 70, 10),
         traces.op("aten::sum", 80, 10, **traces.made_by(2**64, 2**40)),
         traces.kernel("gemm", 90, 10),
     )
-    assert spans["autograd"].tolist() == [7, 8, -1, -1, 8, 7, -1, -1, -1]
-    assert spans["forward_thread"].tolist() == ["", "", "", "", "3", "1", "", "", ""]
+    assert spans["autograd"].tolist() == [7, 8, -1, -1, 8, -1, 7, -1, -1, -1]
+    assert spans["forward_thread"].tolist() == ["", "", "", "", "3", "", "1", "", "", ""]

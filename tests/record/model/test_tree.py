@@ -67,6 +67,22 @@ def test_buckets_are_those_that_ddp_made_behind_its_first_backward_pass() -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_where_ddp_looks_for_unused_parameters_it_keeps_the_first_buckets() -> None:
+    def buckets_of(first: Any, **more: Any) -> dict[tuple[str, int], int]:
+        kinds = torch.nn.Linear(300, 1000), first, torch.nn.Linear(300, 1)
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*kinds), **more)
+        return {(row["path"], row["bucket"]): row["parameters"] for row in rows_of([net], {}, {}) if row["parameters"]}
+
+    again = torch.nn.Linear(1000, 300)
+    with worlds.of_one():
+        found = buckets_of(again, bucket_cap_mb=1, find_unused_parameters=True)
+        assert found == {("2", 0): 301, ("1", 0): 300, ("1", 1): 300_000, ("0", 1): 1000, ("0", 2): 300_000}
+        # Of two data types each has buckets of its own.
+        mixed = buckets_of(again.to(torch.bfloat16), bucket_cap_mb=1, find_unused_parameters=True)
+    assert {bucket for _, bucket in mixed} == {-1}
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_units_of_fsdp_are_marked() -> None:
     from torch.distributed.fsdp import fully_shard
 

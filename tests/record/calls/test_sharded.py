@@ -1,0 +1,166 @@
+"""Of each exchange of FSDP's it is known which module's parameters it moves, whoever has issued it: jobs of two ranks.
+
+The units have different sizes. The script notes the size of all that is exchanged, in order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+import dlprof.analysis.subjects  # noqa: F401 - makes all measures known
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.modules.frames import module_frames
+from dlprof.analysis.modules.rows import module_rows
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.steps import timing
+from dlprof.read.run import open_run
+from tests.fixtures.jobs import TORCHRUN, launch, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+UNITS = {100 * 200 + 200: "body.0", 200 * 300 + 300: "body.2", 300 * 400 + 400: "body.3"}
+OUTERMOST = 10 * 100 + 100 + 400 * 10 + 10
+
+HEAD = """
+import json, sys, torch, torch.distributed as dist
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+moved = []
+def noting(name, original):
+    def call(*args, **kwargs):
+        parts = [part if type(part) is list else [part] for part in (*args, *kwargs.values())]
+        moved[-1].append([name, max(sum(t.numel() for t in part if torch.is_tensor(t)) for part in parts)])
+        return original(*args, **kwargs)
+    return call
+for name in ("all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+             "reduce_scatter_single"):
+    if hasattr(dist, name):
+        setattr(dist, name, noting(name.replace("_tensor", "").replace("_single", ""), getattr(dist, name)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(10, 100)
+        self.body = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 300), nn.Linear(300, 400))
+        self.last = nn.Linear(400, 10)
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+net = Net()
+passes, synchronised = 1, lambda last: None
+"""
+LOOP = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(14):
+    moved.append([])
+    optimizer.zero_grad()
+    for k in range(passes):
+        with synchronised(k == passes - 1) or torch.enable_grad():
+            model(torch.ones(4, 10)).square().mean().backward()
+    optimizer.step()
+if dist.get_rank() == 1:
+    print(json.dumps(moved))
+dist.destroy_process_group()
+"""
+
+FIRST = """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel as FSDP, ShardingStrategy
+def shard(prefetch=None, inner=lambda module: module, **more):
+    more.update(device_id=torch.device("cpu"), backward_prefetch=prefetch and BackwardPrefetch[prefetch])
+    for k in (0, 2, 3):
+        net.body[k] = FSDP(inner(net.body[k]), **more)
+    return FSDP(net, **more)
+"""
+SECOND = """
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+units = [net.body[k] for k in (0, 2, 3)]
+for unit in units:
+    fully_shard(unit)
+model = fully_shard(net)
+"""
+
+JOBS = {
+    "ahead": f'{FIRST}\nmodel = shard("BACKWARD_PRE", forward_prefetch=True, use_orig_params=True)',
+    "behind": f'{FIRST}\nmodel = shard("BACKWARD_POST")',
+    "checkpointed": f"{FIRST}\nmodel = shard(inner=checkpoint_wrapper)",
+    "reentrant": f'{FIRST}\nmodel = shard("BACKWARD_PRE", lambda m: checkpoint_wrapper(m, CheckpointImpl.REENTRANT))',
+    "accumulating": (
+        f'{FIRST}\nmodel, passes = shard("BACKWARD_PRE", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 3'
+        "\nsynchronised = lambda last: None if last else model.no_sync()"
+    ),
+    "second, ahead by itself": SECOND,
+    "second, ahead as told": f"""{SECOND}
+net.set_modules_to_forward_prefetch(units[:2])
+units[0].set_modules_to_forward_prefetch(units[2:])
+net.set_modules_to_backward_prefetch(units[1:][::-1])
+""",
+    "second, checkpointed, accumulating": f"""{SECOND}
+passes = 2
+synchronised = lambda last: net.set_requires_gradient_sync(last)
+Net.forward = lambda self, x: self.last(checkpoint(self.body, self.first(x), use_reentrant=False))
+""",
+}
+
+
+def traced(run: Path) -> list[list[tuple[str, str]]]:
+    """Return of each traced step what each exchange is, and the module that it is for, in order."""
+    rank = RankData(open_run(run).ranks[1])
+    spans, rows, frames = rank.table("spans"), rank.once(module_rows), rank.once(module_frames)
+    calls = host.is_named(spans, "c10d::") & host.is_one_of(spans["collective"], "all_gather", "reduce_scatter")
+    start = spans["start_ns"].to_numpy()
+    found = []
+    for begin, end in rank.once(timing).host_windows.tolist():
+        mine = np.flatnonzero(calls & (start >= begin) & (start < end))
+        module = rows["module"].to_numpy()[mine].tolist()
+        assert set(rows["part"].iloc[mine]) == {"communication"}
+        kinds = spans["collective"].astype(str).iloc[mine]
+        found.append([(kind, frames.paths[of] if of >= 0 else "?") for kind, of in zip(kinds, module, strict=True)])
+    return found
+
+
+def of_job(folder: Path, job: str) -> list[tuple[str, str]]:
+    """Record a job, and return of a step what each exchange is, and whose parameters it moves by its size."""
+    script = folder / "train.py"
+    script.write_text(dedent(HEAD) + JOBS[job] + dedent(LOOP))
+    done = launch(wrapped(folder / "run", [sys.executable, *TORCHRUN, script], "--window", "6,1,4"), folder)
+    assert done.returncode == 0, done.stderr
+    assert "dlprof: modules" not in done.stderr
+    moved: list[list[tuple[str, int]]] = json.loads(done.stdout.splitlines()[-1])
+    assert all(step == moved[-1] for step in moved[2:])
+    assert {size for _, size in moved[-1]} == {OUTERMOST, *UNITS}
+    return [(kind, UNITS.get(size, "")) for kind, size in moved[-1]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", JOBS)
+def test_an_exchange_is_for_the_module_whose_parameters_it_moves(tmp_path: Path, job: str) -> None:
+    truth = of_job(tmp_path, job)
+    steps = traced(tmp_path / "run")
+    assert len(steps) == 4
+    assert all(step == truth for step in steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["ahead", "checkpointed"])
+def test_a_trace_of_others_tells_of_what_is_not_gathered_ahead(tmp_path: Path, job: str) -> None:
+    truth = of_job(tmp_path, job)
+    path = tmp_path / "run/ranks/00001/trace.json.gz"
+    told = json.loads(gzip.decompress(path.read_bytes()))
+    ours = ("dlprof::all_gather", "dlprof::reduce")
+    told["traceEvents"] = [e for e in told["traceEvents"] if not str(e.get("name")).startswith(ours)]
+    path.write_bytes(gzip.compress(json.dumps(told).encode()))
+    for step in traced(tmp_path / "run"):
+        known = [(kind, "?" if of == "?" else whose) for (kind, whose), (_, of) in zip(truth, step, strict=True)]
+        assert step == known
+        assert (step == truth) == (job == "checkpointed")
+        assert (step[0], step[-1]) == (truth[0], truth[-1])
