@@ -24,7 +24,6 @@ from dlprof.analysis.memory.memory import total_bytes
 from dlprof.analysis.pipeline.held import most_held
 from dlprof.analysis.pipeline.pipeline_plans import Model
 from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short
-from dlprof.analysis.timeline.paths import folded
 from dlprof.errors import NotMeasured
 
 # Multiples of the batch that are listed, besides the largest that fits.
@@ -33,7 +32,11 @@ MULTIPLES = (0.5, 2.0, 4.0, 8.0)
 
 @per_rank
 def memory_changes(
-    held: pd.DataFrame, memory_composition: pd.DataFrame, attention: Maybe[pd.DataFrame], rank: RankFacts
+    held: pd.DataFrame,
+    held_names: pd.DataFrame,
+    memory_composition: pd.DataFrame,
+    attention: Maybe[pd.DataFrame],
+    rank: RankFacts,
 ) -> pd.DataFrame:
     """Return the rank's predicted peak with each change.
 
@@ -48,6 +51,7 @@ def memory_changes(
     device = main_device(memory_composition)
     now = of_device(held, memory_composition, device, rank.facts)
     total = total_bytes(rank) if device != "cpu" else nan
+    names = dict(zip(held_names["module"], held_names["name"], strict=True))
     # Gradients go to the host, and parameters back (Ren et al., ZeRO-Offload, 2021).
     moved = now.moments["update"]["gradient"] + fp.trained(now.held)
     rows = [
@@ -61,7 +65,7 @@ def memory_changes(
             _times(then, total),
             moved * (change == "offload"),
         )
-        for change, value, then in [("", "", now), *_changes(now, rank.facts, total, _scores(attention))]
+        for change, value, then in [("", "", now), *_changes(now, rank.facts, total, _scores(attention), names)]
     ]
     columns = ["change", "value", "device", "now_bytes", "then_bytes", "total_bytes", "times", "moved_bytes"]
     return pd.DataFrame(rows, columns=columns)
@@ -99,7 +103,7 @@ def _scores(attention: Maybe[pd.DataFrame]) -> float:
 
 
 def _changes(
-    now: Footprint, facts: Mapping[str, object], total: float, scores: float
+    now: Footprint, facts: Mapping[str, object], total: float, scores: float, names: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Footprint]]:
     held = now.held
     for times in sorted({*MULTIPLES, *_largest(now, total, settings.batch_of(facts))}):
@@ -110,13 +114,7 @@ def _changes(
     if (floats[held["part"] == "parameter"] == "float32").any():
         yield "16_bits", "", fp.in_16_bits(now)
     modules = fp.units(held)
-    if len(modules) > 1:
-        yield "checkpoint", names_of(held, modules), fp.checkpointed(now, modules)
-        alike: dict[str, list[str]] = {}
-        for module in modules:
-            alike.setdefault(names_of(held, modules, [module]), []).append(module)
-        for name, mine in alike.items() if len(alike) > 1 else ():
-            yield "checkpoint_only", name, fp.checkpointed(now, mine)
+    yield from _checkpoints(now, fp.with_modules_inside(held, modules), names)
     if scores:
         yield "fused_attention", "", fp.fused_attention(now, scores)
     world = facts.get("world_size")
@@ -130,6 +128,20 @@ def _changes(
         if not isnan(total):  # on a CPU the state is on the host already
             yield "offload", "", fp.offloaded(now)
     yield from _of_pipeline(now, facts.get("pipeline"))
+
+
+def _checkpoints(now: Footprint, modules: list[str], names: Mapping[str, str]) -> Iterator[tuple[str, str, Footprint]]:
+    """Return checkpoints around modules, and around each list of them alone: those that leave less at the peak."""
+    if len(modules) < 2:
+        return
+    alike: dict[str, list[str]] = {}
+    for module in modules:
+        alike.setdefault(names.get(module, module), []).append(module)
+    lists = [("checkpoint_only", name, mine) for name, mine in alike.items() if len(alike) > 1]
+    for change, name, mine in [("checkpoint", ", ".join(alike), modules), *lists]:
+        then = fp.checkpointed(now, mine)
+        if then.peak_bytes < now.peak_bytes:
+            yield change, name, then
 
 
 def _largest(now: Footprint, total: float, batch: object) -> tuple[float, ...]:
@@ -173,14 +185,6 @@ def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place:
     if not runs(schedule, ranks, microbatches, chunks):
         return None
     return most_held(grid(schedule, ranks, microbatches, chunks).rows[place]) / chunks / microbatches
-
-
-def names_of(held: pd.DataFrame, modules: list[str], of: list[str] | None = None) -> str:
-    """Return the folded names of modules, or only of those in `of`: "encoder.layers.*"."""
-    known = held.drop_duplicates("module").set_index("module")["kind"].astype(str)
-    kinds = {str(path): str(kind) for path, kind in known.items()}
-    names = folded({**dict.fromkeys(modules, ""), **kinds})
-    return ", ".join(dict.fromkeys(names[m] for m in of or modules))
 
 
 @dataclass(frozen=True)

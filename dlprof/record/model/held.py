@@ -130,6 +130,8 @@ class _Look:
         self._next_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", None)
         self._models = models_of(recorder.observed)  # now, since FSDP puts others in their place while a step runs
         self._by_module = not any(model.replicates for model in self._models)
+        # What is in no module, as a loss: of several models it is no one's.
+        self._whole = self._models[0].name if len(self._models) == 1 else ("", "")
         self._known = Storages()
         for model in self._models:
             model.count(self._known)
@@ -316,10 +318,9 @@ class _Look:
         }
 
     def _input_rows(self) -> dict[tuple[Any, ...], list[int]]:
-        model = self._models[0].name if self._models else ("", "")
         rows: dict[tuple[Any, ...], list[int]] = {}
         for size, device, dtype in self._largest_batch.values():
-            _add(rows, ("input", *model, device, dtype, 0), size)
+            _add(rows, ("input", *self._whole, device, dtype, 0), size)
         return rows
 
     def _activation_rows(self) -> dict[tuple[Any, ...], list[int]]:
@@ -331,9 +332,8 @@ class _Look:
         for model in self._models:
             names = {**model.names, **names}
             parameters = {**model.parameters, **parameters}
-        whole = self._models[0].name if self._models else ("", "")
         for one in self._fullest.most.values():
-            owner = names.get(self._calls.owner(one.number), whole) if self._by_module else whole
+            owner = names.get(self._calls.owner(one.number), self._whole) if self._by_module else self._whole
             part = "cast" if one.cast_of in parameters else "activation"
             _add(rows, (part, *parameters.get(one.cast_of, owner), one.device, one.dtype, 0), one.size)
         return rows

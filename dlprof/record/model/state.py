@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlprof.record.model.names import class_of, names_of
+from dlprof.record.model.names import names_of, names_of_all
 from dlprof.record.model.storages import Owner, Storages, dtype_of, tensors_in
 from dlprof.record.observed import Observed
 
@@ -20,9 +20,11 @@ _DEEPEST = 4
 class Model:
     """One outermost module with everything inside it; or, without a module, the tensors that an optimizer steps."""
 
-    def __init__(self, module: Any = None, others: Sequence[Any] = ()) -> None:
-        self.name: Owner = ("", "" if module is None else class_of(module))
-        self.names: dict[int, Owner] = {} if module is None else names_of(module)
+    def __init__(
+        self, module: Any = None, others: Sequence[Any] = (), names: Mapping[int, Owner] | None = None
+    ) -> None:
+        self.names: Mapping[int, Owner] = {} if module is None else names_of(module) if names is None else names
+        self.name: Owner = self.names.get(id(module), ("", ""))
         self.parameters: dict[int, Owner] = {}  # by id
         self.replicates = False  # its modules run in several threads
         self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
@@ -91,7 +93,8 @@ class Model:
 def models_of(observed: Observed) -> list[Model]:
     """Return the script's models, those with most parameters first, and what else its optimizers step."""
     alive = [module for reference in observed.models if (module := reference()) is not None]
-    models = sorted((Model(module) for module in alive), key=lambda model: -len(model.parameters))
+    names = names_of_all(alive)
+    models = sorted((Model(module, names=names) for module in alive), key=lambda model: -len(model.parameters))
     known: set[int] = set()
     kept = []
     for model in models:

@@ -122,6 +122,13 @@ def test_layers_that_repeat_are_what_is_checkpointed_and_sharded() -> None:
     assert fp.largest_unit(now().held, fp.units(now().held)) == 4 * head  # what lies in no layer is a unit, too
 
 
+def test_layers_of_one_of_several_models_repeat_too() -> None:
+    rows = [row("activation", f"(Net).blocks.{n}.{name}", 100) for n in range(3) for name in ("up", "down")]
+    held = table(*rows, row("activation", "(Critic).0", 50))
+    assert fp.units(held) == ["(Net).blocks.0", "(Net).blocks.1", "(Net).blocks.2", "(Critic).0"]
+    assert fp.with_modules_inside(held, fp.units(held)) == ["(Net).blocks.0", "(Net).blocks.1", "(Net).blocks.2"]
+
+
 def test_a_state_in_8_bits_is_a_quarter_and_its_scales() -> None:
     then = fp.eight_bit(adam(1_000_000))
     assert then.parts["optimizer"] == pytest.approx(3_000_000 * (1 + 1 / 64))

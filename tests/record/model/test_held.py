@@ -191,7 +191,12 @@ def test_two_models_in_turns_and_a_penalty_on_gradients(tmp_path: Path) -> None:
             optimizers[0].step()
         """,
     )
-    size = PARAMETERS + 8 * 32 + 32 + 32 + 1
+    critic = 8 * 32 + 32 + 32 + 1
+    size = PARAMETERS + critic
+    # Each has its class before its paths, as in the tree of modules: both have a module "0" or "2".
+    of_module = sums(table[table["part"] == "parameter"], "module")
+    assert sum(n for path, n in of_module.items() if path.startswith("(Sequential).")) == critic * 4
+    assert sum(n for path, n in of_module.items() if path.startswith("(Net).")) == PARAMETERS * 4
     assert sums(table)["parameter"] == size * 4
     assert sums(table[table["dtype"] == "float32"])["optimizer"] == 2 * size * 4 + 14 * 4  # a number for each tensor
     assert not beside["activations"]["by_module"]
