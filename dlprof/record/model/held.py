@@ -21,7 +21,7 @@ from typing import Any
 from dlprof import files
 from dlprof.record.hooks import hide
 from dlprof.record.model import saved, storages
-from dlprof.record.model.state import models_of, state_of
+from dlprof.record.model.state import count_idle, models_of, state_of
 from dlprof.record.model.storages import Key, Storages
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FETCH, Step
@@ -294,6 +294,7 @@ class _Look:
         optimizers = [
             state_of(optimizer, self._models, rows) for optimizer in _alive(self._recorder.observed.optimizers)
         ]
+        count_idle(self._models, rows)
         for model in self._models:
             model.count_buckets(rows)
         rows.settle()

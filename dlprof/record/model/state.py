@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlprof.record.model.names import names_of, names_of_all
+from dlprof.record.model.names import class_of, names_of, names_of_all
 from dlprof.record.model.storages import Owner, Storages, dtype_of, tensors_in
 from dlprof.record.observed import Observed
 
@@ -30,10 +31,10 @@ class Model:
         self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
         self._in_buckets: set[int] = set()  # by id: their gradients lie in DistributedDataParallel's buckets
         self._kept: list[tuple[Any, Owner]] = []
-        self._modules: list[tuple[Any, Owner]] = []
+        self.modules: list[tuple[Any, Owner]] = []
         for one in module.modules() if module is not None else ():
             owner = self.names.get(id(one), ("", type(one).__name__))
-            self._modules.append((one, owner))
+            self.modules.append((one, owner))
             self.replicates = self.replicates or type(one).__name__ == "DataParallel"
             self.full |= _full_of(one)
             if type(one).__name__ == "DistributedDataParallel" and one.gradient_as_bucket_view:
@@ -58,7 +59,7 @@ class Model:
         for parameter, owner in self._kept:
             full = self.full.get(id(parameter))
             into.add("parameter", owner, parameter, full=full, trainable=parameter.requires_grad)
-        for module, owner in self._modules:
+        for module, owner in self.modules:
             for buffer in module._buffers.values():
                 if buffer is not None:
                     into.add("buffer", owner, buffer)
@@ -75,13 +76,13 @@ class Model:
 
     def count_gathered(self, into: Storages) -> None:
         """Count the parameters that FSDP has gathered from all ranks and not let go yet."""
-        for module, owner in self._modules:
+        for module, owner in self.modules:
             for tensor in _gathered_by(module):
                 into.add("communication", owner, tensor)
 
     def count_buckets(self, into: Storages) -> None:
         """Count DistributedDataParallel's buckets, unless the gradients lie in them: each has its gradients' size."""
-        for module, owner in self._modules:
+        for module, owner in self.modules:
             if type(module).__name__ != "DistributedDataParallel" or module.gradient_as_bucket_view:
                 continue
             for parameter in module._module_parameters:
@@ -105,6 +106,21 @@ def models_of(observed: Observed) -> list[Model]:
     if others and not (kept and _are_masters(others, kept)):
         kept.append(Model(others=others))
     return kept
+
+
+def count_idle(models: Sequence[Model], into: Storages) -> None:
+    """Count as buffers what modules hold that no step calls: averaged copies of the weights."""
+    module: Any = sys.modules["torch"].nn.Module
+    known = {id(one) for model in models for one, _ in model.modules}
+    idle = {id(o): o for o in gc.get_objects() if module in type(o).__mro__ and "_modules" in vars(o)}
+    inner = {id(child) for one in idle.values() for child in one._modules.values()}
+    for outer in (one for key, one in idle.items() if key not in inner and key not in known):
+        owner = (f"({class_of(outer)})", class_of(outer))
+        for one in outer.modules():
+            held = () if id(one) in known else (*one._parameters.values(), *one._buffers.values())
+            for tensor in held:
+                if tensor is not None:
+                    into.add("buffer", owner, tensor)
 
 
 def state_of(optimizer: Any, models: Sequence[Model], into: Storages) -> dict[str, Any]:
