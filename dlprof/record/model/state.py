@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,14 +113,16 @@ def count_idle(models: Sequence[Model], into: Storages) -> None:
     """Count as buffers what modules hold that no step calls: averaged copies of the weights."""
     module: Any = sys.modules["torch"].nn.Module
     known = {id(one) for model in models for one, _ in model.modules}
-    idle = {id(o): o for o in gc.get_objects() if module in type(o).__mro__ and "_modules" in vars(o)}
+    objects = gc.get_objects()  # a million in a large script: their classes are asked, once each
+    kinds = {kind for kind in set(map(type, objects)) if module in kind.__mro__}
+    idle = {id(one): one for one in objects if type(one) in kinds and "_modules" in vars(one)}
     inner = {id(child) for one in idle.values() for child in one._modules.values()}
     for outer in (one for key, one in idle.items() if key not in inner and key not in known):
-        owner = (f"({class_of(outer)})", class_of(outer))
-        for one in outer.modules():
-            held = () if id(one) in known else (*one._parameters.values(), *one._buffers.values())
-            for tensor in held:
-                if tensor is not None:
+        with contextlib.suppress(Exception):  # a class with ways of its own, or one that is half made
+            owner = (f"({class_of(outer)})", class_of(outer))
+            for one in outer.modules():
+                tensors = () if id(one) in known else (*one._parameters.values(), *one._buffers.values())
+                for tensor in (one for one in tensors if one is not None):
                     into.add("buffer", owner, tensor)
 
 

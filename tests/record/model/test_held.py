@@ -136,7 +136,8 @@ def test_which_step_it_is(options: list[str], step: int, tmp_path: Path) -> None
 
 
 def test_an_averaged_copy_that_no_step_calls_is_held_too(tmp_path: Path) -> None:
-    body = EPOCH.replace("optimizer = ", "average = torch.optim.swa_utils.AveragedModel(model)\noptimizer = ", 1)
+    odd = "class Odd(nn.Module):\n    def modules(self): raise TypeError\nodd = Odd(), nn.LazyLinear(4)\n"
+    body = odd + EPOCH.replace("optimizer = ", "average = torch.optim.swa_utils.AveragedModel(model)\noptimizer = ", 1)
     table, _ = counted(tmp_path, body.replace("optimizer.step()", "optimizer.step(); average.update_parameters(model)"))
     copy = table[table["module"] == "(AveragedModel)"]
     assert sums(copy) == {"buffer": PARAMETERS * 4 + 8}  # and how often it was averaged
