@@ -17,6 +17,7 @@ MOST_MODULES = 60  # rows
 _TOLD = ("parameter", "gradient", "optimizer", "activation")
 
 OUTSIDE = "(the model itself)"  # outside its submodules, and the loss
+OF_NONE = "(no module)"  # the same where there are several models
 
 
 @across_ranks
@@ -98,7 +99,11 @@ def modules(held_by_module: pd.DataFrame, held_names: pd.DataFrame) -> tuple[Mod
     kind_of = {str(name): str(kind) for name, kind in zip(named["name"], named["kind"], strict=True)}
     rows = [
         ModuleMemory(
-            str(name) or OUTSIDE, kind_of.get(str(name), ""), counts.get(str(name), 1), float(sum(sizes)), *sizes
+            str(name) or (OUTSIDE if kind_of.get("") else OF_NONE),
+            kind_of.get(str(name), ""),
+            counts.get(str(name), 1),
+            float(sum(sizes)),
+            *sizes,
         )
         for name, *sizes in whole.astype(float).itertuples(name=None)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlprof.analysis.memory.composition import held_by_module, held_names
-from dlprof.analysis.memory.holdings import OUTSIDE, memory_footprint, modules
+from dlprof.analysis.memory.holdings import OF_NONE, OUTSIDE, memory_footprint, modules
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import row
 
@@ -37,6 +37,13 @@ def test_layers_that_are_built_alike_are_one_row_with_all_inside(tmp_path: Path)
     assert rows[OUTSIDE].bytes == 30
     # What is around the layers holds them alone: one row is enough, that of the layers.
     assert [name for name in rows if name in ("encoder", "encoder.layer")] == []
+
+
+def test_of_several_models_the_batch_is_no_ones(tmp_path: Path) -> None:
+    rows = [row("parameter", "(Net).fc", 100), row("parameter", "(Critic).fc", 60), row("input", "", 30, "")]
+    measured = runs.measured(holding.recorded(tmp_path, rows), held_by_module, held_names)
+    found = {m.module: m.bytes for m in modules(measured.frame(held_by_module), measured.frame(held_names))}
+    assert found == {"(Net).fc": 100, "(Critic).fc": 60, OF_NONE: 30}
 
 
 def test_the_fullest_device_and_its_changes(tmp_path: Path) -> None:
