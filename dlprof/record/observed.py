@@ -39,17 +39,23 @@ class Observed:
     model_id: int = 0  # of the last model and the last optimizer, which need no look
     optimizer_id: int = 0
     learns: bool = False  # the last module has parameters: it is a model, and no loss
+    frozen: bool = False  # none of its parameters is trained, as of a teacher: what it computes is for another model
     _model_ids: dict[int, bool] = field(default_factory=dict)
+    _frozen_ids: set[int] = field(default_factory=set)
     _optimizer_ids: set[int] = field(default_factory=set)
 
     def see_model(self, module: Any) -> None:
         """Keep an outermost module that has parameters."""
         self.model_id = id(module)
         self.learns = self._model_ids.get(self.model_id, False)
+        self.frozen = self.model_id in self._frozen_ids
         if self.model_id in self._model_ids or len(self._model_ids) >= _MOST:
             return
         self.learns = self._model_ids[self.model_id] = next(module.parameters(), None) is not None
         if self.learns:
+            self.frozen = not any(parameter.requires_grad for parameter in module.parameters())
+            if self.frozen:
+                self._frozen_ids.add(self.model_id)
             self.models.append(weakref.ref(module))
             self.calls.see("forward")
             self.news = True

@@ -113,9 +113,9 @@ class StepClock(Phases):
             else:
                 row.lead_ns = now - row.start_ns - row.parts[FETCH]
             row.forwards += 1
-            row.used_from = row.backwards if with_grad else NEVER
             if id(module) != observed.model_id:
                 observed.see_model(module)
+            row.used_from = row.backwards if with_grad or observed.frozen else NEVER
             looks = observed.learns and (row.taken != row.backwards or observed.pipeline)
             if looks and (with_grad or not self.trains) and not row.take(args, kwargs or {}):
                 observed.look_no_more()

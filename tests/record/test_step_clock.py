@@ -233,6 +233,26 @@ def test_a_step_that_ends_while_a_loader_is_asked_in_vain_costs_nothing(job: Job
     assert [seen.role for seen in clock.observed.loaders] == ["validation"]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_teachers_forward_pass_is_for_the_backward_pass_after_it(frozen: bool, tmp_path: Path) -> None:
+    loop = tiny(
+        tmp_path,
+        f"""
+        import copy
+        teacher = copy.deepcopy(model).requires_grad_(not {frozen})
+        for x, _ in DataLoader(data, batch_size=8):
+            with torch.no_grad():
+                aim = teacher(x)
+            nn.functional.mse_loss(model(x), aim).backward()
+            optimizer.step()
+        """,
+    )
+    record(loop, folder=tmp_path / "run", options=["--no-trace", "--flops", "off", "--no-sample"])
+    steps = [row for row in rows(tmp_path / "run/ranks/00000") if row["kind"] == "train"]
+    assert {row["forwards"] for row in steps} == {2}
+    assert all((row["unused_forward_ns"] == 0) is frozen for row in steps)
+
+
 def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
     loop = tiny(
         tmp_path,

@@ -21,11 +21,10 @@ from dlprof.analysis.memory import footprint as fp
 from dlprof.analysis.memory.batches import HIGH, MOST_TIMES, even, gain_at
 from dlprof.analysis.memory.footprint import Footprint, main_device, of_device
 from dlprof.analysis.memory.memory import total_bytes
-from dlprof.analysis.memory.places import WIDTH, largest_unit, units
+from dlprof.analysis.memory.places import WIDTH, largest_unit, units, with_modules_inside
 from dlprof.analysis.pipeline.held import most_held
 from dlprof.analysis.pipeline.pipeline_plans import Model
 from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short
-from dlprof.analysis.timeline.paths import folded
 from dlprof.errors import NotMeasured
 
 # Multiples of the batch that are listed, besides the largest that fits.
@@ -34,7 +33,11 @@ MULTIPLES = (0.5, 2.0, 4.0, 8.0)
 
 @per_rank
 def memory_changes(
-    held: pd.DataFrame, memory_composition: pd.DataFrame, attention: Maybe[pd.DataFrame], rank: RankFacts
+    held: pd.DataFrame,
+    held_names: pd.DataFrame,
+    memory_composition: pd.DataFrame,
+    attention: Maybe[pd.DataFrame],
+    rank: RankFacts,
 ) -> pd.DataFrame:
     """Return what each change makes of the rank's peak, a row each: change, value, device, now_bytes, then_bytes (of
     all that is held there), least_bytes and most_bytes (for any cache of the allocator), total_bytes (that there are;
@@ -48,11 +51,12 @@ def memory_changes(
     device = main_device(memory_composition)
     now = of_device(held, memory_composition, device, rank.facts)
     total = total_bytes(rank) if device != "cpu" else nan
+    names = dict(zip(held_names["module"], held_names["name"], strict=True))
     # Gradients go to the host, and parameters back (Ren et al., ZeRO-Offload, 2021).
     moved = now.moments["update"]["gradient"] + fp.trained(now.held)
     rows = [
         (change, value, device, now.peak_bytes, *with_cache(now, then), total, _times(then, total))
-        for change, value, then in [("", "", now), *_changes(now, rank.facts, total, _scores(attention))]
+        for change, value, then in [("", "", now), *_changes(now, rank.facts, total, _scores(attention), names)]
     ]
     columns = ["change", "value", "device", "now_bytes", "then_bytes", "least_bytes", "most_bytes", "total_bytes"]
     frame = pd.DataFrame(rows, columns=[*columns, "times"])
@@ -101,7 +105,7 @@ def _scores(attention: Maybe[pd.DataFrame]) -> dict[int, float]:
 
 
 def _changes(
-    now: Footprint, facts: Mapping[str, object], total: float, scores: Mapping[int, float]
+    now: Footprint, facts: Mapping[str, object], total: float, scores: Mapping[int, float], names: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Footprint]]:
     held = now.held
     for times in sorted({*MULTIPLES, *_largest(now, total, settings.batch_of(facts))}):
@@ -112,13 +116,7 @@ def _changes(
     if (floats[held["part"] == "parameter"] == "float32").any():
         yield "16_bits", "", fp.in_16_bits(now)
     modules = units(held)
-    if len(modules) > 1:
-        yield "checkpoint", names_of(held, modules), fp.checkpointed(now, modules)
-        alike: dict[str, list[str]] = {}
-        for module in modules:
-            alike.setdefault(names_of(held, modules, [module]), []).append(module)
-        for name, mine in alike.items() if len(alike) > 1 else ():
-            yield "checkpoint_only", name, fp.checkpointed(now, mine)
+    yield from _checkpoints(now, with_modules_inside(held, modules), names)
     if scores:
         yield "fused_attention", "", fp.fused_attention(now, scores)
     world = facts.get("world_size")
@@ -132,6 +130,20 @@ def _changes(
         if not isnan(total):  # on a CPU the state is on the host already
             yield "offload", "", fp.offloaded(now)
     yield from _of_pipeline(now, facts.get("pipeline"))
+
+
+def _checkpoints(now: Footprint, modules: list[str], names: Mapping[str, str]) -> Iterator[tuple[str, str, Footprint]]:
+    """Return checkpoints around modules, and around each list of them alone: those that leave less at the peak."""
+    if len(modules) < 2:
+        return
+    alike: dict[str, list[str]] = {}
+    for module in modules:
+        alike.setdefault(names.get(module, module), []).append(module)
+    lists = [("checkpoint_only", name, mine) for name, mine in alike.items() if len(alike) > 1]
+    for change, name, mine in [("checkpoint", ", ".join(alike), modules), *lists]:
+        then = fp.checkpointed(now, mine)
+        if then.peak_bytes < now.peak_bytes:
+            yield change, name, then
 
 
 def _largest(now: Footprint, total: float, batch: object) -> tuple[float, ...]:
@@ -175,14 +187,6 @@ def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place:
     if not runs(schedule, ranks, microbatches, chunks):
         return None
     return most_held(grid(schedule, ranks, microbatches, chunks).rows[place]) / chunks / microbatches
-
-
-def names_of(held: pd.DataFrame, modules: list[str], of: list[str] | None = None) -> str:
-    """Return the folded names of modules, or only of those in `of`: "encoder.layers.*"."""
-    known = held.drop_duplicates("module").set_index("module")["kind"].astype(str)
-    kinds = {str(path): str(kind) for path, kind in known.items()}
-    names = folded({**dict.fromkeys(modules, ""), **kinds})
-    return ", ".join(dict.fromkeys(names[m] for m in of or modules))
 
 
 @dataclass(frozen=True)

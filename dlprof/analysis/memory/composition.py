@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.errors import NotMeasured
 
 # Parts that are counted tensor by tensor. They exist all the time or at one of the moments below.
@@ -73,6 +74,33 @@ def held_by_module(held: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     frame = frame.astype(dict.fromkeys(_KEYS, object)).sort_values("bytes", ascending=False, kind="stable")
     rest = frame[MOST_ROWS:].assign(module="…", kind="").groupby(_KEYS, as_index=False)[sums].sum()
     return pd.concat([frame[:MOST_ROWS], rest], ignore_index=True)
+
+
+@per_rank
+def held_names(held: pd.DataFrame, modules: Maybe[pd.DataFrame]) -> pd.DataFrame:
+    """Return of each module that holds something, and of those around it: module (path), name (folded) and kind.
+
+    Modules fold by all that is inside them, as in the tree of the step's time: the first layer of a stack holds less
+    than the others where nothing before it is trained. Without a trace by what holds something alone.
+    """
+    known = [held[["module", "kind"]]]
+    if modules:
+        known.insert(0, modules.get()[["path", "kind"]].rename(columns={"path": "module"}))
+    rows = pd.concat([frame.astype(str) for frame in known]).drop_duplicates("module")
+    kinds = dict(zip(rows["module"], rows["kind"], strict=True))
+    mine = dict.fromkeys(path for module in held["module"].astype(str).unique() for path in around(module))
+    names = folded({**dict.fromkeys(mine, ""), **kinds})
+    return pd.DataFrame(
+        {"module": list(mine), "name": [names[p] for p in mine], "kind": [kinds.get(p, "") for p in mine]}
+    )
+
+
+def around(path: str) -> list[str]:
+    """Return a module's path and those of all modules around it; of the model itself, its own."""
+    found = [path]
+    while path := parent(path):
+        found.append(path)
+    return found
 
 
 def _why(told: Mapping[str, Any]) -> str:

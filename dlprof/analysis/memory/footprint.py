@@ -295,8 +295,8 @@ def in_16_bits(now: Footprint) -> Footprint:
         "part", observed=True
     ):
         wide = rows.loc[rows["dtype"].astype(str).isin(("float32", "float64"))]
-        narrow = (wide["bytes"] * 2 / wide["dtype"].astype(str).map(WIDTH)).sum()
-        factors[str(part)] = _left(rows, float(wide["bytes"].sum() - narrow))
+        left = 2.0 / wide["dtype"].astype(str).map(WIDTH).astype(float)
+        factors[str(part)] = _left(rows, float((wide["bytes"] * (1.0 - left)).sum()))
     each = np.asarray(now.places["dtype"].map({"float64": 0.25, "float32": 0.5}).fillna(1.0), dtype=np.float64)
     then = now.scaled(factors).with_rows(saved=each, flowing=each)
     return replace(then, stepping=now.stepping * factors.get("parameter", 1.0))

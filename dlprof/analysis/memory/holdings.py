@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.memory.composition import around
 from dlprof.analysis.memory.footprint import PARTS
-from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.result import MOST_RANKS
 from dlprof.result.memory import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
 
@@ -17,12 +17,14 @@ MOST_MODULES = 60  # rows
 _TOLD = ("parameter", "gradient", "optimizer", "activation")
 
 OUTSIDE = "(the model itself)"  # outside its submodules, and the loss
+OF_NONE = "(no module)"  # the same where there are several models
 
 
 @across_ranks
 def memory_footprint(
     memory_composition: pd.DataFrame,
     held_by_module: Maybe[pd.DataFrame],
+    held_names: Maybe[pd.DataFrame],
     memory_what_if: Maybe[pd.DataFrame],
     job: Job,
 ) -> Footprint:
@@ -51,11 +53,15 @@ def memory_footprint(
     rank, device = sums.index[0]
     if changes is not None:
         rank, device = int(changes["rank"].iloc[0]), str(changes["device"].iloc[0])
-    by_module = held_by_module.or_none()
+    by_module, names = held_by_module.or_none(), held_names.or_none()
     return Footprint(
         tuple(devices),
         int(rank),
-        () if by_module is None else modules(by_module[(by_module["rank"] == rank) & (by_module["device"] == device)]),
+        ()
+        if by_module is None or names is None
+        else modules(
+            by_module[(by_module["rank"] == rank) & (by_module["device"] == device)], names[names["rank"] == rank]
+        ),
         () if changes is None else tuple(_change(row) for row in changes[changes["change"] != ""].to_dict("records")),
         None if changes is None else _known(changes["now_ns"].iloc[0]),
     )
@@ -82,40 +88,30 @@ def _known(value: object) -> float | None:
     return None if pd.isna(value) else float(value)  # type: ignore[arg-type, call-overload]
 
 
-def modules(held_by_module: pd.DataFrame) -> tuple[ModuleMemory, ...]:
+def modules(held_by_module: pd.DataFrame, held_names: pd.DataFrame) -> tuple[ModuleMemory, ...]:
     """Return the memory of one rank's modules on one device, each with the modules inside it, the largest first.
 
     Identical modules are one row. A module with the same memory as one inside it is left out.
     """
-    kinds = dict(zip(held_by_module["module"].astype(str), held_by_module["kind"].astype(str), strict=True))
-    every = dict.fromkeys(path for m in kinds for path in _around(m))
-    names = folded({**dict.fromkeys(every, ""), **kinds})
     part = held_by_module["part"].astype(str).where(held_by_module["part"].isin(_TOLD), "other")
     own = held_by_module.assign(part=part).pivot_table("bytes", "module", "part", "sum", fill_value=0.0)
     own = own.reindex(columns=[*_TOLD, "other"], fill_value=0.0)
-    inside = [(path, names[around]) for path in own.index for around in (_around(str(path)) or [""])]
-    pairs = pd.DataFrame(inside, columns=["module", "path"])
+    named = held_names.set_index("module")
+    inside = [(path, m, named["name"].get(m, m)) for path in map(str, own.index) for m in around(path) if m or not path]
+    pairs = pd.DataFrame(inside, columns=["module", "around", "path"])
     whole = pairs.merge(own, left_on="module", right_index=True).groupby("path")[[*_TOLD, "other"]].sum()
-    counts: dict[str, int] = {}
-    kind_of: dict[str, str] = {}
-    for path, name in names.items():
-        counts[name] = counts.get(name, 0) + 1
-        kind_of[name] = kind_of.get(name) or kinds.get(path, "")
+    counts = pairs.groupby("path")["around"].nunique().to_dict()
+    kind_of = {str(name): str(kind) for name, kind in zip(named["name"], named["kind"], strict=True)}
     rows = [
         ModuleMemory(
-            str(name) or OUTSIDE, kind_of.get(str(name), ""), counts.get(str(name), 1), float(sum(sizes)), *sizes
+            str(name) or (OUTSIDE if kind_of.get("") else OF_NONE),
+            kind_of.get(str(name), ""),
+            counts.get(str(name), 1),
+            float(sum(sizes)),
+            *sizes,
         )
         for name, *sizes in whole.astype(float).itertuples(name=None)
     ]
     largest = {(row.bytes, row.activation): row.module for row in sorted(rows, key=lambda r: len(r.module))}
     kept = [row for row in rows if row.bytes and largest[row.bytes, row.activation] == row.module]
     return tuple(sorted(kept, key=lambda row: -row.bytes)[:MOST_MODULES])
-
-
-def _around(path: str) -> list[str]:
-    """Return a module's path and those of all modules around it, but for the model itself."""
-    found = []
-    while path:
-        found.append(path)
-        path = parent(path)
-    return found

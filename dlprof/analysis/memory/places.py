@@ -96,7 +96,7 @@ def units(held: pd.DataFrame) -> list[str]:
     By path: what is numbered ("layers.0", "layers.1") and holds most of the activations, else most of the parameters.
     """
     paths = held["module"].astype(str)
-    numbered = paths.str.extract(r"^((?:[A-Za-z_]\w*\.)*?[A-Za-z_]\w*)\.(\d+)(?:\.|$)")
+    numbered = paths.str.extract(r"^(.+?)\.(\d+)(?:\.|$)")
     found = pd.DataFrame({"list": numbered[0], "place": numbered[1], "part": held["part"], "bytes": held["bytes"]})
     found = found.dropna(subset=["list"])
     if not len(found):
@@ -107,6 +107,16 @@ def units(held: pd.DataFrame) -> list[str]:
     chosen = sizes[sizes >= sizes.sum() / 20].index
     kept = found[found["list"].isin(chosen)].drop_duplicates(["list", "place"])
     return [f"{name}.{place}" for name, place in zip(kept["list"], kept["place"], strict=True)]
+
+
+def with_modules_inside(held: pd.DataFrame, modules: Sequence[str]) -> list[str]:
+    """Return those of some modules that have modules inside: a checkpoint around a single layer saves next to nothing,
+    as the layer keeps little more than its input.
+    """
+    paths = held["module"].astype(str).unique()
+    around = dict(zip(paths, unit_of(pd.Series(paths), modules), strict=True))
+    outer = {unit for path, unit in around.items() if path != unit}
+    return [module for module in modules if module in outer]
 
 
 def largest_unit(held: pd.DataFrame, modules: Sequence[str]) -> float:

@@ -111,7 +111,9 @@ class Flops:
         skipped = window.get("skip")
         if skipped is None or window.get("state") != "waiting":
             return number >= _COUNTED_STEP
-        # Never inside the window. One that opens at once is waited for.
+        # Never inside the window, which opens sooner where steps are slow. One that opens at once is waited for.
+        if window.get("first_step") is not None:
+            return False
         return min(skipped - 1, _COUNTED_STEP) <= number < skipped and number > 0
 
     def _begin(self) -> None:
@@ -158,7 +160,7 @@ class Flops:
 
         if self._follows:
             self._follows = False
-            self._recorder.module_ranges.stop()
+            self._recorder.module_ranges.follow_no_more()
         self._counts.over = True
         stack: list[Any] = [*_get_current_dispatch_mode_stack()]
         if stack and stack[-1] is self._mode:

@@ -21,7 +21,7 @@ from typing import Any
 from dlprof import files
 from dlprof.record.hooks import hide
 from dlprof.record.model import saved, storages
-from dlprof.record.model.state import models_of, state_of
+from dlprof.record.model.state import count_idle, models_of, state_of
 from dlprof.record.model.storages import Key, Storages
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FETCH, Step
@@ -130,6 +130,8 @@ class _Look:
         self._next_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", None)
         self._models = models_of(recorder.observed)  # now, since FSDP puts others in their place while a step runs
         self._by_module = not any(model.replicates for model in self._models)
+        # What is in no module, as a loss: of several models it is no one's.
+        self._whole = self._models[0].name if len(self._models) == 1 else ("", "")
         self._known = Storages()
         for model in self._models:
             model.count(self._known)
@@ -292,6 +294,7 @@ class _Look:
         optimizers = [
             state_of(optimizer, self._models, rows) for optimizer in _alive(self._recorder.observed.optimizers)
         ]
+        count_idle(self._models, rows)
         for model in self._models:
             model.count_buckets(rows)
         rows.settle()
@@ -316,10 +319,9 @@ class _Look:
         }
 
     def _input_rows(self) -> dict[tuple[Any, ...], list[int]]:
-        model = self._models[0].name if self._models else ("", "")
         rows: dict[tuple[Any, ...], list[int]] = {}
         for size, device, dtype in self._largest_batch.values():
-            _add(rows, ("input", *model, device, dtype, 0), size)
+            _add(rows, ("input", *self._whole, device, dtype, 0), size)
         return rows
 
     def _activation_rows(self) -> dict[tuple[Any, ...], list[int]]:
@@ -331,10 +333,9 @@ class _Look:
         for model in self._models:
             names = {**model.names, **names}
             parameters = {**model.parameters, **parameters}
-        whole = self._models[0].name if self._models else ("", "")
         # In the order of the forward pass, and those of a size in one row: both tell when the backward pass needs what.
         for one in sorted(self._fullest.most.values(), key=lambda one: one.number):
-            owner = names.get(self._calls.owner(one.number), whole) if self._by_module else whole
+            owner = names.get(self._calls.owner(one.number), self._whole) if self._by_module else self._whole
             part = "cast" if one.cast_of in parameters else "activation"
             key = (part, *parameters.get(one.cast_of, owner), one.device, one.dtype, 0)
             _add(rows, (*key, one.size) if part == "activation" else key, one.size)

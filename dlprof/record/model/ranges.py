@@ -35,6 +35,7 @@ class Ranges:
         self._clock = clock
         self._warn = warn
         self._make: Any = None
+        self._follows = False
         self._names: dict[int, tuple[weakref.ref[Any], str]] = {}
 
     def start(self, models: Iterable[Any]) -> None:
@@ -43,15 +44,22 @@ class Ranges:
 
         make = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
         if make is not None:  # else an old torch: its traces show no modules
+            self.follow_no_more()
             self.count = 0
             self._start(make, models)
 
     def follow(self, models: Iterable[Any]) -> Callable[[], str]:
         """Do so without ranges; return a function that tells the name of the innermost module on its thread, or ""."""
         inner = _Inner()
+        self._follows = True
         self._clock.ranges.append(_no_range)  # of the phases: each of them then asks whether modules are named
         self._start(lambda name: _Followed(inner, name), models)
         return lambda: inner.names[-1] if inner.names else ""
+
+    def follow_no_more(self) -> None:
+        """Do what `follow` began no longer; ranges that are made meanwhile are made on."""
+        if self._follows:
+            self.stop()
 
     def _start(self, make: Any, models: Iterable[Any]) -> None:
         self._make, known = make, list(models)
@@ -107,6 +115,7 @@ class Ranges:
     def stop(self) -> None:
         """Make no more ranges, and forget the modules."""
         clock = self._clock
+        self._follows = False
         if _no_range in clock.ranges:
             clock.ranges.remove(_no_range)
         if clock.naming:

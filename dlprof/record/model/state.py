@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlprof.record.model.names import class_of, names_of
+from dlprof.record.model.names import class_of, names_of, names_of_all
 from dlprof.record.model.storages import Owner, Storages, dtype_of, tensors_in
 from dlprof.record.observed import Observed
 
@@ -20,19 +22,21 @@ _DEEPEST = 4
 class Model:
     """One outermost module with everything inside it; or, without a module, the tensors that an optimizer steps."""
 
-    def __init__(self, module: Any = None, others: Sequence[Any] = ()) -> None:
-        self.name: Owner = ("", "" if module is None else class_of(module))
-        self.names: dict[int, Owner] = {} if module is None else names_of(module)
+    def __init__(
+        self, module: Any = None, others: Sequence[Any] = (), names: Mapping[int, Owner] | None = None
+    ) -> None:
+        self.names: Mapping[int, Owner] = {} if module is None else names_of(module) if names is None else names
+        self.name: Owner = self.names.get(id(module), ("", ""))
         self.parameters: dict[int, Owner] = {}  # by id
         self.replicates = False  # its modules run in several threads
         self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
         self._in_buckets: set[int] = set()  # by id: their gradients lie in DistributedDataParallel's buckets
         self._kept: list[tuple[Any, Owner]] = []
         self._shared: list[tuple[Any, Owner]] = []  # by these modules, beside those that they are counted for
-        self._modules: list[tuple[Any, Owner]] = []
+        self.modules: list[tuple[Any, Owner]] = []
         for one in module.modules() if module is not None else ():
             owner = self.names.get(id(one), ("", type(one).__name__))
-            self._modules.append((one, owner))
+            self.modules.append((one, owner))
             self.replicates = self.replicates or type(one).__name__ == "DataParallel"
             self.full |= _full_of(one)
             if type(one).__name__ == "DistributedDataParallel" and one.gradient_as_bucket_view:
@@ -65,7 +69,7 @@ class Model:
             if parameter.requires_grad:
                 whole = self.full.get(id(parameter), parameter.numel()) * parameter.element_size()
                 into.add_bytes("shared", owner, str(parameter.device), dtype_of(parameter), 0, whole)
-        for module, owner in self._modules:
+        for module, owner in self.modules:
             for buffer in module._buffers.values():
                 if buffer is not None:
                     into.add("buffer", owner, buffer)
@@ -82,13 +86,13 @@ class Model:
 
     def count_gathered(self, into: Storages) -> None:
         """Count the parameters that FSDP has gathered from all ranks and not let go yet."""
-        for module, owner in self._modules:
+        for module, owner in self.modules:
             for tensor in _gathered_by(module):
                 into.add("communication", owner, tensor)
 
     def count_buckets(self, into: Storages) -> None:
         """Count DistributedDataParallel's buckets, unless the gradients lie in them: each has its gradients' size."""
-        for module, owner in self._modules:
+        for module, owner in self.modules:
             if type(module).__name__ != "DistributedDataParallel" or module.gradient_as_bucket_view:
                 continue
             for parameter in module._module_parameters:
@@ -100,7 +104,8 @@ class Model:
 def models_of(observed: Observed) -> list[Model]:
     """Return the script's models, those with most parameters first, and what else its optimizers step."""
     alive = [module for reference in observed.models if (module := reference()) is not None]
-    models = sorted((Model(module) for module in alive), key=lambda model: -len(model.parameters))
+    names = names_of_all(alive)
+    models = sorted((Model(module, names=names) for module in alive), key=lambda model: -len(model.parameters))
     known: set[int] = set()
     kept = []
     for model in models:
@@ -111,6 +116,23 @@ def models_of(observed: Observed) -> list[Model]:
     if others and not (kept and _are_masters(others, kept)):
         kept.append(Model(others=others))
     return kept
+
+
+def count_idle(models: Sequence[Model], into: Storages) -> None:
+    """Count as buffers what modules hold that no step calls: averaged copies of the weights."""
+    module: Any = sys.modules["torch"].nn.Module
+    known = {id(one) for model in models for one, _ in model.modules}
+    objects = gc.get_objects()  # a million in a large script: their classes are asked, once each
+    kinds = {kind for kind in set(map(type, objects)) if module in kind.__mro__}
+    idle = {id(one): one for one in objects if type(one) in kinds and "_modules" in vars(one)}
+    inner = {id(child) for one in idle.values() for child in one._modules.values()}
+    for outer in (one for key, one in idle.items() if key not in inner and key not in known):
+        with contextlib.suppress(Exception):  # a class with ways of its own, or one that is half made
+            owner = (f"({class_of(outer)})", class_of(outer))
+            for one in outer.modules():
+                tensors = () if id(one) in known else (*one._parameters.values(), *one._buffers.values())
+                for tensor in (one for one in tensors if one is not None):
+                    into.add("buffer", owner, tensor)
 
 
 def state_of(optimizer: Any, models: Sequence[Model], into: Storages) -> dict[str, Any]:

@@ -82,6 +82,17 @@ def test_what_the_allocator_reserves_is_between_no_cache_and_each_part_by_itself
     assert least["", ""] == most["", ""] == 39_600
 
 
+def test_parts_without_a_float_are_as_large_in_16_bits(tmp_path: Path) -> None:
+    path = holding.recorded(tmp_path, [*LAYERS, row("input", "", 640, "Net", dtype="int64")])
+    then = of(path)["then_bytes"]
+    assert then["", ""] - 640 == 2 * (then["16_bits", ""] - 640)
+
+
+def test_checkpoints_are_around_modules_with_others_inside_and_named_where_they_save(tmp_path: Path) -> None:
+    flat = [row("activation", f"main.{n}", 1_000, "Conv2d") for n in range(6)]
+    assert not {"checkpoint", "checkpoint_only"} & {change for change, _ in of(holding.recorded(tmp_path, flat)).index}
+
+
 def test_the_largest_batch_that_then_fits_is_of_the_whole_gpu(tmp_path: Path) -> None:
     frame = of(recorded(tmp_path))
     # 80,000 of the 92,000 below the line are left for what grows, which is 21,000 now.

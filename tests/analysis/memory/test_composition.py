@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.memory.composition import MOST_ROWS, held_by_module, memory_composition
+from dlprof.analysis.memory.composition import MOST_ROWS, held_by_module, held_names, memory_composition
 from dlprof.errors import NotMeasured
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import MOMENTS, row
@@ -113,6 +113,29 @@ def test_modules_by_what_they_hold_the_largest_first(tmp_path: Path) -> None:
     (both,) = frame[(frame["module"] == "a") & (frame["part"] == "parameter")].to_dict("records")
     assert (both["tensors"], both["bytes"], both["full_bytes"]) == (2, 63, 66)
     assert frame["bytes"].sum() == sum(r["bytes"] for r in rows)
+
+
+FLOPS = {f"{part}_flops": -1 for part in ("forward", "backward", "recompute")}
+
+
+def test_layers_fold_by_all_that_is_in_them_and_not_by_what_holds_something(tmp_path: Path) -> None:
+    # Nothing is trained before the first layer: its own layer keeps no input for a backward pass.
+    rows = [row("activation", f"layers.{n}.q.lora", 100) for n in range(4)]
+    rows += [row("activation", f"layers.{n}.q.base", 100) for n in range(1, 4)]
+    path = holding.recorded(tmp_path, rows)
+    names = runs.measured(path, held_names).frame(held_names).set_index("module")["name"]
+    assert names["layers.0.q.lora"] == "layers.0.q.lora"
+    every = [("", "Net"), ("layers", "ModuleList")]
+    every += [(f"layers.{n}", "Layer") for n in range(4)] + [(f"layers.{n}.q", "Adapted") for n in range(4)]
+    every += [(f"layers.{n}.q.{name}", "Linear") for n in range(4) for name in ("base", "lora")]
+    told = [
+        {"path": p, "kind": kind, "parameters": 0, "parameter_bytes": 0, "bucket": -1, "sharded": 0, **FLOPS}
+        for p, kind in every
+    ]
+    (path / "ranks/00000/modules.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    frame = runs.measured(path, held_names).frame(held_names).set_index("module")
+    assert set(frame["name"]) == {"layers", "layers.*", "layers.*.q", "layers.*.q.lora", "layers.*.q.base"}
+    assert frame["kind"]["layers.0"] == "Layer"
 
 
 def test_of_very_many_modules_the_small_ones_are_one_row(tmp_path: Path) -> None:

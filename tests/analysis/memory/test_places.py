@@ -6,7 +6,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.memory.places import at_places, corners, largest_unit, places_of, unit_of, units
+from dlprof.analysis.memory.places import (
+    at_places,
+    corners,
+    largest_unit,
+    places_of,
+    unit_of,
+    units,
+    with_modules_inside,
+)
 from tests.fixtures.holding import row
 
 ROWS = [
@@ -83,3 +91,10 @@ def test_lists_of_modules_are_units_and_what_lies_in_them_belongs_to_them() -> N
     assert units(held) == ["layers.0", "layers.1", "layers.2"]
     assert unit_of(held["module"], units(held)).to_list() == ["layers.0", "layers.1", "layers.2", ""]
     assert largest_unit(held, units(held)) == 1_000
+
+
+def test_layers_of_one_of_several_models_repeat_too() -> None:
+    rows = [row("activation", f"(Net).blocks.{n}.{name}", 100) for n in range(3) for name in ("up", "down")]
+    held = pd.DataFrame([*rows, row("activation", "(Critic).0", 50)])
+    assert units(held) == ["(Net).blocks.0", "(Net).blocks.1", "(Net).blocks.2", "(Critic).0"]
+    assert with_modules_inside(held, units(held)) == ["(Net).blocks.0", "(Net).blocks.1", "(Net).blocks.2"]

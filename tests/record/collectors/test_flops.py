@@ -258,6 +258,20 @@ def test_not_asked_for_and_not_reached(options: tuple[str, ...], steps: int, sta
 
 
 @pytest.mark.long
+def test_slow_steps_are_counted_beside_the_window_that_opens_sooner_for_them(tmp_path: Path) -> None:
+    body = "import time\nfor n in range(17): train(*data[:8]), time.sleep(0.45)"
+    record(job(tmp_path, body), folder=tmp_path / "run", options=["--no-sample"])
+    told = facts(tmp_path / "run/ranks/00000")
+    window, flops = told["window"], told["flops"]
+    assert told["warnings"] == []
+    assert flops["state"] == "counted"
+    assert window["first_step"] < 12
+    assert not window["first_step"] <= flops["step"] <= window["last_step"]
+    # The model, its six modules: in each of the traced steps.
+    assert window["modules"]["ranges"] == 7 * (window["last_step"] - window["first_step"] + 1)
+
+
+@pytest.mark.long
 def test_an_operator_whose_arithmetic_is_not_known_is_told_by_name(tmp_path: Path) -> None:
     body = """
     @torch.library.custom_op("mylib::twice", mutates_args=())

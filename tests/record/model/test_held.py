@@ -139,6 +139,15 @@ def test_which_step_it_is(options: list[str], step: int, tmp_path: Path) -> None
     assert row["profiled"] == 1
 
 
+def test_an_averaged_copy_that_no_step_calls_is_held_too(tmp_path: Path) -> None:
+    odd = "class Odd(nn.Module):\n    def modules(self): raise TypeError\nodd = Odd(), nn.LazyLinear(4)\n"
+    body = odd + EPOCH.replace("optimizer = ", "average = torch.optim.swa_utils.AveragedModel(model)\noptimizer = ", 1)
+    table, _ = counted(tmp_path, body.replace("optimizer.step()", "optimizer.step(); average.update_parameters(model)"))
+    copy = table[table["module"] == "(AveragedModel)"]
+    assert sums(copy) == {"buffer": PARAMETERS * 4 + 8}  # and how often it was averaged
+    assert sums(table)["parameter"] == PARAMETERS * 4
+
+
 @pytest.mark.long
 def test_what_is_compiled_is_counted_and_not_compiled_again(tmp_path: Path) -> None:
     body = """
@@ -195,7 +204,12 @@ def test_two_models_in_turns_and_a_penalty_on_gradients(tmp_path: Path) -> None:
             optimizers[0].step()
         """,
     )
-    size = PARAMETERS + 8 * 32 + 32 + 32 + 1
+    critic = 8 * 32 + 32 + 32 + 1
+    size = PARAMETERS + critic
+    # Each has its class before its paths, as in the tree of modules: both have a module "0" or "2".
+    of_module = sums(table[table["part"] == "parameter"], "module")
+    assert sum(n for path, n in of_module.items() if path.startswith("(Sequential).")) == critic * 4
+    assert sum(n for path, n in of_module.items() if path.startswith("(Net).")) == PARAMETERS * 4
     assert sums(table)["parameter"] == size * 4
     assert sums(table[table["dtype"] == "float32"])["optimizer"] == 2 * size * 4 + 14 * 4  # a number for each tensor
     assert not beside["activations"]["by_module"]

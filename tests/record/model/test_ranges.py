@@ -108,6 +108,22 @@ def test_nothing_is_known_of_a_model_once_the_window_has_closed() -> None:
     assert (made._clock.naming, made._names) == (False, {})
 
 
+def test_ranges_go_on_where_the_arithmetic_of_a_step_was_counted_meanwhile() -> None:
+    made, model = ranges([]), Net()
+    innermost = made.follow([model])
+    with made.open(model):
+        assert innermost() == "nn.Module:  (Net)"
+    made.start([model])
+    made.follow_no_more()
+    assert made._clock.naming
+    assert made.open(model) is not None
+    made.stop()
+    made.follow([model])
+    made.follow_no_more()
+    assert not made._clock.naming
+    assert made._clock.ranges == []
+
+
 def read(folder: Path, rank: int = 0) -> RankData:
     return RankData(open_run(folder).ranks[rank])
 

@@ -5,8 +5,9 @@ seldom needed: the outputs of the training pass say nearly the same, and a metri
 
 Needs the step log, which notes forward passes of outermost modules without gradients, and those after the last backward
 pass of a step. On a CPU only: on a device the time of the host in them is not the device's. With stacks, the lines that
-call them are named. A teacher or a target network whose output the loss uses runs without gradients as well: it is
-named, and is no mistake.
+call them are named. A teacher whose parameters are frozen (`requires_grad_(False)`) counts as used by the backward pass
+after it. One that is not frozen, as many target networks, runs without gradients as well: it is named, and is no
+mistake.
 
 Saving: these passes gone, which is the most that any change can give.
 
