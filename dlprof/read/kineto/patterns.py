@@ -94,6 +94,9 @@ MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?con
 # What the engine runs of the backward pass: each function stands behind this.
 ENGINE = "autograd::engine::evaluate_function: "
 
+# How calls of modules are named, by dlprof and in a trace with stacks.
+MODULE = "nn.Module: "
+
 # Operators that make no function of the backward pass, or hardly ever, though a trace may number them; such functions
 # themselves, within those of the engine, which have the same number; and what accumulates gradients, which has none.
 # They are two thirds of a trace's operators.
