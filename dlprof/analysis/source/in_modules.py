@@ -31,7 +31,7 @@ def found_in_modules(
     """Return in which modules the rows are that findings are about: about (as CONCERNED names it), path (folded; of
     what is in none, OUTSIDE), kind, ns (with what is inside the module), total_ns (of all those rows).
 
-    Raises NotMeasured where the trace names no module: `module_rows` comes first, so that nothing else is computed then.
+    Raises NotMeasured where the trace names no module: `module_rows` stands first, and nothing is computed then.
     """
     called = dict(zip(module_frames.paths, module_frames.classes, strict=True))
     names = folded({**built(modules.or_none()), **called})

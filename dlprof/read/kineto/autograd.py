@@ -19,6 +19,9 @@ from dlprof.read.kineto.events import integers, made
 # Between the args of two events: no JSON holds it.
 _APART = b"\0"
 
+# What autograd has numbered, often no operator of an optimizer: so many in a row are passed over together.
+_NUMBER, _GROUP = b'"Sequence number"', 64
+
 
 class Made(NamedTuple):
     """What is known of some rows; of all others, nothing."""
@@ -43,10 +46,16 @@ class Numbers:
 
     def add(self, row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw], wanted: bool) -> None:
         """Take the args of some rows; `runs`: which are functions of the backward pass."""
+        groups = [_APART.join(args[at : at + _GROUP]) for at in range(0, len(args), _GROUP)]
+        told = [_NUMBER in group for group in groups]
+        if not any(told):
+            return
+        mine = np.repeat(told, _GROUP)[: len(row)]
+        row, runs = row[mine], runs[mine]
         if wanted:
-            self._known.append(_decoded(row, runs, args))
-        elif len(row):
-            self._texts.append(_Text(row, runs, _APART.join(args)))
+            self._known.append(_decoded(row, runs, list(compress(args, mine.tolist()))))
+        else:
+            self._texts.append(_Text(row, runs, _APART.join(compress(groups, told))))
 
     def join(self, other: Numbers, first: int) -> None:
         """Take what is known of rows that follow, the first of which becomes row `first`."""
