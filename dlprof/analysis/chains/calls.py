@@ -129,7 +129,8 @@ class Calls:
 
     def has(self, letter: str) -> NDArray[np.bool_]:
         """Return for each operator whether it has this letter."""
-        return np.frombuffer(self.text.encode(), np.uint8) == ord(letter)
+        found: NDArray[np.bool_] = np.frombuffer(self.text.encode(), np.uint8) == ord(letter)
+        return found
 
     @cached_property
     def _short(self) -> tuple[str, list[int], list[int]]:
@@ -162,17 +163,18 @@ def calls(
     rows = np.flatnonzero(host.is_kind(spans, "op") & ~is_on_device & counted[codes])
     # As narrow as the codes are: NumPy sorts those in a tenth of the time.
     rows = rows[np.argsort(spans["lane"].cat.codes.to_numpy()[rows], kind="stable")]
-    lane = spans["lane"].cat.codes.to_numpy()[rows]
+    code = spans["lane"].cat.codes.to_numpy()[rows]
     begin = spans["start_ns"].to_numpy()[rows]
     end = begin + spans["dur_ns"].to_numpy()[rows]
-    edges = np.append(np.flatnonzero(np.diff(lane, prepend=-1)), len(lane))
+    edges = np.append(np.flatnonzero(np.diff(code, prepend=-1)), len(code))
     outer = np.ones(len(rows), dtype=bool)
     for first, last in pairwise(edges.tolist()):
         reach = np.maximum.accumulate(end[first:last])
         outer[first + 1 : last] = begin[first + 1 : last] >= reach[:-1]
     letter = letters[codes[rows]]
     kept = np.flatnonzero(outer & (letter != 0))
-    rows, lane, begin, end, letter = rows[kept], lane[kept].astype(np.int64), begin[kept], end[kept], letter[kept]
+    rows, begin, end, letter = rows[kept], begin[kept], end[kept], letter[kept]
+    lane: NDArray[np.int64] = code[kept].astype(np.int64)
     kernel_of = np.empty(0, dtype=np.int64)
     if has_device:
         work = kernels.get()

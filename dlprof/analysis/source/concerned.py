@@ -182,10 +182,10 @@ def _misaligned(spans: pd.DataFrame, kernels: pd.DataFrame) -> NDArray[np.bool_]
     codes = tuple(column.cat.codes.to_numpy()[owner[known]].astype(np.int64) for column in columns)
     sizes = tuple(len(column.cat.categories) for column in columns)
     of, each = pd.factorize(np.ravel_multi_index(codes, sizes))
-    told = zip(
-        *(c.cat.categories[at].astype(str) for c, at in zip(columns, np.unravel_index(each, sizes), strict=True)),
-        strict=True,
-    )
+    texts = [column.cat.categories for column in columns]
+    told = [
+        [str(text[int(code)]) for text, code in zip(texts, np.unravel_index(one, sizes), strict=True)] for one in each
+    ]
     odd = np.zeros(len(owner), dtype=bool)
     odd[known] = np.array([bool(misaligned_sizes(*one)) for one in told], dtype=bool)[of]
     return odd

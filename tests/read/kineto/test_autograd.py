@@ -30,7 +30,7 @@ def test_the_same_is_read_at_once_and_later(wanted: tuple[bool, bool]) -> None:
     add(numbers, [9], [False], OPERATOR, wanted=wanted[1])
     made = numbers.end(True)
     assert sorted(rows_of(made)) == [(0, 7, 0), (5, 7, 2), (9, 7, 0)]
-    assert (made.row.dtype, made.number.dtype, made.maker.dtype) == (np.int64, np.int64, np.int32)
+    assert [str(column.dtype) for column in made] == ["int64", "int64", "int32"]
 
 
 def test_nothing_is_read_that_is_not_wanted() -> None:
