@@ -35,7 +35,7 @@ SPANS: Mapping[str, str] = {
     # of its group and come from each, as "3,5>4,1", or the elements in all, as "640>400". "": unknown, or none.
     "shape": CATEGORY,
     # Autograd's number: of a backward function; of an operator that of the function which it or the next one makes
-    # (each thread counts its own). -1: unknown, or none.
+    # (each thread counts its own). -1: unknown, none, or not read (read/kineto/autograd.py).
     "autograd": "int64",
     "forward_thread": CATEGORY,  # of a backward function: which thread made it, as the profiler numbers them; "": none
 }

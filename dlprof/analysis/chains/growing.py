@@ -87,7 +87,7 @@ def _same(bodies: Sequence[str], at: int, n: int) -> int:
 
 def _rising(calls: Calls, loops: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Yield the calls of identical loops (a row each) whose time rises evenly while the time between them does not."""
-    others = np.append(0.0, np.cumsum(np.where(np.array(list(calls.text)) == "2", 0.0, calls.ns)))
+    others = np.append(0.0, np.cumsum(np.where(calls.has("2"), 0.0, calls.ns)))
     ns = np.median(calls.ns[loops], axis=0)
     between = np.median(np.diff(others[loops], axis=1), axis=0)
     falls = np.flatnonzero(ns[2:] < np.minimum(ns[1:-1], ns[:-2]) / _GROWS) + 2

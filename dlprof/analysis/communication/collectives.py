@@ -98,7 +98,7 @@ def collectives(
         window = np.where(iv.holds(timing.windows, made), window, -1)
     keep = np.flatnonzero(window >= 0)
     keep = keep[np.argsort(made[keep], kind="stable")]
-    pieces = host.written(spans["shape"])[rows] if has_device else _pieces_of_calls(spans, rows)
+    pieces = host.written(spans["shape"].iloc[rows]) if has_device else _pieces_of_calls(spans, rows)
     rows, pieces, chosen = rows[keep], pieces[keep], chosen.iloc[keep].reset_index(drop=True)
     lane = spans["lane"].array.codes[rows]
     return pd.DataFrame(

@@ -65,29 +65,28 @@ def around(
 
     `of`: rows of these kinds, in order; only of them it is asked, which takes half of the time where they are few.
     """
-    chosen = np.flatnonzero(host.is_kind(spans, *kinds) & ~is_on_device)
-    lanes = spans["lane"].cat.codes.to_numpy()[chosen]
-    start, end = spans["start_ns"].to_numpy()[chosen], spans["dur_ns"].to_numpy()[chosen]
-    end += start
+    chosen = host.is_kind(spans, *kinds) & ~is_on_device
+    lanes, starts, took = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     asked = None
     if of is not None:
         asked = np.zeros(len(spans), dtype=bool)
         asked[of] = True
-        asked = asked[chosen]
     found = np.full(len(spans), -1, dtype=np.int64)
-    for lane in np.unique(lanes):
-        mine = np.flatnonzero(lanes == lane)
+    for lane in np.unique(lanes[chosen]):
+        rows = np.flatnonzero(chosen & (lanes == lane))
+        start = starts[rows]
+        end = start + took[rows]
         if asked is not None:
-            mine = mine[_reaching(start[mine], end[mine], asked[mine])]
-        rows = chosen[mine]
-        parent = host.parents(start[mine], end[mine])
+            reaching = _reaching(start, end, asked[rows])
+            rows, start, end = rows[reaching], start[reaching], end[reaching]
+        parent = host.parents(start, end)
         found[rows] = np.where(parent >= 0, rows[parent], -1)
     return found
 
 
 def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], asked: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which spans are asked of, or last until the next one that is begins: no other lies around one of them."""
-    following = np.append(start[asked], np.iinfo(np.int64).max)[np.cumsum(asked)]
+    following = np.append(start[asked], np.iinfo(np.int64).max)[np.cumsum(asked, dtype=np.int32)]
     return asked | (end > following)
 
 

@@ -77,9 +77,15 @@ class Need:
 
 def needs_of(function: Callable[..., Any], given: int = 0) -> tuple[Need, ...]:
     """Return what the parameters of a function need, but for the first `given`, which its caller passes."""
-    parameters = list(inspect.signature(function).parameters.values())[given:]
+    if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
+        # What inspect.signature takes a tenth of the imports of all measures for.
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        annotations = [(name, function.__annotations__.get(name, "")) for name in names]
+    else:
+        annotations = [(p.name, p.annotation) for p in inspect.signature(function).parameters.values()]
     # With postponed evaluation an annotation is a text.
-    return tuple(Need(p.name, "Maybe[" in str(p.annotation)) for p in parameters)
+    return tuple(Need(name, "Maybe[" in str(annotation)) for name, annotation in annotations[given:])
 
 
 class Scope(Enum):

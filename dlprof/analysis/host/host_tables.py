@@ -43,18 +43,17 @@ def host_tables(
     copy_ns and copy_bytes (of what was looked up, to the device, and of its gradients back), gain_ns (how much shorter
     the mean steady step would be with all of that on the device). Raises NotMeasured where no trace can be replayed.
     """
-    letters = np.array(list(calls.text))
-    launching = np.zeros(len(letters), dtype=bool)
+    launching = np.zeros(len(calls.text), dtype=bool)
     launching[calls.kernel_of[calls.kernel_of >= 0]] = True
     steady = iv.holds(timing.host_windows, calls.begin) & ~launching
-    lookups = np.flatnonzero(steady & (letters == "4"))
+    lookups = np.flatnonzero(steady & calls.has("4"))
     copied = np.flatnonzero(host.is_kind(device_work, "copy") & launches.known)
     called = launches.called[copied]
     there, moved = _behind(calls, lookups, launching, called)
     if not len(moved):
         return pd.DataFrame({c: pd.Series(dtype=float) for c in COLUMNS})
-    gradients = np.flatnonzero(steady & (letters == "5"))
-    back, moved_back = _before(calls, gradients, np.flatnonzero(letters == "T"), called)
+    gradients = np.flatnonzero(steady & calls.has("5"))
+    back, moved_back = _before(calls, gradients, np.flatnonzero(calls.has("T")), called)
     inside = in_optimizer.or_none()
     changing = steady & (calls.end - calls.begin >= _CHANGES_NS)
     changing &= iv.holds(iv.EMPTY if inside is None else inside, calls.begin)

@@ -101,7 +101,7 @@ def of_computation(
         fusable[places] = True
     return {
         "float32": _taken(work, host.is_one_of(work["unit"], "float32")),
-        "misaligned": _taken(work, _misaligned(spans, work["owner"].to_numpy())),
+        "misaligned": _taken(work, _misaligned(spans, work)),
         "attention": _taken(work, fusable),
     }
 
@@ -173,15 +173,22 @@ def _taken(work: pd.DataFrame, chosen: NDArray[np.bool_]) -> Rows:
     return work.index.to_numpy()[chosen], work["dur_ns"].to_numpy(dtype=float)[chosen]
 
 
-def _misaligned(spans: pd.DataFrame, owner: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _misaligned(spans: pd.DataFrame, kernels: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which kernels were launched by products of sizes that do not suit tensor cores, where shapes are known."""
-    rows = np.maximum(owner, 0)
-    keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
-    each, of = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
-    texts = [spans[column].cat.categories for column in ("name", "shape", "dtype")]
-    told = [[str(text[code]) for text, code in zip(texts, key, strict=True)] for key in each.tolist()]
-    odd = np.array([bool(one[1]) and bool(misaligned_sizes(*one)) for one in told], dtype=bool)
-    return odd[of.reshape(-1)] & (owner >= 0)
+    owner = kernels["owner"].to_numpy()
+    known = np.flatnonzero(owner >= 0)
+    known = known[~host.is_one_of(spans["shape"], "")[owner[known]]]
+    columns = [spans[column] for column in ("name", "shape", "dtype")]
+    codes = tuple(column.cat.codes.to_numpy()[owner[known]].astype(np.int64) for column in columns)
+    sizes = tuple(len(column.cat.categories) for column in columns)
+    of, each = pd.factorize(np.ravel_multi_index(codes, sizes))
+    texts = [column.cat.categories for column in columns]
+    told = [
+        [str(text[int(code)]) for text, code in zip(texts, np.unravel_index(one, sizes), strict=True)] for one in each
+    ]
+    odd = np.zeros(len(owner), dtype=bool)
+    odd[known] = np.array([bool(misaligned_sizes(*one)) for one in told], dtype=bool)[of]
+    return odd
 
 
 def _ended(device_work: pd.DataFrame, gaps: iv.Intervals) -> Rows:

@@ -23,13 +23,15 @@ LEAST_SHARE, INSIDE_SHARE = 0.1, 0.8
 
 @per_rank
 def found_in_modules(
-    concerned_rows: dict[str, Rows],
     module_rows: pd.DataFrame,
     module_frames: Frames,
     modules: Maybe[pd.DataFrame],
+    concerned_rows: dict[str, Rows],
 ) -> pd.DataFrame:
     """Return in which modules the rows are that findings are about: about (as CONCERNED names it), path (folded; of
     what is in none, OUTSIDE), kind, ns (with what is inside the module), total_ns (of all those rows).
+
+    Raises NotMeasured where the trace names no module: `module_rows` stands first, and nothing is computed then.
     """
     called = dict(zip(module_frames.paths, module_frames.classes, strict=True))
     names = folded({**built(modules.or_none()), **called})

@@ -50,8 +50,12 @@ def is_frame(frame: pd.DataFrame) -> NDArray[np.bool_]:
 
     torch's own backward functions end with a digit (AddmmBackward0), its other operators have a namespace.
     """
-    names = _texts(frame["name"])
-    return _are(frame["name"], [c.startswith(_ENGINE) or _PYTHON_FUNCTION.fullmatch(c) is not None for c in names])
+    return _are(frame["name"], [names_frame(name) for name in _texts(frame["name"])])
+
+
+def names_frame(name: str) -> bool:
+    """Return whether an operator of this name is one of those, as `is_frame` says."""
+    return name.startswith(_ENGINE) or _PYTHON_FUNCTION.fullmatch(name) is not None
 
 
 def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:

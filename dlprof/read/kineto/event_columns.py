@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read import opening
+from dlprof.read.kineto.autograd import Made, Numbers
 from dlprof.read.kineto.collectives import Collectives
 from dlprof.read.kineto.events import (
     BEGINS,
@@ -34,12 +35,20 @@ from dlprof.read.kineto.events import (
     integer,
     integers,
     links,
-    made,
     nanoseconds,
     shapes_in,
 )
 from dlprof.read.kineto.json_stream import TraceFile
-from dlprof.read.kineto.patterns import FUNCTION, MULTIPLIES, NO_ROWS, UNNUMBERED, collective_of, copy_of, kind_of
+from dlprof.read.kineto.patterns import (
+    FUNCTION,
+    MULTIPLIES,
+    NO_ROWS,
+    NUMBERS_FOR,
+    UNNUMBERED,
+    collective_of,
+    copy_of,
+    kind_of,
+)
 
 _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
@@ -62,6 +71,7 @@ class Names(dict[tuple[str, str], int]):
         self.multiplies: list[bool] = []
         self.numbered: list[bool] = []  # by autograd, maybe
         self.runs: list[bool] = []  # a function of the backward pass
+        self.wants_numbers = False  # of autograd
 
     def __missing__(self, key: tuple[str, str]) -> int:
         category, name = key
@@ -74,6 +84,7 @@ class Names(dict[tuple[str, str], int]):
         self.multiplies.append(kind == "op" and MULTIPLIES.search(name) is not None)
         self.numbered.append(kind == "op" and UNNUMBERED.search(name) is None)
         self.runs.append(FUNCTION.match(name) is not None)
+        self.wants_numbers |= NUMBERS_FOR.search(name) is not None
         self[key] = code = len(self)
         return code
 
@@ -117,8 +128,7 @@ class Rows:
     start: NDArray[np.int64]  # ns
     dur: NDArray[np.int64]
     launch: NDArray[np.int64]
-    number: NDArray[np.int64]  # autograd's
-    maker: NDArray[np.int32]  # thread that made a backward function, 0: none
+    made: Made  # by autograd, where that is asked for
 
     def __init__(self, keys: dict[str, Any]) -> None:
         self.keys = keys  # what stands next to the events
@@ -184,9 +194,10 @@ class Reader:
         self.rows = Rows(keys)
         self.places = Places(self.rows.names, self.rows.lanes)
         self.seen = self.count = self.unreadable = 0
-        # what, lane, start, dur, launch, number, maker: of each chunk one
-        kinds = ("i4", "i4", "i8", "i8", "i8", "i8", "i4")
+        # what, lane, start, dur, launch: of each chunk one
+        kinds = ("i4", "i4", "i8", "i8", "i8")
         self.columns: list[list[NDArray[Any]]] = [[np.empty(0, dtype)] for dtype in kinds]
+        self.numbers = Numbers()
         self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
         self.lost: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()  # categories
@@ -225,6 +236,7 @@ class Reader:
         for parts, more in zip(self.columns, columns, strict=True):
             parts += more
         rows.join(theirs, first)
+        self.numbers.join(other.numbers, first)
         for thread, marks in other.halves.items():
             before = len(self.halves[thread])
             self.halves[thread] += [(ns, before + number, half) for ns, number, half in marks]
@@ -333,22 +345,13 @@ class Reader:
             shape = shapes_in(bytes(told.dims), bytes(told.types))
             if shape[0]:
                 rows.multiplied[first + i] = shape
-        number, maker = self._made(events, what)
-        columns: tuple[NDArray[Any], ...] = (what, lane, start, dur, launch, number, maker)
+        numbered = np.flatnonzero(np.array(names.numbered)[what])
+        runs = np.array(names.runs)[what[numbered]]
+        self.numbers.add(first + numbered, runs, [events[i].args for i in numbered.tolist()], names.wants_numbers)
+        columns: tuple[NDArray[Any], ...] = (what, lane, start, dur, launch)
         for parts, column in zip(self.columns, columns, strict=True):
             parts.append(column)
         self.count += len(events)
-
-    def _made(self, events: list[Event], what: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return autograd's numbers of events, and which threads made those that are functions of the backward pass."""
-        number, maker = np.full(len(events), -1, dtype=np.int64), np.zeros(len(events), dtype=np.int32)
-        numbered = np.flatnonzero(np.array(self.rows.names.numbered)[what])
-        told = made([events[i].args for i in numbered.tolist()])
-        number[numbered] = integers([one.number for one in told])
-        runs = np.array(self.rows.names.runs)[what[numbered]]
-        threads = integers([one.thread for one in compress(told, runs.tolist())])
-        maker[numbered[runs]] = np.where(threads < 2**31, np.maximum(threads, 0), 0)
-        return number, maker
 
     def end(self, file: TraceFile[Event]) -> Rows:
         """Return everything that was read; raise DlprofError where that is no trace."""
@@ -362,8 +365,8 @@ class Reader:
         warnings += [f"{count:,} {what} are left out" for what, count in self.lost.items() if count]
         for category, count in self.unknown.most_common(5):
             warnings.append(f"{count:,} events of the unknown category {category!r} are left out")
-        rows.what, rows.lane, *others = map(np.concatenate, self.columns)
-        rows.start, rows.dur, rows.launch, rows.number, rows.maker = others
+        rows.what, rows.lane, rows.start, rows.dur, rows.launch = map(np.concatenate, self.columns)
+        rows.made = self.numbers.end(rows.names.wants_numbers)
         kind = np.array(rows.names.kind, dtype=np.int8)[rows.what]
         working = np.bincount(rows.lane[(kind == KIND["op"]) | (kind == KIND["runtime"])], minlength=len(rows.lanes))
         processes = {key[1] for key, code in rows.lanes.items() if working[code]}

@@ -95,6 +95,12 @@ MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?con
 ENGINE = "autograd::engine::evaluate_function: "
 FUNCTION = re.compile(rf"^{ENGINE}|^\w+Backward\d*$")
 
+# What makes autograd's numbers worth their time: modules, as dlprof and traces with stacks name them, and operators of
+# which normalisations, losses and one-hot rows are written out.
+NUMBERS_FOR = re.compile(
+    r"^nn\.Module: |^aten::(?:log|logsumexp|one_hot|pow|rsqrt|scatter_?|std|std_mean|var|var_mean)$"
+)
+
 # Operators that make no function of the backward pass, or hardly ever, though a trace may number them; and what
 # accumulates gradients, which has no number.
 UNNUMBERED = re.compile(

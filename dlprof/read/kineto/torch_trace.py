@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.read.kineto import prefetch
+from dlprof.read.kineto.autograd import Made
 from dlprof.read.kineto.event_columns import KIND, Processes, Rows
 from dlprof.read.kineto.events import label
 from dlprof.read.kineto.headers import groups_in, header_facts
@@ -126,8 +127,7 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         "peer": scattered(_peers(rows, groups)),
         "dtype": sparse({i: c[-1] for i, c in (exchanges.collectives | rows.multiplied).items()}),
         "shape": sparse({i: m[0] for i, m in rows.multiplied.items()} | exchanges.pieces),
-        "autograd": rows.number[order],
-        "forward_thread": _threads(rows.maker[order]),
+        **_numbers(rows.made, place),
     }
     return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False)
 
@@ -165,13 +165,14 @@ def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
     return _categorical(mapped[codes], order)
 
 
-def _threads(maker: NDArray[np.int32]) -> Any:
-    """Return the threads that made backward functions as texts, "" for none."""
-    most = int(maker.max(initial=0))
-    used = np.flatnonzero(np.bincount(maker)) if most < 2**22 else np.unique(maker)  # which sorts all rows
-    threads = used[used > 0]
-    codes = np.searchsorted(threads, maker, side="right").astype(np.min_scalar_type(-len(threads) - 1))
-    return _categorical(codes, ["", *map(str, threads.tolist())])
+def _numbers(made: Made, place: NDArray[np.int64]) -> dict[str, Any]:
+    """Return autograd's numbers, and the threads that made backward functions as texts, "" for none."""
+    number = np.full(len(place), -1, dtype=np.int64)
+    number[place[made.row]] = made.number
+    threads, codes = np.unique(np.append(0, made.maker), return_inverse=True)
+    thread = np.zeros(len(place), dtype=np.min_scalar_type(-len(threads)))
+    thread[place[made.row]] = codes[1:]
+    return {"autograd": number, "forward_thread": _categorical(thread, ["", *map(str, threads[1:].tolist())])}
 
 
 def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -69,6 +69,7 @@ def test_numbers_tell_which_operator_made_a_function(tmp_path: Path) -> None:
 
     made = traces.trace(
         traces.step(0, 0, MS),
+        layers.called("", "Net", 0, 60 * US),  # without a module the numbers are not read
         layers.forward("mul", 0, 5 * US, 1),
         layers.forward("softmax", 10 * US, 20 * US, 2),
         layers.forward("_softmax", 12 * US, 10 * US, 2),  # within it

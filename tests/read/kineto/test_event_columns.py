@@ -182,7 +182,12 @@ def test_numbers_are_given_in_order_of_appearance_and_names_understood_once() ->
     assert list(lanes) == [(False, 1, 5), (False, 1, 6)]
 
 
-def test_autograd_numbers_what_it_makes_and_says_which_thread_made_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "modules", [[traces.annotation("nn.Module: layer (Linear)", 100, 5)], []], ids=["named", "none"]
+)
+def test_autograd_numbers_what_it_makes_and_says_which_thread_made_it(
+    tmp_path: Path, modules: list[dict[str, object]]
+) -> None:
     spans = spans_of(
         tmp_path,
         traces.op("aten::addmm", 0, 10, **traces.made_by(7)),
@@ -195,6 +200,8 @@ def test_autograd_numbers_what_it_makes_and_says_which_thread_made_it(tmp_path: 
         traces.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 70, 10),
         traces.op("aten::sum", 80, 10, **traces.made_by(2**64, 2**40)),
         traces.kernel("gemm", 90, 10),
+        *modules,
     )
-    assert spans["autograd"].tolist() == [7, 8, -1, -1, 8, -1, 7, -1, -1, -1]
-    assert spans["forward_thread"].tolist() == ["", "", "", "", "3", "", "1", "", "", ""]
+    numbers, makers = [7, 8, -1, -1, 8, -1, 7, -1, -1, -1], ["", "", "", "", "3", "", "1", "", "", ""]
+    assert spans["autograd"].tolist()[:10] == (numbers if modules else [-1] * 10)
+    assert spans["forward_thread"].tolist()[:10] == (makers if modules else [""] * 10)
