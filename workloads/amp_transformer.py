@@ -45,7 +45,7 @@ FAULTS = {
 SHOWN_WITH = {
     "find_unused": "--layers 12 --width 64 --length 16 --batch-size 2",
     "loop_optimizer": "--width 256 --length 32 --batch-size 4",
-    "logits_by_cat": "--vocabulary 1024 --batch-size 48 --length 32 --layers 2",
+    "logits_by_cat": "--vocabulary 1024 --batch-size 96 --length 32 --layers 2",
     "loss_by_hand": "--vocabulary 4096 --layers 2",
     "one_hot_tokens": "--vocabulary 4096 --layers 2",
     "scores_in_memory": "--length 512 --batch-size 4 --layers 2",

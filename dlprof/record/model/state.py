@@ -118,11 +118,17 @@ def models_of(observed: Observed) -> list[Model]:
     return kept
 
 
+# Looking at so many takes about a second.
+_MOST_OBJECTS = 3_000_000
+
+
 def count_idle(models: Sequence[Model], into: Storages) -> None:
     """Count as buffers what modules hold that no step calls: averaged copies of the weights."""
     module: Any = sys.modules["torch"].nn.Module
     known = {id(one) for model in models for one, _ in model.modules}
-    objects = gc.get_objects()  # a million in a large script: their classes are asked, once each
+    objects = gc.get_objects()
+    if len(objects) > _MOST_OBJECTS:
+        return
     kinds = {kind for kind in set(map(type, objects)) if module in kind.__mro__}
     idle = {id(one): one for one in objects if type(one) in kinds and "_modules" in vars(one)}
     inner = {id(child) for one in idle.values() for child in one._modules.values()}
