@@ -65,7 +65,7 @@ def test_the_report_of_a_real_hang_begins_with_it() -> None:
     assert first.startswith(
         "Rank 2 never entered all_reduce #6 of the default group; ranks 0, 1 and 3 wait in it since"
     )
-    assert "until that is fixed" in second
+    assert "until this is fixed" in second
 
 
 def test_it_comes_before_any_saving(tmp_path: Path) -> None:
