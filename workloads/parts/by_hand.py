@@ -41,7 +41,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def in_pieces(head: nn.Module, x: Tensor) -> Tensor:
     """Return what `head` makes of x, sequence by sequence, added to what there is."""
-    logits: Tensor = head(x[:1])
-    for sequence in x[1:]:
-        logits = torch.cat([logits, head(sequence[None])])
+    pieces: tuple[Tensor, ...] = head(x).split(1)
+    logits = pieces[0]
+    for sequence in pieces[1:]:
+        logits = torch.cat([logits, sequence])
     return logits
