@@ -103,7 +103,7 @@ _COLUMNS = (
     ("forward_ns", "forward_ns"),
     ("recompute_ns", "recomputed_ns"),
     ("backward_ns", "backward_ns"),
-    ("communication_ns", "communication_ns"),
+    ("communication_ns", "comm_ns"),
     ("own_ns", "own_ns"),
     ("device_ns", "launched_ns"),
     ("calls", "calls"),
@@ -111,7 +111,7 @@ _COLUMNS = (
     ("mfu", "MFU"),
     ("copied_bytes", "copied_bytes"),
     ("moved_bytes", "moved_bytes"),
-    ("parameter_bytes", "parameters_bytes"),
+    ("parameter_bytes", "params_bytes"),
     ("held_bytes", "memory_bytes"),
 )
 
@@ -135,7 +135,8 @@ def _cell(row: Module, name: str) -> float | str:
         return "" if name != "share" else 0.0
     if name == "mfu":
         return formatting.percent(value)
-    return formatting.quantity(value, "FLOP") + "/s" if name == "flops_per_s" else value
+    # The heading has the unit: the table is wide.
+    return formatting.quantity(value, "FLOP").removesuffix("FLOP") if name == "flops_per_s" else value
 
 
 def _flame(found: Modules) -> Figure:

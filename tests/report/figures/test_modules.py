@@ -38,7 +38,7 @@ def test_each_row_has_its_name_below_the_one_around_it() -> None:
 
 def test_the_table_has_a_row_for_each_and_no_column_that_says_nothing() -> None:
     tree = tree_of(results.encoder())
-    named = ("module", "share", "time", "forward", "backward", "own", "calls", "FLOP/s", "MFU", "parameters")
+    named = ("module", "share", "time", "forward", "backward", "own", "calls", "FLOP/s", "MFU", "params")
     assert tree.table.columns == named
     assert len(tree.table.rows) == len(tree.rows)
     assert tree.table.rows[1][1:5] == (f"61{NBSP}%", f"130.0{NBSP}ms", f"43.3{NBSP}ms", f"86.7{NBSP}ms")
