@@ -193,8 +193,10 @@ def simulated(seed: int, folder: Path) -> list[Predicted]:
     found = []
     for change, then in changed(job).items():
         name, _, value = change.partition(" ")
-        row = frame[(frame["change"] == name) & ((frame["value"] == value) | (name != "batch"))].iloc[0]
-        ran = memory.simulated(then)
+        rows = frame[(frame["change"] == name) & ((frame["value"] == value) | (name != "batch"))]
+        if rows.empty:  # checkpoints are not listed where they would not lower the peak
+            continue
+        row, ran = rows.iloc[0], memory.simulated(then)
         allocated = (row["least_bytes"] - seen) / ran.allocator.peak_allocated
         ends = ((row[f"{name}_bytes"] - seen) / ran.allocator.peak_reserved for name in ("then", "least", "most"))
         found.append(Predicted(seed, change, float(allocated), *map(float, ends)))

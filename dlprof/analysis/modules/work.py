@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, per_rank, within_rank
+from dlprof.analysis.modules.compiled import GRAPH
 from dlprof.analysis.modules.exchanges import CALLS
 from dlprof.analysis.modules.frames import COMMUNICATION, Frames
 from dlprof.analysis.modules.host_time import outside_calls
@@ -63,13 +64,16 @@ def module_work(
     }
     steps = len(timing.windows)
     regions = np.flatnonzero(host.is_named(spans, *host.COMPILED) & ~is_on_device)
-    regions = np.setdiff1d(regions, module_frames.divided)
+    # Dynamo has regions without a graph, too; an old trace shows regions alone.
+    graphs = np.flatnonzero(host.is_named(spans, GRAPH) & ~is_on_device)
+    whole = np.setdiff1d(graphs, module_frames.divided) if len(graphs) else regions
+    regions = np.setdiff1d(regions, graphs)
     start, module = spans["start_ns"].to_numpy(), module_rows["module"].to_numpy()
     divided = np.sort(start[module_frames.divided])
     first, last = (
         np.searchsorted(divided, at) for at in (start[regions], start[regions] + spans["dur_ns"].to_numpy()[regions])
     )
-    flags = {"compiled": np.unique(module[regions[first == last]]), "fused": np.unique(module[regions[first < last]])}
+    flags = {"compiled": np.unique(module[whole]), "fused": np.unique(module[regions[first < last]])}
     return table(module_frames, flags, **{name: values / steps for name, values in columns.items()})
 
 

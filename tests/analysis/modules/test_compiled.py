@@ -58,6 +58,7 @@ def whole(*inside: Event) -> list[Event | list[Event]]:
         traces.step(0, 0, 1_000),
         layers.called("", "Net", 100, 400),
         traces.op("Torch-Compiled Region: 0/0", 110, 380),
+        traces.op("Torch-Compiled Region: 1/0", 112, 5),  # without a graph
         layers.forward("CompiledFunction", 120, 360, 3),
         layers.function("CompiledFunctionBackward", 600, 300, 3),
         *inside,
@@ -86,6 +87,11 @@ def test_operators_and_the_kernels_between_them_go_to_their_modules(tmp_path: Pa
         ("a", "backward"): 70.0,
         (OUTSIDE, "other"): 300.0,
     }
+
+
+def test_a_graph_that_is_divided_is_no_region(tmp_path: Path) -> None:
+    shares(tmp_path, whole(graph("one", 150, 300), traces.op("aten::addmm", 160, 40)), {"one": FORWARD[:1]})
+    assert flags(tmp_path)[""] == [1, 0, 1]
 
 
 def test_a_graph_whose_calls_are_not_those_that_were_noted_is_one_piece(tmp_path: Path) -> None:
