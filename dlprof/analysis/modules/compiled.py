@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.paths import around
 
 # How the range of a graph begins; its key follows.
 GRAPH = "## Call CompiledFxGraph "
@@ -103,7 +103,7 @@ def _relocated(calls: pd.DataFrame, caller: str | None) -> list[tuple[str, str]]
     modules = list(zip(calls["module"].astype(str), calls["before"].astype(str), strict=True))
     if not caller:
         return modules
-    whole = reduce(_around, {path for both in modules for path in both})
+    whole = around({path for both in modules for path in both})
     if whole == caller or whole.startswith(f"{caller}."):
         return modules
     depth = caller.count(".") + 1
@@ -111,16 +111,6 @@ def _relocated(calls: pd.DataFrame, caller: str | None) -> list[tuple[str, str]]
         return [(caller, caller)] * len(modules)
     ours = ".".join(whole.split(".")[:depth])
     return [(caller + module[len(ours) :], caller + before[len(ours) :]) for module, before in modules]
-
-
-def _around(one: str, two: str) -> str:
-    """Return the innermost module around both."""
-    alike: list[str] = []
-    for a, b in zip(one.split("."), two.split("."), strict=False):
-        if a != b:
-            break
-        alike.append(a)
-    return ".".join(alike)
 
 
 def _stretches(
@@ -138,11 +128,11 @@ def _stretches(
         if row < 0:
             skipped += [before, module]
             continue
-        found.append((-1, graph, at, int(start[row]), reduce(_around, [*skipped, before])))
+        found.append((-1, graph, at, int(start[row]), around([*skipped, before])))
         found.append((row, graph, int(start[row]), int(end[row]), module))
         at, skipped = int(end[row]), []
     if found:
-        found.append((-1, graph, at, int(end[graph]), reduce(_around, skipped) if skipped else modules[-1][0]))
+        found.append((-1, graph, at, int(end[graph]), around(skipped) if skipped else modules[-1][0]))
     merged: list[tuple[int, int, int, int, str]] = []
     for piece in found:
         if merged and merged[-1][4] == piece[4]:

@@ -7,8 +7,6 @@ model.
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 from dlprof.analysis.engine import within_rank
 from dlprof.analysis.modules.frames import Frames
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.paths import around
 from dlprof.errors import NotMeasured
 
 # Calls that issue an exchange. Other spans of an exchange in a CPU run last until it has completed.
@@ -98,11 +97,7 @@ def buckets_of(
 def common(shares: NDArray[np.float64], paths: tuple[str, ...]) -> NDArray[np.int64]:
     """Return for each bucket the innermost module around all of its parameters; −1: none."""
     place = {path: n for n, path in reversed(list(enumerate(paths)))}
-    found = []
-    for of in shares:
-        parts = [paths[n].split(".") for n in np.flatnonzero(of).tolist()]
-        alike = takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
-        found.append(nearest(".".join(names[0] for names in alike), place))
+    found = [nearest(around(paths[n] for n in np.flatnonzero(of).tolist()), place) for of in shares]
     return np.array(found, dtype=np.int64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping
+from itertools import takewhile
 from typing import NamedTuple
 
 # So many modules without children of their own stand for themselves: two convolutions of a block are two layers.
@@ -28,6 +29,12 @@ class _Child(NamedTuple):
 def parent(path: str) -> str:
     """Return the path of the module around one; "" of an outermost one."""
     return path.rpartition(".")[0]
+
+
+def around(paths: Iterable[str]) -> str:
+    """Return the innermost module around all of these; "" is the model itself."""
+    parts = [path.split(".") for path in paths]
+    return ".".join(names[0] for names in takewhile(lambda n: len(set(n)) == 1, zip(*parts, strict=False)))
 
 
 def folded(kinds: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlprof.analysis.timeline.paths import FEWEST_LEAVES, folded, parent
+from dlprof.analysis.timeline.paths import FEWEST_LEAVES, around, folded, parent
 
 
 def layer(at: str, inside: str = "Linear") -> dict[str, str]:
@@ -118,3 +118,10 @@ def test_what_folds_is_of_one_class(kinds: dict[str, str]) -> None:
         kinds_of.setdefault(whole, set()).add(kinds[path])
     starred = {whole: of for whole, of in kinds_of.items() if whole.rpartition(".")[2] == "*"}
     assert all(len(of) == 1 for of in starred.values())
+
+
+def test_the_innermost_module_around_several() -> None:
+    assert around(["h.0.up", "h.0.down"]) == "h.0"
+    assert around(["h.0", "h.0.up"]) == "h.0"
+    assert around(["h.1", "h.10"]) == "h"
+    assert around(["head", "h"]) == around([]) == ""
