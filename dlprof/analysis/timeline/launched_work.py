@@ -41,6 +41,7 @@ SYNCHRONISING = tuple(
     f"{runtime}{call}Synchronize" for runtime in ("cuda", "hip", "cu") for call in ("Stream", "Device", "Event", "Ctx")
 )
 _OF_ALL_STREAMS = tuple(name for name in SYNCHRONISING if "Device" in name or "Ctx" in name)
+_OF_EVENTS = tuple(name for name in SYNCHRONISING if "Event" in name)
 _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad", "cudaHostAlloc", "cuLibraryLoad")
 
 
@@ -66,7 +67,7 @@ def replay_of(
     first, last = _block(timing.chosen, trace_window.launched_in)
     rows = np.flatnonzero((trace_window.launched_in >= first) & (trace_window.launched_in <= last))
     begin, end = int(trace_window.host[first, 0]), int(trace_window.host[last, 1])
-    waits = _waits(spans, device_work, rows, begin, end)
+    waits = _waits(spans, device_work, launches, rows, begin, end)
     start, dur = device_work["start_ns"].to_numpy()[rows], device_work["dur_ns"].to_numpy()[rows]
     lane = device_work["lane"].cat.codes.to_numpy()
     called = _called(launches, rows, start, waits)
@@ -157,36 +158,66 @@ def _needed(
     return np.where(found, last, -1), np.where(found, after, 0)
 
 
-def _waits(spans: pd.DataFrame, device_work: pd.DataFrame, rows: NDArray[np.int64], begin: int, end: int) -> list[Wait]:
-    """Find the calls between two instants in which the host waited for its device."""
+def _waits(
+    spans: pd.DataFrame, device_work: pd.DataFrame, launches: Launches, rows: NDArray[np.int64], begin: int, end: int
+) -> list[Wait]:
+    """Find the calls between two instants in which the host waits for its device, or would if it were faster.
+
+    A call that synchronises always waits for what was launched before it; a slow host, as the profiler makes it, finds
+    that done. A wait for an event is only known where it lasts: the event may be of any work before.
+    """
     called, took = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     first, last = np.searchsorted(called, (begin, end))
-    calls = first + np.flatnonzero(host.is_kind(spans.iloc[first:last], "runtime") & (took[first:last] >= WAIT_NS))
+    near = spans.iloc[first:last]
+    synchronises = host.is_named(near, *SYNCHRONISING)
+    of_all, of_event = host.is_named(near, *_OF_ALL_STREAMS), host.is_named(near, *_OF_EVENTS)
+    lasts = took[first:last] >= WAIT_NS
+    ids = spans["launch"].to_numpy()[first:last]
     start = device_work["start_ns"].to_numpy()
     ends = start + device_work["dur_ns"].to_numpy()
     order = np.argsort(ends, kind="stable")
-    launch, ids = device_work["launch"].to_numpy(), spans["launch"].to_numpy()
+    launch = device_work["launch"].to_numpy()
     pageable = host.is_kind(device_work, "copy") & ~host.is_one_of(device_work["memory"], "pinned")
     row_of = dict(zip(launch[pageable].tolist(), np.flatnonzero(pageable).tolist(), strict=True))
+    home = pageable & host.is_one_of(device_work["copy"], "DtoH")
+    copies = host.is_among(ids, launch[home])
+    calls = np.flatnonzero(host.is_kind(near, "runtime") & (lasts | (synchronises & ~of_event) | copies))
+    # In order of their launches, and of all that was launched until then the last to end.
+    by_launch = np.argsort(launches.called, kind="stable")
+    launched = launches.called[by_launch]
+    latest = by_launch[_last_to_end(ends[by_launch])] if len(by_launch) else by_launch
     place = np.full(len(device_work), -1, dtype=np.int64)
     place[rows] = np.arange(len(rows))
-    names = spans["name"].array
+    names = near["name"].array
     found = []
     for call in calls.tolist():
-        name, at, until = str(names[call]), int(called[call]), int(called[call] + took[call])
-        row = row_of.get(int(ids[call]), -1)
-        from_start = False
-        if name.startswith(SYNCHRONISING):
-            row = int(order[max(int(np.searchsorted(ends[order], until + 1, side="right")) - 1, 0)])
-            waits = at <= ends[row] <= until
+        name, at, until = str(names[call]), int(called[first + call]), int(called[first + call] + took[first + call])
+        row, from_start, after = row_of.get(int(ids[call]), -1), False, 0
+        if synchronises[call]:
+            before = int(np.searchsorted(launched, at)) - 1
+            row = int(latest[before]) if before >= 0 else -1
+            if lasts[call]:
+                # What ended last before the call returned, whichever stream or event it waited for.
+                row = int(order[max(int(np.searchsorted(ends[order], until + 1, side="right")) - 1, 0)])
+                if ends[row] < at:
+                    continue
+            waits = row >= 0
         elif row >= 0:
             # The call returns when the last piece is on its way: a little before the copy ends.
             waits = at <= ends[row] <= until + _LONG_LAUNCH_NS
         else:
             from_start = True
             row = int(np.searchsorted(start, until, side="right")) - 1
-            launches = took[call] >= _LONG_LAUNCH_NS and ids[call] >= 0 and not name.startswith(_NOT_LAUNCHES)
-            waits = launches and row >= 0 and start[row] >= at and launch[row] != ids[call]
+            begins = until - at >= _LONG_LAUNCH_NS and ids[call] >= 0 and not name.startswith(_NOT_LAUNCHES)
+            waits = begins and row >= 0 and start[row] >= at and launch[row] != ids[call]
         if waits:
-            found.append(Wait(at, until, int(place[row]), from_start, name.startswith(_OF_ALL_STREAMS), name))
+            after = until - int(start[row] if from_start else ends[row])
+            after = after if ends[row] >= at or from_start else min(until - at, WAIT_NS)
+            found.append(Wait(at, until, int(place[row]), after, from_start, bool(of_all[call]), name))
     return found
+
+
+def _last_to_end(ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each place the place of the largest value up to there."""
+    places = np.arange(len(ends))
+    return np.maximum.accumulate(np.where(ends >= np.maximum.accumulate(ends), places, 0))

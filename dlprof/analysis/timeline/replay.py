@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
+from dlprof.analysis.timeline.host_clock import AS_TRACED, HostClock
 
 NEVER = -(1 << 62)
 
@@ -39,13 +40,14 @@ _Run = tuple[int, int, int, int, int, int, bool, int]
 class Wait:
     """A call in which the host waits for its device; `row`: the place of the work that it waits for, −1: earlier work.
 
-    `from_start`: it waits for that work to start (the queue is full), and not to end. `everything`: it waits for all
-    streams, of which that work was the last to end.
+    `after_ns`: how long after that it returns. `from_start`: it waits for that work to start (the queue is full), and
+    not to end. `everything`: it waits for all streams, of which that work was the last to end.
     """
 
     begin: int
     end: int
     row: int
+    after_ns: int
     from_start: bool
     everything: bool
     name: str
@@ -74,6 +76,7 @@ class Replay:
     _needs_gap: NDArray[np.int64]
     _residual: NDArray[np.int64]
     _before: dict[int, int]  # the end of the work before these steps, by stream
+    clock: HostClock = AS_TRACED  # the host's, without the profiler
 
     def step_ns(
         self,
@@ -94,8 +97,29 @@ class Replay:
         dur = self.durations if durations is None else durations.astype(np.int64)
         residual, needs = self._residual.copy(), self._needs.copy()
         residual[list(at_once)], needs[list(at_once)] = 0, -1
-        ready = _host_at(kept, self._called) + self._latency
-        return self._run(kept, self._runs(ready, gap, dur, residual, needs), dur, frozenset(free))
+        ready = self._host_at(kept, self._called) + self._latency
+        return self._run(kept, self._runs(ready, gap, dur, residual, needs), dur, frozenset(free))[0]
+
+    def host_ns(self, kept: Sequence[Kept], times: Sequence[iv.Intervals]) -> list[float]:
+        """Return how much of the replay's mean step the host spends in each of some sets of its time, ns."""
+        ready = self._host_at(kept, self._called) + self._latency
+        runs = self._runs(ready, self._gap, self.durations, self._residual, self._needs)
+        shifts = np.array(self._run(kept, runs, self.durations, frozenset())[1], dtype=np.int64)
+        ends = np.sort([w.end for w in self.waits])
+
+        def at(instants: NDArray[np.int64]) -> NDArray[np.int64]:
+            return self._host_at(kept, instants) + shifts[np.searchsorted(ends, instants, side="right")]
+
+        return [float((at(one[:, 1]) - at(one[:, 0])).sum()) / self.steps for one in times]
+
+    def _host_at(self, kept: Sequence[Kept], at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where instants of the host are without the profiler, with only a share of some sets of time left."""
+        now = self.clock(at)
+        moved = now.copy()
+        for times, share in kept:
+            moved -= (1 - share) * iv.before(np.rint(self.clock(times.ravel())).reshape(-1, 2).astype(np.int64), now)
+        found: NDArray[np.int64] = np.rint(moved).astype(np.int64)
+        return found
 
     @cached_property
     def _awaited(self) -> NDArray[np.bool_]:
@@ -154,19 +178,22 @@ class Replay:
 
     def _run(
         self, kept: Sequence[Kept], runs: Sequence[Sequence[_Run]], dur: NDArray[np.int64], free: frozenset[int]
-    ) -> float:
-        """Replay twice in a row, and return the mean step of the second time; plain numbers, for it is the hot loop."""
+    ) -> tuple[float, list[int]]:
+        """Replay twice in a row; return the mean step of the second time, and by how much the host was shifted in it
+        after each number of waits. Plain numbers, for it is the hot loop.
+        """
         begin, end = (
-            _host_at(kept, np.array([getattr(w, edge) for w in self.waits], dtype=np.int64)).tolist()
+            self._host_at(kept, np.array([getattr(w, edge) for w in self.waits], dtype=np.int64)).tolist()
             for edge in ("begin", "end")
         )
-        host_begin, host_end = map(int, _host_at(kept, np.array(self.host, dtype=np.int64)))
+        host_begin, host_end = map(int, self._host_at(kept, np.array(self.host, dtype=np.int64)))
         ended = [0] * len(dur)
         # A stream may have worked before the steps, and not in them.
         free_at = [NEVER] * (max(int(self._stream.max(initial=0)), *self._before, 0) + 1)
         for on, at in self._before.items():
             free_at[on] = at
         base, shift, boundaries = self.begin, 0, []
+        shifts = [0]
         for _ in range(2):
             shifts = [shift]  # of the host, after so many waits
             for several, i in zip(runs, [*self._wait_order, -1], strict=True):
@@ -185,28 +212,19 @@ class Replay:
                 if i < 0:
                     continue
                 wait = self.waits[i]
-                until = begin[i] + shift + min(wait.end - wait.begin, WAIT_NS)
+                until = begin[i] + shift + min(end[i] - begin[i], WAIT_NS)
                 if i not in free:
                     if wait.row < 0:
                         released = base + wait.end - self.begin
                     elif wait.from_start:
-                        released = ended[wait.row] - max(int(dur[wait.row]), 0) + wait.end - int(self._start[wait.row])
+                        released = ended[wait.row] - max(int(dur[wait.row]), 0) + wait.after_ns
                     else:
-                        done = max(free_at) if wait.everything else ended[wait.row]
-                        released = done + wait.end - int(self._start[wait.row] + self.durations[wait.row])
+                        released = (max(free_at) if wait.everything else ended[wait.row]) + wait.after_ns
                     until = max(until, released)
                 shift = until - end[i]
                 shifts.append(shift)
             base = max(free_at[self._main], host_end + shift)
             boundaries.append(base)
             shift += host_end - host_begin
-        return (boundaries[1] - boundaries[0]) / self.steps
+        return (boundaries[1] - boundaries[0]) / self.steps, shifts
 
-
-def _host_at(kept: Sequence[Kept], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where recorded times of the host are with only a share of some sets of time left."""
-    gone = np.zeros(len(at))
-    for times, share in kept:
-        gone += (1 - share) * iv.before(times, at)
-    moved: NDArray[np.int64] = at - np.rint(gone).astype(np.int64)
-    return moved

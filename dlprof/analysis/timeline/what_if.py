@@ -1,14 +1,14 @@
 """What a change would make of a rank's step: the replay of its traced steps, brought to the steps that were not traced.
 
 The profiler makes every call that it sees longer, so that the host of the traced steps is slower than the job's. Where
-the step log has the steps without it, all calls are taken to be shorter by one share, the one with which the replay
-takes as long as those steps. Waits for data, which differ from step to step, are brought to their mean.
+the step log has the steps without it, the replay's host keeps time by `host_clock`, which was fitted to those steps.
+Waits for data, which differ from step to step, are brought to their mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import within_rank
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.host_clock import HostClock, calibrated, traced_calls
 from dlprof.analysis.timeline.replay import Kept, Replay
 from dlprof.analysis.timeline.steps import Timing
 
@@ -31,11 +32,6 @@ GRAPH_GAP_NS = 1_000
 
 # What can gain no more than this share of a step is not worth a replay.
 LITTLE = 0.005
-
-# No profiler makes calls longer than by this factor (×1.9 was measured for the smallest operators on a CPU).
-_MOST_SLOWED = 4.0
-_BISECTIONS = 7
-_NEAR = 0.003
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,8 @@ class WhatIf:
 
     replay: Replay
     host: HostTime
+    phases: Mapping[str, iv.Intervals]  # the training thread's, and the rest; fetching is in none of them
     fetch_left: float  # the mean wait for data of the steady steps ÷ that of the replayed ones
-    calls_left: float  # the share of the calls' time that is left without the profiler
     measured_ns: float  # the mean steady step
 
     @cached_property
@@ -83,6 +79,10 @@ class WhatIf:
         gone = 1 - self._ratio(self.replay.step_ns(kept, durations, free, gap_ns, at_once))
         return min(max(gone, 0.0), 1.0) * self.measured_ns
 
+    def host_ns(self, times: iv.Intervals) -> float:
+        """Return how long the host is in a set of its time in the mean step, as the replay has it, ns."""
+        return self.replay.host_ns(self._kept(), [times])[0]
+
     def left(self, durations: NDArray[np.int64], calls: float = 1.0) -> float:
         """Return how long the step is with other durations of its work, and of its calls, as a multiple of the step."""
         return self._ratio(self.replay.step_ns(self._kept(calls=calls), durations))
@@ -101,25 +101,48 @@ class WhatIf:
         shares = (
             (self.host.fetch, fetch * self.fetch_left),
             (self.host.python, python),
-            (self.host.calls, calls * self.calls_left),
+            (self.host.calls, calls),
         )
-        kept = [(iv.subtract(times, cut), share) for times, share in shares if share != 1.0]
-        for times, share in other:
-            calls_of_it = iv.intersect(times, self.host.calls)
-            kept += [(calls_of_it, share * self.calls_left), (iv.subtract(times, calls_of_it), share)]
-        return kept
+        return [*((iv.subtract(times, cut), share) for times, share in shares if share != 1.0), *other]
 
 
 @within_rank
-def what_if(replay_of: Replay, timing: Timing, on_training_thread: pd.DataFrame, in_calls: iv.Intervals) -> WhatIf:
+def what_if(
+    replay_of: Replay,
+    timing: Timing,
+    on_training_thread: pd.DataFrame,
+    in_calls: iv.Intervals,
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+) -> WhatIf:
     """Return a rank's steps, ready for changes; raise NotMeasured as `replay_of` does."""
-    did = _host_time(on_training_thread, in_calls, replay_of)
-    fetch_left = calls_left = 1.0
-    if timing.source == "steps":
-        traced = iv.total(did.fetch) / replay_of.steps
-        fetch_left = timing.phases.get("fetch", 0.0) / traced if traced else 1.0
-        calls_left = _calls_left(replay_of, did, fetch_left, timing.step_ns)
-    return WhatIf(replay_of, did, fetch_left, calls_left, timing.step_ns)
+    did, phases = _host_time(on_training_thread, in_calls, replay_of), _phases(on_training_thread, replay_of.host)
+    if timing.source != "steps":
+        return WhatIf(replay_of, did, phases, 1.0, timing.step_ns)
+    traced = iv.total(did.fetch) / replay_of.steps
+    fetch_left = timing.phases.get("fetch", 0.0) / traced if traced else 1.0
+    untraced = {p: ns for p, ns in timing.phases.items() if p != "fetch"}
+    untraced["rest"] = max(timing.step_ns - sum(timing.phases.values()), 0.0)
+
+    def replayed(clock: HostClock) -> dict[str, float]:
+        with_clock = replace(replay_of, clock=clock)
+        return dict(zip(phases, with_clock.host_ns([(did.fetch, fetch_left)], [*phases.values()]), strict=True))
+
+    calls = traced_calls(spans, is_on_device, did.calls, phases)
+    clock = calibrated(calls, untraced, replay_of.steps, replayed)
+    return WhatIf(replace(replay_of, clock=clock), did, phases, fetch_left, timing.step_ns)
+
+
+def _phases(on_training_thread: pd.DataFrame, window: tuple[int, int]) -> dict[str, iv.Intervals]:
+    """Return the training thread's phases between two instants, fetching left out, and the rest; disjoint."""
+    left = np.array([window], dtype=np.int64)
+    left = iv.subtract(left, host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch")))
+    found = {}
+    for phase in ("forward", "backward", "optimizer"):
+        during = host.cover(on_training_thread, host.is_named(on_training_thread, f"dlprof::{phase}"))
+        found[phase] = iv.intersect(left, during)
+        left = iv.subtract(left, during)
+    return {**found, "rest": left}
 
 
 def _host_time(on_training_thread: pd.DataFrame, in_calls: iv.Intervals, replay: Replay) -> HostTime:
@@ -132,15 +155,3 @@ def _host_time(on_training_thread: pd.DataFrame, in_calls: iv.Intervals, replay:
     python = between[between[:, 1] - between[:, 0] > PAUSE_NS]
     return HostTime(fetch, iv.subtract(free, python), python)
 
-
-def _calls_left(replay: Replay, did: HostTime, fetch_left: float, measured_ns: float) -> float:
-    """Return the share of the calls' time with which the replay takes as long as the steps that were not traced."""
-    fetch = (did.fetch, fetch_left)
-    if replay.step_ns([fetch]) <= measured_ns * (1 + _NEAR):
-        return 1.0
-    low, high = 1 / _MOST_SLOWED, 1.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        longer = replay.step_ns([fetch, (did.calls, middle)]) > measured_ns
-        low, high = (low, middle) if longer else (middle, high)
-    return (low + high) / 2
