@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from dlprof.analysis import subjects
-from dlprof.result import Change, Forecast, Panel, Scope
+from dlprof.result import Change, Forecast, Panel, Place, Scope
 from dlprof.result import change as change
 
 # A finding saves at least this share of the step, and LEAST_NOISE times the standard error of what it was estimated
@@ -24,7 +24,8 @@ class Explanation:
     """How a finding is explained. `title` and `summary`: one sentence each; `sure`: how it was estimated.
 
     `verdict`: the report's first sentence where the finding is first; "": the estimate's `loses` with its share.
-    `at_most`: the saving bounds what the changes give, and is no prediction for any of them.
+    `at_most`: the saving bounds what the changes give, and is no prediction for any of them. `where`: the lines that it
+    is about, where the rule knows them.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Explanation:
     verdict: str = ""
     forecasts: tuple[Forecast, ...] = ()
     at_most: bool = False
+    where: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

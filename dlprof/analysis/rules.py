@@ -14,7 +14,7 @@ from dlprof.analysis.compute.rules import (
     growing_cat,
     misaligned_shapes,
     one_hot_input,
-    small_kernels,
+    recurrent_loop,
     unfused_attention,
     unfused_loss,
     unfused_norm,
@@ -22,7 +22,14 @@ from dlprof.analysis.compute.rules import (
 )
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.experts.rules import expert_imbalance
-from dlprof.analysis.host.rules import host_bound, host_embedding, host_sync, queued_wait, step_python
+from dlprof.analysis.host.rules import (
+    host_bound,
+    host_embedding,
+    host_sync,
+    parameter_loop,
+    queued_wait,
+    step_python,
+)
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
@@ -76,16 +83,17 @@ RULES: tuple[Rule, ...] = (
     one_hot_input.RULE,
     out_of_memory.RULE,
     pageable_copy.RULE,
+    parameter_loop.RULE,
     periodic_work.RULE,
     pipeline_bubble.RULE,
     queued_wait.RULE,
     recompilation.RULE,
+    recurrent_loop.RULE,
     shared_cores.RULE,
     skipped_steps.RULE,
     slow_link.RULE,
     slow_worker_batches.RULE,
     small_collectives.RULE,
-    small_kernels.RULE,
     stage_imbalance.RULE,
     step_python.RULE,
     straggler.RULE,

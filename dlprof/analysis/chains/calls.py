@@ -52,6 +52,9 @@ _OPERATORS = {
     "1": "linear matmul mm addmm bmm baddbmm",
     "2": "cat concat",
     "4": "embedding embedding_bag _embedding_bag",
+    "7": "sigmoid sigmoid_",
+    "8": "tanh tanh_",
+    "9": "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell",
 }
 _LETTERS = {f"aten::{name}": letter for letter, names in _OPERATORS.items() for name in names.split()}
 # By the names of backward functions: of ToCopy it is that of _to_copy.
@@ -190,7 +193,7 @@ def _letter(name: str) -> str:
 
 
 def _capital(letter: str) -> str:
-    return {"1": "3", "2": "6", "4": "5"}.get(letter, letter.upper())
+    return {"1": "3", "2": "6", "4": "5", "7": "!", "8": "#", "9": "$"}.get(letter, letter.upper())
 
 
 def _as_many(text: str, functions: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.int64]:

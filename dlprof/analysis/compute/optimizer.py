@@ -26,8 +26,8 @@ RANGES = ("Optimizer.step#", "dlprof::optimizer")
 FUSED_LEFT = {"Adam": (0.25, 7 / 20), "AdamW": (0.25, 7 / 20), "SGD": (0.30, 5 / 11)}
 _FUSED_VALUES = {"Adam": 7, "AdamW": 7, "SGD": 5}
 
-# What a fused step takes a GPU's host: 0.71, 0.77 and 0.74 ms for 150, 180 and 201 parameter tensors (AdamW, torch 2.11,
-# the 16-core host of an H200); one of foreach took 1.27 ms for 76.
+# What a fused step takes a GPU's host: 0.71, 0.77 and 0.74 ms for 150, 180 and 201 parameter tensors (AdamW, torch
+# 2.11, the 16-core host of an H200); one of foreach took 1.27 ms for 76.
 _FUSED_HOST_NS, _FUSED_TENSOR_NS = 450_000, 1_600
 
 # What copies reach of a GPU's memory bandwidth (88 % on an H200): a fused optimizer does no more than to copy.
@@ -170,5 +170,7 @@ def _moved_ns(rank: RankFacts, values: float) -> float:
     _, _, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     models: list[dict[str, Any]] = rank.facts.get("models") or []
     trained = sum(int(m.get("trainable_parameters") or 0) for m in models)
-    width = sum(int(m.get("parameter_bytes") or 0) for m in models) / max(sum(m.get("parameters") or 0 for m in models), 1)
+    width = sum(int(m.get("parameter_bytes") or 0) for m in models) / max(
+        sum(m.get("parameters") or 0 for m in models), 1
+    )
     return trained * width * values / (bandwidth * _OF_BANDWIDTH) * 1e9 if bandwidth and trained else np.inf

@@ -43,12 +43,12 @@ def between_twice(
 
 @dataclass(frozen=True)
 class HeldUp:
-    """What the host holds up of the mean steady step, ns, and what a faster one would gain. `cause`: of host_gains.
+    """What the host holds up of the mean steady step, ns, and what a faster one would gain. `where`: of host_gains.
 
     `besides`: without the time of the lines between the phases, which keep it.
     """
 
-    cause: str
+    where: str
     gain_ns: float
     by_rank_ns: Mapping[int, float]
     least_ns: float  # in every measured step
@@ -63,10 +63,10 @@ def held_up(
     own_time: pd.DataFrame,
 ) -> HeldUp:
     """Return the larger of what a faster host would gain, and what it holds up on each rank."""
-    cause = max(host_gains, key=lambda one: host_gains[one])
+    ((where, gain),) = host_gains.items()
     late, least, told = part(breakdown, *HOST), part_least(breakdown, *HOST), between_twice.or_none()
     if told is None or not told["lines_first"].any():
-        return HeldUp(cause, host_gains[cause], late, least)
+        return HeldUp(where, gain, late, least)
     both = by_rank(told, "both_ns")
     left = {rank: max(ns - both.get(rank, 0.0), 0.0) for rank, ns in late.items()}
-    return HeldUp(cause, saving(own_time, left), left, max(least - max(both.values()), 0.0), besides=True)
+    return HeldUp(where, saving(own_time, left), left, max(least - max(both.values()), 0.0), besides=True)

@@ -1,4 +1,4 @@
-"""Why a device has nothing to do, what its host did meanwhile, and what cheaper launching would give."""
+"""What the host did while its device had nothing to do, and what cheaper launching would give."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank, within_rank
+from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank, within_rank
+from dlprof.analysis.host.parts import LAUNCHES, gains_of
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.idle import Idle
-from dlprof.analysis.timeline.launches import NOT_LINKED
 from dlprof.analysis.timeline.steps import Timing, check_marked
-from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, PAUSE_NS, WhatIf
+from dlprof.analysis.timeline.what_if import PAUSE_NS
 from dlprof.errors import NotMeasured
 from dlprof.units import digits
 
@@ -27,9 +25,6 @@ SMALL_NS = 10_000
 
 # A forward, a backward and an optimizer's step are some ten kernels in the smallest of models.
 FEWEST_KERNELS = 8
-
-# Of a step: the script's own Python that takes less gains what it takes, and is not worth a replay.
-NOTABLE_SHARE = 0.05
 
 MOST_ROWS = 10
 MOST_WORK = 12
@@ -58,65 +53,6 @@ def python_gaps(host_gaps: iv.Intervals, in_calls: iv.Intervals, spans: pd.DataF
     whole = np.array([[start[0], (start + spans["dur_ns"].to_numpy()).max()]], dtype=np.int64)
     pauses = iv.subtract(whole, in_calls)
     return iv.intersect(host_gaps, pauses[pauses[:, 1] - pauses[:, 0] > PAUSE_NS])
-
-
-@per_rank
-def gaps(
-    timing: Timing,
-    idle: Idle,
-    host_gaps: iv.Intervals,
-    python_gaps: iv.Intervals,
-    what_if: Maybe[WhatIf],
-    in_optimizer: iv.Intervals,
-    device_work: pd.DataFrame,
-) -> pd.DataFrame:
-    """Divide the device's idle time of a steady traced step by its cause: one row, in ns.
-
-    launching_ns: the host was late, in operators, the runtime, or on its way between them. python_ns: it was late, and
-    in neither for longer than PAUSE_NS. latency_ns, queued_ns: launched in time. What the host itself waited for (a
-    loader, a stall) is in none of them. small_ns: the part of launching and latency behind kernels too short to hide a
-    launch. graph_gain_ns and python_gain_ns: how much shorter the mean steady step would be with the launches of a
-    captured graph, and without the script's own Python (NaN: the trace does not link launches to kernels). Neither is
-    more than the device idles for what it changes: a host with less to do would also hide more of its waits for data,
-    but those are not what the change is for. Collectives and copies that begin sooner might be hidden better, but they
-    wait for others. Raises NotMeasured where the trace holds no work of a device.
-    """
-    windows, steps = iv.merge(timing.windows), max(len(timing.windows), 1)
-    launching, latency = iv.subtract(host_gaps, python_gaps), iv.intersect(idle.latency, windows)
-    graph_gain = python_gain = np.nan
-    if asked := what_if.or_none():
-        # What captures the model's forward and backward pass leaves the optimizer's launches as they are.
-        graph = asked.gain_ns(calls=0.0, other=((in_optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
-        # From the traced steps to the mean steady one.
-        scale = asked.measured_ns / max(asked.step_ns, 1.0) / steps
-        graph_gain = min(graph, (iv.total(launching) + iv.total(latency)) * scale)
-        python_gain = iv.total(python_gaps) * scale
-        if python_gain >= NOTABLE_SHARE * asked.measured_ns:
-            python_gain = min(asked.gain_ns(python=0.0), iv.total(host_gaps) * scale)
-    return pd.DataFrame(
-        {
-            "launching_ns": [iv.total(launching) / steps],
-            "python_ns": [iv.total(python_gaps) / steps],
-            "latency_ns": [iv.total(latency) / steps],
-            "queued_ns": [iv.total(iv.intersect(idle.queued, windows)) / steps],
-            "small_ns": [sum(iv.total(small_before(device_work, part)[1]) for part in (launching, latency)) / steps],
-            "graph_gain_ns": [graph_gain],
-            "python_gain_ns": [python_gain],
-        }
-    )
-
-
-def small_before(device_work: pd.DataFrame, idle: iv.Intervals) -> tuple[NDArray[np.int64], iv.Intervals]:
-    """Return the places of kernels too short to hide a launch that idle time follows, and that idle time."""
-    if not len(device_work):
-        return np.empty(0, dtype=np.int64), iv.EMPTY
-    dur = device_work["dur_ns"].to_numpy()
-    end = device_work["start_ns"].to_numpy() + dur
-    order = np.argsort(end, kind="stable")
-    at = np.searchsorted(end[order], idle[:, 0], side="right") - 1
-    small = (host.is_kind(device_work, "kernel") & (dur < SMALL_NS))[order]
-    behind = (at >= 0) & small[np.maximum(at, 0)]
-    return order[at[behind]], idle[behind]
 
 
 @per_rank
@@ -170,28 +106,6 @@ def own_python(on_training_thread: pd.DataFrame, python_gaps: iv.Intervals, timi
 
 
 @per_rank
-def small_kernels(
-    device_sets: DeviceSets,  # noqa: ARG001 - required: of a trace without a device nothing is known
-    timing: Timing,
-    device_work: pd.DataFrame,
-    launched_within: NDArray[np.int64],
-) -> pd.DataFrame:
-    """Count the kernels below SMALL_NS in a steady traced step by name, the most frequent first: name, count, mean_ns.
-
-    In all rows the same: `small` of them there are, among `kernels` of any length. Raises NotMeasured without work of a
-    device.
-    """
-    steps = max(len(timing.windows), 1)
-    inside = (launched_within >= 0) & host.is_kind(device_work, "kernel")
-    small = inside & (device_work["dur_ns"].to_numpy() < SMALL_NS)
-    by_name = device_work.loc[small, ["name", "dur_ns"]].groupby("name", observed=True)["dur_ns"]
-    counts = pd.DataFrame({"count": by_name.size() / steps, "mean_ns": by_name.mean()}).reset_index()
-    counts = counts.sort_values("count", ascending=False, kind="stable", ignore_index=True).head(MOST_ROWS)
-    counts = counts.assign(small=np.count_nonzero(small) / steps, kernels=np.count_nonzero(inside) / steps)
-    return counts.astype({"name": "str"})
-
-
-@per_rank
 def launch_means(device_work: pd.DataFrame, launched_within: Maybe[NDArray[np.int64]], timing: Timing) -> pd.DataFrame:
     """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
     kernels = host.is_kind(device_work, "kernel")
@@ -220,37 +134,27 @@ def check_launches(launch_means: pd.DataFrame) -> None:
 HOST = ("host", "optimizer_host")
 SAVES_FROM = ("input_wait", *HOST, "launch_latency")
 
-# What a faster host is worth: on a CPU all of its time; on a device, without the script's own Python, or with the
-# launches of a captured graph.
-ON_CPU, SCRIPT, LAUNCHES = "cpu", "python", "launches"
+# What a faster host is worth: on a CPU all of its time, on a device that of launches.
+ON_CPU, ON_DEVICE = "cpu", "device"
 
 
 @across_ranks
 def host_gains(
     step_means: pd.DataFrame,
     launch_means: Maybe[pd.DataFrame],
-    gaps: Maybe[pd.DataFrame],
+    host_parts: Maybe[pd.DataFrame],
     waits: Maybe[pd.DataFrame],
     own_time: pd.DataFrame,
     breakdown: pd.DataFrame,
     job: Job,
 ) -> dict[str, float]:
-    """Return how much shorter the mean steady step would be with a faster host, ns: by SCRIPT and LAUNCHES, or ON_CPU.
+    """Return how much shorter the mean steady step would be with a faster host, ns: ON_CPU without its time, or
+    ON_DEVICE with the launches of the forward and backward pass captured in a graph.
 
-    Where all ranks' traces are here, of what all ranks gain: one that has more makes the others wait, which is the
-    business of `straggler`. Raises NotMeasured where steps are not marked, a device does not train, or its trace does
-    not link launches to kernels.
+    Raises NotMeasured where steps are not marked, a device does not train, or its trace does not link launches.
     """
     check_marked(step_means)
     if settings.on_cpu(job):
         return {ON_CPU: saving(own_time, part(breakdown, *HOST))}
     check_launches(launch_means.get())
-    if gaps.get()["graph_gain_ns"].isna().any():
-        raise NotMeasured(f"{NOT_LINKED}: why the device idles is not known")
-    found = {}
-    for cause, column in ((SCRIPT, "python_gain_ns"), (LAUNCHES, "graph_gain_ns")):
-        gains = by_rank(gaps.get(), column)
-        if waits.or_none() is not None:
-            gains = dict.fromkeys(gains, min(gains.values()))
-        found[cause] = saving(own_time, gains)
-    return found
+    return {ON_DEVICE: saving(own_time, gains_of(host_parts.get(), LAUNCHES, waits))}

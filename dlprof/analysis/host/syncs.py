@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank, within_rank
+from dlprof.analysis.host.segments import Segments
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle
 from dlprof.analysis.timeline.launched_work import SYNCHRONISING
@@ -28,9 +29,9 @@ _COPIES = ("cudaMemcpy", "hipMemcpy")
 _READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::nonzero")
 
 MOST_ROWS = 20
-MOST_REPLAYED = 6
 
 _WAIT = ["asked", "call", "copied"]
+_KIND = [*_WAIT, "looped"]
 
 
 @within_rank
@@ -49,15 +50,16 @@ def syncs(
     idle: Maybe[Idle],
     host_gaps: Maybe[iv.Intervals],
     what_if: Maybe[WhatIf],
+    segments: Maybe[Segments],
 ) -> pd.DataFrame:
     """Return what made the training thread wait in the steady traced steps, the longest first.
 
     Columns: asked (the outermost operator, GRAD_SCALER, or "" where Python called the runtime itself), call (the
     runtime's), copied (of a copy to the device, the host memory that is waited for: "pinned", "pageable", else ""),
-    calls, ns (the thread's wait) and idle_ns (how long the device then had nothing because the host had launched
-    nothing more), all a step; gain_ns, how much shorter the mean steady step would be without these waits, and
-    together_ns, the same for all waits of the same `copied` (NaN: the trace does not link launches to kernels). On the
-    CPU, where values are only read, all times are NaN. Raises NotMeasured without a trace.
+    looped (1: in a loop over parameters), calls, ns (the thread's wait) and idle_ns (how long the device then had
+    nothing because the host had launched nothing more), all a step; together_ns, how much shorter the mean steady step
+    would be without all waits of the same `copied` (NaN: the trace does not link launches to kernels). On the CPU,
+    where values are only read, all times are NaN. Raises NotMeasured without a trace.
     """
     steps = max(len(timing.windows), 1)
     if not len(on_training_thread):
@@ -67,24 +69,28 @@ def syncs(
         read = ops[host.is_named(ops, *_READS)]
         read = read[iv.holds(iv.merge(timing.host_windows), read["start_ns"].to_numpy())]
         counts = read["name"].astype("str").value_counts().head(MOST_ROWS)
-        times = dict.fromkeys(("ns", "idle_ns", "gain_ns", "together_ns"), np.nan)
-        return pd.DataFrame(
-            {"asked": counts.index, "call": "", "copied": "", "calls": counts.to_numpy() / steps, **times}
-        )
+        times = dict.fromkeys(("ns", "idle_ns", "together_ns"), np.nan)
+        counted = {"asked": counts.index, "call": "", "copied": "", "looped": 0, "calls": counts.to_numpy() / steps}
+        return pd.DataFrame(counted | times)
     waits = sync_waits.get()
     own = iv.holds(grad_scaler_reads(on_training_thread, ops), waits["start_ns"].to_numpy())
+    loops = segments.or_none()
     waits = waits.assign(
         asked=waits["asked"].mask(own, GRAD_SCALER),
+        looped=iv.holds(loops.looping if loops else iv.EMPTY, waits["start_ns"].to_numpy()).astype(int),
         calls=1.0,
         ns=(waits["end_ns"] - waits["start_ns"]).astype(float),
         idle_ns=_then_idle(idle.get(), host_gaps, waits),
     )
-    by_kind = waits.groupby(_WAIT)
-    kinds = by_kind[["calls", "ns", "idle_ns"]].sum().div(steps).reset_index()
-    kinds = kinds.assign(gain_ns=np.nan, together_ns=np.nan)
+    kinds = waits.groupby(_KIND)[["calls", "ns", "idle_ns"]].sum().div(steps).reset_index()
+    kinds = kinds.assign(together_ns=np.nan)
     if asked := what_if.or_none():
-        late_ns = iv.total(iv.intersect(idle.get().late, iv.merge(timing.windows))) / steps
-        kinds = _with_gains(kinds, waits, by_kind.ngroup(), asked, late_ns)
+        # Several of the replay's waits may lie in one operator.
+        begins = np.array([wait.begin for wait in asked.replay.waits], dtype=np.int64)
+        for copied, same in waits.groupby("copied"):
+            around = iv.union(same["start_ns"].to_numpy(), same["end_ns"].to_numpy())
+            free = np.flatnonzero(iv.holds(around, begins)).tolist()
+            kinds.loc[kinds["copied"] == copied, "together_ns"] = asked.gain_ns(free=free) if free else 0.0
     return kinds.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_ROWS)
 
 
@@ -191,29 +197,3 @@ def _then_idle(idle: Idle, host_gaps: Maybe[iv.Intervals], waits: pd.DataFrame) 
     # Several calls may end in one gap: the last of them has it.
     last = np.append(at[1:] != at[:-1], True)
     return np.where(open_then & last, iv.within(host_gaps.get(), gap[:, 0], gap[:, 1]), 0)
-
-
-def _with_gains(
-    kinds: pd.DataFrame, waits: pd.DataFrame, kind_of: pd.Series[int], asked: WhatIf, late_ns: float
-) -> pd.DataFrame:
-    """Replay the steps without the waits of each kind, and without those of all kinds that copy from the same memory.
-
-    `kind_of`: the row in `kinds` of each wait. A wait behind which the device never ran dry gains nothing, and is not
-    replayed.
-    """
-    start, end = waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy()
-    # Several of the replay's waits may lie in one operator.
-    around = _around(start, end - start, np.array([wait.begin for wait in asked.replay.waits], dtype=np.int64))
-    replayed = np.where(around >= 0, kind_of.to_numpy()[around], -1) if len(kind_of) else around
-
-    def without(chosen: pd.Index[int]) -> float:
-        free = np.flatnonzero(np.isin(replayed, chosen)).tolist()
-        return min(asked.gain_ns(free=free), late_ns) if free else 0.0
-
-    kinds = kinds.assign(gain_ns=0.0, together_ns=0.0)
-    for _, same in kinds.groupby("copied"):
-        costly = same[same["idle_ns"] > 0].sort_values("idle_ns", ascending=False, kind="stable").index
-        kinds.loc[same.index, "together_ns"] = whole = without(costly)
-        for kind in costly[:MOST_REPLAYED]:
-            kinds.loc[kind, "gain_ns"] = whole if len(costly) == 1 else without(pd.Index([kind]))
-    return kinds

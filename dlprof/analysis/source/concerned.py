@@ -15,7 +15,6 @@ from dlprof.analysis.compute.attention import Found
 from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.products import misaligned_sizes
 from dlprof.analysis.engine import Maybe, within_rank
-from dlprof.analysis.host.gaps import small_before
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.idle import Idle, first_after
@@ -37,7 +36,6 @@ CONCERNED: Mapping[str, str] = {
     "queued_wait": "queued",
     "slow_link": "exchanges",
     "small_collectives": "exchanges",
-    "small_kernels": "small",
     "unfused_attention": "attention",
     "unfused_loss": "losses",
     "unfused_norm": "norms",
@@ -110,7 +108,6 @@ def of_computation(
 def of_waiting(
     spans: pd.DataFrame,
     host_gaps: Maybe[iv.Intervals],
-    python_gaps: Maybe[iv.Intervals],
     idle: Maybe[Idle],
     sync_waits: Maybe[pd.DataFrame],
     device_work: Maybe[pd.DataFrame],
@@ -128,14 +125,7 @@ def of_waiting(
         return {"late": _lengths(ops[at[at < len(ops)]], late[at < len(ops)])}
     work, gaps = device_work.get(), idle.get()
     windows = iv.merge(timing.windows)
-    launching = iv.subtract(late, python_gaps.get()), iv.intersect(gaps.latency, windows)
-    small = [small_before(work, part) for part in launching]
-    rows = np.concatenate([row for row, _ in small])
-    found = {
-        "late": _ended(work, late),
-        "queued": _ended(work, iv.intersect(gaps.queued, windows)),
-        "small": _lengths(work.index.to_numpy()[rows], np.concatenate([gap for _, gap in small])),
-    }
+    found = {"late": _ended(work, late), "queued": _ended(work, iv.intersect(gaps.queued, windows))}
     for memory, mine in sync_waits.get().groupby("copied"):
         found[f"waits {memory}".strip()] = _lengths(mine["row"].to_numpy(), mine[["start_ns", "end_ns"]].to_numpy())
     return found

@@ -39,7 +39,7 @@ class Concern:
 
 
 # Rules that see the Python between the phases.
-_SAME_LINES = ("host_bound", "step_python")
+_SAME_LINES = ("host_bound", "host_sync", "parameter_loop", "step_python")
 
 _LOADER = ("loader", "iteration")
 _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
@@ -53,7 +53,7 @@ CONCERNS: Mapping[str, Concern] = {
     "fp32_matmul": Concern(("autocast", "forward"), ("forward",)),
     "gc_pauses": Concern(),
     "growing_cat": Concern(("cat",)),
-    "host_bound": Concern((), ("rest", "forward", "optimizer")),
+    "host_bound": Concern(("compile", "forward"), ("forward", "rest")),
     "host_embedding": Concern(("embedding", "copy")),
     "host_sync": Concern(("sync",), ("rest",)),
     "idle_cores": Concern(),
@@ -61,17 +61,18 @@ CONCERNS: Mapping[str, Concern] = {
     "memory_growth": Concern((), ()),
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),
+    "parameter_loop": Concern((), ("rest",)),
     "pageable_copy": Concern(("copy", "loader")),
     "one_hot_input": Concern(("one_hot",)),
     "periodic_work": Concern((), ("rest",)),
     "pipeline_bubble": Concern(("forward",)),
     "queued_wait": Concern(("sync",)),
     "recompilation": Concern(("compile", "forward")),
+    "recurrent_loop": Concern(("forward",), ("forward",)),
     "skipped_steps": Concern(("grad_scaler",)),
     "slow_link": _GRADIENTS,
     "slow_worker_batches": Concern(("loader",), ("worker",)),
     "small_collectives": _GRADIENTS,
-    "small_kernels": Concern(("compile", "forward"), ("forward",)),
     "step_python": Concern((), ("rest",)),
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
     "thread_oversubscription": Concern(),
@@ -111,8 +112,8 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     """Return a finding with where it stands, and where each of its changes does."""
     concern = CONCERNS.get(outcome.id) or next((_PHASES[c] for c in saves_from if c in _PHASES), Concern())
     calls, shares = source.call_sites.or_none() or [], source.line_shares.or_none()
-    where = [_of_call(call) for call in _concerned(calls, concern)]
-    if shares is not None and concern.phases:
+    where = [*outcome.where, *(_of_call(call) for call in _concerned(calls, concern))]
+    if shares is not None and concern.phases and not outcome.where:
         where += _of_lines(over_ranks(shares), concern.phases)
     changes = tuple(_located(change, calls, concern.role) for change in outcome.changes)
     modules = in_modules(outcome.id, source.found_in_modules.or_none())

@@ -227,4 +227,3 @@ class Replay:
             boundaries.append(base)
             shift += host_end - host_begin
         return (boundaries[1] - boundaries[0]) / self.steps, shifts
-

@@ -154,4 +154,3 @@ def _host_time(on_training_thread: pd.DataFrame, in_calls: iv.Intervals, replay:
     between = iv.subtract(free, in_calls)
     python = between[between[:, 1] - between[:, 0] > PAUSE_NS]
     return HostTime(fetch, iv.subtract(free, python), python)
-

@@ -7,6 +7,8 @@ import sys
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dlprof.plain import words_of
@@ -103,6 +105,14 @@ class Calls:
             self.fail(e)
             return None
         return call
+
+    def line(self, frame: FrameType | None) -> tuple[FrameType, Callable[[], Place]] | None:
+        """Return the script's own frame at or below this one, and what makes its place; None: there is none."""
+        if self.off:
+            return None
+        frames = self._frames = self._frames or Frames(self.directory, self._since)
+        own, library = frames.find(frame)
+        return None if own is None else (own, lambda: frames.place(own, library))
 
     def see_backward(self) -> None:
         """Keep where a backward pass was called."""

@@ -17,10 +17,11 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
+from dlprof.record.calls.frames import Place
 from dlprof.record.model.functions import Functions
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, Step
+from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, PHASES, Step
 
 # The tenth step of training is past lazy set-up and the first compilations, and before the default trace window.
 _COUNTED_STEP = 9
@@ -53,6 +54,10 @@ _KINDS = {
     "embedding": "embedding _embedding_bag",
 }
 _KIND_OF = {f"aten::{name}": kind for kind, names in _KINDS.items() for name in names.split()}
+# So many lines are counted, and so many kept with their most frequent operators.
+_MOST_LINES = 400
+_KEPT_LINES = 40
+_MOST_NAMES = 6
 # So many sizes of one-hot tensors are kept.
 _MOST_ONE_HOT = 8
 _PLAIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "symm_mem")
@@ -215,22 +220,31 @@ class _Counts:
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
         self._others: Counter[str] = Counter()  # calls of operators without a formula
         self._one_hot: set[tuple[int, int]] = set()  # values and classes of what was scattered into
+        # The script's lines that call operators, by the phase that they are in or that ended last before them.
+        self._lines: dict[tuple[str, str, Any, int], Counter[str]] = {}
+        self._places: dict[tuple[str, str, Any, int], Place] = {}
+        self._after = "fetch" if clock.row.fetches else "optimizer"
         self.over = False
         self.error = ""
 
     def see(self, func: Any, args: Any, out: Any) -> None:
         """Count one call of an operator, but for those of the script's own data set, which are not the model's."""
-        if self._clock.phase == FETCH:
+        phase = self._clock.phase
+        if phase == FETCH:
             return
         name = self._names.get(func) or self._names.setdefault(func, func._schema.name)
         if name in _READS:
             self._clock.observed.calls.see("sync")
         elif name in _COPIES and len({t.device for t in (*args, out) if hasattr(t, "device")}) > 1:
             self._clock.observed.calls.see("sync" if out.device.type == "cpu" else "copy")
-        elif name in _KIND_OF and self._clock.phase not in (BACKWARD, OPTIMIZER):
+        elif name in _KIND_OF and phase not in (BACKWARD, OPTIMIZER):
             self._clock.observed.calls.see(_KIND_OF[name])
             if _KIND_OF[name] == "one_hot" and out.dim():
                 self._one_hot.add((out.numel(), out.shape[-1]))
+        if phase is not None:
+            self._after = PHASES[phase]
+        if phase != BACKWARD and not name.startswith("profiler::"):
+            self._see_line("" if phase is None else PHASES[phase], name)
         moves = self._moves.get(func)
         if moves is None:
             moves = self._moves[func] = _moves(func)
@@ -245,7 +259,7 @@ class _Counts:
             return
         dtype = str(tensors[0].dtype).replace("torch.", "")
         flops = formula(args, out)
-        if self._clock.phase == BACKWARD:
+        if phase == BACKWARD:
             self._backward += flops
         self.modules[module] += flops
         shape = " ".join("x".join(map(str, t.shape)) for t in tensors)
@@ -253,6 +267,36 @@ class _Counts:
         sums[0] += 1
         sums[1] += flops
         sums[2] += size
+
+    def _see_line(self, phase: str, name: str) -> None:
+        """Count a call of an operator for the script's line that it comes from."""
+        found = self._clock.observed.calls.line(sys._getframe(2))
+        if found is None:
+            return
+        frame, place = found
+        key = (phase, self._after, frame.f_code, frame.f_lineno)
+        if key not in self._lines:
+            if len(self._lines) >= _MOST_LINES:
+                return
+            self._places[key] = place()
+        self._lines.setdefault(key, Counter())[name] += 1
+
+    def _of_lines(self) -> list[dict[str, Any]]:
+        """Return the lines with the most calls, as the facts have them."""
+        busiest = sorted(self._lines.items(), key=lambda item: -item[1].total())[:_KEPT_LINES]
+        return [
+            {
+                "phase": phase,
+                "after": after,
+                **{
+                    name: getattr(self._places[phase, after, code, line], name)
+                    for name in ("file", "line", "function", "source")
+                },
+                "calls": calls.total(),
+                "operators": dict(calls.most_common(_MOST_NAMES)),
+            }
+            for (phase, after, code, line), calls in busiest
+        ]
 
     def facts(self) -> dict[str, Any]:
         """Return the step's entries of facts.json."""
@@ -278,6 +322,7 @@ class _Counts:
                     self._shapes.items(), key=lambda item: -item[1][1]
                 )[:_MOST_SHAPES]
             ],
+            "lines": self._of_lines(),
             "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
         }

@@ -4,139 +4,179 @@ A GPU runs what the host has queued. Where a kernel ends before the next was lau
 as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for:
 the script's own Python. Waiting for the loader is not counted here.
 
-Needs a trace, on a GPU one that links launches to kernels. There, an idle gap counts where the next kernel was launched
-after the device had run dry. Where no thread is in an operator or a runtime call for more than 100 µs, it is the
-script's own Python; the rest is launching. Abstains where a device runs fewer than 8 kernels a step: it compiles or
-starts up, or the trace is a part of one.
+Needs a trace, on a GPU one that links launches to kernels. There the rule is about the launches of the forward and
+backward pass; what else the host does has rules of its own (`unfused_optimizer`, `host_sync`, `parameter_loop`,
+`step_python`), which come first. Abstains where a device runs fewer than 8 kernels a step: it compiles or starts up, or
+the trace is a part of one; and where the step cannot be captured, as its sizes vary or it waits for the device.
 
-Saving: on a GPU the larger one of two, each by replaying the traced steps: without the script's own Python, which no
-compiler takes away; or with the launches of a captured graph, which leave a µs between kernels. Where the traces of all
-ranks are here, what all have: one that has more is a `straggler`. On a CPU all of it, less what `step_python` keeps.
+Saving: on a GPU the traced steps, at the pace of those that were not traced, replayed with the launches of a captured
+graph, which leave a µs between kernels. Where the traces of all ranks are here, what all have: one that has more is a
+`straggler`. On a CPU all of it, less what `step_python` keeps.
 
-What to change: find what Python does there (the report names its functions where it saw them) and take it out of the
-loop, or do it rarely, or in tensors. Against launching: launch less (`fused=True` optimizers, `torch.compile`, larger
-batches); replay launches (`torch.compile(mode="reduce-overhead")`, CUDA graphs).
+What to change: on a GPU replay launches (`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`).
+On a CPU find what Python does there (the report names its functions where it saw them) and take it out of the loop, do
+it rarely, or in tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pandas as pd
 
+from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.engine import Frame, Job, Maybe, RankFacts, per_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.between import HeldUp
-from dlprof.analysis.host.gaps import HOST, LAUNCHES, ON_CPU, PYTHON, SAVES_FROM, SCRIPT
+from dlprof.analysis.host.gaps import HOST, ON_CPU, ON_DEVICE, PYTHON, SAVES_FROM
 from dlprof.analysis.host.stacks import COMPUTING, hottest_own
 from dlprof.analysis.panel import table
-from dlprof.result import Change
-from dlprof.units import current, duration, percent, short
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.errors import NotMeasured
+from dlprof.result import Panel
+from dlprof.units import current, digits, duration, often, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
 NOTABLE_SHARE = 0.10
 
-MOST_FUNCTIONS = 3
+# A captured graph is worth its compiling from so many steps on that the gains of these are a minute. How long compiling
+# takes differs by model: a minute stands for it in that sentence alone.
+_MINUTE_NS = 60e9
 
-# What the step waits for: title, verdict, and how the saving was estimated.
-_SAID = {
-    ON_CPU: ("Python holds up the step", "waits for Python and launches", "Estimated as all of it gone."),
-    SCRIPT: (
-        "The script's own Python holds up the device",
-        "is lost because the device waits for the script's own Python",
-        "Estimated by replaying the traced steps without it: the most that moving it out of the loop can give.",
-    ),
-    LAUNCHES: (
-        "The host launches too slowly for its device",
-        "is lost because the device waits for launches",
-        "Estimated by replaying the traced steps with a captured graph; the script's own Python and optimizer stay.",
-    ),
-}
 _LISTED = change("find the Python that the report lists, and do it less often or in tensors")
-_LARGER = change("a larger batch: each kernel does more, at the same launch", numerics=True)
 _UNTRACED = ", and no step without it was recorded: the true share is smaller."
-_SCALED = ": what fills it was seen in the traced steps, and scaled to those that it did not slow."
 
 
-def check(held_up: HeldUp, host_work: Frame) -> Estimate:
+@per_rank
+def capturing(what_if: WhatIf, light_steps: Maybe[Frame], sync_waits: Frame, spans: Frame, rank: RankFacts) -> Frame:
+    """Return one row on whether forward and backward can be captured as a graph.
+
+    waits: for the device in them, a step; sizes: how many there are of what the model gets in a steady step; captured:
+    1 where graphs are replayed already.
+    """
+    passes = iv.merge(what_if.phases["forward"], what_if.phases["backward"])
+    waits = iv.holds(passes, sync_waits["start_ns"].to_numpy()).sum() / what_if.replay.steps
+    steps = light_steps.or_none()
+    steady = steps[steps["steady"]] if steps is not None else None
+    sizes = 1 if steady is None else max(steady[c].nunique() for c in ("samples", "inputs", "tokens"))
+    graphs = host.is_named(spans, "cudaGraphLaunch", "hipGraphLaunch").any() or bool(rank.facts.get("graphs"))
+    return pd.DataFrame([{"waits": float(waits), "sizes": int(sizes), "captured": int(graphs)}])
+
+
+def check(held_up: HeldUp, host_work: Frame, capturing: Maybe[Frame], mean_step_ns: float) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
+    if held_up.where == ON_CPU:
+        return Estimate(
+            saving_ns=held_up.gain_ns,
+            by_rank_ns=held_up.by_rank_ns,
+            noise_of=HOST,
+            least_ns=held_up.least_ns,
+            loses="waits for Python and launches",
+            seen=(ON_CPU, work[work["phase"] != ""] if held_up.besides else work, held_up.besides),
+        )
+    if held_up.gain_ns >= NOTABLE_SHARE * mean_step_ns and (obstacle := _obstacle(capturing.get())):
+        raise NotMeasured(
+            f"{duration(held_up.gain_ns)} a step are lost to launching the forward and backward pass, but these cannot"
+            f" be captured as a graph: {obstacle}"
+        )
     return Estimate(
         saving_ns=held_up.gain_ns,
         by_rank_ns=held_up.by_rank_ns,
         noise_of=HOST,
-        least_ns=held_up.least_ns,
-        loses=_SAID[held_up.cause][1],
-        seen=(held_up.cause, work[work["phase"] != ""] if held_up.besides else work, held_up.besides),
+        loses="is lost because the device waits for the launches of the forward and backward pass",
+        seen=(ON_DEVICE, work, False),
     )
+
+
+def _obstacle(frame: Frame) -> str:
+    """Return what keeps the passes from being captured; "": nothing that was seen."""
+    if frame["captured"].any():
+        return "graphs are replayed already"
+    if (most := float(frame["waits"].max())) >= 1:
+        return f"the host waits for the device in them {often(most)} a step, which the report lists"
+    if (sizes := int(frame["sizes"].max())) > 1:
+        return f"the model gets {sizes} different sizes in the steady steps"
+    return ""
 
 
 def explain(
     estimate: Estimate,
-    host_gains: Mapping[str, float],
     step_means: Frame,
     mean_step_ns: float,
-    launch_means: Frame,
+    launch_means: Maybe[Frame],
     before_forward: tuple[int, float] | None,
-    own_python: Frame,
     hottest: Maybe[Frame],
     job: Job,
 ) -> Explanation:
-    rank, (cause, work, besides) = estimate.worst, estimate.seen
+    rank, (where, work, besides) = estimate.worst, estimate.seen
     phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
     in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
     traced = bool((step_means["source"] == "trace").all())
     work = work.assign(name=[short(name, 120) for name in work["name"]], phase=work["phase"].replace("", "between"))
-    name, where = work[["name", "phase"]].iloc[0] if len(work) else (PYTHON, "")
-    longest = "" if name == PYTHON else f"; the largest part: {name} ({where})"
-    functions = estimate.rows(own_python).head(MOST_FUNCTIONS)
-    waited = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
+    evidence = table(
+        f"The host's part of a step on rank {rank}",
+        work,
+        {"name": "what the training thread did", "phase": "phase", "ns": "time a traced step_ns"},
+    )
+    if where == ON_DEVICE:
+        return _launching(estimate, mean_step_ns, estimate.rows(launch_means.get()), evidence, traced, job)
+    name, at = work[["name", "phase"]].iloc[0] if len(work) else (PYTHON, "")
+    longest = "" if name == PYTHON else f"; the largest part: {name} ({at})"
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
-    seen = hottest_own(hottest, rank, *doing) or (f" The device waited longest for {waited}." if waited else "")
-    in_loop = []
+    seen = hottest_own(hottest, rank, *doing)
+    changes = []
     if before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
         lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
-        in_loop.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
-    if cause != ON_CPU or (not phase and in_python > 0.5 and not traced):
-        first = f", {short(functions['function'].iloc[0], 80)} first" if len(functions) else ""
+        changes.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
+    if not phase and in_python > 0.5 and not traced:
         instead = "what the stacks show there first" if seen else "metrics in tensors, logging every k steps"
-        in_loop.append(change(f"take the script's own Python out of the loop{first}: {instead}"))
-    launches = _launches(job, phase, host_gains, estimate.rows(launch_means))
-    if cause != ON_CPU:
-        least = LEAST_SHARE * mean_step_ns
-        in_loop, launches = in_loop * (host_gains[SCRIPT] >= least), launches * (host_gains[LAUNCHES] >= least)
-    title, _, sure = _SAID[cause]
-    more = ", besides the lines between the phases that step_python names" if besides else ""
-    idle = "runs Python and computes nothing" if cause == ON_CPU else "has no device work, as it has launched nothing"
-    return Explanation(
-        title=title,
-        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} {idle}{more}:"
-        f" {percent(in_python)} of that is Python between operators{longest}.{seen}",
-        changes=tuple(launches + in_loop if cause == LAUNCHES else in_loop + launches)
-        or (_LISTED if cause == ON_CPU else _LARGER,),
-        evidence=table(
-            f"The host's part of a step on rank {rank}",
-            work,
-            {"name": "what the training thread did", "phase": "phase", "ns": "time a traced step_ns"},
-        ),
-        at_most=cause != LAUNCHES or traced,
-        sure=f"{sure} The profiler slows the host{_UNTRACED if traced else _SCALED}",
-    )
-
-
-def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: Frame) -> list[Change]:
-    """Return what makes the host launch less, or at a lower cost."""
-    optimizer, compiled, changes = settings.optimizer(job), settings.model(job).get("compiled"), []
-    if not compiled and LAUNCHES in host_gains:
-        text = '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
-        kernels = f"{means['kernels'].iloc[0]:,.0f} kernels a step of {duration(means['kernel_ns'].iloc[0])} each"
-        gain = f"{duration(host_gains[LAUNCHES])} a step"
-        changes.append(change(f"{text} ({kernels}): {gain}", mode=(None, "reduce-overhead")))
-    elif not compiled and phase in ("forward", "backward"):
+        changes.append(change(f"take the script's own Python out of the loop: {instead}"))
+    if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
         changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
+    optimizer = settings.optimizer(job)
     now = optimizer.get("fused")
     if phase == "optimizer" and not now and settings.takes_fused(optimizer):
         changes.append(change(f"`{optimizer['class']}(..., fused=True)` (is {current(now)})", fused=(now, True)))
-    return changes
+    more = ", besides the lines between the phases that step_python names" if besides else ""
+    untraced = _UNTRACED if traced else ": what fills it was seen in the traced steps, and scaled to the others."
+    return Explanation(
+        title="Python holds up the step",
+        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} runs Python and"
+        f" computes nothing{more}: {percent(in_python)} of that is Python between operators{longest}.{seen}",
+        changes=tuple(changes) or (_LISTED,),
+        evidence=evidence,
+        at_most=True,
+        sure=f"Estimated as all of it gone. The profiler slows the host{untraced}",
+    )
+
+
+def _launching(
+    estimate: Estimate, mean_step_ns: float, means: Frame, evidence: Panel, traced: bool, job: Job
+) -> Explanation:
+    rank, kernels, mean_ns = estimate.worst, float(means["kernels"].iloc[0]), float(means["kernel_ns"].iloc[0])
+    compiled = settings.model(job).get("compiled")
+    # That many steps gain the minute that compiling may take.
+    steps = digits(_MINUTE_NS / max(estimate.saving_ns, 1.0))
+    call = "the call of `torch.compile`" if compiled else '`model = torch.compile(model, mode="reduce-overhead")`'
+    text = f'`mode="reduce-overhead"` in {call}' if compiled else call
+    return Explanation(
+        title="The host launches the forward and backward pass too slowly for its device",
+        summary=f"Rank {rank} launches {kernels:,.0f} kernels of {duration(mean_ns)} each in a step of"
+        f" {duration(mean_step_ns)}; the device waits for the next launch.",
+        changes=(
+            change(
+                f"{text}: the launches replayed as a CUDA graph. It compiles first: a minute of that is gained back in"
+                f" {steps} steps",
+                mode=(None, "reduce-overhead"),
+            ),
+            change("or `torch.cuda.make_graphed_callables` around the part of the model with constant sizes"),
+        ),
+        evidence=evidence,
+        at_most=traced,
+        sure="Estimated by replaying the traced steps, at the pace of those that were not traced, with the launches of"
+        f" a captured graph; the rest of the script stays. The profiler slows the host{_UNTRACED if traced else '.'}",
+    )
 
 
 RULE = Rule("Waiting for the host", check, explain, (*SAVES_FROM, "other"), notable=NOTABLE_SHARE)

@@ -5,11 +5,12 @@ tensor, a boolean mask as an index, copying from pageable memory and `torch.cuda
 that is queued has run. Then the queue is empty, and the device idles until the host has launched again. With an
 optimizer that is not fused, `torch.amp.GradScaler` reads a value itself in every step; the report names it.
 
-Needs a trace of a device that links launches to kernels. A wait counts where the device ran dry meanwhile. Waiting for
-copies to the device is the business of `blocking_copy` and `pageable_copy`.
+Needs a trace of a device that links launches to kernels. Every call that synchronises counts, also one that a traced
+host, which the profiler slows, comes to when its device is done. Waiting for copies to the device is the business of
+`blocking_copy` and `pageable_copy`; the waits of a loop over parameters are told by `parameter_loop`.
 
-Saving: the traced steps replayed without these waits: the host launches on, and the device works no sooner than it
-launches. It is part of what `host_bound` finds, with a cause.
+Saving: the traced steps, at the pace of those that were not traced, replayed without any of these waits. Without one of
+several the host would only wait in the next: they are told, and counted, together.
 
 What to change: read values every k steps, or a step late; add up in tensors and read the sum; `torch.where` instead of
 masks; pinned memory and `non_blocking=True` for copies; no `torch.cuda.synchronize()` in the loop; `fused=True` in the
@@ -23,7 +24,8 @@ from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
-from dlprof.analysis.host.syncs import GRAD_SCALER, together
+from dlprof.analysis.host.parts import WAITS, gains_of
+from dlprof.analysis.host.syncs import GRAD_SCALER
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.steps import check_marked
 from dlprof.result import Change
@@ -42,7 +44,10 @@ _NO_SCALER = change("bfloat16, which needs no GradScaler", numerics=True)
 _CURES: dict[str, Change] = {
     "aten::item": change(f"{_ITEM}, or add up in a tensor and read that"),
     "aten::_local_scalar_dense": change(_ITEM),
-    "aten::is_nonzero": change("no `if` on a tensor of the device: `torch.where`, or decide on the host"),
+    "aten::is_nonzero": change(
+        "no `if` on a tensor of the device: `torch.where`, or decide every k steps (transformers' Trainer checks the"
+        " loss of every step for NaN: `TrainingArguments(logging_nan_inf_filter=False)`)"
+    ),
     "aten::nonzero": _MASK,
     "aten::index": _MASK,
     "aten::to": _PINNED,
@@ -58,33 +63,32 @@ _CURES: dict[str, Change] = {
 }
 
 
-def check(step_means: Frame, linked: Maybe[Frame], job: Job) -> Estimate:
+def check(step_means: Frame, linked: Maybe[Frame], host_parts: Maybe[Frame], waits: Maybe[Frame]) -> Estimate:
     check_marked(step_means)
-    waits = linked.get()
+    linked.get()  # raises where what the waits cost is not known
     return Estimate(
-        gone_ns=together(job, waits[waits["copied"] == ""]),
+        gone_ns=gains_of(host_parts.get(), WAITS, waits),
         noise_of=HOST,
-        least_of=HOST,
-        loses="is idle device time because the host waited for the device",
+        loses="is lost because the host waits for the device and cannot launch ahead",
     )
 
 
 def explain(estimate: Estimate, linked: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    mine = estimate.rows(linked[linked["copied"] == ""]).sort_values("idle_ns", ascending=False)
+    mine = estimate.rows(linked[(linked["copied"] == "") & (linked["looped"] == 0)]).sort_values("ns", ascending=False)
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     optimizer = settings.optimizer(job)
     known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
-    cures = dict.fromkeys(known[asked] for asked in mine.loc[mine["idle_ns"] > 0, "asked"] if asked in known)
-    columns = COLUMNS | {"gain_ns": "saved without_ns"}
+    cures = dict.fromkeys(known[asked] for asked in mine["asked"] if asked in known)
+    together = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
         summary=f"{times} a step rank {rank} waits until its device has caught up,"
-        f" most of all in {first or 'a call of Python'}; the device then idles for"
-        f" {duration(float(mine['idle_ns'].sum()))} a step.",
+        f" most of all in {first or 'a call of Python'}: {duration(float(mine['ns'].sum()))} a traced step.",
         changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),
-        evidence=table(f"Waits of a traced step on rank {rank}", by_python(mine), columns),
-        sure="Estimated by replaying the traced steps without these waits.",
+        evidence=table(f"Waits of a traced step on rank {rank}", by_python(mine), COLUMNS),
+        sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without these"
+        f" waits{together}.",
     )
 
 

@@ -3,12 +3,14 @@
 What a script does in every step besides fetching, forward, backward and the optimizer: metrics, logging, histograms of
 weights, batches made by an own function. On a CPU all of it stands between two steps.
 
-Needs the step log, and stacks (py-spy): the log says how long a step is in none of its phases, the stacks in which
-lines it is then. The lines of a loss and of setting gradients to zero are left out. On a CPU only: what holds up a
-device is judged by `host_bound`.
+Needs, on a CPU, the step log and stacks (py-spy): the log says how long a step is in none of its phases, the stacks in
+which lines it is then. The lines of a loss and of setting gradients to zero are left out. On a GPU it needs a trace
+that links launches to kernels: what the host does between the phases costs as far as the device runs dry meanwhile.
+Waits for the device and loops over parameters there are told by `host_sync` and `parameter_loop`.
 
-Saving: the named lines gone, which is the most that any change can give. Where `host_bound` is larger, the time in
-which these lines compute nothing is its, and what they take besides counts here.
+Saving: on a CPU the named lines gone, on a GPU the traced steps replayed without what the host does there; the most
+that any change can give. Where on a CPU `host_bound` is larger, the time in which these lines compute nothing is its,
+and what they take besides counts here.
 
 What to change: what the lines say: log every k steps, keep metrics as tensors and read them rarely, make batches with a
 DataLoader's workers, replace loops in Python.
@@ -19,11 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dlprof.analysis.engine import Frame, Maybe, by_rank
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.stacks import shown
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM
+from dlprof.analysis.host.parts import BETWEEN, gains_of
+from dlprof.analysis.host.stacks import hottest_own, shown
 from dlprof.analysis.panel import table
-from dlprof.units import duration, percent
+from dlprof.units import duration, percent, short
 
 # A step of training always does a little between its phases: from this share on it is worth a look.
 NOTABLE_SHARE = 0.05
@@ -31,8 +36,22 @@ NOTABLE_SHARE = 0.05
 MOST_LINES = 3
 
 
-def check(lines_between: Frame, between_twice: Maybe[Frame], mean_step_ns: float) -> Estimate:
-    lines = lines_between[lines_between["ns"] >= LEAST_SHARE * mean_step_ns]
+def check(
+    lines_between: Maybe[Frame],
+    between_twice: Maybe[Frame],
+    host_parts: Maybe[Frame],
+    waits: Maybe[Frame],
+    mean_step_ns: float,
+    job: Job,
+) -> Estimate:
+    if settings.on_gpu(job):
+        return Estimate(
+            gone_ns=gains_of(host_parts.get(), BETWEEN, waits),
+            noise_of=HOST,
+            loses="is lost because the device waits for what the script does between the phases of the step",
+        )
+    lines = lines_between.get()
+    lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
     told = between_twice.or_none()
     if told is not None and not told["lines_first"].any():
         lines = _left(lines, by_rank(told, "both_ns"))
@@ -54,8 +73,17 @@ def _left(lines: Frame, told: Mapping[int, float]) -> Frame:
     return lines.assign(ns=lines["ns"] * left, noise_ns=lines["noise_ns"] * left)
 
 
-def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate,
+    mean_step_ns: float,
+    host_parts: Maybe[Frame],
+    own_python: Maybe[Frame],
+    host_work: Maybe[Frame],
+    hottest: Maybe[Frame],
+) -> Explanation:
     rank = estimate.worst
+    if estimate.seen is None:
+        return _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
     lines = estimate.rows(estimate.seen).sort_values("ns", ascending=False)
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]
@@ -79,7 +107,43 @@ def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
     )
 
 
-_SAVES_FROM = ("host", "computation", "other")
-RULE = Rule(
-    "The script's lines between the phases", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="cpu"
-)
+def _on_device(
+    estimate: Estimate,
+    host_parts: Frame,
+    own_python: Maybe[Frame],
+    host_work: Maybe[Frame],
+    hottest: Maybe[Frame],
+) -> Explanation:
+    rank = estimate.worst
+    mine = estimate.rows(host_parts[host_parts["part"] == BETWEEN]).iloc[0]
+    functions = estimate.rows(own_python.get()).head(MOST_LINES) if own_python else []
+    named = (
+        ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
+        if len(functions)
+        else ""
+    )
+    seen = hottest_own(hottest, rank, "rest") or (f" The device waited longest for {named}." if named else "")
+    work = estimate.rows(host_work.get()) if host_work else None
+    work = (
+        work[work["phase"] == ""].assign(name=[short(n, 120) for n in work.loc[work["phase"] == "", "name"]])
+        if work is not None
+        else None
+    )
+    return Explanation(
+        title="The script's Python between the phases holds up the device",
+        summary=f"Rank {rank} spends {duration(mine['host_ns'])} of each step between fetching, forward, backward and"
+        f" the optimizer, in no loop over parameters and no wait for the device.{seen}",
+        changes=(
+            change("take this out of the loop, or do it every k steps; keep metrics as tensors"),
+            change("data that is made there: in a DataLoader's workers, ahead of the step"),
+        ),
+        evidence=None if work is None or not len(work) else table(f"Between the phases on rank {rank}", work, _WORK),
+        at_most=True,
+        sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without it: the most"
+        " that any change can give.",
+    )
+
+
+_WORK = {"name": "what the training thread did while the device idled", "ns": "time a traced step_ns"}
+_SAVES_FROM = (*SAVES_FROM, "computation", "other")
+RULE = Rule("The script's lines between the phases", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)

@@ -1,0 +1,75 @@
+"""Recurrent networks that are written out: the same cell again and again, a product, gates, elementwise operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.work import Chain, chains
+from dlprof.analysis.engine import RankFacts, per_rank, within_rank
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
+from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS
+from dlprof.errors import NotMeasured
+
+LSTM, GRU, RNN, CELLS = "LSTM", "GRU", "RNN", "cells in a loop"
+
+# The same few operators at least so many times in a row: no network has as many layers of one kind with gates.
+_TURNS = 16
+_WRITTEN = re.compile(rf"([1axbu78k]{{2,40}}?)\1{{{_TURNS - 1},}}")
+_CELLS = re.compile(rf"9{{{_TURNS},}}")
+
+# cuDNN computes a time step of a layer in two kernels at least: a product with the state, and all of its gates.
+_KERNELS = 2
+
+
+@within_rank
+def recurrent_chains(calls: Calls, rank: RankFacts) -> list[Chain]:
+    """Return the written-out recurrent networks; raise NotMeasured where it is not known how many parameters there are.
+
+    Layers are not a recurrence: a network of as many layers has as many parameters as products, at least.
+    """
+    found = list(_chains(calls))
+    if not found:
+        return []
+    parameters = sum(int(o.get("parameters") or 0) for o in rank.facts.get("optimizers") or [])
+    if not parameters:
+        raise NotMeasured("how many parameters the model has was not recorded (record with `dlprof wrap`)")
+    return [one for one, products in found if parameters < products]
+
+
+@per_rank
+def recurrent_loops(recurrent_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+    """Return the time of written-out recurrent networks, as `work.replaced` does; a fix leaves two kernels a turn."""
+    return replaced(recurrent_chains)
+
+
+def _chains(calls: Calls) -> Iterator[tuple[Chain, int]]:
+    """Yield each chain with how many products, or cells, its forward pass has."""
+    for pattern in (_WRITTEN, _CELLS):
+        for first, last in calls.find(pattern):
+            text = calls.text[first:last]
+            products = text.count("1") + text.count("9")
+            form, turns = _form(text)
+            if not turns:
+                continue
+            least_ns = turns * _KERNELS * (LEAST_KERNEL_NS + GRAPH_GAP_NS)
+            back = calls.made(first, last)
+            left = [min(least_ns / max(calls.took(p), 1.0), 1.0) for p in (np.arange(first, last), back)]
+            for one in chains(calls, form, first, last, (left[0], left[1])):
+                yield one, products
+
+
+def _form(text: str) -> tuple[str, int]:
+    """Return what a text of operators computes, and how many time steps of it; "" and 0: nothing recurrent."""
+    products, sigmoids, tanhs, cells = (text.count(letter) for letter in "1789")
+    if cells:
+        return CELLS, cells
+    if products < _TURNS or tanhs < _TURNS:
+        return "", 0
+    if sigmoids and tanhs >= 2 * _TURNS and tanhs % 2 == 0 and products <= 4 * tanhs:
+        return LSTM, tanhs // 2
+    return (GRU, tanhs) if sigmoids else (RNN, tanhs)

@@ -1,0 +1,121 @@
+"""A loop over parameters calls small operators one by one, and the device waits for them.
+
+A norm of each gradient, a moving average kept parameter by parameter, a check of each value: hundreds of operators of a
+few µs between two phases of the step. The host takes some 10 µs to call and launch each, however little the device
+computes. Where it reads each result (`.item()`), it waits for the device every time as well.
+
+Needs a trace of a GPU that links launches to kernels. A loop is the time between two phases in which an operator is
+called 16 times or more. Loops inside a model's forward pass and inside an optimizer's step are not looked for here.
+
+Saving: the traced steps replayed with a twentieth of the loop, on the host and on the device, and without its waits:
+then the host runs ahead again.
+
+What to change: one call for all tensors: `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, functions of
+`torch._foreach_*`, `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`; and read values every k steps.
+"""
+
+from __future__ import annotations
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM
+from dlprof.analysis.host.parts import LOOP, gains_of, place_of
+from dlprof.analysis.panel import table
+from dlprof.analysis.source.patches import Call
+from dlprof.result import Change
+from dlprof.units import digits, duration
+
+_AFTER = {
+    "fetch": "before the forward pass",
+    "forward": "between the forward and the backward pass",
+    "backward": "between the backward pass and the optimizer",
+    "optimizer": "after the optimizer's step",
+}
+_COLUMNS = {"names": "operators", "turns": "times a step", "waits": "waits a step", "host_ns": "host a step_ns"}
+_COLUMNS |= {"gain_ns": "saved without_ns"}
+
+# From which version of torch on get_total_norm is there.
+_TOTAL_NORM = (2, 6)
+
+
+def check(host_parts: Frame, waits: Maybe[Frame]) -> Estimate:
+    loops = host_parts[host_parts["part"] == LOOP]
+    if not len(loops):
+        return nothing("no operator is called in a loop between the phases of the step")
+    gains = gains_of(host_parts, LOOP, waits)
+    longest = loops.sort_values("gain_ns", ascending=False).iloc[0]
+    return Estimate(
+        gone_ns=gains,
+        noise_of=HOST,
+        loses=f"is lost to a loop over {_number(longest['turns'])} tensors {_AFTER[longest['after']]}",
+    )
+
+
+def explain(estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]], job: Job) -> Explanation:
+    rank = estimate.worst
+    mine = estimate.rows(host_parts[host_parts["part"] == LOOP]).sort_values("gain_ns", ascending=False)
+    first = mine.iloc[0]
+    reads = " and waits for the device each time" if first["waits"] >= first["turns"] / 2 else ""
+    cures = dict.fromkeys(one for row in mine.to_dict("records") for one in _cures(row, job, rank))
+    return Explanation(
+        title="A loop over parameters calls small operators one by one",
+        summary=f"{_AFTER[first['after']].capitalize()}, rank {rank} calls {_named(first['names'])}"
+        f" {_number(first['turns'])} times a step{reads}: {duration(first['host_ns'])} of the host's time, in which the"
+        f" device has next to nothing to do.",
+        changes=tuple(cures),
+        evidence=table(f"Loops between the phases of a step, rank {rank}", mine, _COLUMNS),
+        where=tuple(filter(None, (place_of(row, call_sites) for row in mine.to_dict("records")))),
+        sure="Estimated by replaying the traced steps, at the pace of those that were not traced, with a twentieth of"
+        " the loop and without its waits.",
+    )
+
+
+def _number(turns: float) -> str:
+    return digits(round(turns))
+
+
+def _named(names: str) -> str:
+    return " and ".join(f"`{name.removeprefix('aten::')}`" for name in names.split()[:2])
+
+
+def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
+    """Return what replaces a loop, by the operators that it calls and where it stands."""
+    names = {name.removeprefix("aten::").rstrip("_") for name in str(loop["names"]).split()}
+    found = []
+    if names & {"linalg_vector_norm", "norm", "frobenius_norm"}:
+        version = settings.torch_version(job, rank)
+        if version is None or version >= _TOTAL_NORM:
+            found.append(
+                change(
+                    "one norm for all: `norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if"
+                    " p.grad is not None])`, or the one that `clip_grad_norm_` returns"
+                )
+            )
+        else:
+            found.append(change("one norm for all: the one that `torch.nn.utils.clip_grad_norm_` returns"))
+    elif names & {"lerp"} or (loop["after"] == "optimizer" and names & {"mul", "add", "copy", "sub"}):
+        found.append(
+            change(
+                "a moving average of all parameters at once: `torch.optim.swa_utils.AveragedModel(model,"
+                " multi_avg_fn=get_ema_multi_avg_fn(decay))`, or `torch._foreach_lerp_(averages, weights, 1 - decay)`"
+            )
+        )
+    elif names & {"zero"}:
+        found.append(change("`optimizer.zero_grad(set_to_none=True)` instead of zeroing each gradient"))
+    elif names & {"clamp", "clamp_min", "clamp_max"}:
+        found.append(
+            change("`torch.nn.utils.clip_grad_value_(parameters, value, foreach=True)`, or `torch._foreach_clamp_*`")
+        )
+    elif names & {"isnan", "isinf", "isfinite"}:
+        found.append(change("one check for all: the total norm of the gradients is finite if each of them is"))
+    elif names & {"add", "mul", "div", "sub", "copy", "abs", "sqrt", "pow"}:
+        found.append(change("one call for all tensors: `torch._foreach_add_`, `_foreach_mul_`, `_foreach_copy_`, …"))
+    if float(str(loop["waits"])) >= float(str(loop["turns"])) / 2:
+        found.append(change("keep the result a tensor, and read it (`.item()`) every k steps"))
+    return found or [change("one call for all tensors (`torch._foreach_*`, or stack them first)")]
+
+
+RULE = Rule(
+    "Loops over parameters", check, explain, (*SAVES_FROM, "computation", "copy"), only_with="gpu", of_training=True
+)

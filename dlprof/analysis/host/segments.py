@@ -1,0 +1,90 @@
+"""The training thread's time between the phases of the step, and the loops over parameters or modules in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import within_rank
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.what_if import WhatIf
+
+# An operator that is called so often between two phases of one step is called in a loop: a model has tens of
+# parameters, and a loss or a metric is a few operators.
+LEAST_TURNS = 16
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Operators that are called again and again between the same two phases: after which, which, and when."""
+
+    after: str
+    names: tuple[str, ...]  # the most frequent first
+    inner: frozenset[str]  # these, and all that they call
+    turns: float  # of the most frequent, a step
+    times: iv.Intervals
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The training thread's time between the phases of the replayed steps, by the phase before it, and loops in it."""
+
+    after: dict[str, iv.Intervals]
+    loops: tuple[Loop, ...]
+
+    @property
+    def looping(self) -> iv.Intervals:
+        """All time in loops."""
+        return iv.merge(*(loop.times for loop in self.loops))
+
+
+@within_rank
+def segments(what_if: WhatIf, on_training_thread: pd.DataFrame) -> Segments:
+    """Divide what lies between the phases of the replayed steps by the phase before it, and find the loops in it."""
+    phases = {p: times for p, times in what_if.phases.items() if p != "rest"}
+    phases["fetch"] = what_if.host.fetch
+    rest = what_if.phases["rest"]
+    ends = np.concatenate([times[:, 1] for times in phases.values()])
+    kinds = np.repeat(np.arange(len(phases)), [len(times) for times in phases.values()])
+    order = np.argsort(ends, kind="stable")
+    place = np.searchsorted(ends[order], rest[:, 0], side="right") - 1
+    # The replayed steps begin where the step before them ended: with its optimizer, or with a loader that is fetched.
+    before = np.where(place >= 0, kinds[order][np.maximum(place, 0)] if len(order) else 0, -1)
+    names = [*phases]
+    after = {name: rest[before == i] for i, name in enumerate(names)}
+    first = "optimizer"
+    after[first] = iv.merge(after.get(first, iv.EMPTY), rest[before == -1])
+    return Segments(after, tuple(_loops(on_training_thread, after, what_if.replay.steps)))
+
+
+def _loops(thread: pd.DataFrame, after: dict[str, iv.Intervals], steps: int) -> list[Loop]:
+    """Find the loops in the segments: stretches in which the same operators are called LEAST_TURNS times or more."""
+    is_op = host.is_kind(thread, "op")
+    ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][is_op])
+    start = ops["start_ns"].to_numpy()
+    end = start + ops["dur_ns"].to_numpy()
+    code = ops["name"].cat.codes.to_numpy()
+    names = ops["name"].cat.categories
+    found: list[Loop] = []
+    for phase, times in after.items():
+        mine = iv.holds(times, start)
+        segment = np.searchsorted(times[:, 0], start[mine], side="right")
+        calls = pd.DataFrame({"segment": segment, "code": code[mine], "start": start[mine], "end": end[mine]})
+        each = calls.groupby(["segment", "code"]).agg(n=("start", "size"), start=("start", "min"), end=("end", "max"))
+        often = each[each["n"] >= LEAST_TURNS].reset_index()
+        stretches = iv.union(often["start"].to_numpy(), often["end"].to_numpy())
+        at = np.searchsorted(stretches[:, 0], often["start"].to_numpy(), side="right") - 1
+        by_names: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        for place, inside in often.groupby(at):
+            ordered = inside.sort_values(["n", "start"], ascending=[False, True])
+            by_names.setdefault(tuple(names[c] for c in ordered["code"]), []).append(
+                (int(place), int(inside["n"].max()))
+            )
+        for which, places in by_names.items():
+            of_it = stretches[[place for place, _ in places]]
+            inner = frozenset(thread["name"][is_op & iv.holds(of_it, thread["start_ns"].to_numpy())].unique())
+            found.append(Loop(phase, which, inner, sum(n for _, n in places) / steps, of_it))
+    return found
