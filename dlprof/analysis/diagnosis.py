@@ -15,7 +15,7 @@ from typing import Any
 
 from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.engine import Job, Measured, MeasureFailed, Progress, measure
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
+from dlprof.analysis.estimate import BESIDES, LEAST_SHARE, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -59,7 +59,8 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
-    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], o.id not in first, -o.saving_ns, o.id)))
+    rank_of = _ranks(outcomes, rules)
+    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], o.id not in first, *rank_of[o.id], o.id)))
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
@@ -70,6 +71,17 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         dlprof=__version__,
         **{name: measured.call(make) for name, make in FIELDS.items()},
     )
+
+
+def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule]) -> dict[str, tuple[float, bool]]:
+    """Return what outcomes are ordered by: the saving; of a generic one no more than causes of the same time save."""
+    by_id = {rule.id: rule for rule in rules}
+    causes = [o.saving_ns for o in outcomes if o.state == "found" and by_id[o.id].of_host and not by_id[o.id].generic]
+    found = {}
+    for o in outcomes:
+        before = [ns for ns in causes if ns >= BESIDES * o.saving_ns] if by_id[o.id].generic else []
+        found[o.id] = (-min([o.saving_ns, *before]), bool(before))
+    return found
 
 
 def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]:

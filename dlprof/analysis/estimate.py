@@ -18,6 +18,10 @@ from dlprof.result import change as change
 # from. Two per cent is where existing tools agree to be silent.
 LEAST_SHARE = 0.02
 
+# A generic finding comes after the findings with a cause in the same time, where these save this share of what it does:
+# a loop in one line is told before "the host is slow", though less is gained by it.
+BESIDES = 0.25
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
@@ -96,7 +100,8 @@ class Rule:
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
     of the step that is a finding. `only_with`: it concerns only jobs that train on a GPU, or on
-    the CPU, or read from a DataLoader. `of_training`: it concerns no inference server.
+    the CPU, or read from a DataLoader. `of_training`: it concerns no inference server. `of_host`: it finds a part of
+    the time in which a device waits for its host. `generic`: it finds what is left of that, and no cause: see BESIDES.
     """
 
     title: str
@@ -107,6 +112,8 @@ class Rule:
     notable: float = LEAST_SHARE
     only_with: Literal["", "gpu", "cpu", "loader"] = ""
     of_training: bool = False
+    of_host: bool = False
+    generic: bool = False
     id: str = ""  # the name of its file
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.host.parts import ALL, BETWEEN, LAUNCHES, LOOP, OPTIMIZER, WAITS
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import FLAGS
 from dlprof.analysis.panel import cells
@@ -22,6 +23,8 @@ from dlprof.result import (
     DeviceTime,
     Exchange,
     ForeignLoad,
+    HostLimited,
+    HostPart,
     MemoryPeak,
     RankStep,
     TimePart,
@@ -203,6 +206,31 @@ def footprint_of(memory_footprint: Maybe[Footprint]) -> Footprint | None:
 
 
 # Each field of a result that is made here.
+_RULE_OF = {
+    LOOP: "parameter_loop",
+    WAITS: "host_sync",
+    OPTIMIZER: "unfused_optimizer",
+    BETWEEN: "step_python",
+    LAUNCHES: "host_bound",
+}
+
+
+def host_limited_of(host_parts: Maybe[pd.DataFrame]) -> HostLimited | None:
+    """Return how the device waits for its host, on the rank that gains most without; None where it is not known."""
+    frame = host_parts.or_none()
+    if frame is None or frame.empty:
+        return None
+    whole = frame[frame["part"] == ALL].sort_values("gain_ns", ascending=False).iloc[0]
+    mine = frame[(frame["rank"] == whole["rank"]) & (frame["part"] != ALL)].sort_values("gain_ns", ascending=False)
+    parts = [
+        HostPart(
+            str(row["part"]), _RULE_OF[row["part"]], float(row["host_ns"]), float(row["gain_ns"]), str(row["names"])
+        )
+        for row in mine.to_dict("records")
+    ]
+    return HostLimited(int(whole["rank"]), float(whole["gain_ns"]), tuple(parts))
+
+
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
     "device": device_of,
@@ -219,4 +247,5 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "footprint": footprint_of,
     "members": members_of,
     "modules": modules_of,
+    "host_limited": host_limited_of,
 }

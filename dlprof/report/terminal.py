@@ -42,6 +42,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     lines += _modules(result, width)
     if held := memory.sentence(result.footprint):
         lines += ["", *wrap(held, width, "  ")]
+    if said := verdict.host_limited(result):
+        lines += ["", *wrap(said, width, "  ")]
     if result.found:
         lines += ["", *_findings(result.found, width, colour)]
         together = formatting.together(result)

@@ -225,6 +225,34 @@ def _remedy(result: Result, first: Outcome) -> str:
     return "Fixing it"
 
 
+# What a part of the host's time is called.
+_HOST_PARTS: Mapping[str, str] = {
+    "loop": "a loop over parameters",
+    "waits": "waits for the device",
+    "optimizer": "the optimizer",
+    "between": "Python between the phases",
+    "launches": "launches of the forward and backward pass",
+}
+
+
+def host_limited(result: Result) -> str:
+    """Say what the device waits for its host for, all of it and each part alone; "" where that is little, or one."""
+    found, step = result.host_limited, result.window.step_ns if result.window else 0.0
+    if found is None or found.gain_ns < _NOTABLE * step:
+        return ""
+    gains: dict[str, float] = {}
+    for part in found.parts:
+        gains[part.part] = gains.get(part.part, 0.0) + part.gain_ns
+    notable = [(name, ns) for name, ns in gains.items() if ns >= WORTH_SAYING * step]
+    if len(notable) < 2:
+        return ""
+    each = ", ".join(f"{_HOST_PARTS[name]} {duration(ns)}" for name, ns in notable)
+    return (
+        f"The device waits for its host. Without that, {_each(result)} would take"
+        f" {duration(max(step - found.gain_ns, 0.0))} instead of {duration(step)}. Each part alone costs: {each}."
+    )
+
+
 def notices(result: Result) -> list[str]:
     """Return what a reader must know before trusting the figures: how the run ended, and its warnings."""
     code, signal = result.run.exit.get("code"), result.run.exit.get("signal")

@@ -287,6 +287,31 @@ class Blame(msgspec.Struct, frozen=True):
     share: float
 
 
+class HostPart(msgspec.Struct, frozen=True):
+    """What a host does in a step while its device waits for it; `gain_ns`: without it alone, of the mean steady step.
+
+    `part`: "loop" (over parameters, between the phases), "waits" (for the device), "optimizer", "between" (the phases),
+    "launches" (of the forward and backward pass). `rule`: whose finding it is. `host_ns`: how long the host is in it.
+    """
+
+    part: str
+    rule: str
+    host_ns: float
+    gain_ns: float
+    names: str = ""  # a loop's operators
+
+
+class HostLimited(msgspec.Struct, frozen=True):
+    """How a device waits for its host on the rank that gains most without; `gain_ns`: all parts gone together.
+
+    Each part's gain is alone, and they do not add up: without one the host may be late for another.
+    """
+
+    rank: int
+    gain_ns: float
+    parts: tuple[HostPart, ...]  # the largest gain first
+
+
 class ForeignLoad(msgspec.Struct, frozen=True):
     """What programs outside the job used of a host's cores while training was steady, on the host that felt it most."""
 
@@ -339,6 +364,7 @@ class Result(msgspec.Struct, frozen=True):
     footprint: Footprint | None = None  # what memory is made of; None: not counted
     members: tuple[Member, ...] = ()  # by rank; () where so few ranks are here that each is looked at
     modules: Modules | None = None  # None: nothing was traced
+    host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
 
     @property
     def found(self) -> tuple[Outcome, ...]:

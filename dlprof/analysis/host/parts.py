@@ -52,9 +52,9 @@ def host_parts(
     `part`: one of LOOP, WAITS (outside of loops), OPTIMIZER, BETWEEN, LAUNCHES (of forward and backward), and ALL.
     `after`: the phase before a loop. `names`: its operators. `turns`, `waits` and `kernels` a step. `host_ns`: how long
     the host is in it, its waits included, at the pace of the steps that were not traced. `gain_ns`: how much shorter
-    the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer: fused; LAUNCHES: as a captured
-    graph; ALL: all of these). `line` and what is beside it: of the script, where it was recorded (0: not). Raises
-    NotMeasured where the trace cannot be replayed.
+    the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer: fused; LAUNCHES: as a
+    captured graph; ALL: all of these). `line` and what is beside it: of the script, where it was recorded (0: not).
+    Raises NotMeasured where the trace cannot be replayed.
     """
     replay = what_if.replay
     called = launches.called[replay.rows]
@@ -62,11 +62,15 @@ def host_parts(
     own = _waits_of_script(what_if, sync_waits)
     optimizer = iv.intersect(in_optimizer.or_none() if in_optimizer else iv.EMPTY, what_if.phases["optimizer"])
     looping = segments.looping
-    phases = iv.merge(what_if.phases["forward"], what_if.phases["backward"])
-    in_calls = iv.intersect(phases, what_if.host.calls)
-    after_loss = [times for phase, times in segments.after.items() if phase != "forward"]
     python = iv.intersect(what_if.host.python, what_if.phases["rest"])
-    between = iv.subtract(iv.merge(python, *(iv.intersect(t, what_if.host.calls) for t in after_loss)), looping)
+    if what_if.marked:
+        in_calls = iv.intersect(iv.merge(what_if.phases["forward"], what_if.phases["backward"]), what_if.host.calls)
+        after_loss = [times for phase, times in segments.after.items() if phase != "forward"]
+        between = iv.merge(python, *(iv.intersect(times, what_if.host.calls) for times in after_loss))
+    else:
+        in_calls, between = iv.subtract(what_if.host.calls, optimizer), python
+    # What an operator that copies a batch does there is the copy's.
+    between = iv.subtract(iv.subtract(between, looping), _copying(sync_waits))
     rows = []
 
     def without(times: iv.Intervals) -> NDArray[np.int64]:
@@ -136,7 +140,11 @@ def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame) -> NDArray[np.bo
     """
     waits = what_if.replay.waits
     begins = np.array([wait.begin for wait in waits], dtype=np.int64)
-    copying = sync_waits[sync_waits["copied"] != ""]
-    of_copies = iv.union(copying["start_ns"].to_numpy(), copying["end_ns"].to_numpy())
     full = np.array([wait.from_start for wait in waits], dtype=bool)
-    return ~full & ~iv.holds(of_copies, begins)
+    return ~full & ~iv.holds(_copying(sync_waits), begins)
+
+
+def _copying(sync_waits: pd.DataFrame) -> iv.Intervals:
+    """Return when the script waits in operators that copy to the device."""
+    copying = sync_waits[sync_waits["copied"] != ""]
+    return iv.union(copying["start_ns"].to_numpy(), copying["end_ns"].to_numpy())

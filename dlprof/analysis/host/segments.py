@@ -43,7 +43,12 @@ class Segments:
 
 @within_rank
 def segments(what_if: WhatIf, on_training_thread: pd.DataFrame) -> Segments:
-    """Divide what lies between the phases of the replayed steps by the phase before it, and find the loops in it."""
+    """Divide what lies between the phases of the replayed steps by the phase before it, and find the loops in it.
+
+    Where forward and backward are not marked (traces of others) nothing is known to lie between them.
+    """
+    if not what_if.marked:
+        return Segments({}, ())
     phases = {p: times for p, times in what_if.phases.items() if p != "rest"}
     phases["fetch"] = what_if.host.fetch
     rest = what_if.phases["rest"]

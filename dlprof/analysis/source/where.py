@@ -31,11 +31,15 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Concern:
-    """What a finding is about: kinds of calls (record/calls/seen.py), phases, and what a loader's batches are for."""
+    """What a finding is about: kinds of calls (record/calls/seen.py), phases, and what a loader's batches are for.
+
+    `called`: of a phase's lines only those that were seen in a library's function of such a name.
+    """
 
     calls: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     role: str = "train"
+    called: str = ""
 
 
 # Rules that see the Python between the phases.
@@ -55,7 +59,7 @@ CONCERNS: Mapping[str, Concern] = {
     "growing_cat": Concern(("cat",)),
     "host_bound": Concern(("compile", "forward"), ("forward", "rest")),
     "host_embedding": Concern(("embedding", "copy")),
-    "host_sync": Concern(("sync",), ("rest",)),
+    "host_sync": Concern(("sync",), ("rest",), called="synchronize"),
     "idle_cores": Concern(),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
     "memory_growth": Concern((), ()),
@@ -114,7 +118,8 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     calls, shares = source.call_sites.or_none() or [], source.line_shares.or_none()
     where = [*outcome.where, *(_of_call(call) for call in _concerned(calls, concern))]
     if shares is not None and concern.phases and not outcome.where:
-        where += _of_lines(over_ranks(shares), concern.phases)
+        lines = over_ranks(shares)
+        where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)
     changes = tuple(_located(change, calls, concern.role) for change in outcome.changes)
     modules = in_modules(outcome.id, source.found_in_modules.or_none())
     return replace(outcome, where=tuple(where), changes=changes, modules=modules)

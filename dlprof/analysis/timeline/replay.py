@@ -114,12 +114,11 @@ class Replay:
 
     def _host_at(self, kept: Sequence[Kept], at: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where instants of the host are without the profiler, with only a share of some sets of time left."""
-        now = self.clock(at)
-        moved = now.copy()
+        now, gone = self.clock(at), np.zeros(len(at))
         for times, share in kept:
-            moved -= (1 - share) * iv.before(np.rint(self.clock(times.ravel())).reshape(-1, 2).astype(np.int64), now)
-        found: NDArray[np.int64] = np.rint(moved).astype(np.int64)
-        return found
+            gone += (1 - share) * iv.before(self.clock(times.ravel()).reshape(-1, 2), now)
+        moved: NDArray[np.int64] = now - np.rint(gone).astype(np.int64)
+        return moved
 
     @cached_property
     def _awaited(self) -> NDArray[np.bool_]:

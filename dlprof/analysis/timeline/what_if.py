@@ -53,6 +53,11 @@ class WhatIf:
     fetch_left: float  # the mean wait for data of the steady steps ÷ that of the replayed ones
     measured_ns: float  # the mean steady step
 
+    @property
+    def marked(self) -> bool:
+        """Whether forward and backward passes are marked: then what is in no phase lies between them."""
+        return len(self.phases["forward"]) > 0 and len(self.phases["backward"]) > 0
+
     @cached_property
     def step_ns(self) -> float:
         """The mean step that the replay gives without any change."""

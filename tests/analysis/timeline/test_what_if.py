@@ -33,22 +33,22 @@ def recorded(folder: Path, made: dict[str, Any], step: int, **said: int) -> Rank
 
 
 def test_calls_are_as_short_as_the_steps_that_were_not_traced(tmp_path: Path) -> None:
-    asked = recorded(tmp_path / "run", bound(), step=600_000).once(what_if)
-    assert asked.step_ns == pytest.approx(600_000, rel=0.01)
-    assert asked.calls_left == pytest.approx(0.6, rel=0.05)
-    assert asked.measured_ns == 600_000
+    # Twenty calls a step, in 1 ms: each may be 5 µs shorter without the profiler.
+    asked = recorded(tmp_path / "run", bound(), step=900_000).once(what_if)
+    assert asked.step_ns == pytest.approx(900_000, rel=0.01)
+    assert asked.measured_ns == 900_000
 
 
 def test_without_a_light_layer_the_traced_steps_count(tmp_path: Path) -> None:
     asked = runs.rank_of(tmp_path, bound()).once(what_if)
-    assert (asked.calls_left, asked.fetch_left) == (1.0, 1.0)
+    assert asked.fetch_left == 1.0
     assert asked.step_ns == pytest.approx(MS, rel=0.001)
 
 
 def test_calls_without_time_leave_the_devices_own(tmp_path: Path) -> None:
-    asked = recorded(tmp_path / "run", bound(), step=600_000).once(what_if)
-    # Ten kernels of 20 µs, and the gaps of a graph: 0.2 ms and little more of 0.6.
-    assert asked.gain_ns(calls=0.0, gap_ns=1_000) == pytest.approx(400_000, rel=0.05)
+    asked = recorded(tmp_path / "run", bound(), step=900_000).once(what_if)
+    # Ten kernels of 20 µs, and the gaps of a graph: 0.2 ms and little more of 0.9.
+    assert asked.gain_ns(calls=0.0, gap_ns=1_000) == pytest.approx(700_000, rel=0.05)
     assert asked.gain_ns() == 0
 
 

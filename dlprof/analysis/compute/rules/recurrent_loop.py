@@ -40,7 +40,7 @@ _LIBRARY = {
 }
 _GATES = ("aten::tanh", "aten::sigmoid", "aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
 _GRAPH = change(
-    "for a cell of its own formula: `torch.cuda.make_graphed_callables`, which replays the launches, or `torch.compile`,"
+    "for a cell of its own: `torch.cuda.make_graphed_callables`, which replays the launches, or `torch.compile`,"
     " which takes minutes for a loop as long"
 )
 
@@ -72,6 +72,5 @@ def explain(estimate: Estimate, recurrent_loops: Frame, mean_step_ns: float, job
     )
 
 
-RULE = Rule(
-    "Written-out recurrent networks", check, explain, (*SAVES_FROM, "computation", "optimizer_host"), only_with="gpu"
-)
+_SAVES_FROM = (*SAVES_FROM, "computation", "optimizer_host")
+RULE = Rule("Written-out recurrent networks", check, explain, _SAVES_FROM, only_with="gpu", of_host=True)

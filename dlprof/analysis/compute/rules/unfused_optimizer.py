@@ -73,4 +73,4 @@ def explain(estimate: Estimate, optimizer_work: Frame, job: Job) -> Explanation:
 
 
 _SAVES_FROM = ("computation", "optimizer_host", "host", "other")
-RULE = Rule("Unfused optimizer", check, explain, _SAVES_FROM, of_training=True)
+RULE = Rule("Unfused optimizer", check, explain, _SAVES_FROM, of_training=True, of_host=True)

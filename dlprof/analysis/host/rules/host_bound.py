@@ -179,4 +179,12 @@ def _launching(
     )
 
 
-RULE = Rule("Waiting for the host", check, explain, (*SAVES_FROM, "other"), notable=NOTABLE_SHARE)
+RULE = Rule(
+    "Waiting for the host",
+    check,
+    explain,
+    (*SAVES_FROM, "other"),
+    notable=NOTABLE_SHARE,
+    of_host=True,
+    generic=True,
+)

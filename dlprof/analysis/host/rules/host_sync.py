@@ -92,4 +92,4 @@ def explain(estimate: Estimate, linked: Frame, job: Job) -> Explanation:
     )
 
 
-RULE = Rule("Waiting for the device", check, explain, SAVES_FROM, only_with="gpu")
+RULE = Rule("Waiting for the device", check, explain, SAVES_FROM, only_with="gpu", of_host=True)

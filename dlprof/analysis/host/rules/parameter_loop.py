@@ -116,6 +116,5 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
     return found or [change("one call for all tensors (`torch._foreach_*`, or stack them first)")]
 
 
-RULE = Rule(
-    "Loops over parameters", check, explain, (*SAVES_FROM, "computation", "copy"), only_with="gpu", of_training=True
-)
+_SAVES_FROM = (*SAVES_FROM, "computation", "copy")
+RULE = Rule("Loops over parameters", check, explain, _SAVES_FROM, only_with="gpu", of_training=True, of_host=True)

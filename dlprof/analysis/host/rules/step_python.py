@@ -146,4 +146,12 @@ def _on_device(
 
 _WORK = {"name": "what the training thread did while the device idled", "ns": "time a traced step_ns"}
 _SAVES_FROM = (*SAVES_FROM, "computation", "other")
-RULE = Rule("The script's lines between the phases", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)
+RULE = Rule(
+    "The script's lines between the phases",
+    check,
+    explain,
+    _SAVES_FROM,
+    notable=NOTABLE_SHARE,
+    of_host=True,
+    generic=True,
+)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.host.rules.step_python import RULE
-from tests.fixtures import runs
+from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import A100, MS, light
 from tests.fixtures.sampled_stacks import MAIN
@@ -51,6 +51,17 @@ def test_without_stacks_it_abstains(tmp_path: Path) -> None:
     assert ask(RULE, recorded(tmp_path, 5, "")).state == "not_measured"
 
 
-def test_a_device_is_left_to_host_bound(tmp_path: Path) -> None:
+def test_on_a_device_it_needs_a_trace(tmp_path: Path) -> None:
     path = recorded(tmp_path, 5, device=A100)
-    assert ask(RULE, path).state == "does_not_apply"
+    assert ask(RULE, path).state == "not_measured"
+
+
+def test_what_varies_too_much_between_the_steps_is_not_told(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n, busy in enumerate((0.99, 0.1, 0.99)):
+        t, length = n * MS, int(busy * MS) // 10
+        events.append(traces.step(n, t, MS))
+        for i in range(10):
+            events += traces.launched("gemm", t + i * 5_000, t + 5_000 + i * length, length, 1 + 10 * n + i)
+    answer = ask(RULE, runs.foreign(tmp_path, traces.trace(*events, world_size=1)))
+    assert (answer.state, "varies too much" in answer.why) == ("not_measured", True)

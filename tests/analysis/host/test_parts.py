@@ -1,0 +1,120 @@
+"""What the host does while its device waits: loops, waits, the optimizer, Python and launches, each with its gain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dlprof.analysis.host import parts
+from dlprof.analysis.host.parts import host_parts
+from tests.fixtures import runs, traces
+from tests.fixtures.runs import MS
+
+US = 1_000
+STEPS = 5
+
+
+def passes(at: int, ids: int) -> list[Any]:
+    """Make a forward and a backward pass of 1 ms each: ten operators of 100 µs, each with a kernel of 20 µs."""
+    events: list[Any] = []
+    for n, name in enumerate(("forward", "backward")):
+        began = at + n * MS
+        events.append(traces.annotation(f"dlprof::{name}", began, MS))
+        for k in range(10):
+            events.append(traces.op(f"aten::{name}_{k}", began + k * 100 * US, 99 * US))
+            when = began + k * 100 * US + 50 * US
+            events += traces.launched("gemm", when, when + 8 * US, 20 * US, ids + 20 * n + k)
+    return events
+
+
+def norms(at: int, ids: int, turns: int, *, reads: bool) -> list[Any]:
+    """Make a loop: a norm of 30 µs, read or not, 50 µs a turn."""
+    events: list[Any] = []
+    for k in range(turns):
+        began = at + k * 50 * US
+        events.append(traces.op("aten::linalg_vector_norm", began, 25 * US))
+        events += traces.launched("norm", began + 10 * US, began + 18 * US, 3 * US, ids + 3 * k)
+        if reads:
+            events.append(traces.op("aten::item", began + 26 * US, 20 * US))
+            events.append(traces.call("cudaStreamSynchronize", began + 30 * US, 10 * US, ids + 3 * k + 1))
+    return events
+
+
+def measured(folder: Path, *between: Any, length: int) -> pd.DataFrame:
+    """Trace steps with something between the backward pass and an optimizer of 100 µs; `between` makes it."""
+    events: list[Any] = []
+    for n in range(STEPS):
+        at, ids = n * length, 1_000 * (n + 1)
+        events.append(traces.step(n, at, length))
+        events += passes(at, ids)
+        for make in between:
+            events += make(at + 2 * MS, ids + 100)
+        end = at + length - 100 * US
+        events.append(traces.annotation("dlprof::optimizer", end, 100 * US))
+        events.append(traces.annotation("Optimizer.step#AdamW.step", end, 100 * US))
+        events += traces.launched("adam", end + 10 * US, end + 20 * US, 10 * US, ids + 900)
+    run = runs.foreign(folder / "traces", traces.trace(*events, world_size=1))
+    return runs.measured(run, host_parts).frame(host_parts).set_index("part")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_loop_between_the_phases_gains_nearly_all_of_it(tmp_path: Path, reads: bool) -> None:
+    frame = measured(tmp_path, lambda at, ids: norms(at, ids, 40, reads=reads), length=4_100 * US)
+    loop = frame.loc[parts.LOOP]
+    assert (loop["after"], loop["turns"]) == ("backward", 40)
+    assert loop["waits"] == (40 if reads else 0)
+    assert set(loop["names"].split()) == {"aten::linalg_vector_norm", *(["aten::item"] if reads else [])}
+    # The loop is 2 ms of the 4.1; the device computes for 0.5 ms of the step.
+    assert loop["gain_ns"] == pytest.approx((1 - parts.LOOP_LEFT) * 2 * MS, rel=0.06)
+    # Its waits are its own, and told by it alone.
+    assert frame.loc[parts.WAITS, "gain_ns"] == 0
+
+
+def test_a_few_operators_are_no_loop(tmp_path: Path) -> None:
+    frame = measured(tmp_path, lambda at, ids: norms(at, ids, 10, reads=False), length=2_600 * US)
+    assert parts.LOOP not in frame.index
+    # What the host does there holds the device up all the same.
+    assert frame.loc[parts.BETWEEN, "gain_ns"] == pytest.approx(500 * US, rel=0.2)
+
+
+def test_python_between_the_phases_is_gained_where_the_device_waits_for_it(tmp_path: Path) -> None:
+    frame = measured(tmp_path, length=3_100 * US)
+    assert frame.loc[parts.BETWEEN, "gain_ns"] == pytest.approx(1 * MS, rel=0.05)
+
+
+def test_waits_that_follow_each_other_are_removed_together(tmp_path: Path) -> None:
+    def waits(at: int, ids: int) -> list[Any]:
+        """Queue 1 ms of work, wait for it in three places, and compute in Python for 0.5 ms."""
+        return [
+            *traces.launched("long", at - 20 * US, at, MS, ids),
+            traces.call("cudaDeviceSynchronize", at + 10 * US, 995 * US, ids + 1),
+            traces.call("cudaDeviceSynchronize", at + 1_010 * US, 6 * US, ids + 2),
+            traces.call("cudaDeviceSynchronize", at + 1_020 * US, 6 * US, ids + 3),
+        ]
+
+    frame = measured(tmp_path, waits, length=3_600 * US)
+    assert frame.loc[parts.WAITS, "waits"] == 3
+    # Without one alone the host waits in the next; without all three it launches for the 1 ms that the device computes.
+    assert frame.loc[parts.WAITS, "gain_ns"] == pytest.approx(MS, rel=0.1)
+
+
+def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
+    frame = measured(tmp_path, lambda at, ids: norms(at, ids, 40, reads=False), length=4_100 * US)
+    # Their 2 ms are gone, and the host goes on with the loop while the device works on what was launched at once.
+    assert frame.loc[parts.LAUNCHES, "gain_ns"] == pytest.approx(2 * MS, rel=0.05)
+    assert frame.loc[parts.ALL, "gain_ns"] > frame["gain_ns"].drop(parts.ALL).max()
+
+
+def test_a_trace_of_others_has_launches_and_no_loops(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(STEPS):
+        events.append(traces.step(n, n * 4 * MS, 4 * MS))
+        events += norms(n * 4 * MS, 1_000 * (n + 1), 40, reads=False)
+    run = runs.foreign(tmp_path / "traces", traces.trace(*events, world_size=1))
+    frame = runs.measured(run, host_parts).frame(host_parts)
+    # Nothing marks the phases: these may be the layers of a model.
+    assert parts.LOOP not in set(frame["part"])
+    assert frame.set_index("part").loc[parts.LAUNCHES, "gain_ns"] > MS
