@@ -94,20 +94,6 @@ def inside(rows: Sequence[Mapping[str, Any]], key: str, at: str, begin: float, e
     return [float(row[key]) for row in rows if key in row and row[key] is not None and begin <= row[at] <= end]
 
 
-def grown_per_s(rows: Sequence[Mapping[str, Any]], key: str, at: str, begin: float, end: float) -> float:
-    """Return by how much a counter grows a second between two times (`at` in ns); NaN where it did not grow steadily.
-
-    A reading below the one before it began again at 0 meanwhile: what lies between the two is left out.
-    """
-    kept = [(int(r[at]), float(r[key])) for r in rows if key in r and r[key] is not None and begin <= r[at] <= end]
-    grown, took_ns = 0.0, 0
-    for (then, before), (now, value) in pairwise(kept):
-        if value >= before:
-            grown += value - before
-            took_ns += now - then
-    return grown / took_ns * 1e9 if took_ns else math.nan
-
-
 def middle(values: Sequence[float]) -> float | None:
     """Return the median; None where there are no values."""
     return median(values) if values else None

@@ -21,15 +21,24 @@ _LINKED = 0.5
 # Unattributed time has a warning from this share of the step on.
 _NOTABLE_REST = 0.05
 
-# Warming up has a warning from this share of the training time on.
-_NOTABLE_WARMUP = 0.2
+# Warming up has a warning from this share of the training time on, and from a minute on: a short trial is mostly that,
+# and whoever runs one knows it. The panel of the whole job has it in any case.
+_NOTABLE_WARMUP, _LONG_WARMUP_NS = 0.2, 60e9
 
 MOST_WARNINGS = 40
 
+_PHASES = {
+    "fetch": "while the script waits for data",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+}
+
 # Traced steps are like the others within these ratios of length (a profiler slows the host, and not the device).
 _ALIKE = (0.9, 1.3)
-# Steps after the window have a warning if they are longer by this factor, and significantly.
-_SLOWER = 1.05
+# Steps after the window have a warning if they are longer by this factor, and by so many standard errors. In recordings
+# of an H200 in a virtual machine, from which CUPTI was gone by then, they were up to 4.0 of these longer or shorter.
+_SLOWER, _SURE = 1.05, 5.0
 
 
 def all_warnings(run: Measured) -> list[str]:
@@ -65,15 +74,13 @@ def warnings(
             " (`srun --cpu-bind` or `torchrun --numa-binding=node` brings them together)"
         )
     means, likeness = step_means.or_none(), window_likeness.or_none()
-    if whole_job.or_none() is not None:
-        found += _of_warmup(whole_job.get())
     if likeness is not None:
         found += _of_window(job, likeness)
     if means is not None and breakdown.or_none() is not None:
         found += _of_rest(job, means.set_index("rank"), part(breakdown.get(), "other"))
     elif means is not None and not breakdown.broke:
         found.append(f"where the time goes was not measured: {breakdown.why()}")
-    return found
+    return found + (_of_warmup(whole_job.get()) if whole_job.or_none() is not None else [])
 
 
 def _of_untraced(job: Job) -> list[str]:
@@ -114,12 +121,12 @@ def _of_warmup(frame: pd.DataFrame) -> list[str]:
     sums = frame.groupby("part")[["steps", "ns"]].sum() / max(frame["rank"].nunique(), 1)
     trained = sums.reindex(["warmup", "steady", "traced", "epoch_ends"]).fillna(0.0)
     warming, total = float(trained["ns"]["warmup"]), float(trained["ns"].sum())
-    if not trained["steps"]["steady"] or warming < _NOTABLE_WARMUP * total:
+    if not trained["steps"]["steady"] or warming < max(_NOTABLE_WARMUP * total, _LONG_WARMUP_NS):
         return []
     steps = count(round(float(trained["steps"]["warmup"])), "step")
     return [
-        f"{percent(warming / total)} of the training time went to warming up ({steps}, {duration(warming)}): the"
-        " figures are of the steps after it"
+        f"{percent(warming / total)} of the training time went to warming up (the first {steps}, {duration(warming)}):"
+        " the figures are of the steps after it"
     ]
 
 
@@ -132,9 +139,11 @@ def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:
         if ratio < 1:
             why = "the host waits less in them (for data, other ranks or the launch queue)"
         found.append(f"the traced steps take {digits(ratio)} × as long as the others: {why}; shares are of these steps")
-    if not pd.isna(after) and after > _SLOWER and after - 1 > 2 * frame["after_noise"].mean():
+    if after > _SLOWER and after - 1 > _SURE * frame["after_noise"].mean():
         torn = {(job.facts[r].get("window") or {}).get("cupti_torn_down") for r in job.ranks}
-        why = ": the profiler is still attached to the GPU" if torn != {True} else ", for an unknown reason"
+        phase = _PHASES.get(str(frame["longer"].iloc[frame["after"].argmax()]), "")
+        why = f", most of the difference {phase}" if phase else ""
+        why = ": the profiler is still attached to the GPU" if torn != {True} else why
         found.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
     if len(frame) and (n := int(frame["without_work"].max())):
         found.append(

@@ -134,6 +134,11 @@ def on_cpu(job: Job) -> bool:
     return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in facts)
 
 
+def through_host(job: Job) -> bool:
+    """Return whether gloo exchanges what lies on GPUs."""
+    return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in job.facts.values())
+
+
 def on_gpu(job: Job) -> bool:
     """Return whether the job is known to train on a device that is no CPU, by the same."""
     kinds = _device_types(job)

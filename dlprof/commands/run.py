@@ -40,7 +40,7 @@ def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None
     ctx.exit()
 
 
-@click.command(short_help="Run and record a reference workload.")
+@click.command(short_help="Run and record a reference workload.", context_settings={"ignore_unknown_options": True})
 @click.argument("workload")
 @click.option(
     "--list",
@@ -72,8 +72,11 @@ def run(
     """Run WORKLOAD, a path or a name that --list shows, on several ranks and print where its time goes.
 
     With neither --gpus nor --procs: one rank on each GPU there is, else 2 ranks on the CPU; those that are no
-    distributed job have one. What stands after -- goes to the workload.
+    distributed job have one. Options after WORKLOAD that are none of these go to the workload (--steps 50), and so does
+    all that stands after --.
     """
+    if workload.startswith("-"):
+        raise click.UsageError(f"no such option: {workload} (a workload's own options stand after its name)")
     if gpus and procs:
         raise click.UsageError("--gpus and --procs exclude each other")
     script = find_workload(workload)
@@ -96,7 +99,9 @@ def run(
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if not recording.quiet:
-        click.echo(f"dlprof: {script} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True)
+        click.echo(
+            f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
+        )
     command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)

@@ -11,13 +11,14 @@ from dlprof.analysis import notices
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures import runs, traces
-from tests.fixtures.runs import CPU, MS, asked_for_none, light
+from tests.fixtures.places import TRACES
+from tests.fixtures.runs import CPU, GPU, MS, asked_for_none, light
 
 
 def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[str]:
     """Return the warnings about a window whose steps are like that, beside such a load of other programs."""
     likeness = {"ratio": 1.0, "after": 1.0, "after_noise": 0.0, "without_work": 0, "linked": 1.0} | window
-    frame = pd.DataFrame([likeness])
+    frame = pd.DataFrame([likeness]).assign(longer="")
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
     return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, nothing, nothing)
@@ -68,7 +69,9 @@ def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
         ({"ratio": 1.4}, True),
         ({"ratio": 0.8}, True),
         ({"after": 1.2}, True),
-        ({"after": 1.2, "after_noise": 0.2}, False),
+        ({"after": 1.2, "after_noise": 0.03}, True),
+        ({"after": 1.2, "after_noise": 0.05}, False),
+        ({"after": 1.2, "after_noise": float("nan")}, False),
         ({"without_work": 2}, True),
         ({"linked": 0.0}, True),
         ({"linked": 0.4}, True),
@@ -79,11 +82,65 @@ def test_a_window_unlike_the_job_is_said_to_be_so(job: Job, window: dict[str, fl
     assert len(found(job, None, **window)) == 1 + warned  # and the missing rank
 
 
-@pytest.mark.parametrize(("long", "warned"), [(900, True), (11, False)])
-def test_a_run_that_mostly_warms_up_says_so(tmp_path: Path, long: int, warned: bool) -> None:
-    steps = [light(n, (long if n < 3 else 10) * MS) for n in range(103)]
-    run = runs.measured(runs.recorded(tmp_path, (None, steps, CPU)), notices.warnings)
-    assert sum("warming up (3 steps" in text for text in run.call(notices.warnings)) == warned
+# Steps in ms: ten of a calm machine, and stretches of one that is slower for some steps in a row.
+CALM = [20.0, 20.2, 19.9, 20.1, 20.0, 19.8, 20.1, 20.0, 20.3, 19.9]
+DRIFTS = [*[24.0] * 5, *[27.0] * 7, *[24.5] * 6, *[31.0] * 5, *[23.9] * 8, *[29.0] * 9]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "backward", "torn_down", "said"),
+    [
+        (CALM, [1.15 * ms for ms in CALM * 6], 0.0, False, ": the profiler is still attached to the GPU"),
+        (CALM, [1.15 * ms for ms in CALM * 6], 2.0, True, ", most of the difference in the backward pass"),
+        (CALM, [1.15 * ms for ms in CALM * 6], 1.0, True, ""),
+        (CALM, CALM * 6, 0.0, False, None),
+        (CALM[:9], DRIFTS, 0.0, False, None),  # five steady steps
+        ([*DRIFTS, *DRIFTS], [1.15 * ms for ms in DRIFTS * 2], 0.0, False, None),
+        (CALM[:9], [1.15 * ms for ms in CALM[:5]], 0.0, False, None),  # nothing tells how far the machine drifts
+    ],
+)
+def test_steps_after_the_window_are_compared_with_how_far_the_machine_drifts(
+    tmp_path: Path, before: list[float], after: list[float], backward: float, torn_down: bool, said: str | None
+) -> None:
+    steps = []
+    for n, ms in enumerate([*before, *[30.0] * 4, *after]):
+        more = backward if n >= len(before) + 4 else 0.0
+        profiled, length = int(len(before) <= n < len(before) + 4), round(ms * MS)
+        steps.append(light(n, length, device_step_ns=length, profiled=profiled, backward_ns=round((5 + more) * MS)))
+    facts = {**GPU, "window": {"cupti_torn_down": torn_down}}
+    made = traces.ahead(4, host=30 * MS, busy=20 * MS, synchronises=True)
+    run = runs.measured(runs.recorded(tmp_path, (made, steps, facts)), notices.warnings)
+    told = [
+        text.partition(" × as long as those before")[2]
+        for text in run.call(notices.warnings)
+        if "after the traced" in text
+    ]
+    assert told == ([] if said is None else [said])
+
+
+@pytest.mark.skipif(not (TRACES / "h200").is_dir(), reason="the recordings of an H200 are not here (../shared/traces)")
+@pytest.mark.parametrize("name", ["g04_optimizer_loop", "g06_grad_norm_items"])
+def test_of_a_virtual_machine_that_drifts_nothing_is_said(name: str) -> None:
+    run = runs.measured(TRACES / "h200" / name, notices.warnings)
+    assert [text for text in run.call(notices.warnings) if "after the traced" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("long_s", "then_s", "warned"),
+    [
+        (40, 1, True),
+        (40, 6, False),  # a small part of it
+        (0.9, 0.01, False),  # a short trial is mostly that
+    ],
+)
+def test_a_run_that_warms_up_for_long_says_so_after_all_else(
+    tmp_path: Path, long_s: float, then_s: float, warned: bool
+) -> None:
+    steps = [light(n, round((long_s if n < 3 else then_s) * 1e9)) for n in range(103)]
+    run = runs.measured(runs.recorded(tmp_path, (None, steps, CPU), warnings=["the disk was full"]), notices.warnings)
+    told = run.call(notices.warnings)
+    assert ["warming up" in text for text in told] == [False] * (len(told) - warned) + [True] * warned
+    assert "(the first 3 steps, 120.0 s)" in told[-1] or not warned
 
 
 def test_what_many_ranks_warn_of_is_one_warning(tmp_path: Path) -> None:

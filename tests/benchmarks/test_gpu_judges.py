@@ -136,10 +136,12 @@ def test_steps_that_share_a_line_are_all_counted_and_the_last_line_may_be_cut_of
 
 
 def samples(**values: float) -> list[dict[str, float]]:
-    """Make ten samples a second apart; a name that ends in _bytes grows by its value each second."""
-    return [
-        {"at_ns": n * 1e9, **{k: v * (n if k.endswith("_bytes") else 1) for k, v in values.items()}} for n in range(10)
-    ]
+    """Make ten samples a second apart."""
+    return [{"at_ns": n * 1e9, **values} for n in range(10)]
+
+
+def link(received: float, sent: float) -> dict[str, float]:
+    return {"pcie_received_bytes_per_s": received, "pcie_sent_bytes_per_s": sent}
 
 
 TIME = {"at_ns": [1e9, 8e9]}
@@ -159,14 +161,15 @@ def test_products_of_matrices(tmp_path: Path) -> None:
 
 def test_copies_and_uploads(tmp_path: Path) -> None:
     said = change(result(), "time", 0, "category", to="copy")
-    folder = recorded(tmp_path / "a", gpu=samples(dram_share=0.9, pcie_received_bytes=5.1e10, pcie_sent_bytes=1e8))
+    folder = recorded(tmp_path / "a", gpu=samples(dram_share=0.9, **link(received=5.3e10, sent=3e9)))
     oracle = {**TIME, "busy_share": 0.99, "bytes_per_s": 5e10}
     assert failed("copy", said, oracle, folder) == []
     assert failed("copy", result(), oracle, folder) == ["copying"]
     assert failed("upload", said, oracle, folder) == []
     assert failed("upload", said, {**oracle, "bytes_per_s": 6e10}, folder) == ["PCIe, received by the GPU"]
+    assert failed("upload", said, {**oracle, "bytes_per_s": 4.5e10}, folder) == ["PCIe, received by the GPU"]
     # As if the two directions were taken for each other.
-    turned = recorded(tmp_path / "b", gpu=samples(dram_share=0.5, pcie_received_bytes=1e8, pcie_sent_bytes=5.1e10))
+    turned = recorded(tmp_path / "b", gpu=samples(dram_share=0.5, **link(received=3e9, sent=5.3e10)))
     assert failed("upload", said, oracle, turned) == ["PCIe, received by the GPU", "PCIe, sent by the GPU"]
     assert failed("copy", said, oracle, turned) == ["GPM's memory"]
 

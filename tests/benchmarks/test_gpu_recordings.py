@@ -17,6 +17,7 @@ from benchmarks.gpu import fixtures, jobs, reading
 from benchmarks.gpu.bench import SCRIPTS, Bench
 from benchmarks.gpu.jobs import must, python, run
 from benchmarks.gpu.judges import JUDGES, Recording
+from tests.fixtures.places import TRACES
 
 ARCHIVES = fixtures.archives(jobs.ROOT / "reports" / "gpu")
 
@@ -40,6 +41,17 @@ def judged(folder: Path) -> list[str]:
 @pytest.mark.parametrize(("archive", "name"), [(a, n) for a in ARCHIVES for n in names(a)] or [(None, "")])
 def test_a_report_agrees_with_the_gpu(tmp_path: Path, archive: Path, name: str) -> None:
     fixtures.unpack(archive, tmp_path)
+    assert judged(tmp_path / name) == []
+
+
+# Of one H200; its README says what dlprof said of them when they were made.
+H200 = TRACES / "h200/checks/2/recordings-nvidia_h200-1.tar.gz"
+
+
+@pytest.mark.skipif(not H200.is_file(), reason="the recordings of an H200 are not here (../shared/traces)")
+@pytest.mark.parametrize("name", ["ranks-gloo", "rate-upload"])
+def test_what_dlprof_did_not_say_of_an_h200_it_says_now(tmp_path: Path, name: str) -> None:
+    fixtures.unpack(H200, tmp_path)
     assert judged(tmp_path / name) == []
 
 

@@ -63,14 +63,9 @@ def test_lateness_is_against_the_first_of_the_others() -> None:
     assert math.isnan(timing.lateness_ms({1: [1, 2]}, late=1, skip=0))
 
 
-def test_samples_within_the_time_and_counters_that_begin_again() -> None:
-    rows: list[dict[str, Any]] = [
-        {"at_ns": n * 1000 * MS, "power_w": 100.0 + n, "bytes": v} for n, v in enumerate((5, 105, 205, 10, 110))
-    ]
+def test_samples_within_the_time() -> None:
+    rows: list[dict[str, Any]] = [{"at_ns": n * 1000 * MS, "power_w": 100.0 + n} for n in range(5)]
     rows[1]["power_w"] = None
     assert timing.inside(rows, "power_w", "at_ns", 0, 3e9) == [100.0, 102.0, 103.0]
     assert timing.inside(rows, "no such", "at_ns", 0, 3e9) == []
-    # 100 a second; between the third and the fourth reading the counter began anew.
-    assert timing.grown_per_s(rows, "bytes", "at_ns", 0, 5e9) == pytest.approx(100.0)
-    assert math.isnan(timing.grown_per_s(rows, "bytes", "at_ns", 0, 0.5e9))
     assert timing.middle([]) is None

@@ -24,13 +24,16 @@ def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     (tmp_path / "workloads").mkdir()
     (tmp_path / "workloads/tells.py").write_text(WORKLOAD)
-    command = [*DLPROF, "run", "tells", "--procs", "2", "--fault", "slow_loader", "-o", "run", "--", "--steps", "3"]
+    # The workload's own options stand anywhere after its name; after -- they may have the names of ours.
+    own, ours = ["--steps", "3", "--compile"], ["--procs", "2", "--fault", "slow_loader", "-o", "run"]
+    command = [*DLPROF, "run", "tells", *own, *ours, "--data=x", "--", "--window", "5"]
     done = launch(command, tmp_path, env=environment(OMP_NUM_THREADS="7"))
     assert done.returncode == 0, done.stderr
-    assert "2 CPU ranks" in done.stderr
+    assert "tells.py --steps 3 --compile --data=x --window 5 on 2 CPU ranks" in done.stderr
     for rank in ("0", "1"):
         told = json.loads((tmp_path / f"told-{rank}").read_text())
-        assert told == [["--fault", "slow_loader", "--steps", "3"], [rank, "2", "", "7"]]
+        arguments = ["--fault", "slow_loader", *own, "--data=x", "--window", "5"]
+        assert told == [arguments, [rank, "2", "", "7"]]
     options = json.loads((tmp_path / "run/run.json").read_text())["options"]
     assert options["fault"] == "slow_loader"
 
@@ -50,6 +53,12 @@ def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: st
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["tells.py"]
+
+
+def test_an_option_before_the_workload_is_ours_or_a_mistake(tmp_path: Path) -> None:
+    done = launch([*DLPROF, "run", "--steps", "3", "ddp_resnet"], tmp_path)
+    assert done.returncode == 2
+    assert "no such option: --steps (a workload's own options stand after its name)" in done.stderr
 
 
 def test_a_workload_is_found_by_path_and_by_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def _peak(job: Job, members: str) -> float:
     if members == NOBODY or not ranks <= set(job.ranks):
         return np.nan
     hosts, names = ({of(job, r) for r in ranks} for of in (settings.host, settings.device))
-    if len(hosts) != 1 or "" in hosts or len(names) != 1:
+    if len(hosts) != 1 or "" in hosts or len(names) != 1 or settings.through_host(job):
         return np.nan
     return nvlink(names.pop()) or np.nan
 

@@ -62,7 +62,7 @@ def collectives(
     spans: pd.DataFrame,
     timing: Timing,
     point_to_point: pd.DataFrame,
-    has_device: bool,
+    exchanges_on_host: bool,
     is_on_device: NDArray[np.bool_],
     device_work: pd.DataFrame,
     launches: Maybe[Launches],
@@ -75,30 +75,30 @@ def collectives(
     not known), collective, peer (the other rank of a send or receive, else −1), bytes, dtype, sequence (−1: unknown),
     communicator ("": unknown), pieces (of an all-to-all, as in the shape of schema.SPANS; "": unknown), stream (the
     rank's communicating streams, numbered in order of first use; 0 on the host, where any thread of a pool may send),
-    made_ns (the launch, else the start), start_ns, end_ns. With a device these are its kernels, each with the step that
-    launched it; else the host's spans (gloo: from issue to completion). Empty where the rank has none.
+    made_ns (the launch, else the start), start_ns, end_ns. On a device these are its kernels, each with the step that
+    launched it; on the host its spans (gloo: from issue to completion). Empty where the rank has none.
     """
     of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT)
     of[point_to_point["row"].to_numpy(dtype=np.int64)] = False
-    if has_device:
-        of &= is_on_device
-    else:
+    if exchanges_on_host:
         of &= ~is_on_device & ~host.is_named(spans, "c10d", "_c10d") & ~host.is_one_of(spans["collective"], "")
+    else:
+        of &= is_on_device
     rows = np.concatenate((np.flatnonzero(of), point_to_point["row"].to_numpy(dtype=np.int64)))
     chosen = spans[[*_COLUMNS, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
     if len(point_to_point):
         chosen = pd.concat([chosen, point_to_point[_COLUMNS]])
     made = chosen["start_ns"].to_numpy()
-    if has_device:
+    if exchanges_on_host:
+        window = np.searchsorted(timing.host_windows[:, 0], made, side="right") - 1
+        window = np.where(iv.holds(timing.host_windows, made), window, -1)
+    else:
         at = np.searchsorted(device_work.index.to_numpy(), rows)
         called, window = launches.get().called[at], launched_within.get()[at]
         made = np.where(called < UNKNOWN, called, made)
-    else:
-        window = np.searchsorted(timing.windows[:, 0], made, side="right") - 1
-        window = np.where(iv.holds(timing.windows, made), window, -1)
     keep = np.flatnonzero(window >= 0)
     keep = keep[np.argsort(made[keep], kind="stable")]
-    pieces = host.written(spans["shape"].iloc[rows]) if has_device else _pieces_of_calls(spans, rows)
+    pieces = _pieces_of_calls(spans, rows) if exchanges_on_host else host.written(spans["shape"].iloc[rows])
     rows, pieces, chosen = rows[keep], pieces[keep], chosen.iloc[keep].reset_index(drop=True)
     lane = spans["lane"].array.codes[rows]
     return pd.DataFrame(
@@ -110,7 +110,7 @@ def collectives(
             "sequence": spans["sequence"].to_numpy()[rows],
             "communicator": spans["communicator"].iloc[rows].astype("str").to_numpy(),
             "pieces": pieces,
-            "stream": pd.factorize(lane)[0].astype(np.int64) if has_device else 0,
+            "stream": 0 if exchanges_on_host else pd.factorize(lane)[0].astype(np.int64),
             "made_ns": made[keep],
             "start_ns": chosen["start_ns"],
             "end_ns": chosen["start_ns"] + chosen["dur_ns"],
@@ -198,7 +198,7 @@ def window_steps(timing: Timing) -> pd.DataFrame:
 
 @within_rank
 def point_to_point(
-    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], has_device: bool, rank: RankFacts
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], exchanges_on_host: bool, rank: RankFacts
 ) -> pd.DataFrame:
     """Return the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
 
@@ -208,11 +208,11 @@ def point_to_point(
     if not named.any():
         return spans[_COLUMNS].iloc[:0].assign(row=0)
     calls = _texts(spans, named & ~is_on_device & (spans["peer"].to_numpy() >= 0))
-    if has_device:
-        found = _of_kernels(spans, _texts(spans, named & is_on_device), calls)
-    else:
+    if exchanges_on_host:
         done = _texts(spans, named & ~is_on_device & ~host.is_named(spans, *_CALLS, "_c10d"))
         found = _of_ranges(done[done["collective"] != _EITHER], calls)
+    else:
+        found = _of_kernels(spans, _texts(spans, named & is_on_device), calls)
     found = found.assign(peer=found["peer"].where(found["peer"] >= 0, _only_other(rank, found["group"])))
     return found.sort_values(["start_ns", "order"], kind="stable", ignore_index=True)[["row", *_COLUMNS]]
 

@@ -9,7 +9,6 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.exchange_plans import DDP_BUCKET, FEWEST
-from dlprof.analysis.communication.links import through_host
 from dlprof.analysis.communication.overlap import GRADIENTS
 from dlprof.analysis.engine import Job
 from dlprof.result import Change, change
@@ -90,7 +89,7 @@ def advice(
         (many and not ddp and not fsdp, change(f"{what}: {wrap}")),
         (model and not (many or activations or ddp or fsdp), _wrapped(sized)),
         (ddp and best["key"] == "hidden" and not many and not activations, change(hide)),
-        (through_host(job), change(nccl, backend=("gloo", "nccl"))),
+        (settings.through_host(job), change(nccl, backend=("gloo", "nccl"))),
         (fsdp, change(keep, reshard_after_forward=(None, False))),
         (fsdp, change(mixed, numerics=True, param_dtype=half, reduce_dtype=half)),
         (ddp, change(hook, numerics=True)),

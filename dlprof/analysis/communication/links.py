@@ -75,7 +75,7 @@ def links(
     better_ns: what one would take at a fast link, of those that are slow. NaN: unknown, or not slow. Raises NotMeasured
     where there is none, transfer cannot be separated from waiting, or there is nothing to compare with.
     """
-    if not matched and through_host(job):
+    if settings.through_host(job):
         raise NotMeasured(
             "gloo sends what is on a GPU through the host, and the trace times no such link; NCCL would not"
         )
@@ -112,11 +112,6 @@ def links(
     as_measured = (frame["took_ns"] / slower).where(slower > SLOWER)
     frame = frame.assign(better_ns=np.fmin(np.fmin(at_peak, as_others), as_measured))
     return frame.sort_values("exposed_ns", ascending=False, ignore_index=True)
-
-
-def through_host(job: Job) -> bool:
-    """Return whether gloo exchanges what lies on GPUs."""
-    return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in job.facts.values())
 
 
 def _placed(job: Job, ranks: Sequence[int]) -> str:

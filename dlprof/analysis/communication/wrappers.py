@@ -57,7 +57,7 @@ def unused_searches(
     on_training_thread: pd.DataFrame,
     timing: Timing,
     spans: pd.DataFrame,
-    has_device: bool,
+    exchanges_on_host: bool,
     is_on_device: NDArray[np.bool_],
     exposed_communication: Maybe[iv.Intervals],
 ) -> pd.DataFrame:
@@ -68,7 +68,7 @@ def unused_searches(
     search = iv.intersect(iv.merge(windows), host.cover(on_training_thread, host.is_named(on_training_thread, _SEARCH)))
     if not len(search):
         raise NotMeasured("the traced steps show no search for unused parameters")
-    flags = iv.intersect(_flags(spans, has_device, is_on_device, windows), exposed_communication.get())
+    flags = iv.intersect(_flags(spans, exchanges_on_host, is_on_device, windows), exposed_communication.get())
     return pd.DataFrame(
         {
             "step": timing.numbers if len(timing.numbers) else np.arange(len(windows)),
@@ -98,15 +98,13 @@ def _per_step(timing: Timing, time: iv.Intervals) -> NDArray[np.float64]:
     return iv.per_slot(time, np.append(timing.windows[:, 0], timing.windows[-1, 1])).astype(float)
 
 
-def _flags(
-    spans: pd.DataFrame, has_device: bool, is_on_device: NDArray[np.bool_], windows: iv.Intervals
-) -> iv.Intervals:
+def _flags(spans: pd.DataFrame, on_host: bool, is_on_device: NDArray[np.bool_], windows: iv.Intervals) -> iv.Intervals:
     """Return the time in which only the flags are reduced: whole numbers, or the last that a step reduces."""
     reduces = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], "all_reduce")
-    mine = reduces & (is_on_device if has_device else host.is_named(spans, "gloo:", "mpi:"))
+    mine = reduces & (host.is_named(spans, "gloo:", "mpi:") & ~is_on_device if on_host else is_on_device)
     flags = mine & host.is_one_of(spans["dtype"], "int32", "int64")
     if not flags.any():
-        if has_device:
+        if not on_host:
             return iv.EMPTY
         rows = np.flatnonzero(mine)
         first, end = np.searchsorted(spans["start_ns"].to_numpy()[rows], windows).T

@@ -108,11 +108,11 @@ def traced_exchanges(
     is_on_device: NDArray[np.bool_],
     device_work: pd.DataFrame,
     launched_within: NDArray[np.int64],
-    has_device: bool,
+    exchanges_on_host: bool,
     timing: Timing,
 ) -> NDArray[np.int64]:
-    """Return the rows of the exchanges of the steady traced steps: on the device, or of a CPU from issue to end."""
-    if has_device:
+    """Return the rows of the exchanges of the steady traced steps: on the device, or on the host from issue to end."""
+    if not exchanges_on_host:
         mine = host.is_kind(device_work, "communication") & (launched_within >= 0)
         rows: NDArray[np.int64] = device_work.index.to_numpy()[mine]
         return rows

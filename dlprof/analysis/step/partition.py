@@ -61,7 +61,7 @@ def claims(
         sets, why = device_sets.get(), idle.get()
         return [
             ("computation", sets.computation),
-            ("communication", iv.subtract(sets.communication, pipeline_bubble.get())),
+            ("communication", iv.subtract(communication.get(), pipeline_bubble.get())),
             ("copy", sets.copy),
             (BUBBLE, pipeline_bubble.get()),
             ("queued_wait", why.queued),
@@ -103,7 +103,7 @@ def pipeline_bubble(
     has_pipeline: bool,
     spans: Maybe[pd.DataFrame],
     is_on_device: Maybe[NDArray[np.bool_]],
-    has_device: bool,
+    exchanges_on_host: bool,
     outside_chunks: Maybe[iv.Intervals],
 ) -> iv.Intervals:
     """Return the time in which a stage may have nothing to work on; what is computed meanwhile claims it first.
@@ -114,9 +114,9 @@ def pipeline_bubble(
     if not has_pipeline:
         return iv.EMPTY
     events = spans.get()
-    exchanges = host.is_kind(events, "communication") & (is_on_device.get() == has_device)
+    exchanges = host.is_kind(events, "communication") & (is_on_device.get() != exchanges_on_host)
     between = host.is_one_of(events["collective"], *_POINT_TO_POINT)
-    waits = host.cover(events, exchanges & between) if has_device else outside_chunks.get()
+    waits = outside_chunks.get() if exchanges_on_host else host.cover(events, exchanges & between)
     return iv.subtract(waits, host.cover(events, exchanges & ~between))
 
 
@@ -156,11 +156,11 @@ def cpu_computation(on_training_thread: pd.DataFrame, communication: iv.Interval
 
 
 @within_rank
-def communication(has_device: bool, device_sets: Maybe[DeviceSets], spans: Maybe[pd.DataFrame]) -> iv.Intervals:
-    """Return the time in which a collective is in flight: on the device where there is one, else on the host."""
-    if has_device:
-        return device_sets.get().communication
-    return host.cover(spans.get(), host.is_kind(spans.get(), "communication"))
+def communication(exchanges_on_host: bool, device_sets: Maybe[DeviceSets], spans: Maybe[pd.DataFrame]) -> iv.Intervals:
+    """Return the time in which a collective is in flight, on the host or on the device."""
+    if exchanges_on_host:
+        return host.cover(spans.get(), host.is_kind(spans.get(), "communication"))
+    return device_sets.get().communication
 
 
 @within_rank

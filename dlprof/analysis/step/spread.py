@@ -8,10 +8,13 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, across_ranks, per_rank
-from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, standard_error, stretch_means
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, standard_error, stretch_means, widened
+from dlprof.analysis.timeline.steps import PHASES, Timing
 from dlprof.analysis.timeline.traced import TracedSteps
 from dlprof.result import MOST_LENGTHS, QUANTILES
+
+# The steps before and after the traced ones are divided into stretches: the fewer of them into so many.
+_PARTS = 4
 
 # So many standard errors a figure must be away from nothing: what comes and goes by chance is no finding.
 LEAST_NOISE = 2.0
@@ -51,22 +54,24 @@ def lengths_ns(step_lengths: pd.DataFrame) -> tuple[float, ...]:
 def window_likeness(
     has_device: bool, timing: Maybe[Timing], trace_window: TracedSteps, light_steps: Maybe[pd.DataFrame]
 ) -> pd.DataFrame:
-    """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out, without_work.
+    """Return one row of a rank with a device: ratio, after, after_noise, longer, linked, left_out, without_work.
 
-    ratio: mean traced ÷ mean untraced step. after: mean untraced step after the traced ones ÷ before them, with its
-    standard error after_noise. linked: the share of the device's work whose launch the trace holds. left_out: traced
-    steps at the beginning in which the host only gained its lead; without_work: those that launch nothing. NaN: not
-    known. No row without a device.
+    ratio: mean traced ÷ mean untraced step. after: the usual untraced step after the traced ones ÷ before them, with
+    its standard error after_noise; longer: the phase in which most of the difference lies, "": none has half of it.
+    linked: the share of the device's work whose launch the trace holds. left_out: traced steps at the beginning in
+    which the host only gained its lead; without_work: those that launch nothing. NaN: not known. No row without a
+    device.
     """
     if not has_device:
-        columns = ["ratio", "after", "after_noise", "linked", "left_out", "without_work"]
+        columns = ["ratio", "after", "after_noise", "longer", "linked", "left_out", "without_work"]
         return pd.DataFrame(columns=columns, dtype=float)
     overhead = timing.get().overhead
-    after, noise = _after(light_steps.get()) if light_steps else (np.nan, np.nan)
+    after, noise, longer = _after(light_steps.get()) if light_steps else (np.nan, np.nan, "")
     row = {
         "ratio": np.nan if overhead is None else overhead,
         "after": after,
         "after_noise": noise,
+        "longer": longer,
         "linked": trace_window.linked,
         "left_out": float((~trace_window.settled).sum()) if trace_window.unit == "step" else 0.0,
         "without_work": float((~trace_window.launches).sum()),
@@ -74,14 +79,27 @@ def window_likeness(
     return pd.DataFrame([row])
 
 
-def _after(light_steps: pd.DataFrame) -> tuple[float, float]:
-    """Return how long steps are after the profiled ones, as a multiple of those before, and its standard error."""
+def _after(light_steps: pd.DataFrame) -> tuple[float, float, str]:
+    """Return how long steps are after the profiled ones, as a multiple of those before, its standard error, and where.
+
+    Stretches of steps are compared that are as long before as after, by their medians: a pause now and then is no sign
+    of the profiler, and a machine that is slower for some steps in a row is so without one. How far stretches on the
+    same side are apart is the noise; NaN: there is but one on each.
+    """
     profiled = np.flatnonzero(light_steps["profiled"])
     if not len(profiled):
-        return np.nan, np.nan
-    halves = light_steps.iloc[: profiled[0]], light_steps.iloc[profiled[-1] + 1 :]
-    lengths = [half.loc[half["steady"], "length_ns"].to_numpy() for half in halves]
-    if min(map(len, lengths)) < ENOUGH:
-        return np.nan, np.nan
-    before, after = (float(np.median(each)) for each in lengths)  # a pause now and then is no sign of the profiler
-    return after / before, math.hypot(*(standard_error(each) / before for each in lengths))
+        return np.nan, np.nan, ""
+    halves = [half[half["steady"]] for half in (light_steps[: profiled[0]], light_steps[profiled[-1] + 1 :])]
+    if min(map(len, halves)) < ENOUGH:
+        return np.nan, np.nan, ""
+    lengths = [half["length_ns"].to_numpy() for half in halves]
+    each = max(ENOUGH, min(map(len, lengths)) // _PARTS)
+    medians = [np.array([np.median(part) for part in np.array_split(of, len(of) // each)]) for of in lengths]
+    before, after = (float(of.mean()) for of in medians)
+    freedom = sum(map(len, medians)) - 2
+    scatter = math.sqrt(sum(float(of.var()) * len(of) for of in medians) / freedom) if freedom else np.nan
+    noise = widened(max(freedom, 1)) * scatter * math.hypot(*(len(of) ** -0.5 for of in medians)) / before
+    first, then = (half[["dur_ns", *(f"{p}_ns" for p in PHASES)]].mean() for half in halves)
+    longer = then - first
+    most = str(longer.iloc[1:].idxmax())
+    return after / before, noise, most.removesuffix("_ns") if longer[most] > longer["dur_ns"] / 2 > 0 else ""

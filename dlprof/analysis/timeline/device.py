@@ -49,6 +49,18 @@ def has_device(spans: Maybe[pd.DataFrame], device_work: Maybe[pd.DataFrame]) -> 
 
 
 @within_rank
+def exchanges_on_host(spans: Maybe[pd.DataFrame], is_on_device: Maybe[NDArray[np.bool_]], has_device: bool) -> bool:
+    """Return whether ranks exchange on the host: on a CPU, and with gloo or MPI also between devices.
+
+    These copy a device's tensors to the host and send them from there: no kernel of the device communicates.
+    """
+    if not has_device:
+        return True
+    exchanges = host.is_kind(spans.get(), "communication")
+    return not (exchanges & is_on_device.get()).any() and bool(host.is_named(spans.get(), "gloo:", "mpi:").any())
+
+
+@within_rank
 def device_work(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> pd.DataFrame:
     """Return the spans of device work, in order of their start."""
     return spans[is_on_device & host.is_kind(spans, *WORK)]

@@ -171,6 +171,10 @@ def standard_errors(values: np.ndarray) -> NDArray[np.float64]:
     rows, n = values.shape
     if n < 2:
         return np.zeros(rows)
-    widened = _STUDENT[n - 2] if n - 2 < len(_STUDENT) else 1 + 1.25 / (n - 1)
-    errors: NDArray[np.float64] = widened * values.std(axis=1, ddof=1) / np.sqrt(n)
+    errors: NDArray[np.float64] = widened(n - 1) * values.std(axis=1, ddof=1) / np.sqrt(n)
     return errors
+
+
+def widened(freedom: int) -> float:
+    """Return what a standard error is multiplied by, for twice of it to be half of the 95 % confidence interval."""
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1 + 1.25 / freedom

@@ -244,12 +244,16 @@ class Trace:
         self._named = torch.autograd.profiler.record_function
         # Of tiny operators shapes make the traced steps a third longer, and the file half as large again.
         profiler = make(activities=activities, record_shapes=os.environ.get("DLPROF_SHAPES") == "on")
+        # torch 2.10 to 2.12 warn on the script's stderr of every profiler that does not accumulate events. Ours passes
+        # for one that does while it is prepared, and no longer: it would parse all its events where it stops.
+        profiler.acc_events = True
         self._kineto = Kineto(self._on_device)
         self._recorder.clock.row.profiled = 1
         self._recorder.profiler_woken = True
         try:
             with self._kineto.preparing():
                 self._ours(profiler.prepare_trace)
+            profiler.profiler.acc_events = False
         except Exception:
             self._report()
             raise

@@ -3,6 +3,9 @@
 nvmlDeviceGetPcieThroughput would wait for 20 ms each time. The counters have 32 bits on the drivers seen so far, and
 "can be wrapped" (nvml.h): 31.5 GB/s, which PCIe 4.0 carries over 16 lanes, fill them in 0.136 s. So they are read every
 0.1 s, and what lies further apart is not counted. GPUs with faster links, Hopper and later, have GPM for it.
+
+They count bytes on the link, with the headers of packets: on an H200 (driver 580), 276 for each 256 that were copied to
+it. Copying 5,368,709,120 bytes moved the counter on by 1,493,196,000 and once around.
 """
 
 from __future__ import annotations

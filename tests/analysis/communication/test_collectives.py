@@ -8,6 +8,7 @@ import pytest
 from dlprof.analysis.communication.collectives import NO_GROUP, collectives, point_to_point
 from dlprof.analysis.communication.matching import matched, unmatched
 from dlprof.analysis.engine import RankData, by_rank
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.errors import NotMeasured
 from dlprof.read.run import TRACE, Rank
 from tests.fixtures import traces
@@ -197,3 +198,35 @@ def test_our_ranges_tell_what_gloo_sends_where(tmp_path: Path, named: str, piece
     made = traces.trace(*events, world_size=1, backend="gloo", device="")
     frame = run_of(tmp_path, [made]).frame(collectives)
     assert frame["pieces"].tolist() == [pieces] * 3
+
+
+def on_the_host(device: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    """Make two ranks that compute 4 ms on a GPU and meet in a gloo all-reduce until 28 ms, from 6 and from 26 ms on."""
+    made = []
+    for rank, start in enumerate((6 * MS, 26 * MS)):
+        events: list[Any] = []
+        for n in range(3):
+            at = n * 30 * MS
+            events += [traces.step(n, at, 30 * MS), *device]
+            events += traces.launched("gemm", at + US, at + MS, 4 * MS, 2 * n + 1)
+            events.append(traces.op("c10d::allreduce_", at + start - 20 * US, 10 * US))
+            events.append(traces.annotation("gloo:all_reduce", at + start, 28 * MS - start, tid=9))
+            events.append(traces.on_device("gpu_user_annotation", "gloo:all_reduce", at + 28 * MS, US, 20, 0))
+            events.append(traces.copy(at + 28 * MS, US, 1024, "HtoD (Pinned -> Device)", 2 * n + 2, stream=20))
+            events.append(traces.call("cudaMemcpyAsync", at + 28 * MS - 5 * US, US, 2 * n + 2, tid=9))
+        made.append(traces.trace(*events, rank=rank, backend="gloo"))
+    return made
+
+
+def test_gloo_exchanges_on_the_host_what_is_on_a_gpu(tmp_path: Path) -> None:
+    run = run_of(tmp_path, on_the_host())
+    frame = run.frame(matched)
+    assert (set(frame["collective"]), len(frame)) == ({"all_reduce"}, 6)
+    assert by_rank(frame, "wait_ns") == {0: 60 * MS, 1: 0}
+    exchanged = part(run.frame(breakdown), "communication")
+    assert exchanged == {0: pytest.approx(22 * MS, rel=0.01), 1: pytest.approx(2 * MS, rel=0.01)}
+
+
+def test_beside_exchanges_of_the_device_those_on_the_host_are_no_communication(tmp_path: Path) -> None:
+    run = run_of(tmp_path, on_the_host((traces.collective(MS, MS, 1000, ranks=(0, 1)),)))
+    assert (run.frame(matched)["end_ns"] - run.frame(matched)["start_ns"]).unique().tolist() == [MS]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class Profiler:
     def __init__(self, devices: Devices | None) -> None:
         self._devices = devices
         self.activities: Any = None
+        self.profiler: Any = SimpleNamespace()  # torch.autograd's
 
     def __call__(self, activities: Any, **_: Any) -> Profiler:
         self.activities = activities
@@ -325,6 +327,40 @@ REAL = """
     for n in range(20):
         train()
 """
+
+
+WARNS = """
+from torch.autograd.profiler import profile
+from torch.profiler.profiler import _KinetoProfile
+
+prepare, parse = _KinetoProfile.prepare_trace, profile._ensure_function_events
+
+def prepare_trace(self):  # as torch 2.10 to 2.12 do
+    prepare(self)
+    if self.profiler is not None and not self.acc_events:
+        print("clears events", file=sys.stderr)
+
+def ensure_function_events(self):
+    print("parsed", file=sys.stderr)
+    parse(self)
+
+_KinetoProfile.prepare_trace, profile._ensure_function_events = prepare_trace, ensure_function_events
+for _ in range(5):
+    for batch in DataLoader(data, batch_size=16):
+        train(batch)
+print("the script's own", file=sys.stderr)
+with torch.profiler.profile() as profiler:
+    train(batch)
+print(len(profiler.events()) > 20)
+"""
+
+
+def test_torchs_warning_of_lost_events_is_the_scripts_own_alone(tmp_path: Path) -> None:
+    done = record(tiny(tmp_path, WARNS), folder=tmp_path / "run", options=["--window", "5,1,3"])
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "exported"
+    ours, theirs = done.stderr.split("the script's own")
+    assert (ours.count("clears events"), theirs.count("clears events")) == (0, 1)
+    assert (ours.count("parsed"), theirs.count("parsed"), done.stdout) == (0, 1, "True\n")
 
 
 @pytest.mark.gpu

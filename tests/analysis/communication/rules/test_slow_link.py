@@ -124,12 +124,19 @@ def test_between_hosts_what_was_measured_is_the_reference(tmp_path: Path) -> Non
     assert "take at most 1.05 × as long as `dlprof bandwidth` measured" in clear.summary
 
 
-def test_gloo_on_gpus_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sized", [False, True])
+def test_gloo_on_gpus_is_told(tmp_path: Path, sized: bool) -> None:
     made = [
         traces.trace(
             traces.step(0, 0, 20 * MS),
             traces.kernel("gemm", 0, 4 * MS),
-            traces.annotation("gloo:all_reduce", 4 * MS, 10 * MS),
+            traces.annotation(
+                "gloo:all_reduce",
+                4 * MS,
+                10 * MS,
+                tid=9,
+                **({"In msg nelems": 1 << 26, "dtype": "Float"} if sized else {}),
+            ),
             rank=rank,
             backend="gloo",
         )
