@@ -15,7 +15,7 @@ from typing import Any
 
 from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.engine import Job, Measured, MeasureFailed, Progress, measure
-from dlprof.analysis.estimate import BESIDES, LEAST_SHARE, Estimate, Rule
+from dlprof.analysis.estimate import BESIDES, LEAST_SHARE, MACHINE, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -173,6 +173,10 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
         cap = f", as {slow_loader}" if slow_loader else " at the step's time in it, including waits for it"
         explained["sure"] = f"{explained['sure']} Capped{cap}.".strip()
         explained["at_most"] = True
+    if not explained["at_most"]:
+        # A bound has no range; and no range is wider than what it is of.
+        error = math.hypot(2 * estimate.noise_ns, rule.error * saving, MACHINE * (step - saving))
+        figures |= {"error_ns": min(error, saving)}
     if varied:
         explained["sure"] = f"{explained['sure']} {varied}"
         explained["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(str(verdict))}"

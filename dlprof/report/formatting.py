@@ -66,9 +66,9 @@ def saving(outcome: Outcome) -> str:
 
 
 def noise(outcome: Outcome) -> str:
-    """Write twice the standard error of what a saving was estimated from, as "± 3.10 ms"; "" where it is not known."""
-    known = saves(outcome) and math.isfinite(outcome.noise_ns) and outcome.noise_ns > 0
-    return f"±{NBSP}{duration(2 * outcome.noise_ns)}" if known else ""
+    """Write how far a saving may be off, as "± 3.10 ms"; "" where it is not known, and for a bound."""
+    known = saves(outcome) and 0 < outcome.error_ns < math.inf and not outcome.at_most
+    return f"±{NBSP}{duration(outcome.error_ns)}" if known else ""
 
 
 def speedup(outcome: Outcome) -> str:
@@ -79,7 +79,7 @@ def speedup(outcome: Outcome) -> str:
 
 
 def margin(outcome: Outcome) -> str:
-    """Write twice the standard error of a speed-up, as "± 0.05"; "" where it is not known."""
+    """Write how far a speed-up may be off, as "± 0.05"; "" where it is not known, and for a bound."""
     return f"±{NBSP}{_margin(outcome):.2f}" if _margin(outcome) else ""
 
 
@@ -95,12 +95,14 @@ def gained(outcome: Outcome) -> str:
 
 
 def _margin(outcome: Outcome) -> float:
-    """Return twice the standard error of a speed-up, as far as its two decimals show it; 0: not known, or absurd."""
-    if not (saves(outcome) and 0 < outcome.noise_ns < math.inf and 0 < outcome.share < 1 and outcome.speedup <= 10):
+    """Return how far a speed-up may be off, as far as its two decimals show it; 0: not known, a bound, or absurd."""
+    if not (saves(outcome) and 0 < outcome.error_ns < math.inf and 0 < outcome.share < 1 and outcome.speedup <= 10):
         return 0.0
-    # speed-up = 1 / (1 − share), so an error of the share counts by the square of the speed-up.
-    step = outcome.saving_ns / outcome.share
-    return max(0.01, 2 * outcome.noise_ns / step * outcome.speedup**2)
+    if outcome.at_most:
+        return 0.0
+    # The error of the step after, as a share of it, is that of the speed-up.
+    then = outcome.saving_ns / outcome.share - outcome.saving_ns
+    return max(0.01, outcome.error_ns / then * outcome.speedup)
 
 
 def where(place: Place) -> str:

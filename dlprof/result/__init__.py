@@ -165,6 +165,7 @@ class Outcome(msgspec.Struct, frozen=True):
     manual: str = ""
     scope: Scope = "step"
     noise_ns: float = 0.0
+    error_ns: float = 0.0  # nine of ten predicted steps are no further than this from the measured ones; 0: not known
     forecasts: tuple[Forecast, ...] = ()
     lost_share: float | None = None  # of the step, what the bottleneck takes; None: `share`
     at_most: bool = False  # whether the saving is the bottleneck gone, of which the change may give less

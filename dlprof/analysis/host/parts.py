@@ -60,7 +60,8 @@ def host_parts(
     called = launches.called[replay.rows]
     begins = np.array([wait.begin for wait in replay.waits], dtype=np.int64)
     own = _waits_of_script(what_if, sync_waits)
-    optimizer = iv.intersect(in_optimizer.or_none() if in_optimizer else iv.EMPTY, what_if.phases["optimizer"])
+    stepping, fused = in_optimizer.or_none(), fused_gain_ns.or_none() or 0.0
+    optimizer = iv.EMPTY if stepping is None else iv.intersect(stepping, iv.merge(*what_if.phases.values()))
     looping = segments.looping
     python = iv.intersect(what_if.host.python, what_if.phases["rest"])
     if what_if.marked:
@@ -97,13 +98,12 @@ def host_parts(
         row(BETWEEN, between, what_if.gain_ns(other=((between, 0.0),)))
         everything.append((between, 0.0))
     if len(optimizer):
-        gain = fused_gain_ns.or_none()
-        row(OPTIMIZER, optimizer, gain or 0.0)
+        row(OPTIMIZER, optimizer, fused)
+        if fused:
+            everything.append((iv.intersect(optimizer, what_if.host.calls), 0.0))
     if len(in_calls):
         row(LAUNCHES, in_calls, what_if.gain_ns(other=((in_calls, 0.0),), gap_ns=GRAPH_GAP_NS))
         everything.append((in_calls, 0.0))
-    if len(optimizer) and (gain := fused_gain_ns.or_none()):
-        everything.append((iv.intersect(optimizer, what_if.host.calls), 0.0))
     total = what_if.gain_ns(
         durations=without(looping), other=everything, free=np.flatnonzero(own).tolist(), gap_ns=GRAPH_GAP_NS
     )

@@ -86,7 +86,7 @@ def _loops(thread: pd.DataFrame, after: dict[str, iv.Intervals], steps: int) -> 
         for place, inside in often.groupby(at):
             ordered = inside.sort_values(["n", "start"], ascending=[False, True])
             by_names.setdefault(tuple(names[c] for c in ordered["code"]), []).append(
-                (int(place), int(inside["n"].max()))
+                (int(str(place)), int(inside["n"].max()))
             )
         for which, places in by_names.items():
             of_it = stretches[[place for place, _ in places]]

@@ -59,7 +59,7 @@ CONCERNS: Mapping[str, Concern] = {
     "growing_cat": Concern(("cat",)),
     "host_bound": Concern(("compile", "forward"), ("forward", "rest")),
     "host_embedding": Concern(("embedding", "copy")),
-    "host_sync": Concern(("sync",), ("rest",), called="synchronize"),
+    "host_sync": Concern(("synchronize", "sync"), ("rest",), called="synchronize"),
     "idle_cores": Concern(),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
     "memory_growth": Concern((), ()),

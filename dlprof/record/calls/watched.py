@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,13 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
         calls.see_made(self)
 
     put(DataLoader, "__init__", hidden(__init__))
+
+    def synchronizes(_: Any) -> object:
+        """See where the script waits for its device; torch's own profiler does, too, where it starts and stops."""
+        caller = sys._getframe(2)
+        return None if "/torch/" in caller.f_code.co_filename else calls.see("synchronize")
+
+    put(torch.cuda, "synchronize", seeing(torch.cuda.synchronize, synchronizes))
     made = {"ddp": DistributedDataParallel, "data_parallel": DataParallel, "optimizer": Optimizer}
     made |= {"autocast": autocast, "grad_scaler": GradScaler}
     for kind, cls in made.items():

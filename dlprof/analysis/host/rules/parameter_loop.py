@@ -57,7 +57,8 @@ def explain(estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]]
     mine = estimate.rows(host_parts[host_parts["part"] == LOOP]).sort_values("gain_ns", ascending=False)
     first = mine.iloc[0]
     reads = " and waits for the device each time" if first["waits"] >= first["turns"] / 2 else ""
-    cures = dict.fromkeys(one for row in mine.to_dict("records") for one in _cures(row, job, rank))
+    rows = [{str(column): value for column, value in row.items()} for row in mine.to_dict("records")]
+    cures = dict.fromkeys(one for row in rows for one in _cures(row, job, rank))
     return Explanation(
         title="A loop over parameters calls small operators one by one",
         summary=f"{_AFTER[first['after']].capitalize()}, rank {rank} calls {_named(first['names'])}"
@@ -65,7 +66,7 @@ def explain(estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]]
         f" device has next to nothing to do.",
         changes=tuple(cures),
         evidence=table(f"Loops between the phases of a step, rank {rank}", mine, _COLUMNS),
-        where=tuple(filter(None, (place_of(row, call_sites) for row in mine.to_dict("records")))),
+        where=tuple(filter(None, (place_of(row, call_sites) for row in rows))),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, with a twentieth of"
         " the loop and without its waits.",
     )

@@ -116,19 +116,16 @@ def _on_device(
 ) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(host_parts[host_parts["part"] == BETWEEN]).iloc[0]
-    functions = estimate.rows(own_python.get()).head(MOST_LINES) if own_python else []
-    named = (
-        ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
-        if len(functions)
-        else ""
-    )
+    named, evidence = "", None
+    if own_python:
+        functions = estimate.rows(own_python.get()).head(MOST_LINES).to_dict("records")
+        named = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for f in functions)
     seen = hottest_own(hottest, rank, "rest") or (f" The device waited longest for {named}." if named else "")
-    work = estimate.rows(host_work.get()) if host_work else None
-    work = (
-        work[work["phase"] == ""].assign(name=[short(n, 120) for n in work.loc[work["phase"] == "", "name"]])
-        if work is not None
-        else None
-    )
+    if host_work:
+        work = estimate.rows(host_work.get())
+        work = work[work["phase"] == ""]
+        work = work.assign(name=[short(name, 120) for name in work["name"]])
+        evidence = table(f"Between the phases on rank {rank}", work, _WORK) if len(work) else None
     return Explanation(
         title="The script's Python between the phases holds up the device",
         summary=f"Rank {rank} spends {duration(mine['host_ns'])} of each step between fetching, forward, backward and"
@@ -137,7 +134,7 @@ def _on_device(
             change("take this out of the loop, or do it every k steps; keep metrics as tensors"),
             change("data that is made there: in a DataLoader's workers, ahead of the step"),
         ),
-        evidence=None if work is None or not len(work) else table(f"Between the phases on rank {rank}", work, _WORK),
+        evidence=evidence,
         at_most=True,
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without it: the most"
         " that any change can give.",
