@@ -105,8 +105,9 @@ class Rule:
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
     of the step that is a finding. `only_with`: it concerns only jobs that train on a GPU, or on
-    the CPU, or read from a DataLoader. `of_training`: it concerns no inference server. `error`: see ERROR. `of_host`: it finds a part of
-    the time in which a device waits for its host. `generic`: it finds what is left of that, and no cause: see BESIDES.
+    the CPU, or read from a DataLoader. `of_training`: it concerns no inference server. `error`: see ERROR.
+    `of_host`: it finds a part of the time in which a device waits for its host. `generic`: it finds what is left of
+    that, and no cause: see BESIDES.
     """
 
     title: str

@@ -85,6 +85,16 @@ _PRODUCT = re.compile(
 )
 
 
+# xFormers' attention on float32, which emulates it by three products in TF32 (OpMultiplyAddFastF32).
+_ATTENTION_32 = re.compile(r"fmha_cutlass[FB]_f32_")
+
+
+@lru_cache(1 << 14)
+def in_float32(name: str) -> bool:
+    """Return whether a kernel multiplies in float32, at full precision, and would be faster in 16 bits."""
+    return unit_of(name) == "float32" or _ATTENTION_32.search(name) is not None
+
+
 @lru_cache(1 << 14)  # the ranks of a job run the same kernels
 def unit_of(name: str) -> str:
     """Return what a kernel multiplies on: "tensor", "tf32", "float32", "unknown" (it multiplies), "" (it does not)."""

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.compute.kernel_names import UNITS, unit_of
+from dlprof.analysis.compute.kernel_names import UNITS, in_float32, unit_of
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, saved_in_16_bits
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
@@ -56,6 +56,14 @@ def kernels(
             "owner": owner[~owner.index.duplicated()].reindex(work["launch"], fill_value=-1).to_numpy(),
         }
     )
+
+
+def named(kernels: pd.DataFrame, holds: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """Return for each of some kernels whether something holds of its name."""
+    names = kernels["name"].cat
+    of_name = np.array([holds(str(name)) for name in names.categories], dtype=bool)
+    found: NDArray[np.bool_] = of_name[names.codes.to_numpy()]
+    return found
 
 
 def around(
@@ -138,11 +146,11 @@ def tensor_cores(
     saved = saved_in_16_bits(operators, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
     odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
 
-    def gain(saved_ns: float, *units: str) -> float:
-        all_ns = float(took[list(units)].sum())
+    def gain(saved_ns: float, chosen: NDArray[np.bool_]) -> float:
+        all_ns = float(kernels["dur_ns"][chosen & (kernels["step"].to_numpy() >= 0)].sum()) / len(timing.windows)
         if math.isnan(saved_ns) or not all_ns:
             return saved_ns
-        return shorter_kernels(host.is_one_of(kernels["unit"], *units), max(0.0, 1 - saved_ns / all_ns))
+        return shorter_kernels(chosen, max(0.0, 1 - saved_ns / all_ns))
 
     return pd.DataFrame(
         [
@@ -152,9 +160,9 @@ def tensor_cores(
                 "tf32_ns": took["tf32"],
                 "float32_ns": took["float32"],
                 "unknown_ns": took["unknown"],
-                "fp32_saved_ns": gain(saved, "float32"),
+                "fp32_saved_ns": gain(saved, named(kernels, in_float32)),
                 "misaligned_ns": odd,
-                "misaligned_saved_ns": gain(odd_saved, "tensor", "unknown"),
+                "misaligned_saved_ns": gain(odd_saved, host.is_one_of(kernels["unit"], "tensor", "unknown")),
                 "aligned": int(looked),
             }
         ]

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.compute.arithmetic import precision_of
-from dlprof.analysis.compute.kernels import around
+from dlprof.analysis.compute.kernel_names import in_float32
+from dlprof.analysis.compute.kernels import around, named
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import products
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
@@ -35,6 +36,8 @@ _COUNTED_AS = (
     (re.compile(_LIBRARY), "aten::convolution"),
     (re.compile(rf"^aten::_flash_attention_backward|^aten::{_ATTENTION}_backward"), f"aten::{_ATTENTION}_backward"),
     (re.compile(r"^aten::_flash_attention_forward"), f"aten::{_ATTENTION}"),
+    (re.compile(r"^aten::_efficient_attention_backward"), "aten::_scaled_dot_product_efficient_attention_backward"),
+    (re.compile(r"^aten::_efficient_attention_forward"), "aten::_scaled_dot_product_efficient_attention"),
 )
 
 MOST_ROWS = 150
@@ -107,6 +110,7 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
     rows = np.where(known, work["owner"], work.index)
     codes = {key: spans[column].cat.codes.to_numpy()[rows] for key, column in _KEYS.items()}
     ns = work["dur_ns"]
+    in_32 = named(work, in_float32) if "name" in work else work["unit"] == "float32"
     each = pd.DataFrame(
         {
             "operator": codes["operator"],
@@ -116,7 +120,7 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
             "ns": ns.to_numpy(),
             "tensor_ns": ns.where(work["unit"].isin(("tensor", "tf32")), 0.0).to_numpy(),
             "tf32_ns": ns.where(work["unit"] == "tf32", 0.0).to_numpy(),
-            "float32_ns": ns.where(work["unit"] == "float32", 0.0).to_numpy(),
+            "float32_ns": ns.where(in_32, 0.0).to_numpy(),
         }
     )
     sums = (each.groupby(list(_KEYS)).sum() / steps).reset_index()

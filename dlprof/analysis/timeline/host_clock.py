@@ -75,7 +75,7 @@ class TracedCalls:
 
     def of_phase(self) -> NDArray[np.float64]:
         """Return how many calls each phase has."""
-        return np.bincount(self.phase, self.calls, len(self.phases))
+        return np.bincount(self.phase, self.calls, len(self.phases)).astype(float)
 
 
 def traced_calls(
