@@ -328,7 +328,7 @@ _MARKS = {
 }
 
 
-def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_recording(job: Job, step_means: Maybe[pd.DataFrame], replayed_steps: Maybe[pd.DataFrame]) -> list[Fact]:
     section = _Section("Recording")
     section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
     untraced = settings.not_asked(job)
@@ -347,6 +347,10 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
         known = bool((means["steps"] > 1).all())
         noise = duration(float(means["noise_ns"].max())) if known else "not known: it takes two steps or more"
         section.add("standard error of the mean step", noise)
+    replays = replayed_steps.or_none()
+    if replays is not None and means is not None and (means["source"] == "steps").any():
+        name = "traced steps, replayed without the profiler's share"
+        section.add(name, [duration(float(ns)) for ns in replays["replay_ns"].head(MOST_RANKS)])
     return section.facts
 
 

@@ -22,8 +22,10 @@ from dlprof.analysis.source.operator_lines import busiest
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.launches import Launches
 from dlprof.analysis.timeline.replay import Kept
-from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, WhatIf
+from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, REPRODUCED, WhatIf
+from dlprof.errors import NotMeasured
 from dlprof.result import Place
+from dlprof.units import duration
 
 # What is left of a loop over parameters where one call takes them all: a foreach function launches a kernel for some
 # tens of tensors, and its kernels move the same bytes without the start of each. An upper bound: of 180 norms, read one
@@ -43,6 +45,7 @@ def host_parts(
     in_optimizer: Maybe[iv.Intervals],
     fused_gain_ns: Maybe[float],
     sync_waits: pd.DataFrame,
+    replayed_steps: pd.DataFrame,
     rank: RankFacts,
 ) -> pd.DataFrame:
     """Return what the host does in a mean steady step, a row for each part.
@@ -54,8 +57,14 @@ def host_parts(
     the host is in it, its waits included, at the pace of the steps that were not traced. `gain_ns`: how much shorter
     the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer: fused; LAUNCHES: as a
     captured graph; ALL: all of these). `line` and what is beside it: of the script, where it was recorded (0: not).
-    Raises NotMeasured where the trace cannot be replayed.
+    Raises NotMeasured where the trace cannot be replayed, or its replay is not as long as the untraced steps.
     """
+    check = replayed_steps.iloc[0]
+    if abs(check["off"]) > REPRODUCED:
+        raise NotMeasured(
+            f"the traced steps, replayed at the pace of the others, take {duration(check['replay_ns'])} instead of"
+            f" {duration(check['step_ns'])}: what the host costs is not known"
+        )
     replay = what_if.replay
     called = launches.called[replay.rows]
     begins = np.array([wait.begin for wait in replay.waits], dtype=np.int64)

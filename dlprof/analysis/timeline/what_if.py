@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import within_rank
+from dlprof.analysis.engine import per_rank, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host_clock import HostClock, calibrated, traced_calls
 from dlprof.analysis.timeline.replay import Kept, Replay
@@ -29,6 +29,12 @@ PAUSE_NS = 100_000
 # What remains between two kernels of a captured graph: NVIDIA measures 0.5 µs ("Getting Started with CUDA Graphs",
 # kernels of 2.9 µs that take 3.4 µs each); twice that here.
 GRAPH_GAP_NS = 1_000
+
+# What the host costs is not known where the replay of the untouched job is further than this from the measured step.
+REPRODUCED = 0.03
+
+# A step is known to this many standard errors of its mean.
+LEAST_NOISE = 2.0
 
 # What can gain no more than this share of a step is not worth a replay.
 LITTLE = 0.005
@@ -136,6 +142,17 @@ def what_if(
     calls = traced_calls(spans, is_on_device, did.calls, phases)
     clock = calibrated(calls, untraced, replay_of.steps, replayed)
     return WhatIf(replace(replay_of, clock=clock), did, phases, fetch_left, timing.step_ns)
+
+
+@per_rank
+def replayed_steps(what_if: WhatIf, timing: Timing) -> pd.DataFrame:
+    """Return one row: replay_ns, the mean step of the replay without any change; step_ns, that of the steady steps; and
+    off, by which share the first is longer, as far as the error of the second does not explain it.
+    """
+    error = LEAST_NOISE * timing.noise_ns / max(timing.step_ns, 1.0)
+    off = what_if.step_ns / max(what_if.measured_ns, 1.0) - 1
+    beyond = float(np.sign(off) * max(abs(off) - error, 0.0))
+    return pd.DataFrame([{"replay_ns": what_if.step_ns, "step_ns": what_if.measured_ns, "off": beyond}])
 
 
 def _phases(on_training_thread: pd.DataFrame, window: tuple[int, int]) -> dict[str, iv.Intervals]:
