@@ -52,6 +52,7 @@ def render(data: Mapping[str, Any], recordings: Sequence[str]) -> str:
         f" Python {about['python']}, NCCL {about['nccl'] or 'none'}",
         f"- {done} of {len(rows)} checks {'rehearsed' if data['rehearsal'] else 'passed'}, {count['failed']} failed,"
         f" {count['skipped']} not run{', 1 cut off' if count['running'] else ''}, in {data['took_s']:.0f} s",
+        *_never_run(data),
         "",
         "| check | | passes when | found |",
         "|---|---|---|---|",
@@ -63,6 +64,13 @@ def render(data: Mapping[str, Any], recordings: Sequence[str]) -> str:
         names = ", ".join(f"`{name}`" for name in recordings)
         lines += ["", f"Recordings that came of it, each with its oracle.json: {names}."]
     return "\n".join(lines) + "\n"
+
+
+def _never_run(data: Mapping[str, Any]) -> list[str]:
+    """Return a line with the checks that nobody asked for, if there are any."""
+    asked = {row["check"] for row in data["checks"]}
+    left = [name for name in data["passes"] if name not in asked]
+    return [f"- never run: {', '.join(left)}"] if left else []
 
 
 def _table(row: Row) -> list[str]:
@@ -123,11 +131,14 @@ def main() -> None:
         sys.exit(f"error: {e}")
     # All are read before anything is written: `to` may be one of them.
     archives = [(path.name, path.read_bytes()) for folder in args.calls for path in fixtures.archives(folder)]
+    logs = [(folder / "log.txt").read_text() for folder in args.calls if (folder / "log.txt").exists()]
     args.to.mkdir(parents=True, exist_ok=True)
     names = []
     for number, (name, content) in enumerate(archives, start=1):
         names.append(re.sub(r"-\d+\.tar\.gz$", f"-{number}.tar.gz", name))
         (args.to / names[-1]).write_bytes(content)
+    if logs:
+        (args.to / "log.txt").write_text("\n".join(logs))
     (args.to / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
     write(args.to / "README.md", data, names)
 

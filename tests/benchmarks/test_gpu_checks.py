@@ -202,8 +202,16 @@ def test_several_calls_become_one_page(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "gpu.json").write_text(json.dumps(data))
         (folder / "recordings-h200-1.tar.gz").write_bytes(str(n).encode())
+        (folder / "log.txt").write_text(f"call {n}\n")
     words = [sys.executable, "-m", "benchmarks.gpu.page", tmp_path / "to", tmp_path / "0", tmp_path / "1"]
     subprocess.run(list(map(str, words)), cwd=jobs.ROOT, check=True, timeout=60)
     found = {path.name: path.read_bytes() for path in (tmp_path / "to").glob("*.tar.gz")}
     assert found == {"recordings-h200-1.tar.gz": b"0", "recordings-h200-2.tar.gz": b"1"}
     assert json.loads((tmp_path / "to" / "gpu.json").read_text()) == one
+    assert (tmp_path / "to" / "log.txt").read_text() == "call 0\n\ncall 1\n"
+
+
+def test_the_page_names_what_was_never_run() -> None:
+    data = call("H200", "aaa", 500, doctor="passed")
+    assert "- never run: async, faults\n" in page.render(data, [])
+    assert "never run" not in page.render({**data, "passes": {"doctor": ""}}, [])
