@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def render(data: Mapping[str, Any], recordings: Sequence[str]) -> str:
     ]
     lines += [f"| {r.check} | {_HEADS[r.state]} | {data['passes'].get(r.check, '')} | {_cell(r.why)} |" for r in rows]
     for row in rows:
-        lines += ["", *_table(row)] if row.parts else []
+        table = _scripts if row.check == "advice" else _table
+        lines += ["", *table(row)] if row.parts else []
     if recordings:
         names = ", ".join(f"`{name}`" for name in recordings)
         lines += ["", f"Recordings that came of it, each with its oracle.json: {names}."]
@@ -84,6 +86,49 @@ def _table(row: Row) -> list[str]:
     ]
 
 
+# Of each script, what the check `advice` compares, and what its column is called.
+_COMPARED = {
+    "gain": "step, plain → fixed",
+    "cause": "first cause",
+    "line": "line",
+    "change": "change",
+    "step after": "step after",
+    "speed-up": "faster",
+    "range": "in its range",
+    "fixed": "fixed: not advised",
+}
+
+
+def _scripts(row: Row) -> list[str]:
+    """Return one table of the scripts of the check `advice`, a line each, and what else was said of them."""
+    scripts = outcome.subjects(row.parts)
+    right = sum(all(part.state in ("passed", "skipped") for part in parts.values()) for parts in scripts.values())
+    lines = [
+        f"## {row.check}",
+        "",
+        f"All that was judged is right of {right} of {len(scripts)} scripts. A cell is what dlprof says, and where that"
+        " is wrong, in brackets what is true.",
+        "",
+        f"| script | {' | '.join(_COMPARED.values())} |",
+        "|---" * (len(_COMPARED) + 1) + "|",
+    ]
+    for name, parts in scripts.items():
+        lines.append(f"| {name} | {' | '.join(_compared(parts.get(key)) for key in _COMPARED)} |")
+    others = [p for p in row.parts if p.state in ("failed", "skipped") and p.name.partition(": ")[2] not in _COMPARED]
+    others += [p for p in row.parts if p.name.endswith(": gain") and p.state in ("failed", "skipped")]
+    return [*lines, "", *(f"- {_cell(p.name)}: {_HEADS[p.state]}: {_cell(p.why)}" for p in others)]
+
+
+def _compared(part: Part | None) -> str:
+    """Return the cell of one comparison."""
+    if part is None or part.state == "skipped":
+        return ""
+    said, true = (outcome.figure(value, part.unit) for value in (part.said, part.true))
+    if part.state == "failed":
+        return _cell(f"**no**: {said} ({true})" if said or true else f"**no**: {part.why}")
+    return _cell(said or true or "yes")
+
+
 def _line(part: Part) -> str:
     said, true = (outcome.figure(value, part.unit) for value in (part.said, part.true))
     how = _cell(part.why if part.state in ("failed", "skipped") and part.why else part.how)
@@ -98,7 +143,8 @@ def _cell(text: str) -> str:
 
 def merged(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return several calls on machines alike as one: of each check the latest row, but one that ran before one that
-    did not. Raises ValueError where the machines or versions differ, or one of the calls was a rehearsal.
+    did not; of the check `advice`, whose scripts calls divide, the latest of each script. Raises ValueError where the
+    machines or versions differ, or one of the calls was a rehearsal.
     """
     if any(call["rehearsal"] for call in calls):
         raise ValueError("a rehearsal is no result")
@@ -107,7 +153,9 @@ def merged(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows: dict[str, Mapping[str, Any]] = {}
     for call in calls:
         for row in call["checks"]:
-            if row["state"] != "skipped" or row["check"] not in rows:
+            if row["check"] == "advice" and "advice" in rows:
+                rows["advice"] = _joined(rows["advice"], row)
+            elif row["state"] != "skipped" or row["check"] not in rows:
                 rows[row["check"]] = row
     order = [name for name in calls[-1]["passes"] if name in rows]
     commits = dict.fromkeys(call["commit"] for call in calls)
@@ -117,6 +165,17 @@ def merged(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "took_s": sum(call["took_s"] for call in calls),
         "checks": [rows[name] for name in order],
     }
+
+
+def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return two rows of the check `advice` as one: of each script the later one, unless that only skipped it."""
+    first, second = outcome.from_json(earlier), outcome.from_json(later)
+    before, anew = outcome.subjects(first.parts), outcome.subjects(second.parts)
+    there = {outcome.subject(part) for part in second.parts}
+    kept = [p for p in first.parts if outcome.subject(p) not in (anew if outcome.subject(p) in before else there)]
+    kept += [p for p in second.parts if outcome.subject(p) in anew or outcome.subject(p) not in before]
+    row = outcome.row_of(second.check, kept)
+    return outcome.to_json(replace(row, took_s=first.took_s + second.took_s, at=second.at))
 
 
 def main() -> None:

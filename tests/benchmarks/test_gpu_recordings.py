@@ -1,4 +1,4 @@
-"""Recordings of real GPUs, which `make gpu` leaves in reports/gpu: each report must agree with what its oracle measured.
+"""Recordings of real GPUs, which `make gpu` leaves in reports/gpu: each report agrees with what its oracle measured.
 
 What failed on the GPU and is not mended stands in FAILS; what no longer fails must be taken out there.
 """
@@ -28,7 +28,7 @@ FAILS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "rate-upload": (
         ("PCIe, received by the GPU", "PCIe, sent by the GPU"),
-        "the counters of NVML that it holds wrap on a virtual machine, in an unknown unit: only a new recording has others",
+        "it holds NVML's counters, which wrap in an unknown unit on a virtual machine: only a new recording has others",
     ),
 }
 

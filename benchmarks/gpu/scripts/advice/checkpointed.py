@@ -11,7 +11,7 @@ args = options(steps=60)
 width, layers, batch, length = (64, 2, 2, 32) if args.tiny else (1024, 12, 8, 1024)
 model = Language(8192, width, layers).to(args.device)
 tokens = torch.randint(8192, (batch, length), device=args.device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def scores_of(tokens: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class UNet(nn.Module):
 
 
 model = UNet().to(args.device)
-optimizer = torch.optim.AdamW(model.parameters(), fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 images = torch.randn(batch, 3, size, size, device=args.device)
 kept = torch.linspace(1, 0.01, 1000, device=args.device)  # of the image, at each time
 drawn_on = args.device if args.fixed else "cpu"

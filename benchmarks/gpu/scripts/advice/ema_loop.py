@@ -12,7 +12,7 @@ width, layers, batch, length = (64, 4, 2, 16) if args.tiny else (256, 24, 16, 12
 model = Language(1000, width, layers).to(args.device)
 average = copy.deepcopy(model).requires_grad_(False)
 tokens = torch.randint(1000, (batch, length), device=args.device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 @torch.no_grad()

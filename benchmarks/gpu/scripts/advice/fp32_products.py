@@ -10,7 +10,7 @@ args = options(steps=60)
 on_gpu = args.device == "cuda"
 vocabulary, width, layers, batch, length = (256, 64, 2, 2, 32) if args.tiny else (16384, 768, 8, 8, 512)
 model = Language(vocabulary, width, layers).to(args.device)
-optimizer = torch.optim.AdamW(model.parameters(), 3e-4, fused=on_gpu)
+optimizer = torch.optim.AdamW(model.parameters(), 3e-4, fused=True)
 data = TensorDataset(torch.randint(vocabulary, (batch * (args.steps + 1), length)))
 clock = Clock(args)
 for (tokens,) in DataLoader(data, batch, pin_memory=on_gpu, num_workers=0 if args.tiny else 2):

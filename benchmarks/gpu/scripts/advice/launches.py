@@ -10,7 +10,7 @@ width, layers, batch = (16, 4, 4) if args.tiny else (256, 16, 64)
 parts = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(layers)]
 model = nn.Sequential(*parts).to(args.device)
 rows = torch.randn(batch, width, device=args.device)
-optimizer = torch.optim.AdamW(model.parameters(), fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 if args.fixed and args.device == "cuda":
     model = torch.cuda.make_graphed_callables(model, (rows,))
 clock = Clock(args, warm=100)

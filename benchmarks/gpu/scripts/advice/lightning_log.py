@@ -34,7 +34,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=args.device == "cuda")
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.clock.step()

@@ -28,7 +28,7 @@ class Cell(nn.Module):
 cell = (nn.LSTM(width, width, batch_first=True) if args.fixed else Cell()).to(args.device)
 head = nn.Linear(width, width).to(args.device)
 rows = torch.randn(batch, length, width, device=args.device)
-optimizer = torch.optim.AdamW([*cell.parameters(), *head.parameters()], fused=args.device == "cuda")
+optimizer = torch.optim.AdamW([*cell.parameters(), *head.parameters()], fused=True)
 clock = Clock(args)
 while True:
     with torch.autocast(args.device, torch.bfloat16):

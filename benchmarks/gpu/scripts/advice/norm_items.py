@@ -10,7 +10,7 @@ args = options(steps=80)
 width, layers, batch, length = (64, 4, 2, 16) if args.tiny else (512, 16, 16, 256)
 model = Language(1000, width, layers).to(args.device)
 tokens = torch.randint(1000, (batch, length), device=args.device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def norm_of(gradients: list[Tensor]) -> float:

@@ -9,7 +9,7 @@ args = options(steps=40)
 width, batch = (16, 2) if args.tiny else (512, 16)
 network = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)).to(args.device)
 compiled = torch.compile(network, dynamic=False, backend="eager" if args.tiny else "inductor")
-optimizer = torch.optim.AdamW(network.parameters(), fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(network.parameters(), fused=True)
 clock = Clock(args, warm=8)
 number = 0
 while True:

@@ -10,7 +10,7 @@ args = options(steps=60)
 vocabulary, width, layers, batch, length = (512, 64, 2, 2, 32) if args.tiny else (50304, 512, 4, 8, 1024)
 model = Language(vocabulary, width, layers).to(args.device)
 tokens = torch.randint(vocabulary, (batch, length), device=args.device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def loss_of(scores: Tensor, wanted: Tensor) -> Tensor:
