@@ -53,9 +53,9 @@ CASES: tuple[Case, ...] = (
     Case("lstm_cell", "nn.LSTM", _HOST, ("nn.LSTM", "nn.GRU")),
     Case("vocabulary", "F.cross_entropy", ("unfused_loss",), ("cross_entropy",)),
     Case("checkpointed", "no checkpoint", (), ("checkpoint",)),
-    Case("metrics", "added up on the GPU", _HOST, ("every k steps", "add up", "tensor")),
+    Case("metrics", "added up on the GPU", _HOST, ("every k steps", "add up")),
     Case("timm_ema", "ModelEmaV3 with foreach", _HOST, ("foreach", "ModelEmaV3", "AveragedModel"), needs=("timm",)),
-    Case("lightning_log", "tensors logged", _HOST, ("every k steps", "add up", "tensor"), needs=("lightning",)),
+    Case("lightning_log", "tensors logged", _HOST, ("every k steps", "add up"), needs=("lightning",)),
     Case("small_graphs", "all graphs of a batch as one", _HOST, ("all graphs", "at once", "one graph"), promised=False),
     Case(
         "diffusion",
