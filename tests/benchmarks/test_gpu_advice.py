@@ -156,7 +156,7 @@ def test_a_script_that_fails_costs_its_own_line(tmp_path: Path, monkeypatch: pyt
     folder.mkdir()
     for name in ("clock", "networks", "launches"):
         (folder / f"{name}.py").write_text((cases.FOLDER / f"{name}.py").read_text())
-    (folder / "breaks.py").write_text("raise RuntimeError('no such file')  # the cause\n")
+    (folder / "breaks.py").write_text("print('STEP_MS 1.0')\nraise RuntimeError('no such file')  # the cause\n")
     (folder / "silent.py").write_text("from clock import options\noptions(4)  # the cause\n")
     names = ("breaks", "silent", "launches", "absent")
     made = [cases.Case(name, "x", (), ("x",), needs=("no_such_library",) * (name == "absent")) for name in names]

@@ -37,7 +37,9 @@ for path, *words in json.loads(sys.argv[1]):
 def lines_in_turn(folder: Path, what: str, *runs: Sequence[str]) -> list[str]:
     """Run scripts, each run a path below SCRIPTS with its words, and return what they printed."""
     words = json.dumps([[str(SCRIPTS / path), "--device", "cpu", *words] for path, *words in runs])
-    return [text for _, text in must(what, run(python("-c", IN_TURN, words), folder, 240.0)).lines]
+    # They share the cores with whatever else runs: threads that wait for each other would wait for long.
+    ended = run(python("-c", IN_TURN, words), folder, 240.0, {"OMP_NUM_THREADS": "1"})
+    return [text for _, text in must(what, ended).lines]
 
 
 def in_turn(folder: Path, name: str, *runs: Sequence[str]) -> list[str]:
