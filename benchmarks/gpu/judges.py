@@ -6,7 +6,7 @@ Each gets a recording and returns parts. They are used where it was made, and wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,24 +306,24 @@ def advice(of: Recording) -> list[Part]:
 
 def _after(of: Recording, first: Mapping[str, Any], is_change: bool) -> list[Part]:
     """Judge the step after the first change, where it is the one that was measured and can be priced."""
-    names = ("step after", "speed-up", "range")
-    if not is_change:
-        return [skipped(name, "another change than the one that was measured") for name in names]
-    if not of.oracle["promised"]:
-        return [skipped(name, "nobody can know what this change gives") for name in names]
     after, fixed, how = reading.after_ms(of.said, first), of.oracle["fixed_ms"], "the fixed script's own clock"
     said, least, most = after or (None, 0.0, 0.0)
-    gain = of.oracle["plain_ms"] / fixed
     points = STEP_SHARE * of.oracle["plain_ms"]
-    said_gain, gain = (min(times, MOST_TIMES) for times in (float(first["speedup"]), gain))
+    times = (min(gain, MOST_TIMES) for gain in (float(first["speedup"]), of.oracle["plain_ms"] / fixed))
     parts = [
         near("step after", said, fixed, share=AFTER_SHARE, points=points, unit="ms", how=how),
-        near("speed-up", said_gain, gain, share=AFTER_SHARE, unit="×", how=how),
+        near("speed-up", *times, share=AFTER_SHARE, unit="×", how=how),
     ]
-    if most <= least:
-        return [*parts, skipped("range", "the report names no range")]
-    why = "" if least <= fixed <= most else f"{least:.2f} to {most:.2f} ms is said, {fixed:.2f} ms is true"
-    return [*parts, holds("range", not why, why, how=how)]
+    if most > least:
+        span = f"{least:.2f} to {most:.2f} ms"
+        inside = holds("range", least <= fixed <= most, f"{span} is said, {fixed:.2f} ms is true", how=how)
+        parts.append(replace(inside, said=span, true=fixed, unit="ms"))
+    else:
+        parts.append(skipped("range", "the report names no range"))
+    if is_change and of.oracle["promised"]:
+        return parts
+    why = "nobody can know what this change gives" if is_change else "another change than the one that was measured"
+    return [replace(part, state="skipped", why=why, true=None, limit="") for part in parts]
 
 
 def remedied(of: Recording) -> list[Part]:

@@ -102,18 +102,22 @@ _COMPARED = {
 def _scripts(row: Row) -> list[str]:
     """Return one table of the scripts of the check `advice`, a line each, and what else was said of them."""
     scripts = outcome.subjects(row.parts)
-    right = sum(all(part.state in ("passed", "skipped") for part in parts.values()) for parts in scripts.values())
+    states = {name: outcome.row_of(name, list(of.values())).state for name, of in scripts.items()}
+    if any(part.state == "rehearsed" for part in row.parts):
+        states = dict.fromkeys(states, "rehearsed")
+    right = sum(state == "passed" for state in states.values())
     lines = [
         f"## {row.check}",
         "",
-        f"All that was judged is right of {right} of {len(scripts)} scripts. A cell is what dlprof says, and where that"
-        " is wrong, in brackets what is true.",
+        f"All is right in {right} of {len(scripts)} scripts. A cell is what dlprof says; where that is wrong, in brackets"
+        " what is true; in italics where it was not judged.",
         "",
-        f"| script | {' | '.join(_COMPARED.values())} |",
-        "|---" * (len(_COMPARED) + 1) + "|",
+        f"| script | | {' | '.join(_COMPARED.values())} |",
+        "|---" * (len(_COMPARED) + 2) + "|",
     ]
     for name, parts in scripts.items():
-        lines.append(f"| {name} | {' | '.join(_compared(parts.get(key)) for key in _COMPARED)} |")
+        cells = (_compared(parts.get(key)) for key in _COMPARED)
+        lines.append(f"| {name} | {_HEADS[states[name]]} | {' | '.join(cells)} |")
     others = [p for p in row.parts if p.state in ("failed", "skipped") and p.name.partition(": ")[2] not in _COMPARED]
     others += [p for p in row.parts if p.name.endswith(": gain") and p.state in ("failed", "skipped")]
     return [*lines, "", *(f"- {_cell(p.name)}: {_HEADS[p.state]}: {_cell(p.why)}" for p in others)]
@@ -121,9 +125,11 @@ def _scripts(row: Row) -> list[str]:
 
 def _compared(part: Part | None) -> str:
     """Return the cell of one comparison."""
-    if part is None or part.state == "skipped":
+    if part is None:
         return ""
     said, true = (outcome.figure(value, part.unit) for value in (part.said, part.true))
+    if part.state == "skipped":
+        return _cell(f"*{said}*") if said else ""
     if part.state == "failed":
         return _cell(f"**no**: {said} ({true})" if said or true else f"**no**: {part.why}")
     return _cell(said or true or "yes")

@@ -66,7 +66,7 @@ def test_the_first_cure_of_a_recording_is_the_change_that_was_measured(tmp_path:
 
 # What the judge makes of a report: a step of 40 ms, of which the fixed script takes 30.
 ORACLE = truth(40.0, 30.0, "one norm", "get_total_norm", rules=["host_sync", "host_bound"], lines=[17, 28])
-CHANGE = {"text": "`get_total_norm`, not read", "settings": [], "at": None}
+CHANGE: dict[str, Any] = {"text": "`get_total_norm`, not read", "settings": [], "at": None}
 
 
 def finding(rule: str = "host_sync", saving_ms: float = 10.0, line: int = 17, **more: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def failed(*outcomes: Mapping[str, Any], judge: str = "advice", **oracle: Any) -
     return [part.name for part in parts if part.state == "failed"]
 
 
-OTHER = {"text": "`torch.compile(model)`", "settings": [], "at": None}
+OTHER: dict[str, Any] = {"text": "`torch.compile(model)`", "settings": [], "at": None}
 BATCH = finding("memory_headroom", 20.0, changes=[{**OTHER, "training": True}])
 
 

@@ -234,25 +234,38 @@ def test_several_calls_become_one_page(tmp_path: Path) -> None:
     assert (tmp_path / "to" / "log.txt").read_text() == "call 0\n\ncall 1\n"
 
 
-def test_of_the_scripts_that_calls_divide_each_has_its_latest_line(tmp_path: Path) -> None:
+def test_of_the_scripts_that_calls_divide_each_has_its_latest_line() -> None:
     def advice(*parts: outcome.Part) -> dict[str, Any]:
         return {**call("H200", "aaa", 1), "checks": [outcome.to_json(outcome.row_of("advice", parts))]}
 
     gain = outcome.Part("a: gain", "passed", true="2.00 → 1.00 ms (2.00 ×)")
+    after = outcome.Part("a: step after", "skipped", "another change", said=9.0, unit="ms")
     first = advice(gain, holds("a: cause", False, "x"), holds("b: gain", True, ""), skipped("c: gain", "no time left"))
     second = advice(
-        gain, outcome.among("a: line", 7, [7], how=""), skipped("b: gain", "no time left"), skipped("d: gain", "y")
+        gain,
+        after,
+        outcome.among("a: line", 7, [7], how=""),
+        skipped("b: gain", "no time left"),
+        skipped("d: gain", "y"),
     )
     (row,) = page.merged([first, second])["checks"]
-    assert [part["name"] for part in row["parts"]] == ["b: gain", "c: gain", "a: gain", "a: line", "d: gain"]
+    assert [part["name"] for part in row["parts"]] == [
+        "b: gain",
+        "c: gain",
+        "a: gain",
+        "a: step after",
+        "a: line",
+        "d: gain",
+    ]
     assert row["state"] == "passed"
     text = page.render({**first, "checks": [row]}, [])
-    assert "| a | 2.00 → 1.00 ms (2.00 ×) |  | 7 |" in text
-    assert "right of 2 of 2 scripts" in text
+    assert "| a | passed | 2.00 → 1.00 ms (2.00 ×) |  | 7 |" in text
+    assert "| *9 ms* |" in text
+    assert "All is right in 2 of 2 scripts" in text
     assert "- c: gain: not run: no time left" in text
     wrong = page.render(first, [])
-    assert "| a | 2.00 → 1.00 ms (2.00 ×) | **no**: x |" in wrong
-    assert "right of 1 of 2 scripts" in wrong
+    assert "| a | **failed** | 2.00 → 1.00 ms (2.00 ×) | **no**: x |" in wrong
+    assert "All is right in 1 of 2 scripts" in wrong
 
 
 def test_the_page_names_what_was_never_run() -> None:
