@@ -109,21 +109,21 @@ def _scripts(row: Row) -> list[str]:
     lines = [
         f"## {row.check}",
         "",
-        f"All is right in {right} of {len(scripts)} scripts. A cell is what dlprof says; where that is wrong, in brackets"
-        " what is true; in italics where it was not judged.",
+        f"All is right in {right} of {len(scripts)} scripts. A cell is what dlprof says: where that is wrong, with what"
+        " is true in brackets; in italics where it was not judged.",
         "",
         f"| script | | {' | '.join(_COMPARED.values())} |",
         "|---" * (len(_COMPARED) + 2) + "|",
     ]
     for name, parts in scripts.items():
-        cells = (_compared(parts.get(key)) for key in _COMPARED)
+        cells = (_compared(key, parts.get(key)) for key in _COMPARED)
         lines.append(f"| {name} | {_HEADS[states[name]]} | {' | '.join(cells)} |")
     others = [p for p in row.parts if p.state in ("failed", "skipped") and p.name.partition(": ")[2] not in _COMPARED]
     others += [p for p in row.parts if p.name.endswith(": gain") and p.state in ("failed", "skipped")]
     return [*lines, "", *(f"- {_cell(p.name)}: {_HEADS[p.state]}: {_cell(p.why)}" for p in others)]
 
 
-def _compared(part: Part | None) -> str:
+def _compared(key: str, part: Part | None) -> str:
     """Return the cell of one comparison."""
     if part is None:
         return ""
@@ -132,7 +132,7 @@ def _compared(part: Part | None) -> str:
         return _cell(f"*{said}*") if said else ""
     if part.state == "failed":
         return _cell(f"**no**: {said} ({true})" if said or true else f"**no**: {part.why}")
-    return _cell(said or true or "yes")
+    return _cell(true if key == "gain" else said or ("" if true else "yes"))
 
 
 def _line(part: Part) -> str:

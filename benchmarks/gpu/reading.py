@@ -157,4 +157,4 @@ def after_ms(said: Result, outcome: Mapping[str, Any]) -> tuple[float, float, fl
     if step is None:
         return None
     after, margin = step - float(outcome["saving_ns"]) / 1e6, 2 * float(outcome["noise_ns"]) / 1e6
-    return after, after - margin, after + margin
+    return after, max(after - margin, 0.0), after + margin
