@@ -18,6 +18,7 @@ import pytest
 from benchmarks.gpu import advice, cases, jobs, reading
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.judges import JUDGES, Recording
+from benchmarks.gpu.outcome import Part
 from tests.fixtures.places import TRACES
 
 H200 = TRACES / "h200"
@@ -52,12 +53,26 @@ FAILS = {
 }
 
 
-@pytest.mark.skipif(not H200.is_dir(), reason="the recordings are not here (../shared/traces/h200)")
+needs_recordings = pytest.mark.skipif(not H200.is_dir(), reason="the recordings are not here (../shared/traces/h200)")
+
+
+def judged(out: Path, name: str, judge: str, oracle: Mapping[str, Any]) -> list[Part]:
+    """Report on a recording into a folder, and judge the report."""
+    words = [sys.executable, "-m", "dlprof", "report", str(H200 / name), "-o", str(out), "--quiet"]
+    subprocess.run(words, cwd=jobs.ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
+    return JUDGES[judge](Recording(H200 / name, reading.result(out), oracle))
+
+
+@needs_recordings
+def test_a_script_that_is_mended_is_not_advised_the_same(tmp_path: Path) -> None:
+    parts = judged(tmp_path, "g07_pageable_fixed", "remedied", TRUTHS["g07_pageable"])
+    assert [part.why for part in parts if part.state == "failed"] == []
+
+
+@needs_recordings
 @pytest.mark.parametrize("name", TRUTHS)
 def test_the_first_cure_of_a_recording_is_the_change_that_was_measured(tmp_path: Path, name: str) -> None:
-    words = [sys.executable, "-m", "dlprof", "report", str(H200 / name), "-o", str(tmp_path), "--quiet"]
-    subprocess.run(words, cwd=jobs.ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
-    parts = JUDGES["advice"](Recording(H200 / name, reading.result(tmp_path), TRUTHS[name]))
+    parts = judged(tmp_path, name, "advice", TRUTHS[name])
     wrong = [part.name for part in parts if part.state == "failed"]
     assert wrong == FAILS.get(name, []), [f"{part.name}: {part.why}" for part in parts]
     if wrong:
