@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from benchmarks.gpu import fixtures, jobs, machine, outcome, page
+from benchmarks.gpu import cases, fixtures, jobs, machine, outcome, page
 from benchmarks.gpu.bench import Bench, write
 from benchmarks.gpu.checks import Check
 from benchmarks.gpu.outcome import Row
@@ -46,6 +46,7 @@ class Proof:
     def __init__(self, out: Path, work: Path, about: Mapping[str, Any], rehearsal: bool, log: TextIO) -> None:
         self.out, self.work, self.about, self.rehearsal = out, work, about, rehearsal
         self.source, self.commit = CHECKS, "not told"
+        self.scripts: Sequence[str] = ()
         self.rows: list[Row] = []
         self._log = log
         self._secrets = fixtures.secrets(about, work)
@@ -75,6 +76,7 @@ class Proof:
         words = jobs.python("-m", "benchmarks.gpu", "--child", check.name, "--work", self.work)
         words += ["--checks", self.source]
         words += ["--ends", f"{began + limit:.3f}", *["--rehearse"] * self.rehearsal]
+        words += ["--scripts", *self.scripts] if self.scripts else []
 
         def hear(text: str) -> None:
             self.say(f"  {text}")
@@ -165,11 +167,11 @@ def judged(check: str, folder: Path, ended: jobs.Ended) -> Row:
     return outcome.row_of(check, parts, jobs.how(ended))
 
 
-def child(check: Check, work: Path, ends: float, rehearsal: bool) -> None:
+def child(check: Check, work: Path, ends: float, rehearsal: bool, scripts: Sequence[str] = ()) -> None:
     """Run one check in this process and write down what became of it."""
     name = check.name
     about = json.loads((work / "machine.json").read_text())
-    bench = Bench(name, work / name, "cpu" if rehearsal else "cuda", ends, about)
+    bench = Bench(name, work / name, "cpu" if rehearsal else "cuda", ends, about, scripts)
     broken = ""
     try:
         check.run(bench)
@@ -214,11 +216,26 @@ def checks_of(source: str) -> Sequence[Check]:
 
 
 def chosen(checks: Sequence[Check], only: Sequence[str] | None, skip: Sequence[str] = ()) -> list[Check]:
-    """Return the checks of these names, in their order; raise ValueError where there is none of a name."""
-    known = {check.name for check in checks}
+    """Return the checks of these names, in the order of `only`; raise ValueError where there is none of a name."""
+    known = {check.name: check for check in checks}
     if wrong := [name for name in (*(only or ()), *skip) if name not in known]:
-        raise ValueError(f"no check {', '.join(wrong)}; there are: {', '.join(check.name for check in checks)}")
-    return [check for check in checks if (only is None or check.name in only) and check.name not in skip]
+        raise ValueError(f"no check {', '.join(wrong)}; there are: {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(known if only is None else only) if name not in skip]
+
+
+def scripts_left(asked: Sequence[str], earlier: Path | None) -> list[str]:
+    """Return the scripts of the check `advice` that are asked for (none: all) and not judged in an earlier call.
+
+    Raises ValueError where there is no script of a name, and OSError or ValueError where the call cannot be read.
+    """
+    known = [case.script for case in cases.CASES]
+    if wrong := [name for name in asked if name not in known]:
+        raise ValueError(f"no script {', '.join(wrong)}; there are: {', '.join(known)}")
+    done: set[str] = set()
+    if earlier is not None:
+        rows = [outcome.from_json(row) for row in json.loads((earlier / "gpu.json").read_text())["checks"]]
+        done = {name for row in rows if row.check == "advice" for name in outcome.subjects(row.parts)}
+    return [name for name in asked or known if name not in done]
 
 
 def _now() -> str:
@@ -235,8 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, prog="python -m benchmarks.gpu", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--out", type=Path, default=Path("reports/gpu"), help="default: reports/gpu")
-    options.add_argument("--only", nargs="+", metavar="NAME", help="only these checks")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="only these checks, in this order")
     options.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not these checks")
+    options.add_argument("--scripts", nargs="+", metavar="NAME", default=[], help="of the check advice only these")
+    options.add_argument("--resume", type=Path, metavar="DIR", help="without the scripts that a call into DIR judged")
     options.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of them (default: {MINUTES:g})")
     options.add_argument("--commit", help="which commit this is, where no repository tells")
     options.add_argument("--list", action="store_true", help="list the checks and what passes each")
@@ -248,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     listed = checks_of(args.checks)
     if args.child:
-        child(chosen(listed, [args.child])[0], args.work, args.ends, args.rehearse)
+        child(chosen(listed, [args.child])[0], args.work, args.ends, args.rehearse, args.scripts)
         return 0
     if args.list:
         for check in listed:
@@ -256,8 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         checks = chosen(listed, args.only, args.skip)
-    except ValueError as e:
+        scripts = scripts_left(args.scripts, args.resume)
+    except (OSError, ValueError) as e:
         options.error(str(e))
+    if not scripts:
+        checks = [check for check in checks if check.name != "advice"]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     began = time.monotonic()
@@ -275,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with (args.out / ("rehearsal-log.txt" if args.rehearse else "log.txt")).open("w") as log:
             proof = Proof(args.out.absolute(), work, about, args.rehearse, log)
             proof.source, proof.commit = args.checks, args.commit or commit()
+            proof.scripts = scripts
             proof.say(f"{fixtures.about(about)}")
             return prove(checks, proof, 60 * args.minutes - (time.monotonic() - began))
     finally:

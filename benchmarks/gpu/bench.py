@@ -36,6 +36,7 @@ class Bench:
     device: str  # cuda, or cpu in a rehearsal
     ends: float
     machine: Mapping[str, Any]
+    scripts: Sequence[str] = ()  # of the check `advice`; (): all
     parts: list[Part] = field(default_factory=list)
 
     @property

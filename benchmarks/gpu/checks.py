@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.gpu import asynchronous, faults, modes, overhead, probes, ranks, rates, settings
+from benchmarks.gpu import advice, asynchronous, faults, modes, overhead, probes, ranks, rates, settings
 from benchmarks.gpu.bench import Bench
 
 
@@ -25,8 +25,9 @@ class Check:
     reserved_s: float = 0.0
 
 
-# To add a check: its function in a module of its subject, its line here. The budgets of all but the last add up to more
-# than ten minutes, as each of them holds what a slow machine may need; what one leaves, the others have.
+# To add a check: its function in a module of its subject, its line here. The budgets of all but the last two add up to
+# more than ten minutes, as each of them holds what a slow machine may need; what one leaves, the others have. What is
+# reserved counts where `--only` names a check that takes all the time there is before others.
 CHECKS: tuple[Check, ...] = (
     Check("doctor", "CUPTI gives a kernel, NVML and GPM answer", probes.doctor, 90, 15),
     Check(
@@ -68,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
         rates.copies,
         80,
         40,
+        reserved_s=45,
     ),
     Check(
         "ranks",
@@ -75,10 +77,27 @@ CHECKS: tuple[Check, ...] = (
         ranks.late,
         100,
         30,
+        reserved_s=35,
     ),
-    Check("overhead", "the step log adds < 1 %, all sources < 2 %, in turn", overhead.step, 110, 70),
-    Check("calls", "as many synchronising calls as without dlprof", overhead.calls, 80, 35),
-    Check("tests", "every test marked gpu, none skipped for want of a GPU", probes.marked_tests, 120, 30),
+    Check("overhead", "the step log adds < 1 %, all sources < 2 %, in turn", overhead.step, 110, 70, reserved_s=75),
+    Check("calls", "as many synchronising calls as without dlprof", overhead.calls, 80, 35, reserved_s=40),
+    Check(
+        "tests",
+        "every test marked gpu, none skipped for want of a GPU",
+        probes.marked_tests,
+        120,
+        30,
+        reserved_s=35,
+    ),
+    Check(
+        "advice",
+        "scripts with one mistake each: the first cure is the true cause, with its line and the change, and the step"
+        " after it ± 15 % of the measured one, inside the range; the fixed script: not advised again",
+        advice.first_lines,
+        3600,
+        40,
+        reserved_s=45,
+    ),
     Check(
         "faults",
         "every fault of the workloads found, gain within 15 % of the fixed run's; healthy runs: nothing of 5 %",

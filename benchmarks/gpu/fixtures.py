@@ -24,7 +24,7 @@ from benchmarks.gpu.jobs import ROOT
 from benchmarks.gpu.machine import label
 
 # A longer trace is no test data: it is left out, and a smaller job should be recorded instead.
-MOST_TRACE_BYTES = 2 << 20
+MOST_TRACE_BYTES = 3 << 20
 
 # So that they fit wherever eight files of 16 MB do, beside the page, the JSON, the log and whatever else is wanted.
 MOST_ARCHIVE_BYTES = 15_000_000
@@ -109,7 +109,7 @@ def _told(run: Path) -> dict[str, str]:
             told = json.loads(path.read_text())
             found |= {str(host): "host" for host in (*told.get("hosts", ()), told.get("host"))}
             found |= {str(told.get("boot")): "00000000-0000-0000-0000-000000000000", str(told.get("cwd")): "here"}
-    return {secret: name for secret, name in found.items() if secret not in ("", "None", "host", "here")}
+    return {secret: name for secret, name in found.items() if secret not in ("", "None", name)}
 
 
 def scrub(name: str, text: str, known: Mapping[str, str]) -> str:
@@ -221,9 +221,9 @@ def _packed(folders: Sequence[Path]) -> bytes:
 
 
 def _wanted(run: Path) -> list[Path]:
-    """List the files of a run that are kept: what was recorded, not what was made of it, and no stacks."""
+    """List the files of a run that are kept: what was recorded, not what was made of it."""
     found = [run / "run.json", *run.glob("ranks/*/*.json"), *run.glob("ranks/*/*.jsonl")]
-    found += [*run.glob("ranks/*/trace.json.gz"), *run.glob("hosts/*/host.jsonl")]
+    found += [*run.glob("ranks/*/trace.json.gz"), *run.glob("ranks/*/stacks.txt.gz"), *run.glob("hosts/*/host.jsonl")]
     return sorted(path for path in set(found) if path.is_file())
 
 

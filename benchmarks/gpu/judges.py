@@ -5,13 +5,13 @@ Each gets a recording and returns parts. They are used where it was made, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import reading, timing
-from benchmarks.gpu.outcome import Part, above, below, between, holds, near, same
+from benchmarks.gpu.outcome import Part, above, among, below, between, holds, near, same, skipped
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ LATE_SHARE = 0.20
 HEALTHY_MOST = 0.05
 # Of a step's length nothing is asked there; two clocks of one job must agree.
 STEP_SHARE = 0.03
+# The step after the change that stands first, and its speed-up.
+AFTER_SHARE = 0.15
+# What is faster than so many times is not told in figures.
+MOST_TIMES = 10.0
 
 # What says that the device waits for the host or its data. Of a device that never does, none of them may be found.
 WAITS = (
@@ -278,6 +282,76 @@ def healthy(of: Recording) -> list[Part]:
     return [holds(f"{of.oracle['name']}: nothing found", not found, f"found: {', '.join(found)}"), *_sound(of.said)]
 
 
+def advice(of: Recording) -> list[Part]:
+    """Judge the first cure of a report: the true cause, its line, the change that was measured, and the step after it.
+
+    The oracle holds the mean step of the script, `plain_ms`, and of its fixed variant, `fixed_ms`; the `rules` of which
+    one must come first (none: any), the `lines` that it must point at, and the words of which the change must have one,
+    the `remedy`. `promised`: whether the change can be priced. Where it gains nothing, nothing may be promised of it.
+    """
+    oracle, gain = of.oracle, of.oracle["plain_ms"] / of.oracle["fixed_ms"]
+    told = f"{oracle['plain_ms']:.2f} → {oracle['fixed_ms']:.2f} ms ({gain:.2f} ×)"
+    parts = [Part("gain", "passed", true=told, how=f"the script's own clock, {oracle['runs']} runs of each in turn")]
+    if gain < 1 + HEALTHY_MOST:
+        return [*parts, _not_promised("cause", of), *_sound(of.said)]
+    first = next(iter(reading.cures(of.said)), None)
+    if first is None:
+        return [*parts, holds("cause", False, "nothing is found"), *_sound(of.said)]
+    change = reading.change_of(first)
+    lines = reading.lines_of(first)
+    line = next((n for n in lines if n in oracle["lines"]), next(iter(lines), None))
+    parts += [
+        among("cause", first["id"], oracle["rules"] or [first["id"]], how="the one mistake of the script"),
+        among("line", line, oracle["lines"], how="marked in the script"),
+        Part("change", "passed", said=change, true=oracle["change"])
+        if _names(change, oracle["remedy"])
+        else Part("change", "failed", f"“{change}”, where {oracle['change']} was measured", change, oracle["change"]),
+    ]
+    return [*parts, *_after(of, first, parts[-1].state == "passed"), *_sound(of.said)]
+
+
+def _after(of: Recording, first: Mapping[str, Any], is_change: bool) -> list[Part]:
+    """Judge the step after the first change, where it is the one that was measured and can be priced."""
+    after, fixed, how = reading.after_ms(of.said, first), of.oracle["fixed_ms"], "the fixed script's own clock"
+    said, least, most = after or (None, 0.0, 0.0)
+    points = STEP_SHARE * of.oracle["plain_ms"]
+    times = (min(gain, MOST_TIMES) for gain in (float(first["speedup"]), of.oracle["plain_ms"] / fixed))
+    parts = [
+        near("step after", said, fixed, share=AFTER_SHARE, points=points, unit="ms", how=how),
+        near("speed-up", *times, share=AFTER_SHARE, unit="×", how=how),
+    ]
+    if most > least:
+        span = f"{least:.2f} to {most:.2f} ms"
+        inside = holds("range", least <= fixed <= most, f"{span} is said, {fixed:.2f} ms is true", how=how)
+        parts.append(replace(inside, said=span, true=fixed, unit="ms"))
+    else:
+        parts.append(skipped("range", "the report names no range"))
+    if is_change and of.oracle["promised"]:
+        return parts
+    why = "nobody can know what this change gives" if is_change else "another change than the one that was measured"
+    return [replace(part, state="skipped", why=why, true=None, limit="") for part in parts]
+
+
+def remedied(of: Recording) -> list[Part]:
+    """Judge the fixed variant of a script: what was mended is not advised again, for 5 % of the step or more."""
+    return [_not_promised("fixed", of), *_sound(of.said)]
+
+
+def _not_promised(name: str, of: Recording) -> Part:
+    again = [
+        f"{o['id']} {100 * float(o['share']):.0f} %"
+        for o in reading.cures(of.said, HEALTHY_MOST)
+        if _names(reading.change_of(o), of.oracle["remedy"]) and o["id"] in (of.oracle["rules"] or [o["id"]])
+    ]
+    return holds(
+        name, not again, f"{', '.join(again)}: {of.oracle['change']} gives nothing", how="the script's own clock"
+    )
+
+
+def _names(change: str, words: Sequence[str]) -> bool:
+    return any(word.lower() in change.lower() for word in words)
+
+
 # By the name that a kept recording's oracle.json has.
 JUDGES: Mapping[str, Judge] = {
     one.__name__: one
@@ -295,6 +369,8 @@ JUDGES: Mapping[str, Judge] = {
         late_rank,
         fault,
         healthy,
+        advice,
+        remedied,
     )
 }
 

@@ -99,6 +99,14 @@ def same(name: str, said: object, true: object, *, how: str, unit: str = "") -> 
     return Part(name, "passed" if equal else "failed", why, told, known, unit, "equal", how)
 
 
+def among(name: str, said: object, true: Sequence[object], *, how: str) -> Part:
+    """Return whether a value is one of several."""
+    told = _cell(said)
+    known = " or ".join(map(str, true))
+    why = "" if said in true else f"{told} is said, {known} is true"
+    return Part(name, "failed" if why else "passed", why, told, known, limit="one of these", how=how)
+
+
 def holds(name: str, true: bool, why: str, *, how: str = "") -> Part:
     """Return a part for something that holds or does not; `why` says what was found where it does not."""
     return Part(name, "passed" if true else "failed", "" if true else why, how=how)
@@ -112,6 +120,19 @@ def skipped(name: str, why: str) -> Part:
 def named(prefix: str, parts: Sequence[Part]) -> list[Part]:
     """Return parts with the name of what they speak of before their own."""
     return [replace(part, name=f"{prefix}: {part.name}") for part in parts]
+
+
+def subject(part: Part) -> str:
+    """Return what a part speaks of: what its name begins with."""
+    return part.name.partition(": ")[0]
+
+
+def subjects(parts: Sequence[Part]) -> dict[str, dict[str, Part]]:
+    """Return parts by the subject that their names begin with, then by the rest; without subjects all of it skipped."""
+    found: dict[str, dict[str, Part]] = {}
+    for part in parts:
+        found.setdefault(subject(part), {})[part.name.partition(": ")[2]] = part
+    return {name: of for name, of in found.items() if any(part.state != "skipped" for part in of.values())}
 
 
 def rehearsed(part: Part) -> Part:

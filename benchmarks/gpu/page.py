@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,26 @@ def render(data: Mapping[str, Any], recordings: Sequence[str]) -> str:
         f" Python {about['python']}, NCCL {about['nccl'] or 'none'}",
         f"- {done} of {len(rows)} checks {'rehearsed' if data['rehearsal'] else 'passed'}, {count['failed']} failed,"
         f" {count['skipped']} not run{', 1 cut off' if count['running'] else ''}, in {data['took_s']:.0f} s",
+        *_never_run(data),
         "",
         "| check | | passes when | found |",
         "|---|---|---|---|",
     ]
     lines += [f"| {r.check} | {_HEADS[r.state]} | {data['passes'].get(r.check, '')} | {_cell(r.why)} |" for r in rows]
     for row in rows:
-        lines += ["", *_table(row)] if row.parts else []
+        table = _scripts if row.check == "advice" else _table
+        lines += ["", *table(row)] if row.parts else []
     if recordings:
         names = ", ".join(f"`{name}`" for name in recordings)
         lines += ["", f"Recordings that came of it, each with its oracle.json: {names}."]
     return "\n".join(lines) + "\n"
+
+
+def _never_run(data: Mapping[str, Any]) -> list[str]:
+    """Return a line with the checks that nobody asked for, if there are any."""
+    asked = {row["check"] for row in data["checks"]}
+    left = [name for name in data["passes"] if name not in asked]
+    return [f"- never run: {', '.join(left)}"] if left else []
 
 
 def _table(row: Row) -> list[str]:
@@ -74,6 +84,55 @@ def _table(row: Row) -> list[str]:
         "|---|---|---|---|---|---|",
         *(_line(part) for part in row.parts),
     ]
+
+
+# Of each script, what the check `advice` compares, and what its column is called.
+_COMPARED = {
+    "gain": "step, plain → fixed",
+    "cause": "first cause",
+    "line": "line",
+    "change": "change",
+    "step after": "step after",
+    "speed-up": "faster",
+    "range": "in its range",
+    "fixed": "fixed: not advised",
+}
+
+
+def _scripts(row: Row) -> list[str]:
+    """Return one table of the scripts of the check `advice`, a line each, and what else was said of them."""
+    scripts = outcome.subjects(row.parts)
+    states = {name: outcome.row_of(name, list(of.values())).state for name, of in scripts.items()}
+    if any(part.state == "rehearsed" for part in row.parts):
+        states = dict.fromkeys(states, "rehearsed")
+    right = sum(state == "passed" for state in states.values())
+    lines = [
+        f"## {row.check}",
+        "",
+        f"All is right in {right} of {len(scripts)} scripts. A cell is what dlprof says: where that is wrong, with what"
+        " is true in brackets; in italics where it was not judged.",
+        "",
+        f"| script | | {' | '.join(_COMPARED.values())} |",
+        "|---" * (len(_COMPARED) + 2) + "|",
+    ]
+    for name, parts in scripts.items():
+        cells = (_compared(key, parts.get(key)) for key in _COMPARED)
+        lines.append(f"| {name} | {_HEADS[states[name]]} | {' | '.join(cells)} |")
+    others = [p for p in row.parts if p.state in ("failed", "skipped") and p.name.partition(": ")[2] not in _COMPARED]
+    others += [p for p in row.parts if p.name.endswith(": gain") and p.state in ("failed", "skipped")]
+    return [*lines, "", *(f"- {_cell(p.name)}: {_HEADS[p.state]}: {_cell(p.why)}" for p in others)]
+
+
+def _compared(key: str, part: Part | None) -> str:
+    """Return the cell of one comparison."""
+    if part is None:
+        return ""
+    said, true = (outcome.figure(value, part.unit) for value in (part.said, part.true))
+    if part.state == "skipped":
+        return _cell(f"*{said}*") if said else ""
+    if part.state == "failed":
+        return _cell(f"**no**: {said} ({true})" if said or true else f"**no**: {part.why}")
+    return _cell(true if key == "gain" else said or ("" if true else "yes"))
 
 
 def _line(part: Part) -> str:
@@ -90,7 +149,8 @@ def _cell(text: str) -> str:
 
 def merged(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return several calls on machines alike as one: of each check the latest row, but one that ran before one that
-    did not. Raises ValueError where the machines or versions differ, or one of the calls was a rehearsal.
+    did not; of the check `advice`, whose scripts calls divide, the latest of each script. Raises ValueError where the
+    machines or versions differ, or one of the calls was a rehearsal.
     """
     if any(call["rehearsal"] for call in calls):
         raise ValueError("a rehearsal is no result")
@@ -99,7 +159,9 @@ def merged(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows: dict[str, Mapping[str, Any]] = {}
     for call in calls:
         for row in call["checks"]:
-            if row["state"] != "skipped" or row["check"] not in rows:
+            if row["check"] == "advice" and "advice" in rows:
+                rows["advice"] = _joined(rows["advice"], row)
+            elif row["state"] != "skipped" or row["check"] not in rows:
                 rows[row["check"]] = row
     order = [name for name in calls[-1]["passes"] if name in rows]
     commits = dict.fromkeys(call["commit"] for call in calls)
@@ -109,6 +171,17 @@ def merged(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "took_s": sum(call["took_s"] for call in calls),
         "checks": [rows[name] for name in order],
     }
+
+
+def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return two rows of the check `advice` as one: of each script the later one, unless that only skipped it."""
+    first, second = outcome.from_json(earlier), outcome.from_json(later)
+    before, anew = outcome.subjects(first.parts), outcome.subjects(second.parts)
+    there = {outcome.subject(part) for part in second.parts}
+    kept = [p for p in first.parts if outcome.subject(p) not in (anew if outcome.subject(p) in before else there)]
+    kept += [p for p in second.parts if outcome.subject(p) in anew or outcome.subject(p) not in before]
+    row = outcome.row_of(second.check, kept)
+    return outcome.to_json(replace(row, took_s=first.took_s + second.took_s, at=second.at))
 
 
 def main() -> None:
@@ -123,11 +196,14 @@ def main() -> None:
         sys.exit(f"error: {e}")
     # All are read before anything is written: `to` may be one of them.
     archives = [(path.name, path.read_bytes()) for folder in args.calls for path in fixtures.archives(folder)]
+    logs = [(folder / "log.txt").read_text() for folder in args.calls if (folder / "log.txt").exists()]
     args.to.mkdir(parents=True, exist_ok=True)
     names = []
     for number, (name, content) in enumerate(archives, start=1):
         names.append(re.sub(r"-\d+\.tar\.gz$", f"-{number}.tar.gz", name))
         (args.to / names[-1]).write_bytes(content)
+    if logs:
+        (args.to / "log.txt").write_text("\n".join(logs))
     (args.to / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
     write(args.to / "README.md", data, names)
 

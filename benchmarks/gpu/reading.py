@@ -124,3 +124,37 @@ def matched_collectives(said: Result) -> float | None:
     if not rows:
         return None
     return sum(float(row["count"]) for row in rows if row.get("wait_ns") is not None)
+
+
+def cures(said: Result, least: float = 0.0) -> list[Mapping[str, Any]]:
+    """List the findings that name a cure, in their order, of at least this share of the step.
+
+    A change of the training itself (`training`), as another batch size is, cures nothing: where a finding names no
+    other change, it is none of them.
+    """
+    found = [o for o in said.get("outcomes") or () if o["state"] == "found" and float(o["share"]) >= least]
+    return [o for o in found if not o["changes"] or not all(change.get("training") for change in o["changes"])]
+
+
+def lines_of(outcome: Mapping[str, Any]) -> list[int]:
+    """Return the lines that a finding points at first: where it stands, and the call that takes its first change."""
+    places = [*outcome["where"][:1], *(change["at"] for change in outcome["changes"][:1] if change.get("at"))]
+    return list(dict.fromkeys(int(place["line"]) for place in places if place["line"]))
+
+
+def change_of(outcome: Mapping[str, Any]) -> str:
+    """Return the first change of a finding: its sentence, and its settings as name=value; "" where it names none."""
+    first = next(iter(outcome["changes"]), None)
+    if first is None:
+        return ""
+    settings = [f"{setting['name']}={setting['to']}" for setting in first["settings"]]
+    return f"{first['text']} ({', '.join(settings)})" if settings else str(first["text"])
+
+
+def after_ms(said: Result, outcome: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Return the step after a finding's change, and the least and most that the report's ± allows; None: no step."""
+    step = step_ms(said)
+    if step is None:
+        return None
+    after, margin = step - float(outcome["saving_ns"]) / 1e6, 2 * float(outcome["noise_ns"]) / 1e6
+    return after, max(after - margin, 0.0), after + margin

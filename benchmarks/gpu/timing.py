@@ -13,6 +13,9 @@ from typing import Any
 # The step's number as the reference workloads print it, every so many steps.
 _STEP = re.compile(r"^step (\d+)\b")
 
+# The mean step as the scripts of the check `advice` print it.
+_SAID = re.compile(r"^STEP_MS (\d+(?:\.\d+)?)$")
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -67,6 +70,12 @@ def step_ms_of_lines(lines: Sequence[tuple[float, str]], after: int) -> float:
     marks = [(number, at) for number, at in step_times(lines) if number >= after]
     each = [(later - sooner) / (m - n) * 1e3 for (n, sooner), (m, later) in pairwise(marks) if m > n]
     return median(each) if each else math.nan
+
+
+def step_ms_said(lines: Sequence[tuple[float, str]]) -> float | None:
+    """Return the mean step that a script printed of itself; None where it did not."""
+    found = [match for _, text in lines if (match := _SAID.match(text))]
+    return float(found[-1].group(1)) if found else None
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import checks, faults, jobs, page
-from benchmarks.gpu.__main__ import chosen, unchecked
-from benchmarks.gpu.outcome import Row, skipped
+from benchmarks.gpu import cases, checks, faults, jobs, outcome, page
+from benchmarks.gpu.__main__ import chosen, scripts_left, unchecked
+from benchmarks.gpu.outcome import Row, holds, skipped
 from dlprof.commands.run import constant, workloads
 from tests.fixtures.jobs import is_running
 
@@ -115,21 +115,25 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_and_nothing_running(tmp_path: 
     assert not is_running(int((tmp_path / "left").read_text()))
 
 
+# What one call on a lent machine runs after the check `advice`.
+LATER = ("overhead", "calls", "tests", "faults", "ranks", "copies")
+
+
 def test_every_row_of_the_specification_has_a_check() -> None:
     names = [check.name for check in checks.CHECKS]
     wanted = {"doctor", "tests", "async", "sync", "overhead", "calls", "modes", "product", "copies", "settings"}
-    assert set(names) == wanted | {"placement", "ranks", "faults"}
+    assert set(names) == wanted | {"placement", "ranks", "advice", "faults"}
     assert len(names) == len(set(names))
     for check in checks.CHECKS:
         assert check.passes
         assert 0 < check.least_s <= check.budget_s
-    # What takes whatever time there is comes last, and those before it leave it some.
-    assert names[-1] == "faults"
-    assert checks.CHECKS[-1].reserved_s >= checks.CHECKS[-1].least_s
+    # What takes whatever time there is comes last, and leaves some to those that are asked for after it.
+    assert names[-2:] == ["advice", "faults"]
+    assert all(c.reserved_s >= c.least_s for c in checks.CHECKS if c.name in LATER)
 
 
 def test_a_name_that_no_check_has_is_told_with_those_there_are() -> None:
-    assert [check.name for check in chosen(checks.CHECKS, ["ranks", "doctor"])] == ["doctor", "ranks"]
+    assert [check.name for check in chosen(checks.CHECKS, ["ranks", "doctor", "ranks"])] == ["ranks", "doctor"]
     assert "ranks" not in [check.name for check in chosen(checks.CHECKS, None, ["ranks"])]
     with pytest.raises(ValueError, match=r"no check rank; there are: doctor, async"):
         chosen(checks.CHECKS, ["rank"])
@@ -165,9 +169,28 @@ def test_what_was_left_out_is_told_by_its_reason() -> None:
     ]
 
 
+def test_scripts_that_an_earlier_call_judged_are_left_out(tmp_path: Path) -> None:
+    everything = [case.script for case in cases.CASES]
+    assert scripts_left([], None) == everything
+    assert scripts_left(["metrics", "decode"], None) == ["metrics", "decode"]
+    parts = [
+        holds("metrics: gain", True, ""),
+        holds("metrics: cause", False, "x"),
+        skipped("decode: gain", "no time left"),
+    ]
+    row = outcome.to_json(outcome.row_of("advice", parts))
+    (tmp_path / "gpu.json").write_text(json.dumps({"checks": [row]}))
+    assert scripts_left([], tmp_path) == [name for name in everything if name != "metrics"]
+    assert scripts_left(["metrics", "decode"], tmp_path) == ["decode"]
+    with pytest.raises(ValueError, match="no script metric; there are: ema_loop"):
+        scripts_left(["metric"], None)
+    with pytest.raises(FileNotFoundError):
+        scripts_left([], tmp_path / "nowhere")
+
+
 def call(machine: str, commit: str, took_s: float, **states: str) -> dict[str, Any]:
     rows = [{"check": name, "state": state, "why": commit, "parts": []} for name, state in states.items()]
-    passes = dict.fromkeys(("doctor", "async", "faults"), "")
+    passes = dict.fromkeys(("doctor", "async", "faults", "advice"), "")
     return {
         "format": 1,
         "rehearsal": False,
@@ -202,8 +225,50 @@ def test_several_calls_become_one_page(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "gpu.json").write_text(json.dumps(data))
         (folder / "recordings-h200-1.tar.gz").write_bytes(str(n).encode())
+        (folder / "log.txt").write_text(f"call {n}\n")
     words = [sys.executable, "-m", "benchmarks.gpu.page", tmp_path / "to", tmp_path / "0", tmp_path / "1"]
     subprocess.run(list(map(str, words)), cwd=jobs.ROOT, check=True, timeout=60)
     found = {path.name: path.read_bytes() for path in (tmp_path / "to").glob("*.tar.gz")}
     assert found == {"recordings-h200-1.tar.gz": b"0", "recordings-h200-2.tar.gz": b"1"}
     assert json.loads((tmp_path / "to" / "gpu.json").read_text()) == one
+    assert (tmp_path / "to" / "log.txt").read_text() == "call 0\n\ncall 1\n"
+
+
+def test_of_the_scripts_that_calls_divide_each_has_its_latest_line() -> None:
+    def advice(*parts: outcome.Part) -> dict[str, Any]:
+        return {**call("H200", "aaa", 1), "checks": [outcome.to_json(outcome.row_of("advice", parts))]}
+
+    gain = outcome.Part("a: gain", "passed", true="2.00 → 1.00 ms (2.00 ×)")
+    after = outcome.Part("a: step after", "skipped", "another change", said=9.0, unit="ms")
+    first = advice(gain, holds("a: cause", False, "x"), holds("b: gain", True, ""), skipped("c: gain", "no time left"))
+    second = advice(
+        gain,
+        after,
+        outcome.among("a: line", 7, [7], how=""),
+        skipped("b: gain", "no time left"),
+        skipped("d: gain", "y"),
+    )
+    (row,) = page.merged([first, second])["checks"]
+    assert [part["name"] for part in row["parts"]] == [
+        "b: gain",
+        "c: gain",
+        "a: gain",
+        "a: step after",
+        "a: line",
+        "d: gain",
+    ]
+    assert row["state"] == "passed"
+    text = page.render({**first, "checks": [row]}, [])
+    assert "| a | passed | 2.00 → 1.00 ms (2.00 ×) |  | 7 |" in text
+    assert "| *9 ms* |" in text
+    assert "All is right in 2 of 2 scripts" in text
+    assert "- c: gain: not run: no time left" in text
+    wrong = page.render(first, [])
+    assert "| a | **failed** | 2.00 → 1.00 ms (2.00 ×) | **no**: x |" in wrong
+    assert "All is right in 1 of 2 scripts" in wrong
+
+
+def test_the_page_names_what_was_never_run() -> None:
+    data = call("H200", "aaa", 500, doctor="passed")
+    assert "- never run: async, faults, advice\n" in page.render(data, [])
+    assert "never run" not in page.render({**data, "passes": {"doctor": ""}}, [])

@@ -34,7 +34,7 @@ def run_folder(at: Path, host: str = "node-17.cluster.example", **facts: Any) ->
     (rank / "facts.json").write_text(json.dumps({**told, "device": {"uuid": UUID}}))
     (rank / "steps.jsonl").write_text('{"step":0,"kind":"train","dur_ns":5}\n')
     (rank / "gpu.jsonl").write_text('{"at_ns":1,"power_w":612.5}\n')
-    (rank / "stacks.txt.gz").write_bytes(gzip.compress(b"main (/home/somebody/train.py:3) 7\n"))
+    (rank / "stacks.txt.gz").write_bytes(gzip.compress(f"main ({at}/train.py:3) 7\n".encode()))
     trace = {"host_name": host, "traceEvents": [{"ts": 1795419847990977.339, "name": f"open {at}/data"}]}
     (rank / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     (here / "host.jsonl").write_text('{"at_ns":1,"cpu":0.5}\n')
@@ -69,10 +69,13 @@ def test_nothing_that_names_the_machine_is_kept_and_every_figure_is(tmp_path: Pa
         "oracle.json",
         f"{rank}/facts.json",
         f"{rank}/gpu.jsonl",
+        f"{rank}/stacks.txt.gz",
         f"{rank}/steps.jsonl",
         f"{rank}/trace.json.gz",
         "run.json",
     }
+    # A line that the stacks stand at is found again.
+    assert found[f"{rank}/stacks.txt.gz"] == "main (here/train.py:3) 7\n"
     # Figures are as they were; what must agree with each other still does.
     assert json.loads(found[f"{rank}/gpu.jsonl"])["power_w"] == 612.5
     facts, told = json.loads(found[f"{rank}/facts.json"]), json.loads(found["oracle.json"])

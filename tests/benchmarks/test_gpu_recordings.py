@@ -1,6 +1,6 @@
-"""Recordings of real GPUs, where some have come home: dlprof's report of each must agree with what its oracle measured.
+"""Recordings of real GPUs, which `make gpu` leaves in reports/gpu: each report agrees with what its oracle measured.
 
-`make gpu` leaves them in reports/gpu. Until there are any, one recording of the CPU goes the whole way.
+What failed on the GPU and is not mended stands in FAILS; what no longer fails must be taken out there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from tests.fixtures.places import TRACES
 
 ARCHIVES = fixtures.archives(jobs.ROOT / "reports" / "gpu")
 
+# Of a recording, the parts that fail, and why.
+FAILS: dict[str, tuple[tuple[str, ...], str]] = {}
+
 
 @cache
 def names(archive: Path) -> list[str]:
@@ -37,11 +40,20 @@ def judged(folder: Path) -> list[str]:
     return [f"{part.name}: {part.why}" for part in parts if part.state == "failed"]
 
 
-@pytest.mark.skipif(not ARCHIVES, reason="no recordings of a GPU are in reports/gpu")
-@pytest.mark.parametrize(("archive", "name"), [(a, n) for a in ARCHIVES for n in names(a)] or [(None, "")])
+@pytest.mark.parametrize(
+    ("archive", "name"), [(a, n) for a in ARCHIVES for n in names(a)], ids=lambda value: getattr(value, "name", value)
+)
 def test_a_report_agrees_with_the_gpu(tmp_path: Path, archive: Path, name: str) -> None:
     fixtures.unpack(archive, tmp_path)
-    assert judged(tmp_path / name) == []
+    wrong = judged(tmp_path / name)
+    fails, why = FAILS.get(name, ((), ""))
+    assert [text.partition(": ")[0] for text in wrong] == list(fails), wrong
+    if fails:
+        pytest.xfail(why)
+
+
+def test_what_is_known_to_fail_is_there() -> None:
+    assert FAILS.keys() <= {name for archive in ARCHIVES for name in names(archive)}
 
 
 # Of one H200; its README says what dlprof said of them when they were made.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import timing
+from benchmarks.gpu import cases, timing
 from benchmarks.gpu.bench import SCRIPTS
 from benchmarks.gpu.jobs import Ended, must, python, run
 from tests.fixtures.jobs import TORCHRUN
@@ -21,22 +24,27 @@ def script(folder: Path, name: str, *args: str) -> Ended:
     return must(name, run(python(SCRIPTS / f"{name}.py", "--device", "cpu", *args), folder, 120.0))
 
 
-# Runs a script again and again, each time with other words, in one process: it imports torch once.
+# Runs scripts, each with words of its own, in one process: it imports torch once.
 IN_TURN = """
 import json, os, runpy, sys
-path, runs = sys.argv[1], json.loads(sys.argv[2])
-sys.path[0] = os.path.dirname(path)
-for words in runs:
+for path, *words in json.loads(sys.argv[1]):
+    sys.path[0] = os.path.dirname(path)
     sys.argv = [path, *words]
     runpy.run_path(path, run_name="__main__")
 """
 
 
+def lines_in_turn(folder: Path, what: str, *runs: Sequence[str]) -> list[str]:
+    """Run scripts, each run a path below SCRIPTS with its words, and return what they printed."""
+    words = json.dumps([[str(SCRIPTS / path), "--device", "cpu", *words] for path, *words in runs])
+    # They share the cores with whatever else runs: threads that wait for each other would wait for long.
+    ended = run(python("-c", IN_TURN, words), folder, 240.0, {"OMP_NUM_THREADS": "1"})
+    return [text for _, text in must(what, ended).lines]
+
+
 def in_turn(folder: Path, name: str, *runs: Sequence[str]) -> list[str]:
     """Run a script with each of these words, and return the last lines that it printed, one a run."""
-    words = json.dumps([["--device", "cpu", *run] for run in runs])
-    ended = must(name, run(python("-c", IN_TURN, SCRIPTS / f"{name}.py", words), folder, 120.0))
-    return [text for _, text in ended.lines][-len(runs) :]
+    return lines_in_turn(folder, name, *((f"{name}.py", *words) for words in runs))[-len(runs) :]
 
 
 def told(path: Path) -> dict[str, Any]:
@@ -108,3 +116,33 @@ def test_a_trace_of_torchs_own_holds_operators(tmp_path: Path) -> None:
     said = json.loads(script(tmp_path, "counters").lines[-1][1])
     assert said["events"]["cpu_op"] > 0
     assert "nvml" not in said
+
+
+@pytest.mark.parametrize(
+    "needs", sorted({case.needs for case in cases.CASES}), ids=lambda needs: "-".join(needs) or "torch"
+)
+def test_the_scripts_of_the_advice_train_as_they_are_and_fixed(tmp_path: Path, needs: tuple[str, ...]) -> None:
+    for library in needs:
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not here")
+    names = [case.script for case in cases.CASES if case.needs == needs]
+    words = ("--tiny", "--steps", "4")
+    runs = [(f"advice/{name}.py", *words, *fixed) for name in names for fixed in ((), ("--fixed",))]
+    lines = lines_in_turn(tmp_path, ", ".join(names), *runs)
+    steps = [step for text in lines if (step := timing.step_ms_said([(0.0, text)])) is not None]
+    assert len(steps) == 2 * len(names)
+    assert min(steps) > 0
+
+
+def test_a_script_waits_until_it_is_its_turn(tmp_path: Path) -> None:
+    start = tmp_path / "one.start"
+    words = python(SCRIPTS / "advice" / "launches.py", "--device", "cpu", "--tiny", "--steps", "2")
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(run, words, tmp_path, 120.0, {"START": str(start)})
+        while not (ready := start.with_suffix(".start.ready")).exists() and not end.done():
+            time.sleep(0.05)
+        time.sleep(0.3)
+        assert ready.exists()
+        assert not end.done()
+        start.with_suffix(".start.go").touch()
+        assert must("the script", end.result()).lines[-1][1].startswith("STEP_MS ")

@@ -50,6 +50,14 @@ def test_a_step_from_a_jobs_own_lines() -> None:
     assert math.isnan(timing.step_ms_of_lines(lines, 50))
 
 
+def test_a_step_as_a_script_says_it_itself() -> None:
+    assert (
+        timing.step_ms_said([(0.0, "STEP_MS 1.5"), (0.0, "loss 2"), (0.0, "STEP_MS 12.250"), (0.0, "STEP_MS x")])
+        == 12.25
+    )
+    assert timing.step_ms_said([(0.0, "a STEP_MS 1.5")]) is None
+
+
 def test_ratios_are_of_pairs_made_one_after_the_other() -> None:
     # A machine that becomes slower meanwhile counts against neither.
     assert list(timing.ratio([(10.1, 10.0), (20.2, 20.0), (33.0, 30.0)])) == pytest.approx([1.01, 1.01, 1.1])

@@ -1,0 +1,172 @@
+"""The first line of a report, on scripts with one mistake each: plain and fixed, by their own clock, and recorded.
+
+Importing torch and its libraries takes longer than training these scripts. So the runs of some scripts import at once,
+while nothing is timed; each then waits until it is its turn, and trains alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.gpu import judges, timing
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.cases import CASES, FOLDER, Case
+from benchmarks.gpu.jobs import Ended, JobFailedError, how, python, tail
+from benchmarks.gpu.judges import Recording
+from benchmarks.gpu.outcome import Part, holds, named, skipped
+
+# Runs that import at once: as many as cores that a GPU's machine has at least.
+_AT_ONCE = 16
+
+# What a script takes at least: three runs, its share of importing, and its report. Where the time that is left allows
+# so much for each script that is left, it runs twice each way, and its fixed variant is recorded, too.
+_LEAST_S, _ALL_S = 18.0, 34.0
+
+# So long all of them may import.
+_IMPORT_S = 90.0
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a script: its ways, and the file by whose siblings it is told to go on."""
+
+    case: Case
+    fixed: bool
+    recorded: bool
+    start: Path
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, where it is recorded."""
+        return self.start.with_suffix("")
+
+
+@dataclass
+class _Seen:
+    """What the runs of a script gave."""
+
+    plain_ms: list[float] = field(default_factory=list)
+    fixed_ms: list[float] = field(default_factory=list)
+    recorded: list[_Run] = field(default_factory=list)
+    broken: list[Part] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether both variants were timed."""
+        return bool(self.plain_ms and self.fixed_ms)
+
+
+def first_lines(bench: Bench) -> None:
+    """Time each script plain and fixed, record it, and judge the first cure that the report names."""
+    left = [case for case in CASES if case.script in (bench.scripts or [c.script for c in CASES])]
+    for case in left:
+        if missing := [name for name in case.needs if importlib.util.find_spec(name) is None]:
+            bench.add(skipped(f"{case.script}: gain", f"needs {', '.join(missing)}, which is not here"))
+    left = [case for case in left if all(importlib.util.find_spec(name) for name in case.needs)]
+    while left:
+        if bench.left_s < _LEAST_S:
+            bench.add(*(skipped(f"{case.script}: gain", "no time left") for case in left))
+            return
+        whole = bench.rehearsal or bench.left_s / len(left) >= _ALL_S
+        rounds = bench.pick(2, 1) if whole else 1
+        each = 2 * rounds + 1 + whole
+        count = bench.pick(max(1, _AT_ONCE // each), 1)
+        group, left = left[:count], left[count:]
+        _judge(bench, _made(bench, group, rounds, whole))
+
+
+def _made(bench: Bench, group: Sequence[Case], rounds: int, whole: bool) -> dict[Case, _Seen]:
+    """Run the scripts of a group, and return what each gave."""
+    runs = []
+    for case in group:
+        ways = [(False, False), (True, False)] * rounds + [(False, True)] + [(True, True)] * whole
+        for n, (fixed, recorded) in enumerate(ways):
+            name = f"{case.script}{'-fixed' if fixed else ''}{'' if recorded else f'-{n}'}"
+            runs.append(_Run(case, fixed, recorded, bench.work / f"{name}.start"))
+    seen = {case: _Seen() for case in group}
+    with _imported(bench, runs) as ends:
+        for run, end in zip(runs, ends, strict=True):
+            run.start.with_suffix(".start.go").touch()
+            _note(run, end.result(), seen[run.case])
+    return seen
+
+
+@contextmanager
+def _imported(bench: Bench, runs: Sequence[_Run]) -> Iterator[list[Future[Ended]]]:
+    """Start all runs, wait until each has imported its libraries, or has ended, and yield how each will end."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        ends = [pool.submit(_start, bench, run) for run in runs]
+        until = time.monotonic() + min(_IMPORT_S, bench.left_s)
+        ready = [run.start.with_suffix(".start.ready") for run in runs]
+        while time.monotonic() < until:
+            if all(end.done() or path.exists() for end, path in zip(ends, ready, strict=True)):
+                break
+            time.sleep(0.05)
+        try:
+            yield ends
+        finally:
+            for run in runs:
+                run.start.with_suffix(".start.go").touch()
+
+
+def _start(bench: Bench, run: _Run) -> Ended:
+    words = python(FOLDER / f"{run.case.script}.py", "--device", bench.device)
+    words += ["--fixed"] * run.fixed + bench.pick([], ["--tiny", "--steps", "40"])
+    changes = {"START": str(run.start)}
+    if not run.recorded:
+        return bench.run(words, limit_s=3600.0, changes=changes)
+    return bench.record(run.folder.name, words, limit_s=3600.0, changes=changes)[1]
+
+
+def _note(run: _Run, ended: Ended, seen: _Seen) -> None:
+    """Keep what a run gave."""
+    name = f"{run.start.stem}{' recorded' if run.recorded else ''}"
+    step = timing.step_ms_said(ended.lines)
+    print(f"  {name}: exit code {ended.code}, a step of {step} ms", flush=True)
+    if ended.code != 0 or step is None:
+        why = how(ended) if ended.code != 0 else "it printed no step"
+        seen.broken.append(holds(f"{run.case.script}: gain", False, f"{name}: {why}"))
+        print(tail(ended), flush=True)
+    elif run.recorded:
+        seen.recorded.append(run)
+    else:
+        (seen.fixed_ms if run.fixed else seen.plain_ms).append(step)
+
+
+def _judge(bench: Bench, seen: dict[Case, _Seen]) -> None:
+    """Report on the recordings of a group, and judge each."""
+    runs = [run for one in seen.values() if one.complete for run in one.recorded]
+    reports = dict(zip(runs, bench.tried_reports([run.folder for run in runs]), strict=True))
+    for case, one in seen.items():
+        bench.add(*one.broken, anywhere=True)
+        for run in one.recorded if one.complete else ():
+            said, oracle = reports[run], oracle_of(case, one.plain_ms, one.fixed_ms)
+            if isinstance(said, JobFailedError):
+                bench.add(holds(f"{case.script}: report", False, str(said)), anywhere=True)
+                print(said.tail, flush=True)
+                continue
+            judge = "remedied" if run.fixed else "advice"
+            bench.add(*named(case.script, judges.JUDGES[judge](Recording(run.folder, said, oracle))))
+            bench.keep(f"advice-{run.folder.name}", run.folder, judge, oracle)
+
+
+def oracle_of(case: Case, plain_ms: Sequence[float], fixed_ms: Sequence[float]) -> dict[str, Any]:
+    """Return what a report is judged by: the steps that both variants took, and what it must say of the first."""
+    return {
+        "plain_ms": fmean(plain_ms),
+        "fixed_ms": fmean(fixed_ms),
+        "runs": len(plain_ms),
+        "change": case.change,
+        "rules": list(case.rules),
+        "lines": case.lines,
+        "remedy": list(case.remedy),
+        "promised": case.promised,
+    }
