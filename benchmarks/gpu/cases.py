@@ -52,7 +52,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("lstm_cell", "nn.LSTM", ("recurrent_loop",), ("nn.LSTM", "nn.GRU"), promised=False),
     Case("vocabulary", "F.cross_entropy", ("unfused_loss",), ("cross_entropy",)),
-    Case("checkpointed", "no checkpoint", (), ("checkpoint",)),
+    Case("checkpointed", "no checkpoint", ("needless_recompute",), ("checkpoint",)),
     Case("metrics", "added up on the GPU", _HOST, ("every k steps", "add up")),
     Case("timm_ema", "ModelEmaV3 with foreach", _HOST, ("foreach", "ModelEmaV3", "AveragedModel"), needs=("timm",)),
     Case("lightning_log", "tensors logged", _HOST, ("every k steps", "add up"), needs=("lightning",)),
@@ -64,7 +64,9 @@ CASES: tuple[Case, ...] = (
         ("device=", "on the device", "on the GPU"),
     ),
     Case("detection", "all images at once", _HOST, ("mask", "torch.where", "pad", "at once"), promised=False),
-    Case("lora_trainer", "no emptying of the cache", (), ("empty_cache",), needs=("transformers",)),
+    Case(
+        "lora_trainer", "no emptying of the cache", ("device_allocations",), ("empty_cache",), needs=("transformers",)
+    ),
     Case("launches", "CUDA graphs", _HOST, ("CUDA graph", "make_graphed_callables", "reduce-overhead")),
     Case("recompiles", "one length", ("recompilation",), ("dynamic", "shape", "length", "pad"), promised=False),
     Case("conv_layout", "channels_last", (), ("channels_last",), needs=("torchvision",)),

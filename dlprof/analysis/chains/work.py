@@ -23,13 +23,15 @@ from dlprof.errors import NotMeasured
 class Chain:
     """Places in `Calls`, in order, and the share of their time that a fix leaves.
 
-    `form`: how it is computed; `passes`: "forward" or "backward".
+    `form`: how it is computed; `passes`: "forward" or "backward". `launching`: the share that is left of the host's
+    time to launch it; None: the same.
     """
 
     form: str
     passes: str
     places: NDArray[np.int64]
     left: float
+    launching: float | None = None
 
 
 def chains(calls: Calls, form: str, first: int, last: int, left: tuple[float, float]) -> Iterator[Chain]:
@@ -112,7 +114,7 @@ def _launching(chains: Sequence[Chain], calls: Calls) -> list[tuple[iv.Intervals
     by_share: dict[float, list[NDArray[np.int64]]] = {}
     for chain in chains:
         parts = np.split(chain.places, np.flatnonzero(np.diff(chain.places) > 1) + 1)
-        by_share.setdefault(chain.left, []).extend(parts)
+        by_share.setdefault(chain.left if chain.launching is None else chain.launching, []).extend(parts)
     return [
         (iv.union(*(of[[part[n] for part in parts]] for of, n in ((calls.begin, 0), (calls.end, -1)))), share)
         for share, parts in by_share.items()

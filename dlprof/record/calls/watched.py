@@ -49,12 +49,17 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
 
     put(DataLoader, "__init__", hidden(__init__))
 
-    def synchronizes(_: Any) -> object:
-        """See where the script waits for its device; torch's own profiler does, too, where it starts and stops."""
-        caller = sys._getframe(2)
-        return None if "/torch/" in caller.f_code.co_filename else calls.see("synchronize")
+    def by_script(kind: str) -> Callable[[Any], object]:
+        """See what torch itself calls, too: its profiler synchronizes where it starts and stops."""
 
-    put(torch.cuda, "synchronize", seeing(torch.cuda.synchronize, synchronizes))
+        def look(_: Any) -> object:
+            caller = sys._getframe(2)
+            return None if "/torch/" in caller.f_code.co_filename else calls.see(kind)
+
+        return look
+
+    for name in ("synchronize", "empty_cache"):
+        put(torch.cuda, name, seeing(getattr(torch.cuda, name), by_script(name)))
     made = {"ddp": DistributedDataParallel, "data_parallel": DataParallel, "optimizer": Optimizer}
     made |= {"autocast": autocast, "grad_scaler": GradScaler}
     for kind, cls in made.items():

@@ -1,0 +1,110 @@
+"""Activations are computed twice, although there is memory to keep them.
+
+`torch.utils.checkpoint` keeps only the input of a block and computes the block again in the backward pass: a third of
+the arithmetic more. That is the price for a batch or a model that would not fit otherwise. Where most of the memory is
+free, nothing is bought for it.
+
+Needs a trace of a GPU with the names of modules, as dlprof records it, and the readings of PyTorch's allocator. Whether
+the activations fit is known by a bound: what is kept is written once forward, once again, and read at least once, so it
+is a third at most of the bytes that the operators of these modules move.
+
+Saving: the traced steps replayed without what is computed again.
+
+What to change: no `checkpoint` around these blocks (transformers: `gradient_checkpointing=False`), or around fewer of
+them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import Frame, Maybe, by_rank, per_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.host.gaps import SAVES_FROM
+from dlprof.analysis.memory.batches import HIGH
+from dlprof.analysis.modules.frames import PARTS, RECOMPUTE, Frames
+from dlprof.analysis.timeline.paths import folded, parent
+from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.errors import NotMeasured
+from dlprof.result import Panel
+from dlprof.units import duration, size
+
+# Written forward, written again, read: of what is kept, so many times its bytes are moved at least.
+_MOVED = 3
+
+_MOST_NAMES = 3
+
+
+@per_rank
+def recomputed(
+    what_if: WhatIf, module_rows: Frame, module_frames: Frames, device_work: Frame, modules: Maybe[Frame]
+) -> Frame:
+    """Return what is computed again in a mean steady step, one row: ns (of its kernels), gain_ns (how much shorter the
+    step would be without), most_bytes (the most that keeping it takes; NaN: not counted), blocks (modules, as text).
+
+    No row where nothing is.
+    """
+    again = module_frames.part == RECOMPUTE
+    columns = ["ns", "gain_ns", "most_bytes", "blocks"]
+    if not again.any():
+        return pd.DataFrame(columns=columns)
+    replay = what_if.replay
+    part = module_rows["part"].cat.codes.to_numpy()[device_work.index.to_numpy()[replay.rows]]
+    mine = part == PARTS.index("recompute")
+    times = iv.union(module_frames.start[again], module_frames.end[again])
+    gain = what_if.gain_ns(
+        durations=np.where(mine, -1, replay.durations), other=((iv.intersect(times, what_if.host.calls), 0.0),)
+    )
+    places = [m for m in np.unique(module_frames.module[again]).tolist() if m >= 0]
+    kinds = {module_frames.paths[m]: module_frames.classes[m] for m in places}
+    names = folded(kinds)
+    outermost = dict.fromkeys(names[path] for path in kinds if path in names and parent(path) not in kinds)
+    table = modules.or_none()
+    moved = np.nan if table is None else float(table.loc[table["path"].astype(str).isin(kinds), "moved_bytes"].sum())
+    took = float(replay.durations[mine].sum()) / replay.steps
+    return pd.DataFrame([(took, gain, moved / _MOVED, ", ".join([*outermost][:_MOST_NAMES]))], columns=columns)
+
+
+def check(recomputed: Frame, memory_use: Maybe[Frame]) -> Estimate:
+    if recomputed.empty:
+        return nothing("nothing is computed again in the backward pass")
+    use = memory_use.get().set_index("rank")
+    mine = recomputed.set_index("rank")
+    total = use["total_bytes"].reindex(mine.index)
+    needed = use["peak_reserved_bytes"].reindex(mine.index) + mine["most_bytes"]
+    if needed.isna().any() or total.isna().any():
+        raise NotMeasured("how much memory the activations would take was not counted (record with `dlprof wrap`)")
+    fits = needed <= HIGH * total
+    if not fits.all():
+        return nothing("activations are computed again, and may not fit into the memory of the GPU")
+    return Estimate(
+        gone_ns=by_rank(recomputed, "gain_ns"),
+        noise_of=("computation",),
+        loses="is spent computing activations again, with enough memory free to keep them",
+    )
+
+
+def explain(estimate: Estimate, recomputed: Frame, memory_use: Frame) -> Explanation:
+    row, use = estimate.rows(recomputed).iloc[0], estimate.rows(memory_use).iloc[0]
+    free = use["total_bytes"] - use["peak_reserved_bytes"]
+    parts = (("reserved at the peak", float(use["peak_reserved_bytes"])), ("activations, at most", row["most_bytes"]))
+    return Explanation(
+        title="Activations are computed twice, with memory free to keep them",
+        summary=f"Rank {estimate.worst} computes {row['blocks']} again in the backward pass, {duration(row['ns'])} a"
+        f" step; {size(free)} of the GPU's memory are free, and keeping the activations takes"
+        f" {size(row['most_bytes'])} at most.",
+        changes=(
+            change(
+                "no `torch.utils.checkpoint` around these blocks (transformers: `gradient_checkpointing=False`)",
+                gradient_checkpointing=(True, False),
+            ),
+        ),
+        evidence=Panel("bars", f"Memory of rank {estimate.worst}'s GPU", parts, unit="bytes"),
+        sure="Estimated by replaying the traced steps without what is computed again.",
+    )
+
+
+_SAVES_FROM = ("computation", *SAVES_FROM)
+RULE = Rule("Activations computed twice", check, explain, _SAVES_FROM, only_with="gpu", of_training=True)
