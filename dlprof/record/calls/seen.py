@@ -49,7 +49,8 @@ class Call:
 class Calls:
     """Keeps the places that calls of each kind came from.
 
-    What is made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, compile. What is called: iteration
+    What is made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, compile; or moved to a device: model
+    (any module with parameters). What is called: iteration
     (a loop over a loader), forward (of an outermost module), backward, optimizer_step, save (of a checkpoint); and in
     the step whose operators are counted: sync (the host gets a value), copy (to a device), and of the forward pass and
     the loss norm (a variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for
