@@ -1,7 +1,4 @@
-"""What is watched of torch to see where the script makes its loaders, wrappers and optimizers, and what it calls.
-
-Also where it moves a model to its device.
-"""
+"""What is watched of torch to see where the script makes its loaders, wrappers and optimizers, and what it calls."""
 
 from __future__ import annotations
 

@@ -126,8 +126,6 @@ class _Models:
 
     def _lay_out(self, module: Any) -> None:
         """Lay out the weights of a model's convolutions, in place: its parameters are the same objects."""
-        import torch
-
         weights = [p for p in module.parameters() if p.dim() in (4, 5)] if self._format is not None else []
         if not weights:
             return
