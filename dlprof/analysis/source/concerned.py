@@ -31,7 +31,6 @@ CONCERNED: Mapping[str, str] = {
     "growing_cat": "growing",
     "host_bound": "late",
     "host_sync": "waits",
-    "memory_format": "NCHW",
     "misaligned_shapes": "misaligned",
     "one_hot_input": "one-hot",
     "pageable_copy": "copies pageable",
@@ -82,12 +81,9 @@ def of_computation(
     kernels: Maybe[pd.DataFrame],
     operator_work: Maybe[pd.DataFrame],
     attention_blocks: Maybe[list[Found]],
-    nhwc_passes: Maybe[NDArray[np.float64]],
     has_device: bool,
 ) -> dict[str, Rows]:
-    """Return what computes in float32, in NCHW, in sizes that do not suit tensor cores, and in attention that is not
-    fused.
-    """
+    """Return what computes in float32, in sizes that do not suit tensor cores, and in attention that is not fused."""
     if not has_device:
         work = operator_work.or_none()
         multiplies = np.array([is_product(str(name)) for name in spans["name"].cat.categories], dtype=bool)
@@ -106,7 +102,6 @@ def of_computation(
     return {
         "float32": _taken(work, host.is_one_of(work["unit"], "float32")),
         "misaligned": _taken(work, _misaligned(spans, work)),
-        "NCHW": _taken(work, nhwc_passes.get() >= 0),
         "attention": _taken(work, fusable),
     }
 

@@ -62,10 +62,14 @@ class _Models:
     """The outermost models of this process."""
 
     def __init__(self, asked: Mapping[str, Value], effects: Effects) -> None:
+        import torch
+
         self._effects = effects
         self._autocast = asked.get(_AUTOCAST)
         self._mode = asked.get(_COMPILE)
-        self._format = asked.get(_FORMAT)
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d} if _FORMAT in asked else {}
+        last = asked.get(_FORMAT) == "channels_last"
+        self._formats = formats if last else dict.fromkeys(formats, torch.contiguous_format)  # by dimensions
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._images: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose convolutions were laid out
         self._ours: weakref.WeakSet[Any] = weakref.WeakSet()  # models that are compiled here
@@ -126,27 +130,21 @@ class _Models:
 
     def _lay_out(self, module: Any) -> None:
         """Lay out the weights of a model's convolutions, in place: its parameters are the same objects."""
-        weights = [p for p in module.parameters() if p.dim() in (4, 5)] if self._format is not None else []
+        weights = [p for p in module.parameters() if p.dim() in self._formats]
         if not weights:
             return
         before = "contiguous_format" if all(p.is_contiguous() for p in weights) else "channels_last"
         for weight in weights:  # Module.to fails where some have four dimensions and some five
-            weight.data = weight.data.contiguous(memory_format=self._of(weight.dim()))
+            weight.data = weight.data.contiguous(memory_format=self._formats[weight.dim()])
         self._images.add(module)
         self._effects.took(_FORMAT, before)
-
-    def _of(self, dimensions: int) -> Any:
-        import torch
-
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}
-        return last[dimensions] if self._format == "channels_last" else torch.contiguous_format
 
     def _laid_out(self, value: Any) -> Any:
         import torch
 
-        if not isinstance(value, torch.Tensor) or value.dim() not in (4, 5) or value.layout != torch.strided:
+        if not isinstance(value, torch.Tensor) or value.dim() not in self._formats or value.layout != torch.strided:
             return value
-        return value.contiguous(memory_format=self._of(value.dim()))
+        return value.contiguous(memory_format=self._formats[value.dim()])
 
     # -- torch.compile
 

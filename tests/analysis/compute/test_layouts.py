@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.layouts import nchw, nhwc_passes
+from dlprof.analysis.compute.layouts import nchw, passes_in_nhwc
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 
@@ -31,10 +31,8 @@ NAN = float("nan")
         ("void at::native::(anonymous namespace)::max_pool_backward_nchw<c10::BFloat16, float, int>", NAN),
     ],
 )
-def test_what_stands_for_a_kernel_in_nhwc(tmp_path: Path, name: str, passes: float) -> None:
-    made = traces.trace(traces.step(0, 0, MS), traces.launched(name, 10, 20_000, MS // 2, 1))
-    found = runs.rank_of(tmp_path, made).once(nhwc_passes)
-    np.testing.assert_array_equal(found, [passes])
+def test_what_stands_for_a_kernel_in_nhwc(name: str, passes: float) -> None:
+    np.testing.assert_equal(passes_in_nhwc(name), passes)
 
 
 def test_the_costs_are_those_of_a_mean_step(tmp_path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fixtures.jobs import launch, tiny, wrapped
 from tests.fixtures.overriding import done, overriding
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -233,3 +237,35 @@ def test_a_real_model_is_compiled_and_computes_the_same() -> None:
         assert done(effects, COMPILE) == (1, ["off"], None)
         assert net._compiled_call_impl is not None
     torch._dynamo.reset()
+
+
+LAID_OUT = """
+net = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+    torch.nn.Conv2d(8, 8, 3, groups=8), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 4),
+)
+net[0].register_forward_pre_hook(lambda _m, x: layouts.add(x[0].is_contiguous(memory_format=torch.channels_last)))
+layouts, losses, optimizer = set(), [], torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for n in range(12):
+    images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(n))
+    loss = torch.nn.functional.cross_entropy(net(images), torch.arange(4))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print([*layouts], losses)
+"""
+
+
+@pytest.mark.long
+def test_a_job_in_another_format_learns_the_same(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LAID_OUT)
+    command = [sys.executable, str(script)]
+    plain = launch(command, tmp_path).stdout
+    laid_out = launch(wrapped(tmp_path / "run", command, "--set", "model.memory_format=channels_last"), tmp_path)
+    outputs = (plain, laid_out.stdout)
+    (before, losses), (after, same) = (json.loads(f"[{out.replace('] [', '], [').lower()}]") for out in outputs)
+    assert (before, after) == ([False], [True])
+    assert same == pytest.approx(losses, rel=1e-3)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+    assert "never applied" not in laid_out.stderr

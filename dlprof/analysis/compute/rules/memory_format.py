@@ -23,7 +23,7 @@ import math
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import in_all_steps
 from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.calls import names_in
 from dlprof.analysis.source.patches import Call
@@ -39,13 +39,11 @@ _COLUMNS = {"norm_ns": "norms in NCHW_ns", "left_ns": "in channels_last_ns", "co
 
 
 def check(nchw: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
-    if any(model.get("channels_last") for rank in job.ranks for model in job.facts[rank].get("models") or []):
+    if settings.model(job).get("channels_last"):
         return nothing("the model is in channels_last")
     on_cpu, saved = settings.on_cpu(job), by_rank(nchw, "saved_ns")
-    slow = by_rank(nchw.assign(ns=nchw["convert_ns"] + nchw["norm_ns"]), "ns")
-    what = "batch norm, max pooling and reorders for oneDNN" if on_cpu else "batch norm and conversions to NHWC"
-    share = slow[worst(slow)] / mean_step_ns
-    summary = f"{what} take {percent(share)} of the step in the contiguous format"
+    share = (nchw["convert_ns"] + nchw["norm_ns"]).max() / mean_step_ns
+    summary = f"what the contiguous memory format makes slower takes {percent(share)} of the step"
     if against := next(filter(None, nchw["against"]), ""):
         return nothing(f"{summary}, but {against}")
     if share < LEAST_SHARE:
@@ -66,11 +64,11 @@ def explain(estimate: Estimate, nchw: Frame, call_sites: list[Call], mean_step_n
     row = mine.iloc[0]
     norm = "batch norm and max pooling take" if on_cpu else "batch norm takes"
     converting = "reordering the operands of convolutions" if on_cpu else "conversion to NHWC and back"
-    left = "" if math.isnan(row["left_ns"]) else f", {duration(row['left_ns'])} in channels_last"
+    left = "" if math.isnan(row["left_ns"]) else f" (in channels_last {duration(row['left_ns'])})"
     return Explanation(
         title="Convolutions run in the contiguous memory format, and not in channels_last",
-        summary=f"Of a step of {duration(mean_step_ns)} on rank {estimate.worst}, {norm} {duration(row['norm_ns'])} in"
-        f" NCHW{left}, and {converting} {duration(row['convert_ns'])}.",
+        summary=f"Of a step of {duration(mean_step_ns)} on rank {estimate.worst}, {norm}"
+        f" {duration(row['norm_ns'])}{left}, and {converting} {duration(row['convert_ns'])}.",
         changes=(_change(call_sites, "channels_last" if row["dimensions"] == 4 else "channels_last_3d"),),
         evidence=table(f"What the memory format costs a traced step of rank {estimate.worst}", mine, _COLUMNS),
         sure="Estimated by what other networks gained on another CPU: `dlprof try` measures it."
@@ -84,7 +82,9 @@ def _change(calls: list[Call], name: str) -> Change:
     """Return the change, of the model and of its inputs, by the script's own names and lines."""
     at = {call.kind: call for call in reversed(calls) if not call.via}
     model, images = names_in(at["forward"]) if "forward" in at else ("", "")
-    model, images, to = model or "model", images or "x", f".to(memory_format=torch.{name})"
+    if not model or at.keys() & {"ddp", "fsdp", "data_parallel", "compile"}:  # what is called is a wrapper
+        model = "model"
+    images, to = images or "x", f".to(memory_format=torch.{name})"
     places = (("model", "after"), ("optimizer", "before the optimizer is made,"))
     made = next((f" {where} {at[kind].file}:{at[kind].line}" for kind, where in places if kind in at), "")
     called = f" before {at['forward'].file}:{at['forward'].line}" if "forward" in at else ""

@@ -125,6 +125,10 @@ CALLS = [
             "`model = model{to}` before the optimizer is made, train.py:9,"
             " and `images = images{to}` before train.py:18",
         ),
+        (
+            [*CALLS, {"kind": "ddp", "file": "train.py", "line": 10}],
+            "`model = model{to}` after train.py:8, and `x = x{to}` before train.py:18",
+        ),
         ([], "`model = model{to}`, and `x = x{to}`"),
     ],
 )
@@ -161,9 +165,9 @@ ALONE = CONVOLUTION[:1]
         ("clear", "group or instance norms", {"work": (*CONVOLUTION, *NORMS, ("aten::native_group_norm", "norm", MS))}),
         ("clear", "without tensor cores", {"work": (*ON_FLOAT32, *NORMS)}),
         ("clear", "the model is in channels_last", {"models": [{"channels_last": True}]}),
-        ("clear", "take 0 %", {"work": (*ALONE, *IN_NHWC)}),
+        ("clear", "takes 0 %", {"work": (*ALONE, *IN_NHWC)}),
         # cuDNN's own batch norm is not known to gain.
-        ("clear", "take 0 %", {"work": (*ALONE, ("aten::cudnn_batch_norm", "cudnn::bn_fw_tr_1C11_kernel_NCHW", MS))}),
+        ("clear", "takes 0 %", {"work": (*ALONE, ("aten::cudnn_batch_norm", "cudnn::bn_fw_tr_1C11_kernel_NCHW", MS))}),
         ("not_measured", "shapes", {"shapes": ()}),
         ("not_measured", "AMD", {"device": "AMD Instinct MI300X"}),
         ("does_not_apply", "nothing convolves", {"work": [("aten::mm", "sm80_xmma_gemm_bf16bf16", MS)]}),
