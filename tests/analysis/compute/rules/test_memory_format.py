@@ -216,13 +216,13 @@ def computed(folder: Path, weight: list[int], **facts: Any) -> Path:
     return runs.recorded(folder / "run", (made, log, {**runs.CPU, **facts}))
 
 
-@pytest.mark.parametrize("weight", [[64, 64, 1, 1], [64, 64, 3, 3]])
+@pytest.mark.parametrize("weight", [[1024, 1024, 1, 1], [1024, 1024, 3, 3]])
 def test_a_cpu_gains_norms_pooling_and_reorders_less_the_copies_of_gradients(tmp_path: Path, weight: list[int]) -> None:
     found = ask(RULE, computed(tmp_path, weight))
     gone = 100 * MS * (0.67 + 0.8) + 50 * MS * 0.2 + 40 * MS * 0.85
-    copied = 0.55 * 100 * MS / ELEMENTS * 64 * 64 * 9 if weight[2] > 1 else 0.0
+    copied = 0.55 * 100 * MS / ELEMENTS * 1024**2 * 9 if weight[2] > 1 else 0.0
     assert found.state == "found"
-    assert found.saving_ns == pytest.approx(gone - copied, rel=0.02)
+    assert found.saving_ns == pytest.approx(gone - copied, rel=0.005)
     assert "try" in found.sure
 
 
