@@ -10,7 +10,7 @@ norms, with grouped convolutions (depthwise ones may be), or without tensor core
 
 Saving: the conversions, and PyTorch's batch norm less what its kernels for NHWC take, by the elements that they read
 and write and what they reached on a V100 and an A100. The traced steps are replayed: no sooner than the host launches.
-cuDNN's batch norm, pooling and the convolutions themselves count as equally fast. On a CPU: what six networks gained.
+cuDNN's batch norm, pooling and the convolutions themselves count as equally fast. On a CPU: what five networks gained.
 
 What to change: `model = model.to(memory_format=torch.channels_last)` before the optimizer is made, and the same for
 each batch of images; `torch.channels_last_3d` for volumes. `--set model.memory_format=channels_last` tries both.
