@@ -183,10 +183,10 @@ OVERRIDES = (
         " call returned.",
     ),
     Override(
-        "torch.channels_last",
-        _bool,
-        _FLAG,
-        "Images and convolutions in the channels-last layout.",
+        "model.memory_format",
+        _one_of("channels_last", "contiguous_format"),
+        "channels_last, contiguous_format",
+        "Memory format of the outermost model's convolutions, and of the images and volumes that it is called with.",
         risk="Code of the script's that flattens images with view() fails.",
     ),
     Override(

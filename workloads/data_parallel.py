@@ -72,6 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)  # the same on every rank
     model: nn.Module = small_network(args.width, Patterns.classes).to(args.device)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # absent in torch's hints
     if args.data_parallel:
         model = DataParallel(model)
     elif args.world > 1:
@@ -96,6 +97,7 @@ def train(args: argparse.Namespace) -> None:
     log = Log(args, "pictures", batch * args.world)
     for step, (pictures, labels) in enumerate(loader, start=1):
         x, y = pictures.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+        x = x.to(memory_format=torch.channels_last)
         loss = F.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -43,6 +43,7 @@ FAULTS = {
     "blocking_copies": "blocking_copy",  # batches from pinned memory, each of which the script waits for
     "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
+    "contiguous": "memory_format",  # model and pictures are not in channels_last
     "copies_back": "exposed_copy",  # every batch's pictures are fetched from the GPU again, as if to look at them
     "forward_twice": "unused_forward",  # another forward pass of each batch, for an accuracy
     "garbage": "gc_pauses",  # many objects live on, and every step has them all searched, as if to save memory
@@ -105,6 +106,7 @@ def plant(args: argparse.Namespace) -> None:
         # Compiled for one size. Without a fault (None) it is for any size, once a size has changed.
         "changing_shapes": {"compile": backend, "compile_sizes": False, "on_images": change_height},
         "checkpoint_every_few": {"checkpoint_every": 5, "checkpoint_times": saved},
+        "contiguous": {"channels_last": False},
         "copies_back": {"after_step": lambda images, **_: images.cpu()},
         "forward_twice": {"after_step": judge_again},
         "garbage": {"after_step": search_all_objects},

@@ -86,6 +86,7 @@ def main() -> None:
         torch.cuda.set_device(hvd.local_rank())
     torch.manual_seed(args.seed)
     model = resnet(False, args.width, 3 * [args.blocks], Patterns.classes, small=True).to(args.device)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # absent in torch's hints
     plain = torch.optim.SGD(model.parameters(), args.lr * args.world, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -105,6 +106,7 @@ def main() -> None:
     log = Log(args, "pictures", args.batch_size * args.world)
     for step, (batch, labels) in enumerate(loader, start=1):
         x, y = batch.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+        x = x.to(memory_format=torch.channels_last)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -46,7 +46,7 @@ GROUPS: tuple[Group, ...] = (
         "--layers 12 --length 1024 --batch-size 16",
         ("full_precision", "tiny_batch", "odd_shapes", "scores_in_memory", "norms_by_hand"),
     ),
-    Group("ddp_resnet", _RESNET, ("item_every_step", "no_workers", "pageable", "python_metrics")),
+    Group("ddp_resnet", _RESNET, ("contiguous", "item_every_step", "no_workers", "pageable", "python_metrics")),
     Group("bert_pretrain", "--layers 12 --batch-size 32 --accumulate 1", ("boolean_mask",)),
     Group(
         "amp_transformer",

@@ -12,6 +12,7 @@ from dlprof.analysis.communication.rules import (
 from dlprof.analysis.compute.rules import (
     fp32_matmul,
     growing_cat,
+    memory_format,
     misaligned_shapes,
     one_hot_input,
     recurrent_loop,
@@ -78,6 +79,7 @@ RULES: tuple[Rule, ...] = (
     hung_collective.RULE,
     idle_cores.RULE,
     input_wait.RULE,
+    memory_format.RULE,
     memory_growth.RULE,
     memory_headroom.RULE,
     misaligned_shapes.RULE,

@@ -176,7 +176,7 @@ def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
     if any(not o.get("fused") for o in facts.get("optimizers") or []):
         yield {"optimizer.fused": True}
     if facts.get("models"):
-        yield {"torch.channels_last": True}
+        yield {"model.memory_format": "channels_last"}
         yield {"torch.autocast": "bf16"}
         yield {"torch.compile": "default"}
     if device not in (None, "cpu"):

@@ -63,6 +63,7 @@ CONCERNS: Mapping[str, Concern] = {
     "host_sync": Concern(("synchronize", "sync"), ("rest",), called="synchronize"),
     "idle_cores": Concern(),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
+    "memory_format": Concern(("model", "forward")),
     "memory_growth": Concern((), ()),
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),

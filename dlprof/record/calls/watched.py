@@ -66,6 +66,14 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
         put(cls, "__init__", seeing(vars(cls)["__init__"], of(kind)))
     put(torch, "compile", seeing(torch.compile, of("compile")))
 
+    def moved(module: Any) -> None:
+        with contextlib.suppress(Exception):  # parameters() may be the script's own
+            if next(module.parameters(), None) is not None:
+                calls.see("model")
+
+    for name in ("to", "cuda"):
+        put(torch.nn.Module, name, seeing(vars(torch.nn.Module)[name], hidden(moved)))
+
     # Called with each class of modules: one of FSDP's is made when it is imported, the other where it is applied.
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
         super(torch.nn.Module, cls).__init_subclass__(**kwargs)

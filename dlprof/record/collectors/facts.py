@@ -241,7 +241,7 @@ def _model(model: Any) -> dict[str, Any]:
     torch = _torch()
     parameters: list[Any] = _ask(lambda: list(model.parameters()), name="parameters") or []
     modules: list[Any] = _ask(lambda: list(model.modules()), name="modules") or []
-    images = [m.weight for m in modules if isinstance(m, torch.nn.Conv2d)]
+    images = [m.weight for m in modules if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))]
     names = [type(m).__name__ for m in modules]
     ddp = next((m for m in modules if type(m).__name__ == "DistributedDataParallel"), None)
     fsdp = any("FSDP" in name or name == "FullyShardedDataParallel" for name in names)
@@ -257,7 +257,7 @@ def _model(model: Any) -> dict[str, Any]:
             compiled=lambda: (
                 "OptimizedModule" in names or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules)
             ),
-            channels_last=lambda: _channels_last(images[0]) if images else None,
+            channels_last=lambda: _channels_last(images),
             ddp=lambda: _ddp(ddp) if ddp is not None else None,
             tensor_parallel=lambda: _tensor_parallel(parameters, fsdp=fsdp),
             reads_sequences=lambda: any(map(_SEQUENTIAL.search, names)),
@@ -305,9 +305,12 @@ def _last_bucket(sizes: Sequence[int]) -> int:
     return last
 
 
-def _channels_last(weight: Any) -> bool:
-    channels_last = _torch().channels_last
-    return bool(weight.is_contiguous(memory_format=channels_last) and not weight.is_contiguous())
+def _channels_last(weights: Sequence[Any]) -> bool | None:
+    """Return whether convolutions are in channels_last; None: their weights are laid out alike in both formats."""
+    torch = _torch()
+    of = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layouts = ((w.is_contiguous(memory_format=of[w.dim()]), w.is_contiguous()) for w in weights)
+    return next((last for last, contiguous in layouts if last != contiguous), None)
 
 
 def _ddp(ddp: Any) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Overrides:
             "ddp": (data_parallel,),
             "optimizer": (optimizers,),
             "torch": (switches, models),
+            "model": (models,),
             "gc": (switches,),
             "copy": (copies,),
         }

@@ -1,4 +1,4 @@
-"""Overrides of the outermost model's call: torch.autocast, torch.compile and torch.channels_last.
+"""Overrides of the outermost model's call: torch.autocast, torch.compile and model.memory_format.
 
 Only modules with parameters count: a loss function stays as it is.
 """
@@ -17,14 +17,14 @@ from dlprof.record.hooks import hidden, put
 from dlprof.record.overrides.effects import Effects
 from dlprof.record.overrides.switches import by_torch
 
-_AUTOCAST, _COMPILE, _CHANNELS = "torch.autocast", "torch.compile", "torch.channels_last"
+_AUTOCAST, _COMPILE, _FORMAT = "torch.autocast", "torch.compile", "model.memory_format"
 
 
 def install(asked: Mapping[str, Value], effects: Effects) -> None:
     """Wrap the call of modules, and torch.compile where the script's own is overridden too."""
     import torch
 
-    if asked.keys().isdisjoint((_AUTOCAST, _COMPILE, _CHANNELS)):
+    if asked.keys().isdisjoint((_AUTOCAST, _COMPILE, _FORMAT)):
         return
     models = _Models(asked, effects)
     original: Any = torch.nn.Module.__call__
@@ -62,10 +62,14 @@ class _Models:
     """The outermost models of this process."""
 
     def __init__(self, asked: Mapping[str, Value], effects: Effects) -> None:
+        import torch
+
         self._effects = effects
         self._autocast = asked.get(_AUTOCAST)
         self._mode = asked.get(_COMPILE)
-        self._channels_last = asked.get(_CHANNELS)
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d} if _FORMAT in asked else {}
+        last = asked.get(_FORMAT) == "channels_last"
+        self._formats = formats if last else dict.fromkeys(formats, torch.contiguous_format)  # by dimensions
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._images: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose convolutions were laid out
         self._ours: weakref.WeakSet[Any] = weakref.WeakSet()  # models that are compiled here
@@ -88,7 +92,7 @@ class _Models:
 
     def _see(self, module: Any) -> None:
         self._seen.add(module)
-        for name, change in ((_CHANNELS, self._lay_out), (_COMPILE, self._compile)):
+        for name, change in ((_FORMAT, self._lay_out), (_COMPILE, self._compile)):
             with self._effects.noting(name):  # else it stays as it is
                 change(module)
 
@@ -122,26 +126,25 @@ class _Models:
             self._effects.failed(_AUTOCAST, e)
             return result
 
-    # -- torch.channels_last
+    # -- model.memory_format
 
     def _lay_out(self, module: Any) -> None:
         """Lay out the weights of a model's convolutions, in place: its parameters are the same objects."""
-        import torch
-
-        weights = [p for p in module.parameters() if p.dim() == 4] if self._channels_last is not None else []
+        weights = [p for p in module.parameters() if p.dim() in self._formats]
         if not weights:
             return
-        before = weights[0].is_contiguous(memory_format=torch.channels_last) and not weights[0].is_contiguous()
-        module.to(memory_format=torch.channels_last if self._channels_last else torch.contiguous_format)
+        before = "contiguous_format" if all(p.is_contiguous() for p in weights) else "channels_last"
+        for weight in weights:  # Module.to fails where some have four dimensions and some five
+            weight.data = weight.data.contiguous(memory_format=self._formats[weight.dim()])
         self._images.add(module)
-        self._effects.took(_CHANNELS, before)
+        self._effects.took(_FORMAT, before)
 
     def _laid_out(self, value: Any) -> Any:
         import torch
 
-        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.layout != torch.strided:
+        if not isinstance(value, torch.Tensor) or value.dim() not in self._formats or value.layout != torch.strided:
             return value
-        return value.contiguous(memory_format=torch.channels_last if self._channels_last else torch.contiguous_format)
+        return value.contiguous(memory_format=self._formats[value.dim()])
 
     # -- torch.compile
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from dlprof.analysis.source.calls import names_in
+from dlprof.analysis.source.edits import Span
 from dlprof.analysis.source.patches import Call
 from tests.fixtures.runs import CPU, MS, called, light, recorded
 
@@ -23,3 +27,18 @@ def test_calls_are_those_of_all_ranks_each_once(tmp_path: Path) -> None:
 
 def test_a_run_without_them_has_none(tmp_path: Path) -> None:
     assert called(recorded(tmp_path, (None, [light(n, MS) for n in range(9)], CPU)), sites) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "names"),
+    [
+        ("loss = F.cross_entropy(model(images), labels)", "model(images)", ("model", "images")),
+        ("out = self.net(batch.x, mask=m)", "self.net(batch.x, mask=m)", ("self.net", "batch.x")),
+        ("out = model(x.to(device))", "model(x.to(device))", ("model", "")),
+        ("out = model(**batch)", "model(**batch)", ("", "")),
+        ("for x in model(images):", "model(images)", ("", "")),
+    ],
+)
+def test_what_a_line_calls_and_with_what(source: str, text: str, names: tuple[str, str]) -> None:
+    at = source.index(text)
+    assert names_in(Call("forward", "t.py", 1, source=source, span=Span(1, 1, at, at + len(text)))) == names

@@ -155,7 +155,7 @@ main()
 # Settings that put more wrappers in the way and change nothing that warns.
 OVERRIDDEN = (
     "torch.autocast=off",
-    "torch.channels_last=False",
+    "model.memory_format=contiguous_format",
     "torch.compile=off",
     "optimizer.foreach=False",
     "loader.prefetch_factor=2",

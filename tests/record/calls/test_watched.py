@@ -96,6 +96,8 @@ FSDP(nn.Linear(4, 4), device_id=torch.device("cpu"))
 fully_shard(nn.Linear(8, 8))
 nn.DataParallel(nn.Linear(4, 4))
 compiled = torch.compile(model, backend="eager")
+nn.Softmax().to("cpu")
+model.to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     compiled(torch.randn(2, 8)).sum().backward()
@@ -116,6 +118,7 @@ def test_the_lines_that_wrap_a_model(tmp_path: Path) -> None:
     assert "fully_shard(nn.Linear(8, 8))" in found["fsdp"]
     assert found["data_parallel"] == ["nn.DataParallel(nn.Linear(4, 4))"]
     assert found["compile"] == ['compiled = torch.compile(model, backend="eager")']
+    assert found["model"] == ['model.to("cpu")']
     assert found["forward"] == ["compiled(torch.randn(2, 8)).sum().backward()"]
 
 

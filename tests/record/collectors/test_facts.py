@@ -33,10 +33,11 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             class Stream(IterableDataset):
                 def __iter__(self):
                     return iter(torch.randn(8, 3, 4, 4))
-            model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+            # The first weight is laid out alike in both formats.
+            model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
             model.to(memory_format=torch.channels_last)
-            model[0].bias.requires_grad_(False)
-            groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.5}]
+            model[1].bias.requires_grad_(False)
+            groups = [{"params": model[:2].parameters()}, {"params": model[3].parameters(), "lr": 0.5}]
             optimizer = torch.optim.AdamW(groups, lr=0.25, foreach=False)
             scaler = torch.amp.GradScaler("cpu")
             for x in DataLoader(Stream(), batch_size=4):
@@ -56,12 +57,12 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
     assert told["models"] == [
         {
             "class": "Sequential",
-            "parameters": 4 * 27 + 4 + 16 + 1,
-            "parameter_bytes": 4 * (4 * 27 + 4 + 16 + 1),
-            "trainable_parameters": 4 * 27 + 16 + 1,
-            "last_bucket_bytes": 4 * (4 * 27 + 16 + 1),
-            "dtypes": {"float32": 4},
-            "modules": 4,
+            "parameters": 9 + 4 * 27 + 4 + 16 + 1,
+            "parameter_bytes": 4 * (9 + 4 * 27 + 4 + 16 + 1),
+            "trainable_parameters": 9 + 4 * 27 + 16 + 1,
+            "last_bucket_bytes": 4 * (9 + 4 * 27 + 16 + 1),
+            "dtypes": {"float32": 5},
+            "modules": 5,
             "compiled": False,
             "channels_last": True,
             "ddp": None,
@@ -79,7 +80,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             "foreach": False,
             "takes": ["fused", "foreach"],
             "parameter_groups": 2,
-            "parameters": 4,
+            "parameters": 5,
             "lr": 0.25,
         }
     ]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fixtures.jobs import launch, tiny, wrapped
 from tests.fixtures.overriding import done, overriding
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
 from dlprof.record.overrides.models import install  # noqa: E402
 
-AUTOCAST, COMPILE, CHANNELS = "torch.autocast", "torch.compile", "torch.channels_last"
+AUTOCAST, COMPILE, FORMAT = "torch.autocast", "torch.compile", "model.memory_format"
 
 
 class Net(torch.nn.Module):  # type: ignore[misc]
@@ -85,40 +89,49 @@ def test_a_model_that_raises_leaves_the_next_call_outermost() -> None:
         assert done(effects, AUTOCAST)[0] == 2
 
 
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def images() -> Any:
+    """Return convolutions of pictures, and of volumes made of them."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 1))
+    volumes = torch.nn.Sequential(torch.nn.Unflatten(1, (2, 2)), torch.nn.Conv3d(2, 2, 2), torch.nn.Flatten())
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), volumes, torch.nn.Linear(50, 1))
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_convolutions_and_images_are_laid_out_and_parameters_are_the_same_objects(value: bool) -> None:
+@pytest.mark.parametrize("value", ["channels_last", "contiguous_format"])
+def test_convolutions_and_images_are_laid_out_and_parameters_are_the_same_objects(value: str) -> None:
     net, layouts = images(), []
-    if not value:
-        net = net.to(memory_format=torch.channels_last)
+    weights = (net[0].weight, net[2][1].weight)
+    if value == "contiguous_format":
+        for weight in weights:
+            weight.data = weight.data.contiguous(memory_format=LAST[weight.dim()])
     net[0].register_forward_pre_hook(lambda _m, x: layouts.append(_is_last(x[0])))
     expected = net(torch.ones(2, 3, 8, 8))
     parameters = list(map(id, net.parameters()))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with overriding(install, f"torch.channels_last={value}") as effects:
+    with overriding(install, f"model.memory_format={value}") as effects:
         for _ in range(2):
             got = net(torch.ones(2, 3, 8, 8))
             got.sum().backward()
             torch.testing.assert_close(got, expected)
         optimizer.step()
-        assert done(effects, CHANNELS) == (1, [not value], None)
-    assert layouts[1:] == [value, value]
-    assert _is_last(net[0].weight) is value
+        (before,) = {"channels_last", "contiguous_format"} - {value}
+        assert done(effects, FORMAT) == (1, [before], None)
+    last = value == "channels_last"
+    assert layouts[1:] == [last, last]
+    assert [_is_last(weight) for weight in weights] == [last, last]
     assert list(map(id, net.parameters())) == parameters
 
 
 def _is_last(tensor: Any) -> bool:
-    return bool(tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous())
+    return bool(tensor.is_contiguous(memory_format=LAST[tensor.dim()]) and not tensor.is_contiguous())
 
 
 def test_a_model_without_convolutions_is_not_laid_out() -> None:
-    with overriding(install, "torch.channels_last=True") as effects:
+    with overriding(install, "model.memory_format=channels_last") as effects:
         Net()(torch.ones(3, 4))
-        assert done(effects, CHANNELS) == (0, [], None)
+        assert done(effects, FORMAT) == (0, [], None)
 
 
 @pytest.fixture
@@ -224,3 +237,35 @@ def test_a_real_model_is_compiled_and_computes_the_same() -> None:
         assert done(effects, COMPILE) == (1, ["off"], None)
         assert net._compiled_call_impl is not None
     torch._dynamo.reset()
+
+
+LAID_OUT = """
+net = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+    torch.nn.Conv2d(8, 8, 3, groups=8), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 4),
+)
+net[0].register_forward_pre_hook(lambda _m, x: layouts.add(x[0].is_contiguous(memory_format=torch.channels_last)))
+layouts, losses, optimizer = set(), [], torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for n in range(12):
+    images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(n))
+    loss = torch.nn.functional.cross_entropy(net(images), torch.arange(4))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print([*layouts], losses)
+"""
+
+
+@pytest.mark.long
+def test_a_job_in_another_format_learns_the_same(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LAID_OUT)
+    command = [sys.executable, str(script)]
+    plain = launch(command, tmp_path).stdout
+    laid_out = launch(wrapped(tmp_path / "run", command, "--set", "model.memory_format=channels_last"), tmp_path)
+    outputs = (plain, laid_out.stdout)
+    (before, losses), (after, same) = (json.loads(f"[{out.replace('] [', '], [').lower()}]") for out in outputs)
+    assert (before, after) == ([False], [True])
+    assert same == pytest.approx(losses, rel=1e-3)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+    assert "never applied" not in laid_out.stderr
