@@ -39,6 +39,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("g01_gpt_fp32", "fp32_matmul", 23, "autocast", 47.04, 14.09),
+    Case("g02_resnet_layout", "memory_format", 18, "channels_last", 55.34, 29.54),
     Case("g04_optimizer_loop", "unfused_optimizer", 11, "fused=True", 43.14, 24.84),
     Case("g05_loader", "input_wait", 25, "num_workers=", 281.9, 12.9),
     Case("g06_grad_norm_items", "parameter_loop", 17, "get_total_norm", 22.14, 15.71),

@@ -69,7 +69,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("launches", "CUDA graphs", _HOST, ("CUDA graph", "make_graphed_callables", "reduce-overhead")),
     Case("recompiles", "one length", ("recompilation",), ("dynamic", "shape", "length", "pad"), promised=False),
-    Case("conv_layout", "channels_last", (), ("channels_last",), needs=("torchvision",)),
+    Case("conv_layout", "channels_last", ("memory_format",), ("channels_last",), needs=("torchvision",)),
     Case("norm_items", "one norm, not read", _HOST, ("get_total_norm", "clip_grad_norm_", "_foreach", "every k steps")),
     Case("synchronize", "no synchronize()", _HOST, ("synchronize",)),
     Case("optimizer_loop", "fused=True", ("unfused_optimizer", "host_bound"), ("fused",)),
