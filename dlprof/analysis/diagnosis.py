@@ -59,12 +59,13 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
-    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], o.id not in first, -o.saving_ns, o.id)))
+    by = sorted(outcomes, key=lambda o: (order[o.state], o.training, o.id not in first, -o.saving_ns, o.id))
+    outcomes = told_once(by)
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
-        together=together(basis, [(o, mine) for o, mine in asked if o.state == "found"]),
+        together=together(basis, [(o, mine) for o, mine in asked if o.state == "found" and not o.training]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
@@ -194,7 +195,11 @@ def _explained(rule: Rule, run: Measured, estimate: Estimate) -> dict[str, objec
     for row in explanation.evidence.rows if explanation.evidence else ():
         for cell in row:
             _check_value(cell)
-    return {f.name: getattr(explanation, f.name) for f in fields(explanation)}
+    changes = sorted(explanation.changes, key=lambda change: change.training)
+    # What may end the job must be cured, by whatever change.
+    training = estimate.scope not in TIMELESS and bool(changes) and changes[0].training
+    made = {f.name: getattr(explanation, f.name) for f in fields(explanation)}
+    return {**made, "changes": tuple(changes), "training": training}
 
 
 def lowered(sentence: str) -> str:

@@ -83,9 +83,14 @@ class WhatIf:
         gone = 1 - self._ratio(self.replay.step_ns(kept, durations, free, gap_ns, at_once))
         return min(max(gone, 0.0), 1.0) * self.measured_ns
 
-    def left(self, durations: NDArray[np.int64], calls: float = 1.0) -> float:
-        """Return how long the step is with other durations of its work, and of its calls, as a multiple of the step."""
-        return self._ratio(self.replay.step_ns(self._kept(calls=calls), durations))
+    def left(
+        self, durations: NDArray[np.int64], calls: float = 1.0, *, fetch: float = 1.0, python: float = 1.0
+    ) -> float:
+        """Return how long the step is with other durations of its work, and of its calls, as a multiple of the step.
+
+        `fetch`, `python`: the same of the wait for data, and of the script's own Python.
+        """
+        return self._ratio(self.replay.step_ns(self._kept(fetch, python, calls), durations))
 
     def ratio(self, durations: NDArray[np.int64], *, fetch: float = 1.0, host: float = 1.0) -> float:
         """Return the same with only a share left of the wait for data, and of the host's calls and Python."""

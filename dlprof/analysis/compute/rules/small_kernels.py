@@ -55,7 +55,8 @@ def explain(estimate: Estimate, small_kernels: Frame, gaps: Frame, job: Job) -> 
     mine, waits_ns = estimate.rows(small_kernels), estimate.rows(gaps)["small_ns"].iloc[0]
     number = f"{digits(mine['small'].iloc[0])} of {digits(mine['kernels'].iloc[0])} kernels"
     batch = settings.training_loader(job, rank).get("batch_size")
-    larger = change(f"a larger batch{is_now(batch)}: each kernel does more, at the same launch", numerics=True)
+    text = f"a larger batch{is_now(batch)}: each kernel does more, at the same launch"
+    larger = change(text, numerics=True, training=True)
     shown = mine.assign(name=[short(name, 120) for name in mine["name"]])
     return Explanation(
         title="Kernels are too small to hide their launches",

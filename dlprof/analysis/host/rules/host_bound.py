@@ -52,7 +52,7 @@ _SAID = {
     ),
 }
 _LISTED = change("find the Python that the report lists, and do it less often or in tensors")
-_LARGER = change("a larger batch: each kernel does more, at the same launch", numerics=True)
+_LARGER = change("a larger batch: each kernel does more, at the same launch", numerics=True, training=True)
 _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 _SCALED = ": what fills it was seen in the traced steps, and scaled to those that it did not slow."
 
