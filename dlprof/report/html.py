@@ -46,7 +46,8 @@ class Tile:
 class Card:
     """A finding as the page shows it."""
 
-    number: int
+    number: int  # 0: it stands apart, as it changes the training
+    key: str
     outcome: Outcome
     width: float  # the saving as a part of the step, in percent
     faster: bool  # whether its speed-up is known
@@ -56,11 +57,12 @@ class Card:
 def render(result: Result) -> str:
     """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts."""
     stack, waited = parts.stack(result), parts.blame(result)
-    cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
+    cards = [_card(number, str(number), outcome) for number, outcome in enumerate(result.found, 1)]
+    apart = [_card(0, f"training-{n}", outcome) for n, outcome in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
     figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
-    figures |= {**{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
+    figures |= {**{f"evidence-{c.key}": c.evidence for c in (*cards, *apart)}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
@@ -90,6 +92,9 @@ def render(result: Result) -> str:
         held=held,
         device=parts.device(result),
         cards=cards,
+        apart=apart,
+        apart_title=verdict.APART,
+        otherwise=verdict.OTHERWISE,
         first=cards[:DEAREST],
         together=formatting.together(result),
         tried=result.tried and tried_sentence(result.tried),
@@ -118,10 +123,11 @@ def _share_range(specs: Iterable[dict[str, Any]]) -> None:
         s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
 
 
-def _card(number: int, outcome: Outcome) -> Card:
+def _card(number: int, key: str, outcome: Outcome) -> Card:
     share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
     return Card(
         number,
+        key,
         outcome,
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
         formatting.speedup(outcome) != UNKNOWN,

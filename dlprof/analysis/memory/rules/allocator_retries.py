@@ -60,7 +60,11 @@ def explain(estimate: Estimate, retry_cost: Frame, memory_use: Frame, job: Job) 
         f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {cost['retried']:.0f} steps around them last"
         f" longer than the {cost['plain']:.0f} others.{failed}",
         changes=(
-            *([] if EXPANDABLE in (conf or "") else [change(text, numerics=False, **{variable: (conf, EXPANDABLE)})]),
+            *(
+                []
+                if EXPANDABLE in (conf or "")
+                else [change(text, numerics=False, training=False, **{variable: (conf, EXPANDABLE)})]
+            ),
             change(f"a smaller batch{is_now(batch)}", numerics=True),
             change("`torch.utils.checkpoint` on the largest blocks"),
             change("inputs of few different sizes: pad to buckets"),

@@ -35,7 +35,7 @@ from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.errors import NotMeasured
 from dlprof.result.throughput import Throughput
-from dlprof.units import digits, duration, is_now, percent, size
+from dlprof.units import duration, is_now, percent, size
 
 # Memory monitors warn above 92 % (batches.HIGH), and again above 97 %. Reserved memory may be cache, so the first limit
 # is for allocated memory, the second for reserved memory.
@@ -127,7 +127,7 @@ def explain(
 
 
 def _times(times: float) -> str:
-    return "twice" if times == 2 else f"{digits(times)} times"
+    return "twice" if times == 2 else f"{times:.3g} times"
 
 
 def _fullest(gpus: Frame, column: str) -> dict[Any, Any]:
@@ -151,7 +151,7 @@ def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
         changes=(
             change(f"a smaller batch{is_now(batch)}", numerics=True),
             change("`torch.utils.checkpoint` around the largest blocks"),
-            change(cache, numerics=False, **{variable: (conf, EXPANDABLE)}),
+            change(cache, numerics=False, training=False, **{variable: (conf, EXPANDABLE)}),
         ),
         evidence=table("Peak memory of each GPU", shown, _HELD, most=16),
         sure="Read from PyTorch's allocator a few times a second. Memory of other libraries comes on top.",

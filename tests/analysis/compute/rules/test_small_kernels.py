@@ -37,7 +37,7 @@ def test_found_with_what_a_graph_would_save(tmp_path: Path) -> None:
     assert found.ranks == (0,)
     captured, larger = found.changes
     assert captured.settings == (Setting("mode", None, "reduce-overhead"),)
-    assert (captured.numerics, larger.numerics) == (False, True)
+    assert [(c.numerics, c.training) for c in (captured, larger)] == [(False, False), (True, True)]
     assert found.evidence is not None
     assert found.evidence.rows == (("small", 10.0, 4_000.0),)
 

@@ -25,6 +25,7 @@ def recorded(folder: Path, *, busy: int, activations: int = 60, states: int = 20
     for n in range(4):
         t = n * MS
         events += [traces.step(n, t, MS)]
+        events += [traces.op("aten::linear", t + 6_000, MS - 8_000)]
         events += traces.launched("gemm", t, t, busy * 500, 10 * n + 1)
         late = t + MS - busy * 500
         events += traces.launched("gemm", late, late, busy * 500, 10 * n + 2)
