@@ -59,7 +59,7 @@ def test_the_batch_that_fills_the_gpu_is_named_and_no_larger_one(tmp_path: Path)
     # 10 GB stay and 20 come and go: 40 GB with 1.5 times the batch.
     assert [row[::2] for row in found.evidence.rows] == [(1, 0.3), (1.5, 0.4)]
     times, speeds = zip(*(row[1::2] for row in found.evidence.rows), strict=True)
-    assert "For 40 % of the 1.000 ms step the GPU waits for its host." in found.summary
+    assert "For 40 % of the 1.00 ms step the GPU waits for its host." in found.summary
     assert "From a batch 1.5 times as large on the GPU limits the step" in found.summary
     assert times == pytest.approx((MS, MS / 1.5), rel=0.01)
     assert speeds == pytest.approx((1, 1.5), rel=0.01)
