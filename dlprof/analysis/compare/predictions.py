@@ -60,8 +60,7 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
     taken: list[tuple[Outcome, float, str]] = []
     changed: dict[str, None] = {}
     names: set[str] = set()
-    found = (o for o in (*a.found, *a.if_training_may_change) if o.scope == "step" and o.saving_ns > 0)
-    for o in sorted(found, key=lambda o: o.id not in gone):
+    for o in sorted((o for o in a.found if o.scope == "step" and o.saving_ns > 0), key=lambda o: o.id not in gone):
         named = _followed(o, differ)
         # A setting that removed one bottleneck is not expected to save what other findings predict for it.
         if o.id not in gone and named.keys() <= names:
@@ -83,7 +82,7 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         return None
     gains = [gain for _, gain, _ in taken]
     total = sum(max(g, 0.0) for g in gains)
-    if a.together is not None and len(taken) > 1 and not any(o.training for o, *_ in taken):
+    if a.together is not None and len(taken) > 1:
         total = min(total, a.together.saving_ns)
     most, least = max(gains), max(total, *gains) if len(gains) > 1 else gains[0]
     gain = step.a_ns - step.b_ns
