@@ -166,73 +166,53 @@ def tensor_cores(
     )
 
 
-@within_rank
-def batch_replay(
-    what_if: WhatIf, device_work: pd.DataFrame, launched_by_optimizer: Maybe[NDArray[np.bool_]]
-) -> Callable[[float], tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return a function of a multiple of the batch: how long each piece of the replayed work then takes, ns, and which
-    share of that is added where the forward pass is computed once more.
-
-    Every kernel and copy takes so many times as long, but for the least that a kernel takes, the optimizer's kernels
-    and the exchanges, which are the same for any batch. The forward pass is FORWARD_SHARE of the computation.
-    """
-    by_optimizer = launched_by_optimizer.or_none()
-    same = host.is_kind(device_work, "communication") | (False if by_optimizer is None else by_optimizer)
-    rows, durations = what_if.replay.rows, what_if.replay.durations
-    longer = np.where(same[rows], 0, np.maximum(durations - device.LEAST_KERNEL_NS, 0))
-    forward = np.where(host.is_kind(device_work, "kernel")[rows] & (longer > 0), FORWARD_SHARE, 0.0)
-    return lambda times: (durations + (times - 1) * longer, forward)
-
-
 @per_rank
 def larger_batches(
     memory: Maybe[pd.DataFrame],
     what_if: WhatIf,
-    batch_replay: Callable[[float], tuple[NDArray[np.float64], NDArray[np.float64]]],
+    device_work: pd.DataFrame,
+    launched_by_optimizer: Maybe[NDArray[np.bool_]],
 ) -> pd.DataFrame:
     """Return for 1 and each of TIMES how much less the mean step would take for as many samples: times, gain_ns, and
     again_ns, the same where the forward pass is computed once more, as with checkpoints (below 0: it takes longer).
 
-    The host's calls take as long for any batch, FORWARD_SHARE of them for the forward pass. Waits for data grow with
-    the batch, and so may the script's own Python: the gain is what is left if it does. Raises NotMeasured where the
-    trace cannot be replayed, or whether a larger batch fits is not known.
+    By replaying the traced steps with every kernel and copy so many times as long, but for the least that a kernel
+    takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's calls are. Waits
+    for data grow with the batch, and so may the script's own Python: the gain is what is left if it does. The forward
+    pass is FORWARD_SHARE of the computation, and of the host's calls.
+
+    In every row: wait_share, of the present step, in which the device waits for its host or for data (without these the
+    step would be so much shorter); and fills, the smallest multiple of the batch with which that is at most 1 − FILLED,
+    if Python takes as long for any batch. NaN: if it does not, none in TIMES fills the device. Raises NotMeasured where
+    the trace cannot be replayed, or whether a larger batch fits is not known.
     """
     if not memory:
         raise NotMeasured("nothing was asked of the CUDA allocator")
+    by_optimizer = launched_by_optimizer.or_none()
+    same = host.is_kind(device_work, "communication") | (False if by_optimizer is None else by_optimizer)
+    durations = what_if.replay.durations
+    longer = np.where(same[what_if.replay.rows], 0, np.maximum(durations - device.LEAST_KERNEL_NS, 0))
+    forward = np.where(host.is_kind(device_work, "kernel")[what_if.replay.rows] & (longer > 0), FORWARD_SHARE, 0.0)
+
+    def took(times: float, again: float = 0.0) -> NDArray[np.int64]:
+        return ((durations + (times - 1) * longer) * (1 + again * forward)).astype(np.int64)
+
+    def filled(times: float, python: float = 1.0) -> float:
+        alone = what_if.ratio(took(times), fetch=0.0, host=0.0)
+        return alone / what_if.left(took(times), fetch=times, python=python)
+
     rows = []
     for times in (1.0, *TIMES):
-        took, forward = batch_replay(times)
-        then, more = took.astype(np.int64), (took * (1 + forward)).astype(np.int64)
-        left = what_if.left(then, fetch=times, python=times) / times
-        again = what_if.left(more, calls=1 + FORWARD_SHARE, fetch=times, python=times) / times
+        left = what_if.left(took(times), fetch=times, python=times) / times
+        again = what_if.left(took(times, 1.0), calls=1 + FORWARD_SHARE, fetch=times, python=times) / times
         rows.append((times, max(1 - left, 0.0) * what_if.measured_ns, (1 - again) * what_if.measured_ns))
-    return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"])
-
-
-@per_rank
-def filling_batch(
-    what_if: WhatIf, batch_replay: Callable[[float], tuple[NDArray[np.float64], NDArray[np.float64]]]
-) -> pd.DataFrame:
-    """Return one row: wait_share, of the step, in which the device waits for its host or for data (the step without
-    these would be so much shorter); and times, the smallest multiple of the batch with which that is at most
-    1 − FILLED, so that the device and not its host limits the step.
-
-    `times` is where the script's own Python takes as long for any batch, and NaN where no multiple in TIMES fills the
-    device if it grows with the batch. Raises NotMeasured where the trace cannot be replayed.
-    """
-
-    def waits(times: float, python: float = 1.0) -> float:
-        then = batch_replay(times)[0].astype(np.int64)
-        return 1 - what_if.ratio(then, fetch=0.0, host=0.0) / what_if.left(then, fetch=times, python=python)
-
     low, high = 1.0, TIMES[-1]
-    now = waits(low)
-    if now <= 1 - FILLED:
+    if (now := filled(low)) >= FILLED:
         high = low
-    elif waits(high, high) > 1 - FILLED:
+    elif filled(high, high) < FILLED:
         high = math.nan
     else:
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            low, high = (low, middle) if waits(middle) <= 1 - FILLED else (middle, high)
-    return pd.DataFrame([{"wait_share": now, "times": high}])
+            low, high = (low, middle) if filled(middle) >= FILLED else (middle, high)
+    return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"]).assign(wait_share=1 - now, fills=high)

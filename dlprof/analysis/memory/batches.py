@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pandas as pd
 
+from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES
 from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, by_rank, per_rank
 from dlprof.analysis.memory.footprint import growth, main_device, of_device
 from dlprof.analysis.memory.memory import total_bytes
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving
+from dlprof.errors import NotMeasured
 
 # Memory monitors warn above 92 %. A larger batch may use up to that.
 HIGH = 0.92
@@ -76,15 +81,37 @@ def even(times: float, batch: object) -> float:
 
 
 @across_ranks
-def larger_batch_steps(larger_batches: pd.DataFrame, own_time: pd.DataFrame) -> pd.DataFrame:
+def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[int, float]:
+    """Return each rank's time of the mean step that is the same for any batch, ns.
+
+    That is host work and the exchange of gradients, without waiting for other ranks.
+    """
+    exchanged, waits = part(breakdown, "communication"), by_rank(own_time, "wait_ns")
+    return {r: ns + max(0.0, exchanged[r] - waits.get(r, 0.0)) for r, ns in part(breakdown, *HOST).items()}
+
+
+@across_ranks
+def larger_batch_steps(
+    same_for_any_batch: dict[int, float],
+    larger_batches: Maybe[pd.DataFrame],
+    own_time: pd.DataFrame,
+    breakdown: pd.DataFrame,
+) -> pd.DataFrame:
     """Return the time that larger batches save, per present number of samples, a row for 1 and for each of TIMES.
 
-    Columns: times, gain_ns, again_ns (the gain if the forward pass is recomputed).
+    Columns: times, gain_ns, again_ns (the gain if the forward pass is recomputed). From a replay of the traced steps;
+    without one, the time that is the same for any batch is divided by the multiple, and recomputation is added.
     """
     rows = []
-    for times, mine in larger_batches.groupby("times"):
-        gone, again = by_rank(mine, "gain_ns"), by_rank(mine, "again_ns")
-        longer = min(again.values())
+    forward = {r: FORWARD_SHARE * ns for r, ns in part(breakdown, "computation").items()}
+    for times in (1.0, *TIMES):
+        gone = {r: ns * (1 - 1 / times) for r, ns in same_for_any_batch.items()}
+        again = {r: ns - forward.get(r, 0.0) for r, ns in gone.items()}
+        with suppress(NotMeasured):
+            frame = larger_batches.get()
+            mine = frame[frame["times"] == times]
+            gone, again = gone | by_rank(mine, "gain_ns"), again | by_rank(mine, "again_ns")
+        longer = min(again.values(), default=0.0)
         rows.append((times, saving(own_time, gone), saving(own_time, again) if longer >= 0 else longer))
     return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.kernels import around, filling_batch, kernels, larger_batches, tensor_cores
+from dlprof.analysis.compute.kernels import around, kernels, larger_batches, tensor_cores
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
@@ -134,16 +134,15 @@ FILLS = {
 @pytest.mark.parametrize("name", FILLS)
 def test_a_batch_fills_the_device_from_where_the_host_is_faster(name: str, tmp_path: Path) -> None:
     made, waits, times = FILLS[name]
-    (row,) = recorded(tmp_path, made).once(filling_batch).to_dict("records")
+    row = recorded(tmp_path, made).once(larger_batches).iloc[0]
     assert row["wait_share"] == pytest.approx(waits, abs=0.02)
-    assert row["times"] == pytest.approx(times, rel=0.02, nan_ok=True)
+    assert row["fills"] == pytest.approx(times, rel=0.02, nan_ok=True)
 
 
 def test_without_a_replay_it_abstains(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device=""))
-    for measure in (larger_batches, filling_batch):
-        with pytest.raises(NotMeasured):
-            rank.once(measure)
+    with pytest.raises(NotMeasured):
+        rank.once(larger_batches)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -51,7 +51,7 @@ def check(
     memory_composition: Frame,
     batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
-    filling_batch: Maybe[Frame],
+    larger_batches: Maybe[Frame],
     breakdown: Maybe[Frame],
     mean_step_ns: float,
     job: Job,
@@ -63,8 +63,8 @@ def check(
     room = most_times(batch_room)
     if room >= _ROOM:
         return nothing(f"a batch {digits(room)} times as large fits without changes: see memory_headroom")
-    fills, batch = filling_batch.get(), settings.training_loader(job).get("batch_size")
-    largest = float(fills["times"].max(skipna=False))
+    replayed, batch = larger_batches.get(), settings.training_loader(job).get("batch_size")
+    largest = float(replayed["fills"].max(skipna=False))
     if not largest > 1:
         limits = "the GPU limits the step" if largest == 1 else "no batch is known to fill the GPU"
         return nothing(f"activations leave no room for a larger batch, but {limits}: one would save little")
@@ -84,7 +84,7 @@ def check(
     gain, times = max(float(ways["gain_ns"].iloc[0]), 0.0), float(ways["times"].iloc[0])
     return Estimate(
         saving_ns=gain,
-        by_rank_ns=dict.fromkeys(fills["rank"].tolist(), gain),
+        by_rank_ns=dict.fromkeys(replayed["rank"].tolist(), gain),
         noise_ns=part_noise(breakdown.get(), *HOST, "communication") * (1 - 1 / times),
         loses="would be saved by a larger batch, which fits only with fewer activations",
         seen=ways.assign(step_ns=mean_step_ns - ways["gain_ns"], speed=mean_step_ns / (mean_step_ns - ways["gain_ns"])),

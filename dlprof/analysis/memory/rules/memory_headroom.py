@@ -54,7 +54,7 @@ def check(
     memory_use: Frame,
     batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
-    filling_batch: Maybe[Frame],
+    larger_batches: Maybe[Frame],
     breakdown: Maybe[Frame],
     job: Job,
 ) -> Estimate:
@@ -66,7 +66,7 @@ def check(
     if used > HIGH or gpus["reserved"].max() > CRITICAL:
         full = dict.fromkeys(gpus.loc[gpus["reserved"] > HIGH, "rank"].tolist(), 1.0)
         return Estimate(scope="risk", by_rank_ns=full, seen=gpus)
-    fills = float(filling_batch.get()["times"].max(skipna=False))
+    fills = float(larger_batches.get()["fills"].max(skipna=False))
     if math.isnan(fills):
         return nothing(f"up to {TIMES[-1]:g} times the batch the GPU would still wait for its host or for data")
     times = even(fills, settings.training_loader(job).get("batch_size"))
@@ -90,7 +90,7 @@ def explain(
     estimate: Estimate,
     batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
-    filling_batch: Maybe[Frame],
+    larger_batches: Maybe[Frame],
     mean_step_ns: Maybe[float],
     throughput: Maybe[Throughput],
     job: Job,
@@ -114,7 +114,7 @@ def explain(
     return Explanation(
         title="A larger batch would fit, and fill the GPU",
         summary=f"Rank {mine['rank']} allocates at most {size(mine['peak_allocated_bytes'])} of"
-        f" {size(mine['total_bytes'])}. For {percent(filling_batch.get()['wait_share'].max())} of the"
+        f" {size(mine['total_bytes'])}. For {percent(larger_batches.get()['wait_share'].max())} of the"
         f" {duration(step)} step the GPU waits for its host. From a batch {_times(times)} as large on the GPU limits"
         " the step, and not its host: a still larger one would save little.",
         changes=(change(f"{text}, with the learning rate to match: {then}", numerics=True, training=True, **larger),),
