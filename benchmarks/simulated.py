@@ -103,7 +103,7 @@ def _case(case: Case, result: Result, true: Truth, began: float) -> Case:
             if case.whole_loop
             else tuple(r.parts["computation"] / r.step_ns for r in true.ranks),
             "reported_computation": tuple(share for _, share in sorted(shares.items())),
-            "found": tuple((o.id, o.share) for o in result.found),
+            "found": tuple((o.id, o.share) for o in (*result.found, *result.if_training_may_change)),
             "batch_times": 0.0 if outcome is None or outcome.state != "found" else _batch_times(outcome),
             "error": "; ".join(errors),
             "why": _why(case, result, true),

@@ -68,14 +68,15 @@ class Run:
     @property
     def findings(self) -> pd.DataFrame:
         """What was found, the largest saving first, a row each: id, title, saving_ns, noise_ns, share, speedup, ranks,
-        summary, changes.
+        summary, training, changes. Last come those with `training`: what is saved only if the job trains otherwise.
 
         Savings are of the mean steady step and overlap: they are not to be summed.
         """
         import pandas as pd
 
-        columns = ("id", "title", "saving_ns", "noise_ns", "share", "speedup", "ranks", "summary")
-        rows = [{c: getattr(o, c) for c in columns} | {"changes": o.advice} for o in self.result.found]
+        columns = ("id", "title", "saving_ns", "noise_ns", "share", "speedup", "ranks", "summary", "training")
+        found = (*self.result.found, *self.result.if_training_may_change)
+        rows = [{c: getattr(o, c) for c in columns} | {"changes": o.advice} for o in found]
         return pd.DataFrame(rows, columns=[*columns, "changes"])
 
     def steps(self) -> pd.DataFrame:
@@ -117,7 +118,7 @@ class Run:
 
         found = {"breakdown": parts.stack(self.result), "blame": parts.blame(self.result)}
         found |= modules.specs(modules.shown(self.result))
-        found |= {o.id: shapes.panel(o.evidence) for o in self.result.found if o.evidence}
+        found |= {o.id: shapes.panel(o.evidence) for o in self.result.outcomes if o.evidence}
         for panel in self.result.panels:
             name = panel.shape if panel.shape == "timeline" else _identifier(panel.title)
             found.setdefault(name, shapes.panel(panel))

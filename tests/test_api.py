@@ -18,7 +18,7 @@ from dlprof.api import Run
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
 from dlprof.result.stored import to_json
-from tests.fixtures import runs, traces
+from tests.fixtures import results, runs, traces
 from tests.fixtures.runs import CPU, MS
 
 STEPS = 12
@@ -46,6 +46,14 @@ def test_findings_are_the_outcomes_that_were_found(run: Run) -> None:
     assert run.findings["id"].tolist() == [o.id for o in run.result.found]
     assert run.findings["saving_ns"].tolist() == [o.saving_ns for o in run.result.found]
     assert run.findings["id"].iloc[0] == "input_wait"
+
+
+def test_findings_that_change_the_training_come_last_and_say_so(path: Path) -> None:
+    run = dlprof.open(path)
+    run.__dict__["result"] = results.training()
+    found = run.findings.set_index("id")["training"]
+    assert found.to_dict() == {o.id: o.training for o in results.training().outcomes if o.state == "found"}
+    assert found.tolist() == [False, False, False, True]
 
 
 def test_steps_and_spans_are_the_tables(run: Run) -> None:

@@ -124,9 +124,9 @@ def test_every_rule_answers_once_dearest_first(result: Any, name: str) -> None:
     assert len({o["id"] for o in outcomes}) == len(outcomes)
     assert [o for o in outcomes if o["state"] == "error"] == []
     assert [w for w in result(name)["run"]["warnings"] if "failed" in w] == []
-    savings = [o["saving_ns"] for o in outcomes if o["state"] == "found"]
-    assert savings == sorted(savings, reverse=True)
-    assert [o["state"] for o in outcomes[: len(savings)]] == ["found"] * len(savings)
+    order = [(o["training"], -o["saving_ns"]) for o in outcomes if o["state"] == "found"]
+    assert order == sorted(order)
+    assert [o["state"] for o in outcomes[: len(order)]] == ["found"] * len(order)
 
 
 def test_without_workers_the_job_waits_for_data_before_all_else(result: Any) -> None:
@@ -173,6 +173,7 @@ def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str
     found = [o for o in said["outcomes"] if o["state"] == "found"]
     assert found
     assert not [o["id"] for o in found if "Capped at the step's time" in o["sure"]]
+    assert not found[0]["training"]
     assert found[0]["saving_ns"] <= said["together"]["saving_ns"] < said["window"]["step_ns"]
 
 

@@ -60,12 +60,13 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
     rank_of = _ranks(outcomes, rules)
-    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], o.id not in first, *rank_of[o.id], o.id)))
+    by = sorted(outcomes, key=lambda o: (order[o.state], o.training, o.id not in first, *rank_of[o.id], o.id))
+    outcomes = told_once(by)
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
-        together=together(basis, [(o, mine) for o, mine in asked if o.state == "found"]),
+        together=together(basis, [(o, mine) for o, mine in asked if o.state == "found" and not o.training]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
@@ -76,12 +77,13 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
 def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule]) -> dict[str, tuple[float, bool]]:
     """Return what outcomes are ordered by: the saving; of a generic one no more than causes of the same time save."""
     by_id = {rule.id: rule for rule in rules}
-    causes = [o.saving_ns for o in outcomes if o.state == "found" and by_id[o.id].of_host and not by_id[o.id].generic]
-    found = {}
+    found = [o for o in outcomes if o.state == "found" and not o.training]
+    causes = [o.saving_ns for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
+    keys = {}
     for o in outcomes:
         before = [ns for ns in causes if ns >= BESIDES * o.saving_ns] if by_id[o.id].generic else []
-        found[o.id] = (-min([o.saving_ns, *before]), bool(before))
-    return found
+        keys[o.id] = (-min([o.saving_ns, *before]), bool(before))
+    return keys
 
 
 def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]:
@@ -210,7 +212,11 @@ def _explained(rule: Rule, run: Measured, estimate: Estimate) -> dict[str, objec
     for row in explanation.evidence.rows if explanation.evidence else ():
         for cell in row:
             _check_value(cell)
-    return {f.name: getattr(explanation, f.name) for f in fields(explanation)}
+    changes = sorted(explanation.changes, key=lambda change: change.training)
+    # What may end the job must be cured, by whatever change.
+    training = estimate.scope not in TIMELESS and bool(changes) and changes[0].training
+    made = {f.name: getattr(explanation, f.name) for f in fields(explanation)}
+    return {**made, "changes": tuple(changes), "training": training}
 
 
 def lowered(sentence: str) -> str:

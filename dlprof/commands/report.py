@@ -112,7 +112,7 @@ def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: b
         wanted
         for outcome in result.found
         for change in outcome.changes
-        if numerics or not where.changes_numbers(change)
+        if not change.training and (numerics or not where.changes_numbers(change))
         for wanted in where.wanted(change, where.role_of(outcome.id))
     ]
     made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), asked)

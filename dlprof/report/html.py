@@ -46,7 +46,7 @@ class Tile:
 class Card:
     """A finding as the page shows it."""
 
-    number: int
+    key: str  # its number; "training-1": it stands apart, as it changes the training
     outcome: Outcome
     width: float  # the saving as a part of the step, in percent
     faster: bool  # whether its speed-up is known
@@ -56,11 +56,12 @@ class Card:
 def render(result: Result) -> str:
     """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts."""
     stack, waited = parts.stack(result), parts.blame(result)
-    cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
+    cards = [_card(str(number), outcome) for number, outcome in enumerate(result.found, 1)]
+    apart = [_card(f"training-{n}", outcome) for n, outcome in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
     figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
-    figures |= {**{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
+    figures |= {**{f"evidence-{c.key}": c.evidence for c in (*cards, *apart)}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
@@ -90,6 +91,7 @@ def render(result: Result) -> str:
         held=held,
         device=parts.device(result),
         cards=cards,
+        apart=apart,
         first=cards[:DEAREST],
         together=formatting.together(result),
         tried=result.tried and tried_sentence(result.tried),
@@ -99,10 +101,7 @@ def render(result: Result) -> str:
         sections=sections,
         command=" ".join(result.run.command),
         missing=formatting.ranks(result.run.missing_ranks),
-        saving=SAVING,
         blamed=verdict.blamed(result),
-        looks=looks.DRAWN,
-        look=looks.look,
         categories=[
             *formatting.ordered(part.category for part in result.time),
             *(("waiting",) if stack and "waiting" in stack.legend else ()),
@@ -118,10 +117,10 @@ def _share_range(specs: Iterable[dict[str, Any]]) -> None:
         s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
 
 
-def _card(number: int, outcome: Outcome) -> Card:
+def _card(key: str, outcome: Outcome) -> Card:
     share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
     return Card(
-        number,
+        key,
         outcome,
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
         formatting.speedup(outcome) != UNKNOWN,
@@ -387,7 +386,8 @@ def template(name: str) -> Template:
     environment.filters["in_model"] = in_model.named
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
     environment.filters.update((text.__name__, text) for text in texts)
-    environment.globals["newline"] = Markup("\n")
+    said = {"saving": SAVING, "apart_title": verdict.APART, "otherwise": verdict.OTHERWISE}
+    environment.globals.update(newline=Markup("\n"), looks=looks.DRAWN, look=looks.look, **said)
     return environment.get_template(name)
 
 

@@ -23,13 +23,14 @@ def render(result: Result) -> str:
     notices = verdict.notices(result)
     if notices:
         parts.append(Markup("<ul>{}</ul>").format(Markup("").join(map(Markup("<li>{}</li>").format, notices))))
-    if result.found:
-        heads = "".join(f"<th>{head}</th>" for head in ("finding", "would save", "speedup", "change"))
-        rows = Markup("").join(map(_row, result.found))
-        parts.append(Markup(f"<table><tr>{heads}</tr>{{}}</table>").format(rows))
+    for first, found in (("finding", result.found), (verdict.APART.lower(), result.if_training_may_change)):
+        heads = "".join(f"<th>{head}</th>" for head in (first, "would save", "speedup", "change"))
+        rows = Markup("").join(map(_row, found))
+        parts += [Markup(f"<table><tr>{heads}</tr>{{}}</table>").format(rows)] if found else []
     return str(Markup("").join(parts))
 
 
 def _row(outcome: Outcome) -> Markup:
-    changes = Markup("<br>").join(plain(change, 400) for change in outcome.advice)
+    said = [f"{plain(c.text, 400)}{verdict.OTHERWISE if c.training else ''}" for c in outcome.changes]
+    changes = Markup("<br>").join(said)
     return _ROW.format(plain(outcome.title, 200), formatting.saving(outcome), formatting.speedup(outcome), changes)

@@ -48,6 +48,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += ["", *_findings(result.found, width, colour)]
         together = formatting.together(result)
         lines += ["", *wrap(together, width, "  ")] if together else []
+    if apart := result.if_training_may_change:
+        lines += ["", *wrap(f"{verdict.APART}:", width, "  "), *_findings(apart, width, colour, numbered=False)]
     if result.tried is not None:
         lines += ["", *(paint(line, "1") for line in wrap(tried_sentence(result.tried), width, "  "))]
     return "\n".join(line.replace(NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
@@ -137,14 +139,14 @@ def _largest(parts: Mapping[str, TimePart], waits: Mapping[int, float], most: in
     return text
 
 
-def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
+def _findings(found: Sequence[Outcome], width: int, colour: bool, *, numbered: bool = True) -> list[str]:
     """Return number, rule, saving and speed-up of each; below them the title with its ranks, and the first change."""
     paint = painter(colour)
     digits = len(str(len(found)))
     column = max(columns(plain(o.id, 30)) for o in found)
     lines = []
     for number, outcome in enumerate(found, 1):
-        start = f"  {number:>{digits}}  "
+        start = f"  {number if numbered else '·':>{digits}}  "
         figures = (
             f"{formatting.saving(outcome):>10}  {formatting.speedup(outcome):>8}  {formatting.margin(outcome)}".rstrip()
         )

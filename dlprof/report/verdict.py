@@ -59,6 +59,10 @@ _WITHOUT_TIME = {
     "failure": "The job cannot continue until this is fixed.",
 }
 
+# The heading of what is saved only where the job trains otherwise.
+APART = "If the training may change"
+OTHERWISE = " (changes the training)"
+
 # Shorter waits, as a share of the step, get no sentence; and the most sentences.
 WORTH_SAYING = 0.02
 MOST_SENTENCES = 3
@@ -207,9 +211,7 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         return sentence, _WITHOUT_TIME.get(first.scope, "It has no estimated saving.")
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
-        larger = any(s.name == "batch_size" for change in first.changes[:1] for s in change.settings)
-        per = " for as many samples" if larger else ""
-        return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}{per}."
+        return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}."
     most = "at most " if first.at_most else ""
     return sentence, f"Fixing it would save {most}{duration(first.saving_ns)} of {_each(result)}."
 

@@ -116,24 +116,27 @@ class Place(msgspec.Struct, frozen=True):
 class Change(msgspec.Struct, frozen=True):
     """What a user can do: a sentence, with code as `code`, and the settings that it names.
 
-    `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `at`: the
-    call that takes the settings, None: not known; `diff`: the edit of it, "": `no_diff` says why there is none.
+    `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `training`:
+    whether time is saved only because the job trains otherwise (larger batches, fewer validations or checkpoints), so
+    that it cures nothing. `at`: the call that takes the settings, None: not known; `diff`: the edit of it, "":
+    `no_diff` says why there is none.
     """
 
     text: str
     settings: tuple[Setting, ...] = ()
     numerics: bool = False
+    training: bool = False
     at: Place | None = None
     diff: str = ""
     no_diff: str = ""
 
 
-def change(text: str, *, numerics: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
+def change(text: str, *, numerics: bool = False, training: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
     """Return a change that sets settings, each from one value to another: `num_workers=(0, 6)`; None: not known.
 
-    `numerics`: whether it changes the numbers that the job computes.
+    `numerics` and `training` as in Change.
     """
-    return Change(text, tuple(Setting(name, *values) for name, values in settings.items()), numerics)
+    return Change(text, tuple(Setting(name, *values) for name, values in settings.items()), numerics, training)
 
 
 class RankCost(msgspec.Struct, frozen=True):
@@ -146,7 +149,8 @@ class RankCost(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one rule on one run: found, clear, or, with `why`, not_measured, does_not_apply or error.
 
-    If it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated.
+    If it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated. `training`: all
+    of its changes change the training, so that it is reported apart; else those that do are the last of its changes.
     """
 
     id: str
@@ -172,6 +176,7 @@ class Outcome(msgspec.Struct, frozen=True):
     by_rank: tuple[RankCost, ...] = ()  # the MOST_RANKS with the highest cost, by rank; () in format 1
     where: tuple[Place, ...] = ()  # of a finding: calls, then lines that were seen
     modules: tuple[InModule, ...] = ()  # of a finding: those that it is about, the largest share first
+    training: bool = False
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -333,7 +338,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Together(msgspec.Struct, frozen=True):
-    """The most that all findings save together of the mean steady step; less than the sum where they overlap."""
+    """The most that all cures save together of the mean steady step; less than the sum where they overlap."""
 
     saving_ns: float
     share: float
@@ -347,7 +352,7 @@ class Result(msgspec.Struct, frozen=True):
     window: Window | None
     device: tuple[DeviceTime, ...] = ()
     time: tuple[TimePart, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()  # exactly one per rule: found first, the largest saving first
+    outcomes: tuple[Outcome, ...] = ()  # exactly one per rule: `found`, `if_training_may_change`, then the others
     panels: tuple[Panel, ...] = ()  # of the run as a whole: steps over the run, one step's timeline
     facts: tuple[Fact, ...] = ()
     dlprof: str = ""
@@ -369,5 +374,10 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def found(self) -> tuple[Outcome, ...]:
-        """The findings, the largest saving first."""
-        return tuple(o for o in self.outcomes if o.state == "found")
+        """The findings that leave the training as it is, the largest saving first."""
+        return tuple(o for o in self.outcomes if o.state == "found" and not o.training)
+
+    @property
+    def if_training_may_change(self) -> tuple[Outcome, ...]:
+        """What is saved only if the job trains otherwise, the largest saving first."""
+        return tuple(o for o in self.outcomes if o.state == "found" and o.training)

@@ -1,6 +1,7 @@
 """Which changes are tried: those that a report's findings name, further obvious ones, and the user's own.
 
-A change is tried whole. One of which a part cannot be set from outside is left out, and so is one that only prints.
+A change is tried whole. One of which a part cannot be set from outside is left out, and so is one that only prints, or
+that changes the training: that is tried where the user names it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _of_findings(result: Result) -> tuple[list[Candidate], list[str]]:
     found, skipped = [], []
     for outcome in result.found:
         for place, change in enumerate(outcome.changes):
-            if not change.settings or all(s.name in _PRINTS for s in change.settings):
+            if change.training or not change.settings or all(s.name in _PRINTS for s in change.settings):
                 continue
             try:
                 settings = overrides.parse(f"{name}={value}" for name, value in _named(change).items())

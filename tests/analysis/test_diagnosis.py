@@ -14,7 +14,7 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose, rule_named
 from dlprof.analysis.engine import needs, per_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, nothing
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, change, nothing
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -100,6 +100,39 @@ def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
     quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's", clear=True)
     said = answer(job, lambda: quiet)
     assert (said.state, said.share, said.summary) == ("clear", pytest.approx(0.5), "another rule's")
+
+
+CURE, LARGER = change("Fix it."), change("Train otherwise.", training=True)
+# By the changes of a finding and what it is about: whether it stands apart, and the order of its changes.
+TRAINING = {
+    "a cure": ((CURE,), "step", False, [False]),
+    "only of the training": ((LARGER, LARGER), "step", True, [True, True]),
+    "both, and the cure leads": ((LARGER, CURE), "step", False, [False, True]),
+    "what may end the job": ((LARGER,), "risk", False, [True]),
+    "what did end it": ((LARGER,), "failure", False, [True]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_finding_whose_changes_are_all_of_the_training_stands_apart(job: Run, name: str) -> None:
+    changes, scope, apart, order = TRAINING[name]
+    result = diagnose(job, [rule(finding(0.3, changes=changes, scope=scope))], jobs=1)
+    (said,) = result.outcomes
+    assert (said.state, said.training) == ("found", apart)
+    assert [c.training for c in said.changes] == order
+    assert (result.found, result.if_training_may_change) == (((), (said,)) if apart else ((said,), ()))
+    (told,) = to_json(result)["outcomes"]
+    assert (told["training"], [c["training"] for c in told["changes"]]) == (apart, order)
+
+
+def test_a_change_of_the_training_never_comes_before_a_cure(job: Run) -> None:
+    larger = rule(finding(0.5, changes=(LARGER,)), "larger")
+    small, smaller = rule(finding(0.1), "small"), rule(finding(0.05), "smaller")
+    rules = [larger, rule(lambda: nothing("fine"), "fine"), small, smaller]
+    result = diagnose(job, rules, jobs=1)
+    assert [o.id for o in result.outcomes] == ["small", "smaller", "larger", "fine"]
+    assert result.together == diagnose(job, [small, smaller], jobs=1).together
+    assert diagnose(job, [larger], jobs=1).together is None
 
 
 def test_not_measured(job: Run) -> None:

@@ -6,16 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
+from dlprof.analysis.source.patches import Patch, Wanted
 from dlprof.cli import cli
 from dlprof.commands import report
-from dlprof.result import Outcome
+from dlprof.errors import DlprofError
+from dlprof.result import Outcome, change
 from dlprof.result.stored import from_json
-from tests.fixtures import traces
+from tests.fixtures import results, traces
 from tests.fixtures.jobs import record
 
 
@@ -213,6 +217,22 @@ def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: 
     assert again.exit_code == 1
     assert "has changed since it was recorded" in again.output
     assert not (tmp_path / "second.diff").exists()
+
+
+def test_a_patch_leaves_the_training_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def patched(_: object, wanted: Sequence[Wanted]) -> Patch:
+        asked.extend(name for one in wanted for name in one.settings)
+        return Patch()
+
+    monkeypatch.setattr("dlprof.analysis.source.patches.patch", patched)
+    waits, saves, *others = results.training().outcomes
+    saves = replace(saves, changes=(*saves.changes, change("`shuffle=False`", training=True, shuffle=(True, False))))
+    result = replace(results.training(), outcomes=(waits, saves, *others))
+    with pytest.raises(DlprofError, match="no patch"):
+        report._write_patch(result, recorded(tmp_path), tmp_path / "fix.diff", numerics=True, tell=False)
+    assert asked == ["num_workers", "persistent_workers"]  # neither batch_size nor shuffle
 
 
 def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:

@@ -110,6 +110,17 @@ def test_the_page_says_what_the_result_says(pages: dict[str, Page]) -> None:
     assert "148.6 ms" in said
 
 
+def test_what_changes_the_training_has_a_section_after_the_findings(pages: dict[str, Page]) -> None:
+    said = " ".join(pages["training"].text.replace(NBSP, " ").split())
+    findings, apart = said.index("Each saving is estimated alone"), said.index("If the training may change This time")
+    assert findings < apart < said.index("A larger batch would fit, and fill the GPU")
+    assert said.index("save every 70 steps (now every 7th one) (changes the training)") < apart
+    ids = [a["id"] for a in pages["training"].of("article")]
+    assert ids == ["finding-1", "finding-2", "finding-3", "finding-training-1"]
+    assert "Predicted with larger batches" in said[apart:]
+    assert "If the training may change" not in pages["ddp"].text
+
+
 def test_attacks_are_shown_as_text(pages: dict[str, Page]) -> None:
     for attack in results.ATTACKS[:9]:
         assert attack in pages["hostile"].text

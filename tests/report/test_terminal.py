@@ -64,6 +64,25 @@ def test_findings_are_numbered_largest_first_with_figures_ranks_and_advice() -> 
     assert "1.04 × as long" in text
 
 
+def test_what_changes_the_training_stands_after_the_cures_and_without_a_number() -> None:
+    text = terminal.render(results.training(), 200)
+    cures, heading, apart = text.partition("  If the training may change:\n")
+    assert heading
+    assert (
+        cures
+        == terminal.render(results.ddp(), 200)
+        .partition("\n  clear:")[0]
+        .replace("Save less often, or with torch", "torch")
+        .replace("async_save.", "async_save")
+        + "\n"
+    )
+    assert "All of these together: at most 1.79 × faster (−94.8 ms)." in cures
+    assert apart.startswith("  ·  memory_headroom   −100.0 ms    1.87 ×\n     A larger batch would fit")
+    assert "     → batch_size=96 (is 64)\n" in apart
+    assert heading not in terminal.render(results.ddp(), 200)
+    assert "save every 70" not in text  # the first change is the cure
+
+
 def test_a_healthy_run_has_bars_and_no_findings() -> None:
     text = terminal.render(results.healthy())
     assert "Computation takes 89 % of each step." in text

@@ -26,6 +26,13 @@ def test_headline_of_a_healthy_run_says_what_fills_the_step_and_what_was_not_che
     assert "2 could not be measured" in gain
 
 
+def test_a_change_of_the_training_is_never_in_the_headline() -> None:
+    assert verdict.headline(results.training()) == verdict.headline(results.ddp())
+    healthy = results.healthy()
+    apart = replace(healthy, outcomes=(results.LARGER, *healthy.outcomes))
+    assert verdict.headline(apart) == verdict.headline(healthy)
+
+
 def test_a_larger_part_that_no_rule_could_judge_comes_before_the_findings() -> None:
     result = results.ddp()
     found = result.found[0]

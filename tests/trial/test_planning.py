@@ -35,6 +35,15 @@ def test_only_the_first_change_has_the_findings_saving() -> None:
     assert [c.predicted for c in found] == [1.25, None]
 
 
+def test_what_changes_the_training_is_tried_only_where_the_user_names_it() -> None:
+    trained = change("`num_workers=4`", training=True, num_workers=(0, 4))
+    for found in (outcome(trained, training=True), outcome(change("a cure"), trained)):
+        assert planned(found) == Plan(())
+        assert planned(found, allow_numerics=True) == Plan(())
+        (one,) = planned(found, asked=("loader.num_workers=4",)).candidates
+        assert one == Candidate({"loader.num_workers": 4})
+
+
 def test_a_saving_that_is_a_bound_predicts_no_change() -> None:
     (one,) = planned(outcome(WORKERS, at_most=True)).candidates
     assert one.predicted is None

@@ -47,11 +47,14 @@ _AT_ONCE = {
     ),
 }
 
+_HALF = change(
+    "exchange half as often: add up the gradients of two batches before the optimizer steps",
+    numerics=True,
+    training=True,
+)
+
 # What to change where nothing of the job is known but its trace, by the best plan.
 _UNKNOWN_JOB = {
-    "half": change(
-        "exchange half as often: add up the gradients of two batches before the optimizer steps", numerics=True
-    ),
     "bytes": change("exchange gradients in 16 bits: half as many bytes", numerics=True),
     "": change(
         "overlap the exchange with computation: gradients during the backward pass, all else before it is needed"
@@ -66,6 +69,8 @@ def advice(
 
     `accumulates`: exchanges are made for nothing. `collectives`: those of one rank; `per_step`: how many in a step.
     """
+    if best["key"] == "half":
+        return (_HALF,)
     model = settings.model(job)
     ddp, fsdp, cap = model.get("ddp") or {}, model.get("fsdp"), new_bucket(job, best)
     now, sized = ddp.get("bucket_cap_mb"), collectives.loc[collectives["bytes"] > 0]
@@ -74,12 +79,11 @@ def advice(
     what = f"{per_step:.0f} collectives of {size(median)} (median) a step"
     wrap = "exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
     larger = f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {now})"
-    hide = "give the exchange more to hide behind: a larger batch a rank, or smaller first buckets (`bucket_cap_mb`)"
+    hide = "smaller buckets (`bucket_cap_mb`): their exchange begins earlier in the backward pass"
     nccl = "`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host"
     keep = "`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather"
     mixed = "half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`"
-    fewer = "" if accumulates else "; fewer exchanges: `no_sync()`"
-    hook = f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}"
+    hook = "half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`"
     offered: tuple[tuple[Any, Change], ...] = (
         (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
         (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
@@ -93,6 +97,7 @@ def advice(
         (fsdp, change(keep, reshard_after_forward=(None, False))),
         (fsdp, change(mixed, numerics=True, param_dtype=half, reduce_dtype=half)),
         (ddp, change(hook, numerics=True)),
+        (ddp and not accumulates, _HALF),
     )
     fitting = tuple(one for applies, one in offered if applies)
     return fitting or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB[""]),)

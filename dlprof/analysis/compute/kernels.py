@@ -26,6 +26,11 @@ FORWARD_SHARE = 1 / 3
 # Multiples of the batch that are tried.
 TIMES = (1.5, 2.0, 3.0, 4.0, 8.0)
 
+# The device limits a step for nine tenths of which it works: from the same share on the verdict says that there is
+# little else to lose (report/verdict.py).
+FILLED = 0.9
+_BISECTIONS = 9  # to a hundredth of a batch
+
 
 @within_rank
 def kernels(
@@ -180,9 +185,14 @@ def larger_batches(
     again_ns, the same where the forward pass is computed once more, as with checkpoints (below 0: it takes longer).
 
     By replaying the traced steps with every kernel and copy so many times as long, but for the least that a kernel
-    takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's work is. The
-    forward pass is FORWARD_SHARE of the computation, and of the host's calls. Raises NotMeasured where the trace cannot
-    be replayed, or whether a larger batch fits is not known.
+    takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's calls are. Waits
+    for data grow with the batch, and so may the script's own Python: the gain is what is left if it does. The forward
+    pass is FORWARD_SHARE of the computation, and of the host's calls.
+
+    In every row: wait_share, of the present step, in which the device waits for its host or for data (without these the
+    step would be so much shorter); and fills, the smallest multiple of the batch with which that is at most 1 − FILLED,
+    if Python takes as long for any batch. NaN: if it does not, none in TIMES fills the device. Raises NotMeasured where
+    the trace cannot be replayed, or whether a larger batch fits is not known.
     """
     if not memory:
         raise NotMeasured("nothing was asked of the CUDA allocator")
@@ -191,10 +201,26 @@ def larger_batches(
     durations = what_if.replay.durations
     longer = np.where(same[what_if.replay.rows], 0, np.maximum(durations - device.LEAST_KERNEL_NS, 0))
     forward = np.where(host.is_kind(device_work, "kernel")[what_if.replay.rows] & (longer > 0), FORWARD_SHARE, 0.0)
+
+    def took(times: float, again: float = 0.0) -> NDArray[np.int64]:
+        return ((durations + (times - 1) * longer) * (1 + again * forward)).astype(np.int64)
+
+    def filled(times: float, python: float = 1.0) -> float:
+        alone = what_if.ratio(took(times), fetch=0.0, host=0.0)
+        return alone / what_if.left(took(times), fetch=times, python=python)
+
     rows = []
     for times in (1.0, *TIMES):
-        grown = durations + (times - 1) * longer
-        left = what_if.left(grown.astype(np.int64)) / times if times > 1 else 1.0
-        again = what_if.left((grown * (1 + forward)).astype(np.int64), calls=1 + FORWARD_SHARE) / times
+        left = what_if.left(took(times), fetch=times, python=times) / times
+        again = what_if.left(took(times, 1.0), calls=1 + FORWARD_SHARE, fetch=times, python=times) / times
         rows.append((times, max(1 - left, 0.0) * what_if.measured_ns, (1 - again) * what_if.measured_ns))
-    return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"])
+    low, high = 1.0, TIMES[-1]
+    if (now := filled(low)) >= FILLED:
+        high = low
+    elif filled(high, high) < FILLED:
+        high = math.nan
+    else:
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if filled(middle) >= FILLED else (middle, high)
+    return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"]).assign(wait_share=1 - now, fills=high)

@@ -40,7 +40,9 @@ def tf32(job: Job, rank: int, name: str) -> tuple[Change, ...]:
     if "Instinct" in name:
         text += ", with `HIPBLASLT_ALLOW_TF32=1` in the environment"
         sets["HIPBLASLT_ALLOW_TF32"] = (environment.get("HIPBLASLT_ALLOW_TF32"), "1")
-    product = change(text, numerics=True, **sets)
+    product = change(text, numerics=True, training=False, **sets)
     if allows_tf32(matmul, True) or not (matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul):
         return (product,)
-    return product, change(f"`{convolutions}` for convolutions, which are now without", numerics=True, **convolve)
+    return product, change(
+        f"`{convolutions}` for convolutions, which are now without", numerics=True, training=False, **convolve
+    )

@@ -7,9 +7,8 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, by_rank, per_rank
+from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, by_rank, per_rank
 from dlprof.analysis.memory.footprint import growth, main_device, of_device
 from dlprof.analysis.memory.memory import total_bytes
 from dlprof.analysis.step.breakdown import part
@@ -93,20 +92,15 @@ def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[
 
 @across_ranks
 def larger_batch_steps(
-    batch_room: Maybe[pd.DataFrame],
     same_for_any_batch: dict[int, float],
     larger_batches: Maybe[pd.DataFrame],
     own_time: pd.DataFrame,
-    mean_step_ns: float,
     breakdown: pd.DataFrame,
-    job: Job,
 ) -> pd.DataFrame:
-    """Return memory and time with larger batches, per present number of samples, a row for each multiple.
+    """Return the time that larger batches save, per present number of samples, a row for 1 and for each of TIMES.
 
-    Columns: times (1: the present batch; TIMES; and the largest that fits), size (NaN: not known), need (the largest
-    share of a GPU's memory; NaN: not known), gain_ns, step_ns, speed (× present), again_ns (the gain if the forward
-    pass is recomputed). From a replay of the traced steps; without one, the time that is the same for any batch is
-    divided by the multiple, and recomputation is added.
+    Columns: times, gain_ns, again_ns (the gain if the forward pass is recomputed). From a replay of the traced steps;
+    without one, the time that is the same for any batch is divided by the multiple, and recomputation is added.
     """
     rows = []
     forward = {r: FORWARD_SHARE * ns for r, ns in part(breakdown, "computation").items()}
@@ -119,16 +113,7 @@ def larger_batch_steps(
             gone, again = gone | by_rank(mine, "gain_ns"), again | by_rank(mine, "again_ns")
         longer = min(again.values(), default=0.0)
         rows.append((times, saving(own_time, gone), saving(own_time, again) if longer >= 0 else longer))
-    room, batch = batch_room.or_none(), settings.training_loader(job).get("batch_size")
-    most = 0.0 if room is None else even(most_times(room), batch)
-    frame = pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"])
-    if most > 1 and most not in frame["times"].to_list():
-        frame.loc[len(frame)] = [most, gain_at(frame, most), gain_at(frame, most, "again_ns")]
-    frame = frame.sort_values("times", ignore_index=True)
-    sizes = frame["times"] * (batch if isinstance(batch, int) else np.nan)
-    needs = [np.nan if room is None else batch_need(room, times) for times in frame["times"]]
-    frame = frame.assign(size=sizes, need=needs, step_ns=mean_step_ns - frame["gain_ns"])
-    return frame.assign(speed=mean_step_ns / frame["step_ns"].clip(lower=1.0))
+    return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"])
 
 
 def gain_at(larger_batch_steps: pd.DataFrame, times: float, column: str = "gain_ns") -> float:

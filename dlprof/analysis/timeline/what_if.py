@@ -94,9 +94,14 @@ class WhatIf:
         """Return how long the host is in a set of its time in the mean step, as the replay has it, ns."""
         return self.replay.host_ns(self._kept(), [times])[0]
 
-    def left(self, durations: NDArray[np.int64], calls: float = 1.0) -> float:
-        """Return how long the step is with other durations of its work, and of its calls, as a multiple of the step."""
-        return self._ratio(self.replay.step_ns(self._kept(calls=calls), durations))
+    def left(
+        self, durations: NDArray[np.int64], calls: float = 1.0, *, fetch: float = 1.0, python: float = 1.0
+    ) -> float:
+        """Return how long the step is with other durations of its work, and of its calls, as a multiple of the step.
+
+        `fetch`, `python`: the same of the wait for data, and of the script's own Python.
+        """
+        return self._ratio(self.replay.step_ns(self._kept(fetch, python, calls), durations))
 
     def ratio(self, durations: NDArray[np.int64], *, fetch: float = 1.0, host: float = 1.0) -> float:
         """Return the same with only a share left of the wait for data, and of the host's calls and Python."""

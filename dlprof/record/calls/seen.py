@@ -55,8 +55,8 @@ class Calls:
     (`to` or `cuda` of a module with parameters), iteration (a loop over a loader), forward (of an outermost module),
     backward, optimizer_step, save (of a checkpoint), synchronize and empty_cache (torch.cuda's); and in the step whose
     operators are counted: sync (the host gets a value), copy (to a device), and of the forward pass and the loss norm
-    (a variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for backward passes,
-    which are asked for often: the caller compares before it calls.
+    (a variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for backward
+    passes, which are asked for often: the caller compares before it calls.
     """
 
     def __init__(self) -> None:

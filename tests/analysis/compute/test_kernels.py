@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,13 @@ def test_no_kernel_can_run_before_it_is_launched(tmp_path: Path) -> None:
     assert row["fp32_saved_ns"] == 0  # the host launches no sooner
 
 
-def steps_of(busy: int, optimizer: int = 0) -> dict[str, Any]:
-    """Make steps of 1 ms of host time: `busy` ns of computing, and of the optimizer's kernel so many."""
+def steps_of(busy: int, optimizer: int = 0, *, python: bool = False) -> dict[str, Any]:
+    """Make steps of 1 ms of host time, operators or the script's own: `busy` ns of computing, `optimizer` ns of it."""
     events: list[Any] = []
     for n in range(4):
         t, c = n * MS, 10 * n + 1
         events += [traces.step(n, t, MS), *traces.launched("gemm", t, t + 10_000, busy, c)]
+        events += [] if python else [traces.op("aten::linear", t + 6_000, MS - 7_000)]
         if optimizer:
             events.append(traces.annotation("Optimizer.step#SGD.step", t + 20_000, 100_000))
             events += traces.launched("sgd", t + 30_000, t + 12_000 + busy, optimizer, c + 1)
@@ -114,6 +116,28 @@ def test_the_optimizer_is_the_same_for_any_batch(tmp_path: Path) -> None:
     twice, *_ = gains(tmp_path, steps_of(busy=588_000, optimizer=390_000))
     # 2 × 588 + 390 µs for two batches, of 1,000 each now.
     assert twice == pytest.approx(MS - (2 * 588_000 + 390_000) / 2, rel=0.03)
+
+
+def test_the_scripts_own_python_may_grow_with_the_batch(tmp_path: Path) -> None:
+    assert gains(tmp_path, steps_of(busy=300_000, python=True)) == [pytest.approx(0, abs=20_000)] * 3
+
+
+FILLS = {
+    "with three times the batch the device works for 0.9 ms": (steps_of(busy=300_000), 0.7, 3.0),
+    "so it does with that of which the optimizer's part stays": (steps_of(busy=200_000, optimizer=300_000), 0.5, 3.0),
+    "it works all the time": (steps_of(busy=988_000), 0.0, 1.0),
+    "it works for nine tenths": (steps_of(busy=905_000), 0.1, 1.0),
+    "with eight times the batch it works for 0.8 ms": (steps_of(busy=100_000), 0.9, math.nan),
+    "if the script's Python grows no batch fills it": (steps_of(busy=300_000, python=True), 0.7, math.nan),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_batch_fills_the_device_from_where_the_host_is_faster(name: str, tmp_path: Path) -> None:
+    made, waits, times = FILLS[name]
+    row = recorded(tmp_path, made).once(larger_batches).iloc[0]
+    assert row["wait_share"] == pytest.approx(waits, abs=0.02)
+    assert row["fills"] == pytest.approx(times, rel=0.02, nan_ok=True)
 
 
 def test_without_a_replay_it_abstains(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests.fixtures import runs, traces
+from dlprof.commands.prove.check import _limits
+from tests.fixtures import results, runs, traces
 from tests.fixtures.readings import crowded
 from tests.fixtures.runs import MS
 
@@ -65,6 +66,12 @@ def test_what_is_below_a_rules_threshold_is_checked_by_its_figure(tmp_path: Path
     first, second = done.stdout.splitlines()
     assert first.startswith("FAIL  input_wait < 2 %: 4.")
     assert second.startswith("ok    input_wait < 5 %: 4.")
+
+
+def test_what_changes_the_training_counts_where_its_rule_is_named() -> None:
+    limits = [("memory_headroom", 50.0, "%"), ("memory_headroom", 40.0, "%"), ("input_wait", 40.0, "%")]
+    checked = list(_limits(results.training(), limits, may_be_unknown=False, disturbed=False))
+    assert [one.word for one in checked] == ["ok", "FAIL", "ok"]
 
 
 def test_one_failure_of_several_fails_and_all_are_told(job: Path) -> None:

@@ -58,12 +58,17 @@ def explain(estimate: Estimate) -> Explanation:
         summary=f"In the mean dispatch the fullest rank gets {found.uneven:.2f} × the mean rank's tokens. {always}"
         f"{waiting}",
         changes=(
+            change("put experts that get many tokens on different ranks, or replicate them"),
             change(
                 "increase the weight of the router's auxiliary load-balancing loss, or balance the experts with a bias",
                 numerics=True,
+                training=True,
             ),
-            change("limit the tokens of an expert with a capacity factor: tokens above it are dropped", numerics=True),
-            change("put experts that get many tokens on different ranks, or replicate them"),
+            change(
+                "limit the tokens of an expert with a capacity factor: tokens above it are dropped",
+                numerics=True,
+                training=True,
+            ),
         ),
         evidence=tokens_of(found),
         sure=f"Estimated from {found.steps} traced steps, as if each rank got the mean number of tokens. No router is"

@@ -6,13 +6,15 @@ fits only if fewer activations are stored.
 
 Needs the memory that dlprof counted in one step (held.json), the readings of PyTorch's CUDA allocator, and a trace.
 
-Saving: for as many samples as a step has now, as `memory_headroom` predicts it, with the largest batch that fits once
-fewer activations are stored. With activation checkpointing the replay computes the forward pass once more: a third of
-the computation and of its launches, the most that it can cost. The change that saves most is named first: activation
-checkpointing of the repeated layers, autocast to 16 bits, or fused attention where scores are stored.
+Saving: for as many samples as a step has now, as `memory_headroom` predicts it, with the batch that fills the GPU, or
+the largest below it that fits once fewer activations are stored. With activation checkpointing the replay computes the
+forward pass once more: a third of the computation and of its launches, the most that it can cost. The change that saves
+most is named first: activation checkpointing of the repeated layers, autocast to 16 bits, or fused attention where
+scores are stored.
 
 What to change: `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)` around each of the named layers,
-`torch.autocast`, or `scaled_dot_product_attention`; then the batch size, and the learning rate with it.
+`torch.autocast`, or `scaled_dot_product_attention`; then, if the training may change, the batch size, and the learning
+rate with it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def check(
     memory_composition: Frame,
     batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
-    same_for_any_batch: Maybe[dict[int, float]],
+    larger_batches: Maybe[Frame],
     breakdown: Maybe[Frame],
     mean_step_ns: float,
     job: Job,
@@ -61,10 +63,15 @@ def check(
     room = most_times(batch_room)
     if room >= _ROOM:
         return nothing(f"a batch {digits(room)} times as large fits without changes: see memory_headroom")
-    steps, batch = larger_batch_steps.get(), settings.training_loader(job).get("batch_size")
+    replayed, batch = larger_batches.get(), settings.training_loader(job).get("batch_size")
+    largest = float(replayed["fills"].max(skipna=False))
+    if not largest > 1:
+        limits = "the GPU limits the step" if largest == 1 else "no batch is known to fill the GPU"
+        return nothing(f"activations leave no room for a larger batch, but {limits}: one would save little")
+    steps = larger_batch_steps.get()
     rows: list[dict[str, Any]] = []
     for way, mine in memory_changes[memory_changes["change"].isin(_WAYS)].groupby("change", sort=False):
-        times = even(float(mine["times"].min()), batch)
+        times = even(min(float(mine["times"].min()), largest), batch)
         if times > 1:
             gain = gain_at(steps, times, "again_ns" if way == "checkpoint" else "gain_ns")
             worst = mine.iloc[int(mine["now_bytes"].to_numpy().argmax())]
@@ -77,7 +84,7 @@ def check(
     gain, times = max(float(ways["gain_ns"].iloc[0]), 0.0), float(ways["times"].iloc[0])
     return Estimate(
         saving_ns=gain,
-        by_rank_ns=dict.fromkeys(same_for_any_batch.get(), gain),
+        by_rank_ns=dict.fromkeys(replayed["rank"].tolist(), gain),
         noise_ns=part_noise(breakdown.get(), *HOST, "communication") * (1 - 1 / times),
         loses="would be saved by a larger batch, which fits only with fewer activations",
         seen=ways.assign(step_ns=mean_step_ns - ways["gain_ns"], speed=mean_step_ns / (mean_step_ns - ways["gain_ns"])),
@@ -110,7 +117,7 @@ def explain(estimate: Estimate, memory_composition: Frame, job: Job) -> Explanat
             then = round(row["times"] * batch)
             more, larger = f"`batch_size={then}` (is {batch})", {"batch_size": (batch, then)}
         text = f"{way(row)}, and {more}: as many samples as now then take {duration(row['step_ns'])}"
-        changes.append(change(text, numerics=True, **larger))
+        changes.append(change(text, numerics=True, training=True, **larger))
     held = memory_composition[memory_composition["part"] == "activation"]
     most = held.iloc[int(held["bytes"].to_numpy().argmax())]
     return Explanation(

@@ -53,6 +53,7 @@ def explain(estimate: Estimate, retry_cost: Frame, memory_use: Frame, job: Job) 
     failed = f" {count(cost['ooms'], 'allocation')} failed." if cost["ooms"] else ""
     variable, conf = settings.allocator(job, rank)
     text = f"`{variable}={EXPANDABLE}` (is {conf or 'not set'})"
+    segments = change(text, numerics=False, training=False, **{variable: (conf, EXPANDABLE)})
     batch = settings.training_loader(job, rank).get("batch_size")
     return Explanation(
         title="PyTorch empties its cache of GPU memory again and again",
@@ -60,7 +61,7 @@ def explain(estimate: Estimate, retry_cost: Frame, memory_use: Frame, job: Job) 
         f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {cost['retried']:.0f} steps around them last"
         f" longer than the {cost['plain']:.0f} others.{failed}",
         changes=(
-            *([] if EXPANDABLE in (conf or "") else [change(text, numerics=False, **{variable: (conf, EXPANDABLE)})]),
+            *([] if EXPANDABLE in (conf or "") else [segments]),
             change(f"a smaller batch{is_now(batch)}", numerics=True),
             change("`torch.utils.checkpoint` on the largest blocks"),
             change("inputs of few different sizes: pad to buckets"),

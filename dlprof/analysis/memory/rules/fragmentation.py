@@ -75,7 +75,7 @@ def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explana
         verdict=f"Rank {rank} ran out of GPU memory with {size(row['free_bytes'])} of it free: no free block was"
         f" as large as the {size(row['requested_bytes'])} requested{at}.",
         changes=(
-            *([] if grows else [change(text, numerics=False, **{variable: (conf, expandable)})]),
+            *([] if grows else [change(text, numerics=False, training=False, **{variable: (conf, expandable)})]),
             change("inputs of fewer different sizes: pad to buckets"),
             change("`torch.cuda.empty_cache()` between phases that need different sizes"),
         ),

@@ -1,48 +1,51 @@
-"""The GPU's memory is nearly full, or so empty that a larger batch would fit and make training faster.
+"""The GPU's memory is nearly full, or has room for the larger batch that would fill the GPU.
 
-Host work and gradient exchange take the same time for any batch. Where the device waits for either, twice the batch
-halves that time per sample; where it computes all the time, a larger batch saves nothing. A job that uses nearly all
-memory fails on the first batch that is a little longer.
+Launches, Python and waiting take the same time for any batch. Where the device waits for its host, a larger batch gives
+it more to do meanwhile; from some size on it works all the time, and a still larger batch saves nothing. A job that
+uses nearly all memory fails on the first batch that is a little longer.
 
-Needs the readings of PyTorch's CUDA allocator, and a trace, which shows what the device waits for.
+Needs the readings of PyTorch's CUDA allocator, and a trace that links launches to kernels.
 
-Saving: per sample, the traced steps replayed with a larger batch: kernels and copies take so many times as long, while
-host work, the optimizer and exchanges stay. The higher efficiency of larger kernels is not counted. Without a replay:
-that share of the time in which the device waits for its host or only exchanges data. The advice is the smallest batch
-that saves nearly as much as the largest that fits. Activations, inputs and temporary memory grow with the batch, as
-counted in one step; without a count, all memory that a step frees.
+Saving: per sample, the traced steps replayed with the batch that fills the GPU, with which it works for nine tenths of
+the step. Kernels and copies take so many times as long, waits for data and the script's own Python too; calls of the
+host, the optimizer and exchanges stay. The higher efficiency of larger kernels is not counted. Nothing is said where
+the device works so much already, where eight times the batch would not fill it, or where the batch that does would not
+fit. Activations, inputs and temporary memory grow with the batch, as counted in one step; without a count, all memory
+that a step frees.
 
-What to change: the batch size, and the learning rate with it (a larger batch trains differently: compare the loss by
-samples, not by steps). Near the limit: a smaller batch, `torch.utils.checkpoint`, a lower precision,
-`PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.9 `PYTORCH_CUDA_ALLOC_CONF`).
+What to change: if the training may change, the batch size, and the learning rate with it (a larger batch trains
+differently: compare the loss by samples, not by steps). Near the limit: a smaller batch, `torch.utils.checkpoint`, a
+lower precision, `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.9 `PYTORCH_CUDA_ALLOC_CONF`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pandas as pd
+
 from dlprof.analysis import settings
+from dlprof.analysis.compute.kernels import TIMES
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.batches import HIGH, HOST, batch_need
+from dlprof.analysis.memory.batches import HIGH, HOST, batch_need, even, gain_at
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.errors import NotMeasured
-from dlprof.units import digits, duration, is_now, percent, size
+from dlprof.result.throughput import Throughput
+from dlprof.units import duration, is_now, percent, size
 
 # Memory monitors warn above 92 % (batches.HIGH), and again above 97 %. Reserved memory may be cache, so the first limit
 # is for allocated memory, the second for reserved memory.
 CRITICAL = 0.97
 
-# The smallest batch is advised that gives this share of what the largest one does: a larger batch trains differently.
-_NEARLY = 0.95
-
 # A different batch size changes training: as high as the thresholds for input and stragglers (5 %, XProf).
 NOTABLE_SHARE = 0.05
 
-_LARGER = {"times": "times the batch", "size": "batch size", "step_ns": "time for the same samples_ns"}
-_LARGER |= {"need": "peak memory_share", "speed": "samples a second_times"}
+_LARGER = {"times": "times the batch", "step_ns": "time for the same samples_ns", "need": "peak memory_share"}
+_LARGER |= {"speed": "samples a second_times"}
 _HELD = {"rank": "rank", "peak_allocated_bytes": "peak allocated_bytes", "peak_reserved_bytes": "peak reserved_bytes"}
 _HELD |= {"total_bytes": "GPU memory_bytes", "reserved": "reserved_share"}
 
@@ -51,8 +54,9 @@ def check(
     memory_use: Frame,
     batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
-    same_for_any_batch: Maybe[dict[int, float]],
+    larger_batches: Maybe[Frame],
     breakdown: Maybe[Frame],
+    job: Job,
 ) -> Estimate:
     gpus = memory_use[memory_use["total_bytes"] > 0]
     if not len(gpus):
@@ -62,18 +66,23 @@ def check(
     if used > HIGH or gpus["reserved"].max() > CRITICAL:
         full = dict.fromkeys(gpus.loc[gpus["reserved"] > HIGH, "rank"].tolist(), 1.0)
         return Estimate(scope="risk", by_rank_ns=full, seen=gpus)
-    steps = larger_batch_steps.get()
-    fits = steps[(steps["times"] > 1) & (steps["need"] <= HIGH)]
-    if not len(fits):
-        return nothing(f"{percent(used)} of the GPU's memory is used; no larger batch would fit")
-    chosen = fits[fits["gain_ns"] >= _NEARLY * fits["gain_ns"].max()].iloc[0]
-    gain, times = float(chosen["gain_ns"]), float(chosen["times"])
+    fills = float(larger_batches.get()["fills"].max(skipna=False))
+    if math.isnan(fills):
+        return nothing(f"up to {TIMES[-1]:g} times the batch the GPU would still wait for its host or for data")
+    times = even(fills, settings.training_loader(job).get("batch_size"))
+    if times <= 1:
+        return nothing("the GPU works for nine tenths of the step, or nearly: a larger batch would save little")
+    if (need := batch_need(batch_room, times)) > HIGH:
+        return nothing(
+            f"the batch that fills the GPU is {_times(times)} as large and needs {percent(need)} of its memory"
+        )
+    gain = gain_at(larger_batch_steps.get(), times)
     return Estimate(
         saving_ns=gain,
-        by_rank_ns=dict.fromkeys(same_for_any_batch.get(), gain),
+        by_rank_ns=dict.fromkeys(gpus["rank"].tolist(), gain),
         noise_ns=part_noise(breakdown.get(), *HOST, "communication") * (1 - 1 / times),
         loses=f"would be saved by a batch {_times(times)} as large",
-        seen=(gpus, chosen.to_dict()),
+        seen=(gpus, times),
     )
 
 
@@ -81,40 +90,44 @@ def explain(
     estimate: Estimate,
     batch_room: Frame,
     larger_batch_steps: Maybe[Frame],
-    same_for_any_batch: Maybe[dict[int, float]],
+    larger_batches: Maybe[Frame],
     mean_step_ns: Maybe[float],
+    throughput: Maybe[Throughput],
     job: Job,
 ) -> Explanation:
     if estimate.scope == "risk":
         return _nearly_full(estimate.seen, batch_need(batch_room, 1), job)
-    gpus, chosen = estimate.seen
-    mine = _fullest(gpus, "peak_allocated_bytes")
-    steps = larger_batch_steps.get()
-    fits = steps[steps["need"] <= HIGH]
+    gpus, times = estimate.seen
+    mine, step, samples = _fullest(gpus, "peak_allocated_bytes"), mean_step_ns.get(), throughput.or_none()
     batch = settings.training_loader(job, mine["rank"]).get("batch_size")
-    text, larger = f"a batch {_times(chosen['times'])} as large", dict[str, Any]()
+    text, larger = f"a batch {_times(times)} as large", dict[str, Any]()
     if isinstance(batch, int):
-        text, larger = f"`batch_size={chosen['size']:.0f}` (is {batch})", {"batch_size": (batch, round(chosen["size"]))}
-    text += f", with the learning rate to match: as many samples as now then take {duration(chosen['step_ns'])}"
-    most, counted = fits.iloc[-1], (batch_room["counted"] == 1).all()
-    largest = f"{most['size']:,.0f} samples" if isinstance(batch, int) else f"{_times(most['times'])} as large"
+        text, larger = f"`batch_size={times * batch:.0f}` (is {batch})", {"batch_size": (batch, round(times * batch))}
+    elif samples is not None and (now := samples.samples_per_step):
+        text += f" ({times * now:,.0f} samples a step, now {now:,.0f})"
+    then = f"as many samples as now take {duration(step - estimate.saving_ns)}"
+    steps = larger_batch_steps.get()
+    shown = pd.DataFrame({"times": sorted({*steps["times"][steps["times"] < times], times})})
+    shown["step_ns"] = [step - gain_at(steps, t) for t in shown["times"]]
+    shown = shown.assign(need=[batch_need(batch_room, t) for t in shown["times"]], speed=step / shown["step_ns"])
+    counted = (batch_room["counted"] == 1).all()
     return Explanation(
-        title="A larger batch would fit and be faster",
+        title="A larger batch would fit, and fill the GPU",
         summary=f"Rank {mine['rank']} allocates at most {size(mine['peak_allocated_bytes'])} of"
-        f" {size(mine['total_bytes'])}. For {duration(max(same_for_any_batch.get().values()))} of the"
-        f" {duration(mean_step_ns.get())} step the device waits for its host or only exchanges data, which takes as"
-        f" long for any batch. The largest batch known to fit is {largest}, with {percent(most['need'])} of the"
-        " memory.",
-        changes=(change(text, numerics=True, **larger),),
-        evidence=table("Predicted with larger batches", fits, _LARGER),
-        sure="Predicted. Assumes that computation grows with the batch, and that the host's work and the exchanges do"
-        f" not. Memory was {'counted by part' if counted else 'read from the allocator'}. Whether the model trains as"
-        " well is not known.",
+        f" {size(mine['total_bytes'])}. For {percent(larger_batches.get()['wait_share'].max())} of the"
+        f" {duration(step)} step the GPU waits for its host. From a batch {_times(times)} as large on the GPU limits"
+        " the step, and not its host: a still larger one would save little.",
+        changes=(change(f"{text}, with the learning rate to match: {then}", numerics=True, training=True, **larger),),
+        evidence=table("Predicted with larger batches", shown, _LARGER),
+        sure="Predicted by replaying the traced steps. Assumes that kernels, copies, waits for data and the script's"
+        " own Python grow with the batch, and that the host's calls and the exchanges do not. Memory was"
+        f" {'counted by part' if counted else 'read from the allocator'}. Whether the model trains as well is not"
+        " known.",
     )
 
 
 def _times(times: float) -> str:
-    return "twice" if times == 2 else f"{digits(times)} times"
+    return "twice" if times == 2 else f"{times:.3g} times"
 
 
 def _fullest(gpus: Frame, column: str) -> dict[Any, Any]:
@@ -138,7 +151,7 @@ def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
         changes=(
             change(f"a smaller batch{is_now(batch)}", numerics=True),
             change("`torch.utils.checkpoint` around the largest blocks"),
-            change(cache, numerics=False, **{variable: (conf, EXPANDABLE)}),
+            change(cache, numerics=False, training=False, **{variable: (conf, EXPANDABLE)}),
         ),
         evidence=table("Peak memory of each GPU", shown, _HELD, most=16),
         sure="Read from PyTorch's allocator a few times a second. Memory of other libraries comes on top.",

@@ -13,9 +13,9 @@ longer besides, as to gather the state or to replace a file: by how much they, a
 the others. Where a job saves so often that the system never stops writing to its disk, that slows all steps alike on a
 busy host, and none of them shows by how much: then more is gained than is predicted.
 
-What to change: save less often (what a failure costs is half the interval, on average); save in the background
-(`torch.distributed.checkpoint.async_save` returns once the state is copied); let each rank write its own part; write to
-a local disk first.
+What to change: save in the background (`torch.distributed.checkpoint.async_save` returns once the state is copied); let
+each rank write its own part; write to a local disk first. If the training may change: save less often (what a failure
+costs is half the interval, on average).
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ def explain(estimate: Estimate, stall_means: Frame, stalled_steps: Frame, mean_s
         summary=f"Rank {rank} saves in {every(apart, 'steady step')} and stands still for"
         f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.",
         changes=(
+            change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change(
                 f"save every {typed(apart * max(2, rarer)):,} steps (now {every(apart, 'one')}): at most"
-                f" {percent(GOAL_SHARE)} of the time then goes to saving"
+                f" {percent(GOAL_SHARE)} of the time then goes to saving",
+                training=True,
             ),
-            change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
         ),
         at_most=True,
         evidence=stall_bars(steps, rank, "Saving"),

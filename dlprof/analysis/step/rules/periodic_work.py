@@ -10,8 +10,8 @@ turn, or an optimizer's.
 
 Saving: all of that time gone, which is the most that doing it more rarely, faster or elsewhere can give.
 
-What to change: do it more rarely; make the line faster that the report names (in batches, without a loop in Python); do
-it in another process while training goes on.
+What to change: make the line faster that the report names (in batches, without a loop in Python); do it in another
+process while training goes on. If the training may change: do it more rarely.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def explain(estimate: Estimate, periodic: Frame, hottest: Maybe[Frame], mean_ste
     shown = mine.assign(phase=mine["phase"].map(_WHERE))
     rarer = 2 ** max(math.ceil(math.log2(share / 0.02)), 1) if share else 2
     of_rank = f" of rank {rank}" if len(job.ranks) > 1 else ""
-    faster = "record with stacks (`pip install py-spy`) to see the lines that it spends its time in"
+    elsewhere = change("do it in another process while training goes on")
+    cures = [elsewhere, change("record with stacks (`pip install py-spy`) to see the lines that it spends its time in")]
     if seen:
         faster = "make it faster where the stacks show it: in batches, in tensors, without a loop in Python"
+        cures = [change(faster), elsewhere]
     return Explanation(
         title=f"Every {every}th step takes {duration(extra)} longer",
         summary=f"One step in {every}{of_rank} takes {duration(extra)} longer than the others, mostly"
         f" {_WHERE[first['phase']]}{forwards}: {percent(share)} of the mean step.{seen}",
         changes=(
-            change(
-                f"do it every {2 * every} steps and {percent(share / 2)} of the step is saved, if the job allows it"
-            ),
-            change(faster),
-            change("do it in another process while training goes on"),
+            *cures,
+            change(f"do it every {2 * every} steps: {percent(share / 2)} of the step is saved", training=True),
         ),
+        at_most=True,
         evidence=table(f"Steps that are longer at a fixed interval, rank {rank}", shown, _COLUMNS),
         sure=f"Measured over {count(int(first['steps']), 'such step')} and all others; the saving is all of it gone,"
         f" the most that any change can give. Done {digits(float(rarer))} × as rarely, it would be"

@@ -6,13 +6,13 @@ faster, but the job does.
 Needs the step log, in which steps without a backward pass and without an optimizer's step are validation, and two
 phases of it: of one alone it is not known how often it comes.
 
-Saving: what validating half as often would save; where one rank validates while others wait, or each rank validates the
-whole set, what sharing it out would save. This time is not in the steady steps: it is spread over the training steps,
-and its share is that of the training loop.
+Saving: where one rank validates while others wait, or each rank validates the whole set, what sharing it out would
+save; else what its waits for data take, where these are notable; else what validating half as often would save. This
+time is not in the steady steps: it is spread over the training steps, and its share is that of the training loop.
 
-What to change: validate less often, or on a fixed part of the data and on all of it only now and then; share it out
-over the ranks; `torch.inference_mode()` and the training's autocast; a larger batch than in training, since nothing is
-kept for a backward pass; as many loader workers as for training.
+What to change: share it out over the ranks; as many loader workers as for training; `torch.inference_mode()` and the
+training's autocast; a larger batch than in training, since nothing is kept for a backward pass. If the training may
+change: validate less often, or on a fixed part of the data and on all of it only now and then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dlprof.analysis.engine import Frame, Job, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.step.whole_job import validation_loader
 from dlprof.errors import NotMeasured
@@ -34,7 +34,7 @@ NOTABLE_SHARE = 0.05
 WAITS = 0.2
 
 
-def check(validation_cost: Frame) -> Estimate:
+def check(validation_cost: Frame, loop_step_ns: Maybe[float]) -> Estimate:
     if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
         raise NotMeasured(
             f"the script validates without a loader, within {count(inside, 'training step')}: see periodic_work and"
@@ -47,7 +47,9 @@ def check(validation_cost: Frame) -> Estimate:
     costs = by_rank(validation_cost, "cost_ns")
     # Where one rank validates the others wait for it, so the one that takes longest counts for all.
     (mine,) = validation_cost[validation_cost["rank"] == worst(costs)].to_dict("records")
-    part = 1 - 1 / mine["among"] if mine["among"] > 1 else 0.5
+    waits = mine["fetch_share"] * (mine["fetch_share"] > WAITS)
+    mine["waits"] = waits * mine["cost_ns"] >= NOTABLE_SHARE * loop_step_ns.get() and mine["among"] <= 1
+    part = 1 - 1 / mine["among"] if mine["among"] > 1 else waits if mine["waits"] else 0.5
     return Estimate(
         saving_ns=mine["cost_ns"] * part,
         by_rank_ns=costs,
@@ -65,15 +67,20 @@ def explain(estimate: Estimate, loop_step_ns: float, job: Job) -> Explanation:
     why = " The other ranks wait for it." if among > 1 else ""
     if mine["samples"]:
         why = f" Each rank goes through all of its {mine['samples']:,} samples."
+    how, known = "half of it gone", " What `torch.inference_mode()` and larger batches in validation gain is not known."
+    if among > 1:
+        how, known = f"shared out evenly over {among} ranks", ""
+    elif mine["waits"]:
+        how, known = "its waits for data gone, the most that more workers can give", ""
     return Explanation(
         title=f"Validation takes {percent(share)} of the training loop's time",
         summary=f"Every {digits(mine['every'])} training steps rank {rank} validates for {duration(mine['phase_ns'])},"
         f" in {count(mine['fetches'], 'batch')}; {percent(mine['fetch_share'])} of it waits for data.{why}",
         changes=tuple(_changes(job, rank, mine)),
         evidence=_evidence(share, mine),
-        sure="Measured over the whole job; "
-        + (f"estimated as shared out evenly over {among} ranks." if among > 1 else "estimated as half of it gone.")
-        + " A job that validates less often than the recorded part of it has less to gain.",
+        sure=f"Measured over the whole job; estimated as {how}. A job that validates less often than the recorded part"
+        f" of it has less to gain.{known}",
+        at_most=bool(mine["waits"]),
     )
 
 
@@ -85,7 +92,10 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
             " `all_reduce` the sums",
             shuffle=(None, False),
         )
-    yield change(f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data")
+    rarer = f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data"
+    yield change(rarer, training=True)
+    if mine["among"] <= 1 and not mine["waits"]:
+        return  # the saving is that of validating less often, and nothing is known of what else would give
     if mine["fetch_share"] > WAITS:
         yield change(
             f"more `num_workers`{is_now(loader.get('num_workers'))} and `persistent_workers=True` on validation's"

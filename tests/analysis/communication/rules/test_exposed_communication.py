@@ -60,15 +60,27 @@ def test_ranks_that_were_asked_for_no_trace_are_like_those_that_were(late: int, 
 
 def test_what_is_exposed_and_what_of_it_a_change_gives_are_told_apart(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path / "both", *reducing(takes=800_000)))
-    assert [found.share, found.lost_share] == pytest.approx([0.4, 0.8])
+    assert [found.share, found.lost_share] == pytest.approx([0.2, 0.8])
     exposed = "80 % of each step is communication that nothing hides"
-    assert found.verdict == f"{exposed}; half as many exchanges would save 40 %."
-    assert found.advice[0].startswith("exchange half as often")
-    assert found.changes[0].numerics
+    assert found.verdict == f"{exposed}; computation could hide 20 %."
+    assert not found.training
     alone = ask(RULE, runs.foreign(tmp_path / "one", reducing(takes=800_000)[0]))
-    assert (
-        alone.verdict == f"{exposed}, or waiting for ranks that are not here; half as many exchanges would save 40 %."
-    )
+    assert alone.verdict == f"{exposed}, or waiting for ranks that are not here; computation could hide 20 %."
+
+
+def test_to_exchange_half_as_often_is_said_only_where_nothing_else_is_notable(tmp_path: Path) -> None:
+    # The other steps of the optimizer are another training, and nothing hides more than 0.02 of the 0.98 ms.
+    found = ask(RULE, runs.foreign(tmp_path, *reducing(takes=980_000)))
+    assert (found.share, found.training) == (pytest.approx(0.49), True)
+    assert [(c.text[:22], c.numerics, c.training) for c in found.changes] == [("exchange half as often", True, True)]
+
+
+def test_of_a_replicated_model_fewer_exchanges_are_the_last_advice(tmp_path: Path) -> None:
+    facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "ddp": {"bucket_cap_mb": 25.0}}]}
+    found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing(many=4))))
+    assert [c.training for c in found.changes] == [False] * (len(found.changes) - 1) + [True]
+    assert found.advice[-1].startswith("exchange half as often")
+    assert not found.training
 
 
 def test_what_is_not_known_of_a_change_is_no_figure(tmp_path: Path) -> None:
@@ -160,13 +172,15 @@ def test_what_computation_cannot_hide_half_the_bytes_halve(tmp_path: Path) -> No
         for n in range(2):
             t = n * MS
             events += [traces.step(n, t, MS), traces.kernel("gemm", t, 300_000)]
-            events += [traces.collective(t + 300_000, 700_000, 100_000)]
+            events += [traces.collective(t + 300_000, 700_000, 10_000_000)]
         made.append(traces.trace(*events, rank=rank))
     found = ask(RULE, runs.foreign(tmp_path, *made))
     assert found.saving_ns == pytest.approx(350_000)
-    assert "half as many exchanges" in found.sure
+    assert "half as many bytes" in found.sure
+    assert found.advice == ("exchange gradients in 16 bits: half as many bytes",)
     assert found.evidence is not None
-    assert found.evidence.rows[1][1] == pytest.approx(0.7 * MS)
+    last = (25 << 20) / 40e6  # of 40 MB the last bucket, which nothing hides
+    assert found.evidence.rows[1][1] == pytest.approx(MS - 0.7 * MS * (1 - last))
 
 
 def jittering(transfer: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ def test_the_full_rank_is_found_and_the_straggler_rule_leaves_it_to_this_one(tmp
     assert found.saving_ns == pytest.approx(1_000 * (300 + 280 + 280) / 3, rel=0.01)
     assert found.at_most
     assert "rank 3 gets most" in found.summary
+    assert ([c.training for c in found.changes], found.training) == ([False, True, True], False)
     late = ask(straggler.RULE, path)
     assert late.state == "clear"
     assert "see expert_imbalance" in late.summary

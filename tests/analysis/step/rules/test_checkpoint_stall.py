@@ -25,8 +25,9 @@ def test_saving_every_fifth_step_is_found(tmp_path: Path) -> None:
     assert found.verdict == "10 % of each step waits for checkpoints."
     assert "every 5th steady step and stands still for 50.0 ms then (/data/model.pt)" in found.summary
     # 10 of 90 ms: six times rarer leaves 1.67 of 91.67 ms.
-    assert found.advice[0].startswith("save every 30 steps (now every 5th one)")
-    assert "async_save" in found.advice[1]
+    assert found.advice[1].startswith("save every 30 steps (now every 5th one)")
+    assert "async_save" in found.advice[0]
+    assert ([c.training for c in found.changes], found.training) == ([False, True], False)
     assert found.evidence is not None
     assert [row[0] for row in found.evidence.rows[:2]] == ["step 5", "step 10"]
 
