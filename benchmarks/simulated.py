@@ -25,7 +25,7 @@ from benchmarks import simulated_table, summary
 from benchmarks.simulated_table import Case
 from benchmarks.simulator import folder, healthy, play
 from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import Fault, recording
+from benchmarks.simulator.faults.fault import Fault
 from benchmarks.simulator.job import Job, Recording
 from benchmarks.simulator.truth import Share, Truth
 from dlprof.analysis.diagnosis import diagnose
@@ -41,10 +41,10 @@ def of_fault(fault_name: str, seed: int, keep: Path | None) -> Case:
     began = time.perf_counter()
     fault = next(f for f in FAULTS if f.name == fault_name)
     job = fault.make(seed)
-    how = recording(job, fault.name) if fault.recorded is None else fault.recorded(job)
-    true = play.true(job, steps=fault.steps)
+    how = fault.record(job)
+    true = play.true(job, fault.warm, fault.steps)
     name, true_ns = f"{fault.name}-{seed}", _period(fault, true)
-    fixed_ns = true_ns if fault.advised else _period(fault, play.true(fault.fix(job), steps=fault.steps))
+    fixed_ns = true_ns if fault.advised else _period(fault, play.true(fault.fix(job), fault.warm, fault.steps))
     case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, whole_loop=fault.scope == "loop")
     case = _diagnosed(case, name, job, how, true, keep, began)
     if fault.advised is None or not case.batch_times:

@@ -60,7 +60,10 @@ class Operator:
 
 @dataclass(frozen=True)
 class Begin:
-    """Open a named range or operator, and spend `ns` in it before what follows. category: cpu_op, user_annotation."""
+    """Open a named range or operator, and spend `ns` in it before what follows.
+
+    category: cpu_op, user_annotation, or module: the range of a module, which a trace shows as an operator.
+    """
 
     name: str
     ns: int = 0
@@ -222,6 +225,13 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Note which line of the script the training thread comes to, by its name in script.py."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Belongs:
     """Note what the work that is launched from now on is for: a module's path, and a part of the step."""
 
@@ -240,7 +250,7 @@ class Chunk:
 
 Instruction: TypeAlias = (
     Operator | Begin | End | Spend | Record | WaitFor | Synchronize | Copy | Exchange | Graph | HostFunction
-    | Allocate | Fetch | Stall | Thread | Phase | Chunk | Belongs
+    | Allocate | Fetch | Stall | Thread | Phase | Chunk | Belongs | Line
 )  # fmt: skip
 
 Program: TypeAlias = tuple[Instruction, ...]

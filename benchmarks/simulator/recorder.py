@@ -112,8 +112,9 @@ class Recorder:
         if name in ("forward", "replay") and row.lead < 0 and self._own:
             row.lead = process.now - row.start - row.fetch
         if name == "replay":  # counts as what the graph holds
-            row.backwards, row.optimizer_steps = row.backwards + 1, row.optimizer_steps + 1
+            row.forwards, row.backwards, row.optimizer_steps = 1, row.backwards + 1, row.optimizer_steps + 1
             return
+        row.forwards += name == "forward"
         row.backwards += name == "backward"
         row.optimizer_steps += name == "optimizer"
         self._phases.append((name, process.now))
