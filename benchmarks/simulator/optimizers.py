@@ -9,6 +9,8 @@ from benchmarks.simulator.job import Job
 from benchmarks.simulator.model import Shop
 from benchmarks.simulator.program import Begin, End, Instruction, Kernel, Operator, Phase
 
+RANGE = "Optimizer.step"
+
 # What AdamW does, operator by operator, and how many values of 4 bytes each moves for a parameter
 # (torch/optim/adamw.py, _multi_tensor_adamw).
 ADAMW = (
@@ -46,10 +48,10 @@ TENSORS = 36
 
 
 def optimizer_step(job: Job, shop: Shop, key_of: Callable[..., int]) -> Iterator[Instruction]:
-    """Return optimizer.step(): PyTorch's range of it is around the recorder's."""
+    """Return optimizer.step() but for the end of PyTorch's range of it, which is around the recorder's."""
     model, kind = job.model, job.optimizer.kind
     launches = -(-model.tensors // TENSORS)
-    yield Begin(f"Optimizer.step#{job.optimizer.name}.step", 60 * US, key_of("optimizer"), "user_annotation")
+    yield Begin(f"{RANGE}#{job.optimizer.name}.step", 60 * US, key_of("optimizer"), "user_annotation")
     yield Phase("optimizer")
     if kind == "fused":
         made = shop.moved(_FUSED, model.parameters / launches, FUSED, 4)
@@ -71,7 +73,14 @@ def optimizer_step(job: Job, shop: Shop, key_of: Callable[..., int]) -> Iterator
                 one = shop.moved(name, each, passes, 4)
                 yield in_place(job, operator, one, key)
     yield Phase("")
-    yield End(5 * US, key_of("optimizer", "end"))
+
+
+def step_end(key_of: Callable[..., int]) -> Iterator[Instruction]:
+    """Return the end of optimizer.step().
+
+    Where the optimizer's step marks the recorder's steps, the next one begins before that, in the optimizer's hooks.
+    """
+    yield End(5 * US, key_of("optimizer", "end"), RANGE)
 
 
 def in_place(job: Job, operator: str, kernel: Kernel, key: int) -> Operator:

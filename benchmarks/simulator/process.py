@@ -40,6 +40,8 @@ from benchmarks.simulator.streams import MARKERS, UNKNOWN, Meeting, Stream, Work
 
 KEYS = 251  # different draws of jitter in a step
 
+VIEWS = ("aten::view", "aten::as_strided", "aten::empty", "aten::empty_strided", "aten::transpose")
+
 # Up to so many bytes a copy from pageable memory is handed over without waiting (CUDA C++ Programming Guide,
 # "Asynchronous Concurrent Execution": copies of 64 KB or less from host to device).
 SMALL_COPY = 65_536
@@ -136,10 +138,11 @@ class Process:
             self.now += self._profiling(category) // 2
             self._open.append((category, name, args, self.thread, self.now, self._external))
 
-    def leave(self) -> None:
-        """Close the innermost range."""
-        if self.tracing and self._open:
-            category, name, args, thread, start, external = self._open.pop()
+    def leave(self, named: str = "") -> None:
+        """Close the innermost range, or of those whose names begin so; where there is none, nothing."""
+        at = next((n for n in reversed(range(len(self._open))) if self._open[n][1].startswith(named)), -1)
+        if self.tracing and at >= 0:
+            category, name, args, thread, start, external = self._open.pop(at)
             self.records.calls.append(Call(category, name, thread, start, self.now, -1, external, args))
             self.now += self._profiling(category) // 2
 
@@ -229,7 +232,7 @@ class Process:
             self.spend(it.ns, it.key)
         elif isinstance(it, End):
             self.spend(it.ns, it.key)
-            self.leave()
+            self.leave(it.name)
         elif isinstance(it, Spend):
             self.spend(it.ns, it.key, it.what)
         elif isinstance(it, Record):
@@ -275,6 +278,10 @@ class Process:
         for name in op.names:
             self.enter(name, "cpu_op", op.args)
         self.spend(op.before, op.key)
+        if self.tracing:
+            for name in VIEWS[: op.views]:
+                self.enter(name)
+                self.leave()
         for n, kernel in enumerate(op.kernels, op.key):
             if kernel.kind in ("kernel", "communication"):
                 call, cost = op.call, self.host.launch

@@ -56,6 +56,7 @@ class Operator:
     stream: int = COMPUTE
     args: Args | None = None
     call: str = "cudaLaunchKernel"
+    views: int = 0  # operators within that launch nothing
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class End:
-    """Close the innermost open range after `ns`."""
+    """Close the innermost open range, or the one of a name, after `ns`."""
 
     ns: int = 0
     key: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import cached_property
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job
 from benchmarks.simulator.model import Shop
-from benchmarks.simulator.optimizers import optimizer_step, zero_grad
+from benchmarks.simulator.optimizers import optimizer_step, step_end, zero_grad
 from benchmarks.simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -97,6 +97,7 @@ class Replicas:
         yield Thread(MAIN)
         yield Phase("")
         yield from optimizer_step(replace(job, model=self.model), self.shop, key_of)
+        yield from step_end(key_of)
         yield from zero_grad(self.job, key_of)
         yield Spend(job.script.after, "python", key_of("after"))
 

@@ -19,7 +19,7 @@ from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job, Tables
 from benchmarks.simulator.layers import OUTSIDE, Layers
 from benchmarks.simulator.model import Shop
-from benchmarks.simulator.optimizers import optimizer_step, zero_grad
+from benchmarks.simulator.optimizers import optimizer_step, step_end, zero_grad
 from benchmarks.simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -136,7 +136,8 @@ class Training:
             shapes = {"shapes": f.shapes, "dtype": f.dtype} if f.shapes else None
             args = self.layers.args(module, f, "made", shapes)
             yield from self.layers.enter(module, f)
-            yield Operator((*f.outer, f.operator), f.kernels, key, host.before_op, host.after_op, args=args)
+            names = (*f.outer, f.operator)
+            yield Operator(names, f.kernels, key, host.before_op, host.after_op, args=args, views=host.views)
             yield from self.layers.leave(f)
             yield from self.exchanges.after_function(module, f.name, "forward")
         yield from self.layers.leave_all()
@@ -160,7 +161,8 @@ class Training:
             for n, (operator, kernel) in enumerate(f.backward):
                 if self.exchanges.busy and self.job.gradients.slowdown:
                     kernel = replace(kernel, ns=round(kernel.ns * (1 + self.job.gradients.slowdown)))
-                yield Operator((operator,), (kernel,), key + n, host.backward_op // 2, host.after_op // 2)
+                before, after = host.backward_op // 2, host.after_op // 2
+                yield Operator((operator,), (kernel,), key + n, before, after, views=host.views)
             yield End(300, key)
             yield End(300, key)
             yield from self.exchanges.after_function(module, f.name, "backward")
@@ -198,6 +200,8 @@ class Training:
         job, script = self.job, self.job.script
         yield Belongs(OUTSIDE, "other")
         if steps and script.captured != "all":
+            yield from step_end(key_of)
+            yield from habits.lap(job, "step")
             yield Line("zero_grad")
             yield from zero_grad(job, key_of)
         yield from habits.average(job, self.shop, key_of)
@@ -231,7 +235,7 @@ class Training:
         yield from self._waiting()
         on_host = job.tables if job.tables.on == "host" else Tables()
         yield from tables.lookups(on_host, key_of)
-        half = len(self.functions) // 2
+        half = len(self.functions) // 2 if garbage or retries else len(self.functions)
         if job.script.captured:
             yield self._graph(self._forward(self.functions), "forward")
             half = len(self.functions)
@@ -268,7 +272,6 @@ class Training:
             yield Line("step")
             yield Belongs(OUTSIDE, "optimizer")
             yield from optimizer_step(job, self.shop, key_of)
-            yield from habits.lap(job, "step")
 
     def _replay(self) -> Iterator[Instruction]:
         """Return the whole step as one captured graph: the kernels are the same, launches and their Python are gone."""

@@ -6,6 +6,8 @@ Some rules have none. `memory_growth` saves nothing, and tells from hours of rea
 validation.
 """
 
+from collections.abc import Mapping
+
 from benchmarks.simulator.faults import compute, host, lines, loading, memory, ranks
 from benchmarks.simulator.faults.fault import Fault
 
@@ -18,4 +20,10 @@ FAULTS: tuple[Fault, ...] = (
     *memory.FAULTS,
 )
 
-__all__ = ["FAULTS", "Fault"]
+FILES: Mapping[str, str] = {
+    fault.name: file.__name__.rpartition(".")[2]
+    for file in (loading, host, lines, ranks, compute, memory)
+    for fault in file.FAULTS
+}
+
+__all__ = ["FAULTS", "FILES", "Fault"]

@@ -21,6 +21,7 @@ def _host(rng: np.random.Generator) -> Host:
     return Host(
         launch=round(rng.uniform(2.5, 4) * US), before_op=round(rng.uniform(6, 12) * US),
         after_op=round(rng.uniform(1, 2.5) * US), backward_op=round(rng.uniform(6, 12) * US),
+        views=int(rng.integers(2, 5)),
     )  # fmt: skip
 
 
