@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulated --healthy 1000 --jobs 2 --out reports
     python -m benchmarks.simulated --only item_every_step --why
-    python -m benchmarks.simulated --only lines loading --each --fixed
+    python -m benchmarks.simulated --only lines queue --each --fixed
 
 Of each fault: whether its rule found it and named it first, what else was found, and how near the step, the share of
 computation and the predicted step came to those of the simulation without a profiler, and of the fixed job. Even seeds
@@ -48,8 +48,8 @@ def of_fault(fault_name: str, seed: int, keep: Path | None) -> Case:
     true = play.true(job, fault.warm, fault.steps)
     name, true_ns = f"{fault.name}-{seed}", _period(fault, true)
     fixed_ns = true_ns if fault.advised else _period(fault, play.true(fault.fix(job), fault.warm, fault.steps))
-    told = {"whole_loop": fault.scope == "loop", "harmless": fault.harmless, "accepted": fault.accepted}
-    case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, event_ns=how.event, **told)
+    case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, event_ns=how.event)
+    case = replace(case, whole_loop=fault.scope == "loop", harmless=fault.harmless, accepted=fault.accepted)
     if fault.line:
         case = replace(case, line=f"{script.FILE}:{script.number(job, fault.line)}")
     case = _diagnosed(case, name, job, how, true, keep, began)

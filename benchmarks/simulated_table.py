@@ -181,8 +181,8 @@ def _harmless(cases: Sequence[Case]) -> str:
 
 def each(cases: Sequence[Case]) -> str:
     """Return a row for each recording, as Markdown: the truth, what is said first, what the fault's rule says."""
-    heads = ("fault", "seed", "µs an event", "true → fixed, ms", "gain", "line", "rule", "÷ fixed", "first", "names")
-    heads += ("predicted, ms", "÷ fixed")
+    heads: tuple[str, ...] = ("fault", "seed", "µs an event", "true → fixed, ms", "gain", "line", "rule", "÷ fixed")
+    heads += ("first", "names", "predicted, ms", "÷ fixed")
     lines = ["## Each recording", "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for c in (c for c in cases if c.rule):
         first = c.first or First("nothing", c.reported_ns or np.nan)

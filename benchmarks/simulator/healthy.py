@@ -165,6 +165,21 @@ def is_healthy(job: Job, result: Truth) -> bool:
     return fused.period_ns >= _LEFT_FUSED * result.period_ns
 
 
+def _with_habits(job: Job) -> Job:
+    """Return the job, in half of the cases with named modules and what a script does between its phases, done well."""
+    rng = np.random.default_rng((job.seed, 80))
+    if job.script.captured or rng.random() < 0.5:
+        return job
+    script = replace(
+        job.script,
+        laps=bool(job.script.waits and rng.random() < 0.5),
+        values=str(rng.choice(("", "kept"))),
+        norms=str(rng.choice(("", "total"))),
+        ema=str(rng.choice(("", "foreach", "loop"), p=(0.6, 0.3, 0.1))),
+    )
+    return replace(job, script=script, modules=True, host=replace(job.host, views=int(rng.integers(0, 5))))
+
+
 def _measured(job: Job) -> Job:
     """Return the job, in half of the cases with what was measured of its links, to some per cent."""
     rng = np.random.default_rng((job.seed, 79))
@@ -176,7 +191,7 @@ def _measured(job: Job) -> Job:
 def healthy(seed: int, ranks: int | None = None) -> tuple[Job, Recording, Truth]:
     """Return a healthy job, how it is recorded, and its truth; raises ValueError where none is found."""
     for n in range(_MOST_TRIES):
-        job = replace(draw(seed * _MOST_TRIES + n, ranks), name=f"healthy{seed}")
+        job = _with_habits(replace(draw(seed * _MOST_TRIES + n, ranks), name=f"healthy{seed}"))
         result = true(job)
         if is_healthy(job, result):
             return _measured(job), recording_of(job), result

@@ -54,8 +54,8 @@ def _seen(rank: Simulated, job: Job, pid: int, ticks: Sequence[int]) -> Iterator
         return
     for worker in sorted({f.pid for f in rank.queue.fetched if f.worker >= 0}):
         busy = [(f.start, f.end) for f in rank.queue.fetched if f.pid == worker]
-        own = (process, f'process {worker}:"python train.py"', f"thread ({worker}): MainThread", _WORKER)
-        yield from _of_thread(own, busy, _FETCHES, ticks)
+        its = (process, f'process {worker}:"python train.py"', f"thread ({worker}): MainThread", _WORKER)
+        yield from _of_thread(its, busy, _FETCHES, ticks)
     if rank.queue.pinned:
         own = (process, f"thread ({pid + 50}): Thread-1 (_pin_memory_loop)", _PINS)
         yield from _of_thread(own, rank.queue.pinned, _PINNING, ticks)

@@ -8,13 +8,14 @@ validation.
 
 from collections.abc import Mapping
 
-from benchmarks.simulator.faults import compute, host, lines, loading, memory, ranks
+from benchmarks.simulator.faults import compute, host, lines, loading, memory, queue, ranks
 from benchmarks.simulator.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *loading.FAULTS,
     *host.FAULTS,
     *lines.FAULTS,
+    *queue.FAULTS,
     *ranks.FAULTS,
     *compute.FAULTS,
     *memory.FAULTS,
@@ -22,7 +23,7 @@ FAULTS: tuple[Fault, ...] = (
 
 FILES: Mapping[str, str] = {
     fault.name: file.__name__.rpartition(".")[2]
-    for file in (loading, host, lines, ranks, compute, memory)
+    for file in (loading, host, lines, queue, ranks, compute, memory)
     for fault in file.FAULTS
 }
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.simulator.faults.fault import Fault, base, draws, launching_ns, step_of, with_loader, with_script
+from benchmarks.simulator.faults.fault import Fault, base, draws, launching_ns, step_of, with_script
 from benchmarks.simulator.hardware import US, Host
 from benchmarks.simulator.job import Batch, Job, Optimizer, Recording, Script
 from benchmarks.simulator.loading import Loader
@@ -152,24 +152,10 @@ def _no_python(job: Job) -> Job:
     return with_script(job, after=20 * US)
 
 
-# -- bounded by the loader
-
-
-def _then_loader(seed: int) -> Job:
-    """Return a job that reads its loss, of which the workers make batches hardly faster than it takes them now."""
-    job, rng = base(seed, low=25e6, high=60e6), draws(seed)
-    step = step_of(job)
-    after = rng.uniform(0.2, 0.4) * step
-    pace = rng.uniform(0.88, 0.95) * (step + after)
-    assert job.loader is not None
-    job = with_loader(
-        job, fetch=round(pace * job.loader.workers), cpu=round(0.8 * pace * job.loader.workers), jitter=0.05
-    )
-    return replace(with_script(job, items=1, after=round(after)), modules=True)
-
-
-def _long(_: Job) -> Recording:
-    return Recording(steps=160, form="torch-2.13", device_step=True)
+def _long(job: Job) -> Recording:
+    """Record for three seconds or more, in which py-spy takes some 140 samples."""
+    step = max(step_of(job), launching_ns(job)) + job.script.after
+    return Recording(steps=int(np.clip(3.3e9 / step, 120, 400)), device_step=True)
 
 
 FAULTS = (
@@ -216,10 +202,6 @@ FAULTS = (
     Fault(
         "bookkeeping", "step_python", "Python behind the optimizer, in a job that its host holds up", _python,
         _no_python, recorded=_long, accepted=("host_bound",), line="bookkeeping",
-    ),
-    Fault(
-        "wait_then_loader", "host_sync", "the loss is read in each step, and behind that wait is the loader's limit",
-        _then_loader, lambda job: with_script(job, items=0), recorded=_long, accepted=("host_bound",), line="values",
     ),
     Fault(
         "laps_of_a_full_device", "host_sync", "torch.cuda.synchronize() behind phases that keep the device busy",

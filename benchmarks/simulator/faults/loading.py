@@ -26,8 +26,8 @@ def _few_workers(seed: int) -> Job:
     return replace(job, loader=_loader(2, draws(seed).uniform(2.5, 3.6) * step_of(job)))
 
 
-def _enough(job: Job) -> Job:
-    """Return the loader as many workers as keep up, and no more."""
+def enough(job: Job) -> Job:
+    """Return the job, its loader with as many workers as keep up, and no more."""
     assert job.loader is not None
     return with_loader(job, workers=int(job.loader.fetch / (0.8 * step_of(job))) + 1)
 
@@ -97,117 +97,13 @@ def _not_blocking(job: Job) -> Job:
     return with_batch(job, waits=False)
 
 
-# -- what comes next
-
-
-def _pinning(seed: int, low: float, high: float) -> Job:
-    """Return a job whose batches a thread pins for `low` to `high` of a step, at about 4 GB/s.
-
-    That is what it did on one H200's host, for batches of 201 MB.
-    """
-    job, rng = base(seed, low=15e6, high=50e6), draws(seed)
-    pin = rng.uniform(low, high) * step_of(job)
-    job = with_loader(job, pin=round(pin), fetch=round(rng.uniform(0.2, 0.5) * 6 * step_of(job)), workers=6)
-    return with_batch(job, size=round(pin / 1e9 * rng.uniform(3.5e9, 4.5e9)))
-
-
-def _bytes(job: Job) -> Job:
-    """Return the job with batches of uint8 that the device converts: a quarter of the bytes."""
-    assert job.loader is not None
-    return with_loader(with_batch(job, size=job.batch.size // 4), pin=job.loader.pin // 4)
-
-
-def _as_long_pinned(seed: int) -> Job:
-    """Return a job of large batches in pageable memory: to pin one takes as long as its step."""
-    job, rng = base(seed, device="A100", low=6e6, high=10e6), draws(seed)
-    copied = rng.uniform(4.0, 8.0) * step_of(job)
-    rate = DEVICES[job.device].host_link * PAGEABLE_SHARE
-    job = with_loader(job, fetch=round(rng.uniform(0.3, 0.6) * 12 * copied), workers=12)
-    return with_batch(job, size=round(copied / 1e9 * rate), memory="pageable")
-
-
-def _pinned_as_long(job: Job) -> Job:
-    """Return it with pinned batches: the thread takes for one what the step took, or a little more or less."""
-    took = step_of(job) + job.batch.size / (DEVICES[job.device].host_link * PAGEABLE_SHARE) * 1e9
-    pin = round(float(draws(job.seed + 1).uniform(0.98, 1.05)) * took)
-    return with_loader(with_batch(job, memory="pinned", waits=False), pin=pin)
-
-
-def _ahead_at_first(seed: int, low: float, high: float) -> Job:
-    """Return a job whose workers take `low` to `high` of a step for a batch, and have many ready as training begins.
-
-    Its first step is as long as they need to fill their queue: the window then sees batches that wait for it.
-    """
-    job, rng = base(seed, low=15e6, high=40e6), draws(seed)
-    workers, prefetch = 8, int(rng.integers(2, 5))
-    fetch = rng.uniform(low, high) * workers * step_of(job)
-    job = with_script(job, opening=round(1.3 * prefetch * fetch + 200 * MS))
-    return replace(job, loader=Loader(workers, prefetch, round(fetch), round(0.8 * fetch), round(0.05 * fetch)))
-
-
-def _from_there(_: Job) -> Recording:
-    """Record so many steps that most of them are of the steady state."""
-    return Recording(steps=240, device_step=True)
-
-
 FAULTS = (
     Fault(
-        "pinning_limits",
-        "input_wait",
-        "the thread that pins batches takes longer for one than the step",
-        lambda seed: _pinning(seed, 1.4, 2.0),
-        _bytes,
-        recorded=_from_there,
-        warm=60,
-        steps=240,
-        accepted=("exposed_copy",),
-        line="loader",
+        "no_workers", "input_wait", "the training thread loads its batches itself", _no_workers, enough, line="loader"
     ),
     Fault(
-        "prefetch_used_up",
-        "input_wait",
-        "workers are too slow, but have many batches ready as training begins",
-        lambda seed: _ahead_at_first(seed, 1.4, 2.0),
-        _enough,
-        recorded=_from_there,
-        warm=100,
-        line="loader",
+        "few_workers", "input_wait", "two workers where three or four are needed", _few_workers, enough, line="loader"
     ),
-    Fault(
-        "pinning_as_long",
-        "pageable_copy",
-        "batches lie in pageable memory, and to pin one takes as long as the step",
-        _as_long_pinned,
-        _pinned_as_long,
-        recorded=_from_there,
-        warm=60,
-        steps=240,
-        harmless=True,
-    ),
-    Fault(
-        "hidden_pinning",
-        "input_wait",
-        "the thread that pins batches keeps up",
-        lambda seed: _pinning(seed, 0.5, 0.8),
-        lambda job: with_loader(job, pin=0),
-        recorded=_from_there,
-        warm=60,
-        steps=240,
-        accepted=("exposed_copy",),
-        harmless=True,
-    ),
-    Fault(
-        "workers_keep_up",
-        "input_wait",
-        "workers just keep up, and have many batches ready as training begins",
-        lambda seed: _ahead_at_first(seed, 0.7, 0.85),
-        _enough,
-        recorded=_from_there,
-        warm=100,
-        harmless=True,
-    ),
-    Fault("no_workers", "input_wait", "the training thread loads its batches itself", _no_workers, _enough),
-    Fault("few_workers", "input_wait", "two workers where three or four are needed", _few_workers, _enough),
     Fault(
         "slow_loader_one_rank",
         "input_wait",
@@ -235,7 +131,7 @@ FAULTS = (
         recorded=_long,
         steps=5 * _RESTARTED,
     ),
-    Fault("pageable", "pageable_copy", "batches lie in pageable memory", _pageable, _pinned),
+    Fault("pageable", "pageable_copy", "batches lie in pageable memory", _pageable, _pinned, line="loader"),
     Fault("exposed_copy", "exposed_copy", "large batches are copied on the computing stream", _exposed, _ahead),
     Fault(
         "blocking_copy",
@@ -244,5 +140,6 @@ FAULTS = (
         _blocking,
         _not_blocking,
         accepted=("host_bound", "host_sync"),
+        line="batch",
     ),
 )
