@@ -93,7 +93,7 @@ class Queue:
             waiting = len(self._ready) - self._taken - len(self._stored)
             due = self._ready[self._taken]
             if self._taken not in self._stored:
-                self._stored |= {n for n, at in enumerate(self._ready) if n > self._taken and 0 <= at < due}
+                self._stored |= {n for n in range(self._taken + 1, len(self._ready)) if 0 <= self._ready[n] < due}
             self._stored.discard(self._taken)
             end = max(now, due) + loader.receive
             self.waited.append(Waited(kind, step, now, end, self._taken % loader.workers, ready, waiting))

@@ -148,6 +148,14 @@ def test_a_fault_stands_in_a_line_that_its_fix_changes(name: str) -> None:
         assert line not in [one.text for one in script.lines(fault.fix(job))]
 
 
+# How the text of a call of a kind begins.
+BEGINS = {
+    "loader": "torch.utils.data.DataLoader(", "optimizer": "torch.optim.AdamW(", "autocast": "torch.autocast(",
+    "forward": "model(", "loss": "F.cross_entropy(", "backward": "loss.backward(", "optimizer_step": "opt.step(",
+    "copy": "x.to(",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", NEW)
 def test_each_recorded_call_is_in_its_line(name: str) -> None:
     job = NEW[name].make(SEED)
@@ -156,7 +164,9 @@ def test_each_recorded_call_is_in_its_line(name: str) -> None:
         source = text[call["line"] - 1]
         assert call["source"] == source.strip()
         if call["kind"] != "iteration":
-            assert 0 <= call["column"] < call["end_column"] <= len(source)
+            made = source[call["column"] : call["end_column"]]
+            assert made.endswith((")", "]"))
+            assert made.startswith(BEGINS.get(call["kind"], made.strip()))
 
 
 @pytest.mark.long
