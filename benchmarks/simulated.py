@@ -2,10 +2,13 @@
 
     python -m benchmarks.simulated --healthy 1000 --jobs 2 --out reports
     python -m benchmarks.simulated --only item_every_step --why
+    python -m benchmarks.simulated --only lines queue --each --fixed
 
 Of each fault: whether its rule found it and named it first, what else was found, and how near the step, the share of
 computation and the predicted step came to those of the simulation without a profiler, and of the fixed job. Even seeds
-are for tuning, odd ones are held out and reported apart. Of healthy jobs: findings that are false.
+are for tuning, odd ones are held out and reported apart. Of healthy jobs, and of faults that cost nothing: findings
+that are false. `--each` adds a row for each recording, with the first finding and the line that it names; `--fixed`
+records the fixed jobs as well, in which the rule of the fault has nothing to find.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import simulated_table, summary
-from benchmarks.simulated_table import Case
-from benchmarks.simulator import folder, healthy, play
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import Fault, recording
+from benchmarks.simulated_table import ANY, Case, First
+from benchmarks.simulator import folder, healthy, play, script
+from benchmarks.simulator.faults import FAULTS, FILES
+from benchmarks.simulator.faults.fault import Fault
 from benchmarks.simulator.job import Job, Recording
 from benchmarks.simulator.truth import Share, Truth
 from dlprof.analysis.diagnosis import diagnose
@@ -41,16 +44,32 @@ def of_fault(fault_name: str, seed: int, keep: Path | None) -> Case:
     began = time.perf_counter()
     fault = next(f for f in FAULTS if f.name == fault_name)
     job = fault.make(seed)
-    how = recording(job, fault.name) if fault.recorded is None else fault.recorded(job)
-    true = play.true(job, steps=fault.steps)
+    how = fault.record(job)
+    true = play.true(job, fault.warm, fault.steps)
     name, true_ns = f"{fault.name}-{seed}", _period(fault, true)
-    fixed_ns = true_ns if fault.advised else _period(fault, play.true(fault.fix(job), steps=fault.steps))
-    case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, whole_loop=fault.scope == "loop")
+    fixed_ns = true_ns if fault.advised else _period(fault, play.true(fault.fix(job), fault.warm, fault.steps))
+    case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, event_ns=how.event)
+    case = replace(case, whole_loop=fault.scope == "loop", harmless=fault.harmless, accepted=fault.accepted)
+    if fault.line:
+        case = replace(case, line=f"{script.FILE}:{script.number(job, fault.line)}")
     case = _diagnosed(case, name, job, how, true, keep, began)
     if fault.advised is None or not case.batch_times:
         return case
     advised = play.true(fault.advised(job, case.batch_times), steps=fault.steps)
     return replace(case, fixed_ns=_period(fault, advised) / case.batch_times)
+
+
+def of_fixed(fault_name: str, seed: int, keep: Path | None) -> Case:
+    """Record the same job without the fault: its rule finds nothing there, and what else is found is another matter."""
+    began = time.perf_counter()
+    fault = next(f for f in FAULTS if f.name == fault_name)
+    planted = fault.make(seed)
+    job, how = fault.fix(planted), fault.record(planted)
+    true = play.true(job, fault.warm, fault.steps)
+    ns, name = _period(fault, true), f"{fault.name} (fixed)"
+    case = Case(name, fault.rule, seed, how.form, job.ranks, ns, ns, event_ns=how.event, harmless=True, accepted=ANY)
+    case = replace(case, whole_loop=fault.scope == "loop")
+    return _diagnosed(case, f"{fault.name}-{seed}-fixed", job, how, true, keep, began)
 
 
 def _period(fault: Fault, true: Truth) -> float:
@@ -104,12 +123,23 @@ def _case(case: Case, result: Result, true: Truth, began: float) -> Case:
             else tuple(r.parts["computation"] / r.step_ns for r in true.ranks),
             "reported_computation": tuple(share for _, share in sorted(shares.items())),
             "found": tuple((o.id, o.share) for o in (*result.found, *result.if_training_may_change)),
+            "first": _first(result),
             "batch_times": 0.0 if outcome is None or outcome.state != "found" else _batch_times(outcome),
             "error": "; ".join(errors),
             "why": _why(case, result, true),
             "seconds": time.perf_counter() - began,
         }
     )
+
+
+def _first(result: Result) -> First | None:
+    """Return what the report says first: the rule, the step that it predicts, the lines of the script that it names."""
+    if not result.found or result.window is None:
+        return None
+    one = result.found[0]
+    places = [change.at for change in one.changes if change.at is not None] + list(one.where)
+    named = dict.fromkeys(f"{Path(place.file).name}:{place.line}" for place in places)
+    return First(one.id, result.window.step_ns - one.saving_ns, tuple(named))
 
 
 def _batch_times(outcome: Outcome) -> float:
@@ -142,11 +172,21 @@ def _true(rank: Share) -> str:
 
 
 def run_all(
-    faults: Sequence[Fault], seeds: int, count: int, jobs: int, keep: Path | None, done: Callable[[Case], None]
+    faults: Sequence[Fault],
+    seeds: int,
+    count: int,
+    jobs: int,
+    keep: Path | None,
+    done: Callable[[Case], None],
+    *,
+    fixed: bool = False,
 ) -> list[Case]:
-    """Run every fault with every seed, and healthy jobs; `done` is called with each case."""
+    """Run every fault with every seed, healthy jobs, and the fixed ones; `done` is called with each case."""
     with ProcessPoolExecutor(jobs) as pool:
         waiting = [pool.submit(of_fault, fault.name, seed, keep) for fault in faults for seed in range(seeds)]
+        if fixed:
+            whole = [fault for fault in faults if not fault.harmless and not fault.advised]
+            waiting += [pool.submit(of_fixed, fault.name, seed, keep) for fault in whole for seed in range(seeds)]
         waiting += [pool.submit(of_healthy, seed, keep) for seed in range(count)]
         return [_pass_on(future.result(), done) for future in waiting]
 
@@ -159,7 +199,7 @@ def _pass_on(case: Case, done: Callable[[Case], None]) -> Case:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases that the command line asks for, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulated", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="*", default=None, help="faults, or rules, to run (default: all)")
+    parser.add_argument("--only", nargs="*", default=None, help="faults, rules, or files of faults (default: all)")
     parser.add_argument("--seeds", type=int, default=6, help="of each fault (default: %(default)s)")
     parser.add_argument("--healthy", type=int, default=50, help="random healthy jobs (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
@@ -168,8 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--why", action="store_true", help="tell of each case that failed what was said and what is true"
     )
+    parser.add_argument("--each", action="store_true", help="add a row for each recording, with what is said first")
+    parser.add_argument("--fixed", action="store_true", help="record the fixed jobs too")
     asked = parser.parse_args(argv)
-    faults = [f for f in FAULTS if asked.only is None or f.name in asked.only or f.rule in asked.only]
+    faults = [f for f in FAULTS if asked.only is None or {f.name, f.rule, FILES[f.name]} & set(asked.only)]
     if asked.only and not faults and "healthy" not in asked.only:
         parser.error(f"no such fault: {', '.join(asked.only)}; there are {', '.join(f.name for f in FAULTS)}")
     count = asked.healthy if asked.only is None or "healthy" in asked.only else 0
@@ -180,11 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.why and failed:
             print("".join(f"    {line}\n" for line in case.why), file=sys.stderr, end="", flush=True)
 
-    cases = run_all(faults, asked.seeds, count, asked.jobs, asked.keep, done)
+    cases = run_all(faults, asked.seeds, count, asked.jobs, asked.keep, done, fixed=asked.fixed)
     accepted = {f.name: f.accepted for f in FAULTS}
     without = {rule.id for rule in RULES} - {fault.rule for fault in FAULTS}
     text = simulated_table.table(cases, accepted, sorted(without))
     print(text)
+    if asked.each:
+        print(simulated_table.each(cases))
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "simulated.json").write_text("[\n" + ",\n".join(map(_line, cases)) + "\n]\n")

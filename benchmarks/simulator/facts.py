@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.simulator import script
 from benchmarks.simulator.exchanges import FIRST_BUCKET
 from benchmarks.simulator.forms import FORMS
 from benchmarks.simulator.hardware import DEVICES, transfer_ns
@@ -14,6 +15,7 @@ from benchmarks.simulator.memory import total_bytes
 from benchmarks.simulator.model import Shop
 from benchmarks.simulator.places import EPOCH_NS, Place
 from benchmarks.simulator.program import WIDTHS
+from benchmarks.simulator.records import Window
 
 UUID = "{:08x}-0000-4000-8000-{:012x}"
 
@@ -51,7 +53,7 @@ def of_rank(job: Job, recording: Recording, place: Place) -> dict[str, Any]:
         "pid": place.pid,
         "restart": 0,
         "env": {"OMP_NUM_THREADS": "1"},
-        "script": "train.py",
+        "script": script.FOLDER + script.FILE,
         "argv": ["train.py"],
         "clock": {"unix_ns": place.clock.at(0), "perf_ns": EPOCH_NS % 10**15},
         "world_size": job.ranks,
@@ -86,7 +88,9 @@ def of_rank(job: Job, recording: Recording, place: Place) -> dict[str, Any]:
             "cudnn_benchmark": False,
             "deterministic": False,
         },
-        "step": {"mark": "loader" if job.loader is not None else "optimizer"},
+        "calls": script.calls(job, recording.steps) if job.pipeline is None and job.devices == 1 else [],
+        "directory": script.FOLDER,
+        "step": {"mark": "loader" if job.loader is not None else "optimizer", "told": False},
         "pipeline": _pipeline(job, place.rank),
         "window": {
             "skip": recording.skip,
@@ -96,6 +100,7 @@ def of_rank(job: Job, recording: Recording, place: Place) -> dict[str, Any]:
             "first_step": first,
             "last_step": first + recording.active - 1,
             "export_ns": 86_000_000,
+            **({"modules": _modules(job, recording)} if job.modules else {}),
         },
         "flops": _flops(job, place.rank),
         "warnings": [],
@@ -138,6 +143,15 @@ def _pipeline(job: Job, rank: int) -> dict[str, Any] | None:
         "num_stages": job.stages,
         "ranks": list(range(rank - rank % job.stages, rank - rank % job.stages + job.stages)),
     }
+
+
+def _modules(job: Job, recording: Recording) -> dict[str, int]:
+    """Return how many ranges of modules the window holds: the model, its blocks, and what has parameters in them."""
+    shop = Shop(job.model, DEVICES[job.device])
+    of_block = 1 + sum(f.parameters > 0 for f in shop.block(job.model.tokens))
+    rest = [*shop.embedding(job.model.tokens), *shop.recurrent(job.model.tokens), *shop.head(job.model.tokens)]
+    each = 3 + bool(job.model.times) + sum(f.parameters > 0 for f in rest) + of_block * job.model.blocks
+    return {"ranges": each * recording.active, "ns_each": Window.module}
 
 
 def _loaders(job: Job, rank: int) -> list[dict[str, Any]]:
@@ -211,6 +225,7 @@ def _optimizer(job: Job) -> dict[str, Any]:
         "class": job.optimizer.name,
         "fused": True if job.optimizer.kind == "fused" else None,
         "foreach": False if job.optimizer.kind == "single" else None,
+        "takes": ["fused", "foreach"],
         "parameter_groups": 1,
         "parameters": job.model.tensors,
         "lr": 3e-4,
@@ -229,6 +244,8 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
 
     def product(operator: str, calls: int, *shapes: tuple[int, ...]) -> None:
+        if not calls:
+            return
         *batch, m, k = shapes[-2]
         n = shapes[-1][-1]
         count = batch[0] if batch else 1
@@ -246,6 +263,11 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
             }
         )
 
+    if model.times and model.cell == "written":
+        rows_of_a_time = t // model.times
+        product("aten::addmm", 2 * model.times, (4 * h,), (rows_of_a_time, h), (h, 4 * h))
+        product("aten::mm", 2 * model.times, (rows_of_a_time, 4 * h), (4 * h, h))
+        product("aten::mm", 2 * model.times, (h, rows_of_a_time), (rows_of_a_time, 4 * h))
     for calls, k, n in (
         (model.blocks, h, 3 * h),
         (model.blocks, h, h),
@@ -266,7 +288,7 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
         product("aten::bmm", 2 * model.blocks, (count, s, width_of_head), (count, width_of_head, s))
         product("aten::bmm", 3 * model.blocks, (count, s, s), (count, s, width_of_head))
         product("aten::bmm", model.blocks, (count, width_of_head, s), (count, s, s))
-    else:
+    elif model.blocks:
         scored = 4 * count * s * s * width_of_head * model.blocks
         for operator, flops in (("", scored), ("_backward", scored * 5 // 2)):
             kind = "flash" if width == 2 else "efficient"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator import facts, kineto, logs, memory
+from benchmarks.simulator import facts, kineto, logs, memory, stacks
 from benchmarks.simulator.forms import FORMS
 from benchmarks.simulator.groups import groups
 from benchmarks.simulator.job import Job, Recording
@@ -49,18 +50,21 @@ def write_logs(folder: Path, rank: Simulated, job: Job, recording: Recording, pl
     at = folder / "ranks" / f"{place.rank:05d}"
     at.mkdir(parents=True)
     (at / "facts.json").write_text(json.dumps(facts.of_rank(job, recording, place)))
-    _lines(at / "steps.jsonl", _steps(rank, place.clock, recording))
+    _lines(at / "steps.jsonl", _steps(rank, place.clock, job, recording))
     _lines(at / "stalls.jsonl", _stalls(rank, place.clock))
     ran = None if job.memory is None else memory.simulated(job)
     _lines(at / "memory.jsonl", logs.memory(rank, job, place, ran))
     _lines(at / "gpu.jsonl", logs.gpu(rank, job, place, ran))
+    if rank.records.lines:
+        text = stacks.text(rank, job, place).encode()
+        (at / "stacks.txt.gz").write_bytes(gzip.compress(text, 1, mtime=0))
     if ran is not None:
         (at / "held.json").write_text(json.dumps(memory.held(job, ran)))
     if job.pipeline is not None:
         _lines(at / "chunks.jsonl", logs.chunks(rank, place))
     if rank.queue is not None:
         _lines(at / "loading.jsonl", _loading(rank, place.clock))
-        _lines(at / "fetches.jsonl", _fetches(rank, place.clock))
+        _lines(at / "fetches.jsonl", _fetches(rank, job, place.clock))
     return at
 
 
@@ -74,7 +78,7 @@ def _lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
 
 
-def _steps(rank: Simulated, clock: Clock, recording: Recording) -> Iterable[dict[str, Any]]:
+def _steps(rank: Simulated, clock: Clock, job: Job, recording: Recording) -> Iterable[dict[str, Any]]:
     rows = rank.records.rows
     before: Work | None = None
     for n, row in enumerate(rows):
@@ -93,8 +97,11 @@ def _steps(rank: Simulated, clock: Clock, recording: Recording) -> Iterable[dict
             made["device_step_ns"] = _elapsed(before, row.ended) if n and _is_known(row, rows) else -1
         made |= {
             "fetches": row.fetches,
+            "forwards": row.forwards,
             "backwards": row.backwards,
             "optimizer_steps": row.optimizer_steps,
+            "unused_forward_ns": row.forward if row.kind == "validation" else 0,
+            "samples": row.fetches * job.tokens_of(rank.rank) // job.model.sequence if rank.queue is not None else -1,
             "profiled": row.profiled,
             "first": row.first,
         }
@@ -166,18 +173,20 @@ def _usage(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:
             if until > row.end:
                 break
             at += 1
+        pinned = rank.queue.pinned if rank.queue is not None else ()
+        pins = sum(max(min(until, row.end) - max(start, begin), 0) for start, until in pinned)
         yield {
             "kind": "usage", "loader": -1, "start_ns": clock.at(begin), "step": step, "count": 1,
-            "dur_ns": row.end - begin, "cpu_ns": used, "delay_ns": 0, "thread_ns": used,
+            "dur_ns": row.end - begin, "cpu_ns": used + pins, "delay_ns": 0, "thread_ns": used,
         }  # fmt: skip
         begin, step = row.end, row.number + 1
 
 
-def _fetches(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:
+def _fetches(rank: Simulated, job: Job, clock: Clock) -> Iterable[dict[str, Any]]:
     assert rank.queue is not None
     for f in rank.queue.fetched:
         yield {
             "worker": f.worker, "pid": f.pid, "start_ns": clock.at(f.start), "count": 1, "dur_ns": f.end - f.start,
             "collate_ns": rank.queue.loader.collate, "cpu_ns": f.cpu, "delay_ns": 0, "stored_bytes": 0,
-            "read_bytes": 4_096,
+            "read_bytes": 4_096, "tensors": 2, "tensor_bytes": job.batch.size,
         }  # fmt: skip

@@ -33,6 +33,11 @@ class Script:
     readers: tuple[int, ...] = ()  # ranks that do so; empty: all
     item_memory: str = "pinned"  # that .item() copies into: pinned from torch 2.3 on, pageable before
     waits: bool = False  # torch.cuda.synchronize() at the end of each step
+    laps: bool = False  # torch.cuda.synchronize() behind forward, backward and the optimizer, to time them
+    values: str = ""  # loss and accuracy of each step: "read" where they come to be, "kept" in tensors; "": none
+    norms: str = ""  # of the gradients, behind the backward pass: "items", read one by one, "total", as one, not read
+    ema: str = ""  # of the parameters, behind the optimizer: "loop" over them, "foreach"
+    opening: int = 0  # ns that the first forward pass takes longer: libraries load and kernels are chosen
     masks: int = 0  # boolean masks as an index, in what it computes of the outputs at the end of a step
     captured: str = ""  # as CUDA graphs: "all" of the step is one, or of the "model" the forward and the backward pass
     skips: int = 0  # every n-th batch is left at once (`continue`); 0: none

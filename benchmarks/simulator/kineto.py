@@ -176,7 +176,8 @@ class Trace:
             args["Input Dims"] = [list(shape) for shape in said["shapes"]]
             args["Input type"] = [_CPP[said["dtype"]]] * len(said["shapes"])
         tid, text = self._tid(call.thread), json.dumps(args)[1:-1]
-        return self._complete(call.category, call.name, self.place.pid, tid, call.start, call.end, text)
+        category = "cpu_op" if call.category == "module" else call.category
+        return self._complete(category, call.name, self.place.pid, tid, call.start, call.end, text)
 
     @cached_property
     def _exchanges(self) -> Mapping[int, Work]:

@@ -75,7 +75,7 @@ class Layers:
 
 
 def _range(path: str, kind: str) -> Begin:
-    return Begin(f"nn.Module: {path} ({kind})", 500)
+    return Begin(f"nn.Module: {path} ({kind})", 500, category="module")
 
 
 def truth(works: Sequence[Any], steps: range) -> dict[tuple[str, str], float]:

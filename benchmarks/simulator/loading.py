@@ -1,11 +1,13 @@
 """PyTorch's DataLoader: workers fetch ahead, in order, as far as their queue goes (torch/utils/data/dataloader.py).
 
 Batch k is the (k mod n)-th worker's. Whenever the training thread takes a batch the next one is asked for, so that
-workers × prefetch_factor are under way, and batches are handed over in order.
+workers × prefetch_factor are under way, and batches are handed over in order. With pin_memory=True one thread copies
+them into pinned memory between, one after the other, as they come from the workers (_utils/pin_memory.py).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ class Loader:
     start: int = 90_000_000  # until a new worker fetches
     stop: int = 10_000_000  # until workers have left
     receive: int = 150_000  # that next() takes for a batch that is there
+    pin: int = 0  # that the pinning thread takes for a batch; 0: nothing is pinned, or workers fill pinned memory
 
 
 @dataclass(slots=True)
@@ -66,7 +69,11 @@ class Queue:
         self._pid = pid  # of the training process; those of its workers follow
         self._workers: list[int] = []  # process ids
         self._free: list[int] = []  # when each worker is done with what it was given
-        self._ready: list[int] = []  # when each batch of this epoch is
+        self.pinned: list[tuple[int, int]] = []  # when the pinning thread began a batch and was done with it
+        self._ready: list[int] = []  # when each batch of this epoch is; −1: it waits for the pinning thread
+        self._arrived: list[tuple[int, int]] = []  # of these, a heap: when it came from its worker, its number
+        self._pins_from = 0  # when the pinning thread is done with what it has
+        self._stored: set[int] = set()  # batches that came before the one whose turn it was
         self._taken = -1  # of this epoch; −1: none has begun
         self._total = 0  # of all epochs
 
@@ -76,14 +83,20 @@ class Queue:
             now = self._begin(now, step)
         loader, kind = self.loader, "batch" if self._taken else "first"
         if not loader.workers:
-            end = now + self._takes(self._total)
+            end = now + self._takes(self._total) + loader.pin
             self.fetched.append(Fetched(-1, self._pid, now, end, self._cpu(end - now)))
             self.waited.append(Waited(kind, step, now, end))
         else:
-            ready = sum(at <= now for at in self._ready[self._taken :])
-            waiting = len(self._ready) - self._taken
-            end = max(now, self._ready[self._taken]) + loader.receive
-            self.waited.append(Waited(kind, step, now, end, self._taken % loader.workers, ready, waiting - ready))
+            self._pin(now, self._taken)
+            ready = sum(0 <= at <= now for at in self._ready[self._taken :])
+            # Of those that workers were asked for, the ones that were not yet taken off the queue, ready or not.
+            waiting = len(self._ready) - self._taken - len(self._stored)
+            due = self._ready[self._taken]
+            if self._taken not in self._stored:
+                self._stored |= {n for n in range(self._taken + 1, len(self._ready)) if 0 <= self._ready[n] < due}
+            self._stored.discard(self._taken)
+            end = max(now, due) + loader.receive
+            self.waited.append(Waited(kind, step, now, end, self._taken % loader.workers, ready, waiting))
             self._send(end)
         self._taken += 1
         self._total += 1
@@ -101,7 +114,7 @@ class Queue:
 
     def _begin(self, now: int, step: int) -> int:
         loader = self.loader
-        self._taken, self._ready = 0, []
+        self._taken, self._ready, self._arrived, self._stored = 0, [], [], set()
         begun = now
         if loader.workers:
             up = now
@@ -123,8 +136,21 @@ class Queue:
         took = self._takes(self._total + number - self._taken)
         end = begin + took + (self.loader.slow_worker if worker == 0 else 0)
         self._free[worker] = end
-        self._ready.append(end)
+        self._ready.append(-1 if self.loader.pin else end)
+        if self.loader.pin:
+            heapq.heappush(self._arrived, (end, number))
         self.fetched.append(Fetched(worker, self._workers[worker], begin, end, self._cpu(end - begin)))
+
+    def _pin(self, now: int, due: int) -> None:
+        """Let the pinning thread copy what comes until now, and on until the batch that is due is there.
+
+        Nothing is asked of the workers meanwhile, so that what they have under way is all that can come.
+        """
+        while self._arrived and (self._arrived[0][0] <= now or self._ready[due] < 0):
+            came, number = heapq.heappop(self._arrived)
+            begin = max(came, self._pins_from)
+            self._pins_from = self._ready[number] = begin + self.loader.pin
+            self.pinned.append((begin, self._pins_from))
 
     def _takes(self, batch: int) -> int:
         return round(self.loader.fetch * self._factors[batch % len(self._factors)])

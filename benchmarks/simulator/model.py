@@ -35,6 +35,8 @@ class Model:
     parts: int = 1  # that the product with the vocabulary is cut into, and
     grows: bool = False  # whether each is added to those before, or all at once
     pieces: int = 1  # kernels that each elementwise function is cut into
+    times: int = 0  # steps in time of an LSTM that stands in the place of the blocks; 0: there is none
+    cell: str = "written"  # out by the script, time step by time step, or of the library
 
     @property
     def activations(self) -> str:
@@ -49,12 +51,13 @@ class Model:
     @property
     def parameters(self) -> int:
         """All parameters; the embedding is also the head's matrix."""
-        return self.blocks * self.block_parameters + (self.vocabulary + self.sequence + 2) * self.hidden
+        cell = 8 * self.hidden * (self.hidden + 1) if self.times else 0
+        return self.blocks * self.block_parameters + cell + (self.vocabulary + self.sequence + 2) * self.hidden
 
     @property
     def tensors(self) -> int:
         """Parameter tensors."""
-        return 12 * self.blocks + 4
+        return 12 * self.blocks + 4 * bool(self.times) + 4
 
 
 class Shop:
@@ -189,6 +192,10 @@ class Shop:
             self.linear("down", 4 * h, h, fed),
             self.elementwise("add2", "aten::add", add, "AddBackward0", tokens * h, 3),
         ]
+
+    def recurrent(self, tokens: int) -> list[Function]:
+        """Return the LSTM that stands in the place of the blocks; nothing where there is none."""
+        return written_out.recurrent(self, tokens) if self.model.times else []
 
     def embedding(self, tokens: int) -> list[Function]:
         """Return what comes before the blocks."""

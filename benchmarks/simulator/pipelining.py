@@ -17,7 +17,7 @@ from benchmarks.simulator.groups import pair
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job, Pipeline
 from benchmarks.simulator.model import Shop
-from benchmarks.simulator.optimizers import optimizer_step
+from benchmarks.simulator.optimizers import optimizer_step, step_end, zero_grad
 from benchmarks.simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -81,10 +81,10 @@ class Stage:
         yield from (self._gpipe(functions) if self.pipeline.schedule == "GPipe" else self._one_by_one(functions))
         yield Chunk("")
         yield from self.exchanges.after_backward()
-        yield Phase("optimizer")
         own = replace(self.job, model=replace(self.model, blocks=max(len(functions) // 10, 1)))
         yield from optimizer_step(own, self.shop, key_of)
-        yield Phase("")
+        yield from step_end(key_of)
+        yield from zero_grad(own, key_of)
         yield Spend(self.job.script.after, "python", key_of("after"))
 
     # -- schedules

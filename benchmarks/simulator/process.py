@@ -23,6 +23,7 @@ from benchmarks.simulator.program import (
     Graph,
     HostFunction,
     Instruction,
+    Line,
     Operator,
     Phase,
     Record,
@@ -38,6 +39,8 @@ from benchmarks.simulator.records import Call, Records, Window
 from benchmarks.simulator.streams import MARKERS, UNKNOWN, Meeting, Stream, Work
 
 KEYS = 251  # different draws of jitter in a step
+
+VIEWS = ("aten::view", "aten::as_strided", "aten::empty", "aten::empty_strided", "aten::transpose")
 
 # Up to so many bytes a copy from pageable memory is handed over without waiting (CUDA C++ Programming Guide,
 # "Asynchronous Concurrent Execution": copies of 64 KB or less from host to device).
@@ -132,25 +135,32 @@ class Process:
         if self.tracing:
             self._external += 1
             args = args and {**args, "step": self.step}
+            self.now += self._profiling(category) // 2
             self._open.append((category, name, args, self.thread, self.now, self._external))
-            self.now += self._window.event
 
-    def leave(self) -> None:
-        """Close the innermost range."""
-        if self.tracing and self._open:
-            category, name, args, thread, start, external = self._open.pop()
+    def leave(self, named: str = "") -> None:
+        """Close the innermost range, or of those whose names begin so; where there is none, nothing."""
+        at = next((n for n in reversed(range(len(self._open))) if self._open[n][1].startswith(named)), -1)
+        if self.tracing and at >= 0:
+            category, name, args, thread, start, external = self._open.pop(at)
             self.records.calls.append(Call(category, name, thread, start, self.now, -1, external, args))
+            self.now += self._profiling(category) // 2
+
+    def _profiling(self, category: str) -> int:
+        """Return what noting a range costs, half of it before its beginning is read and half behind its end."""
+        return self._window.module if category == "module" else self._window.event
 
     def called(self, name: str, began: int, work: Work | None = None) -> None:
         """Note a call of the runtime that ends now."""
         self.correlation += 1
-        external = self._open[-1][5] if self._open else 0
+        mine = [o for o in self._open if o[3] == self.thread]
+        # The profiler numbers a call's operator, not the annotations within it; NCCL's own counts as one.
+        external = next((o[5] for o in reversed(mine) if o[0] != "user_annotation" or o[1].startswith("nccl:")), 0)
         if work is not None:
             work.correlation, work.external, work.thread = self.correlation, external, self.thread
         if self.tracing:
             if work is not None:
-                mine = (o[5] for o in reversed(self._open) if o[0] == "user_annotation" and o[3] == self.thread)
-                work.annotation = next(mine, 0)
+                work.annotation = next((o[5] for o in reversed(mine) if o[0] == "user_annotation"), 0)
             self.now += self._window.event
             call = Call("cuda_runtime", name, self.thread, began, self.now, self.correlation, external)
             self.records.calls.append(call)
@@ -222,7 +232,7 @@ class Process:
             self.spend(it.ns, it.key)
         elif isinstance(it, End):
             self.spend(it.ns, it.key)
-            self.leave()
+            self.leave(it.name)
         elif isinstance(it, Spend):
             self.spend(it.ns, it.key, it.what)
         elif isinstance(it, Record):
@@ -259,6 +269,8 @@ class Process:
             self.recorder.phase(it.name)
         elif isinstance(it, Belongs):
             self.belongs = (it.path, it.part)
+        elif isinstance(it, Line):
+            self.records.lines.append((self.now, it.name))
         elif isinstance(it, Chunk):
             yield from self.recorder.chunk(it)
 
@@ -266,6 +278,10 @@ class Process:
         for name in op.names:
             self.enter(name, "cpu_op", op.args)
         self.spend(op.before, op.key)
+        if self.tracing:
+            for name in VIEWS[: op.views]:
+                self.enter(name)
+                self.leave()
         for n, kernel in enumerate(op.kernels, op.key):
             if kernel.kind in ("kernel", "communication"):
                 call, cost = op.call, self.host.launch

@@ -56,11 +56,15 @@ class Operator:
     stream: int = COMPUTE
     args: Args | None = None
     call: str = "cudaLaunchKernel"
+    views: int = 0  # operators within that launch nothing
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Open a named range or operator, and spend `ns` in it before what follows. category: cpu_op, user_annotation."""
+    """Open a named range or operator, and spend `ns` in it before what follows.
+
+    category: cpu_op, user_annotation, or module: the range of a module, which a trace shows as an operator.
+    """
 
     name: str
     ns: int = 0
@@ -71,10 +75,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class End:
-    """Close the innermost open range after `ns`."""
+    """Close the innermost open range, or the one of a name, after `ns`."""
 
     ns: int = 0
     key: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,13 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Note which line of the script the training thread comes to, by its name in script.py."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Belongs:
     """Note what the work that is launched from now on is for: a module's path, and a part of the step."""
 
@@ -240,7 +252,7 @@ class Chunk:
 
 Instruction: TypeAlias = (
     Operator | Begin | End | Spend | Record | WaitFor | Synchronize | Copy | Exchange | Graph | HostFunction
-    | Allocate | Fetch | Stall | Thread | Phase | Chunk | Belongs
+    | Allocate | Fetch | Stall | Thread | Phase | Chunk | Belongs | Line
 )  # fmt: skip
 
 Program: TypeAlias = tuple[Instruction, ...]

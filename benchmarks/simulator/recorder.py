@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from benchmarks.simulator.optimizers import RANGE as OPTIMIZER
 from benchmarks.simulator.program import COMPUTE, HIDDEN, HIDDEN_NS, Chunk, Stall, Step
 from benchmarks.simulator.records import Chunked, Row, Stalled, Window
 from benchmarks.simulator.streams import Work
@@ -17,6 +18,7 @@ from benchmarks.simulator.streams import Work
 if TYPE_CHECKING:
     from benchmarks.simulator.process import Process
 
+STEP = "ProfilerStep"
 SETTLED = 2  # steps after the last traced one that still count as profiled
 
 CLASSES = {True: "_MultiProcessingDataLoaderIter", False: "_SingleProcessDataLoaderIter"}
@@ -67,7 +69,7 @@ class Recorder:
     def _advance(self, window: Window, row: Row) -> Iterator[Work]:
         process, number = self._process, row.number
         if self._in_step:
-            process.leave()
+            process.leave(STEP)
             self._in_step = False
         last = window.first + window.active - 1
         row.profiled = int(window.first - window.warmup <= number <= last + SETTLED)
@@ -82,15 +84,16 @@ class Recorder:
         if number == last + 1:
             yield from self._close(window)
         if process.tracing:
-            process.enter(f"ProfilerStep#{number}", "user_annotation")
+            process.enter(f"{STEP}#{number}", "user_annotation")
             self._in_step = True
 
     def _close(self, window: Window) -> Iterator[Work]:
         process = self._process
         if self._in_step:
-            process.leave()
+            process.leave(STEP)
             self._in_step = False
         yield from process.synchronize("device", COMPUTE)
+        process.leave(OPTIMIZER)
         process.tracing = False
         process.records.counted = (process.records.counted[0], process.correlation)
         process.records.traced = (process.records.traced[0], process.now)
@@ -112,8 +115,9 @@ class Recorder:
         if name in ("forward", "replay") and row.lead < 0 and self._own:
             row.lead = process.now - row.start - row.fetch
         if name == "replay":  # counts as what the graph holds
-            row.backwards, row.optimizer_steps = row.backwards + 1, row.optimizer_steps + 1
+            row.forwards, row.backwards, row.optimizer_steps = 1, row.backwards + 1, row.optimizer_steps + 1
             return
+        row.forwards += name == "forward"
         row.backwards += name == "backward"
         row.optimizer_steps += name == "optimizer"
         self._phases.append((name, process.now))

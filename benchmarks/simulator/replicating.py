@@ -14,7 +14,7 @@ from functools import cached_property
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job
 from benchmarks.simulator.model import Shop
-from benchmarks.simulator.optimizers import optimizer_step
+from benchmarks.simulator.optimizers import optimizer_step, step_end, zero_grad
 from benchmarks.simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -96,9 +96,9 @@ class Replicas:
         yield from self._everywhere("BroadcastBackward", _REDUCE)
         yield Thread(MAIN)
         yield Phase("")
-        yield Phase("optimizer")
         yield from optimizer_step(replace(job, model=self.model), self.shop, key_of)
-        yield Phase("")
+        yield from step_end(key_of)
+        yield from zero_grad(self.job, key_of)
         yield Spend(job.script.after, "python", key_of("after"))
 
     def _everywhere(self, name: str, kernel: str) -> Iterator[Instruction]:

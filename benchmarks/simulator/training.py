@@ -13,13 +13,13 @@ from functools import cached_property
 from itertools import chain
 from zlib import crc32
 
-from benchmarks.simulator import tables
+from benchmarks.simulator import habits, tables
 from benchmarks.simulator.exchanges import Exchanges
 from benchmarks.simulator.hardware import DEVICES, US
 from benchmarks.simulator.job import Job, Tables
 from benchmarks.simulator.layers import OUTSIDE, Layers
 from benchmarks.simulator.model import Shop
-from benchmarks.simulator.optimizers import optimizer_step
+from benchmarks.simulator.optimizers import optimizer_step, step_end, zero_grad
 from benchmarks.simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -37,6 +37,7 @@ from benchmarks.simulator.program import (
     HostFunction,
     Instruction,
     Kernel,
+    Line,
     Operator,
     Phase,
     Record,
@@ -91,10 +92,11 @@ class Training:
         if kind == "train" and job.script.skips and number % job.script.skips == job.script.skips - 1:
             kind = "other"
         self.exchanges.number = number % VARIANTS if job.routing else 0
-        flavour = (kind, first, last, stalls, steps, reads, self.exchanges.number)
+        opens = number == 0 and job.script.opening > 0
+        flavour = (kind, first, last, stalls, steps, reads, opens, self.exchanges.number)
         if flavour not in self._made:
             if kind == "train":
-                program = self._train(stalls, steps, reads)
+                program = self._train(stalls, steps, reads, opens)
             else:
                 program = self._validate() if kind == "validation" else self._skip()
             self._made[flavour] = Step(tuple(program), kind, first, last)
@@ -118,6 +120,7 @@ class Training:
         for block in (f"block{n}" for n in range(job.model.blocks)):
             routed = sum(got(job, self.rank, block, number)) if job.routing else None
             made += [(block, f) for f in self.shop.block(self.tokens, routed)]
+        made += [("cell", f) for f in self.shop.recurrent(self.tokens)]
         return made + [("head", f) for f in self.shop.head(self.tokens)]
 
     @cached_property
@@ -133,7 +136,8 @@ class Training:
             shapes = {"shapes": f.shapes, "dtype": f.dtype} if f.shapes else None
             args = self.layers.args(module, f, "made", shapes)
             yield from self.layers.enter(module, f)
-            yield Operator((*f.outer, f.operator), f.kernels, key, host.before_op, host.after_op, args=args)
+            names = (*f.outer, f.operator)
+            yield Operator(names, f.kernels, key, host.before_op, host.after_op, args=args, views=host.views)
             yield from self.layers.leave(f)
             yield from self.exchanges.after_function(module, f.name, "forward")
         yield from self.layers.leave_all()
@@ -157,7 +161,8 @@ class Training:
             for n, (operator, kernel) in enumerate(f.backward):
                 if self.exchanges.busy and self.job.gradients.slowdown:
                     kernel = replace(kernel, ns=round(kernel.ns * (1 + self.job.gradients.slowdown)))
-                yield Operator((operator,), (kernel,), key + n, host.backward_op // 2, host.after_op // 2)
+                before, after = host.backward_op // 2, host.after_op // 2
+                yield Operator((operator,), (kernel,), key + n, before, after, views=host.views)
             yield End(300, key)
             yield End(300, key)
             yield from self.exchanges.after_function(module, f.name, "backward")
@@ -167,12 +172,16 @@ class Training:
 
     # -- steps
 
-    def _train(self, stalls: tuple[bool, ...], steps: bool, reads: bool) -> Iterator[Instruction]:
+    def _train(self, stalls: tuple[bool, ...], steps: bool, reads: bool, opens: bool) -> Iterator[Instruction]:
         job, script = self.job, self.job.script
         garbage, checkpoint, compiles, retries = stalls
         yield Belongs(OUTSIDE, "other")
         if job.loader is not None:
+            yield Line("iteration")
             yield Fetch()
+        else:  # the optimizer's step is the end of the recorder's steps
+            yield from self._behind(steps, reads, checkpoint)
+        yield Line("batch")
         if sleep := dict(job.sleeps).get(self.rank, 0):
             yield Spend(sleep, "sleep", key_of("sleep"))
         yield from self._batch()
@@ -182,24 +191,43 @@ class Training:
         if script.captured == "all":
             yield from self._replay()
         else:
-            yield from self._pass(steps, garbage, retries)
+            yield from self._pass(steps, garbage, retries, opens)
+        if job.loader is not None:
+            yield from self._behind(steps, reads, checkpoint)
+
+    def _behind(self, steps: bool, reads: bool, checkpoint: bool) -> Iterator[Instruction]:
+        """Return what the script does behind the optimizer's step."""
+        job, script = self.job, self.job.script
         yield Belongs(OUTSIDE, "other")
+        if steps and script.captured != "all":
+            yield from step_end(key_of)
+            yield from habits.lap(job, "step")
+            yield Line("zero_grad")
+            yield from zero_grad(job, key_of)
+        yield from habits.average(job, self.shop, key_of)
+        yield from habits.accuracy_value(job, self.shop, key_of)
+        yield Line("values")
         if reads:
             for n in range(script.items):
-                yield from self._item(n)
+                yield from habits.item(job, key_of("item", n))
         for n in range(script.masks):
             yield from self._mask(n)
         if script.waits:
             yield Synchronize("device")
         if checkpoint:
+            yield Line("checkpoint")
             yield Stall("checkpoint", job.pauses.checkpoint, key_of("save"), "checkpoint.pt", blocks=True)
+        yield Line("bookkeeping")
         yield Spend(script.after, "python", key_of("after"))
 
-    def _pass(self, steps: bool, garbage: bool, retries: bool) -> Iterator[Instruction]:
+    def _pass(self, steps: bool, garbage: bool, retries: bool, opens: bool) -> Iterator[Instruction]:
         """Return forward, backward and the optimizer's step."""
         job, pauses = self.job, self.job.pauses
         self.exchanges.begin(self.functions, exchange=steps or not job.gradients.seldom)
+        yield Line("forward")
         yield Phase("forward")
+        if opens:
+            yield Spend(job.script.opening, "python", key_of("opening"))
         if self.exchanges.wrapper:
             yield Begin(self.exchanges.wrapper, 30 * US, key_of("wrapper"), "user_annotation")
         yield from self.layers.model()
@@ -207,7 +235,7 @@ class Training:
         yield from self._waiting()
         on_host = job.tables if job.tables.on == "host" else Tables()
         yield from tables.lookups(on_host, key_of)
-        half = len(self.functions) // 2
+        half = len(self.functions) // 2 if garbage or retries else len(self.functions)
         if job.script.captured:
             yield self._graph(self._forward(self.functions), "forward")
             half = len(self.functions)
@@ -222,6 +250,9 @@ class Training:
             yield from self.exchanges.after_forward()
             yield End(10 * US)
         yield Phase("")
+        yield from habits.loss_value(job, key_of)
+        yield from habits.lap(job, "forward")
+        yield Line("backward")
         yield Phase("backward")
         yield Spend(40 * US, "launch", key_of("backward"))
         yield Thread(AUTOGRAD)
@@ -233,15 +264,18 @@ class Training:
         yield Thread(MAIN)
         yield Spend(15 * US, "launch", key_of("backward", "end"))
         yield Phase("")
+        yield from habits.lap(job, "backward")
         yield from self.exchanges.by_script()
+        yield Belongs(OUTSIDE, "other")
+        yield from habits.norms(job, self.shop, key_of)
         if steps:
-            yield Phase("optimizer")
+            yield Line("step")
             yield Belongs(OUTSIDE, "optimizer")
             yield from optimizer_step(job, self.shop, key_of)
-            yield Phase("")
 
     def _replay(self) -> Iterator[Instruction]:
         """Return the whole step as one captured graph: the kernels are the same, launches and their Python are gone."""
+        yield Line("replay")
         yield Phase("replay")
         yield Spend(30 * US, "launch", key_of("replay"))
         everything = chain(
@@ -260,17 +294,19 @@ class Training:
 
     def _skip(self) -> Iterator[Instruction]:
         """Return a step that the script leaves at once."""
+        yield Line("iteration")
         if self.job.loader is not None:
             yield Fetch()
         yield Spend(100 * US, "python", key_of("skip"))
 
     def _validate(self) -> Iterator[Instruction]:
+        yield Line("validation")
         yield Fetch(HIDDEN)
         yield from self._batch()
         yield Phase("forward")
         yield from self._forward(self.functions)
         yield Phase("")
-        yield from self._item(0)
+        yield from habits.item(self.job, key_of("item", 0))
 
     # -- habits
 
@@ -291,14 +327,6 @@ class Training:
             yield End(1 * US, key)
         if batch.ahead:
             yield Record("batch", SIDE)
-
-    def _item(self, n: int) -> Iterator[Instruction]:
-        yield Begin("aten::item", 1 * US, key_of("item", n))
-        yield Begin("aten::_local_scalar_dense", 2 * US, key_of("item", n))
-        yield Copy("DtoH", 4, self.job.script.item_memory, COMPUTE, key_of("item", n))
-        yield Synchronize("stream")
-        yield End(1 * US)
-        yield End(500)
 
     def _mask(self, n: int) -> Iterator[Instruction]:
         """Return values[mask]: the host must know how many there are before it can go on."""

@@ -77,6 +77,25 @@ LOSSES: dict[str, tuple[_Step, ...]] = {
         ("aten::mean", 0, "MeanBackward0", (("aten::div", 0),)),
     ),
 }  # fmt: skip
+# One time step of an LSTM's cell behind its two products: operator, name, values of the hidden size for each sequence,
+# passes, backward function and what that runs. A state that two functions use gets its gradient from both, added.
+_CELL: tuple[tuple[int, _Step], ...] = (
+    (4, ("aten::add", 3, "AddBackward0", ())),
+    (4, ("aten::split", 0, "SplitBackward0", (("aten::cat", 2),))),
+    (1, ("aten::sigmoid", 2, "SigmoidBackward0", (("aten::sigmoid_backward", 3),))),
+    (1, ("aten::mul", 3, "MulBackward0", (("aten::mul", 3), ("aten::mul", 3)))),
+    (1, ("aten::sigmoid", 2, "SigmoidBackward0", (("aten::sigmoid_backward", 3),))),
+    (1, ("aten::tanh", 2, "TanhBackward0", (("aten::tanh_backward", 3),))),
+    (1, ("aten::mul", 3, "MulBackward0", (("aten::mul", 3), ("aten::mul", 3)))),
+    (1, ("aten::add", 3, "AddBackward0", (("aten::add", 3),))),
+    (1, ("aten::sigmoid", 2, "SigmoidBackward0", (("aten::sigmoid_backward", 3),))),
+    (1, ("aten::tanh", 2, "TanhBackward0", (("aten::tanh_backward", 3),))),
+    (1, ("aten::mul", 3, "MulBackward0", (("aten::mul", 3), ("aten::mul", 3)))),
+)
+# What a time step takes in cuDNN's kernels for a whole sequence, forward and backward, ns: an assumption, with which a
+# model is some ten times as fast with nn.LSTM as written out. It was 9.3 times with 96 time steps on one H200.
+_LIBRARY = 10_000, 15_000
+
 # What the outermost operator of one is called.
 _OUTER = {"aten::_softmax": ("aten::softmax",), "aten::_log_softmax": ("aten::log_softmax",)}
 
@@ -121,6 +140,31 @@ def one_hot(shop: Shop, tokens: int) -> list[Function]:
             shapes, shop.model.activations,
         ),
     ]  # fmt: skip
+
+
+def recurrent(shop: Shop, tokens: int) -> list[Function]:
+    """Return an LSTM over sequences of `times` tokens: its cell's operators for each, or the library's kernels."""
+    model, h = shop.model, shop.model.hidden
+    times, rows = model.times, tokens // model.times
+    parameters = 4 * h * (h + 1)
+    if model.cell == "library":
+        inputs, back = shop.product(tokens, h, 4 * h), shop.product(tokens, 4 * h, h)
+        weights, state = shop.product(h, tokens, 4 * h), Kernel("RNN_blockPersist_fp_LSTM<float>", times * _LIBRARY[0])
+        backward = (Kernel("RNN_blockPersist_bp_LSTM<float>", times * _LIBRARY[1]), back, weights, weights)
+        named = tuple(("aten::_cudnn_rnn_backward", kernel) for kernel in backward)
+        return [
+            Function("lstm", "aten::_cudnn_rnn", (inputs, state), named, "CudnnRnnBackward0", 2 * parameters,
+                     ("aten::lstm",), dtype=model.activations),
+        ]  # fmt: skip
+    made = []
+    for time in range(times):
+        for name in ("ih", "hh"):
+            product = shop.linear(f"{name}.{time}", h, 4 * h, rows)
+            made.append(product if not time else replace(product, parameters=0))
+        for n, (values, step) in enumerate(_CELL):
+            function = _function(shop, f"cell.{time}.{n}", step, rows, values * rows * h, shop.width)
+            made.append(function if step[1] else replace(function, kernels=()))
+    return made
 
 
 def in_parts(shop: Shop, tokens: int, parts: int, grows: bool) -> list[Function]:

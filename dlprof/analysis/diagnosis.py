@@ -66,7 +66,11 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
-        together=together(basis, [(o, mine) for o, mine in asked if o.state == "found" and not o.training]),
+        together=together(
+            basis,
+            [(o, mine) for o, mine in asked if o.state == "found" and not o.training],
+            {rule.id for rule in rules if rule.of_host},
+        ),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
+from dlprof.analysis.host.parts import ALL
 from dlprof.analysis.step.breakdown import part, room
 from dlprof.analysis.step.savings import saving as replay
 from dlprof.result import TIMELESS, Outcome, Setting, Together
@@ -29,6 +30,7 @@ class Basis:
     fed_ns: Maybe[float]
     breakdown: Maybe[pd.DataFrame]
     own_time: Maybe[pd.DataFrame]
+    host_parts: Maybe[pd.DataFrame]
 
     def most_ns(self, categories: Collection[str]) -> float:
         """Return the mean steady step's time in some categories, ns; infinity without a breakdown.
@@ -50,12 +52,15 @@ def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Pi
     return split if split and left <= 0 else [*split, (others or frozenset(rule.saves_from), left)]
 
 
-def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Together | None:
-    """Bound what all findings save together.
+def together(
+    basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]], of_host: Collection[str] = ()
+) -> Together | None:
+    """Bound what all findings save together; `of_host`: those on what the device waits for its host for.
 
     Savings from the same categories are at most the removal of these categories; savings from different ones are at
     most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
-    bounds them. With findings of the whole job the bound is of the training loop. None where nothing was found, and
+    bounds them. Findings on the host save at most what a host gains that does none of it. With findings of the whole job
+    the bound is of the training loop. None where nothing was found, and
     where the bound is the whole step, which says nothing. Findings that the same change removes count as one.
     """
     found = [(o, mine) for o, mine in found if o.scope not in TIMELESS]
@@ -63,6 +68,7 @@ def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Toge
         return None
     largest = max(o.saving_ns for o, _ in found)
     inside, job = ([(o, mine) for o, mine in _once(found) if o.scope == scope] for scope in ("step", "job"))
+    inside = _host_once(basis, inside, of_host)
     claimed = [piece for _, mine in inside for piece in mine]
     total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(claimed))
     if inside and not set(basis.job.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
@@ -72,6 +78,23 @@ def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Toge
     if total > max(largest, (1 - LEAST_SHARE) * step):
         return None
     return Together(total, total / step, speedup(total / step))
+
+
+def _host_once(
+    basis: Basis, found: list[tuple[Outcome, list[Piece]]], of_host: Collection[str]
+) -> list[tuple[Outcome, list[Piece]]]:
+    """Make one of the findings on the host: what the replay without all of them gains."""
+    hosts = [(o, mine) for o, mine in found if o.id in of_host]
+    parts = basis.host_parts.or_none()
+    if len(hosts) < 2 or parts is None:
+        return found
+    gains = by_rank(parts[parts["part"] == ALL], "gain_ns")
+    own = basis.own_time.or_none()
+    all_ns = math.inf if own is None else replay(own, gains)
+    categories = frozenset().union(*(of for _, mine in hosts for of, _ in mine))
+    largest = max(hosts, key=lambda one: one[0].saving_ns)[0]
+    saving = max(min(sum(o.saving_ns for o, _ in hosts), all_ns), largest.saving_ns)
+    return [*(one for one in found if one[0].id not in of_host), (largest, [(categories, saving)])]
 
 
 def _once(found: Sequence[tuple[Outcome, list[Piece]]]) -> list[tuple[Outcome, list[Piece]]]:

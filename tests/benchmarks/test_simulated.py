@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated import main, of_fault, of_healthy
-from benchmarks.simulated_table import NOTABLE, Case, failures, table
+from benchmarks.simulated import main, of_fault, of_fixed, of_healthy
+from benchmarks.simulated_table import ANY, NOTABLE, Case, First, each, failures, table
 from benchmarks.simulator import folder, healthy
+from benchmarks.simulator.faults import FAULTS
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
@@ -25,12 +26,46 @@ WELL = Case(
     reported_ns=101 * MS, predicted_ns=72 * MS, state="found",
     true_computation=(0.7,), reported_computation=(0.69,), found=(("input_wait", 0.3),),
 )  # fmt: skip
+HARMLESS = replace(WELL, name="kept_up", fixed_ns=100 * MS, predicted_ns=None, state="clear", found=(), harmless=True)
 SOUND = replace(WELL, name="healthy", rule="", fixed_ns=100 * MS, predicted_ns=None, state="", found=())
 
 
 def test_a_case_that_is_right_fails_nowhere() -> None:
     assert failures(WELL) == []
     assert failures(SOUND) == []
+    assert failures(HARMLESS) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "accepted", "wrong"),
+    [
+        ((("input_wait", 0.04),), (), 0),
+        ((("input_wait", 0.06),), (), 1),
+        ((("exposed_copy", 0.06),), (), 1),
+        ((("exposed_copy", 0.06),), ("exposed_copy",), 0),
+        ((("exposed_copy", 0.06), ("host_bound", 0.2)), ANY, 0),
+        ((("input_wait", 0.06), ("host_bound", 0.2)), ANY, 1),
+    ],
+)
+def test_a_fault_that_costs_nothing_is_not_to_be_found(
+    found: tuple[tuple[str, float], ...], accepted: tuple[str, ...], wrong: int
+) -> None:
+    case = replace(HARMLESS, found=found, accepted=accepted)
+    assert len(failures(case)) == wrong
+    assert f"in {wrong} of 1 jobs whose fault costs nothing" in table([case], {}, [])
+    assert "Found in" not in table([case], {}, [])
+
+
+def test_each_recording_tells_its_truth_and_what_is_said_first() -> None:
+    said = replace(
+        WELL, event_ns=1_300, line="train.py:8", first=First("host_bound", 77 * MS, ("train.py:11", "model.py:3"))
+    )
+    *_, one, other = each([said, HARMLESS, SOUND]).splitlines()
+    assert one == (
+        "| no_workers | 0 | 1.3 | 100.00 → 70.00 | 30% | train.py:8 | `input_wait` | 1.03 | host_bound"
+        " | train.py:11, model.py:3 | 77.00 | 1.10 |"
+    )
+    assert "| `input_wait` | clear | nothing | – | 101.00 | 1.01 |" in other
 
 
 @pytest.mark.parametrize(
@@ -95,6 +130,23 @@ def test_random_healthy_jobs_keep_what_always_holds(seed: int) -> None:
         assert sum(t.share for t in parts) == pytest.approx(1, abs=1e-6)
         computed = sum(t.share for t in parts if t.category == "computation")
         assert computed == pytest.approx(rank.parts["computation"] / rank.step_ns, abs=0.02)
+
+
+def test_of_a_planted_fault_the_line_is_known_and_of_a_report_what_it_names_first() -> None:
+    case = of_fault("no_workers", 0, None)
+    assert case.line.startswith("train.py:")
+    assert case.first is not None
+    assert case.first.rule == case.found[0][0]
+    assert case.first.lines[0] == case.line
+    assert 500 <= case.event_ns <= 2_500
+
+
+def test_of_a_fixed_job_the_rule_of_the_fault_finds_nothing() -> None:
+    fault = next(f for f in FAULTS if f.name == "laps")
+    case = of_fixed(fault.name, 3, None)
+    assert (case.name, case.rule, case.harmless) == ("laps (fixed)", "host_sync", True)
+    assert case.true_ns == case.fixed_ns == pytest.approx(of_fault(fault.name, 3, None).fixed_ns)
+    assert failures(case) == []
 
 
 def test_a_healthy_job_is_diagnosed() -> None:

@@ -246,6 +246,67 @@ def test_a_slow_worker_holds_up_every_nth_batch() -> None:
     assert loaded(loader, 1_000_000) == pytest.approx(5_000_000, rel=0.05)
 
 
+# One thread pins what all workers fetch, in the order in which it comes from them.
+PINS = Loader(4, 2, fetch=8_000_000, jitter=0.3, receive=10_000, pin=5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("loader", "compute", "pace"),
+    [
+        (replace(PINS, jitter=0.0), 1_000_000, 5_000_000),  # the thread is the slowest
+        (replace(PINS, jitter=0.0), 6_000_000, 6_000_000),  # hidden behind the device
+        (replace(PINS, jitter=0.0, fetch=30_000_000), 1_000_000, 7_500_000),  # the workers are
+        (
+            replace(PINS, jitter=0.0, workers=0, fetch=2_000_000),
+            1_000_000,
+            8_000_000,
+        ),  # the training thread pins itself
+    ],
+)
+def test_batches_come_as_fast_as_the_slowest_of_workers_and_pinning(loader: Loader, compute: int, pace: int) -> None:
+    assert loaded(loader, compute, steps=100) == pytest.approx(pace, rel=0.02)
+
+
+def test_the_pinning_thread_takes_one_batch_after_the_other_as_they_come() -> None:
+    made = run(Fetch(), kernel(1_000_000), Synchronize("stream"), steps=60, loaders=[PINS])
+    queue = made.ranks[0].queue
+    assert queue is not None
+    assert all(later[0] >= earlier[1] for earlier, later in pairwise(queue.pinned))
+    came = sorted(f.end for f in queue.fetched)[: len(queue.pinned)]
+    assert all(begin >= at for (begin, _), at in zip(queue.pinned, came, strict=True))
+    # Now and then it has nothing to do; then it begins a batch as it comes.
+    assert {begin for begin, _ in queue.pinned} & set(came)
+    taken = [w for w in queue.waited if w.kind in ("first", "batch")]
+    assert len(taken) == 60
+    assert all(w.end >= queue.pinned[n][1] or w.ready for n, w in enumerate(taken))
+
+
+@pytest.mark.parametrize(("pin", "compute"), [(0, 1_000_000), (5_000_000, 8_000_000)])
+def test_a_queue_counts_what_is_ready_and_what_was_not_yet_taken_off(pin: int, compute: int) -> None:
+    """As the recorder reads PyTorch's: batches that came before the one that was due are ready, not outstanding."""
+    made = run(Fetch(), kernel(compute), Synchronize("stream"), steps=60, loaders=[replace(PINS, pin=pin)])
+    queue = made.ranks[0].queue
+    assert queue is not None
+    asked = [w for w in queue.waited if w.kind in ("first", "batch")]
+    depth = PINS.workers * PINS.prefetch
+    assert (asked[0].ready, asked[0].outstanding) == (0, depth)
+    assert all(0 < w.outstanding <= depth for w in asked)
+    assert all(w.ready <= depth for w in asked)
+    assert any(w.ready + w.outstanding > depth for w in asked)  # a ready one may still be in the queue
+    assert any(w.outstanding < depth for w in asked[1:])  # and one that came too early is not
+
+
+def test_what_was_fetched_ahead_is_used_up_and_then_the_workers_set_the_pace() -> None:
+    loader = Loader(8, 3, fetch=16_000_000, jitter=0.0, receive=10_000)
+    opening = Step((Fetch(), Spend(200_000_000), kernel(1_000_000), Synchronize("stream")))
+    usual = Step((Fetch(), kernel(1_000_000), Synchronize("stream")))
+    made = simulate(Setup(lambda _, n: usual if n else opening, steps=120, host=HOST, device=DEVICE, loaders=[loader]))
+    steps = host_steps(made)
+    # 24 batches and those that come meanwhile: 24 steps of 1 ms bring 12 more, and so on.
+    assert steps[1:40] == pytest.approx([1_000_000] * 39, rel=0.05)
+    assert sum(steps[80:]) / 40 == pytest.approx(2_000_000, rel=0.02)
+
+
 @pytest.mark.parametrize("share", [0.75, 0.6, 0.4])
 def test_a_power_limit_leaves_the_clock_at_which_it_is_just_kept(share: float) -> None:
     clock = clock_at(A100, share)

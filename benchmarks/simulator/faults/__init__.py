@@ -2,13 +2,29 @@
 
 Some rules have none. `memory_growth` saves nothing, and tells from hours of readings; `thread_oversubscription`,
 `idle_cores` and `needless_workers` are about a CPU's cores, and the simulated jobs compute on GPUs, with cores enough;
-`step_python` reads stacks, and `periodic_work` and `unused_forward` are about steps that differ: simulated ones have no
-stacks, and are alike but for stalls and validation.
+`periodic_work` and `unused_forward` are about steps that differ: simulated ones are alike but for stalls and
+validation.
 """
 
-from benchmarks.simulator.faults import compute, host, loading, memory, ranks
+from collections.abc import Mapping
+
+from benchmarks.simulator.faults import compute, host, lines, loading, memory, queue, ranks
 from benchmarks.simulator.faults.fault import Fault
 
-FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *compute.FAULTS, *memory.FAULTS)
+FAULTS: tuple[Fault, ...] = (
+    *loading.FAULTS,
+    *host.FAULTS,
+    *lines.FAULTS,
+    *queue.FAULTS,
+    *ranks.FAULTS,
+    *compute.FAULTS,
+    *memory.FAULTS,
+)
 
-__all__ = ["FAULTS", "Fault"]
+FILES: Mapping[str, str] = {
+    fault.name: file.__name__.rpartition(".")[2]
+    for file in (loading, host, lines, queue, ranks, compute, memory)
+    for fault in file.FAULTS
+}
+
+__all__ = ["FAULTS", "FILES", "Fault"]

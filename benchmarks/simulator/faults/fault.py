@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 from benchmarks.simulator.hardware import DEVICES, US
-from benchmarks.simulator.healthy import CUDA_FORMS, compute_ns, draw_model
+from benchmarks.simulator.healthy import CUDA_FORMS, EVENT_NS, compute_ns, draw_model
 from benchmarks.simulator.job import Batch, Gradients, Job, Recording, Script
 from benchmarks.simulator.loading import Loader
 from benchmarks.simulator.model import Shop
@@ -21,7 +21,7 @@ class Fault:
 
     `scope`: what a fix shortens: the steady step, or the whole loop, spread over its training steps. `advised`: instead
     of `fix`, what makes the job with the batch that the finding names, so many times as large; its step counts for each
-    sample.
+    sample. One that is `harmless` has what the rule looks for, but it costs nothing: the fixed job is no faster.
     """
 
     name: str
@@ -34,6 +34,15 @@ class Fault:
     steps: int = 60  # of the simulations that tell the truth, without those that warm up
     advised: Callable[[Job, float], Job] | None = None
     accepted: tuple[str, ...] = ()  # other rules that rightly find the same
+    warm: int = 20  # steps until the job is in its steady state
+    line: str = ""  # of the script that it stands in, by its name in simulator/script.py
+    harmless: bool = False
+
+    def record(self, job: Job) -> Recording:
+        """Return how the job is recorded, with what the profiler costs the host for each event."""
+        how = recording(job, self.name) if self.recorded is None else self.recorded(job)
+        rng = np.random.default_rng((job.seed, crc32(self.name.encode()), 1))
+        return replace(how, event=int(rng.uniform(*EVENT_NS)))
 
 
 def draws(seed: int) -> np.random.Generator:
@@ -69,6 +78,16 @@ def small(seed: int, ratio: float) -> Job:
         model = replace(model, tokens=model.tokens + 256)
     loader = Loader(4, 2, round(0.8 * launching), round(0.4 * launching), 50 * US, receive=60 * US)
     return replace(job, model=model, loader=loader, script=Script(30 * US, 20 * US), batch=Batch(100_000))
+
+
+def launching_ns(job: Job) -> float:
+    """Return what the host takes to launch the forward and the backward pass, without a profiler and jitter."""
+    model, host = job.model, job.host
+    shop, tokens = Shop(model, DEVICES[job.device]), job.model.tokens
+    functions = shop.embedding(tokens) + shop.block(tokens) * model.blocks + shop.recurrent(tokens) + shop.head(tokens)
+    forward = sum(host.before_op + len(f.kernels) * host.launch + host.after_op for f in functions)
+    each = host.launch + (host.backward_op + host.after_op) // 2
+    return forward + sum(host.backward_op + 1_100 + len(f.backward) * each for f in functions if f.node)
 
 
 def step_of(job: Job) -> float:

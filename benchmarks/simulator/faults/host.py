@@ -134,6 +134,7 @@ FAULTS = (
         _item,
         lambda job: with_script(job, items=0),
         accepted=("host_bound",),
+        line="values",
     ),
     Fault(
         "synchronize_every_step",
@@ -142,6 +143,7 @@ FAULTS = (
         _synchronized,
         lambda job: with_script(job, waits=False),
         accepted=("host_bound",),
+        line="values",
     ),
     Fault(
         "boolean_mask",
@@ -150,6 +152,7 @@ FAULTS = (
         _masked,
         lambda job: with_script(job, masks=0),
         accepted=("host_bound",),
+        line="values",
     ),
     Fault(
         "slow_python",
@@ -157,6 +160,7 @@ FAULTS = (
         "the script's own Python takes longer than the device",
         _python,
         lambda job: with_script(job, after=100 * US),
+        line="bookkeeping",
     ),
     Fault(
         "many_launches",
@@ -167,13 +171,14 @@ FAULTS = (
         accepted=("small_kernels",),
     ),
     Fault("tiny_kernels", "small_kernels", "kernels of some µs", _tiny, _captured, accepted=("host_bound",)),
-    Fault("foreach_optimizer", "unfused_optimizer", "AdamW in a dozen passes", _foreach, _fused),
+    Fault("foreach_optimizer", "unfused_optimizer", "AdamW in a dozen passes", _foreach, _fused, line="optimizer"),
     Fault(
         "loop_optimizer",
         "unfused_optimizer",
         "AdamW parameter by parameter",
         _loop,
         _fused,
+        line="optimizer",
         accepted=("host_bound", "small_kernels"),
     ),
     Fault(

@@ -26,8 +26,8 @@ def _few_workers(seed: int) -> Job:
     return replace(job, loader=_loader(2, draws(seed).uniform(2.5, 3.6) * step_of(job)))
 
 
-def _enough(job: Job) -> Job:
-    """Return the loader as many workers as keep up, and no more."""
+def enough(job: Job) -> Job:
+    """Return the job, its loader with as many workers as keep up, and no more."""
     assert job.loader is not None
     return with_loader(job, workers=int(job.loader.fetch / (0.8 * step_of(job))) + 1)
 
@@ -75,7 +75,9 @@ def _pageable(seed: int) -> Job:
 
 
 def _pinned(job: Job) -> Job:
-    return with_batch(job, memory="pinned", waits=False)
+    """Return the job with pinned batches: a thread copies them, at the rate at which they were staged before."""
+    rate = DEVICES[job.device].host_link * PAGEABLE_SHARE
+    return with_loader(with_batch(job, memory="pinned", waits=False), pin=round(job.batch.size / rate * 1e9))
 
 
 def _exposed(seed: int) -> Job:
@@ -96,8 +98,12 @@ def _not_blocking(job: Job) -> Job:
 
 
 FAULTS = (
-    Fault("no_workers", "input_wait", "the training thread loads its batches itself", _no_workers, _enough),
-    Fault("few_workers", "input_wait", "two workers where three or four are needed", _few_workers, _enough),
+    Fault(
+        "no_workers", "input_wait", "the training thread loads its batches itself", _no_workers, enough, line="loader"
+    ),
+    Fault(
+        "few_workers", "input_wait", "two workers where three or four are needed", _few_workers, enough, line="loader"
+    ),
     Fault(
         "slow_loader_one_rank",
         "input_wait",
@@ -125,7 +131,7 @@ FAULTS = (
         recorded=_long,
         steps=5 * _RESTARTED,
     ),
-    Fault("pageable", "pageable_copy", "batches lie in pageable memory", _pageable, _pinned),
+    Fault("pageable", "pageable_copy", "batches lie in pageable memory", _pageable, _pinned, line="loader"),
     Fault("exposed_copy", "exposed_copy", "large batches are copied on the computing stream", _exposed, _ahead),
     Fault(
         "blocking_copy",
@@ -134,5 +140,6 @@ FAULTS = (
         _blocking,
         _not_blocking,
         accepted=("host_bound", "host_sync"),
+        line="batch",
     ),
 )
