@@ -59,9 +59,9 @@ def together(
 
     Savings from the same categories are at most the removal of these categories; savings from different ones are at
     most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
-    bounds them. Findings on the host save at most what a host gains that does none of it. With findings of the whole job
-    the bound is of the training loop. None where nothing was found, and
-    where the bound is the whole step, which says nothing. Findings that the same change removes count as one.
+    bounds them. Findings on the host save at most what a host gains that does none of it. With findings of the whole
+    job the bound is of the training loop. None where nothing was found, and where the bound is the whole step, which
+    says nothing. Findings that the same change removes count as one.
     """
     found = [(o, mine) for o, mine in found if o.scope not in TIMELESS]
     if not found:
