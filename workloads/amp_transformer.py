@@ -39,7 +39,7 @@ FAULTS = {
     "one_hot_tokens": "one_hot_input",  # tokens as one-hot rows, multiplied by the embedding
     "restless_scale": "skipped_steps",  # the loss is scaled up every third step, until gradients overflow
     "scores_in_memory": "unfused_attention",  # attention by two products and a softmax
-    "tiny_batch": "small_kernels",  # so little work in each kernel that launching it takes longer
+    "tiny_batch": "host_bound",  # so little work in each kernel that launching it takes longer
 }
 # What else a fault needs, to cost more than a little.
 SHOWN_WITH = {

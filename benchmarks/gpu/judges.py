@@ -52,7 +52,8 @@ WAITS = (
     "host_sync",
     "input_wait",
     "pageable_copy",
-    "small_kernels",
+    "parameter_loop",
+    "step_python",
 )
 
 _EVENTS = "CUDA events of the script"

@@ -73,7 +73,7 @@ _PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "copy": ("is exposed copies", ("exposed_copy", "pageable_copy")),
     "host": ("waits for the host", ("host_bound",)),
     "input_wait": ("waits for data", ("input_wait",)),
-    "launch_latency": ("passes between queued kernels", ("host_bound", "small_kernels")),
+    "launch_latency": ("passes between queued kernels", ("host_bound",)),
     "optimizer_host": ("waits for the optimizer's Python code", ("host_bound", "unfused_optimizer")),
     "pipeline_bubble": ("is pipeline bubble", ("pipeline_bubble",)),
     "queued_wait": ("is device idle time with work queued", ("queued_wait",)),

@@ -65,9 +65,7 @@ def test_products_in_float32_are_in_the_layers_that_multiply(tmp_path: Path) -> 
     assert sum(one.share for one in modules) == pytest.approx(0.93, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"), [("unfused_attention", "unfused_attention"), ("tiny_kernels", "small_kernels")]
-)
+@pytest.mark.parametrize(("name", "rule"), [("unfused_attention", "unfused_attention"), ("tiny_kernels", "host_bound")])
 def test_what_the_blocks_do_is_in_them(tmp_path: Path, name: str, rule: str) -> None:
     first = found_in(tmp_path, name, rule)[0]
     assert first.path == "block*"

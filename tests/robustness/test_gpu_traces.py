@@ -44,7 +44,7 @@ def test_without_links_the_means_are_right_and_causes_are_not_told(tmp_path: Pat
     assert result.window.step_ns == pytest.approx(true.period_ns, rel=0.03)
     assert computation(result) == pytest.approx(true.ranks[0].parts["computation"] / true.period_ns, abs=0.02)
     assert any("links no launch to the device's work" in warning for warning in result.run.warnings)
-    for rule in ("host_bound", "small_kernels", "exposed_copy"):
+    for rule in ("host_bound", "host_sync", "exposed_copy"):
         assert "link" in why(result, rule)
     assert result.found == ()
 

@@ -134,7 +134,7 @@ def test_an_optimizer_that_loops_is_found_beside_accumulation_too(tmp_path: Path
         ("full_precision", "fp32_matmul"),
         ("loop_optimizer", "unfused_optimizer"),
         ("odd_shapes", "misaligned_shapes"),
-        ("tiny_batch", "small_kernels"),
+        ("tiny_batch", "host_bound"),
     ],
 )
 def test_a_fault_that_only_a_gpu_shows_is_found(tmp_path: Path, fault: str, rule: str) -> None:

@@ -163,7 +163,7 @@ FAULTS = (
         "the same in small layers, whose host launches too slowly",
         _small_written_norms,
         _fused_norms,
-        accepted=("host_bound", "small_kernels"),
+        accepted=("host_bound",),
     ),
     Fault("written_loss", "unfused_loss", "a loss by softmax and logarithm, or such", _written_loss, _fused_loss),
     Fault("cast_loss", "unfused_loss", "a loss of a float32 copy of its logits", _cast_loss, _fused_loss),

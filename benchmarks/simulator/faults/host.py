@@ -156,7 +156,7 @@ FAULTS = (
     ),
     Fault(
         "slow_python",
-        "host_bound",
+        "step_python",
         "the script's own Python takes longer than the device",
         _python,
         lambda job: with_script(job, after=100 * US),
@@ -168,9 +168,8 @@ FAULTS = (
         "kernels of 10 to 50 µs, launched by a slow host",
         _launches,
         _captured,
-        accepted=("small_kernels",),
     ),
-    Fault("tiny_kernels", "small_kernels", "kernels of some µs", _tiny, _captured, accepted=("host_bound",)),
+    Fault("tiny_kernels", "host_bound", "kernels of some µs", _tiny, _captured),
     Fault("foreach_optimizer", "unfused_optimizer", "AdamW in a dozen passes", _foreach, _fused, line="optimizer"),
     Fault(
         "loop_optimizer",
@@ -179,7 +178,7 @@ FAULTS = (
         _loop,
         _fused,
         line="optimizer",
-        accepted=("host_bound", "small_kernels"),
+        accepted=("host_bound",),
     ),
     Fault(
         "garbage",

@@ -164,7 +164,7 @@ FAULTS = (
         lambda job: with_script(job, laps=False), recorded=_long, accepted=("host_bound",), line="lap forward",
     ),
     Fault(
-        "norm_items", "host_sync", "the norm of each gradient is read by itself", _norms, _total,
+        "norm_items", "parameter_loop", "the norm of each gradient is read by itself", _norms, _total,
         recorded=_long, accepted=("host_bound",), line="norm",
     ),
     Fault(
@@ -176,23 +176,20 @@ FAULTS = (
         _optimizer, _fused, recorded=_long, accepted=("host_bound",), line="optimizer",
     ),
     Fault(
-        "average_loop", "step_python", "an average of the parameters, one by one", _averages, _together,
+        "average_loop", "parameter_loop", "an average of the parameters, one by one", _averages, _together,
         recorded=_long, accepted=("host_bound",), line="average",
     ),
     Fault(
         "loops_optimizer", "unfused_optimizer", "the optimizer's loop among two others", _both_loops, _fused,
-        recorded=_long, accepted=("host_bound", "host_sync", "step_python"), line="optimizer",
+        recorded=_long, accepted=("host_bound", "parameter_loop"), line="optimizer",
     ),
     Fault(
-        "loops_norms", "host_sync", "the norms' loop among two others", _both_loops, _total,
-        recorded=_long, accepted=("host_bound", "unfused_optimizer", "step_python"), line="norm",
+        "loops_parameters", "parameter_loop", "the loops of norms and of an average beside the optimizer's", _both_loops,
+        lambda job: _total(_together(job)), recorded=_long, accepted=("host_bound", "unfused_optimizer"),
+        line="norm average",
     ),
     Fault(
-        "loops_average", "step_python", "the average's loop among two others", _both_loops, _together,
-        recorded=_long, accepted=("host_bound", "unfused_optimizer", "host_sync"), line="average",
-    ),
-    Fault(
-        "written_cell", "host_bound", "an LSTM written out, time step by time step", _written, _library,
+        "written_cell", "recurrent_loop", "an LSTM written out, time step by time step", _written, _library,
         recorded=_long, line="forward",
     ),
     Fault(
@@ -216,7 +213,7 @@ FAULTS = (
         lambda seed: replace(_large(seed), optimizer=Optimizer(kind="single")), _fused, recorded=_long, harmless=True,
     ),
     Fault(
-        "hidden_average_loop", "step_python", "an average of the parameters, one by one, while the device has work",
+        "hidden_average_loop", "parameter_loop", "an average of the parameters, one by one, while the device has work",
         lambda seed: _large(seed, ema="loop"), _together, recorded=_long, harmless=True,
     ),
 )  # fmt: skip

@@ -76,7 +76,7 @@ FAULTS = (
         "a job that its host holds up, with room for a larger batch",
         _room,
         advised=larger,
-        accepted=("host_bound", "small_kernels"),
+        accepted=("host_bound",),
     ),
     Fault(
         "small_batch_counted",
@@ -85,7 +85,7 @@ FAULTS = (
         _counted,
         advised=larger,
         recorded=_long,
-        accepted=("host_bound", "small_kernels"),
+        accepted=("host_bound",),
     ),
     Fault(
         "activations_fill",
@@ -94,6 +94,6 @@ FAULTS = (
         _full,
         advised=checkpointed,
         recorded=_long,
-        accepted=("host_bound", "small_kernels"),
+        accepted=("host_bound",),
     ),
 )

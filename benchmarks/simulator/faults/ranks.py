@@ -305,7 +305,7 @@ FAULTS = (
         "DDP looks for unused parameters, in a job that its host holds up",
         _searched,
         _not_searched,
-        accepted=("host_bound", "small_kernels", "straggler"),  # the hosts differ, and then one of them is late
+        accepted=("host_bound", "straggler"),  # the hosts differ, and then one of them is late
     ),
     Fault("replicas", "data_parallel", "one process drives two or four GPUs", _replicas, _processes),
     Fault(

@@ -41,6 +41,6 @@ def test_rules_of_training_do_not_apply_and_others_do(tmp_path: Path) -> None:
     of_training = {rule.id for rule in RULES if rule.of_training}
     assert {"input_wait", "unfused_optimizer", "validation_share"} <= of_training
     assert all(states[name].state == "does_not_apply" and "vLLM" in states[name].why for name in of_training)
-    assert states["small_kernels"].state in ("found", "clear", "not_measured")
+    assert states["host_sync"].state in ("found", "clear", "not_measured")
     assert not any(outcome.state == "error" for outcome in result.outcomes)
     assert any("vLLM" in warning for warning in result.run.warnings)

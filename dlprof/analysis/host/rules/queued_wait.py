@@ -28,7 +28,7 @@ from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.units import duration
 
-# Waiting counts from here on, as idle time whose cause is known (small_kernels); the saving may be half of it.
+# Waiting counts from here on, as idle time whose cause is known; the saving may be half of it.
 NOTABLE_SHARE = 0.05
 
 _CATEGORY = "queued_wait"
