@@ -42,14 +42,12 @@ TRUTHS: dict[str, dict[str, Any]] = {
     "g10_hf_trainer_padding": truth(43.75, 39.78, "padded to the longest", "longest", "padding", lines=[19, 35]),
     "g14_synchronize": truth(24.72, 19.18, "no synchronize()", "synchronize", lines=[15]),
 }
-FAILS = {
-    "g01_gpt_fp32": ["range"],
-    "g02_resnet_layout": ["change"],
-    "g04_optimizer_loop": ["line", "change"],
-    "g06_grad_norm_items": ["line", "change"],
+FAILS: dict[str, list[str]] = {
+    # The recorded run's own steps were 26.5 ms, in waves from 24 to 33, where the plain ones were 22.1: by its share the
+    # gain is right (1.34 × ± 0.14 for 1.41 ×).
+    "g06_grad_norm_items": ["step after", "range"],
     "g07_pageable": ["cause"],
     "g10_hf_trainer_padding": ["change"],
-    "g14_synchronize": ["line", "change"],
 }
 
 
@@ -85,7 +83,8 @@ CHANGE: dict[str, Any] = {"text": "`get_total_norm`, not read", "settings": [], 
 
 
 def finding(rule: str = "host_sync", saving_ms: float = 10.0, line: int = 17, **more: Any) -> dict[str, Any]:
-    said = {"id": rule, "state": "found", "saving_ns": saving_ms * 1e6, "share": saving_ms / 40, "noise_ns": 0.5e6}
+    said = {"id": rule, "state": "found", "saving_ns": saving_ms * 1e6, "share": saving_ms / 40}
+    said |= {"error_ns": 1e6, "at_most": False}
     said |= {"speedup": 40 / (40 - saving_ms), "where": [{"line": line}], "changes": [CHANGE], "scope": "step"}
     return said | more
 
@@ -118,9 +117,9 @@ BATCH = finding("memory_headroom", 20.0, changes=[{**OTHER, "training": True}])
         ([finding(saving_ms=6.0)], ["range"]),
         ([finding(saving_ms=5.0)], ["step after", "range"]),
         ([finding(saving_ms=16.0)], ["step after", "speed-up", "range"]),
-        ([finding(saving_ms=6.0, noise_ns=2.1e6)], []),
+        ([finding(saving_ms=6.0, error_ns=4.2e6)], []),
         # Without a ± there is no range to be outside of.
-        ([finding(saving_ms=6.0, noise_ns=0.0)], []),
+        ([finding(saving_ms=6.0, error_ns=0.0)], []),
         ([{**finding(), "state": "clear"}], ["cause"]),
         ([], ["cause"]),
         ([finding(), {"id": "gc_pauses", "state": "error", "why": "x"}], ["no rule ends with an error"]),
