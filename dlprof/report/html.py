@@ -26,7 +26,7 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, in_model, logged, looks, verdict
+from dlprof.report import device_work, formatting, in_model, logged, looks, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
@@ -89,6 +89,8 @@ def render(result: Result) -> str:
         tree=tree,
         held=held,
         device=parts.device(result),
+        kinds=device_work.table(result),
+        limits=device_work.sentences(result)[0],
         cards=cards,
         first=cards[:DEAREST],
         together=formatting.together(result),
