@@ -8,16 +8,25 @@ from dlprof.report.figures.drawing import Figure
 from dlprof.result import Panel, Result
 
 # A device limits the step from this share of it on; with more than the step, kernels run beside each other, and their
-# floors do not add up. Kinds with less of the time above the floor are not named, nor is a floor of fused chains that is
+# floors do not add up. Kinds with less of the time above the floor are not named, nor a floor of fused chains that is
 # hardly lower; a larger speed-up is no bound.
 _LIMITS, _BESIDE, _NAMED, _FUSED, _VAST = 0.9, 1.05, 0.15, 0.98, 10.0
 
-_COLUMNS = ("kind", "kernels", "time a step_ns", "share", "TFLOP/s", "moves a second_bytes", "least_ns", "above it_ns")
+_COLUMNS = (
+    "kind",
+    "kernels",
+    "time a step_ns",
+    "share",
+    "TFLOP/s",
+    "moves a second_bytes",
+    "needs at least_ns",
+    "above it_ns",
+)
 
 _NOTE = (
-    "Of a mean traced step. Least: of each operator FLOPs ÷ peak or bytes ÷ bandwidth of the memory, whichever is"
-    " longer, by the data sheet; what is not known counts as it is. This is a bound: on an H200, large copies reached"
-    " 88 % of that bandwidth, and a product of 8192³ in bfloat16 68 % of that peak."
+    "Of a mean traced step. Needs at least: of each operator FLOPs ÷ peak or bytes ÷ bandwidth of the memory, the longer"
+    " one, by the data sheet; what is not known counts as it is. This is a bound: on an H200, large copies reached 88 %"
+    " of that bandwidth, and a product of 8192³ in bfloat16 68 % of that peak."
 )
 
 
@@ -62,7 +71,9 @@ def table(result: Result) -> Figure | None:
         )
         for row in work.rows
     )
-    together = f" Kinds without a least share one of {formatting.duration(work.shared_floor_ns)}, and are above it or more."
+    together = (
+        f" Kinds without that figure share {formatting.duration(work.shared_floor_ns)}, and are above it or more."
+    )
     note = _NOTE + together if work.shared_floor_ns else _NOTE
-    note = f"Of a mean traced step. Its least time is not known: {work.why}." if work.why else note
+    note = f"Of a mean traced step. What it needs at least is not known: {work.why}." if work.why else note
     return shapes.panel(Panel("table", "Where the device's own time goes", rows, _COLUMNS, note=note))

@@ -8,9 +8,8 @@ import msgspec
 class WorkKind(msgspec.Struct, frozen=True):
     """One kind of a device's work in a mean traced step, mean of the ranks; None: not known.
 
-    `ns`: the time of its kernels. `floor_ns`: the least that the device needs for it, as far as that is known of the
-    kind alone: of `shared_ns` of its time it is known only together with other kinds. `flops` and `bytes`: what it
-    computes, and reads and writes.
+    `floor_ns`: the least that the device needs for it, as far as that is known of the kind alone: of `shared_ns` of
+    its time it is known only together with other kinds. `flops`, `bytes`: what it computes, and reads and writes.
     """
 
     kind: str

@@ -45,13 +45,6 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     return pd.DataFrame([row | {"peak": peak, "why": why}])
 
 
-@per_rank
-def operator_flops(rank: RankFacts) -> pd.DataFrame:
-    """Return the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not known)."""
-    frame = pd.DataFrame(_counted(rank)["operators"], columns=["operator", "dtype", "flops", "calls"])
-    return frame.fillna({"calls": -1}).astype({"operator": "str", "dtype": "str", "flops": float})
-
-
 def _counted(rank: RankFacts) -> dict[str, Any]:
     flops: dict[str, Any] = rank.facts.get("flops") or {}
     state = flops.get("state")

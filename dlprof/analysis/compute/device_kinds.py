@@ -1,13 +1,10 @@
 """Where the device's own time goes, by kind of kernel, and the least that the device needs for it (its roofline).
 
 The floor of an operator is its FLOPs ÷ the peak of their precision or its bytes ÷ the memory's bandwidth, whichever is
-longer (Williams et al., Roofline, 2009), summed over its shapes. It counts to one kind: what a convolution spends on
-changes of layout is no work that its script asked for, and has no floor. A tensor that stays in the cache is read
-faster than the memory allows: no operator's floor is longer than what it takes.
-
-Bytes of operators are counted in one step (record/model/traffic.py). Recordings without them have the bytes of each
-module: products have their shapes, and the rest of the modules' bytes is the floor of all other kinds together. What
-neither knows is taken to need the time that it takes.
+longer (Williams et al., Roofline, 2009), summed over its shapes, and no longer than it takes: a cache is faster. It
+counts to one kind: what a convolution spends on changes of layout has no floor, for no script asks for that. Bytes are
+counted in one step (record/model/traffic.py). Recordings without them have those of each module: products have their
+shapes, and the rest is the floor of all other kinds together. What is not known needs the time that it takes.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, per_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
+from dlprof.errors import NotMeasured
 from dlprof.result.device_work import DeviceWork, WorkKind
 from dlprof.units import percent
 
@@ -71,20 +69,21 @@ def work_kinds(
     frame["kind"] = np.where(frame["optimizer"], OPTIMIZER, kinds)
     inside = host.is_kind(device_work, "set") | host.is_one_of(device_work["copy"], "DtoD")
     copies = device_work[inside & (launched_within >= 0) & (device_work["bytes"] >= 0)]
-    frame.loc[len(frame)] = [-1, "", False, _COPIES, len(copies), copies["dur_ns"].sum(), COPY]
+    copied = {"kind": COPY, "operator": _COPIES, "kernels": float(len(copies)), "ns": float(copies["dur_ns"].sum())}
+    frame = pd.concat([frame[[*copied]], pd.DataFrame([copied])], ignore_index=True)
     frame[["kernels", "ns"]] /= steps
     # A copy reads and writes, a fill writes.
     size = float((copies["bytes"] * (1 + host.is_kind(copies, "copy"))).sum()) / steps
     limits.loc[_COPIES] = [0.0, size, size * byte_ns]
     found, rest_ns, reached = _floors(frame, limits)
     fused = float(counted.get("chained_bytes", np.nan)) - float(counted.get("fused_bytes", np.nan))
-    unlimited = (device or "this device") if limits["least_ns"].isna().any() else ""
+    unlimited = "" if np.isfinite(limits["least_ns"]).all() else device or "this device"
     return found.assign(rest_ns=rest_ns, fused_ns=fused * byte_ns * reached, unlimited=unlimited)
 
 
 def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd.DataFrame:
-    """Return the flops and bytes of each operator in the counted step, and least_ns, the least that they take; NaN: not
-    known. _REST is a row of what modules move beside their products, where no operator's bytes were counted.
+    """Return the flops and bytes of each operator in the counted step, and least_ns, the least that they take, infinity
+    where that is not known. _REST is what modules move beside products, where no operator's bytes were counted.
     """
     counted, matmul = rank.facts.get("flops") or {}, rank.facts.get("matmul") or {}
     peaks, keys = device_peaks(rank.facts, rank.trace_facts)[1], ["operator", "dtype"]
@@ -97,16 +96,15 @@ def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd
     every = pd.concat([shaped, rest.groupby(keys, sort=False).sum().clip(lower=0).reset_index()], ignore_index=True)
     if moved.empty and modules is not None and (modules["moved_bytes"] > 0).any():
         size = max(float(modules["moved_bytes"].sum()) - float(every["bytes"].sum()), 0.0)
-        every.loc[len(every)] = [_REST, "", 0.0, size]
+        every = pd.concat([every, pd.DataFrame([{"operator": _REST, "dtype": "", "flops": 0, "bytes": size}])])
     # What computes by no known formula has more of a floor than its bytes.
     every = every[~every["operator"].isin(["others", *(counted.get("uncounted") or ())])]
     pairs = zip(every["operator"], every["dtype"], strict=True)
     peak = np.array([peak_of(str(operator), str(dtype), matmul, peaks) for operator, dtype in pairs], dtype=float)
     every = every.astype({"flops": float, "bytes": float})
-    every["least_ns"] = np.maximum(
-        (every["flops"] / peak * 1e9).where(every["flops"] > 0, 0.0), every["bytes"] * byte_ns
-    )
-    return every.groupby("operator")[["flops", "bytes", "least_ns"]].agg(lambda values: values.sum(skipna=False))
+    computing = (every["flops"] / peak * 1e9).where(every["flops"] > 0, 0.0)
+    every["least_ns"] = computing.clip(lower=every["bytes"] * byte_ns).fillna(np.inf)
+    return every.groupby("operator")[["flops", "bytes", "least_ns"]].sum()
 
 
 def _counted_operator(
@@ -149,9 +147,12 @@ def kinds_of_work(work_kinds: pd.DataFrame) -> DeviceWork:
     by_rank = work_kinds.drop_duplicates("rank")
     sums = work_kinds.drop(columns=["rank", "unlimited", "rest_ns", "fused_ns"]).groupby("kind", sort=False).sum()
     rows = (sums[sums["ns"] > 0] / len(by_rank)).sort_values("ns", ascending=False, kind="stable").reset_index()
-    known, ns = rows.pop("known_ns"), float(rows["ns"].sum())
-    why = f"the bytes that operators read and write are known of {percent(known.sum() / ns)} of their time alone"
-    why = why if known.sum() < _KNOWN_SHARE * ns else ""
+    if rows.empty:
+        raise NotMeasured("no kernel ran in the traced steps")
+    known = rows.pop("known_ns")
+    share, why = float(known.sum() / rows["ns"].sum()), ""
+    if share < _KNOWN_SHARE:
+        why = f"the bytes that operators read and write are known of {percent(share)} of their time alone"
     why = next((f"the limits of {name} are not known" for name in by_rank["unlimited"] if name), why)
     complete = (known >= _RATE_SHARE * rows["ns"]) & (rows["shared_ns"] == 0)
     rows[["flops", "bytes"]] = rows[["flops", "bytes"]].where(complete).replace(0.0, np.nan)
@@ -160,8 +161,6 @@ def kinds_of_work(work_kinds: pd.DataFrame) -> DeviceWork:
     rows["floor_ns"] = np.nan if why else rows["floor_ns"]
     cells = rows.astype(object).where(rows.notna(), None).to_dict("records")
     kinds = tuple(WorkKind(**{str(name): value for name, value in row.items()}) for row in cells)
-    return (
-        DeviceWork(kinds, why=why)
-        if why
-        else DeviceWork(kinds, floor, rest_ns, None if np.isnan(fused_ns) else floor - fused_ns)
-    )
+    if why:
+        return DeviceWork(kinds, why=why)
+    return DeviceWork(kinds, floor, rest_ns, None if np.isnan(fused_ns) else floor - fused_ns)

@@ -10,16 +10,14 @@ from typing import Any
 _MOST_OPERATORS = 60
 
 # Elementwise operators that PyTorch does not tag as such (torch.Tag.pointwise), beside those over lists of tensors.
-_MAKES = "ones_like zeros_like full_like"
-_WRITES = "copy_ fill_ zero_"
-_UNTAGGED = f"_to_copy native_dropout masked_fill_ leaky_relu_backward mse_loss_backward {_MAKES} {_WRITES}".split()
+_FILLS = "copy_ fill_ zero_ ones_like zeros_like full_like"
+_UNTAGGED = f"_to_copy native_dropout masked_fill_ leaky_relu_backward mse_loss_backward {_FILLS}".split()
 # The argument of which no value is read: it is overwritten, or only its shape matters.
-_UNREAD = dict.fromkeys(f"{_MAKES} {_WRITES} new_zeros new_ones normal_ uniform_ bernoulli_ random_".split(), 0)
+_UNREAD = dict.fromkeys(f"{_FILLS} new_zeros new_ones normal_ uniform_ bernoulli_ random_".split(), 0)
 _UNREAD |= {"nll_loss_backward": 1, "max_pool2d_with_indices_backward": 1}
 # Of their first argument these use what indices point at: no more bytes than all else has.
-_PICKS = "embedding _embedding_bag gather index index_select take nll_loss_forward masked_select"
-_PUTS = "index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_"
-_PART = f"{_PICKS} {_PUTS}".split()
+_PARTS = "embedding _embedding_bag gather index index_select take nll_loss_forward masked_select"
+_PART = f"{_PARTS} index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_".split()
 
 _Sized = list[tuple[Any, int]]  # tensors, with the bytes of each that count
 
@@ -53,18 +51,19 @@ class Traffic:
             return 0
         name = func._schema.name
         read, changed, made = _parts(name.partition("::")[2], written, args, out)
-        tensors, sizes = zip(*read, *changed, *made, strict=True) if read or changed or made else ((), ())
+        touched = [*read, *changed, *made]
+        size = sum(n for _, n in touched)
         # A scalar may stay on the host. A copy from one device to another is no work of theirs.
-        tensors = [t for t in tensors if t.dim()] or tensors
+        tensors = [t for t, _ in touched if t.dim()] or [t for t, _ in touched]
         if len({t.device for t in tensors}) == 1:
             key = name, str(tensors[0].dtype).replace("torch.", ""), tensors[0].device.type
             sums = self._sums.setdefault(key, [0, 0])
             sums[0] += 1
-            sums[1] += sum(sizes)
+            sums[1] += size
             if not optimizer:
-                self._chained += sum(sizes) * elementwise
+                self._chained += size * elementwise
                 self._chain(elementwise, read, changed, made)
-        return sum(sizes)
+        return size
 
     def facts(self) -> dict[str, Any]:
         """Return the operators with most bytes, and the bytes of elementwise ones, as they are and fused."""

@@ -72,7 +72,9 @@ NAMES = {
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2, 128, 1>(float*)",
         "triton_poi_fused__to_copy_clone_transpose_3",
     ],
-    "pooling and resizing": ["void at::native::(anonymous namespace)::max_pool_backward_nchw<float, float>(float const*)"],
+    "pooling and resizing": [
+        "void at::native::(anonymous namespace)::max_pool_backward_nchw<float, float>(float const*)"
+    ],
     "embedding, gather and sort": [
         "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*)",
         "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)",

@@ -41,7 +41,9 @@ def square() -> Any:
 def test_an_operator_reads_its_operands_once_and_writes_its_result() -> None:
     a, b = square(), square()
     row, scale = torch.ones(N), torch.tensor(2.0)
-    by = counted(lambda: (a @ b, torch.relu(a), a + row, a.expand(3, N, N) * 2, a * scale, a.sum(), a.t(), a.view(-1)))["by"]
+    by = counted(lambda: (a @ b, torch.relu(a), a + row, a.expand(3, N, N) * 2, a * scale, a.sum(), a.t(), a.view(-1)))[
+        "by"
+    ]
     assert by == {
         "mm": 3 * UNIT,
         "relu": 2 * UNIT,
@@ -70,7 +72,9 @@ def test_what_is_overwritten_or_only_pointed_into_is_not_read_whole() -> None:
 def test_copies_between_devices_are_no_work_of_theirs_and_scalars_may_be_on_the_host() -> None:
     a, scale = torch.ones(N, N, device="meta"), torch.tensor(2.0)
     found = counted(lambda: (a * scale, square().to("meta")))
-    assert [(row["operator"], row["device"]) for row in found["moved"] if row["bytes"] > UNIT] == [("aten::mul", "meta")]
+    assert [(row["operator"], row["device"]) for row in found["moved"] if row["bytes"] > UNIT] == [
+        ("aten::mul", "meta")
+    ]
 
 
 def test_a_fused_optimizer_touches_seven_values_a_parameter() -> None:
