@@ -24,9 +24,9 @@ _COLUMNS = (
 )
 
 _NOTE = (
-    "Of a mean traced step. Needs at least: of each operator FLOPs ÷ peak or bytes ÷ bandwidth of the memory, the longer"
-    " one, by the data sheet; what is not known counts as it is. This is a bound: on an H200, large copies reached 88 %"
-    " of that bandwidth, and a product of 8192³ in bfloat16 68 % of that peak."
+    "Of a mean traced step. Needs at least: of each operator FLOPs ÷ peak or bytes ÷ bandwidth of the memory, the"
+    " longer one, by the data sheet; what is not known counts as it is. This is a bound: on an H200, large copies"
+    " reached 88 % of that bandwidth, and a product of 8192³ in bfloat16 68 % of that peak."
 )
 
 

@@ -17,8 +17,8 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
+from dlprof.record.device.traffic import Traffic, tensors_in
 from dlprof.record.model.functions import Functions
-from dlprof.record.model.traffic import Traffic, tensors_in
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, Step
