@@ -10,6 +10,7 @@ shapes, and the rest is the floor of all other kinds together. What is not known
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -86,24 +87,25 @@ def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd
     where that is not known. _REST is what modules move beside products, where no operator's bytes were counted.
     """
     counted, matmul = rank.facts.get("flops") or {}, rank.facts.get("matmul") or {}
-    peaks, keys = device_peaks(rank.facts, rank.trace_facts)[1], ["operator", "dtype"]
-    shaped = pd.DataFrame(counted.get("shapes") or [], columns=[*keys, "flops", "bytes"])
-    moved = pd.DataFrame(counted.get("moved") or [], columns=[*keys, "device", "bytes"])
-    totals = pd.DataFrame(counted.get("operators") or [], columns=[*keys, "flops"])
+    peaks, columns = device_peaks(rank.facts, rank.trace_facts)[1], ["operator", "dtype", "flops", "bytes"]
+    shaped: list[dict[Any, Any]] = counted.get("shapes") or []
+    moved = [row for row in counted.get("moved") or [] if row["device"] != "cpu"]
+    totals = [{"bytes": 0.0, **row} for row in counted.get("operators") or []]
     # Each shape by itself has its limit; what an operator has beyond the shapes that are kept has one together.
-    taken = shaped.assign(flops=-shaped["flops"], bytes=-shaped["bytes"])
-    rest = pd.concat([totals, moved[moved["device"] != "cpu"].drop(columns="device"), taken]).fillna(0.0)
-    every = pd.concat([shaped, rest.groupby(keys, sort=False).sum().clip(lower=0).reset_index()], ignore_index=True)
-    if moved.empty and modules is not None and (modules["moved_bytes"] > 0).any():
-        size = max(float(modules["moved_bytes"].sum()) - float(every["bytes"].sum()), 0.0)
-        every = pd.concat([every, pd.DataFrame([{"operator": _REST, "dtype": "", "flops": 0, "bytes": size}])])
+    taken = [{**row, "flops": -row["flops"], "bytes": -row["bytes"]} for row in shaped]
+    rest = pd.DataFrame([*totals, *({"flops": 0.0, **row} for row in moved), *taken], columns=columns)
+    rest = rest.astype({"flops": float, "bytes": float}).groupby(columns[:2], sort=False).sum().clip(lower=0.0)
+    rows = [*shaped, *rest.reset_index().to_dict("records")]
+    if not moved and modules is not None and (modules["moved_bytes"] > 0).any():
+        beside = float(modules["moved_bytes"].sum()) - sum(row["bytes"] for row in shaped)
+        rows.append({"operator": _REST, "dtype": "", "flops": 0.0, "bytes": max(beside, 0.0)})
+    every = pd.DataFrame(rows, columns=columns).astype({"flops": float, "bytes": float})
     # What computes by no known formula has more of a floor than its bytes.
     every = every[~every["operator"].isin(["others", *(counted.get("uncounted") or ())])]
     pairs = zip(every["operator"], every["dtype"], strict=True)
     peak = np.array([peak_of(str(operator), str(dtype), matmul, peaks) for operator, dtype in pairs], dtype=float)
-    every = every.astype({"flops": float, "bytes": float})
     computing = (every["flops"] / peak * 1e9).where(every["flops"] > 0, 0.0)
-    every["least_ns"] = computing.clip(lower=every["bytes"] * byte_ns).fillna(np.inf)
+    every = every.assign(least_ns=computing.clip(lower=every["bytes"] * byte_ns).fillna(np.inf))
     return every.groupby("operator")[["flops", "bytes", "least_ns"]].sum()
 
 

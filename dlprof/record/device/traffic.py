@@ -19,7 +19,7 @@ _UNREAD |= {"nll_loss_backward": 1, "max_pool2d_with_indices_backward": 1}
 _PARTS = "embedding _embedding_bag gather index index_select take nll_loss_forward masked_select"
 _PART = f"{_PARTS} index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_".split()
 
-_Sized = list[tuple[Any, int]]  # tensors, with the bytes of each that count
+_Sized = list[tuple[Any, int, int]]  # tensors, each with its storage and the bytes of it that count
 
 
 @dataclass(slots=True)
@@ -52,9 +52,9 @@ class Traffic:
         name = func._schema.name
         read, changed, made = _parts(name.partition("::")[2], written, args, out)
         touched = [*read, *changed, *made]
-        size = sum(n for _, n in touched)
+        size = sum(n for _, _, n in touched)
         # A scalar may stay on the host. A copy from one device to another is no work of theirs.
-        tensors = [t for t, _ in touched if t.dim()] or [t for t, _ in touched]
+        tensors = [t for t, _, _ in touched if t.dim()] or [t for t, _, _ in touched]
         if len({t.device for t in tensors}) == 1:
             key = name, str(tensors[0].dtype).replace("torch.", ""), tensors[0].device.type
             sums = self._sums.setdefault(key, [0, 0])
@@ -72,20 +72,19 @@ class Traffic:
         return {"moved": moved, "chained_bytes": self._chained, "fused_bytes": self._fused}
 
     def _chain(self, elementwise: bool, read: _Sized, changed: _Sized, made: _Sized) -> None:
-        storages = self._storages
-        inputs = [(_place(t), n, storages.setdefault(_place(t), _Storage())) for t, n in (*read, *changed)]
+        inputs = [(place, n, self._storages.setdefault(place, _Storage())) for _, place, n in (*read, *changed)]
         depth = max((storage.depth for _, _, storage in inputs), default=0)
         for n, (place, size, storage) in enumerate(inputs):
             if elementwise and storage.chained and storage.depth == depth:
                 continue
             if n >= len(read):  # it is written in place
                 self._fused += size * elementwise
-                storages[place] = _Storage(depth + (not elementwise), elementwise)
+                self._storages[place] = _Storage(depth + (not elementwise), elementwise)
                 continue
             self._fused += storage.unwritten + size * (elementwise and storage.read_at != depth)
             storage.unwritten, storage.read_at = 0, depth if elementwise else storage.read_at
-        for tensor, size in made:
-            storages[_place(tensor)] = _Storage(depth + (not elementwise), elementwise, size * elementwise)
+        for _, place, size in made:
+            self._storages[place] = _Storage(depth + (not elementwise), elementwise, size * elementwise)
 
 
 def _kind(func: Any) -> tuple[bool, bool, tuple[int, ...]]:
@@ -106,21 +105,21 @@ def _kind(func: Any) -> tuple[bool, bool, tuple[int, ...]]:
 
 def _parts(name: str, written: tuple[int, ...], args: Any, out: Any) -> tuple[_Sized, _Sized, _Sized]:
     """Return what an operator reads, what of its arguments it writes, and what it makes, each with its bytes."""
-    given = [list(tensors_in((arg,))) for arg in args]
-    places = {_place(t) for tensors in given for t in tensors}
-    read = [(t, _bytes_of(t)) for n, of in enumerate(given) if n != _UNREAD.get(name) for t in of]
-    changed = [(t, _bytes_of(t)) for n in written if n < len(given) for t in given[n]]
-    made = [(t, _bytes_of(t)) for t in tensors_in((out,)) if _place(t) not in places]
+    given = [_sized((arg,)) for arg in args]
+    places = {place for of in given for _, place, _ in of}
+    read = [one for n, of in enumerate(given) if n != _UNREAD.get(name) for one in of]
+    changed = [one for n in written if n < len(given) for one in given[n]]
+    made = [one for one in _sized((out,)) if one[1] not in places]
     if name in _PART:
-        rest = sum(n for _, n in (*read[1:], *made))
+        rest = sum(n for _, _, n in (*read[1:], *made))
         # An operator in place writes where it would have read.
-        read[0] = (read[0][0], 0 if changed else min(read[0][1], rest))
-        changed = [(t, min(n, rest)) for t, n in changed]
+        read[0] = (*read[0][:2], 0 if changed else min(read[0][2], rest))
+        changed = [(t, place, min(n, rest)) for t, place, n in changed]
     return read, changed, made
 
 
-def _place(tensor: Any) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _sized(values: Iterable[Any]) -> _Sized:
+    return [(t, t.untyped_storage()._cdata, _bytes_of(t)) for t in tensors_in(values)]
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -134,5 +133,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
 
 def _bytes_of(tensor: Any) -> int:
     """Return the bytes that a tensor holds; one that is expanded is read from the cache, and counts once."""
-    shape = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    return int(math.prod(shape) * tensor.element_size())
+    strides = tensor.stride()
+    if 0 not in strides:
+        return int(tensor.nbytes)
+    return int(math.prod(n for n, stride in zip(tensor.shape, strides, strict=True) if stride) * tensor.element_size())
