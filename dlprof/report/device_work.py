@@ -12,16 +12,7 @@ from dlprof.result import Panel, Result
 # hardly lower; a larger speed-up is no bound.
 _LIMITS, _BESIDE, _NAMED, _FUSED, _VAST = 0.9, 1.05, 0.15, 0.98, 10.0
 
-_COLUMNS = (
-    "kind",
-    "kernels",
-    "time a step_ns",
-    "share",
-    "TFLOP/s",
-    "moves a second_bytes",
-    "needs at least_ns",
-    "above it_ns",
-)
+_COLUMNS = ("kind", "kernels", "time a step_ns", "share", "TFLOP/s", "a second_bytes", "needs at least_ns", "above_ns")
 
 _NOTE = (
     "Of a mean traced step. Needs at least: of each operator FLOPs ÷ peak or bytes ÷ bandwidth of the memory, the"
@@ -35,21 +26,22 @@ def sentences(result: Result) -> tuple[str, str]:
     faster it could be by faster kernels alone; "" where it does not limit it, or no floor is known.
     """
     work, window = result.device_work, result.window
-    if not work or work.floor_ns is None or not window or window.unit != "step":
+    if not work or work.floor_ns is None or not window or window.unit != "step" or not window.step_ns:
         return "", ""
-    if not _LIMITS * window.step_ns <= work.ns <= _BESIDE * window.step_ns:
+    if not _LIMITS <= work.ns / window.step_ns <= _BESIDE:
         return "", ""
     duration, fused, above_ns = formatting.duration, work.fused_floor_ns, work.ns - work.floor_ns
-    less = f", or {duration(fused)} with chains of elementwise operators fused" if fused else ""
+    less = ""
+    if fused and fused < _FUSED * work.floor_ns:
+        less = f", or {duration(fused)} with chains of elementwise operators fused"
     said = (
-        f"As written, the work of this step needs at least {duration(work.floor_ns)} on this GPU"
-        f"{less if fused and fused < _FUSED * work.floor_ns else ''} (its FLOPs and bytes at the data sheet's rates);"
-        f" its kernels take {duration(work.ns)}."
+        f"As written, the work of this step needs at least {duration(work.floor_ns)} on this GPU{less} (its FLOPs and"
+        f" bytes at the data sheet's rates); its kernels take {duration(work.ns)}."
     )
-    far = sorted(((work.above_ns(row), row) for row in work.rows), key=lambda one: -one[0])[:2]
-    named = [
-        f"{'at least ' * bool(row.shared_ns)}{duration(ns)} in {row.kind}" for ns, row in far if ns > _NAMED * above_ns
-    ]
+    far = sorted(
+        (row for row in work.rows if work.above_ns(row) > _NAMED * above_ns), key=lambda row: -work.above_ns(row)
+    )
+    named = [f"{'at least ' * bool(row.shared_ns)}{duration(work.above_ns(row))} in {row.kind}" for row in far[:2]]
     if named and above_ns > (1 - _LIMITS) * work.ns:
         said += f" Of the {duration(above_ns)} above that bound, they spend {' and '.join(named)}."
     faster = window.step_ns / max(window.step_ns - above_ns, work.floor_ns)
