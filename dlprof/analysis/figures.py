@@ -31,6 +31,7 @@ from dlprof.result import (
     Window,
     Work,
 )
+from dlprof.result.device_work import DeviceWork
 from dlprof.result.memory import Footprint
 from dlprof.result.modules import Module, Modules, Outside
 from dlprof.result.other_tools import GpuLog, Profile
@@ -117,6 +118,11 @@ def steps_of(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
 def work_of(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
     """Return the heaviest operators and kernels."""
     return _structs(Work, work_means.or_none())
+
+
+def device_work_of(kinds_of_work: Maybe[DeviceWork]) -> DeviceWork | None:
+    """Return where the device's own time goes; None: no kernel was traced."""
+    return kinds_of_work.or_none()
 
 
 def exchanges_of(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
@@ -248,4 +254,5 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "members": members_of,
     "modules": modules_of,
     "host_limited": host_limited_of,
+    "device_work": device_work_of,
 }

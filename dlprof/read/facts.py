@@ -90,6 +90,8 @@ RANK: Mapping[str, Shape] = {
         **_all(int, "step total backward"),
         "operators": [{**_all(str, "operator dtype"), **_all(int, "flops calls")}],
         "shapes": [{**_all(str, "operator dtype shape"), **_all(int, "calls flops bytes")}],
+        "moved": [{**_all(str, "operator dtype device"), **_all(int, "calls bytes")}],
+        **_all(int, "chained_bytes fused_bytes"),
         "one_hot": [_all(int, "values classes")],
         "uncounted": {},
     },

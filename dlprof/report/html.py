@@ -26,10 +26,8 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, in_model, logged, looks, verdict
+from dlprof.report import device_work, formatting, in_model, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
-from dlprof.report.tried import panel as tried_panel
-from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Place, Result
 from dlprof.units import UNKNOWN
 
@@ -90,12 +88,14 @@ def render(result: Result) -> str:
         tree=tree,
         held=held,
         device=parts.device(result),
+        kinds=device_work.table(result),
+        limits=device_work.sentences(result)[0],
         cards=cards,
         apart=apart,
         first=cards[:DEAREST],
         together=formatting.together(result),
-        tried=result.tried and tried_sentence(result.tried),
-        attempts=result.tried and shapes.panel(tried_panel(result.tried)),
+        tried=result.tried and tried.sentence(result.tried),
+        attempts=result.tried and shapes.panel(tried.panel(result.tried)),
         panels=panels,
         **formatting.by_state(result),
         sections=sections,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dlprof.result.device_work import DeviceWork
 from dlprof.result.members import Member
 from dlprof.result.memory import Footprint
 from dlprof.result.memory import MemoryPeak as MemoryPeak
@@ -371,6 +372,7 @@ class Result(msgspec.Struct, frozen=True):
     members: tuple[Member, ...] = ()  # by rank; () where so few ranks are here that each is looked at
     modules: Modules | None = None  # None: nothing was traced
     host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
+    device_work: DeviceWork | None = None  # None: no device was traced
 
     @property
     def found(self) -> tuple[Outcome, ...]:

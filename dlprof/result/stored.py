@@ -37,6 +37,7 @@ _LATER = (
     "members",
     "modules",
     "footprint",
+    "device_work",
 )  # fields that a result may lack
 
 

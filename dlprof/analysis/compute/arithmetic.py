@@ -45,13 +45,6 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     return pd.DataFrame([row | {"peak": peak, "why": why}])
 
 
-@per_rank
-def operator_flops(rank: RankFacts) -> pd.DataFrame:
-    """Return the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not known)."""
-    frame = pd.DataFrame(_counted(rank)["operators"], columns=["operator", "dtype", "flops", "calls"])
-    return frame.fillna({"calls": -1}).astype({"operator": "str", "dtype": "str", "flops": float})
-
-
 def _counted(rank: RankFacts) -> dict[str, Any]:
     flops: dict[str, Any] = rank.facts.get("flops") or {}
     state = flops.get("state")
@@ -73,15 +66,19 @@ def _at_peak(rank: RankFacts, operators: list[dict[str, Any]]) -> tuple[float, f
         return np.nan, np.nan, f"the peak of {name or 'this device'} is not known"
     flops = np.array([float(row["flops"]) for row in operators])
     matmul = rank.facts.get("matmul") or {}
-    precisions = [precision_of(str(row["operator"]), str(row["dtype"]), matmul) for row in operators]
-    or_else = {"tf32": peaks.get("float32", np.nan)}
-    of_each = np.array([peaks.get(p, or_else.get(p, np.nan)) for p in precisions])
+    of_each = np.array([peak_of(str(row["operator"]), str(row["dtype"]), matmul, peaks) for row in operators])
     most = of_each[int(flops.argmax())]
     peak = float(most) if flops[of_each == most].sum() >= (1 - _UNKNOWN_SHARE) * flops.sum() else np.nan
     seconds = flops / of_each
     if flops[np.isnan(seconds)].sum() > _UNKNOWN_SHARE * flops.sum():
         return np.nan, np.nan, f"the peak of {name} in one of the step's precisions is not known"
     return float(np.nansum(seconds)), peak, ""
+
+
+def peak_of(operator: str, dtype: str, matmul: Mapping[str, Any], peaks: Mapping[str, float]) -> float:
+    """Return the peak of the precision in which an operator multiplies, FLOP/s; NaN where it is not known."""
+    precision = precision_of(operator, dtype, matmul)
+    return peaks.get(precision, peaks.get("float32", np.nan) if precision == "tf32" else np.nan)
 
 
 def precision_of(operator: str, dtype: str, matmul: Mapping[str, Any]) -> str:

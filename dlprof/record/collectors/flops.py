@@ -12,12 +12,13 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
 from dlprof.record.calls.frames import Place
+from dlprof.record.device.traffic import Traffic, tensors_in
 from dlprof.record.model.functions import Functions
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
@@ -214,7 +215,7 @@ class _Counts:
         self._functions = Functions(module)
         self.modules: Counter[tuple[str, str]] = Counter()  # FLOPs by module and part of the step
         self.moved: Counter[str] = Counter()  # bytes that operators read and write, by module
-        self._moves: dict[Any, bool] = {}
+        self._traffic = Traffic()
         self._names: dict[Any, str] = {}
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
@@ -245,18 +246,15 @@ class _Counts:
             self._after = PHASES[phase]
         if phase != BACKWARD and not name.startswith("profiler::"):
             self._see_line("" if phase is None else PHASES[phase], name)
-        moves = self._moves.get(func)
-        if moves is None:
-            moves = self._moves[func] = _moves(func)
+        moved = self._traffic.see(func, args, out, optimizer=phase == OPTIMIZER)
         formula = _FORMULAS.get(name)
-        if moves or formula is not None:
-            tensors, results = list(_tensors(args)), list(_tensors((out,)))
-            size = sum(_bytes_of(t) for t in (*tensors, *results))
+        if moved or formula is not None:
             module = self._functions.module()
-            self.moved[module[0]] += size
+            self.moved[module[0]] += moved
         if formula is None:
             self._others[name] += 1
             return
+        tensors = list(tensors_in(args))
         dtype = str(tensors[0].dtype).replace("torch.", "")
         flops = formula(args, out)
         if phase == BACKWARD:
@@ -266,7 +264,7 @@ class _Counts:
         sums = self._shapes.setdefault((name, dtype, shape), [0, 0, 0])
         sums[0] += 1
         sums[1] += flops
-        sums[2] += size
+        sums[2] += moved
 
     def _see_line(self, phase: str, name: str) -> None:
         """Count a call of an operator for the script's line that it comes from."""
@@ -323,30 +321,10 @@ class _Counts:
                 )[:_MOST_SHAPES]
             ],
             "lines": self._of_lines(),
+            **self._traffic.facts(),
             "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
         }
-
-
-def _moves(func: Any) -> bool:
-    """Return whether an operator reads or writes what tensors hold: not where it makes a view, or only allocates."""
-    schema = func._schema
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return not views and not schema.name.partition("::")[2].startswith(("empty", "new_empty", "detach", "_unsafe_view"))
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if hasattr(value, "element_size"):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-
-
-def _bytes_of(tensor: Any) -> int:
-    """Return the bytes that a tensor holds; one that is expanded is read from the cache, and counts once."""
-    shape = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    return int(math.prod(shape) * tensor.element_size())
 
 
 def _computes(name: str) -> bool:

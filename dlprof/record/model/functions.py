@@ -30,7 +30,8 @@ class Functions:
         name, function = self._inner(), self._running()
         if name:
             if self._next is not None and len(self._made_by) < _MOST:
-                # An operator's function was made before it comes by a dispatch mode.
-                self._made_by[self._next() - 1] = name
+                # An operator's function was made before it comes by a dispatch mode. Operators that make none, as
+                # those that count batches, may come by after it in other modules.
+                self._made_by.setdefault(self._next() - 1, name)
             return name, "forward" if function is None else "recompute"
         return ("", "forward") if function is None else (self._made_by.get(function._sequence_nr(), ""), "backward")

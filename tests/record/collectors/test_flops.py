@@ -89,6 +89,10 @@ def test_a_step_of_known_arithmetic_and_the_same_weights_and_random_numbers(tmp_
     # bias, rows × inputs, inputs × outputs; each read once, and rows × outputs written.
     bias, rows_in, weight = (math.prod(map(int, tensor.split("x"))) for tensor in head["shape"].split())
     assert head["bytes"] == 4 * (bias + rows_in + weight + HEAD * bias // (2 * weight))
+    moved = {row["operator"]: (row["device"], row["calls"]) for row in flops["moved"]}
+    assert (moved["aten::convolution"], moved["aten::mm"]) == (("cpu", 1), ("cpu", 4))
+    # Dropout behind the activation, and back, are a chain each.
+    assert 0 < flops["fused_bytes"] < flops["chained_bytes"]
     # The counted step and the traced window, from the warm-up to the step after the export.
     profiled = [row["step"] for row in rows(tmp_path / "run/ranks/00000") if row["profiled"]]
     assert profiled == [9, 10, 11, 12, 13, 14]

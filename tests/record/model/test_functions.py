@@ -67,3 +67,22 @@ def test_products_are_counted_by_module_and_part(reentrant: bool) -> None:
     assert found["middle", "recompute"] in ((2,) if reentrant else (1, 2))  # it ends as soon as all is there again
     assert (found["", "forward"], found["", "backward"]) == (1, 1)
     assert found.total() == 4 + 8 + 2 + found["middle", "recompute"]
+
+
+def test_an_operator_without_a_function_does_not_take_that_of_the_module_before() -> None:
+    # A BatchNorm counts its batches before it makes its function.
+    inside: list[str] = []
+    functions, found = Functions(lambda: inside[-1] if inside else ""), set()
+
+    class Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.add((func._schema.name.removeprefix("aten::"), *functions.module()))
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    for name, module in model.named_children():
+        module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
+        module.register_forward_hook(lambda *_: inside.pop() and None)
+    with Seeing():  # type: ignore[no-untyped-call]
+        model(torch.ones(2, 3, 8, 8)).sum().backward()
+    assert {("convolution_backward", "0", "backward"), ("native_batch_norm_backward", "1", "backward")} <= found
