@@ -212,7 +212,7 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         return sentence, _WITHOUT_TIME.get(first.scope, "It has no estimated saving.")
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
-        return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}."
+        return sentence, f"{_remedy(result, first)}{_at(first)} would make {what} {gained(first)}."
     most = "at most " if first.at_most else ""
     return sentence, f"Fixing it would save {most}{duration(first.saving_ns)} of {_each(result)}."
 
@@ -226,6 +226,13 @@ def _remedy(result: Result, first: Outcome) -> str:
         if alike and (forecast.setting, forecast.value) in advised:
             return plain(f"{forecast.setting}={forecast.value}", 60)
     return "Fixing it"
+
+
+def _at(first: Outcome) -> str:
+    """Return where a finding's first change belongs, " at train.py:17"; "" where no line of the script is known."""
+    places = [*(change.at for change in first.changes[:1] if change.at), *first.where[:1]]
+    place = next((p for p in places if p.line), None)
+    return f" at {plain(f'{place.file}:{place.line}', 120)}" if place else ""
 
 
 # What a part of the host's time is called.

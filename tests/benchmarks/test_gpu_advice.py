@@ -43,7 +43,7 @@ TRUTHS: dict[str, dict[str, Any]] = {
     "g14_synchronize": truth(24.72, 19.18, "no synchronize()", "synchronize", lines=[15]),
 }
 FAILS: dict[str, list[str]] = {
-    # The recorded run's own steps were 26.5 ms, in waves from 24 to 33, where the plain ones were 22.1: by its share the
+    # The recorded run's own steps were 26.5 ms, in waves from 24 to 33, where the plain ones were 22.1: by share the
     # gain is right (1.34 × ± 0.14 for 1.41 ×).
     "g06_grad_norm_items": ["step after", "range"],
     "g07_pageable": ["cause"],

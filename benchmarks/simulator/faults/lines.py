@@ -184,8 +184,8 @@ FAULTS = (
         recorded=_long, accepted=("host_bound", "parameter_loop"), line="optimizer",
     ),
     Fault(
-        "loops_parameters", "parameter_loop", "the loops of norms and of an average beside the optimizer's", _both_loops,
-        lambda job: _total(_together(job)), recorded=_long, accepted=("host_bound", "unfused_optimizer"),
+        "loops_parameters", "parameter_loop", "the loops of norms and of an average beside the optimizer's",
+        _both_loops, lambda job: _total(_together(job)), recorded=_long, accepted=("host_bound", "unfused_optimizer"),
         line="norm average",
     ),
     Fault(
