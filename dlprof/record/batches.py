@@ -76,7 +76,7 @@ def _shape(part: Any) -> Any:
         return ()
 
 
-def _inside(part: Any) -> Iterator[Any]:
+def inside(part: Any) -> Iterator[Any]:
     """Return what a list, a tuple, a dict or a UserDict holds; nothing of anything else."""
     if isinstance(part, UserDict):  # as the tokenizers of transformers return
         part = part.__dict__.get("data")
@@ -92,7 +92,7 @@ def _leading(part: Any, depth: int) -> int:
     shape = _shape(part)
     if shape is not None:
         return int(shape[0]) if shape else -1
-    return _leading(next(_inside(part), None), depth + 1) if depth < _DEEPEST else -1
+    return _leading(next(inside(part), None), depth + 1) if depth < _DEEPEST else -1
 
 
 def _collect(part: Any, found: list[int], depth: int) -> None:
@@ -101,7 +101,7 @@ def _collect(part: Any, found: list[int], depth: int) -> None:
     if shape is not None:
         found.append(int(shape[0]) if shape else -1)
     elif depth < _DEEPEST:
-        for one in _inside(part):
+        for one in inside(part):
             if len(found) >= _MOST_TENSORS:
                 return
             _collect(one, found, depth + 1)

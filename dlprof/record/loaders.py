@@ -105,6 +105,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         ),
         "drop_last": loader.drop_last,
         "in_order": getattr(loader, "in_order", None),
+        "collate": _collating(loader.collate_fn),
         **_share(loader, sampler),
     }
 
@@ -132,6 +133,20 @@ def _share(loader: Any, sampler: Any) -> dict[str, int | None]:
         "split": getattr(ours, "num_processes", None) if getattr(ours, "split_batches", False) else None,
     }
     return {name: n if type(n) is int else None for name, n in shares.items()}
+
+
+def _collating(collate: Any) -> dict[str, Any]:
+    """Return what makes a batch of samples, where that stands, and how it pads where it is one of transformers'."""
+    collate = getattr(collate, "data_collator", collate)  # that the Trainer wraps
+    collate = getattr(collate, "func", collate)  # of a partial function
+    code = getattr(collate if hasattr(collate, "__code__") else type(collate).__call__, "__code__", None)
+    padding = getattr(collate, "padding", None)
+    return {
+        "name": getattr(collate, "__qualname__", type(collate).__qualname__),
+        "file": getattr(code, "co_filename", None),
+        "line": getattr(code, "co_firstlineno", None),
+        "padding": padding if isinstance(padding, (str, bool)) else None,
+    }
 
 
 def _start_method(context: Any) -> str:

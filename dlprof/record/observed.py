@@ -9,6 +9,7 @@ from typing import Any
 
 from dlprof.record.calls.seen import Calls
 from dlprof.record.loaders import LoaderSeen, begin_pass, settings_of
+from dlprof.record.padding import Padding
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
 _MOST = 100
@@ -26,6 +27,7 @@ class Observed:
 
     news: bool = False  # something is not in facts.json yet
     calls: Calls = field(default_factory=Calls)
+    padding: Padding = field(default_factory=Padding)
     loaders: list[LoaderSeen] = field(default_factory=list)
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)

@@ -119,6 +119,8 @@ class StepClock(Phases):
             looks = observed.learns and (row.taken != row.backwards or observed.pipeline)
             if looks and (with_grad or not self.trains) and not row.take(args, kwargs or {}):
                 observed.look_no_more()
+            if now >= observed.padding.due_ns and self.trains and with_grad and observed.learns and not self._fetched:
+                observed.padding.look((args, kwargs), row.number, observed.models)
             if observed.autocast_looks:
                 observed.see_autocast()
             if self.phases or self.ranges:
@@ -181,6 +183,11 @@ class StepClock(Phases):
         if self.fetch_watcher is not None:
             began = self._fetch_began_ns
             self.fetch_watcher.got(iterator, self.row.number, began, self._since_ns - began)
+        padding = self.observed.padding
+        if self._since_ns >= padding.due_ns and self.trains:
+            over = iterator._dlprof_pass
+            if over is None or over.loader is None or over.loader.role == "train":
+                padding.look(batch, self.row.number, self.observed.models)
 
     def ask(self, iterator: Any) -> None:
         """Ask for one of several batches that make one fetch."""
