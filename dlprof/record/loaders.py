@@ -135,18 +135,12 @@ def _share(loader: Any, sampler: Any) -> dict[str, int | None]:
     return {name: n if type(n) is int else None for name, n in shares.items()}
 
 
-def _collating(collate: Any) -> dict[str, Any]:
-    """Return what makes a batch of samples, where that stands, and how it pads where it is one of transformers'."""
-    collate = getattr(collate, "data_collator", collate)  # that the Trainer wraps
-    collate = getattr(collate, "func", collate)  # of a partial function
-    code = getattr(collate if hasattr(collate, "__code__") else type(collate).__call__, "__code__", None)
-    padding = getattr(collate, "padding", None)
-    return {
-        "name": getattr(collate, "__qualname__", type(collate).__qualname__),
-        "file": getattr(code, "co_filename", None),
-        "line": getattr(code, "co_firstlineno", None),
-        "padding": padding if isinstance(padding, (str, bool)) else None,
-    }
+def _collating(collate: Any) -> dict[str, Any] | None:
+    """Return what makes a batch of samples, and where it stands; None: it is no Python."""
+    collate = getattr(collate, "data_collator", collate)  # that the Trainer of transformers wraps
+    code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
+    name = getattr(collate, "__qualname__", type(collate).__qualname__)
+    return {"name": name, "file": code.co_filename, "line": code.co_firstlineno} if code is not None else None
 
 
 def _start_method(context: Any) -> str:
