@@ -52,7 +52,7 @@ def samples_of(batch: Any, over: Pass) -> int:
     if over.leads is None:
         _settle(batch, over)
     if over.leads:
-        return next(int(_shape(tensor)[0]) for _, tensor in tensors_in(batch))
+        return next((int(shape[0]) for _, tensor in tensors_in(batch) if (shape := _shape(tensor))), over.size)
     return over.size
 
 
