@@ -39,7 +39,8 @@ def padding(
     """Return ways to pad the batches that were looked at: way, length (of the mean row, padded), share (of the tokens
     that are padding), gain_ns, step_ns, plans_ns (of one new length; 0: it needs none).
     """
-    if not (seen := rank.facts.get("padding")):
+    seen = [batch for batch in rank.facts.get("padding") or () if batch.get("lengths") and batch.get("padded")]
+    if not seen:
         raise NotMeasured("the lengths of rows in its batches were not recorded (`dlprof wrap` does that)")
     each = [np.array(batch["lengths"]) for batch in seen]
     sizes, real = np.array([len(rows) for rows in each]), np.sort(np.concatenate(each))
@@ -47,9 +48,6 @@ def padding(
     batch = int(np.median(sizes))
     last = np.minimum((np.arange(len(real)) // batch + 1) * batch, len(real)) - 1
     ways, new_ns, plans_ns = {NOW: now, LONGEST: longest, GROUPED: real[last], PACKED: real}, 0.0, 0.0
-    if any("cudnn_attention" in name for name in spans["name"].cat.categories):
-        ways[ROUNDED] = np.minimum(-(-longest // 64) * 64, now)
-        new_ns, plans_ns = _plans(real, batch, steps.get())
     at, until = (
         host.cover(on_training_thread, host.is_named(on_training_thread, f"dlprof::{phase}"))[:, edge]
         for phase, edge in (("forward", 0), ("backward", 1))
@@ -57,10 +55,13 @@ def padding(
     if not len(at) or not len(until):
         raise NotMeasured("the trace does not mark forward and backward passes")
     passes = iv.union(at[np.maximum(np.searchsorted(at, until) - 1, 0)], until)
+    names = spans["name"].cat
+    if any("cudnn_attention" in name for name in names.categories):
+        ways[ROUNDED] = np.minimum(-(-longest // 64) * 64, now)
+        new_ns, plans_ns = _plans(real, batch, steps.get())
     work = kernels.get() if has_device else operator_work
     owner, took = work["owner"].to_numpy(), work["dur_ns"].to_numpy()
     counted = (owner >= 0) & iv.holds(passes, spans["start_ns"].to_numpy()[owner])
-    names = spans["name"].cat
     attends = np.array(["attention" in name for name in names.categories], dtype=bool)[names.codes.to_numpy()]
     for block, *_ in attention_blocks.or_none() or ():
         attends[block.before[0] : block.after[-1] + 1] = True

@@ -23,7 +23,7 @@ US = 1_000
 
 def ways(path: Path) -> dict[str, dict[str, Any]]:
     """Return the ways to pad, by name."""
-    rows = measured(path, padding).frame(padding).to_dict("records")
+    rows: list[dict[Any, Any]] = measured(path, padding).frame(padding).to_dict("records")
     return {str(row["way"]): row for row in rows}
 
 
@@ -86,6 +86,17 @@ def test_plans_for_new_lengths_are_in_the_gain_of_cudnns_attention(tmp_path: Pat
     plans = bare[LONGEST]["gain_ns"] - found[LONGEST]["gain_ns"]
     assert plans == pytest.approx(float(np.mean(new)) * 50 * MS, rel=0.1)
     assert found[ROUNDED]["gain_ns"] > found[LONGEST]["gain_ns"]
+
+
+def test_where_plans_cost_all_that_padding_does_few_lengths_are_the_change(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    batches = [[rng.randint(8, 400) for _ in range(8)] for _ in range(30)]
+    steps = [light(n, 40 * MS, forward_ns=(900 if n == 0 else 10) * MS, backward_ns=10 * MS) for n in range(60)]
+    found = ask(RULE, trained(tmp_path, facts(512, *batches), attention=CUDNN, steps=steps))
+    assert found.state == "found"
+    assert "rounded up to a multiple of 64" in found.advice[0]
+    assert not found.changes[0].numerics
+    assert "Plans for new lengths are counted, 890.0 ms for each" in found.sure
 
 
 def g10(folder: Path) -> Path:

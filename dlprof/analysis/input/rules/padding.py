@@ -38,12 +38,13 @@ def check(padding: Maybe[Frame], own_time: Frame, mean_step_ns: float, job: Job)
     if all(job.facts[rank].get("padding") == [] for rank in job.ranks):
         raise DoesNotApply("no batch with rows of tokens was seen on the host")
     frame = padding.get()
-    gains = {way: by_rank(frame[frame["way"] == way], "gain_ns") for way in (LONGEST, GROUPED)}
-    way = LONGEST if saving(own_time, gains[LONGEST]) >= LEAST_SHARE * mean_step_ns else GROUPED
+    gains = {way: by_rank(frame[frame["way"] == way], "gain_ns") for way in (LONGEST, ROUNDED, GROUPED)}
+    least = LEAST_SHARE * mean_step_ns
+    way = next((way for way in (LONGEST, ROUNDED) if saving(own_time, gains[way]) >= least), GROUPED)
     return Estimate(
         gone_ns=gains[way],
         noise_of=("computation",),
-        notable=LEAST_SHARE if way == LONGEST else NOTABLE_SHARE,
+        notable=NOTABLE_SHARE if way == GROUPED else LEAST_SHARE,
         loses=f"would be saved by padding {way}",
         summary=f"{percent(float(frame['share'][frame['way'] == NOW].mean()))} of the tokens are padding",
         seen=way,
@@ -70,7 +71,8 @@ def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
             mine,
             {"way": "padding", "length": "mean length", "share": "of the tokens_share", "step_ns": "mean step_ns"},
         ),
-        sure="Predicted: fewer tokens are computed in as much less time, no sooner than the host launches that.",
+        sure="Predicted: fewer tokens are computed in as much less time, no sooner than the host launches that."
+        + (f" Plans for new lengths are counted, {duration(now['plans_ns'])} for each." if now["plans_ns"] else ""),
         verdict=f"{share}.",
     )
 
@@ -84,8 +86,8 @@ def _changes(job: Job, rank: int, length: float, plans_ns: float) -> Iterator[tu
         f"pad {own} to the longest row of each batch, not to {length:.0f} (in transformers `DataCollatorWithPadding`,"
     )
     yield LONGEST, f'{text} and no `padding="max_length"` before it)', "padding", "longest"
-    text = "round that up (`pad_to_multiple_of=64`): cuDNN's attention makes plans for each new length, in up to"
-    yield ROUNDED, f"{text} {duration(plans_ns)}", "pad_to_multiple_of", 64
+    text = "pad to the longest row, rounded up to a multiple of 64 (`pad_to_multiple_of=64`): cuDNN's attention"
+    yield ROUNDED, f"{text} makes plans for each new length, in up to {duration(plans_ns)}", "pad_to_multiple_of", 64
     text = (
         'put similar rows into a batch (a batch sampler; in transformers `train_sampling_strategy="group_by_length"`,'
     )
