@@ -57,7 +57,7 @@ def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
     now = by_way[NOW]
     least = now["step_ns"]
     for way, text, name, value in _changes(job, rank, now["length"], now["plans_ns"]):
-        if (step := by_way.get(way, now)["step_ns"]) < (1 - LEAST_SHARE) * least:
+        if (step := by_way.get(way, now)["step_ns"]) < (1 - LEAST_SHARE) * least or way == estimate.seen:
             least, text = step, f"{text}: a step of {duration(step)} is predicted"
             changes.append(change(text, numerics=way in (GROUPED, PACKED), **{name: (None, value)}))
     share = f"{percent(now['share'])} of the tokens are padding"
@@ -81,7 +81,11 @@ def _changes(job: Job, rank: int, length: float, plans_ns: float) -> Iterator[tu
     """Yield ways to pad, what a script does for each, and the setting."""
     collate = settings.training_loader(job, rank).get("collate") or {}
     file = str(collate.get("file") or "").removeprefix(job.facts[rank].get("directory") or "")
-    own = f"in `{collate['name']}` ({file}:{collate['line']})" if file and "-packages/" not in file else "in the loader"
+    own = (
+        f"in `{collate.get('name')}` ({file}:{collate.get('line')})"
+        if file and "-packages/" not in file
+        else "in the loader"
+    )
     text = (
         f"pad {own} to the longest row of each batch, not to {length:.0f} (in transformers `DataCollatorWithPadding`,"
     )
