@@ -41,6 +41,7 @@ _GRAIN = 16_384
 _IGNORED = -100
 
 Lengths = tuple[str, int, list[int]]
+Named = Sequence[tuple[str, Any]]  # tensors
 
 
 def samples_of(batch: Any, over: Pass) -> int:
@@ -175,7 +176,8 @@ class Padding:
             return
         began = perf_counter_ns()
         with torch._C.DisableTorchFunction():
-            self._pads = self._pads or _pads(models)
+            if not self._looks:
+                self._pads = _pads(models)
             found = lengths_of(batch, self._pads)
         if found:
             self.seen.append(dict(zip(("step", "source", "padded", "lengths"), (step, *found), strict=True)))
@@ -202,53 +204,60 @@ def lengths_of(batch: Any, pads: Sequence[int] | None = None) -> Lengths | None:
 
     `pads`: ids of padding, as far as they are known; None: no model reads ids. Returns None where nothing shows it.
     """
-    tensors, unpadded = [(n, t) for n, t in tensors_in(batch) if t.is_cpu and t.numel()], None
+    tensors = [(name, t) for name, t in tensors_in(batch) if t.is_cpu and t.numel()]
+    tables = [(n, t) for n, t in tensors if t.dim() == 2 and not t.is_floating_point() and 1 < t.shape[1] <= _GRAIN]
+    found = _by_mask(tables, tensors) or _by_numbers(tensors)
+    return found if found or pads is None else _by_ids(tables, pads)
+
+
+def _by_mask(tables: Named, tensors: Named) -> Lengths | None:
+    """Return what a mask shows; its sense is known by the end of the rows at which none has padding."""
+    for name, t in sorted(tables, key=lambda one: "attention_mask" not in one[0]):
+        masks = any(other is not t and other.shape[:2] == t.shape for _, other in tensors)
+        for edge in (0, -1) if masks and (not name or "mask" in name) else ():
+            kept, either = int(t[0, edge]), t.element_size() == 1 or "padding" in name
+            if (kept == 1 or (kept == 0 and either)) and t[:_MOST_ROWS, edge].eq(kept).all():
+                lengths = _lengths(t, 1 - kept)
+                if sum(int(part.eq(kept).sum()) for part in _parts(t)) == sum(lengths):  # nothing else, and in one run
+                    return name or "mask", t.shape[1], lengths
+    return None
+
+
+def _by_numbers(tensors: Named) -> Lengths | None:
     for name, numbers in tensors:
         if numbers.dim() == 1 and ("length" in name or name.endswith(("len", "lens"))):
             lengths = numbers[:_MOST_ROWS].tolist()
             for padded in (t.shape[1] for _, t in tensors if t.dim() > 1 and len(t) == len(numbers)):
                 if 0 < min(lengths) <= max(lengths) <= padded:
                     return name, padded, lengths
-    for source, table, pad, kept in _tables(tensors, pads):
-        parts = table[:_MOST_ROWS].split(_GRAIN // table.shape[1])
-        lengths = [length for part in parts for length in _before_run(part, pad).tolist()]
-        found, padded = (source, table.shape[1], lengths), sum(length < table.shape[1] - 1 for length in lengths)
-        if kept is not None:  # a mask, if there is nothing else outside of the runs
-            padded = sum(int(part.eq(kept).sum()) for part in parts) == sum(lengths)
-        elif source == "ends":
-            padded = 2 * padded >= len(lengths)
-        if padded:
-            return found
-        unpadded = unpadded or (found if kept is None else None)
-    return unpadded
+    return None
 
 
-def _tables(
-    tensors: Sequence[tuple[str, Any]], pads: Sequence[int] | None
-) -> Iterator[tuple[str, Any, int, int | None]]:
-    """Yield what may show padding: its name, rows × length, the value of padding, and of a mask the other one.
-
-    The sense of a mask is known by the end of the rows at which none has padding.
-    """
-    tables = [(n, t) for n, t in tensors if t.dim() == 2 and not t.is_floating_point() and 1 < t.shape[1] <= _GRAIN]
-    for name, t in sorted(tables, key=lambda one: "attention_mask" not in one[0]):
-        masks = any(other is not t and other.shape[:2] == t.shape for _, other in tensors)
-        for edge in (0, -1) if masks and (not name or "mask" in name) else ():
-            kept, either = int(t[0, edge]), t.element_size() == 1 or "padding" in name
-            if (kept == 1 or (kept == 0 and either)) and t[:_MOST_ROWS, edge].eq(kept).all():
-                yield name or "mask", t, 1 - kept, kept
-    numbers = [(n, t) for n, t in tables if t.element_size() > 1 and "mask" not in n and "type" not in n]
-    ids = [t for name, t in numbers if "label" not in name][:1] if pads is not None else []
-    yield from (("padding_idx", t, pad, None) for t in ids for pad in pads or ())
-    yield from (("labels", t, _IGNORED, None) for _, t in numbers if ids)
-    # Where no id is known: what most rows end with, or begin with.
-    for edge in (-1, 0) if not pads else ():
-        yield from (("ends", t, t[:_MOST_ROWS, edge].mode().values.item(), None) for t in ids)
+def _by_ids(tables: Named, pads: Sequence[int]) -> Lengths | None:
+    numbers = [(name, t) for name, t in tables if t.element_size() > 1 and "mask" not in name and "type" not in name]
+    ids = next((t for name, t in numbers if "label" not in name), None)
+    if ids is None:
+        return None
+    tries = [("padding_idx", ids, pad) for pad in pads] + [("labels", t, _IGNORED) for _, t in numbers]
+    # Where none is known: what most rows end with, or begin with.
+    tries += [("ends", ids, ids[:_MOST_ROWS, edge].mode().values.item()) for edge in (-1, 0) if not pads]
+    for source, t, pad in tries:
+        lengths = _lengths(t, pad)
+        padded = sum(length < t.shape[1] - 1 for length in lengths)
+        if padded and (source != "ends" or 2 * padded >= len(lengths)):
+            return source, t.shape[1], lengths
+    return tries[0][0], ids.shape[1], [ids.shape[1]] * len(ids[:_MOST_ROWS])
 
 
-def _before_run(ids: Any, pad: int) -> Any:
+def _parts(table: Any) -> Sequence[Any]:
+    return table[:_MOST_ROWS].split(_GRAIN // table.shape[1])  # type: ignore[no-any-return]
+
+
+def _lengths(table: Any, pad: int) -> list[int]:
     """Return the lengths of rows without the padding that they end with, or begin with, as most do."""
-    places = sys.modules["torch"].arange(1, ids.shape[1] + 1, device="cpu")
-    to_end, to_begin = ((ids.ne(pad) * order).amax(1) for order in (places, places.flip(0)))
-    # Labels are left out at the beginning of a row for another reason: there is the prompt.
-    return to_end if pad == _IGNORED or to_end.sum() <= to_begin.sum() else to_begin
+    places, lengths = sys.modules["torch"].arange(1, table.shape[1] + 1, device="cpu"), list[int]()
+    for part in _parts(table):
+        to_end, to_begin = ((part.ne(pad) * order).amax(1) for order in (places, places.flip(0)))
+        # Labels are left out at the beginning of a row for another reason: there is the prompt.
+        lengths += (to_end if pad == _IGNORED or to_end.sum() <= to_begin.sum() else to_begin).tolist()
+    return lengths

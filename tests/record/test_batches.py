@@ -155,6 +155,7 @@ LABELS = IDS.masked_fill((MASK == 0) | (torch.arange(40) < 2), -100)
     [
         ({"input_ids": IDS, "attention_mask": MASK, "labels": torch.zeros(4)}, None, "attention_mask"),
         (UserDict(input_ids=LEFT_IDS, attention_mask=LEFT_MASK), None, "attention_mask"),
+        ({"input_ids": IDS, "length": torch.full((4,), 40), "attention_mask": MASK}, None, "attention_mask"),
         ({"token_type_ids": TYPES, "input_ids": IDS, "attention_mask": MASK}, None, "attention_mask"),
         ({"x": FRAMES, "src_key_padding_mask": MASK == 0}, None, "src_key_padding_mask"),
         ({"x": FRAMES, "padding_mask": 1 - MASK}, None, "padding_mask"),
