@@ -12,6 +12,7 @@ from dlprof.analysis.machine import measured_links
 from dlprof.analysis.machine.binding import far_from_gpu
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.serving import engine_of
+from dlprof.analysis.timeline.what_if import REPRODUCED
 from dlprof.read.run import together
 from dlprof.units import count, digits, duration, few, percent, used_by_others
 
@@ -54,6 +55,7 @@ def warnings(
     foreign_load: Maybe[pd.DataFrame],
     whole_job: Maybe[pd.DataFrame],
     bindings: Maybe[pd.DataFrame],
+    replayed_steps: Maybe[pd.DataFrame],
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -75,7 +77,9 @@ def warnings(
         )
     means, likeness = step_means.or_none(), window_likeness.or_none()
     if likeness is not None:
-        found += _of_window(job, likeness)
+        replays = replayed_steps.or_none()
+        reproduced = replays is not None and (replays["off"].abs() <= REPRODUCED).all()
+        found += _of_window(job, likeness, reproduced=bool(reproduced))
     if means is not None and breakdown.or_none() is not None:
         found += _of_rest(job, means.set_index("rank"), part(breakdown.get(), "other"))
     elif means is not None and not breakdown.broke:
@@ -130,11 +134,14 @@ def _of_warmup(frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:
-    """Say where the traced steps of a device job differ from the others, and what the trace lacks."""
+def _of_window(job: Job, frame: pd.DataFrame, *, reproduced: bool) -> list[str]:
+    """Say where the traced steps of a device job differ from the others, and what the trace lacks.
+
+    `reproduced`: without what the profiler costs they are as long as the others, so that they stand for them.
+    """
     found = []
     ratio, after = frame["ratio"].mean(), frame["after"].mean()
-    if not pd.isna(ratio) and not _ALIKE[0] <= ratio <= _ALIKE[1]:
+    if not pd.isna(ratio) and not _ALIKE[0] <= ratio <= _ALIKE[1] and not (ratio > 1 and reproduced):
         why = "the profiler slows the host, and the device waits for it"
         if ratio < 1:
             why = "the host waits less in them (for data, other ranks or the launch queue)"

@@ -31,7 +31,7 @@ from dlprof.analysis.host.rules import (
     queued_wait,
     step_python,
 )
-from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
+from dlprof.analysis.input.rules import input_wait, needless_workers, padding, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
     activation_memory,
@@ -88,6 +88,7 @@ RULES: tuple[Rule, ...] = (
     needless_workers.RULE,
     one_hot_input.RULE,
     out_of_memory.RULE,
+    padding.RULE,
     pageable_copy.RULE,
     parameter_loop.RULE,
     periodic_work.RULE,

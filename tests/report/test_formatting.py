@@ -70,19 +70,19 @@ def test_plain_escapes_what_acts_and_keeps_what_is_written() -> None:
 
 def test_a_speed_up_has_its_margin_and_says_whether_it_is_a_bound() -> None:
     found = results.healthy().outcomes[0]
-    found = replace(found, state="found", saving_ns=20 * MS, share=0.2, speedup=1.25, noise_ns=1 * MS)
-    # A step of 100 ± 2 ms: 1 / 0.78 and 1 / 0.82.
+    found = replace(found, state="found", saving_ns=20 * MS, share=0.2, speedup=1.25, error_ns=2 * MS)
+    # The step after is 80 ± 2 ms: 2.5 % of the speed-up.
     assert formatting.gained(found).replace(NBSP, " ") == "1.25 × faster (± 0.03)"
     assert formatting.margin(found).replace(NBSP, " ") == "± 0.03"
     assert formatting.speedup(found).replace(NBSP, " ") == "1.25 ×"
-    most = replace(found, at_most=True, noise_ns=0.0)
+    most = replace(found, at_most=True)
     assert formatting.gained(most).replace(NBSP, " ") == "at most 1.25 × faster"
     assert formatting.speedup(most).replace(NBSP, " ") == "≤ 1.25 ×"
     assert formatting.margin(most) == ""
     # What is known to a thousandth is not known exactly.
-    assert formatting.margin(replace(found, noise_ns=100.0)).replace(NBSP, " ") == "± 0.01"
-    for noise in (math.nan, math.inf, -1.0):
-        assert formatting.margin(replace(found, noise_ns=noise)) == ""
+    assert formatting.margin(replace(found, error_ns=100.0)).replace(NBSP, " ") == "± 0.01"
+    for error in (math.nan, math.inf, -1.0):
+        assert formatting.margin(replace(found, error_ns=error)) == ""
 
 
 def test_findings_together_are_bounded_where_there_are_several() -> None:
@@ -104,7 +104,7 @@ def test_how_far_traced_steps_stand_for_the_job() -> None:
     assert formatting.limits(replace(result, window=replace(window, overhead=None))) == ""
     traced = replace(result, window=replace(window, overhead=None, source="trace"))
     assert formatting.limits(traced).startswith("every step was traced")
-    assert verdict.headline(traced)[1].replace(NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
+    assert verdict.headline(traced)[1].replace(NBSP, " ") == "Fixing it at train.py:61 would make the traced steps 1.44 × faster."
     one = replace(result, window=replace(window, overhead=None, source="trace", steps=1))
     assert formatting.limits(one).startswith("the only step was traced")
     whole = replace(result, window=replace(window, overhead=None, source="trace", unit="trace"))
@@ -161,9 +161,9 @@ def test_a_saving_that_is_a_bound_is_written_as_one() -> None:
     assert formatting.speedup(replace(first, at_most=True)) == f"≤{NBSP}1.44{NBSP}×"
 
 
-def test_the_noise_of_a_saving_is_twice_its_standard_error_where_it_is_known() -> None:
+def test_how_far_a_saving_may_be_off_is_said_where_it_is_known() -> None:
     first = results.ddp().found[0]
-    assert formatting.noise(replace(first, noise_ns=1.5 * MS)).replace(NBSP, " ") == "± 3.00 ms"
+    assert formatting.noise(replace(first, error_ns=3 * MS)).replace(NBSP, " ") == "± 3.00 ms"
     for unknown in (0.0, math.nan, math.inf):
-        assert formatting.noise(replace(first, noise_ns=unknown)) == ""
-    assert formatting.noise(replace(first, noise_ns=1.5 * MS, scope="risk", saving_ns=0.0)) == ""
+        assert formatting.noise(replace(first, error_ns=unknown)) == ""
+    assert formatting.noise(replace(first, error_ns=3 * MS, scope="risk", saving_ns=0.0)) == ""

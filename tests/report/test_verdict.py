@@ -102,14 +102,16 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
         return verdict.headline(replace(result, outcomes=(told, *result.outcomes[1:])))[1].replace(NBSP, " ")
 
     near = Forecast("num_workers", "6", step - 1.05 * first.saving_ns)
-    assert gain(near) == "num_workers=6 would make this job 1.44 × faster."
+    assert gain(near) == "num_workers=6 at train.py:61 would make this job 1.44 × faster."
     assert (
         gain(Forecast("num_workers", "6", step - 0.5 * first.saving_ns))
-        == "Fixing it would make this job 1.44 × faster."
+        == "Fixing it at train.py:61 would make this job 1.44 × faster."
     )
-    assert gain(near, workers=60) == "Fixing it would make this job 1.44 × faster."
-    assert gain() == "Fixing it would make this job 1.44 × faster."
+    assert gain(near, workers=60) == "Fixing it at train.py:61 would make this job 1.44 × faster."
+    assert gain() == "Fixing it at train.py:61 would make this job 1.44 × faster."
     first = replace(first, at_most=True)
+    assert gain() == "Fixing it at train.py:61 would make this job at most 1.44 × faster."
+    first = replace(first, where=())  # no line of the script is known
     assert gain() == "Fixing it would make this job at most 1.44 × faster."
 
 

@@ -68,6 +68,7 @@ CONCERNS: Mapping[str, Concern] = {
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),
     "parameter_loop": Concern((), ("rest",)),
+    "padding": Concern(("loader",)),
     "pageable_copy": Concern(("copy", "loader")),
     "needless_recompute": Concern(("forward", "backward")),
     "one_hot_input": Concern(("one_hot",)),
