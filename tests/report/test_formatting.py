@@ -104,7 +104,8 @@ def test_how_far_traced_steps_stand_for_the_job() -> None:
     assert formatting.limits(replace(result, window=replace(window, overhead=None))) == ""
     traced = replace(result, window=replace(window, overhead=None, source="trace"))
     assert formatting.limits(traced).startswith("every step was traced")
-    assert verdict.headline(traced)[1].replace(NBSP, " ") == "Fixing it at train.py:61 would make the traced steps 1.44 × faster."
+    said = verdict.headline(traced)[1].replace(NBSP, " ")
+    assert said == "Fixing it at train.py:61 would make the traced steps 1.44 × faster."
     one = replace(result, window=replace(window, overhead=None, source="trace", steps=1))
     assert formatting.limits(one).startswith("the only step was traced")
     whole = replace(result, window=replace(window, overhead=None, source="trace", unit="trace"))
