@@ -62,6 +62,7 @@ RANK: Mapping[str, Shape] = {
             **_all(str, "role start_method dataset"),
             **_all(int, "num_workers batch_size prefetch_factor dataset_length replicas replica"),
             **_all(bool, "pin_memory persistent_workers"),
+            "collate": {**_all(str, "name file"), "line": int},
         }
     ],
     "models": [
@@ -94,6 +95,7 @@ RANK: Mapping[str, Shape] = {
         "uncounted": {},
     },
     "step": {"mark": str, "told": bool},
+    "padding": [{"step": int, "source": str, "padded": int, "lengths": [int]}],
     "window": {
         **_all(str, "state asked"),
         **_all(int, "skip warmup active first_step last_step export_ns extended"),

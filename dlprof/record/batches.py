@@ -1,14 +1,18 @@
-"""What batches are made of: their samples and tokens, and their tensors, each of which a worker has to send.
+"""What batches are made of: their samples, tokens and padding, and their tensors, each of which a worker has to send.
 
-No code of the script's is called: only plain tensors are asked for their shape.
+No code of the script's is called: only plain tensors are asked, on a device for no more than their shape.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import UserDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, repeat
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
+
+from dlprof.record import guarded
 
 if TYPE_CHECKING:
     from dlprof.record.loaders import Pass
@@ -25,6 +29,20 @@ UNSEEN = (-1, -1)
 # Tensors of a batch that must agree, and how deep they are looked for.
 _MOST_TENSORS, _DEEPEST = 16, 3
 
+# So many batches are looked at, each after this many times what the last look took: 0.25 % of the job at most.
+_MOST_LOOKS, _REST = 64, 400
+
+_MOST_ROWS = 256  # of a batch
+
+# PyTorch works on fewer elements than twice this (at::internal::GRAIN_SIZE) with one thread: workers need other cores.
+_GRAIN = 16_384
+
+# What the losses of PyTorch leave out by default, with which libraries pad labels.
+_IGNORED = -100
+
+Lengths = tuple[str, int, list[int]]
+Named = Sequence[tuple[str, Any]]  # tensors
+
 
 def samples_of(batch: Any, over: Pass) -> int:
     """Return how many samples a batch is made of; −1: not known.
@@ -35,9 +53,7 @@ def samples_of(batch: Any, over: Pass) -> int:
     if over.leads is None:
         _settle(batch, over)
     if over.leads:
-        first = _leading(batch, 0)
-        if first >= 0:
-            return first
+        return next((int(shape[0]) for _, tensor in tensors_in(batch) if (shape := _shape(tensor))), over.size)
     return over.size
 
 
@@ -61,9 +77,9 @@ def _settle(batch: Any, over: Pass) -> None:
         over.size = min(size, length) if isinstance(length, int) and length > 0 else size
         over.leads = False
         return
-    found: list[int] = []
-    _collect(batch, found, 0)
-    over.leads = len(set(found)) == 1 and found[0] > 0
+    shapes = [_shape(tensor) for _, tensor in islice(tensors_in(batch), _MOST_TENSORS)]
+    found = {int(shape[0]) if shape else -1 for shape in shapes}
+    over.leads = len(found) == 1 and found.pop() > 0
 
 
 def _shape(part: Any) -> Any:
@@ -76,35 +92,16 @@ def _shape(part: Any) -> Any:
         return ()
 
 
-def _inside(part: Any) -> Iterator[Any]:
-    """Return what a list, a tuple, a dict or a UserDict holds; nothing of anything else."""
-    if isinstance(part, UserDict):  # as the tokenizers of transformers return
-        part = part.__dict__.get("data")
-    if isinstance(part, dict):
-        return iter(dict.values(part))
-    if isinstance(part, tuple):
-        return tuple.__iter__(part)
-    return list.__iter__(part) if isinstance(part, list) else iter(())
-
-
-def _leading(part: Any, depth: int) -> int:
-    """Return the first dimension of the first tensor of a batch; −1: it begins with something else."""
-    shape = _shape(part)
-    if shape is not None:
-        return int(shape[0]) if shape else -1
-    return _leading(next(_inside(part), None), depth + 1) if depth < _DEEPEST else -1
-
-
-def _collect(part: Any, found: list[int], depth: int) -> None:
-    """Add the first dimensions of a batch's tensors to a list; −1 of a tensor that has none."""
-    shape = _shape(part)
-    if shape is not None:
-        found.append(int(shape[0]) if shape else -1)
+def tensors_in(part: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the plain tensors of a batch, with their names in a dict or a UserDict, as tokenizers return; else ""."""
+    if _shape(part) is not None:
+        yield name, part
     elif depth < _DEEPEST:
-        for one in _inside(part):
-            if len(found) >= _MOST_TENSORS:
-                return
-            _collect(one, found, depth + 1)
+        part = part.__dict__.get("data") if isinstance(part, UserDict) else part
+        known = next((kind for kind in (tuple, list) if isinstance(part, kind)), None)
+        items = dict.items(part) if isinstance(part, dict) else zip(repeat(name), known.__iter__(part) if known else ())
+        for key, one in islice(items, _MOST_TENSORS):
+            yield from tensors_in(one, key if type(key) is str else name, depth + 1)
 
 
 class BatchSize:
@@ -160,3 +157,107 @@ def _attributes(part: Any) -> Any:
         return object.__getattribute__(part, "__dict__")
     except AttributeError:  # it has none
         return None
+
+
+class Padding:
+    """Looks at some batches. `seen` is what they show, a row a batch, as the facts have it."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.due_ns = 0  # no batch is looked at before
+        self._looks = 0
+        self._pads: Sequence[int] | None = None
+
+    @guarded
+    def look(self, batch: Any, step: int, models: Iterable[Callable[[], Any]]) -> None:
+        """Look at a batch that a step trains these models on, unless operators are traced or counted meanwhile."""
+        torch: Any = sys.modules["torch"]
+        if torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack():
+            return
+        began = perf_counter_ns()
+        with torch._C.DisableTorchFunction():
+            if not self._looks:
+                self._pads = _pads(models)
+            found = lengths_of(batch, self._pads)
+        if found:
+            self.seen.append(dict(zip(("step", "source", "padded", "lengths"), (step, *found), strict=True)))
+        self._looks += 1
+        now = perf_counter_ns()
+        self.due_ns = now + _REST * (now - began) if self._looks < _MOST_LOOKS else sys.maxsize
+
+    def fail(self, _error: Exception) -> None:
+        """Look at no batch any more, after one of an unforeseen kind."""
+        self.due_ns = sys.maxsize
+
+
+def _pads(models: Iterable[Callable[[], Any]]) -> Sequence[int] | None:
+    """Return the ids that embeddings, or configurations of transformers, have for padding; None: nothing embeds."""
+    modules = [m for ref in models if (model := ref()) is not None for m in model.modules()]
+    embeddings = [module for module in modules if isinstance(module, sys.modules["torch"].nn.Embedding)]
+    found: list[Any] = [getattr(vars(module).get("config"), "pad_token_id", None) for module in modules]
+    found += [one.padding_idx for one in embeddings]
+    return tuple(dict.fromkeys(pad for pad in found if type(pad) is int)) if embeddings else None
+
+
+def lengths_of(batch: Any, pads: Sequence[int] | None = None) -> Lengths | None:
+    """Return what shows the lengths of a batch's rows, their length with padding, and the lengths without it.
+
+    `pads`: ids of padding, as far as they are known; None: no model reads ids. Returns None where nothing shows it.
+    """
+    tensors = [(name, t) for name, t in tensors_in(batch) if t.is_cpu and t.numel()]
+    tables = [(n, t) for n, t in tensors if t.dim() == 2 and not t.is_floating_point() and 1 < t.shape[1] <= _GRAIN]
+    found = _by_mask(tables, tensors) or _by_numbers(tensors)
+    return found if found or pads is None else _by_ids(tables, pads)
+
+
+def _by_mask(tables: Named, tensors: Named) -> Lengths | None:
+    """Return what a mask shows; its sense is known by the end of the rows at which none has padding."""
+    for name, t in sorted(tables, key=lambda one: "attention_mask" not in one[0]):
+        masks = any(other is not t and other.shape[:2] == t.shape for _, other in tensors)
+        for edge in (0, -1) if masks and (not name or "mask" in name) else ():
+            kept, either = int(t[0, edge]), t.element_size() == 1 or "padding" in name
+            if (kept == 1 or (kept == 0 and either)) and t[:_MOST_ROWS, edge].eq(kept).all():
+                lengths = _lengths(t, 1 - kept)
+                if sum(int(part.eq(kept).sum()) for part in _parts(t)) == sum(lengths):  # nothing else, and in one run
+                    return name or "mask", t.shape[1], lengths
+    return None
+
+
+def _by_numbers(tensors: Named) -> Lengths | None:
+    for name, numbers in tensors:
+        if numbers.dim() == 1 and ("length" in name or name.endswith(("len", "lens"))):
+            lengths = numbers[:_MOST_ROWS].tolist()
+            for padded in (t.shape[1] for _, t in tensors if t.dim() > 1 and len(t) == len(numbers)):
+                if 0 < min(lengths) <= max(lengths) <= padded:
+                    return name, padded, lengths
+    return None
+
+
+def _by_ids(tables: Named, pads: Sequence[int]) -> Lengths | None:
+    numbers = [(name, t) for name, t in tables if t.element_size() > 1 and "mask" not in name and "type" not in name]
+    ids = next((t for name, t in numbers if "label" not in name), None)
+    if ids is None:
+        return None
+    tries = [("padding_idx", ids, pad) for pad in pads] + [("labels", t, _IGNORED) for _, t in numbers]
+    # Where none is known: what most rows end with, or begin with.
+    tries += [("ends", ids, ids[:_MOST_ROWS, edge].mode().values.item()) for edge in (-1, 0) if not pads]
+    for source, t, pad in tries:
+        lengths = _lengths(t, pad)
+        padded = sum(length < t.shape[1] - 1 for length in lengths)
+        if padded and (source != "ends" or 2 * padded >= len(lengths)):
+            return source, t.shape[1], lengths
+    return tries[0][0], ids.shape[1], [ids.shape[1]] * len(ids[:_MOST_ROWS])
+
+
+def _parts(table: Any) -> Sequence[Any]:
+    return table[:_MOST_ROWS].split(_GRAIN // table.shape[1])  # type: ignore[no-any-return]
+
+
+def _lengths(table: Any, pad: int) -> list[int]:
+    """Return the lengths of rows without the padding that they end with, or begin with, as most do."""
+    places, lengths = sys.modules["torch"].arange(1, table.shape[1] + 1, device="cpu"), list[int]()
+    for part in _parts(table):
+        to_end, to_begin = ((part.ne(pad) * order).amax(1) for order in (places, places.flip(0)))
+        # Labels are left out at the beginning of a row for another reason: there is the prompt.
+        lengths += (to_end if pad == _IGNORED or to_end.sum() <= to_begin.sum() else to_begin).tolist()
+    return lengths

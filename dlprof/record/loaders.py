@@ -105,6 +105,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         ),
         "drop_last": loader.drop_last,
         "in_order": getattr(loader, "in_order", None),
+        "collate": _collating(loader.collate_fn),
         **_share(loader, sampler),
     }
 
@@ -132,6 +133,14 @@ def _share(loader: Any, sampler: Any) -> dict[str, int | None]:
         "split": getattr(ours, "num_processes", None) if getattr(ours, "split_batches", False) else None,
     }
     return {name: n if type(n) is int else None for name, n in shares.items()}
+
+
+def _collating(collate: Any) -> dict[str, Any] | None:
+    """Return what makes a batch of samples, and where it stands; None: it is no Python."""
+    collate = getattr(collate, "data_collator", collate)  # that the Trainer of transformers wraps
+    code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
+    name = getattr(collate, "__qualname__", type(collate).__qualname__)
+    return {"name": name, "file": code.co_filename, "line": code.co_firstlineno} if code is not None else None
 
 
 def _start_method(context: Any) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+from dlprof.record.batches import Padding
 from dlprof.record.calls.seen import Calls
-from dlprof.record.loaders import LoaderSeen, begin_pass, settings_of
+from dlprof.record.loaders import LoaderSeen, Pass, begin_pass, settings_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
 _MOST = 100
@@ -26,6 +27,7 @@ class Observed:
 
     news: bool = False  # something is not in facts.json yet
     calls: Calls = field(default_factory=Calls)
+    padding: Padding = field(default_factory=Padding)
     loaders: list[LoaderSeen] = field(default_factory=list)
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
@@ -89,6 +91,11 @@ class Observed:
                 self.news = True
         self.calls.see_iteration(loader, seen)
         begin_pass(iterator, seen, began_ns, took_ns)
+
+    def see_batch(self, batch: Any, step: int, over: Pass | None = None) -> None:
+        """Look at the padding of a batch that a step works on, unless its loader is known for something else."""
+        if over is None or over.loader is None or over.loader.role == "train":
+            self.padding.look(batch, step, self.models)
 
     def see_told(self, number: Any) -> int:
         """Return a number of samples or tokens that the script gives; 0: it gives none, or nothing that is one."""

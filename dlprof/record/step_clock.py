@@ -24,6 +24,7 @@ from dlprof.record.stepping import (
     NEVER,
     OPTIMIZER,
     REPLAYS_WITHOUT_STEP,
+    STEPS_WITHOUT_FETCH,
     WEAKER,
     MicroBatches,
     Phases,
@@ -34,10 +35,6 @@ from dlprof.record.stepping import (
 )
 
 NO_STEP = sys.maxsize
-
-# A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
-# A gradient-accumulating or adversarial loop takes far fewer a batch.
-_STEPS_WITHOUT_FETCH = 32
 
 # Steps kept in memory until the process trains: a long validation before training must not grow without bound.
 _EARLY_STEPS = 4096
@@ -119,6 +116,8 @@ class StepClock(Phases):
             looks = observed.learns and (row.taken != row.backwards or observed.pipeline)
             if looks and (with_grad or not self.trains) and not row.take(args, kwargs or {}):
                 observed.look_no_more()
+            if now >= observed.padding.due_ns and self.trains and with_grad and observed.learns and not self._fetched:
+                observed.see_batch((args, kwargs), row.number)
             if observed.autocast_looks:
                 observed.see_autocast()
             if self.phases or self.ranges:
@@ -181,6 +180,8 @@ class StepClock(Phases):
         if self.fetch_watcher is not None:
             began = self._fetch_began_ns
             self.fetch_watcher.got(iterator, self.row.number, began, self._since_ns - began)
+        if self._since_ns >= self.observed.padding.due_ns and self.trains:
+            self.observed.see_batch(batch, self.row.number, iterator._dlprof_pass)
 
     def ask(self, iterator: Any) -> None:
         """Ask for one of several batches that make one fetch."""
@@ -380,7 +381,7 @@ class StepClock(Phases):
         if row.backwards > self._micro.largest and self._micro.grow(row):
             self.trained_from = row.number  # what came before were its micro-batches
         self._steps_since_fetch += 1
-        stale = self._steps_since_fetch > _STEPS_WITHOUT_FETCH
+        stale = self._steps_since_fetch > STEPS_WITHOUT_FETCH
         if (self.mark in (None, "backward") and not self._fetched) or (self.mark == "loader" and stale):
             self.mark = "optimizer"
         if self.mark == "optimizer":

@@ -39,6 +39,10 @@ _INFERENCE_NS = 2_000_000_000
 # backward pass in them. Before, they may be the micro-batches of an optimizer's step.
 REPLAYS_WITHOUT_STEP = 32
 
+# A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
+# A gradient-accumulating or adversarial loop takes far fewer a batch.
+STEPS_WITHOUT_FETCH = 32
+
 # A step of training ends with the optimizer's: batches before that are its micro-batches. A script that goes on for so
 # many, or before its first optimizer step for so long, steps no optimizer of PyTorch's: each batch is a step then.
 _MICRO_BATCHES = 8

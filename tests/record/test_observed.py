@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.record.loaders import LoaderSeen, Pass
 from dlprof.record.observed import Observed
 from tests.fixtures.devices import Model, Parameter
 
@@ -76,3 +77,12 @@ def test_autocast_is_looked_for_until_it_is_seen() -> None:
         observed.see_autocast()
     assert observed.autocast == {"enabled": True, "dtype": "bfloat16"}
     assert observed.autocast_looks == 0
+
+
+def test_batches_to_validate_with_are_not_looked_at() -> None:
+    observed, batch = Observed(), {name: torch.ones(2, 4, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    for step, role in enumerate(("validation", "unknown", "train")):
+        seen = LoaderSeen(gc.collect, {}, role)  # type: ignore[arg-type]
+        observed.see_batch(batch, step, Pass(seen, 0, 0))
+    observed.see_batch(batch, 3)
+    assert [row["step"] for row in observed.padding.seen] == [2, 3]

@@ -109,6 +109,7 @@ class Facts:
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.clock.mark, "told": observed.told},
             "pipeline": observed.pipeline,
+            "padding": observed.padding.seen,
             "window": recorder.window,
             "flops": recorder.flops,
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
