@@ -23,7 +23,7 @@ from dlprof.analysis.compute.rules import (
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.experts.rules import expert_imbalance
 from dlprof.analysis.host.rules import host_bound, host_embedding, host_sync, queued_wait, step_python
-from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
+from dlprof.analysis.input.rules import input_wait, needless_workers, padding, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
     activation_memory,
@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     needless_workers.RULE,
     one_hot_input.RULE,
     out_of_memory.RULE,
+    padding.RULE,
     pageable_copy.RULE,
     periodic_work.RULE,
     pipeline_bubble.RULE,

@@ -93,23 +93,24 @@ def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], asked: NDArray[n
 @within_rank
 def shorter_kernels(
     kernels: pd.DataFrame, what_if: Maybe[WhatIf], timing: Timing, device_work: pd.DataFrame
-) -> Callable[[NDArray[np.bool_], float], float]:
-    """Return a function of flags, one for each of `kernels`, and a share: how much shorter the mean steady step would
-    be, ns, were only that share left of the time of the kernels that are flagged.
+) -> Callable[[NDArray[np.bool_], float | NDArray[np.float64]], float]:
+    """Return a function of flags, one for each of `kernels`, and a share, or one for each: how much shorter the mean
+    steady step would be, ns, were only that share left of the time of the kernels that are flagged.
 
     The device works no sooner than its host launches. Where the trace cannot be replayed, all that is shorter is
     gained.
     """
 
-    def gain(chosen: NDArray[np.bool_], left: float) -> float:
+    def gain(chosen: NDArray[np.bool_], left: float | NDArray[np.float64]) -> float:
+        share = pd.Series(np.where(chosen, left, 1.0), kernels.index)
         try:
             asked = what_if.get()
         except NotMeasured:
-            inside = chosen & (kernels["step"].to_numpy() >= 0)
-            return float(kernels["dur_ns"][inside].sum()) * (1 - left) / max(len(timing.windows), 1)
+            inside = kernels["step"].to_numpy() >= 0
+            return float((kernels["dur_ns"] * (1 - share))[inside].sum()) / max(len(timing.windows), 1)
         replay = asked.replay
-        mine = np.isin(device_work.index.to_numpy()[replay.rows], kernels.index.to_numpy()[chosen])
-        durations = np.where(mine, (replay.durations * left).astype(np.int64), replay.durations)
+        share = share.reindex(device_work.index[replay.rows], fill_value=1.0)
+        durations = (replay.durations * share.to_numpy()).astype(np.int64)
         most = float((replay.durations - durations).sum()) / replay.steps
         return most if most < LITTLE * asked.measured_ns else asked.gain_ns(durations=durations)
 

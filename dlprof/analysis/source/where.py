@@ -61,6 +61,7 @@ CONCERNS: Mapping[str, Concern] = {
     "memory_growth": Concern((), ()),
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),
+    "padding": Concern(("loader",)),
     "pageable_copy": Concern(("copy", "loader")),
     "one_hot_input": Concern(("one_hot",)),
     "periodic_work": Concern((), ("rest",)),

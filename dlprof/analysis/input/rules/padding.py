@@ -1,0 +1,104 @@
+"""Many tokens of a batch are padding, for which the model computes as much as for any others.
+
+All rows of a batch get one length. A mask keeps padding out of the result, and not out of the work: layers compute
+every place of a row, and attention every pair of places.
+
+Needs a trace, and the lengths of rows in some batches, which dlprof reads on the host: from a mask of padding, a tensor
+of lengths, labels of −100, or an id at the ends of rows (`padding_idx` of an embedding, `pad_token_id` of a
+configuration, else what most rows end with). Of batches that are made on a device nothing is read.
+
+Saving: the traced steps replayed with what the forward pass, the loss and the backward pass compute as much shorter as
+there are fewer places, attention as there are fewer pairs. cuDNN's attention makes plans for each new length: that step
+counts as much longer as the first one was, as often as in the last two thirds of a run of as many steps.
+
+What to change: pad to the longest row of each batch (`padding="longest"`, the default of transformers'
+`DataCollatorWithPadding`; `torch.nn.utils.rnn.pad_sequence`). Then put rows of similar length into a batch, or rows one
+behind the other without padding. With cuDNN's attention, few different lengths: `pad_to_multiple_of=64`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change
+from dlprof.analysis.input.padded import GROUPED, LONGEST, NOW, PACKED, ROUNDED
+from dlprof.analysis.panel import table
+from dlprof.analysis.step.savings import saving
+from dlprof.errors import DoesNotApply
+from dlprof.result import Change, Place, Scalar
+from dlprof.units import duration, percent
+
+# Batches of similar rows change the order of the data: worth it from twice the share from which other numbers are.
+NOTABLE_SHARE = 0.10
+
+
+def check(padding: Maybe[Frame], own_time: Frame, mean_step_ns: float, job: Job) -> Estimate:
+    if all(job.facts[rank].get("padding") == [] for rank in job.ranks):
+        raise DoesNotApply("no batch with rows of tokens was seen on the host")
+    frame = padding.get()
+    gains = {way: by_rank(frame[frame["way"] == way], "gain_ns") for way in (LONGEST, ROUNDED, GROUPED)}
+    least = LEAST_SHARE * mean_step_ns
+    way = next((way for way in (LONGEST, ROUNDED) if saving(own_time, gains[way]) >= least), GROUPED)
+    return Estimate(
+        gone_ns=gains[way],
+        noise_of=("computation",),
+        notable=NOTABLE_SHARE if way == GROUPED else LEAST_SHARE,
+        loses=f"would be saved by padding {way}",
+        summary=f"{percent(float(frame['share'][frame['way'] == NOW].mean()))} of the tokens are padding",
+        seen=way,
+    )
+
+
+def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
+    rank, mine, changes = estimate.worst, estimate.rows(padding), list[Change]()
+    by_way = {str(row["way"]): row for row in mine.to_dict("records")}
+    now, place = by_way[NOW], _collating(job, rank)
+    least = now["step_ns"]
+    for way, text, name, value in _changes(place, now["length"], now["plans_ns"]):
+        if (step := by_way.get(way, now)["step_ns"]) < (1 - LEAST_SHARE) * least or way == estimate.seen:
+            least, text = step, f"{text}: a step of {duration(step)} is predicted"
+            made = change(text, numerics=way in (GROUPED, PACKED), **{name: (None, value)})
+            changes.append(replace(made, at=None if made.numerics else place))
+    share = f"{percent(now['share'])} of the tokens are padding"
+    return Explanation(
+        title="Batches are mostly padding" if now["share"] > 0.5 else "Batches hold much padding",
+        summary=f"{share}: the mean row of rank {rank} is {now['length']:.0f} long, and {by_way[PACKED]['length']:.0f}"
+        f" without it. Padded {estimate.seen} it is {by_way[estimate.seen]['length']:.0f} long.",
+        changes=tuple(changes),
+        evidence=table(
+            f"Predicted step by padding, rank {rank}",
+            mine,
+            {"way": "padding", "length": "mean length", "share": "of the tokens_share", "step_ns": "mean step_ns"},
+        ),
+        sure="Predicted: fewer tokens are computed in as much less time, no sooner than the host launches that."
+        + (f" Plans for new lengths are counted, {duration(now['plans_ns'])} for each." if now["plans_ns"] else ""),
+        verdict=f"{share}.",
+    )
+
+
+def _collating(job: Job, rank: int) -> Place | None:
+    """Return the script's function that makes batches of samples; None: it is a library's, or not known."""
+    collate = settings.training_loader(job, rank).get("collate") or {}
+    file = str(collate.get("file") or "-packages/").removeprefix(job.facts[rank].get("directory") or "")
+    return None if "-packages/" in file else Place(file, collate.get("line") or 0, collate.get("name") or "")
+
+
+def _changes(place: Place | None, length: float, plans_ns: float) -> Iterator[tuple[str, str, str, Scalar]]:
+    """Yield ways to pad, what a script does for each, and the setting."""
+    where = f"in `{place.function}` ({place.file}:{place.line})" if place else "in the loader"
+    text = 'in transformers `DataCollatorWithPadding`, and no `padding="max_length"` before it'
+    yield LONGEST, f"pad {where} to the longest row of each batch, not to {length:.0f} ({text})", "padding", "longest"
+    text = "pad to the longest row, rounded up to a multiple of 64 (`pad_to_multiple_of=64`): cuDNN's attention"
+    yield ROUNDED, f"{text} makes plans for each new length, in up to {duration(plans_ns)}", "pad_to_multiple_of", 64
+    text = (
+        'put similar rows into a batch (a batch sampler; in transformers `train_sampling_strategy="group_by_length"`,'
+    )
+    yield GROUPED, f"{text} before version 5 `group_by_length=True`)", "train_sampling_strategy", "group_by_length"
+    yield PACKED, "put rows one behind the other (`packing=True` in TRL, nested tensors)", "packing", True
+
+
+RULE = Rule("Padding", check, explain, saves_from=("computation",), of_training=True)
