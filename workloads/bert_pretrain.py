@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 FAULTS = {
     "boolean_mask": "host_sync",  # masked words are picked by a mask: how many there are, only the GPU knows
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
+    "padded": "padding",  # sentences are padded to four times the longest of their batch
     "sync_every_batch": "exposed_communication",  # gradients are exchanged for every batch, not once they add up
 }
 # Options under which it is healthy as well.
@@ -45,10 +46,15 @@ NEEDS_TWO_RANKS = ("sync_every_batch",)
 
 def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
-    healthy: dict[str, Any] = {"choose": lambda _tokens, places: places, "sync_every_batch": False}
+    healthy: dict[str, Any] = {
+        "choose": lambda _tokens, places: places,
+        "padded": args.length,
+        "sync_every_batch": False,
+    }
     faulty: dict[str, dict[str, Any]] = {
         "boolean_mask": {"choose": as_mask},
         "loop_optimizer": {"optimizer": "adamw", "how": "loop"},
+        "padded": {"padded": 4 * args.length},
         "sync_every_batch": {"sync_every_batch": True},
     }
     vars(args).update(healthy | faulty.get(args.fault, {}))
@@ -75,19 +81,28 @@ def make_text(sentences: int, length: int, vocabulary: int, seed: int) -> Tensor
 
 
 class Masking:
-    """Hides words of a batch, to be guessed: Devlin et al., BERT, 2018."""
+    """Hides words of a batch, to be guessed (Devlin et al., BERT, 2018), and pads its sentences to a length."""
 
-    def __init__(self, vocabulary: int, length: int) -> None:
+    def __init__(self, vocabulary: int, length: int, padded: int = 0) -> None:
         self.vocabulary, self.hidden = vocabulary, max(1, round(0.15 * length))  # as many in each sentence
+        self.padded = padded or length
 
-    def __call__(self, sentences: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the batch with hidden words (batch × length), where they are, and what they were (batch × hidden)."""
+    def __call__(self, sentences: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the batch with hidden words (batch × length), where they are, and what they were (batch × hidden).
+
+        And, where sentences are padded, a mask of the padding (batch × length).
+        """
         tokens = torch.stack(sentences)
         places = torch.rand(tokens.shape).argsort(1)[:, : self.hidden].sort(1).values
         words = tokens.gather(1, places)
         dice = torch.rand(places.shape)
         shown = torch.where(dice < 0.9, torch.randint(1, self.vocabulary, words.shape), words)  # one in ten stays
-        return tokens.scatter(1, places, torch.where(dice < 0.8, MASK, shown)), places, words
+        tokens = tokens.scatter(1, places, torch.where(dice < 0.8, MASK, shown))
+        length = tokens.shape[1]
+        if self.padded == length:
+            return tokens, places, words
+        padding = torch.arange(self.padded).expand(len(tokens), -1) >= length
+        return F.pad(tokens, (0, self.padded - length)), places, words, padding
 
 
 # ---- the model: Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers, 2018 -------------------------
@@ -109,11 +124,14 @@ class Encoder(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """Return logits, words × vocabulary, of those at `chosen`: places (batch × hidden) or mask (batch × length)."""
+    def forward(self, tokens: Tensor, chosen: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return logits, words × vocabulary, of those at `chosen`: places (batch × hidden) or mask (batch × length).
+
+        No word looks at where `padding` (batch × length) is True.
+        """
         x = self.norm(self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_key_padding_mask=padding)
         if chosen.dtype == torch.bool:
             x = x[chosen]
         else:
@@ -175,7 +193,7 @@ def build_loader(args: argparse.Namespace) -> DataLoader[Tensor]:
         text,  # type: ignore[arg-type] # has a length and items
         args.batch_size,
         sampler=DistributedSampler(text, args.world, args.rank, seed=args.seed),  # type: ignore[arg-type]
-        collate_fn=Masking(args.vocabulary, args.length),
+        collate_fn=Masking(args.vocabulary, args.length, args.padded),
         pin_memory=args.device == "cuda",
         drop_last=True,
     )
@@ -196,7 +214,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 def train(args: argparse.Namespace) -> None:
     in_precision = autocast(args)
     torch.manual_seed(args.seed)  # the same model on every rank
-    model: nn.Module = Encoder(args.vocabulary, args.length, args.width, args.heads, args.layers).to(args.device)
+    model: nn.Module = Encoder(args.vocabulary, args.padded, args.width, args.heads, args.layers).to(args.device)
     announce(
         args,
         f"{args.layers} layers of {args.width}, {sum(p.numel() for p in model.parameters()):,} parameters,"
@@ -211,12 +229,12 @@ def train(args: argparse.Namespace) -> None:
 
     log = Log(args, "sentences", args.batch_size * args.world)
     for step, batch in enumerate(build_loader(args), start=1):
-        tokens, places, words = (part.to(args.device, non_blocking=True) for part in batch)
+        tokens, places, words, *padding = (part.to(args.device, non_blocking=True) for part in batch)
         accumulating = step % args.accumulate > 0  # gradients stay on this rank, to be added to the next batch's
         keeps = accumulating and not args.sync_every_batch
         quiet = keeps and isinstance(model, DistributedDataParallel) and model.no_sync()
         with quiet or contextlib.nullcontext(), in_precision:
-            loss = F.cross_entropy(model(tokens, args.choose(tokens, places)), words.flatten())
+            loss = F.cross_entropy(model(tokens, args.choose(tokens, places), *padding), words.flatten())
         (loss / args.accumulate).backward()
         if not accumulating:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -48,6 +48,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group("ddp_resnet", _RESNET, ("item_every_step", "no_workers", "pageable", "python_metrics")),
     Group("bert_pretrain", "--layers 12 --batch-size 32 --accumulate 1", ("boolean_mask",)),
+    Group("bert_pretrain", "--layers 12 --length 128 --batch-size 64 --accumulate 1", ("padded",), healthy=False),
     Group(
         "amp_transformer",
         "--vocabulary 32768 --layers 4 --length 1024 --batch-size 16",

@@ -57,6 +57,19 @@ def test_hidden_words_are_where_it_says_and_as_many_in_each_sentence() -> None:
     assert (tokens == workload.MASK).sum() == (tokens.gather(1, places) == workload.MASK).sum()
 
 
+def test_padding_is_masked_and_changes_no_loss() -> None:
+    torch.manual_seed(0)
+    model = workload.Encoder(301, 80, 32, 4, 1).eval()
+    text = list(workload.make_text(4, 20, 301, seed=1))
+    tokens, places, _ = workload.Masking(301, 20)(text)
+    torch.manual_seed(0)
+    padded, _, _, padding = workload.Masking(301, 20, 80)(text)
+    assert (padded.shape, padding.sum(1).tolist()) == ((4, 80), [60] * 4)
+    padded[:, :20] = tokens
+    with torch.no_grad():
+        torch.testing.assert_close(model(padded, places, padding), model(tokens, places))
+
+
 def test_a_mask_picks_the_same_words_as_their_places() -> None:
     torch.manual_seed(0)
     model = workload.Encoder(301, 20, 32, 4, 1).eval()
