@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change
@@ -27,7 +29,7 @@ from dlprof.analysis.input.padded import GROUPED, LONGEST, NOW, PACKED, ROUNDED
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply
-from dlprof.result import Change, Scalar
+from dlprof.result import Change, Place, Scalar
 from dlprof.units import duration, percent
 
 # Batches of similar rows change the order of the data: worth it from twice the share from which other numbers are.
@@ -54,12 +56,13 @@ def check(padding: Maybe[Frame], own_time: Frame, mean_step_ns: float, job: Job)
 def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
     rank, mine, changes = estimate.worst, estimate.rows(padding), list[Change]()
     by_way = {str(row["way"]): row for row in mine.to_dict("records")}
-    now = by_way[NOW]
+    now, place = by_way[NOW], _collating(job, rank)
     least = now["step_ns"]
-    for way, text, name, value in _changes(job, rank, now["length"], now["plans_ns"]):
+    for way, text, name, value in _changes(place, now["length"], now["plans_ns"]):
         if (step := by_way.get(way, now)["step_ns"]) < (1 - LEAST_SHARE) * least or way == estimate.seen:
             least, text = step, f"{text}: a step of {duration(step)} is predicted"
-            changes.append(change(text, numerics=way in (GROUPED, PACKED), **{name: (None, value)}))
+            made = change(text, numerics=way in (GROUPED, PACKED), **{name: (None, value)})
+            changes.append(replace(made, at=None if made.numerics else place))
     share = f"{percent(now['share'])} of the tokens are padding"
     return Explanation(
         title="Batches are mostly padding" if now["share"] > 0.5 else "Batches hold much padding",
@@ -77,19 +80,18 @@ def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
     )
 
 
-def _changes(job: Job, rank: int, length: float, plans_ns: float) -> Iterator[tuple[str, str, str, Scalar]]:
-    """Yield ways to pad, what a script does for each, and the setting."""
+def _collating(job: Job, rank: int) -> Place | None:
+    """Return the script's function that makes batches of samples; None: it is a library's, or not known."""
     collate = settings.training_loader(job, rank).get("collate") or {}
-    file = str(collate.get("file") or "").removeprefix(job.facts[rank].get("directory") or "")
-    own = (
-        f"in `{collate.get('name')}` ({file}:{collate.get('line')})"
-        if file and "-packages/" not in file
-        else "in the loader"
-    )
-    text = (
-        f"pad {own} to the longest row of each batch, not to {length:.0f} (in transformers `DataCollatorWithPadding`,"
-    )
-    yield LONGEST, f'{text} and no `padding="max_length"` before it)', "padding", "longest"
+    file = str(collate.get("file") or "-packages/").removeprefix(job.facts[rank].get("directory") or "")
+    return None if "-packages/" in file else Place(file, collate.get("line") or 0, collate.get("name") or "")
+
+
+def _changes(place: Place | None, length: float, plans_ns: float) -> Iterator[tuple[str, str, str, Scalar]]:
+    """Yield ways to pad, what a script does for each, and the setting."""
+    where = f"in `{place.function}` ({place.file}:{place.line})" if place else "in the loader"
+    text = 'in transformers `DataCollatorWithPadding`, and no `padding="max_length"` before it'
+    yield LONGEST, f"pad {where} to the longest row of each batch, not to {length:.0f} ({text})", "padding", "longest"
     text = "pad to the longest row, rounded up to a multiple of 64 (`pad_to_multiple_of=64`): cuDNN's attention"
     yield ROUNDED, f"{text} makes plans for each new length, in up to {duration(plans_ns)}", "pad_to_multiple_of", 64
     text = (

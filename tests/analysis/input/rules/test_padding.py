@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.input.rules.padding import RULE
-from dlprof.result import Setting
+from dlprof.result import Place, Setting
 from tests.fixtures.asking import ask
 from tests.fixtures.padding import facts, trained
 from tests.fixtures.runs import MS
@@ -23,6 +23,7 @@ def test_found_with_the_step_that_less_padding_leaves(tmp_path: Path) -> None:
     assert found.verdict == "92 % of the tokens are padding."
     assert found.saving_ns == pytest.approx(26 * MS * (1 - 1 / 8) + 8 * MS * (1 - 1 / 64), rel=0.01)
     assert found.advice[0].startswith("pad in `collate` (train.py:17) to the longest row of each batch, not to 512")
+    assert [change.at for change in found.changes] == [Place("train.py", 17, "collate"), None, None]
     assert found.changes[0].settings == (Setting("padding", None, "longest"),)
     # Similar rows in a batch, and rows one behind the other, train differently.
     assert [change.numerics for change in found.changes] == [False, True, True]
