@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe
-from dlprof.analysis.input.fetch_replay import COLLATING, SAMPLES
+from dlprof.analysis.input.fetch_replay import COLLATING, PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import NOTABLE_SHARE, FasterLoader, Plan, Starving
 from dlprof.result import Change, Forecast, Panel, change
-from dlprof.units import count, duration
+from dlprof.units import count, duration, size
 
 MOST_BARS = 60
 MOST_ROWS = 12
@@ -23,11 +23,21 @@ CHEAPER: Mapping[str, tuple[str, str]] = {
         "collate whole tensors (`torch.stack`), not number by number in Python",
         "collating that costs nothing",
     ),
+    PINNING: (
+        "hand over fewer bytes: leave samples in the type that they are stored in (`uint8` for pictures), and convert"
+        " them on the device",
+        "batches that cost nothing to pin",
+    ),
 }
 
 
-def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_means: Maybe[pd.DataFrame]) -> str:
-    """Say who makes the batches, and what the queue and the workers were seen to do, as far as that was recorded."""
+def described(
+    starving: Starving,
+    loader_means: Maybe[pd.DataFrame],
+    worker_means: Maybe[pd.DataFrame],
+    pinning: Maybe[pd.DataFrame],
+) -> str:
+    """Say who makes the batches, and what queue, workers and pinning were seen to do, as far as that was recorded."""
     if starving.workers == 0:
         who = "batches are made in the training thread (num_workers=0)"
     elif starving.workers is None:
@@ -36,9 +46,9 @@ def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_mean
         batch = starving.loader.get("batch_size")
         loads = f"load{'s' if starving.workers == 1 else ''} {f'batches of {batch}' if batch else 'its batches'}"
         who = f"{count(starving.workers, 'worker')} {loads}"
-    means, workers = (
+    means, workers, pins = (
         pd.DataFrame({"rank": []}) if (frame := need.or_none()) is None else frame[frame["rank"] == starving.rank]
-        for need in (loader_means, worker_means)
+        for need in (loader_means, worker_means, pinning)
     )
     if not len(means) or not len(workers):
         return who
@@ -51,7 +61,11 @@ def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_mean
     if math.isfinite(cpu):
         sends = cpu > fetch and starving.workers
         who += f", and computes {duration(cpu)} with sending it" if sends else f", {duration(cpu)} of it computing"
-    return who + (f", {duration(collating)} of it collating" if 2 * collating > fetch else "")
+    who += f", {duration(collating)} of it collating" if 2 * collating > fetch else ""
+    for pin in pins[pins["known"] == 1].to_dict("records") if len(pins) else ():
+        of = f" of {size(pin['batch_bytes'])}" if pin["batch_bytes"] >= 0 else ""
+        who += f"; one thread pins all batches, and takes {duration(pin['pin_ns'])} for each{of}"
+    return who
 
 
 def changes(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
@@ -98,13 +112,18 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
     if not faster.workers_help:
         there = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
+        there = ": one thread pins the batches of all of them" if faster.part == PINNING else there
         less = plan.sure and then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
         yield change(f"{CHEAPER[faster.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
         if less:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
-    yield _workers_to(then.workers, now.workers, predicted)
     left = max(then.wait_ns, 0.0)
+    if left > 0.05 * then.step_ns:
+        # They use up one batch, and get wait ÷ step less than one back.
+        ahead = then.workers * int(starving.loader.get("prefetch_factor") or 2) * then.step_ns / left
+        predicted += f" ({duration(then.step_ns - left)} for some {ahead:.0f} steps at first, from what is made ahead)"
+    yield _workers_to(then.workers, now.workers, predicted)
     slower = then.step_ns - left - (now.step_ns - now.wait_ns)
     if slower > 0.05 * then.step_ns:
         taken = f"the workers take {duration(slower)} a step from training, which needs the same cores"

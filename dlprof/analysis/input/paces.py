@@ -32,6 +32,8 @@ class Paces:
     fetch_series: pd.DataFrame
     step_series: pd.DataFrame
     breakdown: Maybe[pd.DataFrame]
+    fetch_gains: Maybe[pd.DataFrame]
+    pinning: Maybe[pd.DataFrame]
     job: Job
     _known: dict[int, Pace] = field(default_factory=dict)
 
@@ -82,8 +84,11 @@ class Paces:
         waited_ns = (series["fetch_ns"] - batches * row["taken_ns"]).clip(lower=0)
         own = (series["dur_ns"] - waited_ns).to_numpy(dtype=float)
         if not on_cpu and rank not in self.breakdown.lacking:
-            # A host that waits for no data only launches: the loop is as fast as its device.
-            own = np.maximum(own, batches * step_ns - part(self.breakdown.get(), "input_wait")[rank])
+            # A host that waits for no data only launches, and runs ahead: the loop is as fast as its device.
+            gone = part(self.breakdown.get(), "input_wait")[rank]
+            if rank not in self.fetch_gains.lacking:
+                gone = max(gone, float(_of(self.fetch_gains.get(), rank)["gain_ns"].max()))
+            own = np.maximum(own, batches * step_ns - gone)
         own = _between(own, batches, loaders)
         inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
         own_delay, own_used = (
@@ -116,10 +121,11 @@ class Paces:
             alone=alone,
             batches=batches,
             loaders=loaders,
+            pin=0.0 if rank in self.pinning.lacking else float(_of(self.pinning.get(), rank)["pin_ns"].iloc[0]),
         )
         trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
         stretch, longer = 1 + waited / max(trained, 1.0), 1 + delay.mean() / max(used.mean(), 1.0)
-        _, overlap = replay(own, fetch + gap_ns, used, workers * loaders, recorded.prefetch)
+        _, overlap = replay(own, fetch + gap_ns, used, workers * loaders, recorded.prefetch, recorded.pin / loaders)
         busy = (trained + waited) / step_ns, recorded.batch_cpu * longer / step_ns
         model = stretches(recorded, workers * loaders, busy, own.mean() / step_ns, overlap)
         excess = stretch / model[0]
@@ -136,10 +142,12 @@ def paces(
     fetch_series: pd.DataFrame,
     step_series: pd.DataFrame,
     breakdown: Maybe[pd.DataFrame],
+    fetch_gains: Maybe[pd.DataFrame],
+    pinning: Maybe[pd.DataFrame],
     job: Job,
 ) -> Paces:
     """Return the paces of all ranks."""
-    return Paces(loader_means, step_means, fetch_series, step_series, breakdown, job)
+    return Paces(loader_means, step_means, fetch_series, step_series, breakdown, fetch_gains, pinning, job)
 
 
 def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:

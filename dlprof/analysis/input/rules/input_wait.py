@@ -29,7 +29,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
 from dlprof.analysis.host.stacks import hottest_own
-from dlprof.analysis.input.fetch_replay import SAMPLES
+from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import NOTABLE_SHARE, SAVES_FROM, FasterLoader, Starving
 from dlprof.analysis.input.loader_advice import (
     CHEAPER,
@@ -53,7 +53,9 @@ def check(
     breakdown: Frame,
 ) -> Estimate:
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
-    loses, ready = "waits for data", input_waits["taken_ns"].max() / step
+    one_thread = faster_loader.plan is not None and faster_loader.part == PINNING
+    loses = "waits for the thread that pins batches" if one_thread else "waits for data"
+    ready = input_waits["taken_ns"].max() / step
     if starving.others:
         loses += f" on {ranks_named(starving.alike)}"
     if starving.others and set(starving.others) <= set(starving.victims):
@@ -84,6 +86,7 @@ def explain(
     own_time: Frame,
     loader_means: Maybe[Frame],
     worker_means: Maybe[Frame],
+    pinning: Maybe[Frame],
     hottest: Maybe[Frame],
     job: Job,
 ) -> Explanation:
@@ -97,7 +100,7 @@ def explain(
     return Explanation(
         title=f"{_who_waits(starving.alike) if starving.others else 'The training loop waits'} for data",
         summary=f"Of a step of {duration(starving.step_ns)}, rank {rank} waits {duration(starving.wait_ns)} in next()"
-        f" of its loader with nothing else to do; {described(starving, loader_means, worker_means)}.{held_up}"
+        f" of its loader with nothing else to do; {described(starving, loader_means, worker_means, pinning)}.{held_up}"
         f"{hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
         changes=tuple(changes(starving, faster_loader)),
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
@@ -119,7 +122,7 @@ def _sure(job: Job, faster: FasterLoader) -> str:
             f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's"
             " cores and the load that they had; storage is taken to serve more readers at once as fast as these."
         )
-    other = "collating" if faster.part == SAMPLES else "reading the samples"
+    other = {SAMPLES: "collating", PINNING: "making them"}.get(faster.part, "reading the samples")
     cores = ", and training with the cores that this leaves" if settings.on_cpu(job) else ""
     return (
         f"Estimated as {CHEAPER[faster.part][1]}, {other} as it is{cores}: the most that it can give. More workers"
