@@ -115,6 +115,10 @@ def headline(result: Result) -> Headline:
         first, share = unjudged.sentence, percent(unjudged.share)
     elif result.time:
         largest, share = _largest(result)
+        # A rule whose change gives little of what it is about knows why.
+        lost = [o for o in result.outcomes if o.state == "clear" and o.share < _NOTABLE <= (o.lost_share or 0.0)]
+        if lost and (said := plain(max(lost, key=lambda o: o.lost_share or 0.0).summary, 400)):
+            largest += f" {said[:1].upper()}{said[1:]}."
         first = f"{largest} {unjudged.sentence}" if unjudged else largest
     elif result.window is None:
         first = _held(result.memory) or _clear(result) or "No steady step was recorded."
