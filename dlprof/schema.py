@@ -137,7 +137,8 @@ STALLS: Mapping[str, str] = {
 # is measured is their sum. -1: not measured.
 LOADING: Mapping[str, str] = {
     # start: iter() of a loader. first: its first next(), in which workers start and fetch; batch: each further one.
-    # end: workers leave. usage: nothing of a loader's, but what the process used meanwhile.
+    # end: workers leave. usage: nothing of a loader's, but what the process used meanwhile. pin: the CPU time of the
+    # thread that pins the loader's batches, while so many were taken.
     "kind": CATEGORY,
     "start_ns": "int64",
     "dur_ns": "int64",  # that the training thread was in the call

@@ -42,7 +42,8 @@ def pinning(
     if not (has_device and loader.get("pin_memory") is True and workers):
         raise DoesNotApply("no thread of a loader pins batches")
     tensors, size = (float(fetch_series[name].mean()) for name in ("tensors", "tensor_bytes"))
-    timed = loading[(loading["kind"] == "pin") & in_steady(light_steps, loading["start_ns"].to_numpy())]
+    timed = loading[(loading["kind"] == "pin") & (loading["dur_ns"] > 0)]
+    timed = timed[in_steady(light_steps, timed["start_ns"].to_numpy())]
     usual = told(tensors, size, np.nan).usual.taking_ns
     if len(timed):
         pin, known = float(timed["dur_ns"].sum() / timed["count"].sum()), True

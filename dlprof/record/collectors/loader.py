@@ -41,6 +41,21 @@ _UNASKED = (-1, -1, -1, -1)
 _UNLIKE_OURS = (AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 
+class _Pinning:
+    """What the thread that pins the batches of a pass has used of the cores, and the batches taken meanwhile."""
+
+    def __init__(self, over: Pass, thread: int) -> None:
+        self.over, self.batches = over, 0
+        self.counters = KernelCounters(whole_process=False, thread=thread)
+        self._ran_ns = self.counters.cores()[2]
+
+    def row(self, start_ns: int, step: int) -> Row:
+        """Return a row of loading.jsonl since the one before; only of batches that were taken is it known."""
+        ran, batches = self.counters.cores()[2], self.batches
+        used, self._ran_ns, self.batches = ran - self._ran_ns if min(ran, self._ran_ns) >= 0 else -1, ran, 0
+        return ("pin", self.over.place, start_ns, step, -1, "", batches, used, *_UNKNOWN, *_UNKNOWN)
+
+
 class Loader:
     """Writes loading.jsonl, and of the training thread's own fetches fetches.jsonl: units as in those tables."""
 
@@ -56,6 +71,7 @@ class Loader:
         self._asked = _UNKNOWN  # the state of the iterator's queue when it was last asked for a batch
         self._before = _UNASKED  # what the training thread had used when it began to fetch
         self._last_fetch_ns = 0
+        self._pinning: _Pinning | None = None  # of the loader that was begun last
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
         self._watch_ends()
         self._fetches = Fetches()
@@ -83,8 +99,9 @@ class Loader:
             self._recorder = None
             self._fetches.stop()
             self._loading.close()
-            if self._counters is not None:
-                self._counters.close()
+            for counters in (self._counters, self._pinning and self._pinning.counters):
+                if counters is not None:
+                    counters.close()
 
     @guarded
     def begun(self, iterator: Any) -> None:
@@ -147,6 +164,10 @@ class Loader:
             self._counters = self._counters or KernelCounters(whole_process=False)
             fetcher.collate_fn = self._fetches.timed_collate(fetcher.collate_fn)
             over.asks = self._last_fetch_ns > _WORTH_ASKING_NS
+        if pins := getattr(getattr(iterator, "_pin_memory_thread", None), "native_id", None):
+            if self._pinning is not None:
+                self._pinning.counters.close()
+            self._pinning = _Pinning(over, pins)
         over.workers = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
         over.looked_at = True
         return over
@@ -196,6 +217,8 @@ class Loader:
             ready, outstanding, worker = _UNKNOWN if over.fetches else asked
             empty = -1 if ready < 0 else 0 if ready else 1
             loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, *_UNKNOWN))
+            if self._pinning is not None and over is self._pinning.over:
+                self._pinning.batches += 1
             if over.fetches:
                 fetched.append((-1, pid, at, 1, took, *of_fetch))
         self._loading.fit()
@@ -211,13 +234,15 @@ class Loader:
         self._add_batches()
         at = (recorder.unix(began), recorder.clock.row.number)
         self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used))
+        if self._pinning is not None and self._pinning.batches:
+            self._loading.rows.append(self._pinning.row(*at))
         self._loading.write(now, last=last)
         self._fetches.log.write(now, last=last)
 
     def _forked(self) -> None:
         """Begin anew in a fork's child, which may be a worker."""
         self._recorder = None
-        self._counters = None
+        self._counters = self._pinning = None
         self._batches.clear()
         self._loading.forget()
         self._fetches.forked()

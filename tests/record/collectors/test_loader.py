@@ -333,3 +333,36 @@ def test_files_grow_no_faster_than_their_budget(tmp_path: Path) -> None:
         mine = [row for row in rows if row.get("kind") in kinds]
         assert sum(row["count"] for row in mine) == 144
         assert len(mine) < 100
+
+
+@pytest.mark.long
+def test_the_thread_that_pins_batches_is_timed_by_the_kernel(tmp_path: Path) -> None:
+    # Only with CUDA do PyTorch's iterators have that thread; here the script gives them one, which spins half the time.
+    loading, _ = recorded(
+        tmp_path,
+        """
+        from torch.utils.data import dataloader
+        class Pinned(dataloader._MultiProcessingDataLoaderIter):
+            def __init__(self, loader):
+                super().__init__(loader)
+                self._pin_memory_thread_done_event = threading.Event()
+                self._pin_memory_thread = threading.Thread(target=self.pins, daemon=True)
+                self._pin_memory_thread.start()
+            def pins(self):
+                while not self._pin_memory_thread_done_event.wait(0.005):
+                    until = time.thread_time_ns() + 5_000_000
+                    while time.thread_time_ns() < until:
+                        pass
+                print(time.thread_time_ns(), file=open("pinned", "a"))
+        class Mine(DataLoader):
+            def _get_iterator(self):
+                return Pinned(self)
+        train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 800), 1)
+        """,
+    )
+    pins = [row for row in loading if row["kind"] == "pin"]
+    assert {row["loader"] for row in pins} == {0}
+    # What comes after the last writing is not known: the thread ends with the pass.
+    assert sum(row["count"] for row in pins) == pytest.approx(800, rel=0.2)
+    each = sum(row["dur_ns"] for row in pins) / sum(row["count"] for row in pins)
+    assert each == pytest.approx(int((tmp_path / "pinned").read_text()) / 800, rel=0.15)
