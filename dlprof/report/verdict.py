@@ -115,10 +115,6 @@ def headline(result: Result) -> Headline:
         first, share = unjudged.sentence, percent(unjudged.share)
     elif result.time:
         largest, share = _largest(result)
-        # A rule whose change gives little of what it is about knows why.
-        lost = [o for o in result.outcomes if o.state == "clear" and o.share < _NOTABLE <= (o.lost_share or 0.0)]
-        if lost and (said := plain(max(lost, key=lambda o: o.lost_share or 0.0).summary, 400)):
-            largest += f" {said[:1].upper()}{said[1:]}."
         first = f"{largest} {unjudged.sentence}" if unjudged else largest
     elif result.window is None:
         first = _held(result.memory) or _clear(result) or "No steady step was recorded."
@@ -195,7 +191,11 @@ def _largest(result: Result) -> tuple[str, str]:
     category, share = next(iter(shares.items()), ("other", other))
     more = f"; {percent(other)} is not attributed to any category" if shares and other > share else ""
     takes = "take" if category == "copy" else "takes"
-    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}.", percent(share)
+    # Its rule knows why it is no finding.
+    judges = (o for o in result.outcomes if o.id in _PARTS.get(category, ("", ()))[1] and o.state == "clear")
+    why = next((plain(o.summary, 400) for o in judges if o.summary and (o.lost_share or 0.0) >= _NOTABLE), "")
+    why = f" {why[:1].upper()}{why[1:]}." if why else ""
+    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}.{why}", percent(share)
 
 
 def _each(result: Result) -> str:

@@ -161,7 +161,9 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
         own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
-        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch, pace.pin / pace.loaders)
+        forecast, overlap = replay(
+            own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch, pace.pin / pace.loaders
+        )
         step = forecast.step_ns
         busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
         now = stretches(pace, workers * pace.loaders, busy, loop, overlap)

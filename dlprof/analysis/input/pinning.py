@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.engine import RankFacts, per_rank
 from dlprof.analysis.input.handover import HOSTS_DIFFER, told
 from dlprof.analysis.input.loader import in_steady
 from dlprof.analysis.timeline.steps import Timing

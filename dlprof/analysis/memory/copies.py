@@ -134,7 +134,7 @@ def _pinned_ns(
 
 
 def _pinning_ns(what_if: WhatIf, copying_ns: float, freeing_ns: float, rank: RankFacts) -> float:
-    """Return the time of a step in which the thread that would pin its batches is busy, ns; 0: none pins, or unknown."""
+    """Return for how long of a step the thread that would pin its batches is busy, ns; 0: none would, or unknown."""
     loader, did, steps = settings.loader_of(rank.facts), what_if.host, what_if.replay.steps
     if loader.get("pin_memory") is not False:
         return 0.0

@@ -99,7 +99,7 @@ class Loader:
             self._recorder = None
             self._fetches.stop()
             self._loading.close()
-            for counters in (self._counters, self._pinning and self._pinning.counters):
+            for counters in (self._counters, self._pinning.counters if self._pinning else None):
                 if counters is not None:
                     counters.close()
 

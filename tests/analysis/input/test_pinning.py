@@ -15,8 +15,18 @@ from tests.fixtures.runs import MS
 PINNED = {"role": "train", "num_workers": 4, "pin_memory": True}
 
 
-def asked(*, step: int = 50, wait: int = 40, fetch: int = 100, size: float = 200e6, timed: tuple[int, ...] = (),
-          has_device: bool = True, batches: float = 1.0, loaders: int = 1, **loader: Any) -> tuple[float, int]:  # fmt: skip
+def asked(
+    *,
+    step: int = 50,
+    wait: int = 40,
+    fetch: int = 100,
+    size: float = 200e6,
+    timed: tuple[int, ...] = (),
+    has_device: bool = True,
+    batches: float = 1.0,
+    loaders: int = 1,
+    **loader: Any,
+) -> tuple[float, int]:
     """Return pin_ns in ms, and whether it is known, of a job of 20 steady steps that wait for `wait` of `step` ms."""
     begins = [k * step * MS for k in range(20)]
     lengths = np.full(20, step * MS, dtype=float)
@@ -24,7 +34,11 @@ def asked(*, step: int = 50, wait: int = 40, fetch: int = 100, size: float = 200
     timing = Timing(lengths, "steps", "step", None, none.reshape(0, 2), none.reshape(0, 2), none, none,
                     {"fetch": wait * MS}, lengths, none.astype(bool))  # fmt: skip
     # One row before the steps are steady.
-    rows = [("usage", 0, step, 1), ("pin", -9 * MS, 900, 1), *(("pin", k * step * MS + 1, ns, 2) for k, ns in enumerate(timed))]
+    rows = [
+        ("usage", 0, step, 1),
+        ("pin", -9 * MS, 900, 1),
+        *(("pin", k * step * MS + 1, ns, 2) for k, ns in enumerate(timed)),
+    ]
     found = pinning(
         pd.DataFrame([(k, at, n * MS, c) for k, at, n, c in rows], columns=["kind", "start_ns", "dur_ns", "count"]),
         pd.DataFrame({"step_batches": [batches], "loaders": [loaders]}),

@@ -71,7 +71,11 @@ def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
         ),
         evidence=copy_table(copies, rank),
         sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for."
-        + (f" Pinning a step's batches takes one thread about {duration(estimate.seen)}, and a step no less." if estimate.seen else ""),
+        + (
+            f" Pinning a step's batches takes one thread about {duration(estimate.seen)}, and a step no less."
+            if estimate.seen
+            else ""
+        ),
     )
 
 
