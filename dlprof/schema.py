@@ -137,8 +137,7 @@ STALLS: Mapping[str, str] = {
 # is measured is their sum. -1: not measured.
 LOADING: Mapping[str, str] = {
     # start: iter() of a loader. first: its first next(), in which workers start and fetch; batch: each further one.
-    # end: workers leave. usage: nothing of a loader's, but what the process used meanwhile. pin: the CPU time of the
-    # thread that pins the loader's batches, while so many were taken.
+    # end: workers leave. usage: nothing of a loader's, but what the process used meanwhile.
     "kind": CATEGORY,
     "start_ns": "int64",
     "dur_ns": "int64",  # that the training thread was in the call
@@ -153,6 +152,7 @@ LOADING: Mapping[str, str] = {
     "cpu_ns": "int64",  # CPU time of the whole process
     "delay_ns": "int64",  # that the training thread was ready to run and had no core
     "thread_ns": "int64",  # CPU time of the training thread alone
+    "pin_ns": "int64",  # CPU time of the thread that pins a loader's batches
 }
 
 # A batch that was fetched, by a worker or in the training thread, in order of time; rows and -1 as in LOADING.

@@ -193,8 +193,8 @@ def _largest(result: Result) -> tuple[str, str]:
     takes = "take" if category == "copy" else "takes"
     # Its rule knows why it is no finding.
     judges = (o for o in result.outcomes if o.id in _PARTS.get(category, ("", ()))[1] and o.state == "clear")
-    why = next((plain(o.summary, 400) for o in judges if o.summary and (o.lost_share or 0.0) >= _NOTABLE), "")
-    why = f" {why[:1].upper()}{why[1:]}." if why else ""
+    said = (plain(o.summary, 400) for o in judges if o.summary and (o.lost_share or 0.0) >= _NOTABLE)
+    why = next((f" {text[:1].upper()}{text[1:]}." for text in said), "")
     return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}.{why}", percent(share)
 
 

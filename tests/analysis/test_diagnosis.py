@@ -224,16 +224,9 @@ def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path, pin
     path = runs.recorded(tmp_path / "run", (made if pins else None, steps, gpu))
     runs.loading(path, 0, step=10 * MS, wait=0, fetch=8 * MS, cpu=0, n=40, workers=1 + pins)
     if pins:
-        pin = {
-            "kind": "pin",
-            "start_ns": steps[20]["start_ns"],
-            "dur_ns": 80 * MS,
-            "count": 10,
-            "step": 20,
-            "loader": 0,
-        }
+        used = {"kind": "usage", "start_ns": steps[20]["start_ns"], "dur_ns": 100 * MS, "count": 1, "step": 20}
         with (path / "ranks/00000/loading.jsonl").open("a") as file:
-            file.write(json.dumps(pin) + "\n")
+            file.write(json.dumps(used | {"pin_ns": 80 * MS}) + "\n")
     said = answer(open_run(path), finding(0.5, sure="By hand."))
     assert said.share == pytest.approx(0.2)
     assert said.sure == "By hand. Capped, as the loaders need at least 8.00 ms a step."

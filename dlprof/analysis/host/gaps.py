@@ -77,11 +77,10 @@ def gaps(
     in neither for longer than PAUSE_NS. latency_ns, queued_ns: launched in time. What the host itself waited for (a
     loader, a stall) is in none of them. small_ns: the part of launching and latency behind kernels too short to hide a
     launch. graph_gain_ns and python_gain_ns: how much shorter the mean steady step would be with the launches of a
-    captured graph, and without the script's own Python (NaN: the trace does not link launches to kernels); what frees
-    the memory of batches is nobody's Python, and stays as far as it surely is that. Neither is
-    more than the device idles for what it changes: a host with less to do would also hide more of its waits for data,
-    but those are not what the change is for. Collectives and copies that begin sooner might be hidden better, but they
-    wait for others. Raises NotMeasured where the trace holds no work of a device.
+    captured graph, and without the script's own Python, but for what surely frees batches (NaN: the trace does not link
+    launches to kernels). Neither is more than the device idles for what it changes: a host with less to do would also
+    hide more of its waits for data, but those are not what the change is for. Collectives and copies that begin sooner
+    might be hidden better, but they wait for others. Raises NotMeasured where the trace holds no work of a device.
     """
     windows, steps = iv.merge(timing.windows), max(len(timing.windows), 1)
     launching, latency = iv.subtract(host_gaps, python_gaps), iv.intersect(idle.latency, windows)
@@ -93,7 +92,7 @@ def gaps(
         scale = asked.measured_ns / max(asked.step_ns, 1.0) / steps
         graph_gain = min(graph, (iv.total(launching) + iv.total(latency)) * scale)
         frees = (freeing_ns.or_none() or (0.0,))[0] * asked.replay.steps
-        stays = min(frees / max(iv.total(asked.host.python), 1), 1.0)
+        stays = min(frees / max(iv.total(asked.host.python), 1), 1.0)  # of the Python
         python_gain = iv.total(python_gaps) * (1 - stays) * scale
         if python_gain >= NOTABLE_SHARE * asked.measured_ns:
             python_gain = min(asked.gain_ns(python=stays), iv.total(host_gaps) * scale)

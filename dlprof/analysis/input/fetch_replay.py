@@ -4,11 +4,8 @@ A worker fetches its batches one after the other, batch k is worker k mod n's, a
 (torch.utils.data; the depth of the queue is n × prefetch_factor). So batch k is there at
 
     there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was asked for it
-    taken(k) = max(there(k), taken(k − 1) + own(k − 1))                     in order, when the loop asks
-
-and where a thread of the loader pins batches (`pin_memory=True`), all of them pass this one thread: the loop takes
-
-    pinned(k) = max(there(k), pinned(k − 1)) + pin                          instead of there(k)
+    pinned(k) = max(there(k), pinned(k − 1)) + pin                          one thread pins all, with `pin_memory=True`
+    taken(k) = max(pinned(k), taken(k − 1) + own(k − 1))                    in order, when the loop asks
 
 with the recorded times of fetching and of the loop's own work between batches. A step that takes m batches, as where
 gradients are accumulated, is m of these. Where it takes one of each of L loaders, these are one loader of L times as
@@ -91,9 +88,8 @@ class Pace:
     @property
     def costly(self) -> str:
         """What takes longer of making a batch, by all who do it: SAMPLES, COLLATING or PINNING."""
-        if self.pin * self.workers > self.fetch.mean():
-            return PINNING
-        return COLLATING if 2 * self.collate.mean() > self.fetch.mean() else SAMPLES
+        whole = float(self.fetch.mean())
+        return PINNING if self.pin * self.workers > whole else COLLATING if 2 * self.collate.mean() > whole else SAMPLES
 
     def without(self, part: str) -> Pace:
         """Return the pace where a part of making batches, SAMPLES, COLLATING or PINNING, costs nothing."""
@@ -158,12 +154,10 @@ def replayed(pace: Pace, workers: int) -> Forecast:
         1.0 + held_up(pace) * others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch
     )
     excess = pace.excess[0] if workers or np.isnan(pace.excess_alone) else pace.excess_alone
-    trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
+    trains, fetches, forecast, pin = 1.0, 1.0, Forecast(workers, 0.0, 0.0), pace.pin / pace.loaders
     for _ in range(_ROUNDS):
         own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
-        forecast, overlap = replay(
-            own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch, pace.pin / pace.loaders
-        )
+        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch, pin)
         step = forecast.step_ns
         busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
         now = stretches(pace, workers * pace.loaders, busy, loop, overlap)

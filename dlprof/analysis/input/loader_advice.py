@@ -11,7 +11,7 @@ from dlprof.analysis.engine import Maybe
 from dlprof.analysis.input.fetch_replay import COLLATING, PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import NOTABLE_SHARE, FasterLoader, Plan, Starving
 from dlprof.result import Change, Forecast, Panel, change
-from dlprof.units import count, duration, size
+from dlprof.units import count, duration
 
 MOST_BARS = 60
 MOST_ROWS = 12
@@ -31,13 +31,8 @@ CHEAPER: Mapping[str, tuple[str, str]] = {
 }
 
 
-def described(
-    starving: Starving,
-    loader_means: Maybe[pd.DataFrame],
-    worker_means: Maybe[pd.DataFrame],
-    pinning: Maybe[pd.DataFrame],
-) -> str:
-    """Say who makes the batches, and what queue, workers and pinning were seen to do, as far as that was recorded."""
+def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_means: Maybe[pd.DataFrame]) -> str:
+    """Say who makes the batches, and what the queue and the workers were seen to do, as far as that was recorded."""
     if starving.workers == 0:
         who = "batches are made in the training thread (num_workers=0)"
     elif starving.workers is None:
@@ -46,9 +41,9 @@ def described(
         batch = starving.loader.get("batch_size")
         loads = f"load{'s' if starving.workers == 1 else ''} {f'batches of {batch}' if batch else 'its batches'}"
         who = f"{count(starving.workers, 'worker')} {loads}"
-    means, workers, pins = (
+    means, workers = (
         pd.DataFrame({"rank": []}) if (frame := need.or_none()) is None else frame[frame["rank"] == starving.rank]
-        for need in (loader_means, worker_means, pinning)
+        for need in (loader_means, worker_means)
     )
     if not len(means) or not len(workers):
         return who
@@ -61,11 +56,7 @@ def described(
     if math.isfinite(cpu):
         sends = cpu > fetch and starving.workers
         who += f", and computes {duration(cpu)} with sending it" if sends else f", {duration(cpu)} of it computing"
-    who += f", {duration(collating)} of it collating" if 2 * collating > fetch else ""
-    for pin in pins[pins["known"] == 1].to_dict("records") if len(pins) else ():
-        of = f" of {size(pin['batch_bytes'])}" if pin["batch_bytes"] >= 0 else ""
-        who += f"; one thread pins all batches, and takes {duration(pin['pin_ns'])} for each{of}"
-    return who
+    return who + (f", {duration(collating)} of it collating" if 2 * collating > fetch else "")
 
 
 def changes(starving: Starving, faster: FasterLoader) -> Iterator[Change]:

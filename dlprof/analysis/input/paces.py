@@ -12,7 +12,6 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.analysis.input.fetch_replay import Pace, held_up, replay, stretches
 from dlprof.analysis.input.handover import BARRIER, UNTOLD, told
-from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 from dlprof.units import digits
 
@@ -31,8 +30,7 @@ class Paces:
     step_means: pd.DataFrame
     fetch_series: pd.DataFrame
     step_series: pd.DataFrame
-    breakdown: Maybe[pd.DataFrame]
-    fetch_gains: Maybe[pd.DataFrame]
+    input_waits: Maybe[pd.DataFrame]
     pinning: Maybe[pd.DataFrame]
     job: Job
     _known: dict[int, Pace] = field(default_factory=dict)
@@ -83,12 +81,10 @@ class Paces:
         # Taking a batch that is there is the loop's own work.
         waited_ns = (series["fetch_ns"] - batches * row["taken_ns"]).clip(lower=0)
         own = (series["dur_ns"] - waited_ns).to_numpy(dtype=float)
-        if not on_cpu and rank not in self.breakdown.lacking:
+        waits = None if on_cpu else self.input_waits.or_none()
+        if waits is not None and len(waits := _of(waits, rank)):
             # A host that waits for no data only launches, and runs ahead: the loop is as fast as its device.
-            gone = part(self.breakdown.get(), "input_wait")[rank]
-            if rank not in self.fetch_gains.lacking:
-                gone = max(gone, float(_of(self.fetch_gains.get(), rank)["gain_ns"].max()))
-            own = np.maximum(own, batches * step_ns - gone)
+            own = np.maximum(own, batches * step_ns - (waits["wait_ns"] + waits["taken_ns"]).iloc[0])
         own = _between(own, batches, loaders)
         inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
         own_delay, own_used = (
@@ -141,13 +137,12 @@ def paces(
     step_means: pd.DataFrame,
     fetch_series: pd.DataFrame,
     step_series: pd.DataFrame,
-    breakdown: Maybe[pd.DataFrame],
-    fetch_gains: Maybe[pd.DataFrame],
+    input_waits: Maybe[pd.DataFrame],
     pinning: Maybe[pd.DataFrame],
     job: Job,
 ) -> Paces:
     """Return the paces of all ranks."""
-    return Paces(loader_means, step_means, fetch_series, step_series, breakdown, fetch_gains, pinning, job)
+    return Paces(loader_means, step_means, fetch_series, step_series, input_waits, pinning, job)
 
 
 def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:

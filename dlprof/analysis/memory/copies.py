@@ -21,9 +21,9 @@ from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
 
 TINY_BYTES = 4_096  # scalars (a loss, a counter) are smaller; what they cost is a wait, not a copy
 _RATE_BYTES = 1 << 20  # smaller copies take as long to start as to run, and do not show the rate of their link
-# Pinning a batch that came through shared memory copies it as a copy from pageable memory does, but not into a buffer
-# that stays in the cache: 1.25 × as long for 200 MB on a host of an H200 (5.9 instead of 7.4 GB/s), 1.2 to 1.3 × on an
-# AMD EPYC. Then that shared memory is freed, ns a byte: 0.097 and 0.2 there. With these, pinning was known to a tenth.
+# Pinning copies as a copy from pageable memory does, but not into a buffer that stays in the cache: 1.25 × as long for
+# 200 MB on a host of an H200, 1.2 to 1.3 × on an AMD EPYC. Shared memory from workers is then freed, ns a byte: 0.097
+# and 0.2 there. With these, pinning was known to a tenth.
 _INTO_PINNED = 1.25
 _FREEING = (0.097, 0.2)
 _KNOWN_TO = 1.1
@@ -56,10 +56,7 @@ def copies(
 
 @within_rank
 def freeing_ns(copies: pd.DataFrame, rank: RankFacts) -> tuple[float, float]:
-    """Return between which times the training thread frees the shared memory of a step's batches, ns; 0: there is none.
-
-    That is what workers made and is copied from where it came; it shows as time in which the thread calls nothing.
-    """
+    """Return between which times the training thread frees workers' batches, ns a step; it calls nothing meanwhile."""
     moved = float(copies.loc[from_pageable(copies), "bytes"].clip(lower=0).sum())
     least, most = _FREEING if settings.loader_of(rank.facts).get("num_workers") else (0.0, 0.0)
     return least * moved, most * moved
@@ -77,10 +74,9 @@ def copy_gains(
     """Return how much shorter the mean steady step would be with changed copies: copy, memory, gain_ns, pinning_ns.
 
     Copies from pageable memory to the device become as fast as the link is for pinned memory (as fast as now where
-    neither the trace nor the GPU's name shows that), and are not waited for. Whoever then pins a step's batches takes
-    pinning_ns for that, and the step no less: the loader's thread, or without workers the training thread, beside all
-    else that it does (0: not known). All others are gone from the stream that computes. The tiny ones are left out.
-    Raises NotMeasured where the trace cannot be replayed.
+    neither the trace nor the GPU's name shows that), and are not waited for; the step takes no less than pinning_ns,
+    for which the thread that pins its batches is then busy (0: not known). All others are gone from the stream that
+    computes. The tiny ones are left out. Raises NotMeasured where the trace cannot be replayed.
     """
     replay = what_if.replay
     work = device_work[["kind", "copy", "memory", "bytes", "start_ns", "dur_ns"]].iloc[replay.rows]

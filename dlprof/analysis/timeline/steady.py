@@ -34,9 +34,8 @@ RESUMED_NS = 500_000_000
 # the longest, if such steps are this share of the time.
 _LONGER, _AS_LONG, _MOSTLY = 3.0, 0.5, 0.4
 
-# A loader that makes the later half of the steps wait for this share of their time is what they are as long as: XProf's
-# input pipeline analyzer and the TensorBoard plugin call a job input-bound from there on.
-_STARVED = 0.05
+# XProf's input pipeline analyzer and the TensorBoard plugin call a job input-bound that waits for this share.
+STARVED = 0.05
 
 # Student's t for a two-sided 95 % interval, by degrees of freedom, over its value for many: a mean of three steps is
 # known far less well than its standard error says.
@@ -52,8 +51,6 @@ def device_type(rank: RankFacts) -> str | None:
 @within_rank
 def light_steps(steps: pd.DataFrame, loading: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
     """Return the step log with columns `steady` and `length_ns`; steps in which the job was stopped are "suspended".
-
-    Steps that a slow loader feeds from what it had made while the job started or stood still are not steady.
 
     `length_ns` is the step's length on the device's own clock where that measured nearly all steps: a host that runs
     ahead of its device leaves its steps early and waits later, so its own steps equal the device's only in the mean of
@@ -89,15 +86,15 @@ def _without_stock(
 ) -> NDArray[np.bool_]:
     """Return the steady steps without those that use up batches which were made ahead, of a loader too slow for them.
 
-    Workers go on while the job starts or the profiler is being prepared. The steps after it find more batches ready
-    than later steps do, the median of the later half, and are as short as if the loader were fast, until they have used
-    them up. What is ready when an epoch begins is part of every epoch, and counts.
+    Workers go on while the job starts or the profiler is being prepared. Until the steps after that find no more
+    batches ready than the median of the later half, they are as short as if the loader were fast. What is ready when an
+    epoch begins is part of every epoch, and counts.
     """
     asked = loading[(loading["count"] == 1) & (loading["ready"] >= 0)].groupby("step")["ready"].min()
     ready = asked.reindex(steps["step"]).to_numpy(dtype=float)
     known = np.flatnonzero(steady & ~np.isnan(ready))
     later = known[len(known) // 2 :]
-    if not len(later) or steps["fetch_ns"].to_numpy()[later].clip(0).sum() < _STARVED * length[later].sum():
+    if not len(later) or steps["fetch_ns"].to_numpy()[later].clip(0).sum() < STARVED * length[later].sum():
         return steady
     more, left = ready > np.median(ready[later]), steady.copy()
     for first, stop in zip(*_stretches(steady), strict=True):

@@ -41,21 +41,6 @@ _UNASKED = (-1, -1, -1, -1)
 _UNLIKE_OURS = (AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 
-class _Pinning:
-    """What the thread that pins the batches of a pass has used of the cores, and the batches taken meanwhile."""
-
-    def __init__(self, over: Pass, thread: int) -> None:
-        self.over, self.batches = over, 0
-        self.counters = KernelCounters(whole_process=False, thread=thread)
-        self._ran_ns = self.counters.cores()[2]
-
-    def row(self, start_ns: int, step: int) -> Row:
-        """Return a row of loading.jsonl since the one before; only of batches that were taken is it known."""
-        ran, batches = self.counters.cores()[2], self.batches
-        used, self._ran_ns, self.batches = ran - self._ran_ns if min(ran, self._ran_ns) >= 0 else -1, ran, 0
-        return ("pin", self.over.place, start_ns, step, -1, "", batches, used, *_UNKNOWN, *_UNKNOWN)
-
-
 class Loader:
     """Writes loading.jsonl, and of the training thread's own fetches fetches.jsonl: units as in those tables."""
 
@@ -65,13 +50,13 @@ class Loader:
         self._recorder: Recorder | None = None
         self._loading = BudgetLog("loading.jsonl", _loading_line, keys=2, sums=6)
         self._counters: KernelCounters | None = None
-        self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
+        self._pins: KernelCounters | None = None  # of the thread that pins the batches of the loader begun last
+        self._usage = (0, 0, 0, 0, -1)  # when it was last written; of this process, and of that thread
         # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
         self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], tuple[int, ...]]] = []
         self._asked = _UNKNOWN  # the state of the iterator's queue when it was last asked for a batch
         self._before = _UNASKED  # what the training thread had used when it began to fetch
         self._last_fetch_ns = 0
-        self._pinning: _Pinning | None = None  # of the loader that was begun last
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
         self._watch_ends()
         self._fetches = Fetches()
@@ -83,7 +68,7 @@ class Loader:
         self._loading.open(recorder.folder)
         self._fetches.start(recorder)
         self._counters = self._counters or KernelCounters(whole_process=False)
-        self._usage = (perf_counter_ns(), *self._counters.cores())
+        self._usage = (perf_counter_ns(), *self._counters.cores(), -1)
 
     def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
@@ -99,9 +84,8 @@ class Loader:
             self._recorder = None
             self._fetches.stop()
             self._loading.close()
-            for counters in (self._counters, self._pinning.counters if self._pinning else None):
-                if counters is not None:
-                    counters.close()
+            for counters in filter(None, (self._counters, self._pins)):
+                counters.close()
 
     @guarded
     def begun(self, iterator: Any) -> None:
@@ -165,9 +149,9 @@ class Loader:
             fetcher.collate_fn = self._fetches.timed_collate(fetcher.collate_fn)
             over.asks = self._last_fetch_ns > _WORTH_ASKING_NS
         if pins := getattr(getattr(iterator, "_pin_memory_thread", None), "native_id", None):
-            if self._pinning is not None:
-                self._pinning.counters.close()
-            self._pinning = _Pinning(over, pins)
+            if self._pins is not None:
+                self._pins.close()
+            self._pins, self._usage = KernelCounters(whole_process=False, thread=pins), (*self._usage[:4], -1)
         over.workers = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
         over.looked_at = True
         return over
@@ -217,8 +201,6 @@ class Loader:
             ready, outstanding, worker = _UNKNOWN if over.fetches else asked
             empty = -1 if ready < 0 else 0 if ready else 1
             loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, *_UNKNOWN))
-            if self._pinning is not None and over is self._pinning.over:
-                self._pinning.batches += 1
             if over.fetches:
                 fetched.append((-1, pid, at, 1, took, *of_fetch))
         self._loading.fit()
@@ -229,20 +211,19 @@ class Loader:
         if recorder is None or counters is None or self._fetches.off:
             return
         began, *before = self._usage
-        self._usage = (now, *counters.cores())
+        pinned = -1 if self._pins is None else self._pins.cores()[2]
+        self._usage = (now, *counters.cores(), pinned)
         used = used_between(before, self._usage[1:])
         self._add_batches()
         at = (recorder.unix(began), recorder.clock.row.number)
         self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used))
-        if self._pinning is not None and self._pinning.batches:
-            self._loading.rows.append(self._pinning.row(*at))
         self._loading.write(now, last=last)
         self._fetches.log.write(now, last=last)
 
     def _forked(self) -> None:
         """Begin anew in a fork's child, which may be a worker."""
         self._recorder = None
-        self._counters = self._pinning = None
+        self._counters = self._pins = None
         self._batches.clear()
         self._loading.forget()
         self._fetches.forked()
@@ -407,12 +388,12 @@ _FETCH = (
 
 
 def _loading_line(row: Row) -> str:
-    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran = row
+    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran, *pinned = row
     line = _BATCH % (kind, loader, start, step, count, dur)
     if ready >= 0:
         line += _QUEUE % (worker if count == 1 else -1, empty, ready, outstanding)
     if kind == "start":
         line += f',"workers":"{pids}"'
     elif kind == "usage":
-        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran}'
+        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran},"pin_ns":{max(*pinned, -1)}'
     return line + "}\n"

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.engine import RankFacts
-from dlprof.analysis.input.pinning import pinning
+from dlprof.analysis.input.loader import pinning
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import DoesNotApply
 from tests.fixtures.runs import MS
@@ -22,7 +22,7 @@ def asked(
     fetch: int = 100,
     size: float = 200e6,
     timed: tuple[int, ...] = (),
-    has_device: bool = True,
+    device: str = "cuda",
     batches: float = 1.0,
     loaders: int = 1,
     **loader: Any,
@@ -33,21 +33,17 @@ def asked(
     none = np.zeros(0, dtype=np.int64)
     timing = Timing(lengths, "steps", "step", None, none.reshape(0, 2), none.reshape(0, 2), none, none,
                     {"fetch": wait * MS}, lengths, none.astype(bool))  # fmt: skip
-    # One row before the steps are steady.
-    rows = [
-        ("usage", 0, step, 1),
-        ("pin", -9 * MS, 900, 1),
-        *(("pin", k * step * MS + 1, ns, 2) for k, ns in enumerate(timed)),
-    ]
+    # Of each 100 ms the thread was on a core; one row before the steps are steady, and one where that is not known.
+    rows = [(0, -1), (-9 * MS, 90 * MS), *((k * step * MS + 1, ns * MS) for k, ns in enumerate(timed))]
+    usage = pd.DataFrame(rows, columns=["start_ns", "pin_ns"]).assign(kind="usage", dur_ns=100 * MS)
     found = pinning(
-        pd.DataFrame([(k, at, n * MS, c) for k, at, n, c in rows], columns=["kind", "start_ns", "dur_ns", "count"]),
+        usage,
         pd.DataFrame({"step_batches": [batches], "loaders": [loaders]}),
         pd.DataFrame({"worker": [0, 1], "dur_ns": [fetch * MS, fetch * MS / 2]}),
         pd.DataFrame({"tensors": [2.0], "tensor_bytes": [size]}),
         pd.DataFrame({"start_ns": begins, "dur_ns": step * MS, "steady": True}),
         timing,
-        has_device,
-        RankFacts(0, {"loaders": [PINNED | loader]}, none, {}),
+        RankFacts(0, {"loaders": [PINNED | loader], "device": {"type": device}}, none, {}),
     ).iloc[0]
     return round(found["pin_ns"] / MS, 2), int(found["known"])
 
@@ -55,8 +51,12 @@ def asked(
 @pytest.mark.parametrize(
     ("run", "pin", "known"),
     [
-        # The kernel's count: two rows of two batches each.
-        ({"timed": (60, 100)}, 40, 1),
+        # By the kernel's count, a fifth and two fifths of the time.
+        ({"timed": (20, 40), "wait": 1}, 15, 1),
+        ({"timed": (20, 40), "wait": 1, "batches": 2.0}, 7.5, 1),
+        # It is what the loop waits for, and had a core for three quarters of the time; or for too little to be that.
+        ({"timed": (70, 80)}, 50, 1),
+        ({"timed": (20, 40)}, 15, 1),
         # The loop waits, its workers make a batch every 25 ms, and one comes every 50.
         ({}, 50, 1),
         ({"batches": 2.0}, 25, 0),  # that the workers take as long for
@@ -76,7 +76,7 @@ def test_a_batch_takes_what_was_timed_else_what_is_waited_for_else_the_usual(
     assert asked(**run) == (pytest.approx(pin), known)
 
 
-@pytest.mark.parametrize("run", [{"pin_memory": False}, {"num_workers": 0}, {"has_device": False}])
+@pytest.mark.parametrize("run", [{"pin_memory": False}, {"num_workers": 0}, {"device": "cpu"}])
 def test_without_a_device_workers_and_the_setting_no_thread_pins(run: dict[str, Any]) -> None:
     with pytest.raises(DoesNotApply, match="no thread"):
         asked(**run)

@@ -373,20 +373,21 @@ def test_the_thread_that_pins_batches_is_timed_by_the_kernel(tmp_path: Path) -> 
                 self._pin_memory_thread = threading.Thread(target=self.pins, daemon=True)
                 self._pin_memory_thread.start()
             def pins(self):
+                began = time.perf_counter_ns()
                 while not self._pin_memory_thread_done_event.wait(0.005):
                     until = time.thread_time_ns() + 5_000_000
                     while time.thread_time_ns() < until:
                         pass
-                print(time.thread_time_ns(), file=open("pinned", "a"))
+                print(time.thread_time_ns(), time.perf_counter_ns() - began, file=open("pinned", "w"))
         class Mine(DataLoader):
             def _get_iterator(self):
                 return Pinned(self)
         train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 800), 1)
         """,
     )
-    pins = [row for row in loading if row["kind"] == "pin"]
-    assert {row["loader"] for row in pins} == {0}
     # What comes after the last writing is not known: the thread ends with the pass.
-    assert sum(row["count"] for row in pins) == pytest.approx(800, rel=0.2)
-    each = sum(row["dur_ns"] for row in pins) / sum(row["count"] for row in pins)
-    assert each == pytest.approx(int((tmp_path / "pinned").read_text()) / 800, rel=0.15)
+    pins = [row for row in loading if row.get("pin_ns", -1) >= 0]
+    assert len(pins) >= 4
+    share = sum(row["pin_ns"] for row in pins) / sum(row["dur_ns"] for row in pins)
+    used, passed = (tmp_path / "pinned").read_text().split()
+    assert share == pytest.approx(int(used) / int(passed), rel=0.15)

@@ -13,10 +13,9 @@ Saving: what more workers would give, predicted from the recorded batches: their
 the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and training
 share the cores of the host; where it waits for storage, they do not. Where cheaper batches would give more than twice
 as much, the saving is theirs: what takes longer of a batch, its samples or collating them, costs nothing, the other is
-as it was, and on a CPU training gets the cores. With `pin_memory=True` all batches pass one thread, and a step takes no
-less than that thread does: where it is the limit, more workers do not help, and the saving is that of batches that cost
-nothing to pin. Either is the most that it can give, and the report says so. Where batches were not recorded, the saving
-is the whole wait. Steps that use up what was made ahead while the job started are not steady.
+as it was, and on a CPU training gets the cores. With `pin_memory=True` one thread pins all batches: where it is the
+limit, more workers do not help, and the saving is that of batches that cost nothing to pin. Either is the most that it
+can give, and the report says so. Where batches were not recorded, the saving is the whole wait.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
 (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
@@ -43,7 +42,7 @@ from dlprof.analysis.input.loader_advice import (
     recorded_waits,
 )
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.units import count, duration, percent, ranks_named
+from dlprof.units import count, duration, percent, ranks_named, size
 
 _ASSUMED = " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
 
@@ -56,8 +55,7 @@ def check(
     breakdown: Frame,
 ) -> Estimate:
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
-    one_thread = faster_loader.plan is not None and faster_loader.part == PINNING
-    loses = "waits for the thread that pins batches" if one_thread else "waits for data"
+    loses = "waits for the thread that pins batches" if faster_loader.part == PINNING else "waits for data"
     ready = input_waits["taken_ns"].max() / step
     if starving.others:
         loses += f" on {ranks_named(starving.alike)}"
@@ -94,16 +92,16 @@ def explain(
     job: Job,
 ) -> Explanation:
     rank, plan, victims = starving.rank, faster_loader.plan, starving.victims
-    held_up = ""
+    held_up = _pinned(pinning, rank)
     if victims:
         who = _who_waits([*victims])
         mean = duration(sum(victims.values()) / len(victims))
-        held_up = f" {who} {mean} a step for rank {starving.culprit}, which waits for its loader."
+        held_up += f" {who} {mean} a step for rank {starving.culprit}, which waits for its loader."
     assumed = "" if len(job.ranks) < 2 or own_time["known"].all() else _ASSUMED
     return Explanation(
         title=f"{_who_waits(starving.alike) if starving.others else 'The training loop waits'} for data",
         summary=f"Of a step of {duration(starving.step_ns)}, rank {rank} waits {duration(starving.wait_ns)} in next()"
-        f" of its loader with nothing else to do; {described(starving, loader_means, worker_means, pinning)}.{held_up}"
+        f" of its loader with nothing else to do; {described(starving, loader_means, worker_means)}.{held_up}"
         f"{hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
         changes=tuple(changes(starving, faster_loader)),
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
@@ -111,6 +109,13 @@ def explain(
         sure=_sure(job, faster_loader) + assumed,
         at_most=not faster_loader.workers_help,
     )
+
+
+def _pinned(pinning: Maybe[Frame], rank: int) -> str:
+    if rank in pinning.lacking or not (pin := pinning.get().set_index("rank").loc[rank].to_dict())["known"]:
+        return ""
+    of = f"{size(pin['batch_bytes'])}, {size(pin['batch_bytes'] / pin['pin_ns'] * 1e9)}/s"
+    return f" One thread pins all batches, and takes {duration(pin['pin_ns'])} for each ({of})."
 
 
 def _sure(job: Job, faster: FasterLoader) -> str:

@@ -7,10 +7,9 @@ Needs a trace of a GPU run that links launches to kernels; its copies are named 
 
 Saving: the traced steps replayed with copies that take as long as from pinned memory, and no wait for them. Their
 rate is that of other copies of this trace, or of the link that a GPU of this name has; else they are as slow as now.
-They keep their place on the stream that computes; hiding them as well is what `exposed_copy` is about. A step then
-takes no less than pinning its batches takes: the loader's one pinning thread copies them within the host's memory and
-frees the shared memory that they came in; without workers the training thread does. For batches of some hundred MB that
-may take as long as the copy to the device now, and then nothing is gained.
+They keep their place on the stream that computes; hiding them as well is what `exposed_copy` is about. A step takes no
+less than pinning its batches, which the loader's one pinning thread does, or without workers the training thread. For
+some hundred MB that takes as long as the copy to the device now, and nothing is gained.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
 does not come from a loader: `tensor.pin_memory()` once, outside the loop.
@@ -33,23 +32,18 @@ def check(copies: Frame, copy_gains: Maybe[Frame], mean_step_ns: float) -> Estim
         return nothing(f"{count(number, 'copy')} a step to the device, none from pageable memory")
     gains = copy_gains.get()
     gains, mine = gains[from_pageable(gains)], copies[from_pageable(copies)].groupby("rank")[["bytes", "exposed_ns"]]
-    moved, exposed = mine.sum().max()
-    pinning, gone = float(gains["pinning_ns"].max()), by_rank(gains, "gain_ns")
-    no_help = ""
-    if pinning and max(gone.values()) < NOTABLE_SHARE * mean_step_ns <= exposed:
-        no_help = (
-            f"{size(moved)} a step are copied from pageable memory, and pinning them would not help: that takes one"
-            f" thread about {duration(pinning)}, and a step {duration(mean_step_ns)}; fewer bytes would (`uint8` for"
-            " pictures, converted on the device)"
-        )
+    (moved, exposed), pinning, gone = mine.sum().max(), gains["pinning_ns"].max(), by_rank(gains, "gain_ns")
+    no_help = f"{size(moved)} a step are copied from pageable memory, and pinning them would not help: that takes one"
+    no_help += f" thread about {duration(pinning)}, and a step {duration(mean_step_ns)}; fewer bytes would (`uint8` for"
+    no_help += " pictures, converted on the device)"
+    bound = pinning and max(gone.values()) < NOTABLE_SHARE * mean_step_ns <= exposed
     return Estimate(
         gone_ns=gone,
         lost_ns=float(exposed),
-        summary=no_help,
+        summary=no_help if bound else "",
         noise_of=("copy",),
         least_of=("copy",),
         loses="is spent copying batches from pageable memory",
-        seen=pinning,
     )
 
 
@@ -70,12 +64,8 @@ def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
             change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
         evidence=copy_table(copies, rank),
-        sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for."
-        + (
-            f" Pinning a step's batches takes one thread about {duration(estimate.seen)}, and a step no less."
-            if estimate.seen
-            else ""
-        ),
+        sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for; a"
+        " step takes no less than pinning its batches takes one thread.",
     )
 
 
