@@ -91,8 +91,7 @@ def gaps(
         # From the traced steps to the mean steady one.
         scale = asked.measured_ns / max(asked.step_ns, 1.0) / steps
         graph_gain = min(graph, (iv.total(launching) + iv.total(latency)) * scale)
-        frees = (freeing_ns.or_none() or (0.0,))[0] * asked.replay.steps
-        stays = min(frees / max(iv.total(asked.host.python), 1), 1.0)  # of the Python
+        stays = min((freeing_ns.or_none() or (0.0,))[0] * asked.replay.steps / max(iv.total(asked.host.python), 1), 1.0)
         python_gain = iv.total(python_gaps) * (1 - stays) * scale
         if python_gain >= NOTABLE_SHARE * asked.measured_ns:
             python_gain = min(asked.gain_ns(python=stays), iv.total(host_gaps) * scale)

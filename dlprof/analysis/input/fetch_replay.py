@@ -175,9 +175,7 @@ def held_up(pace: Pace) -> float:
     return pace.barrier if pace.together > 1 else 1.0
 
 
-def replay(
-    own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int, pin: float = 0.0
-) -> tuple[Forecast, float]:
+def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int, pin: float = 0) -> tuple[Forecast, float]:
     """Return the mean step of one batch, and the share of what fetches compute (`cpu`) that falls into the loop's work.
 
     `workers`: of all loaders that give batches in turn; `pin`: what pinning takes for a batch, ÷ so many loaders.

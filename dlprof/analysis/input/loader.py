@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank, within_rank
-from dlprof.analysis.input.handover import HOSTS_DIFFER, told
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle
-from dlprof.analysis.timeline.steady import STARVED, device_type, standard_error, suspended
+from dlprof.analysis.timeline.steady import standard_error, suspended
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -33,9 +32,6 @@ LEFT = (0.0, 0.25, 0.5, 0.75)
 
 # Of the loaders that a step takes batches from, each gives as many where the fewest are this share of the most.
 _ALIKE = 0.9
-
-# A loop that waits, though its workers make batches in less than this share of the time, waits for what is between.
-_FASTER = 0.8
 
 _TIMES = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")
 
@@ -255,9 +251,8 @@ def fed_ns(
 ) -> float:
     """Return the mean step that the loaders of a job on devices can feed at the best, ns: the slowest rank's; 0: any.
 
-    That is what fetching a step's batches takes its workers, without waiting for a core, or pinning them takes the
-    thread that does. 0 as well where it is not known, and on CPUs, whose loaders get faster where the rest of the job
-    needs less of the cores.
+    That is what fetching a step's batches takes its workers, without waiting for a core, or pinning them its thread. 0
+    as well where it is not known, and on CPUs, whose loaders get faster where the rest of the job needs less of them.
     """
     if settings.on_cpu(job) or worker_means.lacking or loader_means.lacking:
         return 0.0
@@ -273,37 +268,6 @@ def fed_ns(
         if isinstance(workers, int):
             most = max(most, float(took.sum() / mine["batches"].sum()) / workers * float(batches[rank]))
     return most
-
-
-@per_rank
-def pinning(
-    loading: pd.DataFrame,
-    loader_means: pd.DataFrame,
-    worker_means: pd.DataFrame,
-    fetch_series: pd.DataFrame,
-    light_steps: pd.DataFrame,
-    timing: Timing,
-    rank: RankFacts,
-) -> pd.DataFrame:
-    """Return what pinning a batch takes the thread of the loader that all of them pass (one row): pin_ns, batch_bytes.
-
-    known: 1 where the thread was timed, or is what the loop waits for: then it takes as long as a batch comes after
-    another. 0: the usual time for so many bytes. Raises DoesNotApply where no thread pins.
-    """
-    loader, means = settings.loader_of(rank.facts), loader_means.iloc[0]
-    workers = loader.get("num_workers")
-    if device_type(rank) in (None, "cpu") or loader.get("pin_memory") is not True or not workers:
-        raise DoesNotApply("no thread of a loader pins batches")
-    tensors, size = (float(fetch_series[name].mean()) for name in ("tensors", "tensor_bytes"))
-    timed = loading[(loading["pin_ns"] >= 0) & in_steady(light_steps, loading["start_ns"].to_numpy())]
-    each = timing.step_ns * means["loaders"] / max(means["step_batches"], 1.0)
-    made, waits = float(worker_means["dur_ns"].max()) / workers, timing.phases.get("fetch", 0.0)
-    pin = told(tensors, size, np.nan).usual.taking_ns
-    if len(timed):
-        pin = float(timed["pin_ns"].sum() / timed["dur_ns"].sum()) * each
-    limits = waits >= STARVED * timing.step_ns and made < _FASTER * each and each <= HOSTS_DIFFER * pin
-    known = int(limits or len(timed) > 0)
-    return pd.DataFrame({"pin_ns": [each if limits else min(pin, each)], "batch_bytes": [size], "known": [known]})
 
 
 @per_rank

@@ -24,8 +24,7 @@ CHEAPER: Mapping[str, tuple[str, str]] = {
         "collating that costs nothing",
     ),
     PINNING: (
-        "hand over fewer bytes: leave samples in the type that they are stored in (`uint8` for pictures), and convert"
-        " them on the device",
+        "hand over fewer bytes: samples as they are stored (`uint8` for pictures), converted on the device",
         "batches that cost nothing to pin",
     ),
 }

@@ -131,14 +131,13 @@ def _pinned_ns(
 
 def _pinning_ns(what_if: WhatIf, copying_ns: float, freeing_ns: float, rank: RankFacts) -> float:
     """Return for how long of a step the thread that would pin its batches is busy, ns; 0: none would, or unknown."""
-    loader, did, steps = settings.loader_of(rank.facts), what_if.host, what_if.replay.steps
+    loader, did = settings.loader_of(rank.facts), what_if.host
     if loader.get("pin_memory") is not False:
         return 0.0
-    python_ns = iv.total(did.python) / steps
-    if loader.get("num_workers"):
-        return _INTO_PINNED * copying_ns + min(python_ns, freeing_ns)
+    python, steps = iv.total(did.python), what_if.replay.steps
     calls = iv.total(did.calls) * what_if.calls_left + iv.total(did.fetch) * what_if.fetch_left
-    return _INTO_PINNED * copying_ns + python_ns + calls / steps
+    beside = min(python / steps, freeing_ns) if loader.get("num_workers") else (python + calls) / steps
+    return _INTO_PINNED * copying_ns + beside
 
 
 def from_pageable(copies: pd.DataFrame) -> pd.Series[bool]:

@@ -211,8 +211,7 @@ class Loader:
         if recorder is None or counters is None or self._fetches.off:
             return
         began, *before = self._usage
-        pinned = -1 if self._pins is None else self._pins.cores()[2]
-        self._usage = (now, *counters.cores(), pinned)
+        self._usage = (now, *counters.cores(), self._pins.cores()[2] if self._pins else -1)
         used = used_between(before, self._usage[1:])
         self._add_batches()
         at = (recorder.unix(began), recorder.clock.row.number)

@@ -14,8 +14,7 @@ class KernelCounters:
 
     CPU time is the whole process's in a loader's worker: data sets decode in threads of their own, and a worker ships
     its batches in one. Else it is the asking thread's: OpenMP's others spin on for a while after each operator.
-    What it waited for a core is known of the thread that made this, which is the one that fetches or trains, or of
-    `thread`, the kernel's number of another one.
+    What it waited for a core is known of `thread`, a number of the kernel's, else of the one that fetches or trains.
     """
 
     def __init__(self, *, whole_process: bool, thread: int = 0) -> None:

@@ -64,7 +64,7 @@ def test_a_job_that_uses_up_what_was_made_ahead_is_as_slow_as_after_that() -> No
 def test_the_thread_that_pins_is_what_limits() -> None:
     found = diagnosed("g07_pageable_fixed").found
     assert (found[0].id, found[0].at_most) == ("input_wait", True)
-    assert "one thread pins all batches, and takes 56.7 ms for each of 201.3 MB" in found[0].summary
+    assert "One thread pins all batches, and takes 56.7 ms for each (201.3 MB, 3.55 GB/s)." in found[0].summary
     assert "more workers would not help" in found[0].advice[0]
     assert found[0].changes[0].settings == ()
     # Without it the workers are next: 12 that take 198 ms for a batch.

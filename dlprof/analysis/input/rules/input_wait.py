@@ -13,9 +13,9 @@ Saving: what more workers would give, predicted from the recorded batches: their
 the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and training
 share the cores of the host; where it waits for storage, they do not. Where cheaper batches would give more than twice
 as much, the saving is theirs: what takes longer of a batch, its samples or collating them, costs nothing, the other is
-as it was, and on a CPU training gets the cores. With `pin_memory=True` one thread pins all batches: where it is the
-limit, more workers do not help, and the saving is that of batches that cost nothing to pin. Either is the most that it
-can give, and the report says so. Where batches were not recorded, the saving is the whole wait.
+as it was, and on a CPU training gets the cores. Where the one thread that pins all batches is the limit, it is that of
+batches that cost nothing to pin. Either is the most that it can give, and the report says so. Where batches were not
+recorded, the saving is the whole wait.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
 (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together

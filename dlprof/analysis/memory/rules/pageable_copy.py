@@ -8,8 +8,7 @@ Needs a trace of a GPU run that links launches to kernels; its copies are named 
 Saving: the traced steps replayed with copies that take as long as from pinned memory, and no wait for them. Their
 rate is that of other copies of this trace, or of the link that a GPU of this name has; else they are as slow as now.
 They keep their place on the stream that computes; hiding them as well is what `exposed_copy` is about. A step takes no
-less than pinning its batches, which the loader's one pinning thread does, or without workers the training thread. For
-some hundred MB that takes as long as the copy to the device now, and nothing is gained.
+less than pinning its batches takes the loader's one thread for that, or without workers the training thread.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
 does not come from a loader: `tensor.pin_memory()` once, outside the loop.
