@@ -81,20 +81,18 @@ def loader_numbers(loading: pd.DataFrame, light_steps: pd.DataFrame) -> tuple[in
 
 
 @within_rank
-def loader_number(loader_numbers: tuple[int, ...]) -> int:
-    """Return the number of the loader whose batches the training steps began with; the most frequent one."""
-    return loader_numbers[0] if loader_numbers else -1
-
-
-@within_rank
 def training_fetches(
-    fetches: pd.DataFrame, loading: pd.DataFrame, loader_number: int, light_steps: pd.DataFrame, rank: RankFacts
+    fetches: pd.DataFrame,
+    loading: pd.DataFrame,
+    loader_numbers: tuple[int, ...],
+    light_steps: pd.DataFrame,
+    rank: RankFacts,
 ) -> pd.DataFrame:
-    """Return the fetches for the training loader in the run's steady part, each worker's first left out.
+    """Return the fetches for the most frequent training loader in the run's steady part, each worker's first left out.
 
     Raises NotMeasured where none was recorded.
     """
-    return _steady_fetches(fetches, loading, (loader_number,), light_steps, rank)
+    return _steady_fetches(fetches, loading, loader_numbers[:1], light_steps, rank)
 
 
 def _steady_fetches(

@@ -101,8 +101,8 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     now, then = plan.now, plan.chosen
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
     if not faster.workers_help:
-        there = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
-        there = ": one thread pins the batches of all of them" if faster.part == PINNING else there
+        cores = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
+        there = ": one thread pins the batches of all of them" if faster.part == PINNING else cores
         less = plan.sure and then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
         yield change(f"{CHEAPER[faster.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
         if less:

@@ -51,7 +51,7 @@ def test_more_workers_are_predicted_for_a_loader_with_one() -> None:
 def test_pinning_is_not_promised_where_its_thread_takes_as_long_as_the_copy() -> None:
     clear = outcome("g07_pageable", "pageable_copy")
     assert (clear.state, clear.saving_ns) == ("clear", 0.0)
-    assert "201.3 MB a step are copied from pageable memory, and pinning them would not help" in clear.summary
+    assert "201.3 MB a step are copied from pageable memory; pinning would not help" in clear.summary
     # Freeing the shared memory of each batch is not the script's Python either.
     assert outcome("g07_pageable", "host_bound").state == "clear"
 

@@ -32,14 +32,13 @@ def check(copies: Frame, copy_gains: Maybe[Frame], mean_step_ns: float) -> Estim
     gains = copy_gains.get()
     gains, mine = gains[from_pageable(gains)], copies[from_pageable(copies)].groupby("rank")[["bytes", "exposed_ns"]]
     (moved, exposed), pinning, gone = mine.sum().max(), gains["pinning_ns"].max(), by_rank(gains, "gain_ns")
-    no_help = f"{size(moved)} a step are copied from pageable memory, and pinning them would not help: that takes one"
-    no_help += f" thread about {duration(pinning)}, and a step {duration(mean_step_ns)}; fewer bytes would (`uint8` for"
-    no_help += " pictures, converted on the device)"
-    bound = pinning and max(gone.values()) < NOTABLE_SHARE * mean_step_ns <= exposed
+    what = size(moved) if moved > 0 else "batches"
+    takes = f"one thread takes about {duration(pinning)} for it, and a step {duration(mean_step_ns)}"
+    no_help = f"{what} a step are copied from pageable memory; pinning would not help: {takes}; fewer bytes would"
     return Estimate(
         gone_ns=gone,
-        lost_ns=float(exposed),
-        summary=no_help if bound else "",
+        lost_ns=min(float(exposed), mean_step_ns),
+        summary=no_help if pinning and max(gone.values()) < NOTABLE_SHARE * mean_step_ns <= exposed else "",
         noise_of=("copy",),
         least_of=("copy",),
         loses="is spent copying batches from pageable memory",
@@ -63,8 +62,7 @@ def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
             change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
         evidence=copy_table(copies, rank),
-        sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for; a"
-        " step takes no less than pinning its batches takes one thread.",
+        sure="Estimated by replaying the traced steps with copies from pinned memory, no sooner than one thread pins it.",
     )
 
 
