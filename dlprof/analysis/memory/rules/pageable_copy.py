@@ -62,7 +62,7 @@ def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
             change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
         evidence=copy_table(copies, rank),
-        sure="Estimated by replaying the traced steps with copies from pinned memory, no sooner than one thread pins it.",
+        sure="Estimated by replaying the traced steps with copies from pinned memory, as fast as one thread pins.",
     )
 
 
