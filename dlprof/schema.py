@@ -152,6 +152,7 @@ LOADING: Mapping[str, str] = {
     "cpu_ns": "int64",  # CPU time of the whole process
     "delay_ns": "int64",  # that the training thread was ready to run and had no core
     "thread_ns": "int64",  # CPU time of the training thread alone
+    "pin_ns": "int64",  # CPU time of the thread that pins a loader's batches
 }
 
 # A batch that was fetched, by a worker or in the training thread, in order of time; rows and -1 as in LOADING.

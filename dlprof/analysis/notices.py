@@ -56,6 +56,7 @@ def warnings(
     whole_job: Maybe[pd.DataFrame],
     bindings: Maybe[pd.DataFrame],
     replayed_steps: Maybe[pd.DataFrame],
+    fed_ns: Maybe[float],
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -76,6 +77,10 @@ def warnings(
             " (`srun --cpu-bind` or `torchrun --numa-binding=node` brings them together)"
         )
     means, likeness = step_means.or_none(), window_likeness.or_none()
+    step, fed = 0.0 if means is None else float(means["step_ns"].mean()), fed_ns.or_none() or 0.0
+    if 0 < _ALIKE[1] * step < fed:
+        slower = f"a longer run takes at least {duration(fed)} a step, which the loader needs for its batches"
+        found.append(f"these steps use up batches that were made while the job started: {slower}")
     if likeness is not None:
         replays = replayed_steps.or_none()
         reproduced = replays is not None and (replays["off"].abs() <= REPRODUCED).all()

@@ -23,17 +23,18 @@ _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 def training_loader(job: Job, rank: int | None = None) -> Settings:
     """Return the settings of a rank's training loader (of the first rank that has one); empty without one."""
     for r in [rank] if rank is not None else job.ranks:
-        if found := _training(job.facts.get(r, {})):
+        if found := loader_of(job.facts.get(r, {})):
             return found
     return {}
 
 
 def batch_of(facts: Settings) -> object:
     """Return the batch size of a rank's training loader by its facts; None: not known."""
-    return _training(facts).get("batch_size")
+    return loader_of(facts).get("batch_size")
 
 
-def _training(facts: Settings) -> Settings:
+def loader_of(facts: Settings) -> Settings:
+    """Return the settings of a rank's training loader by its facts; empty without one."""
     loaders = facts.get("loaders") or []
     train = [x for x in loaders if x.get("role") == "train"] or [x for x in loaders if x.get("role") == "unknown"]
     return dict(train[0]) if train else {}

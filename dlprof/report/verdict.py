@@ -196,7 +196,10 @@ def _largest(result: Result) -> tuple[str, str]:
     category, share = next(iter(shares.items()), ("other", other))
     more = f"; {percent(other)} is not attributed to any category" if shares and other > share else ""
     takes = "take" if category == "copy" else "takes"
-    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}.", percent(share)
+    judges = (o for o in result.outcomes if o.id in _PARTS.get(category, ("", ()))[1] and o.state == "clear")
+    why_not = (plain(o.summary, 400) for o in judges if o.summary and (o.lost_share or 0.0) >= _NOTABLE)
+    why = next((f" {text[:1].upper()}{text[1:]}." for text in why_not), "")
+    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}.{why}", percent(share)
 
 
 def _each(result: Result) -> str:

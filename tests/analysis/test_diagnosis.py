@@ -247,11 +247,19 @@ def test_of_a_part_that_varies_the_least_is_reported(job: Run) -> None:
     assert said.state == "not_measured"
 
 
-def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path) -> None:
-    # A worker takes 8 ms for a batch, and each step of 10 takes one.
-    gpu = {"device": {"type": "cuda", "name": "NVIDIA H100"}, "loaders": [{"role": "train", "num_workers": 1}]}
-    path = runs.recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
-    runs.loading(path, 0, step=10 * MS, wait=0, fetch=8 * MS, cpu=0, n=40, workers=1)
+@pytest.mark.parametrize("pins", [False, True])
+def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path, pins: bool) -> None:
+    # A worker takes 8 ms for a batch, or of two that take as long together the thread that pins; each step takes one.
+    loader = {"role": "train", "num_workers": 1 + pins, "pin_memory": pins}
+    gpu = {"device": {"type": "cuda", "name": "NVIDIA H100"}, "loaders": [loader]}
+    steps = [light(n, 10 * MS) for n in range(40)]
+    made = traces.trace(traces.step(50, 0, 10 * MS), *traces.launched("gemm", 0, 0, 9 * MS, 1), world_size=1)
+    path = runs.recorded(tmp_path / "run", (made if pins else None, steps, gpu))
+    runs.loading(path, 0, step=10 * MS, wait=0, fetch=8 * MS, cpu=0, n=40, workers=1 + pins)
+    if pins:
+        used = {"kind": "usage", "start_ns": steps[20]["start_ns"], "dur_ns": 100 * MS, "count": 1, "step": 20}
+        with (path / "ranks/00000/loading.jsonl").open("a") as file:
+            file.write(json.dumps(used | {"pin_ns": 80 * MS}) + "\n")
     said = answer(open_run(path), finding(0.5, sure="By hand."))
     assert said.share == pytest.approx(0.2)
     assert said.sure == "By hand. Capped, as the loaders need at least 8.00 ms a step."

@@ -21,7 +21,7 @@ def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[s
     frame = pd.DataFrame([likeness]).assign(longer="")
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
-    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, nothing, nothing)
+    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +170,13 @@ def test_ranks_of_two_jobs_in_one_folder(tmp_path: Path) -> None:
     assert told(tmp_path / "one", "7", "7") == []
     (warning,) = told(tmp_path / "two", "7", "8")
     assert warning.startswith("the ranks are of 2 SLURM jobs (7, 8)")
+
+
+@pytest.mark.parametrize(("fetch", "slower"), [(42, 21), (22, 0)])
+def test_a_run_that_only_uses_up_what_was_made_ahead_is_told_so(tmp_path: Path, fetch: int, slower: int) -> None:
+    # Two workers make a batch every 21, or every 11 ms; all 40 steps of 10 ms find theirs ready.
+    gpu = {"device": {"type": "cuda", "name": "NVIDIA H200"}, "loaders": [{"role": "train", "num_workers": 2}]}
+    path = runs.recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
+    runs.loading(path, 0, step=10 * MS, wait=0, fetch=fetch * MS, cpu=0, n=40, workers=2)
+    warned = [w for w in notices.all_warnings(runs.measured(path, notices.warnings)) if "use up" in w]
+    assert [f"at least {slower:.1f} ms a step" in text for text in warned] == [True] * bool(slower)

@@ -51,7 +51,7 @@ def test_fetches_of_several_workers_are_in_order_and_one_that_a_kill_cut_is_told
 def test_what_does_not_apply_to_a_kind_of_loading_is_marked(tmp_path: Path) -> None:
     start = {"kind": "start", "start_ns": 5, "dur_ns": 3, "count": 1, "step": 0, "loader": 0, "workers": "7 8"}
     batch = {"kind": "batch", "start_ns": 9, "dur_ns": 4, "count": 2, "step": 1, "loader": 0, "empty": 1, "ready": 3}
-    none = {"worker": -1, "outstanding": -1, "cpu_ns": -1, "delay_ns": -1, "thread_ns": -1}
+    none = {"worker": -1, "outstanding": -1, "cpu_ns": -1, "delay_ns": -1, "thread_ns": -1, "pin_ns": -1}
     assert read(tmp_path, "loading", batch, start).tables["loading"].to_dict("records") == [
         {**start, "empty": -1, "ready": -1, **none},
         {**batch, "workers": "", **none},

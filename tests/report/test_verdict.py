@@ -137,3 +137,16 @@ def test_a_snapshot_beside_stacks_is_told_as_well() -> None:
     assert "decode (data.py:41)" in diagnosis
     assert f"500{NBSP}MB" in gain
     assert "forward (a.py:1)" in gain
+
+
+def test_where_nothing_is_found_the_rule_of_the_largest_part_says_why() -> None:
+    healthy = results.healthy()
+    why = "pinning them would not help"
+    copies = replace(results.outcome("pageable_copy", "clear", "Copies", summary=why), lost_share=0.5)
+    parts = results.time_of(0, 42.0, copy=0.6, computation=0.4)
+    told = replace(healthy, time=parts, outcomes=(copies,))
+    assert verdict.headline(told).diagnosis.endswith(f" of each step. P{why[1:]}.")
+    # Not where that costs little, nor where another part is the largest.
+    little = replace(told, outcomes=(replace(copies, lost_share=0.01),))
+    other = replace(told, time=results.time_of(0, 42.0, computation=0.6, copy=0.4))
+    assert not any("inning" in verdict.headline(one).diagnosis for one in (little, other))

@@ -46,6 +46,7 @@ def host_parts(
     fused_gain_ns: Maybe[float],
     sync_waits: pd.DataFrame,
     replayed_steps: pd.DataFrame,
+    freeing_ns: Maybe[tuple[float, float]],
     rank: RankFacts,
 ) -> pd.DataFrame:
     """Return what the host does in a mean steady step, a row for each part.
@@ -104,8 +105,10 @@ def host_parts(
     spans = iv.union(begins[waiting], np.array([w.end for w in replay.waits], dtype=np.int64)[waiting])
     row(WAITS, spans, what_if.gain_ns(free=waiting.tolist()) if len(waiting) else 0.0)
     if len(between):
-        row(BETWEEN, between, what_if.gain_ns(other=((between, 0.0),)))
-        everything.append((between, 0.0))
+        # What frees the batches of other processes is no Python of the script's.
+        stays = min((freeing_ns.or_none() or (0.0,))[0] * replay.steps / iv.total(between), 1.0)
+        row(BETWEEN, between, what_if.gain_ns(other=((between, stays),)))
+        everything.append((between, stays))
     if len(optimizer):
         row(OPTIMIZER, optimizer, fused)
         if fused:

@@ -4,7 +4,8 @@ A worker fetches its batches one after the other, batch k is worker k mod n's, a
 (torch.utils.data; the depth of the queue is n × prefetch_factor). So batch k is there at
 
     there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was asked for it
-    taken(k) = max(there(k), taken(k − 1) + own(k − 1))                     in order, when the loop asks
+    pinned(k) = max(there(k), pinned(k − 1)) + pin                          one thread pins all, with `pin_memory=True`
+    taken(k) = max(pinned(k), taken(k − 1) + own(k − 1))                    in order, when the loop asks
 
 with the recorded times of fetching and of the loop's own work between batches. A step that takes m batches, as where
 gradients are accumulated, is m of these. Where it takes one of each of L loaders, these are one loader of L times as
@@ -42,8 +43,8 @@ Times = NDArray[np.float64]
 _BATCHES = 600
 _ROUNDS = 12
 
-# Making a batch: reading, decoding and changing its samples, and putting them together.
-SAMPLES, COLLATING = "samples", "collating"
+# Making a batch: reading, decoding and changing its samples, putting them together, and copying it to pinned memory.
+SAMPLES, COLLATING, PINNING = "samples", "collating", "pinning"
 
 _NOTHING: Times = np.zeros(1)
 
@@ -76,6 +77,7 @@ class Pace:
     alone: float = 1.0  # the part of the loop's own time as recorded that is `own`: the rest, it had no core
     collate: Times = field(default_factory=lambda: _NOTHING)  # the part of `fetch` that is collating, and
     collate_cpu: Times = field(default_factory=lambda: _NOTHING)  # of `fetch_cpu`
+    pin: float = 0.0  # what the thread that pins them takes for a batch; 0: there is none
 
     @property
     def batch_cpu(self) -> float:
@@ -85,11 +87,14 @@ class Pace:
 
     @property
     def costly(self) -> str:
-        """What takes longer of making a batch: SAMPLES or COLLATING."""
-        return COLLATING if 2 * self.collate.mean() > self.fetch.mean() else SAMPLES
+        """What takes longer of making a batch, by all who do it: SAMPLES, COLLATING or PINNING."""
+        whole = float(self.fetch.mean())
+        return PINNING if self.pin * self.workers > whole else COLLATING if 2 * self.collate.mean() > whole else SAMPLES
 
     def without(self, part: str) -> Pace:
-        """Return the pace where a part of making batches, SAMPLES or COLLATING, costs nothing."""
+        """Return the pace where a part of making batches, SAMPLES, COLLATING or PINNING, costs nothing."""
+        if part == PINNING:
+            return replace(self, pin=0.0)
         fetch, cpu = self.collate, self.collate_cpu
         if part == COLLATING:
             fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
@@ -149,10 +154,10 @@ def replayed(pace: Pace, workers: int) -> Forecast:
         1.0 + held_up(pace) * others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch
     )
     excess = pace.excess[0] if workers or np.isnan(pace.excess_alone) else pace.excess_alone
-    trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
+    trains, fetches, forecast, pin = 1.0, 1.0, Forecast(workers, 0.0, 0.0), pace.pin / pace.loaders
     for _ in range(_ROUNDS):
         own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
-        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch)
+        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch, pin)
         step = forecast.step_ns
         busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
         now = stretches(pace, workers * pace.loaders, busy, loop, overlap)
@@ -170,10 +175,10 @@ def held_up(pace: Pace) -> float:
     return pace.barrier if pace.together > 1 else 1.0
 
 
-def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
+def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int, pin: float = 0) -> tuple[Forecast, float]:
     """Return the mean step of one batch, and the share of what fetches compute (`cpu`) that falls into the loop's work.
 
-    `workers`: of all loaders that give batches in turn.
+    `workers`: of all loaders that give batches in turn; `pin`: what pinning takes for a batch, ÷ so many loaders.
     """
     if not workers:
         wait = float(fetch.mean())
@@ -185,12 +190,13 @@ def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) ->
     own, fetch, cpu = (_stretch_of(times, n) for times in (own, fetch, cpu))
     owns, takes = own.tolist(), fetch.tolist()
     there, taken = [0.0] * n, [0.0] * n
-    asked = begun = waited = 0.0
+    asked = begun = waited = pinned = 0.0
     for k in range(n):
         free = there[k - workers] if k >= workers else 0.0
         ordered = taken[k - depth] if k >= depth else 0.0
         there[k] = max(free, ordered) + takes[k]
-        taken[k] = max(there[k], asked)
+        pinned = max(there[k], pinned) + pin
+        taken[k] = max(pinned, asked)
         if k == skip:
             begun, waited = asked, 0.0
         waited += taken[k] - asked

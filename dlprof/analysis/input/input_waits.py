@@ -168,7 +168,7 @@ class FasterLoader:
     """What takes the wait away and what that saves, ns a step: more workers, or cheaper batches where they do not help.
 
     `saving_ns`: of the better of the two. `plan`: None where the batches were not recorded. `workers_help`: whether it
-    is the plan's workers. `part`: the part of making a batch that takes longer, SAMPLES or COLLATING.
+    is the plan's workers. `part`: the part of making a batch that takes longer, SAMPLES, COLLATING or PINNING.
     """
 
     saving_ns: float
@@ -249,11 +249,12 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
 def correction(paces: Paces, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
     """Return what corrects a rank's forecasts by how far the replay of it as it is, `now`, is off."""
     recorded = paces.of(rank)
-    off = now.step_ns - paces.step_ns(rank)
     # What the loop waited and the replay does not explain, it waited for workers: nothing of that without them.
     waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
-    return lambda f: replace(f, step_ns=float(f.step_ns - off - (0.0 if f.workers else queue)))
+    # All else is of the length of the batches: off by as large a part of a step that is a tenth as long.
+    off = (paces.step_ns(rank) - queue) / now.step_ns
+    return lambda f: replace(f, step_ns=float(f.step_ns * off + (queue if f.workers else 0.0)))
 
 
 def proposed(given: tuple[Forecast, ...]) -> Forecast:

@@ -81,20 +81,18 @@ def loader_numbers(loading: pd.DataFrame, light_steps: pd.DataFrame) -> tuple[in
 
 
 @within_rank
-def loader_number(loader_numbers: tuple[int, ...]) -> int:
-    """Return the number of the loader whose batches the training steps began with; the most frequent one."""
-    return loader_numbers[0] if loader_numbers else -1
-
-
-@within_rank
 def training_fetches(
-    fetches: pd.DataFrame, loading: pd.DataFrame, loader_number: int, light_steps: pd.DataFrame, rank: RankFacts
+    fetches: pd.DataFrame,
+    loading: pd.DataFrame,
+    loader_numbers: tuple[int, ...],
+    light_steps: pd.DataFrame,
+    rank: RankFacts,
 ) -> pd.DataFrame:
-    """Return the fetches for the training loader in the run's steady part, each worker's first left out.
+    """Return the fetches for the most frequent training loader in the run's steady part, each worker's first left out.
 
     Raises NotMeasured where none was recorded.
     """
-    return _steady_fetches(fetches, loading, (loader_number,), light_steps, rank)
+    return _steady_fetches(fetches, loading, loader_numbers[:1], light_steps, rank)
 
 
 def _steady_fetches(
@@ -243,12 +241,16 @@ def gained(fetch_gains: Maybe[pd.DataFrame], rank: int, wait_ns: float, freed: f
 
 @across_ranks
 def fed_ns(
-    worker_means: Maybe[pd.DataFrame], loader_means: Maybe[pd.DataFrame], step_means: Maybe[pd.DataFrame], job: Job
+    worker_means: Maybe[pd.DataFrame],
+    loader_means: Maybe[pd.DataFrame],
+    step_means: Maybe[pd.DataFrame],
+    pinning: Maybe[pd.DataFrame],
+    job: Job,
 ) -> float:
     """Return the mean step that the loaders of a job on devices can feed at the best, ns: the slowest rank's; 0: any.
 
-    That is what fetching a step's batches takes its workers, without waiting for a core. 0 as well where it is not
-    known, and on CPUs, whose loaders get faster where the rest of the job needs less of the cores.
+    That is what fetching a step's batches takes its workers, without waiting for a core, or pinning them its thread. 0
+    as well where it is not known, and on CPUs, whose loaders get faster where the rest of the job needs less of them.
     """
     if settings.on_cpu(job) or worker_means.lacking or loader_means.lacking:
         return 0.0
@@ -256,8 +258,8 @@ def fed_ns(
     if (steps["source"] != "steps").any():
         return 0.0
     batches = loader_means.get().set_index("rank")["batches"] / steps["steps"]
-    fetched = worker_means.get()
-    most = 0.0
+    fetched, pins = worker_means.get(), pinning.or_none()
+    most = 0.0 if pins is None else float((pins["pin_ns"] * pins["known"] * pins["rank"].map(batches)).max())
     for rank, mine in fetched[fetched["worker"] >= 0].groupby("rank"):
         took = (mine["dur_ns"] - mine["delay_ns"].fillna(0.0)) * mine["batches"]
         workers = settings.training_loader(job, int(str(rank))).get("num_workers") or len(mine)

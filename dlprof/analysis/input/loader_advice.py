@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe
-from dlprof.analysis.input.fetch_replay import COLLATING, SAMPLES
+from dlprof.analysis.input.fetch_replay import COLLATING, PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import NOTABLE_SHARE, FasterLoader, Plan, Starving
 from dlprof.result import Change, Forecast, Panel, change
 from dlprof.units import count, duration
@@ -22,6 +22,10 @@ CHEAPER: Mapping[str, tuple[str, str]] = {
     COLLATING: (
         "collate whole tensors (`torch.stack`), not number by number in Python",
         "collating that costs nothing",
+    ),
+    PINNING: (
+        "hand over fewer bytes: samples as they are stored (`uint8` for pictures), converted on the device",
+        "batches that cost nothing to pin",
     ),
 }
 
@@ -97,14 +101,19 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     now, then = plan.now, plan.chosen
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
     if not faster.workers_help:
-        there = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
+        cores = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
+        there = ": one thread pins the batches of all of them" if faster.part == PINNING else cores
         less = plan.sure and then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
         yield change(f"{CHEAPER[faster.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
         if less:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
-    yield _workers_to(then.workers, now.workers, predicted)
     left = max(then.wait_ns, 0.0)
+    if left > 0.05 * then.step_ns:
+        # They use up one batch, and get wait ÷ step less than one back.
+        ahead = then.workers * int(starving.loader.get("prefetch_factor") or 2) * then.step_ns / left
+        predicted += f" ({duration(then.step_ns - left)} for some {ahead:.0f} steps at first, from what is made ahead)"
+    yield _workers_to(then.workers, now.workers, predicted)
     slower = then.step_ns - left - (now.step_ns - now.wait_ns)
     if slower > 0.05 * then.step_ns:
         taken = f"the workers take {duration(slower)} a step from training, which needs the same cores"

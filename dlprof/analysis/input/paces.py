@@ -12,7 +12,6 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.analysis.input.fetch_replay import Pace, held_up, replay, stretches
 from dlprof.analysis.input.handover import BARRIER, UNTOLD, told
-from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 from dlprof.units import digits
 
@@ -31,7 +30,8 @@ class Paces:
     step_means: pd.DataFrame
     fetch_series: pd.DataFrame
     step_series: pd.DataFrame
-    breakdown: Maybe[pd.DataFrame]
+    input_waits: Maybe[pd.DataFrame]
+    pinning: Maybe[pd.DataFrame]
     job: Job
     _known: dict[int, Pace] = field(default_factory=dict)
 
@@ -81,9 +81,10 @@ class Paces:
         # Taking a batch that is there is the loop's own work.
         waited_ns = (series["fetch_ns"] - batches * row["taken_ns"]).clip(lower=0)
         own = (series["dur_ns"] - waited_ns).to_numpy(dtype=float)
-        if not on_cpu and rank not in self.breakdown.lacking:
-            # A host that waits for no data only launches: the loop is as fast as its device.
-            own = np.maximum(own, batches * step_ns - part(self.breakdown.get(), "input_wait")[rank])
+        waits = None if on_cpu else self.input_waits.or_none()
+        if waits is not None and len(waits := _of(waits, rank)):
+            # A host that waits for no data only launches, and runs ahead: the loop is as fast as its device.
+            own = np.maximum(own, batches * step_ns - (waits["wait_ns"] + waits["taken_ns"]).iloc[0])
         own = _between(own, batches, loaders)
         inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
         own_delay, own_used = (
@@ -116,10 +117,11 @@ class Paces:
             alone=alone,
             batches=batches,
             loaders=loaders,
+            pin=0.0 if rank in self.pinning.lacking else float(_of(self.pinning.get(), rank)["pin_ns"].iloc[0]),
         )
         trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
         stretch, longer = 1 + waited / max(trained, 1.0), 1 + delay.mean() / max(used.mean(), 1.0)
-        _, overlap = replay(own, fetch + gap_ns, used, workers * loaders, recorded.prefetch)
+        _, overlap = replay(own, fetch + gap_ns, used, workers * loaders, recorded.prefetch, recorded.pin / loaders)
         busy = (trained + waited) / step_ns, recorded.batch_cpu * longer / step_ns
         model = stretches(recorded, workers * loaders, busy, own.mean() / step_ns, overlap)
         excess = stretch / model[0]
@@ -135,11 +137,12 @@ def paces(
     step_means: pd.DataFrame,
     fetch_series: pd.DataFrame,
     step_series: pd.DataFrame,
-    breakdown: Maybe[pd.DataFrame],
+    input_waits: Maybe[pd.DataFrame],
+    pinning: Maybe[pd.DataFrame],
     job: Job,
 ) -> Paces:
     """Return the paces of all ranks."""
-    return Paces(loader_means, step_means, fetch_series, step_series, breakdown, job)
+    return Paces(loader_means, step_means, fetch_series, step_series, input_waits, pinning, job)
 
 
 def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:

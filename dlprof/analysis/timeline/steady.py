@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import RankFacts, within_rank
+from dlprof.analysis.engine import Maybe, RankFacts, within_rank
 
 # Fewer steady steps than this say less than the traced ones do.
 ENOUGH = 5
@@ -34,6 +34,9 @@ RESUMED_NS = 500_000_000
 # the longest, if such steps are this share of the time.
 _LONGER, _AS_LONG, _MOSTLY = 3.0, 0.5, 0.4
 
+# XProf's input pipeline analyzer and the TensorBoard plugin call a job input-bound that waits for this share.
+STARVED = 0.05
+
 # Student's t for a two-sided 95 % interval, by degrees of freedom, over its value for many: a mean of three steps is
 # known far less well than its standard error says.
 _STUDENT = (6.48, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
@@ -46,7 +49,7 @@ def device_type(rank: RankFacts) -> str | None:
 
 
 @within_rank
-def light_steps(steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def light_steps(steps: pd.DataFrame, loading: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
     """Return the step log with columns `steady` and `length_ns`; steps in which the job was stopped are "suspended".
 
     `length_ns` is the step's length on the device's own clock where that measured nearly all steps: a host that runs
@@ -67,6 +70,8 @@ def light_steps(steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     steady = candidate & (np.arange(len(steps)) >= _settled(length, candidate))
     if not on_its_clock and steady.any() and device_type(rank) not in (None, "cpu"):
         steady, length = _without_lead(length, steady)
+    if loading:
+        steady = _without_stock(steps, loading.get(), length, steady)
     return steps.assign(kind=pd.Categorical(kind), steady=steady, length_ns=length)
 
 
@@ -74,6 +79,29 @@ def light_steps(steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
 def steady_steps(light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return the steady rows of `light_steps`."""
     return light_steps[light_steps["steady"]]
+
+
+def _without_stock(
+    steps: pd.DataFrame, loading: pd.DataFrame, length: NDArray[np.float64], steady: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return the steady steps without those that use up batches which were made ahead, of a loader too slow for them.
+
+    Workers go on while the job starts or the profiler is being prepared. Until the steps after that find no more
+    batches ready than the median of the later half, they are as short as if the loader were fast. What is ready when an
+    epoch begins is part of every epoch, and counts.
+    """
+    asked = loading[(loading["count"] == 1) & (loading["ready"] >= 0)].groupby("step")["ready"].min()
+    ready = asked.reindex(steps["step"]).to_numpy(dtype=float)
+    known = np.flatnonzero(steady & ~np.isnan(ready))
+    later = known[len(known) // 2 :]
+    if not len(later) or steps["fetch_ns"].to_numpy()[later].clip(0).sum() < STARVED * length[later].sum():
+        return steady
+    more, left = ready > np.median(ready[later]), steady.copy()
+    for first, stop in zip(*_stretches(steady), strict=True):
+        if first == known[0] or not steps["first"].to_numpy()[first - 1]:
+            settled = np.flatnonzero(~more[first:stop])
+            left[first : first + settled[0] if len(settled) else stop] = False
+    return left
 
 
 def suspended(rank: RankFacts, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:

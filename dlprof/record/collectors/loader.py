@@ -50,7 +50,8 @@ class Loader:
         self._recorder: Recorder | None = None
         self._loading = BudgetLog("loading.jsonl", _loading_line, keys=2, sums=6)
         self._counters: KernelCounters | None = None
-        self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
+        self._pins: KernelCounters | None = None  # of the thread that pins the batches of the loader begun last
+        self._usage = (0, 0, 0, 0, -1)  # when it was last written; of this process, and of that thread
         # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
         self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], tuple[int, ...]]] = []
         self._asked = _UNKNOWN  # the state of the iterator's queue when it was last asked for a batch
@@ -67,7 +68,7 @@ class Loader:
         self._loading.open(recorder.folder)
         self._fetches.start(recorder)
         self._counters = self._counters or KernelCounters(whole_process=False)
-        self._usage = (perf_counter_ns(), *self._counters.cores())
+        self._usage = (perf_counter_ns(), *self._counters.cores(), -1)
 
     def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
@@ -83,8 +84,8 @@ class Loader:
             self._recorder = None
             self._fetches.stop()
             self._loading.close()
-            if self._counters is not None:
-                self._counters.close()
+            for counters in filter(None, (self._counters, self._pins)):
+                counters.close()
 
     @guarded
     def begun(self, iterator: Any) -> None:
@@ -147,6 +148,10 @@ class Loader:
             self._counters = self._counters or KernelCounters(whole_process=False)
             fetcher.collate_fn = self._fetches.timed_collate(fetcher.collate_fn)
             over.asks = self._last_fetch_ns > _WORTH_ASKING_NS
+        if pins := getattr(getattr(iterator, "_pin_memory_thread", None), "native_id", None):
+            if self._pins is not None:
+                self._pins.close()
+            self._pins, self._usage = KernelCounters(whole_process=False, thread=pins), (*self._usage[:4], -1)
         over.workers = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
         over.looked_at = True
         return over
@@ -206,7 +211,7 @@ class Loader:
         if recorder is None or counters is None or self._fetches.off:
             return
         began, *before = self._usage
-        self._usage = (now, *counters.cores())
+        self._usage = (now, *counters.cores(), self._pins.cores()[2] if self._pins else -1)
         used = used_between(before, self._usage[1:])
         self._add_batches()
         at = (recorder.unix(began), recorder.clock.row.number)
@@ -217,7 +222,7 @@ class Loader:
     def _forked(self) -> None:
         """Begin anew in a fork's child, which may be a worker."""
         self._recorder = None
-        self._counters = None
+        self._counters = self._pins = None
         self._batches.clear()
         self._loading.forget()
         self._fetches.forked()
@@ -382,12 +387,12 @@ _FETCH = (
 
 
 def _loading_line(row: Row) -> str:
-    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran = row
+    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran, *pinned = row
     line = _BATCH % (kind, loader, start, step, count, dur)
     if ready >= 0:
         line += _QUEUE % (worker if count == 1 else -1, empty, ready, outstanding)
     if kind == "start":
         line += f',"workers":"{pids}"'
     elif kind == "usage":
-        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran}'
+        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran},"pin_ns":{max(*pinned, -1)}'
     return line + "}\n"

@@ -14,12 +14,12 @@ class KernelCounters:
 
     CPU time is the whole process's in a loader's worker: data sets decode in threads of their own, and a worker ships
     its batches in one. Else it is the asking thread's: OpenMP's others spin on for a while after each operator.
-    What it waited for a core is known of the thread that made this, which is the one that fetches or trains.
+    What it waited for a core is known of `thread`, a number of the kernel's, else of the one that fetches or trains.
     """
 
-    def __init__(self, *, whole_process: bool) -> None:
+    def __init__(self, *, whole_process: bool, thread: int = 0) -> None:
         self._time_ns = time.process_time_ns if whole_process else time.thread_time_ns
-        self._schedstat = _opened("/proc/thread-self/schedstat")
+        self._schedstat = _opened(f"/proc/self/task/{thread}/schedstat" if thread else "/proc/thread-self/schedstat")
         self._io = _opened("/proc/self/io")
 
     def cores(self) -> tuple[int, int, int]:

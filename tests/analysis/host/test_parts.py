@@ -118,3 +118,23 @@ def test_a_trace_of_others_has_launches_and_no_loops(tmp_path: Path) -> None:
     # Nothing marks the phases: these may be the layers of a model.
     assert parts.LOOP not in set(frame["part"])
     assert frame.set_index("part").loc[parts.LAUNCHES, "gain_ns"] > MS
+
+
+@pytest.mark.parametrize(("workers", "gain"), [(0, 1.0 * MS), (4, 0.03 * MS)])
+def test_freeing_the_memory_of_batches_is_not_the_scripts_python(tmp_path: Path, workers: int, gain: float) -> None:
+    events: list[Any] = []
+    for n in range(3):
+        t, c = n * 2 * MS, 10 * n + 1
+        # For the first half of a step nothing is called; of 10 MB from workers, 0.97 ms of that is freeing them.
+        events += [
+            traces.step(n, t, 2 * MS),
+            traces.call("cudaMemcpyAsync", t + MS, 406_000, c),
+            traces.copy(t + MS + 5_000, 400_000, 10_000_000, correlation=c),
+            traces.launched("gemm", t + MS + 410_000, t + MS + 416_000, 500_000, c + 1),
+            traces.call("cudaDeviceSynchronize", t + MS + 416_000, 502_000, c + 2),
+            traces.op("aten::mm", t + MS + 920_000, 80_000),
+        ]
+    facts = {"device": {"type": "cuda", "name": "NVIDIA H100"}, "loaders": [{"role": "train", "num_workers": workers}]}
+    path = runs.recorded(tmp_path / "run", (traces.trace(*events, world_size=1), [], facts))
+    frame = runs.measured(path, host_parts).frame(host_parts).set_index("part")
+    assert frame.loc[parts.BETWEEN, "gain_ns"] == pytest.approx(gain, rel=0.1)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.input.fetch_replay import SAMPLES, Pace, replayed
+from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES, Pace, replayed
 from dlprof.analysis.input.handover import Handover, Told
 from tests.fixtures.loaders import pace
 
@@ -27,6 +27,31 @@ def test_a_step_of_four_batches_is_four_of_each_that_is_recorded(loaders: int, w
     assert told.step_ns == pytest.approx(step, rel=0.02)
     assert told.wait_ns == pytest.approx(step - 40.0, abs=1.0)
     assert replayed(pace(10.0, 40.0, batches=4, loaders=loaders), 0).step_ns == pytest.approx(200)
+
+
+@pytest.mark.parametrize(
+    ("own", "pin", "loaders", "workers", "step"),
+    # Whoever takes longest for a batch sets the pace: the loop, its workers, or the one thread that pins.
+    [
+        (10, 30, 1, 4, 30),
+        (10, 30, 1, 16, 30),
+        (10, 30, 1, 1, 80),
+        (40, 30, 1, 4, 40),
+        (10, 30, 2, 4, 15),
+        (10, 30, 1, 0, 90),
+    ],
+)
+def test_all_batches_of_a_loader_pass_the_thread_that_pins_them(
+    own: float, pin: float, loaders: int, workers: int, step: float
+) -> None:
+    told = pace(own, 80.0, pin=pin, loaders=loaders, workers=workers)
+    assert replayed(told, workers).step_ns == pytest.approx(step, rel=0.02)
+    pins = pin * workers > 80
+    assert (told.costly == PINNING) == pins
+    if pins:
+        assert replayed(told.without(PINNING), workers).step_ns == pytest.approx(
+            max(own, 80 / workers / loaders), rel=0.05
+        )
 
 
 def test_a_long_series_is_replayed_with_its_mean() -> None:

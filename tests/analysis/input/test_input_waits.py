@@ -84,6 +84,15 @@ def test_a_recorded_run_is_forecast_from_its_own_batches(tmp_path: Path) -> None
     assert plan.gain_ns == pytest.approx(60 * MS, rel=0.05)
 
 
+def test_what_the_replay_is_off_by_is_a_share_of_any_step(tmp_path: Path) -> None:
+    # The recorded fetches are a twentieth too long for the steps: so are those of a step that is a quarter as long.
+    path = recorded(tmp_path, fetch=80, cpu=2, workers=1, own=10)
+    runs.loading(path, 0, step=80 * MS, wait=70 * MS, fetch=84 * MS, cpu=2 * MS, n=40, workers=1)
+    given = {f.workers: f.step_ns for f in asked(runs.measured(path, *NEEDS), forecasts, 0)}
+    assert given[1] == pytest.approx(80 * MS)
+    assert given[4] == pytest.approx(20 * MS, rel=0.01)
+
+
 def test_a_loop_that_fetches_itself_is_forecast_too(tmp_path: Path) -> None:
     run = runs.measured(recorded(tmp_path, fetch=30, cpu=30, workers=0, cores=2, ranks=2), *NEEDS)
     given = asked(run, forecasts, 1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.input.fetch_replay import Forecast
+from dlprof.analysis.input.fetch_replay import PINNING, Forecast
 from dlprof.analysis.input.input_waits import FasterLoader, Plan, Starving
 from dlprof.analysis.input.loader_advice import changes, forecasts_of, predicted_steps
 from dlprof.result import Setting
@@ -42,6 +42,16 @@ def test_the_planned_workers_are_proposed_with_what_is_left_to_wait_for() -> Non
     made = list(changes(starving(1, 80, 60), HELPS))
     assert [c.settings for c in made] == [(Setting("num_workers", 1, 3),), ()]
     assert "10.0 ms" in made[1].text
+    # Three workers make six batches ahead; each step of 20 ms uses up one, and gets two thirds of one back.
+    assert "(20.0 ms for some 18 steps at first, from what is made ahead)" in made[0].text
+
+
+def test_one_thread_that_pins_all_batches_is_not_helped_by_workers() -> None:
+    as_now = Forecast(12, 57 * MS, 47 * MS)
+    made = list(changes(starving(12, 57, 47), FasterLoader(40 * MS, Plan((as_now,), as_now, 0.0), part=PINNING)))
+    assert [c.settings for c in made] == [()]
+    assert made[0].text.startswith("hand over fewer bytes")
+    assert made[0].text.endswith("more workers would not help: one thread pins the batches of all of them")
 
 
 def test_the_steps_that_are_shown_are_those_that_are_forecast() -> None:

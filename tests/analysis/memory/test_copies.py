@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
-from dlprof.analysis.memory.copies import copies, hideable
+import pytest
+
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.memory.copies import copies, freeing_ns, hideable
 from dlprof.analysis.step.breakdown import breakdown
+from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
+from tests.fixtures.allocator import copied_batches
 from tests.fixtures.runs import MS, asked
 
 
@@ -39,3 +44,12 @@ def test_a_copy_hides_behind_no_more_than_is_computed(tmp_path: Path) -> None:
     run = runs.measured(runs.foreign(tmp_path, made), breakdown, copies)
     assert asked(run, hideable, exposed={0: 50_000.0}) == {0: 50_000}
     assert asked(run, hideable, exposed={0: 700_000.0}) == {0: 200_000}
+
+
+@pytest.mark.parametrize(("workers", "freeing"), [(4, (970_000, 2_000_000)), (0, (0, 0))])
+def test_shared_memory_is_freed_by_whoever_takes_it_from_workers(
+    tmp_path: Path, workers: int, freeing: tuple[float, float]
+) -> None:
+    facts = {**runs.GPU, "loaders": [{"role": "train", "num_workers": workers}]}
+    rank = RankData(open_run(copied_batches(tmp_path, facts=facts)).ranks[0])
+    assert rank.once(freeing_ns) == pytest.approx(freeing)

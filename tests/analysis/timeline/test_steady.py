@@ -1,5 +1,6 @@
 """Which recorded steps are steady, how long they are, and how sure the mean of a few is."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +81,47 @@ def test_pauses_that_are_a_small_part_of_the_time_are_waits_for_nothing(tmp_path
     lengths = [100 * MS] * 20 + [400 * MS] + [100 * MS] * 20 + [400 * MS] + [100 * MS] * 20
     frame = hosts_steps(tmp_path / "run", *lengths)
     assert frame["steady"].sum() == len(lengths) - 3
+
+
+def fed(folder: Path, ready: list[int], waits: list[int], *, own: int = 10, profiled: int = -1, epoch: int = -1) -> str:
+    """Return the steady steps of a loop that finds so many batches ready and waits so many ms, one letter a step."""
+    steps = [
+        runs.light(n, (own + w) * MS, fetch_ns=w * MS, profiled=int(n == profiled), first=int(n in (0, epoch)))
+        for n, w in enumerate(waits)
+    ]
+    path = runs.recorded(folder / "run", (None, steps, runs.CPU))
+    rows = [
+        {"kind": "batch", "start_ns": s["start_ns"], "dur_ns": s["fetch_ns"], "count": 1, "step": s["step"],
+         "loader": 0, "empty": int(not r), "ready": r, "outstanding": 8}
+        for s, r in zip(steps, ready, strict=True)
+    ]  # fmt: skip
+    (path / "ranks/00000/loading.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    frame = RankData(open_run(path).ranks[0]).once(light_steps)
+    return "".join("s" if steady else "." for steady in frame["steady"])
+
+
+STOCK = [8, 7, 6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("ready", "waits", "more", "steady"),
+    [
+        # Eight batches were ready when training began; the loader makes one in 40 ms.
+        (STOCK + [0] * 22, [0] * 8 + [30] * 22, {}, "." * 8 + "s" * 22),
+        # While step 15 prepares the profiler, it makes eight more.
+        (STOCK + [0] * 8 + STOCK + [0] * 22, ([0] * 8 + [30] * 8 + [0] * 8 + [30] * 22), {"profiled": 15},
+         "." * 8 + "s" * 7 + "." * 9 + "s" * 22),
+        # Those that are ready when an epoch begins are there in every epoch.
+        (STOCK + [0] * 8 + STOCK + [0] * 22, ([0] * 8 + [30] * 8 + [0] * 8 + [30] * 22), {"epoch": 15},
+         "." * 8 + "s" * 7 + "." + "s" * 30),
+        # A loader that keeps up has its batches ready, until its data end.
+        ([8] * 22 + STOCK, [0] * 30, {}, "...." + "s" * 26),
+        # Eight workers that are done at once: what is ready comes in waves, and each is part of what a step is.
+        ([16, 15, 14, 13, 12, 11, 10, 9] + [0, 7, 6, 5, 4, 3, 2, 1] * 4, [0] * 8 + ([240] + [0] * 7) * 4, {},
+         "." * 8 + "s" * 32),
+    ],
+)  # fmt: skip
+def test_steps_that_use_up_what_a_slow_loader_made_ahead_do_not_count(
+    tmp_path: Path, ready: list[int], waits: list[int], more: dict[str, int], steady: str
+) -> None:
+    assert fed(tmp_path, ready, waits, **more) == steady

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, record, wrapped
+from tests.fixtures.runs import measured
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -333,3 +335,59 @@ def test_files_grow_no_faster_than_their_budget(tmp_path: Path) -> None:
         mine = [row for row in rows if row.get("kind") in kinds]
         assert sum(row["count"] for row in mine) == 144
         assert len(mine) < 100
+
+
+@pytest.mark.long
+def test_a_job_that_uses_up_what_was_made_ahead_is_as_slow_as_its_loader(tmp_path: Path) -> None:
+    # Four workers make a batch every 100 ms, and 16 of them while the first step takes its time; the loop takes 25 ms.
+    recorded(
+        tmp_path,
+        """
+        class Slower(Slow):
+            def __getitem__(self, i):
+                time.sleep(0.4)
+                return super().__getitem__(i)
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        for n, (pixels, _) in enumerate(DataLoader(Slower(), 1, sampler=[0] * 60, num_workers=4, prefetch_factor=4)):
+            model(pixels).sum().backward()
+            optimizer.step()
+            time.sleep(0.025 if n else 2.0)
+        """,
+    )
+    run = measured(tmp_path / "run", step_means)
+    assert run.frame(step_means)["step_ns"][0] == pytest.approx(100e6, rel=0.07)
+
+
+@pytest.mark.long
+def test_the_thread_that_pins_batches_is_timed_by_the_kernel(tmp_path: Path) -> None:
+    # Only with CUDA do PyTorch's iterators have that thread; here the script gives them one, which spins half the time.
+    loading, _ = recorded(
+        tmp_path,
+        """
+        from torch.utils.data import dataloader
+        class Pinned(dataloader._MultiProcessingDataLoaderIter):
+            def __init__(self, loader):
+                super().__init__(loader)
+                self._pin_memory_thread_done_event = threading.Event()
+                self._pin_memory_thread = threading.Thread(target=self.pins, daemon=True)
+                self._pin_memory_thread.start()
+            def pins(self):
+                began = time.perf_counter_ns()
+                while not self._pin_memory_thread_done_event.wait(0.005):
+                    until = time.thread_time_ns() + 5_000_000
+                    while time.thread_time_ns() < until:
+                        pass
+                print(time.thread_time_ns(), time.perf_counter_ns() - began, file=open("pinned", "w"))
+        class Mine(DataLoader):
+            def _get_iterator(self):
+                return Pinned(self)
+        train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 800), 1)
+        """,
+    )
+    # What comes after the last writing is not known: the thread ends with the pass.
+    pins = [row for row in loading if row.get("pin_ns", -1) >= 0]
+    assert len(pins) >= 4
+    share = sum(row["pin_ns"] for row in pins) / sum(row["dur_ns"] for row in pins)
+    used, passed = (tmp_path / "pinned").read_text().split()
+    assert share == pytest.approx(int(used) / int(passed), rel=0.15)

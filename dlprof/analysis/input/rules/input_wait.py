@@ -13,12 +13,14 @@ Saving: what more workers would give, predicted from the recorded batches: their
 the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and training
 share the cores of the host; where it waits for storage, they do not. Where cheaper batches would give more than twice
 as much, the saving is theirs: what takes longer of a batch, its samples or collating them, costs nothing, the other is
-as it was, and on a CPU training gets the cores. That is the most that it can give, and the report says so. Where
-batches were not recorded, the saving is the whole wait.
+as it was, and on a CPU training gets the cores. Where the one thread that pins all batches is the limit, it is that of
+batches that cost nothing to pin. Either is the most that it can give, and the report says so. Where batches were not
+recorded, the saving is the whole wait.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
 (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
-in one file), collate whole tensors, and give the loader's processes free cores.
+in one file), collate whole tensors, hand over fewer bytes where pinning them is the limit, and give the loader's
+processes free cores.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
 from dlprof.analysis.host.stacks import hottest_own
-from dlprof.analysis.input.fetch_replay import SAMPLES
+from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import NOTABLE_SHARE, SAVES_FROM, FasterLoader, Starving
 from dlprof.analysis.input.loader_advice import (
     CHEAPER,
@@ -40,7 +42,7 @@ from dlprof.analysis.input.loader_advice import (
     recorded_waits,
 )
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.units import count, duration, percent, ranks_named
+from dlprof.units import count, duration, percent, ranks_named, size
 
 _ASSUMED = " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
 
@@ -53,7 +55,8 @@ def check(
     breakdown: Frame,
 ) -> Estimate:
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
-    loses, ready = "waits for data", input_waits["taken_ns"].max() / step
+    loses = "waits for the thread that pins batches" if faster_loader.part == PINNING else "waits for data"
+    ready = input_waits["taken_ns"].max() / step
     if starving.others:
         loses += f" on {ranks_named(starving.alike)}"
     if starving.others and set(starving.others) <= set(starving.victims):
@@ -84,15 +87,16 @@ def explain(
     own_time: Frame,
     loader_means: Maybe[Frame],
     worker_means: Maybe[Frame],
+    pinning: Maybe[Frame],
     hottest: Maybe[Frame],
     job: Job,
 ) -> Explanation:
     rank, plan, victims = starving.rank, faster_loader.plan, starving.victims
-    held_up = ""
+    held_up = _pinned(pinning, rank)
     if victims:
         who = _who_waits([*victims])
         mean = duration(sum(victims.values()) / len(victims))
-        held_up = f" {who} {mean} a step for rank {starving.culprit}, which waits for its loader."
+        held_up += f" {who} {mean} a step for rank {starving.culprit}, which waits for its loader."
     assumed = "" if len(job.ranks) < 2 or own_time["known"].all() else _ASSUMED
     return Explanation(
         title=f"{_who_waits(starving.alike) if starving.others else 'The training loop waits'} for data",
@@ -107,6 +111,13 @@ def explain(
     )
 
 
+def _pinned(pinning: Maybe[Frame], rank: int) -> str:
+    if rank in pinning.lacking or not (pin := pinning.get().set_index("rank").loc[rank].to_dict())["known"]:
+        return ""
+    of = f"{size(pin['batch_bytes'])}, {size(pin['batch_bytes'] / pin['pin_ns'] * 1e9)}/s"
+    return f" One thread pins all batches, and takes {duration(pin['pin_ns'])} for each ({of})."
+
+
 def _sure(job: Job, faster: FasterLoader) -> str:
     plan = faster.plan
     if plan is None:
@@ -119,7 +130,7 @@ def _sure(job: Job, faster: FasterLoader) -> str:
             f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's"
             " cores and the load that they had; storage is taken to serve more readers at once as fast as these."
         )
-    other = "collating" if faster.part == SAMPLES else "reading the samples"
+    other = {SAMPLES: "collating", PINNING: "making them"}.get(faster.part, "reading the samples")
     cores = ", and training with the cores that this leaves" if settings.on_cpu(job) else ""
     return (
         f"Estimated as {CHEAPER[faster.part][1]}, {other} as it is{cores}: the most that it can give. More workers"

@@ -7,7 +7,8 @@ Needs a trace of a GPU run that links launches to kernels; its copies are named 
 
 Saving: the traced steps replayed with copies that take as long as from pinned memory, and no wait for them. Their
 rate is that of other copies of this trace, or of the link that a GPU of this name has; else they are as slow as now.
-They keep their place on the stream that computes; hiding them as well is what `exposed_copy` is about.
+They keep their place on the stream that computes; hiding them as well is what `exposed_copy` is about. A step takes no
+less than pinning its batches takes the loader's one thread for that, or without workers the training thread.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
 does not come from a loader: `tensor.pin_memory()` once, outside the loop.
@@ -24,13 +25,20 @@ from dlprof.analysis.memory.copies import NOTABLE_SHARE, from_pageable
 from dlprof.units import count, duration, is_now, size
 
 
-def check(copies: Frame, copy_gains: Maybe[Frame]) -> Estimate:
+def check(copies: Frame, copy_gains: Maybe[Frame], mean_step_ns: float) -> Estimate:
     if not from_pageable(copies).any():
         number = copies.loc[copies["copy"] == "HtoD", "count"].sum()
         return nothing(f"{count(number, 'copy')} a step to the device, none from pageable memory")
     gains = copy_gains.get()
+    gains, mine = gains[from_pageable(gains)], copies[from_pageable(copies)].groupby("rank")[["bytes", "exposed_ns"]]
+    (moved, exposed), pinning, gone = mine.sum().max(), gains["pinning_ns"].max(), by_rank(gains, "gain_ns")
+    what = size(moved) if moved > 0 else "batches"
+    takes = f"one thread takes about {duration(pinning)} for it, and a step {duration(mean_step_ns)}"
+    no_help = f"{what} a step are copied from pageable memory; pinning would not help: {takes}; fewer bytes would"
     return Estimate(
-        gone_ns=by_rank(gains[from_pageable(gains)], "gain_ns"),
+        gone_ns=gone,
+        lost_ns=min(float(exposed), mean_step_ns),
+        summary=no_help if pinning and max(gone.values()) < NOTABLE_SHARE * mean_step_ns <= exposed else "",
         noise_of=("copy",),
         least_of=("copy",),
         loses="is spent copying batches from pageable memory",
@@ -54,7 +62,7 @@ def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
             change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
         evidence=copy_table(copies, rank),
-        sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for.",
+        sure="Estimated by replaying the traced steps with copies from pinned memory, as fast as one thread pins.",
     )
 
 
