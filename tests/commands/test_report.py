@@ -228,11 +228,11 @@ def test_a_patch_leaves_the_training_as_it_is(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("dlprof.analysis.source.patches.patch", patched)
     waits, saves, *others = results.training().outcomes
-    saves = replace(saves, changes=(*saves.changes, change("`shuffle=False`", training=True, shuffle=(True, False))))
+    saves = replace(saves, changes=(*saves.changes, change("larger", training=True, batch_size=(64, 96))))
     result = replace(results.training(), outcomes=(waits, saves, *others))
     with pytest.raises(DlprofError, match="no patch"):
         report._write_patch(result, recorded(tmp_path), tmp_path / "fix.diff", numerics=True, tell=False)
-    assert asked == ["num_workers", "persistent_workers"]  # neither batch_size nor shuffle
+    assert asked == ["num_workers", "persistent_workers"]  # of the findings, and no batch_size
 
 
 def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:

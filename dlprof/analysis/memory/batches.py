@@ -125,3 +125,13 @@ def gain_at(larger_batch_steps: pd.DataFrame, times: float, column: str = "gain_
     left = 1 / larger_batch_steps["times"].to_numpy(dtype=float)
     order = np.argsort(left)
     return float(np.interp(1 / times, left[order], larger_batch_steps[column].to_numpy(dtype=float)[order]))
+
+
+def up_to(steps: pd.DataFrame, batch_room: pd.DataFrame, step_ns: float, times: float) -> pd.DataFrame:
+    """Return time and memory with larger batches: the rows of `larger_batch_steps` below a multiple, and that one.
+
+    Columns: times, step_ns, speed (× present), need (see `batch_need`).
+    """
+    rows = [(t, step_ns - gain_at(steps, t), batch_need(batch_room, t)) for t in (*steps["times"], times) if t <= times]
+    frame = pd.DataFrame(rows, columns=["times", "step_ns", "need"]).drop_duplicates()
+    return frame.assign(speed=step_ns / frame["step_ns"])

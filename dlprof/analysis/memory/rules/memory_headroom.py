@@ -6,12 +6,11 @@ uses nearly all memory fails on the first batch that is a little longer.
 
 Needs the readings of PyTorch's CUDA allocator, and a trace that links launches to kernels.
 
-Saving: per sample, the traced steps replayed with the batch that fills the GPU, with which it works for nine tenths of
-the step. Kernels and copies take so many times as long, waits for data and the script's own Python too; calls of the
-host, the optimizer and exchanges stay. The higher efficiency of larger kernels is not counted. Nothing is said where
-the device works so much already, where eight times the batch would not fill it, or where the batch that does would not
-fit. Activations, inputs and temporary memory grow with the batch, as counted in one step; without a count, all memory
-that a step frees.
+Saving: per sample, the traced steps replayed with the batch with which the GPU works for nine tenths of the step.
+Kernels, copies, waits for data and the script's own Python take so many times as long; calls of the host, the optimizer
+and exchanges stay. The higher efficiency of larger kernels is not counted. Nothing is said where the GPU works so much
+already, where eight times the batch would not fill it, or where what fills it does not fit. Activations, inputs and
+temporary memory grow with the batch, as counted in one step; without a count, all memory that a step frees.
 
 What to change: if the training may change, the batch size, and the learning rate with it (a larger batch trains
 differently: compare the loss by samples, not by steps). Near the limit: a smaller batch, `torch.utils.checkpoint`, a
@@ -23,13 +22,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pandas as pd
-
 from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import TIMES
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.batches import HIGH, HOST, batch_need, even, gain_at
+from dlprof.analysis.memory.batches import HIGH, HOST, batch_need, even, gain_at, up_to
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import part_noise
@@ -44,8 +41,7 @@ CRITICAL = 0.97
 # A different batch size changes training: as high as the thresholds for input and stragglers (5 %, XProf).
 NOTABLE_SHARE = 0.05
 
-_LARGER = {"times": "times the batch", "step_ns": "time for the same samples_ns", "need": "peak memory_share"}
-_LARGER |= {"speed": "samples a second_times"}
+_LARGER = {"times": "times the batch", "step_ns": "same samples_ns", "need": "memory_share", "speed": "speed_times"}
 _HELD = {"rank": "rank", "peak_allocated_bytes": "peak allocated_bytes", "peak_reserved_bytes": "peak reserved_bytes"}
 _HELD |= {"total_bytes": "GPU memory_bytes", "reserved": "reserved_share"}
 
@@ -73,16 +69,14 @@ def check(
     if times <= 1:
         return nothing("the GPU works for nine tenths of the step, or nearly: a larger batch would save little")
     if (need := batch_need(batch_room, times)) > HIGH:
-        return nothing(
-            f"the batch that fills the GPU is {_times(times)} as large and needs {percent(need)} of its memory"
-        )
+        return nothing(f"a batch that fills the GPU, {_times(times)} as large, needs {percent(need)} of its memory")
     gain = gain_at(larger_batch_steps.get(), times)
     return Estimate(
         saving_ns=gain,
         by_rank_ns=dict.fromkeys(gpus["rank"].tolist(), gain),
         noise_ns=part_noise(breakdown.get(), *HOST, "communication") * (1 - 1 / times),
         loses=f"would be saved by a batch {_times(times)} as large",
-        seen=(gpus, times),
+        seen=times,
     )
 
 
@@ -97,32 +91,25 @@ def explain(
 ) -> Explanation:
     if estimate.scope == "risk":
         return _nearly_full(estimate.seen, batch_need(batch_room, 1), job)
-    gpus, times = estimate.seen
-    mine, step, samples = _fullest(gpus, "peak_allocated_bytes"), mean_step_ns.get(), throughput.or_none()
-    batch = settings.training_loader(job, mine["rank"]).get("batch_size")
+    times, step, samples = estimate.seen, mean_step_ns.get(), throughput.or_none()
+    batch = settings.training_loader(job, estimate.worst).get("batch_size")
     text, larger = f"a batch {_times(times)} as large", dict[str, Any]()
     if isinstance(batch, int):
         text, larger = f"`batch_size={times * batch:.0f}` (is {batch})", {"batch_size": (batch, round(times * batch))}
     elif samples is not None and (now := samples.samples_per_step):
         text += f" ({times * now:,.0f} samples a step, now {now:,.0f})"
-    then = f"as many samples as now take {duration(step - estimate.saving_ns)}"
-    steps = larger_batch_steps.get()
-    shown = pd.DataFrame({"times": sorted({*steps["times"][steps["times"] < times], times})})
-    shown["step_ns"] = [step - gain_at(steps, t) for t in shown["times"]]
-    shown = shown.assign(need=[batch_need(batch_room, t) for t in shown["times"]], speed=step / shown["step_ns"])
-    counted = (batch_room["counted"] == 1).all()
+    text += f", with the learning rate to match: as many samples as now take {duration(step - estimate.saving_ns)}"
+    counted = "counted by part" if (batch_room["counted"] == 1).all() else "read from the allocator"
     return Explanation(
         title="A larger batch would fit, and fill the GPU",
-        summary=f"Rank {mine['rank']} allocates at most {size(mine['peak_allocated_bytes'])} of"
-        f" {size(mine['total_bytes'])}. For {percent(larger_batches.get()['wait_share'].max())} of the"
-        f" {duration(step)} step the GPU waits for its host. From a batch {_times(times)} as large on the GPU limits"
-        " the step, and not its host: a still larger one would save little.",
-        changes=(change(f"{text}, with the learning rate to match: {then}", numerics=True, training=True, **larger),),
-        evidence=table("Predicted with larger batches", shown, _LARGER),
+        summary=f"For {percent(larger_batches.get()['wait_share'].max())} of the {duration(step)} step the GPU waits."
+        f" With a batch {_times(times)} as large, which needs {percent(batch_need(batch_room, times))} of its memory,"
+        " it works for nine tenths of the step and limits it: a still larger batch would save little.",
+        changes=(change(text, numerics=True, training=True, **larger),),
+        evidence=table("With larger batches", up_to(larger_batch_steps.get(), batch_room, step, times), _LARGER),
         sure="Predicted by replaying the traced steps. Assumes that kernels, copies, waits for data and the script's"
-        " own Python grow with the batch, and that the host's calls and the exchanges do not. Memory was"
-        f" {'counted by part' if counted else 'read from the allocator'}. Whether the model trains as well is not"
-        " known.",
+        f" own Python grow with the batch, and the host's calls and exchanges do not. Memory was {counted}. Whether the"
+        " model trains as well is not known.",
     )
 
 

@@ -59,8 +59,11 @@ def test_the_batch_that_fills_the_gpu_is_named_and_no_larger_one(tmp_path: Path)
     # 10 GB stay and 20 come and go: 40 GB with 1.5 times the batch.
     assert [row[::2] for row in found.evidence.rows] == [(1, 0.3), (1.5, 0.4)]
     times, speeds = zip(*(row[1::2] for row in found.evidence.rows), strict=True)
-    assert "For 40 % of the 1.00 ms step the GPU waits for its host." in found.summary
-    assert "From a batch 1.5 times as large on the GPU limits the step" in found.summary
+    assert "For 40 % of the 1.00 ms step the GPU waits." in found.summary
+    assert (
+        "With a batch 1.5 times as large, which needs 40 % of its memory, it works for nine tenths of the step"
+        in found.summary
+    )
     assert times == pytest.approx((MS, MS / 1.5), rel=0.01)
     assert speeds == pytest.approx((1, 1.5), rel=0.01)
 
@@ -77,7 +80,7 @@ LEFT_ALONE = {
     "eight times the batch would not fill it": ({"busy": 100}, "up to 8 times the batch the GPU would still wait"),
     "its data come as late with any batch": ({"busy": 600, "host": "fetch"}, "up to 8 times the batch"),
     "the script's Python may grow": ({"busy": 600, "host": "python"}, "up to 8 times the batch"),
-    "the batch that fills it does not fit": ({"busy": 600, "peak": 80}, "1.5 times as large and needs 115 %"),
+    "the batch that fills it does not fit": ({"busy": 600, "peak": 80}, "1.5 times as large, needs 115 %"),
 }
 
 

@@ -67,5 +67,5 @@ def test_a_larger_batch_is_advised_only_where_it_fills_the_device(both: tuple[st
         assert not any("batch" in text for text in advised)
     for outcome in result.if_training_may_change:
         if outcome.id == "memory_headroom":
-            assert "the GPU limits the step" in outcome.summary
+            assert "works for nine tenths of the step and limits it" in outcome.summary
             assert outcome.saving_ns < sum(t.ns for t in result.time if t.category != "computation")
