@@ -228,9 +228,9 @@ class _Rank:
                 if not self.marks:
                     continue
                 name = self.marks.format(name.partition("#")[2])
-            elif call.category == "cpu_op":
+            elif call.category in ("cpu_op", "module"):
                 name += f", op_id = {number}" if number % 2 else f", seq = {number // 2}, op_id = {number}"
-            refers = text_ids and call.category != "cpu_op"
+            refers = text_ids and call.category == "user_annotation"
             yield {
                 "start": self._at(call.start),
                 "end": self._at(call.end),

@@ -34,7 +34,7 @@ from benchmarks.simulator.program import (
     Thread,
     WaitFor,
 )
-from benchmarks.simulator.recorder import Recorder
+from benchmarks.simulator.recorder import STEP, Recorder
 from benchmarks.simulator.records import Call, Records, Window
 from benchmarks.simulator.streams import MARKERS, UNKNOWN, Meeting, Stream, Work
 
@@ -135,7 +135,7 @@ class Process:
         if self.tracing:
             self._external += 1
             args = args and {**args, "step": self.step}
-            self.now += self._profiling(category) // 2
+            self.now += self._profiling(category, name) // 2
             self._open.append((category, name, args, self.thread, self.now, self._external))
 
     def leave(self, named: str = "") -> None:
@@ -144,10 +144,15 @@ class Process:
         if self.tracing and at >= 0:
             category, name, args, thread, start, external = self._open.pop(at)
             self.records.calls.append(Call(category, name, thread, start, self.now, -1, external, args))
-            self.now += self._profiling(category) // 2
+            self.now += self._profiling(category, name) // 2
 
-    def _profiling(self, category: str) -> int:
-        """Return what noting a range costs, half of it before its beginning is read and half behind its end."""
+    def _profiling(self, category: str, name: str) -> int:
+        """Return what noting a range costs, half of it before its beginning is read and half behind its end.
+
+        That of a step is the profiler's own: one ends where the next begins.
+        """
+        if name.startswith(STEP):
+            return 0
         return self._window.module if category == "module" else self._window.event
 
     def called(self, name: str, began: int, work: Work | None = None) -> None:

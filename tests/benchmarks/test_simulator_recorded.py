@@ -82,7 +82,7 @@ def real(name: str) -> Run:
 def simulated(name: str, event: int | None = None) -> Run:
     fault = next(f for f in FAULTS if f.name == name)
     job = fault.make(SEED)
-    how = replace(fault.record(job), steps=60)
+    how = replace(fault.record(job), steps=70)
     return written(job, how if event is None else replace(how, event=event))
 
 
