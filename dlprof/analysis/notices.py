@@ -79,8 +79,7 @@ def warnings(
     means, likeness = step_means.or_none(), window_likeness.or_none()
     step, fed = 0.0 if means is None else float(means["step_ns"].mean()), fed_ns.or_none() or 0.0
     if 0 < _ALIKE[1] * step < fed:
-        slower = f"a longer run takes at least {duration(fed)} a step, which the loader needs for its batches"
-        found.append(f"these steps use up batches that were made while the job started: {slower}")
+        found.append(f"the steps use up batches made at the start: their loader needs {duration(fed)} for a step's")
     if likeness is not None:
         replays = replayed_steps.or_none()
         reproduced = replays is not None and (replays["off"].abs() <= REPRODUCED).all()

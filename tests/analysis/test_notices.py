@@ -179,4 +179,4 @@ def test_a_run_that_only_uses_up_what_was_made_ahead_is_told_so(tmp_path: Path, 
     path = runs.recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
     runs.loading(path, 0, step=10 * MS, wait=0, fetch=fetch * MS, cpu=0, n=40, workers=2)
     warned = [w for w in notices.all_warnings(runs.measured(path, notices.warnings)) if "use up" in w]
-    assert [f"at least {slower:.1f} ms a step" in text for text in warned] == [True] * bool(slower)
+    assert [f"their loader needs {slower:.1f} ms for a step's" in text for text in warned] == [True] * bool(slower)

@@ -114,8 +114,9 @@ def explain(
 def _pinned(pinning: Maybe[Frame], rank: int) -> str:
     if rank in pinning.lacking or not (pin := pinning.get().set_index("rank").loc[rank].to_dict())["known"]:
         return ""
-    of = f"{size(pin['batch_bytes'])}, {size(pin['batch_bytes'] / pin['pin_ns'] * 1e9)}/s"
-    return f" One thread pins all batches, and takes {duration(pin['pin_ns'])} for each ({of})."
+    many, ns = float(pin["batch_bytes"]), float(pin["pin_ns"])
+    of = f" ({size(many)}, {size(many / ns * 1e9)}/s)" if many > 0 else ""
+    return f" One thread pins all batches, and takes {duration(ns)} for each{of}."
 
 
 def _sure(job: Job, faster: FasterLoader) -> str:

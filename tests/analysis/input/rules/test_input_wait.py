@@ -273,3 +273,29 @@ def test_a_change_has_one_figure_everywhere(tmp_path: Path) -> None:
     assert found.evidence is not None
     assert [row[1] for row in found.evidence.rows if "proposed" in str(row[0])] == [pytest.approx(then)]
     assert [f.step_ns for f in found.forecasts if f.value == "4"] == [pytest.approx(then)]
+
+
+def test_a_thread_that_pins_all_batches_is_not_helped_by_more_workers(tmp_path: Path) -> None:
+    # Four workers make a batch every 25 ms, one thread pins one every 50, and the device computes for 8.
+    events: list[Any] = []
+    for n in range(3):
+        at = n * 50 * MS
+        events += [traces.step(50 + n, at, 50 * MS), traces.fetch(at, 40 * MS)]
+        events.append(traces.launched("gemm", at + 41 * MS, at + 41 * MS + 5_000, 8 * MS, n + 1))
+    gpu = {"type": "cuda", "name": "NVIDIA H200"}
+    loader = LOADER | {"num_workers": 4, "pin_memory": True, "prefetch_factor": 2}
+    facts = {"device": gpu, "loaders": [loader], "cpu": {"count": 16, "affinity": 16, "torch_threads": 1}}
+    path = runs.recorded(tmp_path / "run", (traces.trace(*events, world_size=1), steps(40 * MS, dur=50 * MS), facts))
+    runs.loading(path, 0, step=50 * MS, wait=40 * MS, fetch=100 * MS, cpu=100 * MS, n=40, workers=4)
+    file = path / "ranks/00000/loading.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [line | ({"pin_ns": 49 * MS} if line["kind"] == "usage" else {}) for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = ask(RULE, path)
+    assert (found.state, found.at_most) == ("found", True)
+    assert found.verdict.startswith("80 % of each step waits for the thread that pins batches; a faster loader would")
+    assert found.advice[0].startswith("hand over fewer bytes")
+    assert not any(s.name == "num_workers" for c in found.changes for s in c.settings)
+    assert "One thread pins all batches, and takes 50.0 ms for each." in found.summary
+    # The workers are next.
+    assert found.saving_ns == pytest.approx(25 * MS, rel=0.05)
