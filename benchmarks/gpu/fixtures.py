@@ -24,7 +24,7 @@ from benchmarks.gpu.jobs import ROOT
 from benchmarks.gpu.machine import label
 
 # A longer trace is no test data: it is left out, and a smaller job should be recorded instead.
-MOST_TRACE_BYTES = 3 << 20
+MOST_TRACE_BYTES = 8 << 20
 
 # So that they fit wherever eight files of 16 MB do, beside the page, the JSON, the log and whatever else is wanted.
 MOST_ARCHIVE_BYTES = 15_000_000

@@ -8,6 +8,7 @@ import lightning
 import torch
 import torch.nn.functional as F
 from clock import Clock, options
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from networks import Language
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,5 +52,6 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
+    plugins=[LightningEnvironment()],  # else it looks for MPI, and where that cannot start, the process ends
 )
 trainer.fit(Module(), loader)
