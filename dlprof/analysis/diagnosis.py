@@ -15,7 +15,7 @@ from typing import Any
 
 from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.engine import Job, Measured, MeasureFailed, Progress, measure
-from dlprof.analysis.estimate import BESIDES, LEAST_SHARE, MACHINE, Estimate, Rule
+from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -59,7 +59,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
-    rank_of = _ranks(outcomes, rules)
+    rank_of = _ranks(outcomes, rules, settings.on_gpu(measured.job))
     by = sorted(outcomes, key=lambda o: (order[o.state], o.training, o.id not in first, *rank_of[o.id], o.id))
     outcomes = told_once(by)
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
@@ -78,14 +78,17 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     )
 
 
-def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule]) -> dict[str, tuple[float, bool]]:
+def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> dict[str, tuple[float, bool]]:
     """Return what outcomes are ordered by: the saving; of a generic one no more than causes of the same time save."""
     by_id = {rule.id: rule for rule in rules}
     found = [o for o in outcomes if o.state == "found" and not o.training]
-    causes = [o.saving_ns for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
+    causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
     keys = {}
     for o in outcomes:
-        before = [ns for ns in causes if ns >= BESIDES * o.saving_ns] if by_id[o.id].generic else []
+        before = [
+            c.saving_ns for c in causes if (c.share >= LEAST_CAUSE if on_gpu else c.saving_ns >= BESIDES * o.saving_ns)
+        ]
+        before = before if by_id[o.id].generic else []
         keys[o.id] = (-min([o.saving_ns, *before]), bool(before))
     return keys
 
@@ -180,9 +183,9 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
         explained["sure"] = f"{explained['sure']} Capped{cap}.".strip()
         explained["at_most"] = True
     if not explained["at_most"]:
-        # A bound has no range; and no range is wider than what it is of.
+        # A bound has no range; and no range is wider than what it is of: the saving, and the step after it.
         error = math.hypot(2 * estimate.noise_ns, rule.error * saving, MACHINE * (step - saving))
-        figures |= {"error_ns": min(error, saving)}
+        figures |= {"error_ns": min(error, saving, (step - saving) / 2)}
     if varied:
         explained["sure"] = f"{explained['sure']} {varied}"
         explained["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(str(verdict))}"

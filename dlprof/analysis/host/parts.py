@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.engine import Maybe, per_rank
 from dlprof.analysis.host.segments import Loop, Segments
 from dlprof.analysis.source.operator_lines import busiest
 from dlprof.analysis.source.patches import Call
@@ -47,18 +47,18 @@ def host_parts(
     sync_waits: pd.DataFrame,
     replayed_steps: pd.DataFrame,
     freeing_ns: Maybe[tuple[float, float]],
-    rank: RankFacts,
 ) -> pd.DataFrame:
     """Return what the host does in a mean steady step, a row for each part.
 
-    Columns: part, after, names, turns, waits, kernels, host_ns, gain_ns, file, line, function, source.
+    Columns: part, after, names, inner, turns, waits, kernels, host_ns, gain_ns, in_graph.
 
     `part`: one of LOOP, WAITS (outside of loops), OPTIMIZER, BETWEEN, LAUNCHES (of forward and backward), and ALL.
-    `after`: the phase before a loop. `names`: its operators. `turns`, `waits` and `kernels` a step. `host_ns`: how long
-    the host is in it, its waits included, at the pace of the steps that were not traced. `gain_ns`: how much shorter
-    the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer: fused; LAUNCHES: as a
-    captured graph; ALL: all of these). `line` and what is beside it: of the script, where it was recorded (0: not).
-    Raises NotMeasured where the trace cannot be replayed, or its replay is not as long as the untraced steps.
+    `after`: the phase before a loop. `names`: its operators, and `inner`: these and all that they call. `turns`,
+    `waits` and `kernels` a step. `in_graph`: 1 for a loop that the backward pass goes through again, which is then part
+    of it. `host_ns`: how long the host is in it, its waits included, at the pace of the steps that were not traced.
+    `gain_ns`: how much shorter the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer:
+    fused; LAUNCHES: as a captured graph; ALL: all of these). Raises NotMeasured where the trace cannot be replayed, or
+    its replay is not as long as the untraced steps.
     """
     check = replayed_steps.iloc[0]
     if abs(check["off"]) > REPRODUCED:
@@ -80,6 +80,7 @@ def host_parts(
         between = iv.merge(python, *(iv.intersect(times, what_if.host.calls) for times in after_loss))
     else:
         in_calls, between = iv.subtract(what_if.host.calls, optimizer), python
+    in_calls = iv.subtract(in_calls, looping)
     # What an operator that copies a batch does there is the copy's.
     between = iv.subtract(iv.subtract(between, looping), _copying(sync_waits))
     rows = []
@@ -90,17 +91,18 @@ def host_parts(
     def row(part: str, times: iv.Intervals, gain: float, loop: Loop | None = None) -> None:
         inside = float(what_if.host_ns(times))
         kernels, waits = np.count_nonzero(iv.holds(times, called)), np.count_nonzero(iv.holds(times, begins[own]))
-        of = (loop.after, " ".join(loop.names[:MOST_NAMES]), loop.turns) if loop else ("", "", 0.0)
-        line = busiest(rank.facts, "", loop.after, loop.inner) if loop else None
-        at = (line.file, line.line, line.function, line.what) if line else ("", 0, "", "")
-        rows.append((part, *of, waits / replay.steps, kernels / replay.steps, inside, gain, *at))
+        of = ("", "", "", 0.0)
+        if loop:
+            of = (loop.after, " ".join(loop.names[:MOST_NAMES]), " ".join(sorted(loop.inner)), loop.turns)
+        in_graph = int(loop is not None and len(loop.behind) > 0)
+        rows.append((part, *of, waits / replay.steps, kernels / replay.steps, inside, gain, in_graph))
 
     everything: list[Kept] = []
     for loop in segments.loops:
-        free = np.flatnonzero(own & iv.holds(loop.times, begins)).tolist()
-        gain = what_if.gain_ns(durations=without(loop.times), other=((loop.times, LOOP_LEFT),), free=free)
-        row(LOOP, loop.times, gain, loop)
-        everything.append((loop.times, LOOP_LEFT))
+        free = np.flatnonzero(own & iv.holds(loop.whole, begins)).tolist()
+        gain = what_if.gain_ns(durations=without(loop.whole), other=((loop.whole, LOOP_LEFT),), free=free)
+        row(LOOP, loop.whole, gain, loop)
+        everything.append((loop.whole, LOOP_LEFT))
     waiting = np.flatnonzero(own & ~iv.holds(looping, begins))
     spans = iv.union(begins[waiting], np.array([w.end for w in replay.waits], dtype=np.int64)[waiting])
     row(WAITS, spans, what_if.gain_ns(free=waiting.tolist()) if len(waiting) else 0.0)
@@ -120,8 +122,7 @@ def host_parts(
         durations=without(looping), other=everything, free=np.flatnonzero(own).tolist(), gap_ns=GRAPH_GAP_NS
     )
     row(ALL, iv.merge(what_if.host.calls, what_if.host.python), total)
-    columns = ["part", "after", "names", "turns", "waits", "kernels", "host_ns", "gain_ns"]
-    columns += ["file", "line", "function", "source"]
+    columns = ["part", "after", "names", "inner", "turns", "waits", "kernels", "host_ns", "gain_ns", "in_graph"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -136,14 +137,14 @@ def gains_of(host_parts: pd.DataFrame, part: str, waits: Maybe[pd.DataFrame]) ->
     return dict.fromkeys(gains, min(gains.values())) if gains and waits.or_none() is not None else gains
 
 
-def place_of(row: Mapping[str, Any], call_sites: Maybe[list[Call]]) -> Place | None:
-    """Return the line of a loop: as recorded, else the line where its values are read, if there is only one."""
-    if row["line"]:
-        return Place(str(row["file"]), int(row["line"]), str(row["function"]), what=str(row["source"]))
+def places_of(row: Mapping[str, Any], facts: Mapping[str, Any], call_sites: Maybe[list[Call]]) -> tuple[Place, ...]:
+    """Return the lines of a loop: as recorded, else the line where its values are read, if there is only one."""
+    if found := busiest(facts, "", row["after"], row["inner"].split()):
+        return found
     reads = [call for call in call_sites.or_none() or () if call.kind == "sync"]
     if row["waits"] < row["turns"] / 2 or len(reads) != 1:
-        return None
-    return Place(reads[0].file, reads[0].line, reads[0].function, what=reads[0].source)
+        return ()
+    return (Place(reads[0].file, reads[0].line, reads[0].function, what=reads[0].source),)
 
 
 def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame) -> NDArray[np.bool_]:

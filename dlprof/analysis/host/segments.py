@@ -1,20 +1,26 @@
-"""The training thread's time between the phases of the step, and the loops over parameters or modules in it."""
+"""The training thread's time between the phases of the step, and the loops over parameters or samples in it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import within_rank
+from dlprof.analysis.modules.functions import ENGINE, forward_rows
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.launches import Launches
 from dlprof.analysis.timeline.what_if import WhatIf
 
 # An operator that is called so often between two phases of one step is called in a loop: a model has tens of
 # parameters, and a loss or a metric is a few operators.
 LEAST_TURNS = 16
+
+# After these phases operators are called whose gradients the step wants: of the loss, or of what the model gets.
+IN_GRAPH = ("fetch", "forward")
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,14 @@ class Loop:
     after: str
     names: tuple[str, ...]  # the most frequent first
     inner: frozenset[str]  # these, and all that they call
-    turns: float  # of the most frequent, a step
+    turns: float  # a step: how often most of them are called
     times: iv.Intervals
+    behind: iv.Intervals  # when the functions of the backward pass run that they have made
+
+    @property
+    def whole(self) -> iv.Intervals:
+        """All of the host's time that goes with the loop."""
+        return iv.merge(self.times, self.behind)
 
 
 @dataclass(frozen=True)
@@ -38,12 +50,19 @@ class Segments:
     @property
     def looping(self) -> iv.Intervals:
         """All time in loops."""
-        return iv.merge(*(loop.times for loop in self.loops))
+        return iv.merge(*(loop.whole for loop in self.loops))
 
 
 @within_rank
-def segments(what_if: WhatIf, on_training_thread: pd.DataFrame) -> Segments:
-    """Divide what lies between the phases of the replayed steps by the phase before it, and find the loops in it.
+def segments(
+    what_if: WhatIf,
+    on_training_thread: pd.DataFrame,
+    launches: Launches,
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+) -> Segments:
+    """Divide what lies between the phases of the replayed steps by the phase before it, and find the loops in it: those
+    that launch work, as other ones are no shorter with one call for all.
 
     Where forward and backward are not marked (traces of others) nothing is known to lie between them.
     """
@@ -62,7 +81,29 @@ def segments(what_if: WhatIf, on_training_thread: pd.DataFrame) -> Segments:
     after = {name: rest[before == i] for i, name in enumerate(names)}
     first = "optimizer"
     after[first] = iv.merge(after.get(first, iv.EMPTY), rest[before == -1])
-    return Segments(after, tuple(_loops(on_training_thread, after, what_if.replay.steps)))
+    steps, called = what_if.replay.steps, launches.called[what_if.replay.rows]
+    loops = [
+        loop
+        for loop in _loops(on_training_thread, after, steps)
+        if np.count_nonzero(iv.holds(loop.times, called)) >= loop.turns * steps / 2
+    ]
+    if any(loop.after in IN_GRAPH for loop in loops):
+        loops = _with_backward(loops, spans, is_on_device)
+    return Segments(after, tuple(loops))
+
+
+def _with_backward(loops: list[Loop], spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> list[Loop]:
+    """Return loops with the functions of the backward pass that their operators have made."""
+    named = [name for name in spans["name"].cat.categories if str(name).startswith(ENGINE)]
+    rows = np.flatnonzero(host.is_one_of(spans["name"], *named) & ~is_on_device)
+    made_by = forward_rows(spans, is_on_device, rows)
+    start, known = spans["start_ns"].to_numpy(), made_by >= 0
+    end = start + spans["dur_ns"].to_numpy()
+    found = []
+    for loop in loops:
+        mine = rows[known][iv.holds(loop.times, start[made_by[known]])] if loop.after in IN_GRAPH else rows[:0]
+        found.append(replace(loop, behind=iv.union(start[mine], end[mine])))
+    return found
 
 
 def _loops(thread: pd.DataFrame, after: dict[str, iv.Intervals], steps: int) -> list[Loop]:
@@ -86,10 +127,10 @@ def _loops(thread: pd.DataFrame, after: dict[str, iv.Intervals], steps: int) -> 
         for place, inside in often.groupby(at):
             ordered = inside.sort_values(["n", "start"], ascending=[False, True])
             by_names.setdefault(tuple(names[c] for c in ordered["code"]), []).append(
-                (int(str(place)), int(inside["n"].max()))
+                (int(str(place)), int(inside["n"].median()))
             )
         for which, places in by_names.items():
             of_it = stretches[[place for place, _ in places]]
             inner = frozenset(thread["name"][is_op & iv.holds(of_it, thread["start_ns"].to_numpy())].unique())
-            found.append(Loop(phase, which, inner, sum(n for _, n in places) / steps, of_it))
+            found.append(Loop(phase, which, inner, sum(n for _, n in places) / steps, of_it, iv.EMPTY))
     return found

@@ -20,7 +20,7 @@ _NEAR = 4
 # Threads whose operators are looked at, those with most of them.
 _MOST_LANES = 64
 
-_ENGINE = "autograd::engine::evaluate_function: "
+ENGINE = "autograd::engine::evaluate_function: "
 
 
 def forward_rows(
@@ -59,7 +59,7 @@ def _inner(spans: pd.DataFrame, name: NDArray[np.int64], ranges: NDArray[np.int6
 
     The profiler numbers a range only where its function is the first thing in it: hooks run before.
     """
-    functions = np.flatnonzero(~host.is_one_of(spans["forward_thread"], "") & ~host.is_named(spans, _ENGINE))
+    functions = np.flatnonzero(~host.is_one_of(spans["forward_thread"], "") & ~host.is_named(spans, ENGINE))
     if not len(functions) or not len(ranges):
         return ranges
     # Rows are in order of start.
@@ -91,5 +91,5 @@ def _last(
 
 def _plain(name: str) -> str:
     """Return what an operator and its function have in common: addmm of aten::addmm and of AddmmBackward0."""
-    name = name.removeprefix(_ENGINE).removeprefix("aten::")
+    name = name.removeprefix(ENGINE).removeprefix("aten::")
     return name.partition("Backward")[0].replace("_", "").lower()

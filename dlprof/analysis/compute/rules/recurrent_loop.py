@@ -66,7 +66,7 @@ def explain(estimate: Estimate, recurrent_loops: Frame, mean_step_ns: float, job
         changes=(*(change(_LIBRARY[form]) for form in forms), _GRAPH),
         evidence=table(f"Written-out recurrent networks, a step of rank {estimate.worst}", mine, _COLUMNS),
         at_most=True,
-        where=tuple(filter(None, [busiest(job.facts[estimate.worst], "forward", "forward", _GATES)])),
+        where=busiest(job.facts[estimate.worst], "forward", "forward", _GATES),
         sure="Estimated by replaying the traced steps with two short kernels a time step instead: the most that it can"
         " give.",
     )

@@ -1,17 +1,20 @@
-"""A loop over parameters calls small operators one by one, and the device waits for them.
+"""A loop over parameters or samples calls small operators one by one, and the device waits for them.
 
-A norm of each gradient, a moving average kept parameter by parameter, a check of each value: hundreds of operators of a
+A norm of each gradient, a moving average kept parameter by parameter, a loss image by image: hundreds of operators of a
 few µs between two phases of the step. The host takes some 10 µs to call and launch each, however little the device
 computes. Where it reads each result (`.item()`), it waits for the device every time as well.
 
-Needs a trace of a GPU that links launches to kernels. A loop is the time between two phases in which an operator is
-called 16 times or more. Loops inside a model's forward pass and inside an optimizer's step are not looked for here.
+Needs a trace of a GPU that links launches to kernels. A loop is the time between two phases in which an operator that
+launches work is called 16 times or more. What the backward pass does for it is part of it: then it is one over samples,
+if it does not turn as often as the optimizer has parameters. Loops inside a model's forward pass and inside an
+optimizer's step are not looked for here.
 
 Saving: the traced steps replayed with a twentieth of the loop, on the host and on the device, and without its waits:
 then the host runs ahead again.
 
 What to change: one call for all tensors: `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, functions of
-`torch._foreach_*`, `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`; and read values every k steps.
+`torch._foreach_*`, `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`; and read values every k steps. Of
+samples: all of the batch at once, padded to the longest and masked.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.parts import LOOP, gains_of, place_of
+from dlprof.analysis.host.parts import LOOP, gains_of, places_of
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.patches import Call
 from dlprof.result import Change
@@ -32,7 +35,7 @@ _AFTER = {
     "backward": "between the backward pass and the optimizer",
     "optimizer": "after the optimizer's step",
 }
-_COLUMNS = {"names": "operators", "turns": "times a step", "waits": "waits a step", "host_ns": "host a step_ns"}
+_COLUMNS = {"names": "operators", "turns": "turns a step", "waits": "waits a step", "host_ns": "host a step_ns"}
 _COLUMNS |= {"gain_ns": "saved without_ns"}
 
 # From which version of torch on get_total_norm is there.
@@ -48,7 +51,7 @@ def check(host_parts: Frame, waits: Maybe[Frame]) -> Estimate:
     return Estimate(
         gone_ns=gains,
         noise_of=HOST,
-        loses=f"is lost to a loop over {_number(longest['turns'])} tensors {_AFTER[longest['after']]}",
+        loses=f"is lost to a loop of {_number(longest['turns'])} turns {_AFTER[longest['after']]}",
     )
 
 
@@ -59,14 +62,16 @@ def explain(estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]]
     reads = " and waits for the device each time" if first["waits"] >= first["turns"] / 2 else ""
     rows = [{str(column): value for column, value in row.items()} for row in mine.to_dict("records")]
     cures = dict.fromkeys(one for row in rows for one in _cures(row, job, rank))
+    over = "samples" if _of_samples(rows[0], job) else "parameters"
+    behind = ", with its part of the backward pass," if first["in_graph"] else ""
     return Explanation(
-        title="A loop over parameters calls small operators one by one",
-        summary=f"{_AFTER[first['after']].capitalize()}, rank {rank} calls {_named(first['names'])}"
-        f" {_number(first['turns'])} times a step{reads}: {duration(first['host_ns'])} of the host's time, in which the"
-        f" device has next to nothing to do.",
+        title=f"A loop over {over} calls small operators one by one",
+        summary=f"{_AFTER[first['after']].capitalize()}, rank {rank} calls {_named(first['names'])} in a loop of"
+        f" {_number(first['turns'])} turns{reads}. That takes{behind} {duration(first['host_ns'])} of the host's time,"
+        " in which the device has next to nothing to do.",
         changes=tuple(cures),
         evidence=table(f"Loops between the phases of a step, rank {rank}", mine, _COLUMNS),
-        where=tuple(filter(None, (place_of(row, call_sites) for row in rows))),
+        where=tuple(place for row in rows for place in places_of(row, job.facts.get(rank, {}), call_sites)),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, with a twentieth of"
         " the loop and without its waits.",
     )
@@ -80,8 +85,22 @@ def _named(names: str) -> str:
     return " and ".join(f"`{name.removeprefix('aten::')}`" for name in names.split()[:2])
 
 
+def _of_samples(loop: dict[str, object], job: Job) -> bool:
+    """Return whether a loop is one over the samples of a batch: its results are part of the loss."""
+    parameters = settings.optimizer(job).get("parameters")
+    return bool(loop["in_graph"]) and round(float(str(loop["turns"]))) != parameters
+
+
 def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
     """Return what replaces a loop, by the operators that it calls and where it stands."""
+    if _of_samples(loop, job):
+        masked = ", and `torch.where` instead of masks as indices, which wait for the device" if loop["waits"] else ""
+        return [
+            change(
+                "compute it for all samples of the batch at once: pad them to the longest (`torch.nn.utils.rnn"
+                f".pad_sequence`) and mask what is padding{masked}"
+            )
+        ]
     names = {name.removeprefix("aten::").rstrip("_") for name in str(loop["names"]).split()}
     found = []
     if names & {"linalg_vector_norm", "norm", "frobenius_norm"}:
@@ -118,4 +137,6 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
 
 
 _SAVES_FROM = (*SAVES_FROM, "computation", "copy")
-RULE = Rule("Loops over parameters", check, explain, _SAVES_FROM, only_with="gpu", of_training=True, of_host=True)
+RULE = Rule(
+    "Loops over parameters or samples", check, explain, _SAVES_FROM, only_with="gpu", of_training=True, of_host=True
+)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, by_rank, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
@@ -34,12 +35,13 @@ _COLUMNS = {"call": "call", "calls": "times a step", "ns": "takes_ns"}
 
 
 @per_rank
-def allocating(what_if: WhatIf, on_training_thread: Frame, timing: Timing) -> Frame:
+def allocating(what_if: WhatIf, spans: Frame, timing: Timing) -> Frame:
     """Return how often memory of the device is asked for and given back in a steady traced step: call, calls, ns, and
     gain_ns, how much shorter the mean steady step would be without all of these calls.
     """
-    called = host.is_kind(on_training_thread, "runtime") & host.is_named(on_training_thread, *_ASKS, *_FREES)
-    calls = on_training_thread[called].astype({"name": "str"})
+    called = host.is_kind(spans, "runtime") & host.is_named(spans, *_ASKS, *_FREES)
+    called &= iv.holds(iv.merge(timing.host_windows), spans["start_ns"].to_numpy())
+    calls = spans[called].astype({"name": "str"})
     n = max(len(timing.host_windows), 1)
     frame = calls.groupby("name")["dur_ns"].agg(calls="size", ns="sum").div(n).reset_index(names="call")
     times = host.cover(calls)

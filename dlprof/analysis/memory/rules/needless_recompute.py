@@ -8,7 +8,8 @@ Needs a trace of a GPU with the names of modules, as dlprof records it, and the 
 the activations fit is known by a bound: what is kept is written once forward, once again, and read at least once, so it
 is a third at most of the bytes that the operators of these modules move.
 
-Saving: the traced steps replayed without what is computed again.
+Saving: the traced steps replayed without what is computed again, and without what checkpointing does on the host
+around it and before each block: it keeps the state of the random numbers, and hooks what is saved.
 
 What to change: no `checkpoint` around these blocks (transformers: `gradient_checkpointing=False`), or around fewer of
 them.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, by_rank, per_rank
@@ -25,6 +27,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.memory.batches import HIGH
 from dlprof.analysis.modules.frames import PARTS, RECOMPUTE, Frames
+from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
@@ -36,10 +39,13 @@ _MOVED = 3
 
 _MOST_NAMES = 3
 
+# What torch.utils.checkpoint calls before each block, without use_reentrant.
+_SAVES = "_NoopSaveInputs"
+
 
 @per_rank
 def recomputed(
-    what_if: WhatIf, module_rows: Frame, module_frames: Frames, device_work: Frame, modules: Maybe[Frame]
+    what_if: WhatIf, module_rows: Frame, module_frames: Frames, spans: Frame, device_work: Frame, modules: Maybe[Frame]
 ) -> Frame:
     """Return what is computed again in a mean steady step, one row: ns (of its kernels), gain_ns (how much shorter the
     step would be without), most_bytes (the most that keeping it takes; NaN: not counted), blocks (modules, as text).
@@ -53,10 +59,9 @@ def recomputed(
     replay = what_if.replay
     part = module_rows["part"].cat.codes.to_numpy()[device_work.index.to_numpy()[replay.rows]]
     mine = part == PARTS.index("recompute")
-    times = iv.union(module_frames.start[again], module_frames.end[again])
-    gain = what_if.gain_ns(
-        durations=np.where(mine, -1, replay.durations), other=((iv.intersect(times, what_if.host.calls), 0.0),)
-    )
+    free = iv.merge(what_if.host.calls, what_if.host.python)
+    times = iv.intersect(_around(module_frames, again, spans), free)
+    gain = what_if.gain_ns(durations=np.where(mine, -1, replay.durations), other=((times, 0.0),))
     places = [m for m in np.unique(module_frames.module[again]).tolist() if m >= 0]
     kinds = {module_frames.paths[m]: module_frames.classes[m] for m in places}
     names = folded(kinds)
@@ -65,6 +70,34 @@ def recomputed(
     moved = np.nan if table is None else float(table.loc[table["path"].astype(str).isin(kinds), "moved_bytes"].sum())
     took = float(replay.durations[mine].sum()) / replay.steps
     return pd.DataFrame([(took, gain, moved / _MOVED, ", ".join([*outermost][:_MOST_NAMES]))], columns=columns)
+
+
+def _around(frames: Frames, again: NDArray[np.bool_], spans: Frame) -> iv.Intervals:
+    """Return when the host computes modules again, and when it keeps for that what they were given: between the modules
+    around, or up to the next call.
+    """
+    lanes, start = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
+    end = start + spans["dur_ns"].to_numpy()
+    found = []
+    for lane in np.unique(frames.lane[again]).tolist():
+        mine, here = again & (frames.lane == lane), lanes == lane
+        found.append(_widened(frames.start[mine], frames.end[mine], np.concatenate((start[here], end[here]))))
+    saving = host.is_named(spans, _SAVES)
+    for lane in np.unique(lanes[saving]).tolist():
+        mine, calls = saving & (lanes == lane), frames.calls & (frames.lane == lane)
+        found.append(_widened(start[mine], end[mine], np.concatenate((frames.start[calls], frames.end[calls]))))
+    return iv.merge(*found)
+
+
+def _widened(start: NDArray[np.int64], end: NDArray[np.int64], edges: NDArray[np.int64]) -> iv.Intervals:
+    """Return stretches of time from the edge before each to the edge after it."""
+    edges = np.sort(edges)
+    before, after = np.searchsorted(edges, start) - 1, np.searchsorted(edges, end, side="right")
+    within = (before >= 0) & (after < len(edges))
+    return iv.union(
+        np.where(within, edges[np.maximum(before, 0)], start),
+        np.where(within, edges[np.minimum(after, len(edges) - 1)], end),
+    )
 
 
 def check(recomputed: Frame, memory_use: Maybe[Frame]) -> Estimate:
@@ -107,4 +140,4 @@ def explain(estimate: Estimate, recomputed: Frame, memory_use: Frame) -> Explana
 
 
 _SAVES_FROM = ("computation", *SAVES_FROM)
-RULE = Rule("Activations computed twice", check, explain, _SAVES_FROM, only_with="gpu", of_training=True)
+RULE = Rule("Activations computed twice", check, explain, _SAVES_FROM, only_with="gpu", of_training=True, of_host=True)
