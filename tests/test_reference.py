@@ -193,7 +193,7 @@ def test_products_in_float32_are_found_as_far_as_the_host_keeps_up(result: Any) 
         ("v100_ns", "Computation takes 98 % of each step"),
         (
             "mi300_resnet",
-            "62 % of each step is communication that nothing hides, or waiting for ranks that are not here",
+            "62 % of each step is communication that nothing hides, or waiting for ranks that are not here.",
         ),
         ("queued_graph", "62 % of each step is device idle time with work queued"),
         (

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import memory as benchmark
 from benchmarks.simulator import folder, healthy, memory
 from benchmarks.simulator.allocator import Allocator, OutOfMemoryError
-from benchmarks.simulator.faults.fault import with_script
 from benchmarks.simulator.faults.memory import FAULTS
 from benchmarks.simulator.job import Job, Memory, Recording
 from dlprof.analysis.memory.composition import memory_composition
@@ -129,8 +128,8 @@ def test_a_job_that_ran_out_fits_with_the_change_that_is_named(tmp_path: Path, f
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_full_gpu_that_computes_all_the_time_is_left_alone(tmp_path: Path, seed: int) -> None:
-    # The fault's job without what makes it one: its script no longer holds the device up.
-    job = with_script(next(f for f in FAULTS if f.name == "activations_fill").make(seed), after=100_000)
+    # The fault's job without what makes it one: its host no longer holds the device up.
+    job = replace(next(f for f in FAULTS if f.name == "activations_fill").make(seed), host_speeds=((0, 0.1),))
     folder.write(tmp_path / "run", job, Recording(steps=100, active=5))
     outcome = ask(activation_memory.RULE, tmp_path / "run")
     assert (outcome.state, outcome.share < 0.05) == ("clear", True)

@@ -47,11 +47,8 @@ _AT_ONCE = {
     ),
 }
 
-_HALF = change(
-    "exchange half as often: add up the gradients of two batches before the optimizer steps",
-    numerics=True,
-    training=True,
-)
+_LESS = "exchange half as often: add up the gradients of two batches before the optimizer steps"
+_HALF = change(_LESS, numerics=True, training=True)
 
 # What to change where nothing of the job is known but its trace, by the best plan.
 _UNKNOWN_JOB = {
@@ -84,7 +81,9 @@ def advice(
     keep = "`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather"
     mixed = "half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`"
     hook = "half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`"
+    late = "record the traces of all ranks, which show whether this is waiting for a late one"
     offered: tuple[tuple[Any, Change], ...] = (
+        (best["key"] == "waits", change(late)),
         (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
         (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
         *((activations, needed) for needed in _at_once(activations, model)),

@@ -186,14 +186,23 @@ def exchange_plans(
 
 
 @across_ranks
-def best_plan(exchange_plans: pd.DataFrame, mean_step_ns: float) -> pd.Series[Any]:
+def best_plan(
+    exchange_plans: pd.DataFrame, exposed_transfer: pd.Series[float], own_time: pd.DataFrame, mean_step_ns: float
+) -> pd.Series[Any]:
     """Return the plan to go by: exchanges for nothing go first, where they are notable; else what gains most.
 
-    To exchange half as often changes the training: it is the plan only where no other one is notable.
+    To exchange half as often changes the training. Where nothing else is notable, a bound comes before it (`at_most`):
+    all of what may be waiting for a late rank (waits), or half of it for half the bytes, whose gain is not known.
     """
-    plans = exchange_plans[exchange_plans["key"] != "quarter"]
-    notable = plans[(plans["key"] != "half") & (plans["gain_ns"] >= NOTABLE_SHARE * mean_step_ns)]
+    plans = exchange_plans[exchange_plans["key"] != "quarter"].assign(at_most=False)
+    notable = plans[plans["gain_ns"] >= NOTABLE_SHARE * mean_step_ns]
+    half, notable = notable[notable["key"] == "half"], notable[notable["key"] != "half"]
     gone = notable[notable["key"].isin(["once", "buffers"])]
+    wide = plans[(plans["key"] == "bytes") & plans["gain_ns"].isna()]
+    if not len(notable) and len(half) and not own_time["known"].all():
+        return half.assign(key="waits", gain_ns=saving(own_time, exposed_transfer), at_most=True).iloc[0]
+    if not len(notable) and len(half) and len(wide):
+        return wide.assign(gain_ns=half["gain_ns"].iloc[0], at_most=True).iloc[0]
     left = notable if len(notable) else plans
     return (gone if len(gone) else left.sort_values("gain_ns", na_position="first")).iloc[-1]
 
@@ -262,9 +271,11 @@ def _compressed(
     sized = transfers.loc[transfers["bytes"] > 0, "bytes"]
     wide = set(transfers["dtype"]) - {""} or set(model.get("dtypes") or ())
     plans, gain = [], math.nan
-    if wide and wide <= {"float32"}:
+    if wide <= {"float32"}:
         why = "the trace does not record how large its exchanges are (--shapes)"
-        if fit is not None and len(sized):
+        if not wide:
+            why = "the trace does not record in which type gradients are exchanged"
+        elif fit is not None and len(sized):
             moving = float(sized.sum()) * fit.byte_ns
             part = moving / (moving + len(sized) * fit.start_ns)
             gain = saves(transfer * part / 2)

@@ -48,6 +48,7 @@ _ESTIMATES = {
     "half": "half as many exchanges",
     "once": "one exchange for each step of the optimizer",
     "bytes": "half as many bytes",
+    "waits": "all of it gone",
 }
 
 
@@ -77,7 +78,8 @@ def check(
         loses = "is communication that the optimizer does not need"
     else:
         waited = "" if known else f", or waiting for {'ranks that are not here' if job.missing_ranks else 'late ranks'}"
-        worth = "computation could hide" if best["key"] == "hidden" else f"{_ESTIMATES[best['key']]} would save"
+        most = " at most" if best["at_most"] else ""
+        worth = "computation could hide" if best["key"] == "hidden" else f"{_ESTIMATES[best['key']]} would save{most}"
         less = f"; {worth} {percent(gain / step)}" if gain < _ALL * exposed else ""
         loses = f"is communication that nothing hides{waited}{less}"
     return Estimate(
@@ -121,8 +123,8 @@ def explain(
         f" {duration(step)} data is in transfer and nothing is computed{more}.{unknown}",
         changes=advice(job, best, accumulates, activations, mine, per_step),
         evidence=_evidence(breakdown, exchange_plans, step),
-        at_most=best["key"] == "hidden" or bool(unknown),
-        sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unknown}",
+        at_most=bool(best["key"] == "hidden" or best["at_most"] or unknown),
+        sure=f"Estimated as {_ESTIMATES[best['key']]}{'' if best['key'] == 'waits' else ': ' + best['why']}.{unknown}",
         forecasts=() if cap is None else (Forecast("bucket_cap_mb", str(cap), step - estimate.saving_ns),),
     )
 

@@ -64,11 +64,7 @@ def explain(estimate: Estimate) -> Explanation:
                 numerics=True,
                 training=True,
             ),
-            change(
-                "limit the tokens of an expert with a capacity factor: tokens above it are dropped",
-                numerics=True,
-                training=True,
-            ),
+            change("limit each expert's tokens (capacity factor): others are dropped", numerics=True, training=True),
         ),
         evidence=tokens_of(found),
         sure=f"Estimated from {found.steps} traced steps, as if each rank got the mean number of tokens. No router is"

@@ -54,7 +54,8 @@ def test_a_quarter_of_the_loop_is_found_with_what_half_as_much_gives(tmp_path: P
 def test_what_validation_waits_for_its_loader_is_saved_by_more_workers(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 5, fetch=30))
     # Of 300 ms after each ten steps half are waits for data.
-    assert (found.saving_ns, found.at_most, found.training) == (pytest.approx(15 * MS), True, False)
+    assert found.saving_ns == pytest.approx(15 * MS)
+    assert (found.at_most, found.training) == (True, False)
     assert "more `num_workers` (is 1)" in found.advice[0]
     assert "50 % of validation" in found.advice[0]
     assert found.changes[0].settings == (Setting("persistent_workers", None, True),)
@@ -67,7 +68,8 @@ def test_what_validation_waits_for_its_loader_is_saved_by_more_workers(tmp_path:
 def test_waits_that_are_not_notable_alone_are_no_cure(tmp_path: Path) -> None:
     # 150 of 1,150 ms are validation, and a quarter of it waits: 3.3 % of the loop.
     found = ask(RULE, recorded(tmp_path, 5, fetch=8, dur=30))
-    assert (found.saving_ns, found.training) == (pytest.approx(7.5 * MS), True)
+    assert found.saving_ns == pytest.approx(7.5 * MS)
+    assert found.training
 
 
 def test_one_rank_that_validates_for_all_is_told_to_share_it_out(tmp_path: Path) -> None:
