@@ -32,6 +32,9 @@ from dlprof.units import duration
 # by one, on an H200 no more than this was left.
 LOOP_LEFT = 0.05
 
+# A model that is called so often for one backward pass might as well be called once.
+MANY_CALLS = 4
+
 LOOP, WAITS, OPTIMIZER, BETWEEN, LAUNCHES, ALL = "loop", "waits", "optimizer", "between", "launches", "all"
 
 MOST_NAMES = 4
@@ -41,6 +44,7 @@ MOST_NAMES = 4
 def host_parts(
     what_if: WhatIf,
     segments: Segments,
+    model_calls: float,
     launches: Launches,
     in_optimizer: Maybe[iv.Intervals],
     fused_gain_ns: Maybe[float],
@@ -57,7 +61,8 @@ def host_parts(
     `waits` and `kernels` a step. `in_graph`: 1 for a loop that the backward pass goes through again, which is then part
     of it. `host_ns`: how long the host is in it, its waits included, at the pace of the steps that were not traced.
     `gain_ns`: how much shorter the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer:
-    fused; LAUNCHES: as a captured graph; ALL: all of these). Raises NotMeasured where the trace cannot be replayed, or
+    fused; LAUNCHES: as a captured graph, or, of a model that is called MANY_CALLS times or more, as those of one call;
+    ALL: all of these). Raises NotMeasured where the trace cannot be replayed, or
     its replay is not as long as the untraced steps.
     """
     check = replayed_steps.iloc[0]
@@ -116,7 +121,15 @@ def host_parts(
         if fused:
             everything.append((iv.intersect(optimizer, what_if.host.calls), 0.0))
     if len(in_calls):
-        row(LAUNCHES, in_calls, what_if.gain_ns(other=((in_calls, 0.0),), gap_ns=GRAPH_GAP_NS))
+        if model_calls >= MANY_CALLS:
+            # The kernels of one call have more to do, from a part in so many of the time up to all of it.
+            passes = iv.subtract(iv.merge(what_if.phases["forward"], what_if.phases["backward"]), looping)
+            mine = iv.holds(passes, called)
+            of_one = np.where(mine, (replay.durations / model_calls).astype(np.int64), replay.durations)
+            free = np.flatnonzero(iv.holds(passes, begins)).tolist()
+            row(LAUNCHES, passes, what_if.gain_ns(durations=of_one, other=((passes, 1 / model_calls),), free=free))
+        else:
+            row(LAUNCHES, in_calls, what_if.gain_ns(other=((in_calls, 0.0),), gap_ns=GRAPH_GAP_NS))
         everything.append((in_calls, 0.0))
     total = what_if.gain_ns(
         durations=without(looping), other=everything, free=np.flatnonzero(own).tolist(), gap_ns=GRAPH_GAP_NS

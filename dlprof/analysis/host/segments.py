@@ -19,6 +19,8 @@ from dlprof.analysis.timeline.what_if import WhatIf
 # parameters, and a loss or a metric is a few operators.
 LEAST_TURNS = 16
 
+_MODULE = "nn.Module: "
+
 # After these phases operators are called whose gradients the step wants: of the loss, or of what the model gets.
 IN_GRAPH = ("fetch", "forward")
 
@@ -51,6 +53,22 @@ class Segments:
     def looping(self) -> iv.Intervals:
         """All time in loops."""
         return iv.merge(*(loop.whole for loop in self.loops))
+
+
+@within_rank
+def model_calls(what_if: WhatIf, on_training_thread: pd.DataFrame) -> float:
+    """Return how often one model is called for each backward pass of the replayed steps; 1 where that is not known."""
+    thread = on_training_thread
+    named = [name for name in thread["name"].cat.categories if str(name).startswith(_MODULE)]
+    start, code = thread["start_ns"].to_numpy(), thread["name"].cat.codes.to_numpy()
+    outer = np.flatnonzero(host.is_one_of(thread["name"], *named))
+    passes, back = what_if.phases["forward"], what_if.phases["backward"]
+    if not len(outer) or not len(passes) or not len(back):
+        return 1.0
+    # The outermost module of each pass is the first that begins in it.
+    first = np.searchsorted(start[outer], passes[:, 0])
+    inside = first[first < len(outer)]
+    return float(np.bincount(code[outer[inside]]).max()) / len(back) if len(inside) else 1.0
 
 
 @within_rank

@@ -13,7 +13,10 @@ Saving: on a GPU the traced steps, at the pace of those that were not traced, re
 graph, which leave a µs between kernels. Where the traces of all ranks are here, what all have: one that has more is a
 `straggler`. On a CPU all of it, less what `step_python` keeps.
 
-What to change: on a GPU replay launches (`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`).
+Where the model is called 4 times or more for one backward pass, the calls are replayed as one.
+
+What to change: on a GPU call the model once for all samples of a step, or replay launches
+(`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`).
 On a CPU find what Python does there (the report names its functions where it saw them) and take it out of the loop, do
 it rarely, or in tensors.
 """
@@ -28,6 +31,7 @@ from dlprof.analysis.engine import Frame, Job, Maybe, RankFacts, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.between import HeldUp
 from dlprof.analysis.host.gaps import HOST, ON_CPU, ON_DEVICE, PYTHON, SAVES_FROM
+from dlprof.analysis.host.parts import MANY_CALLS
 from dlprof.analysis.host.stacks import COMPUTING, hottest_own
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline import host
@@ -48,11 +52,18 @@ _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 
 
 @per_rank
-def capturing(what_if: WhatIf, light_steps: Maybe[Frame], sync_waits: Frame, spans: Frame, rank: RankFacts) -> Frame:
+def capturing(
+    what_if: WhatIf,
+    light_steps: Maybe[Frame],
+    sync_waits: Frame,
+    spans: Frame,
+    model_calls: float,
+    rank: RankFacts,
+) -> Frame:
     """Return one row on whether forward and backward can be captured as a graph.
 
     waits: for the device in them, a step; sizes: how many there are of what the model gets in a steady step; captured:
-    1 where graphs are replayed already.
+    1 where graphs are replayed already; calls: of the model for one backward pass.
     """
     passes = iv.merge(what_if.phases["forward"], what_if.phases["backward"])
     waits = iv.holds(passes, sync_waits["start_ns"].to_numpy()).sum() / what_if.replay.steps
@@ -60,7 +71,8 @@ def capturing(what_if: WhatIf, light_steps: Maybe[Frame], sync_waits: Frame, spa
     steady = steps[steps["steady"]] if steps is not None else None
     sizes = 1 if steady is None else max(steady[c].nunique() for c in ("samples", "inputs", "tokens"))
     graphs = host.is_named(spans, "cudaGraphLaunch", "hipGraphLaunch").any() or bool(rank.facts.get("graphs"))
-    return pd.DataFrame([{"waits": float(waits), "sizes": int(sizes), "captured": int(graphs)}])
+    row = {"waits": float(waits), "sizes": int(sizes), "captured": int(graphs), "calls": model_calls}
+    return pd.DataFrame([row])
 
 
 def check(held_up: HeldUp, host_work: Frame, capturing: Maybe[Frame], mean_step_ns: float) -> Estimate:
@@ -74,7 +86,9 @@ def check(held_up: HeldUp, host_work: Frame, capturing: Maybe[Frame], mean_step_
             loses="waits for Python and launches",
             seen=(ON_CPU, work[work["phase"] != ""] if held_up.besides else work, held_up.besides),
         )
-    if held_up.gain_ns >= NOTABLE_SHARE * mean_step_ns and (obstacle := _obstacle(capturing.get())):
+    calls = float(capturing.get()["calls"].min())
+    large = held_up.gain_ns >= NOTABLE_SHARE * mean_step_ns
+    if large and calls < MANY_CALLS and (obstacle := _obstacle(capturing.get())):
         raise NotMeasured(
             f"{duration(held_up.gain_ns)} a step are lost to launching the forward and backward pass, but these cannot"
             f" be captured as a graph: {obstacle}"
@@ -84,7 +98,7 @@ def check(held_up: HeldUp, host_work: Frame, capturing: Maybe[Frame], mean_step_
         by_rank_ns=held_up.by_rank_ns,
         noise_of=HOST,
         loses="is lost because the device waits for the launches of the forward and backward pass",
-        seen=(ON_DEVICE, work, False),
+        seen=(ON_DEVICE, work, calls),
     )
 
 
@@ -108,7 +122,7 @@ def explain(
     hottest: Maybe[Frame],
     job: Job,
 ) -> Explanation:
-    rank, (where, work, besides) = estimate.worst, estimate.seen
+    rank, (where, work, more) = estimate.worst, estimate.seen
     phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
     in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
     traced = bool((step_means["source"] == "trace").all())
@@ -119,7 +133,10 @@ def explain(
         {"name": "what the training thread did", "phase": "phase", "ns": "time a traced step_ns"},
     )
     if where == ON_DEVICE:
+        if more >= MANY_CALLS:
+            return _called_often(estimate, mean_step_ns, digits(round(more)), evidence)
         return _launching(estimate, mean_step_ns, estimate.rows(launch_means.get()), evidence, traced, job)
+    besides = bool(more)
     name, at = work[["name", "phase"]].iloc[0] if len(work) else (PYTHON, "")
     longest = "" if name == PYTHON else f"; the largest part: {name} ({at})"
     # A range of the user's may lie in any of them.
@@ -138,16 +155,34 @@ def explain(
     now = optimizer.get("fused")
     if phase == "optimizer" and not now and settings.takes_fused(optimizer):
         changes.append(change(f"`{optimizer['class']}(..., fused=True)` (is {current(now)})", fused=(now, True)))
-    more = ", besides the lines between the phases that step_python names" if besides else ""
+    apart = ", besides the lines between the phases that step_python names" if besides else ""
     untraced = _UNTRACED if traced else ": what fills it was seen in the traced steps, and scaled to the others."
     return Explanation(
         title="Python holds up the step",
         summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} runs Python and"
-        f" computes nothing{more}: {percent(in_python)} of that is Python between operators{longest}.{seen}",
+        f" computes nothing{apart}: {percent(in_python)} of that is Python between operators{longest}.{seen}",
         changes=tuple(changes) or (_LISTED,),
         evidence=evidence,
         at_most=True,
         sure=f"Estimated as all of it gone. The profiler slows the host{untraced}",
+    )
+
+
+def _called_often(estimate: Estimate, mean_step_ns: float, calls: str, evidence: Panel) -> Explanation:
+    return Explanation(
+        title="The model is called again and again for one step",
+        summary=f"Rank {estimate.worst} calls its model {calls} times for each backward pass; of the"
+        f" {duration(mean_step_ns)} step the device waits most of the time for launches.",
+        changes=(
+            change(
+                f"where the {calls} calls do not depend on each other: one call for all, with their samples put"
+                " together (padded to the longest; graphs as one graph, as `torch_geometric.data.Batch` does)"
+            ),
+        ),
+        evidence=evidence,
+        at_most=True,
+        sure=f"Estimated by replaying the traced steps with a part in {calls} of the calls, and of the work of each:"
+        " the most that it can give.",
     )
 
 
