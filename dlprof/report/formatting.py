@@ -91,6 +91,8 @@ def by_state(result: Result) -> dict[State, list[Outcome]]:
 def gained(outcome: Outcome) -> str:
     """Write the same for a sentence: "at most 1.44 × faster (± 0.05)"; the margin where it is known."""
     margin = f" (±{NBSP}{_margin(outcome):.2f})" if _margin(outcome) else ""
+    if outcome.at_most and outcome.speedup > 10:
+        return f"{times(outcome.speedup)} faster at best"
     return f"{'at most ' if outcome.at_most else ''}{times(outcome.speedup)} faster{margin}"
 
 

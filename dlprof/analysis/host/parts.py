@@ -125,7 +125,7 @@ def host_parts(
             # The kernels of one call have more to do, from a part in so many of the time up to all of it.
             passes = iv.subtract(iv.merge(what_if.phases["forward"], what_if.phases["backward"]), looping)
             mine = iv.holds(passes, called)
-            of_one = np.where(mine, (replay.durations / model_calls).astype(np.int64), replay.durations)
+            of_one = np.where(mine & (np.cumsum(mine) % round(model_calls) > 0), -1, replay.durations)
             free = np.flatnonzero(iv.holds(passes, begins)).tolist()
             row(LAUNCHES, passes, what_if.gain_ns(durations=of_one, other=((passes, 1 / model_calls),), free=free))
         else:

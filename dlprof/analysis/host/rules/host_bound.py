@@ -218,7 +218,7 @@ RULE = Rule(
     "Waiting for the host",
     check,
     explain,
-    (*SAVES_FROM, "other"),
+    (*SAVES_FROM, "computation", "queued_wait", "other"),
     notable=NOTABLE_SHARE,
     of_host=True,
     generic=True,
