@@ -85,11 +85,13 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
     keys = {}
     for o in outcomes:
-        before = [
-            c.saving_ns for c in causes if (c.share >= LEAST_CAUSE if on_gpu else c.saving_ns >= BESIDES * o.saving_ns)
-        ]
-        before = before if by_id[o.id].generic else []
-        keys[o.id] = (-min([o.saving_ns, *before]), bool(before))
+        saving, before = o.saving_ns, []
+        if by_id[o.id].generic and on_gpu:
+            before = [cause.saving_ns for cause in causes if cause.share >= LEAST_CAUSE]
+            saving *= 1.0 if not o.at_most else 0.5  # of what is only bounded, half is to be expected
+        elif by_id[o.id].generic:
+            before = [cause.saving_ns for cause in causes if cause.saving_ns >= BESIDES * saving]
+        keys[o.id] = (-min([saving, *before]), bool(before))
     return keys
 
 

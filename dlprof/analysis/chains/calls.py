@@ -51,6 +51,7 @@ _OPERATORS = {
     "z": "reciprocal",
     "1": "linear matmul mm addmm bmm baddbmm",
     "2": "cat concat",
+    "3": "max amax",
     "4": "embedding embedding_bag _embedding_bag",
     "7": "sigmoid sigmoid_",
     "8": "tanh tanh_",

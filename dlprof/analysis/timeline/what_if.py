@@ -16,9 +16,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import per_rank, within_rank
+from dlprof.analysis.engine import RankFacts, per_rank, within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.host_clock import HostClock, calibrated, traced_calls
+from dlprof.analysis.timeline.host_clock import HostClock, calibrated, traced_calls, usual_ns
 from dlprof.analysis.timeline.replay import Kept, Replay
 from dlprof.analysis.timeline.steps import Timing
 
@@ -32,6 +32,9 @@ GRAPH_GAP_NS = 1_000
 
 # What the host costs is not known where the replay of the untouched job is further than this from the measured step.
 REPRODUCED = 0.03
+
+# A device that works for so much of the step is what the host waits for, in whatever phase.
+_FILLED = 0.85
 
 # A step is known to this many standard errors of its mean.
 LEAST_NOISE = 2.0
@@ -130,6 +133,7 @@ def what_if(
     in_calls: iv.Intervals,
     spans: pd.DataFrame,
     is_on_device: NDArray[np.bool_],
+    rank: RankFacts,
 ) -> WhatIf:
     """Return a rank's steps, ready for changes; raise NotMeasured as `replay_of` does."""
     did, phases = _host_time(on_training_thread, in_calls, replay_of), _phases(on_training_thread, replay_of.host)
@@ -145,7 +149,8 @@ def what_if(
         return dict(zip(phases, with_clock.host_ns([(did.fetch, fetch_left)], [*phases.values()]), strict=True))
 
     calls = traced_calls(spans, is_on_device, did.calls, phases)
-    clock = calibrated(calls, untraced, replay_of.steps, replayed)
+    filled = replay_of.durations.sum() >= _FILLED * replay_of.steps * timing.step_ns
+    clock = calibrated(calls, untraced, replay_of.steps, replayed, usual_ns(rank.facts), filled=bool(filled))
     return WhatIf(replace(replay_of, clock=clock), did, phases, fetch_left, timing.step_ns)
 
 

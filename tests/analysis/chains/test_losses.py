@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.chains.losses import COPY, EXP, LOG, ONE_HOT, SUM, losses
+from dlprof.analysis.chains.losses import COPY, EXP, LOG, ONE_HOT, SHIFTED, SUM, losses
 from tests.fixtures import operators
 
 torch: Any = pytest.importorskip("torch")
@@ -35,6 +35,11 @@ def smoothed(x: Any) -> Any:
     return -((hot() * 0.9 + 0.1 / CLASSES) * F.log_softmax(x, -1)).sum(-1).mean()
 
 
+def shifted(x: Any) -> Any:
+    less = x - x.max(1, keepdim=True).values
+    return -(less - less.exp().sum(1, keepdim=True).log()).gather(1, TARGETS[:, None]).mean()
+
+
 WRITTEN: dict[str, tuple[str, Loss]] = {
     "log and index": (LOG, lambda x: -torch.log(torch.softmax(x, -1))[PLACES, TARGETS].mean()),
     "log and gather": (LOG, lambda x: -torch.softmax(x, -1).log().gather(1, TARGETS[:, None]).mean()),
@@ -44,6 +49,8 @@ WRITTEN: dict[str, tuple[str, Loss]] = {
     "one-hot of log": (ONE_HOT, lambda x: -(hot() * torch.log(torch.softmax(x, -1) + 1e-9)).sum(-1).mean()),
     "smoothed": (ONE_HOT, smoothed),
     "logsumexp": (SUM, lambda x: (torch.logsumexp(x, -1) - x.gather(1, TARGETS[:, None])[:, 0]).mean()),
+    "log of a sum": (SUM, lambda x: (x.exp().sum(1).log() - x.gather(1, TARGETS[:, None])[:, 0]).mean()),
+    "shifted": (SHIFTED, shifted),
     "exp": (EXP, by_exp),
 }
 
