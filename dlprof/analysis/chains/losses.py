@@ -37,7 +37,7 @@ _FORMS = {
         0.4,
     ),
     SUM: (re.compile(r"(?:yi|iy)b|(?<!b)e{1,2}sg(?:ib|bi)|ie{1,2}sgb"), 0.4),
-    SHIFTED: (re.compile(r"t*3b(?:t*e{1,2}sg(?:bi|ib)|ie{1,2}sgb)"), 0.3),
+    SHIFTED: (re.compile(r"t*0b(?:t*e{1,2}sg(?:bi|ib)|ie{1,2}sgb)"), 0.3),
     EXP: (re.compile(r"e{1,2}skt*(?:gt*u?i|ig?)"), 0.35),
 }
 # On a device a cast reads 2 bytes and writes 4 of each logit, and all that follows moves 4: 36 bytes forward and
