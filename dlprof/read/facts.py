@@ -67,7 +67,7 @@ RANK: Mapping[str, Shape] = {
     ],
     "models": [
         {
-            "class": str,
+            **_all(str, "class attention"),
             **_all(int, "parameters parameter_bytes tensor_parallel"),
             **_all({}, "dtypes ddp"),
             **_all(bool, "compiled fsdp reads_sequences batch_first"),

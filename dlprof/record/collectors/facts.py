@@ -262,6 +262,8 @@ def _model(model: Any) -> dict[str, Any]:
             ddp=lambda: _ddp(ddp) if ddp is not None else None,
             tensor_parallel=lambda: _tensor_parallel(parameters, fsdp=fsdp),
             reads_sequences=lambda: any(map(_SEQUENTIAL.search, names)),
+            # How a model of transformers computes attention.
+            attention=lambda: next(filter(None, (_attention(m) for m in modules)), None),
             batch_first=lambda: all(getattr(m, "batch_first", True) is not False for m in modules),
         ),
         "data_parallel": "DataParallel" in names,
@@ -271,6 +273,11 @@ def _model(model: Any) -> dict[str, Any]:
 
 # Classes of modules that work along a sequence.
 _SEQUENTIAL = re.compile(r"attention|transformer|attn|lstm|gru|rnn|mamba|rwkv|gpt|llama|bert", re.IGNORECASE)
+
+
+def _attention(module: Any) -> str | None:
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else None
 
 
 def _tensor_parallel(parameters: Sequence[Any], *, fsdp: bool) -> int:

@@ -36,6 +36,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             # The first weight is laid out alike in both formats.
             model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
             model.to(memory_format=torch.channels_last)
+            model.config = type("Config", (), {"_attn_implementation": "eager"})()  # as transformers' models have one
             model[1].bias.requires_grad_(False)
             groups = [{"params": model[:2].parameters()}, {"params": model[3].parameters(), "lr": 0.5}]
             optimizer = torch.optim.AdamW(groups, lr=0.25, foreach=False)
@@ -68,6 +69,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             "ddp": None,
             "tensor_parallel": 1,
             "reads_sequences": False,
+            "attention": "eager",
             "batch_first": True,
             "data_parallel": False,
             "fsdp": False,

@@ -24,6 +24,7 @@ also frees the memory of the scores.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from dlprof.analysis import settings
@@ -66,6 +67,9 @@ _IN_LIBRARIES = change(
     need_weights=(None, False),
 )
 
+# How transformers names its models; recordings before 0.2 do not say how a model of its computes attention.
+_OF_TRANSFORMERS = re.compile(r"(?:LMHeadModel|For[A-Z]\w+)$")
+
 
 def check(attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
     frame = attention
@@ -102,7 +106,7 @@ def explain(estimate: Estimate, attention: Frame, mean_step_ns: float, job: Job)
         f" {often(float(mine['calls'].sum()))} a step, which takes {duration(mine['ns'].sum())} of the"
         f" {duration(mean_step_ns)} step. Most of it is for queries and values of"
         f" {' and '.join(mine['shape'].iloc[0].split())}.",
-        changes=_changes(mine),
+        changes=_changes(mine, settings.model(job)),
         evidence=table(f"Attention with its scores in memory, a step of rank {rank}", mine, _COLUMNS, MOST_ROWS),
         sure="Estimated from the time of the products: the ratio was measured on a CPU."
         if settings.on_cpu(job)
@@ -111,8 +115,12 @@ def explain(estimate: Estimate, attention: Frame, mean_step_ns: float, job: Job)
     )
 
 
-def _changes(mine: Frame) -> tuple[Change, ...]:
+def _changes(mine: Frame, model: settings.Settings) -> tuple[Change, ...]:
     """Name the function to call, or the known reason why it is not fused."""
+    now, named = model.get("attention"), str(model.get("class"))
+    if now == "eager" or (now is None and _OF_TRANSFORMERS.search(named) and not mine["math"].any()):
+        text = f'`attn_implementation="sdpa"` where {named} is made (`from_pretrained` and `from_config` take it)'
+        return (change(f"{text}: is {now}" if now else text, attn_implementation=(now, "sdpa")),)
     names = {name.removeprefix("aten::") for name in " ".join(mine["between"]).split()}
     own = sorted(names - _EXPRESSIBLE)
     if mine["math"].any():

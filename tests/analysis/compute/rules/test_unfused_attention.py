@@ -80,6 +80,22 @@ def test_found_with_what_a_fused_kernel_leaves(tmp_path: Path) -> None:
     assert found.evidence.columns[4:] == ("takes_ns", "fused, at most_ns")
 
 
+@pytest.mark.parametrize(
+    ("model", "leads"),
+    [
+        ({"class": "GPT2LMHeadModel", "attention": "eager"}, "is eager"),
+        # An older recording does not say it; a model of the script's own has another name.
+        ({"class": "BertForSequenceClassification"}, "BertForSequenceClassification is made"),
+        ({"class": "GPT2LMHeadModel", "attention": "sdpa"}, "scaled_dot_product_attention(q, k, v"),
+        ({"class": "Transformer"}, "scaled_dot_product_attention(q, k, v"),
+    ],
+)
+def test_a_model_of_transformers_is_told_how_it_is_made(tmp_path: Path, model: dict[str, Any], leads: str) -> None:
+    found = ask(RULE, trained(tmp_path, models=[model]))
+    assert leads in found.advice[0]
+    assert ("attn_implementation" in found.advice[0]) == (leads.startswith("is ") or leads.endswith("made"))
+
+
 def test_fused_attention_is_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, trained(tmp_path, fused=True))
     assert (clear.state, clear.share) == ("clear", 0)
