@@ -339,10 +339,13 @@ def remedied(of: Recording) -> list[Part]:
 
 
 def _not_promised(name: str, of: Recording) -> Part:
+    """Judge that nothing is promised of a change that gives nothing; a bound is no promise."""
     again = [
         f"{o['id']} {100 * float(o['share']):.0f} %"
         for o in reading.cures(of.said, HEALTHY_MOST)
-        if _names(reading.change_of(o), of.oracle["remedy"]) and o["id"] in (of.oracle["rules"] or [o["id"]])
+        if not o["at_most"]
+        and _names(reading.change_of(o), of.oracle["remedy"])
+        and o["id"] in (of.oracle["rules"] or [o["id"]])
     ]
     return holds(
         name, not again, f"{', '.join(again)}: {of.oracle['change']} gives nothing", how="the script's own clock"

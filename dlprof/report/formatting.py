@@ -111,10 +111,10 @@ def where(place: Place) -> str:
     """Return a line of the user's and what is said of it: train.py:61 in main: DataLoader(data, batch_size=4)."""
     at = plain(f"{place.file}:{place.line}" if place.line else place.file, 120)
     function = f" in {plain(place.function, 80)}" if place.function not in ("", "<module>") else ""
-    share = f"{percent(place.share)} of the stacks seen there, " if place.share is not None else ""
+    share = f"{percent(place.share)} of the stacks seen there" if place.share is not None else ""
     # A call that was written over several lines stands in one here.
     what = plain(place.what.replace("( ", "(").replace(", )", ")"), 300)
-    return f"{at}{function}" + (f": {share}{what}" if share or what else "")
+    return f"{at}{function}" + (f": {', '.join(filter(None, (share, what)))}" if share or what else "")
 
 
 def edits(change: Change, most: int = 12) -> list[str]:

@@ -19,7 +19,8 @@ from benchmarks.gpu.jobs import must, python, run
 from benchmarks.gpu.judges import JUDGES, Recording
 from tests.fixtures.places import TRACES
 
-ARCHIVES = fixtures.archives(jobs.ROOT / "reports" / "gpu")
+REPORTS = jobs.ROOT / "reports" / "gpu"
+ARCHIVES = [*fixtures.archives(REPORTS), *fixtures.archives(REPORTS / "h100")]
 
 # Of a recording, the parts that fail, and why.
 FAILS: dict[str, tuple[tuple[str, ...], str]] = {}

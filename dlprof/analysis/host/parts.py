@@ -32,8 +32,15 @@ from dlprof.units import duration
 # by one, on an H200 no more than this was left.
 LOOP_LEFT = 0.05
 
+# What the host still does for captured passes: modules are called, inputs copied, two graphs launched (0.5 ms of a step
+# on the slower host of an H100, for a small model).
+_GRAPHS_NS = 300_000
+
 # A model that is called so often for one backward pass might as well be called once.
 MANY_CALLS = 4
+
+# Where so many of the stacks between the phases, and this share, are in one function, the loop is there.
+_FEW, _MOSTLY = 3, 1 / 3
 
 LOOP, WAITS, OPTIMIZER, BETWEEN, LAUNCHES, ALL = "loop", "waits", "optimizer", "between", "launches", "all"
 
@@ -129,7 +136,8 @@ def host_parts(
             free = np.flatnonzero(iv.holds(passes, begins)).tolist()
             row(LAUNCHES, passes, what_if.gain_ns(durations=of_one, other=((passes, 1 / model_calls),), free=free))
         else:
-            row(LAUNCHES, in_calls, what_if.gain_ns(other=((in_calls, 0.0),), gap_ns=GRAPH_GAP_NS))
+            left = min(_GRAPHS_NS / max(what_if.host_ns(in_calls), 1.0), 1.0)
+            row(LAUNCHES, in_calls, what_if.gain_ns(other=((in_calls, left),), gap_ns=GRAPH_GAP_NS))
         everything.append((in_calls, 0.0))
     total = what_if.gain_ns(
         durations=without(looping), other=everything, free=np.flatnonzero(own).tolist(), gap_ns=GRAPH_GAP_NS
@@ -150,14 +158,28 @@ def gains_of(host_parts: pd.DataFrame, part: str, waits: Maybe[pd.DataFrame]) ->
     return dict.fromkeys(gains, min(gains.values())) if gains and waits.or_none() is not None else gains
 
 
-def places_of(row: Mapping[str, Any], facts: Mapping[str, Any], call_sites: Maybe[list[Call]]) -> tuple[Place, ...]:
-    """Return the lines of a loop: as recorded, else the line where its values are read, if there is only one."""
+def places_of(
+    row: Mapping[str, Any], facts: Mapping[str, Any], call_sites: Maybe[list[Call]], hottest: pd.DataFrame
+) -> tuple[Place, ...]:
+    """Return the lines of a loop: as recorded, of two functions the one that calls the other first; else the only line
+    where values are read, if the loop does; else where the stacks (`stacks.hottest`, of its rank) mostly are.
+    """
+    between = hottest[(hottest["doing"] == "rest") & hottest["own"]]
     if found := busiest(facts, "", row["after"], row["inner"].split()):
-        return found
+        seen = between.set_index(["function", "file"])["total"]
+        return tuple(sorted(found, key=lambda place: -float(seen.get((place.function, place.file), 0.0))))
     reads = [call for call in call_sites.or_none() or () if call.kind == "sync"]
-    if row["waits"] < row["turns"] / 2 or len(reads) != 1:
-        return ()
-    return (Place(reads[0].file, reads[0].line, reads[0].function, what=reads[0].source),)
+    if row["waits"] >= row["turns"] / 2 and len(reads) == 1:
+        return (Place(reads[0].file, reads[0].line, reads[0].function, what=reads[0].source),)
+    likely = between[between["alone"] >= (_MOSTLY * between["samples"]).clip(lower=_FEW)]
+    # Of two that are seen as often, the one that is not the script's main part.
+    likely = likely.sort_values(
+        "alone", ascending=False, kind="stable", key=lambda n: n - (likely["function"] == "<module>")
+    )
+    return tuple(
+        Place(str(one["file"]), int(one["line"]), str(one["function"]), share=float(one["alone"] / one["samples"]))
+        for one in likely.head(1).to_dict("records")
+    )
 
 
 def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame) -> NDArray[np.bool_]:

@@ -19,6 +19,8 @@ samples: all of the batch at once, padded to the longest and masked.
 
 from __future__ import annotations
 
+import pandas as pd
+
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
@@ -36,6 +38,7 @@ _AFTER = {
     "optimizer": "after the optimizer's step",
 }
 _COLUMNS = {"names": "operators", "turns": "turns a step", "waits": "waits a step", "host_ns": "host a step_ns"}
+_OF_STACKS = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
 _COLUMNS |= {"gain_ns": "saved without_ns"}
 
 # From which version of torch on get_total_norm is there.
@@ -55,13 +58,17 @@ def check(host_parts: Frame, waits: Maybe[Frame]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]], job: Job) -> Explanation:
+def explain(
+    estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]], hottest: Maybe[Frame], job: Job
+) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(host_parts[host_parts["part"] == LOOP]).sort_values("gain_ns", ascending=False)
     first = mine.iloc[0]
     reads = " and waits for the device each time" if first["waits"] >= first["turns"] / 2 else ""
     rows = [{str(column): value for column, value in row.items()} for row in mine.to_dict("records")]
     cures = dict.fromkeys(one for row in rows for one in _cures(row, job, rank))
+    stacks = hottest.or_none()
+    seen = pd.DataFrame(columns=_OF_STACKS) if stacks is None else stacks[stacks["rank"] == rank]
     over = "samples" if _of_samples(rows[0], job) else "parameters"
     behind = ", with its part of the backward pass," if first["in_graph"] else ""
     return Explanation(
@@ -71,7 +78,7 @@ def explain(estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]]
         " in which the device has next to nothing to do.",
         changes=tuple(cures),
         evidence=table(f"Loops between the phases of a step, rank {rank}", mine, _COLUMNS),
-        where=tuple(place for row in rows for place in places_of(row, job.facts.get(rank, {}), call_sites)),
+        where=tuple(place for row in rows for place in places_of(row, job.facts.get(rank, {}), call_sites, seen)),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, with a twentieth of"
         " the loop and without its waits.",
     )
