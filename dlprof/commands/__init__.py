@@ -41,7 +41,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "bandwidth": "--procs 2",
         "scale": "ddp_resnet --procs 1,2",
         "compare": "runs/before runs/after",
-        "history": "runs/",
         "check": "runs/a --max 'input_wait<5%'",
     },
 }
