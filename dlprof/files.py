@@ -52,9 +52,6 @@ def compact(data: object) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
-# What `dlprof bandwidth` saves, in the folder of a run or in that of all runs.
-BANDWIDTHS = "bandwidth*.json"
-
 # The folder, in a run or a folder of traces, of what is known of its ranks already.
 KEPT = ".dlprof"
 

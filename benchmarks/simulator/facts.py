@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.simulator import script
 from benchmarks.simulator.exchanges import FIRST_BUCKET
 from benchmarks.simulator.forms import FORMS
-from benchmarks.simulator.hardware import DEVICES, transfer_ns
+from benchmarks.simulator.hardware import DEVICES
 from benchmarks.simulator.job import Job, Recording
 from benchmarks.simulator.memory import total_bytes
 from benchmarks.simulator.model import Shop
@@ -105,31 +104,6 @@ def of_rank(job: Job, recording: Recording, place: Place) -> dict[str, Any]:
         "flops": _flops(job, place.rank),
         "warnings": [],
         "ended": "exit",
-    }
-
-
-# What `dlprof bandwidth` measures: these, from 1 KiB to 256 MiB by factors of 4.
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_SIZES = tuple(1_024 * 4**n for n in range(10))
-
-
-def of_links(job: Job, hosts: Sequence[str], start_ns: int) -> dict[str, Any]:
-    """Return what `dlprof bandwidth` writes of links that carry what was `measured`."""
-    assert job.measured is not None
-    timings = []
-    for size in _SIZES:
-        for kind in _COLLECTIVES:
-            ns = float(transfer_ns(kind, size, job.ranks, job.measured))
-            spread = {"low_ns": 0.97 * ns, "high_ns": 1.08 * ns, "samples": 20, "calls": 1, "correct": True}
-            timings.append({"collective": kind, "bytes": size, "count": size // 4, "ns": ns, **spread})
-    return {
-        "format": 1,
-        "backend": "nccl",
-        "hosts": list(hosts),
-        "device": DEVICES[job.device].name,
-        "dtype": "float32",
-        "start_ns": start_ns - 86_400 * 10**9,
-        "timings": timings,
     }
 
 

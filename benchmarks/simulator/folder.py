@@ -29,10 +29,6 @@ def write(folder: Path, job: Job, recording: Recording) -> Simulation:
     # The trace knows the links of a pipeline as sends and receives within the group of all ranks.
     listed = {name: ranks for name, (ranks, _) in groups(job).items() if name.isdigit()}
     of_ranks = places(job, recording, listed)
-    if job.measured is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        measured = facts.of_links(job, [place.host for place in of_ranks], EPOCH_NS)
-        (folder / "bandwidth.json").write_text(json.dumps(measured))
     for rank, place in zip(simulation.ranks, of_ranks, strict=True):
         if not recording.light:
             folder.mkdir(parents=True, exist_ok=True)

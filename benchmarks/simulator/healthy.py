@@ -180,19 +180,11 @@ def _with_habits(job: Job) -> Job:
     return replace(job, script=script, modules=True, host=replace(job.host, views=int(rng.integers(0, 5))))
 
 
-def _measured(job: Job) -> Job:
-    """Return the job, in half of the cases with what was measured of its links, to some per cent."""
-    rng = np.random.default_rng((job.seed, 79))
-    if job.ranks == 1 or rng.random() < 0.5:
-        return job
-    return replace(job, measured=replace(job.link, bandwidth=job.link.bandwidth * float(rng.uniform(0.9, 1.15))))
-
-
 def healthy(seed: int, ranks: int | None = None) -> tuple[Job, Recording, Truth]:
     """Return a healthy job, how it is recorded, and its truth; raises ValueError where none is found."""
     for n in range(_MOST_TRIES):
         job = _with_habits(replace(draw(seed * _MOST_TRIES + n, ranks), name=f"healthy{seed}"))
         result = true(job)
         if is_healthy(job, result):
-            return _measured(job), recording_of(job), result
+            return job, recording_of(job), result
     raise ValueError(f"seed {seed} makes no healthy job")

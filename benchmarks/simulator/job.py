@@ -162,7 +162,6 @@ class Job:
     modules: bool = False  # the trace names its modules
     used_memory: float = 0.75  # share of the device's memory that is reserved, where it is not simulated:
     memory: Memory | None = None  # of one rank
-    measured: Link | None = None  # what `dlprof bandwidth` found between its ranks; None: nobody asked
 
     def tokens_of(self, rank: int) -> int:
         """Return the tokens of a rank's batch."""

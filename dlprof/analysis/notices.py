@@ -8,7 +8,6 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
-from dlprof.analysis.machine import measured_links
 from dlprof.analysis.machine.binding import far_from_gpu
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.serving import engine_of
@@ -68,7 +67,6 @@ def warnings(
         found.append(
             f"the traces are of inference by {engine}: a step is one of its, and rules of training do not apply"
         )
-    found += measured_links.unreadable(job)
     found += _of_jobs(job)
     found += _of_others(foreign_load.or_none())
     if far := far_from_gpu(bindings.get()) if bindings.or_none() is not None else "":

@@ -38,10 +38,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "try": "runs/a --minutes 5",
         "sweep": "loader.num_workers=0,1,2,4 -- train.py",
         "whatif": "runs/a --input perfect --device 1.5x",
-        "bandwidth": "--procs 2",
         "scale": "ddp_resnet --procs 1,2",
         "compare": "runs/before runs/after",
-        "history": "runs/",
         "check": "runs/a --max 'input_wait<5%'",
     },
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.errors import DlprofError
-from dlprof.files import BANDWIDTHS, KEPT
+from dlprof.files import KEPT
 from dlprof.read.folders.unread import described
 from dlprof.read.folders.windows import Window, named_process, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
@@ -303,7 +303,7 @@ def _below(inside: Inside) -> tuple[list[Path], int]:
                 path, link = Path(e.path), e.is_symlink()
                 if inside.holds_folder(path) if link else e.is_dir():
                     below += [path] if e.name != KEPT else []
-                elif not (inside.holds(path) if link else e.is_file()) or path.match(BANDWIDTHS):
+                elif not (inside.holds(path) if link else e.is_file()):
                     continue
                 elif e.name.endswith(_TRACES):
                     traces += 1

@@ -41,17 +41,17 @@ def find_rank() -> int:
     distributed = process_group()
     if distributed is not None:
         return int(distributed.get_rank())
-    return number_of(*_RANKS) or 0
+    return _number_of(*_RANKS) or 0
 
 
 def find_size() -> int | None:
     """Return the number of ranks by the launcher's variables; None: they do not say."""
-    return number_of(*_SIZES)
+    return _number_of(*_SIZES)
 
 
 def local_rank() -> int | None:
     """Return this process's number on its host by the launcher's variables; None: they do not say."""
-    return number_of(*_LOCAL_RANKS)
+    return _number_of(*_LOCAL_RANKS)
 
 
 def is_among(asked: str, run: Path, rank: int, pipeline: Sequence[int] | None) -> bool:
@@ -124,7 +124,7 @@ def _make(folder: Path) -> None:
         folder.mkdir()
 
 
-def number_of(*names: str) -> int | None:
+def _number_of(*names: str) -> int | None:
     """Return the first of these variables that is a whole number."""
     return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
 

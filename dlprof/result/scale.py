@@ -37,7 +37,7 @@ class Scaling(msgspec.Struct, frozen=True):
     `transfer_ns` and `wait_ns`: exposed transfer, and exposed waiting for other ranks, of a mean steady step and rank;
     None: unknown. `uneven_ns`: how much longer than the mean of the ranks each rank's mean own time is, ascending, of
     many ranks evenly spaced quantiles. `late_ns`: the same of single steps against what the rank usually takes. (): not
-    known. `links`: what `dlprof bandwidth` measured of such ranks, each once.
+    known.
     """
 
     transfers: tuple[Transfers, ...] = ()
@@ -45,7 +45,6 @@ class Scaling(msgspec.Struct, frozen=True):
     wait_ns: float | None = None
     uneven_ns: tuple[float, ...] = ()
     late_ns: tuple[float, ...] = ()
-    links: tuple[Transfers, ...] = ()
 
 
 class Size(msgspec.Struct, frozen=True):

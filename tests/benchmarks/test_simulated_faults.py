@@ -5,19 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from benchmarks.simulated import of_fault
 from benchmarks.simulated_table import false_of
-from benchmarks.simulator import folder
 from benchmarks.simulator.faults import FAULTS
-from dlprof.analysis.communication.rules import slow_link
-from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
-from dlprof.read.run import open_run
 
 SEED = 1
 NEAR = 0.15
@@ -31,7 +24,7 @@ FURTHER = (
     "after_backward", "boolean_mask", "cast_loss", "changing_experts", "few_workers", "gpipe", "graph_waits",
     "host_function", "loop_optimizer", "many_launches", "more_work", "one_hot_gpu", "rank_sleeps",
     "hidden_average_loop", "hidden_bookkeeping", "hidden_optimizer_loop", "hidden_pinning", "laps_of_a_full_device",
-    "launches_left", "slow_loader_one_rank", "slow_network", "small_batch_counted", "small_written_norms",
+    "launches_left", "slow_loader_one_rank", "small_batch_counted", "small_written_norms",
     "sync_every_batch", "synchronize_every_step", "tiny_buckets", "values_read", "wait_then_loader", "workers_keep_up",
 )  # fmt: skip
 
@@ -73,17 +66,3 @@ def test_every_fault_is_of_a_rule_and_one_of_each_rule_is_always_checked() -> No
     always = {fault.rule for fault in FAULTS if fault.name not in (*FURTHER, *TO_COME)}
     assert always == {fault.rule for fault in FAULTS if fault.name not in TO_COME and not fault.harmless}
     assert {*FURTHER, *TO_COME} <= {fault.name for fault in FAULTS}
-
-
-@pytest.mark.long
-def test_a_network_is_slow_by_what_was_measured_and_by_nothing_else(tmp_path: Path) -> None:
-    """The slow one is found with the measurement and unknown without it; one that is as fast as measured is fine."""
-    fault = next(f for f in FAULTS if f.name == "slow_network")
-    slow = fault.make(SEED)
-    assert fault.recorded is not None
-    states = []
-    for n, job in enumerate((slow, replace(slow, measured=None), fault.fix(slow))):
-        folder.write(tmp_path / f"{n}/run", job, fault.recorded(job))
-        (outcome,) = diagnose(open_run(tmp_path / f"{n}/run"), [slow_link.RULE], jobs=1).outcomes
-        states.append(outcome.state)
-    assert states == ["found", "not_measured", "clear"]

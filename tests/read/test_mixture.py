@@ -76,14 +76,6 @@ def test_a_window_that_is_cut_off_is_not_the_last_complete_one(tmp_path: Path) -
     assert any("2 windows are there; read: 1" in w for w in run.warnings)
 
 
-def test_what_dlprof_bandwidth_saved_is_no_file_of_another_tool(tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.training())
-    (tmp_path / "bandwidth-nccl-2-ranks-1-hosts.json").write_text("{}")
-    found = gather(tmp_path)
-    assert [one.path.name for one in found.taken] == ["rank0.json"]
-    assert found.warnings == ()
-
-
 def test_a_log_of_gpus_alone_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "gpu.csv").write_text(SMI)
     for where in (tmp_path, tmp_path / "gpu.csv"):

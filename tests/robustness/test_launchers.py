@@ -216,28 +216,6 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
     assert facts(tmp_path / "alone/ranks/00000")["world_size"] == 1
 
 
-ASKED = [*DLPROF, "bandwidth", "--quiet", "--sizes", "64K", "--iterations", "3", "--backend", "gloo"]
-
-
-def two_ranks_measured(done: subprocess.CompletedProcess[str], folder: Path) -> None:
-    """Check that one of two ranks has printed, and saved what both measured."""
-    assert (done.returncode, done.stdout.count("all_reduce reaches")) == (0, 1), done.stderr
-    measured = json.loads((folder / "runs/bandwidth-gloo-2-ranks-1-hosts.json").read_text())
-    assert len(measured["hosts"]) == 2
-    assert all(timing["correct"] for timing in measured["timings"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_bandwidth_between_ranks_of_mpirun(kind: str, tmp_path: Path) -> None:
-    two_ranks_measured(launch([*mpirun(kind), *ASKED], tmp_path), tmp_path)
-
-
-@pytest.mark.slow
-def test_bandwidth_between_tasks_of_srun(slurm: dict[str, str], tmp_path: Path) -> None:
-    two_ranks_measured(launch(["srun", "-n", "2", *ASKED], tmp_path, env=slurm), tmp_path)
-
-
 def submitted(script: Path, env: dict[str, str], *options: str, inside: bool, kind: str = "long") -> str:
     """Return the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.simulator.faults.fault import Fault, base, draws, small, step_of
-from benchmarks.simulator.hardware import DEVICES, Link
+from benchmarks.simulator.hardware import DEVICES
 from benchmarks.simulator.job import Batch, Gradients, Job, Pipeline, Recording
 
 # -- one late rank
@@ -103,18 +103,6 @@ def _slow_link(seed: int) -> Job:
 
 def _fast_link(job: Job) -> Job:
     return _gradients(job, bus=0.75 * DEVICES[job.device].link)
-
-
-def _slow_network(seed: int) -> Job:
-    """Return a job on four hosts whose network carries a quarter of what was measured, to some per cent."""
-    job, rng = _networked(seed), draws(seed)
-    bus = _bus_for(job, rng.uniform(0.2, 0.4))
-    measured = Link(bandwidth=bus * float(rng.uniform(0.95, 1.1)))
-    return replace(job, measured=measured, gradients=Gradients("ddp", bus=bus / 4))
-
-
-def _as_measured(job: Job) -> Job:
-    return _gradients(job, bus=4 * job.gradients.bus)
 
 
 def _searched(seed: int) -> Job:
@@ -287,15 +275,6 @@ FAULTS = (
         "NVLink is not used",
         _slow_link,
         _fast_link,
-        recorded=_sized,
-        accepted=("exposed_communication",),
-    ),
-    Fault(
-        "slow_network",
-        "slow_link",
-        "hosts exchange at a quarter of the speed that was measured between them",
-        _slow_network,
-        _as_measured,
         recorded=_sized,
         accepted=("exposed_communication",),
     ),

@@ -19,7 +19,6 @@ from dlprof.analysis.compute.peaks import nvlink
 from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
-from dlprof.result.bandwidth import bus_factor
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
@@ -116,6 +115,15 @@ def transfers(
     one["transfer_ns"] = each["dur_ns"].min()
     one[["wait_ns", "bare_ns"]] = each[["wait_ns", "bare_ns"]].mean()
     return one if known else one.assign(wait_ns=np.nan)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it; an all-gather counts its output."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
 
 
 def _peak(job: Job, members: str) -> float:

@@ -1,6 +1,6 @@
 """The links that large collectives judge: how fast each group of ranks exchanges, and what it could.
 
-That is what its peak allows, what groups like it take, and what `dlprof bandwidth` measured of such a group.
+That is what its peak allows, and what groups like it take.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.bandwidth import CLASSES, size_classes
+from dlprof.analysis.communication.bandwidth import CLASSES, bus_factor, size_classes
 from dlprof.analysis.communication.collectives import NO_SIZES
-from dlprof.analysis.communication.waits import exposed_between
 from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.machine.measured_links import ALIKE_SIZE, expected
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Setting
-from dlprof.result.bandwidth import SLOWER, bus_factor
 from dlprof.units import size
 
 # Every rank gives and takes as much as the others: what is asked of each link follows from the bytes.
@@ -39,9 +36,11 @@ ATTAINABLE = 0.75
 # A slow one is slow so many times.
 LEAST_COUNT = 3
 
-# What was measured had the machine to itself. Beside computation an exchange shares memory and cores, and beside
-# another one the link: those that were exposed all along but for this share, and alone, are like it.
-EXPOSED = 0.9
+# Links fail by halves: one port of two, half of a slot's lanes. Half way there is more than neighbours' traffic.
+SLOWER = 1.5
+
+# Sizes are alike to this factor.
+ALIKE_SIZE = 2.0
 
 # What turns a fast path off: within hosts, between them, or both; with which values (none: any); what it does.
 _ON = ("1", "2", "true", "TRUE", "y", "yes")
@@ -63,17 +62,14 @@ _SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 def links(
     matched: Maybe[pd.DataFrame],
     bandwidth: Maybe[pd.DataFrame],
-    exposed: Maybe[pd.DataFrame],
-    measured_links: Maybe[pd.DataFrame],
     job: Job,
 ) -> pd.DataFrame:
     """Return the rows of `bandwidth` that judge a link, the most exposed first.
 
     With each and took_ns (the medians of bytes and transfer of one; busbw is theirs), on (the ranks, in order), of_peak
-    (share of the link's peak), alike_ns (what one takes in the other groups like it), alone_ns (the median of those
-    that nothing ran beside), measured_ns (what such a one takes as measured, by the measurement `source`) and
-    better_ns: what one would take at a fast link, of those that are slow. NaN: unknown, or not slow. Raises NotMeasured
-    where there is none, transfer cannot be separated from waiting, or there is nothing to compare with.
+    (share of the link's peak), alike_ns (what one takes in the other groups like it) and better_ns: what one would take
+    at a fast link, of those that are slow. NaN: unknown, or not slow. Raises NotMeasured where there is none, transfer
+    cannot be separated from waiting, or there is nothing to compare with.
     """
     if settings.through_host(job):
         raise NotMeasured(
@@ -99,18 +95,12 @@ def links(
     of_peak = busbw / frame["peak"].where(frame["each"] >= LARGE_FOR_PEAK)
     alike = _alike(frame.assign(placed=[_placed(job, ranks) for ranks in on]))
     frame = frame.assign(busbw=busbw, on=pd.Series(on), of_peak=of_peak, alike_ns=alike)
-    frame = _measured(frame, pairs, exposed.get(), measured_links.or_none(), job)
-    frame = frame[frame[["of_peak", "alike_ns", "measured_ns"]].notna().any(axis=1)]
+    frame = frame[frame[["of_peak", "alike_ns"]].notna().any(axis=1)]
     if not len(frame):
-        why = measured_links.why() or "`dlprof bandwidth` measured no such group and size, or nothing ran alone"
-        raise NotMeasured(
-            f"what this link can carry is not known, and there is no similar group to compare with: {why}"
-        )
+        raise NotMeasured("what this link can carry is not known, and there is no similar group to compare with")
     at_peak = (frame["of_peak"] / ATTAINABLE * frame["took_ns"]).where(frame["of_peak"] < SLOW_OF_PEAK)
     as_others = frame["alike_ns"].where(frame["took_ns"] > SLOWER * frame["alike_ns"])
-    slower = frame["alone_ns"] / frame["measured_ns"]
-    as_measured = (frame["took_ns"] / slower).where(slower > SLOWER)
-    frame = frame.assign(better_ns=np.fmin(np.fmin(at_peak, as_others), as_measured))
+    frame = frame.assign(better_ns=np.fmin(at_peak, as_others))
     return frame.sort_values("exposed_ns", ascending=False, ignore_index=True)
 
 
@@ -135,53 +125,6 @@ def _alike(frame: pd.DataFrame) -> pd.Series[float]:
             if others.any():
                 alike[i] = np.median((took[at] * np.maximum(ratio, 1.0))[others])
     return pd.Series(alike)
-
-
-def _measured(
-    frame: pd.DataFrame, pairs: pd.DataFrame, exposed: pd.DataFrame, measured: pd.DataFrame | None, job: Job
-) -> pd.DataFrame:
-    """Return the rows with alone_ns, measured_ns and source; NaN and "" where nothing ran alone, or none was measured.
-
-    A group that shares its hosts with other ranks of the job is not compared: their exchanges may share its links.
-    """
-    if measured is None:
-        return frame.assign(alone_ns=np.nan, measured_ns=np.nan, source="")
-    key = ["collective", "members", "ranks", "size"]
-    frame = frame.merge(_alone(pairs, exposed, key), on=key, how="left")
-    host = {r: settings.host(job, r) for r in job.ranks}
-    found = []
-    for row in frame.to_dict("records"):
-        hosts = {host.get(r, "") for r in row["on"]}
-        apart = "" not in hosts and set(row["on"]) == {r for r in job.ranks if host[r] in hosts}
-        dtype = row["dtype"] if settings.on_cpu(job) else ""  # a CPU adds some types up slowly
-        asked = (row["collective"], row["ranks"], len(hosts), row["each"], dtype)
-        found.append(expected(measured, *asked) if apart and row["alone_ns"] > 0 else (np.nan, ""))
-    return frame.assign(measured_ns=[ns for ns, _ in found], source=[source for _, source in found])
-
-
-def _alone(pairs: pd.DataFrame, exposed: pd.DataFrame, key: list[str]) -> pd.DataFrame:
-    """Return by `key` alone_ns, the median transfer of those that nothing ran beside on any of their ranks, and dtype.
-
-    Only where there are LEAST_COUNT of them.
-    """
-    of = pairs.sort_values(["rank", "start_ns"], kind="stable")
-    each = of.groupby("rank")
-    before = each["end_ns"].cummax().groupby(of["rank"]).shift(fill_value=0)
-    after = each["start_ns"].shift(-1, fill_value=np.iinfo(np.int64).max)
-    begin, end = (of["start_ns"] + of["wait_ns"]).to_numpy(), of["end_ns"].to_numpy()
-    bare = exposed_between(exposed, of["rank"].to_numpy(), begin, end) >= EXPOSED * (end - begin)
-    of = of.assign(alone=bare & (of["start_ns"] >= before) & (of["end_ns"] <= after), dur_ns=end - of["start_ns"])
-    kinds = {name: (name, "first") for name in (*key[:2], "bytes", "dtype")}
-    one = (
-        of.rename(columns={"wanted": "ranks"})
-        .groupby("instance")
-        .agg(**kinds, ranks=("ranks", "first"), alone=("alone", "all"), alone_ns=("dur_ns", "min"))
-    )
-    one = one[one["alone"]].assign(size=size_classes(one["bytes"][one["alone"]]))
-    summed = one.groupby(key, as_index=False).agg(
-        alone_ns=("alone_ns", "median"), dtype=("dtype", "first"), many=("alone_ns", "size")
-    )
-    return summed[summed["many"] >= LEAST_COUNT].drop(columns="many")
 
 
 def slowing_settings(job: Job, ranks: Sequence[int], across_hosts: bool) -> Iterator[Change]:

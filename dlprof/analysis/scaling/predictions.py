@@ -79,16 +79,8 @@ class Model:
 
     @cached_property
     def fits(self) -> Mapping[tuple[str, bool], Fits]:
-        """What the collectives of all sizes take; between hosts, where no run had several, what was measured alone."""
-        runs = fitted(row for m in self.sizes for row in m.scaling.transfers)
-        return {**fitted(row for row in self.basis.scaling.links if row.hosts > 1), **runs}
-
-    @property
-    def uses_links(self) -> bool:
-        """Whether collectives between hosts are known from a measurement, and not from a run."""
-        return any(several for _, several in self.fits) and all(
-            row.hosts < 2 for m in self.sizes for row in m.scaling.transfers
-        )
+        """What the collectives of all sizes take."""
+        return fitted(row for m in self.sizes for row in m.scaling.transfers)
 
     def predicted(self, targets: Sequence[int]) -> tuple[Prediction, ...]:
         """Return the prediction for each number of ranks."""
@@ -219,9 +211,7 @@ def _unpredictable(sizes: Sizes, known: Sequence[Measured]) -> str:
 
 def _doubts(model: Model) -> list[str]:
     doubts, largest = [], model.basis.size
-    if largest.hosts < 2 and model.uses_links:
-        doubts.append("All runs are of one host: beyond it, collectives take what `dlprof bandwidth` measured there.")
-    elif largest.hosts < 2:
+    if largest.hosts < 2:
         doubts.append("All runs are of one host: what a network between hosts takes is not in the predictions.")
     if any(f.best.hops == "" and f.best.start_ns > 0 for f in model.fits.values()):
         doubts.append("Only one size has collectives: how their start grows with the ranks is bounded, not measured.")

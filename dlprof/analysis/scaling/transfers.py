@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from dlprof.result.bandwidth import bus_factor
+from dlprof.analysis.communication.bandwidth import bus_factor
 from dlprof.result.scale import Fit, Transfers
 
 # One form of the fit is the right one where the other is off by so many times as much.

@@ -31,7 +31,6 @@ def scaling(
     exposed_transfer: Maybe[pd.Series[float]],
     own_time: Maybe[pd.DataFrame],
     own_steps: Maybe[pd.DataFrame],
-    measured_links: Maybe[pd.DataFrame],
     job: Job,
 ) -> Scaling:
     """Return what tells how a job of several ranks scales; raise DoesNotApply of one rank."""
@@ -46,7 +45,6 @@ def scaling(
         wait_ns=float(own["wait_ns"].mean()) if own is not None and known else None,
         uneven_ns=uneven,
         late_ns=late,
-        links=_links(measured_links.or_none()),
     )
 
 
@@ -71,18 +69,6 @@ def _transfers(frame: pd.DataFrame, window_steps: pd.DataFrame, job: Job) -> tup
             bytes=row["bytes"] / row["n"] if row["octave"] >= 0 else None,
         )
         for row in sums.to_dict("records")
-    )
-
-
-def _links(frame: pd.DataFrame | None) -> tuple[Transfers, ...]:
-    """Return what was measured between ranks alone, of the best measurement of each collective, ranks and hosts."""
-    if frame is None:
-        return ()
-    best = frame.groupby(["collective", "ranks", "hosts"])["source"].transform("first")
-    rows = frame[(frame["source"] == best) & (frame["ranks"] > 1)].head(4 * MOST_TRANSFERS)
-    return tuple(
-        Transfers(row["collective"], row["ranks"], row["hosts"], 1.0, float(row["took_ns"]), float(row["bytes"]))
-        for row in rows.to_dict("records")
     )
 
 

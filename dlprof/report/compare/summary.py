@@ -1,6 +1,6 @@
 """What a command says of several runs, or of one in several ways: for the terminal, and as a page; summary.html.
 
-It is a verdict, a table and further panels, whatever the command: a ladder of runs, a sweep, a what-if, a history.
+It is a verdict, a table and further panels, whatever the command: a ladder of runs, a sweep, a what-if, scaling.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.communication.bandwidth import bandwidth, exchanged, size_class
+from dlprof.analysis.communication.bandwidth import bandwidth, bus_factor, exchanged, size_class
 from tests.fixtures import runs
 from tests.fixtures.exchanges import exchanging
 from tests.fixtures.runs import MS
@@ -20,6 +20,21 @@ def test_waiting_is_no_transfer(tmp_path: Path) -> None:
     assert row["busbw"] == pytest.approx(60e9)
     assert row["exposed_ns"] == pytest.approx(MS)
     assert (row["peak"], row["culprit"], row["late"], row["matched"]) == (450e9, 3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "factor"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 8, 1.75),
+        ("all_gather", 4, 0.75),
+        ("all_to_all", 4, 0.75),
+        ("broadcast", 8, 1),
+        ("send_recv", 8, 1),
+    ],
+)
+def test_the_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor: float) -> None:
+    assert bus_factor(collective, ranks) == factor
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from dlprof.analysis.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.result import Setting
 from tests.fixtures import runs
-from tests.fixtures.bandwidths import measured, save
 from tests.fixtures.exchanges import grouped
 from tests.fixtures.runs import MS
 
@@ -57,42 +56,6 @@ def test_other_groups_like_it_are_compared_by_their_bytes(tmp_path: Path) -> Non
 def test_groups_that_differ_are_not_compared(tmp_path: Path, groups: Any, keys: dict[str, Any]) -> None:
     with pytest.raises(NotMeasured, match="no similar group"):
         linked(tmp_path, groups, [4 * MS, 10 * MS], device="", **keys).frame(links)
-
-
-BETWEEN = {0: "node-1", 1: "node-2"}
-
-
-def beside(folder: Path, bus: float, took: int, **keys: Any) -> Measured:
-    """Return a job of two hosts, between which `bus` bytes/s were measured, whose all-reduces of 40 MB take so long."""
-    save(folder, measured(("node-1", "node-2"), bus, start_ns=0))
-    return linked(folder, [(0, 1)], [took], **{"device": "Something else", "hosts": BETWEEN, **keys})
-
-
-def test_what_was_measured_of_such_a_group_is_what_it_could_take(tmp_path: Path) -> None:
-    (row,) = beside(tmp_path, 10e9, 10 * MS).frame(links).to_dict("records")
-    assert (row["alone_ns"], row["measured_ns"]) == (10 * MS, pytest.approx(4 * MS))
-    assert row["better_ns"] == pytest.approx(4 * MS)
-    assert "2 ranks on node-1" in row["source"]
-    assert np.isnan(row["of_peak"])
-
-
-def test_a_little_slower_than_measured_is_fine(tmp_path: Path) -> None:
-    (row,) = beside(tmp_path, 10e9, 5 * MS).frame(links).to_dict("records")
-    assert row["measured_ns"] == pytest.approx(4 * MS)
-    assert np.isnan(row["better_ns"])
-
-
-def test_beside_computation_an_exchange_is_not_held_against_one_that_was_alone(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="nothing ran alone"):
-        beside(tmp_path, 10e9, 10 * MS, hidden=True).frame(links)
-
-
-def test_a_group_whose_hosts_have_others_too_may_share_its_links(tmp_path: Path) -> None:
-    save(tmp_path, measured(("node-1", "node-2"), 10e9))
-    hosts = {0: "node-1", 1: "node-2", 2: "node-1", 3: "node-2"}
-    frame = linked(tmp_path, [(0, 1), (2, 3)], [10 * MS] * 2, device="Something else", hosts=hosts).frame(links)
-    assert frame["alike_ns"].notna().all()
-    assert frame["measured_ns"].isna().all()
 
 
 def test_only_settings_on_the_way_between_those_ranks_are_named(tmp_path: Path) -> None:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.replayed import Change
 from dlprof.analysis.scaling.study import Named, sizes
 from dlprof.analysis.scaling.transfers import Fits
 from dlprof.result import Result
-from dlprof.result.scale import Study, Transfers
+from dlprof.result.scale import Study
 from tests.fixtures.scaling import MS, at, latest, named, transfer, weak
 
 
@@ -96,20 +95,6 @@ def test_one_size_with_collectives_bounds_their_growth() -> None:
     assert any("Only one size has collectives" in doubt for doubt in study.doubts)
     (p,) = study.predictions
     assert p.low_ns < p.step_ns < p.high_ns
-
-
-def test_beyond_one_host_what_was_measured_between_hosts_counts() -> None:
-    def measured(ranks: int) -> Result:
-        made = weak(ranks)
-        assert made.scaling is not None
-        links = tuple(Transfers("all_reduce", n, n // 8, 1.0, 5e6 + 1e5 * (n - 1), 8.0) for n in (16, 32, 64))
-        return replace(made, scaling=replace(made.scaling, links=links))
-
-    runs = named(a=weak(2), b=weak(4), c=measured(8))
-    with_links, without = (studied("job", sizes(r), [64]) for r in (runs, named(a=weak(2), b=weak(4), c=weak(8))))
-    assert predicted(with_links, 64) - predicted(without, 64) == pytest.approx(4e6, rel=0.01)
-    assert any("dlprof bandwidth" in doubt for doubt in with_links.doubts)
-    assert {f.several_hosts for f in with_links.fits} == {False, True}
 
 
 def test_all_of_it_from_simulated_gpus(tmp_path: Path) -> None:

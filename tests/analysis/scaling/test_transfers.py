@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
+from dlprof.analysis.communication.bandwidth import bus_factor
 from dlprof.analysis.scaling.transfers import fitted, grown, predicted_ns
-from dlprof.result.bandwidth import bus_factor
 from dlprof.result.scale import Transfers
 
 START, HOP, BYTE = 20_000.0, 2_000.0, 0.01  # ns; ns a byte: 100 GB/s

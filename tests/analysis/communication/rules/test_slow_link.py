@@ -8,7 +8,6 @@ from dlprof.analysis.communication.rules.slow_link import RULE
 from dlprof.result import Setting
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
-from tests.fixtures.bandwidths import measured, save
 from tests.fixtures.exchanges import grouped
 from tests.fixtures.runs import MS
 
@@ -103,25 +102,6 @@ def test_without_all_of_a_group_waiting_may_be_what_takes_long(tmp_path: Path) -
 def test_an_unknown_peak_and_one_group_abstain(tmp_path: Path) -> None:
     answer = ask(RULE, runs.foreign(tmp_path, *grouped([(0, 1)], [10 * MS], device="Something else")))
     assert (answer.state, "no similar group" in answer.why) == ("not_measured", True)
-
-
-def test_between_hosts_what_was_measured_is_the_reference(tmp_path: Path) -> None:
-    hosts = {0: "node-1", 1: "node-2"}
-    made = grouped([(0, 1)], [10 * MS], device="Something else", hosts=hosts)
-    path = runs.foreign(tmp_path, *made)
-    assert ask(RULE, path).state == "not_measured"
-    save(tmp_path, measured(("node-1", "node-2"), 10e9, start_ns=0))
-    found = ask(RULE, path)
-    assert (found.state, found.title) == ("found", "The link of ranks 0 and 1 is slow")
-    assert found.saving_ns == pytest.approx(6 * MS, rel=1e-3)
-    assert "alone 10.0 ms, and 4.00 ms were measured by `dlprof bandwidth` (bandwidth-nccl-2-ranks" in found.summary
-    assert "at the pace that was measured" in found.sure
-    assert found.evidence is not None
-    assert "Measured: bandwidth-nccl-2-ranks-2-hosts.json of 2026-02-02" in found.evidence.note
-    save(tmp_path, measured(("node-1", "node-2"), 4.2e9, start_ns=0))
-    clear = ask(RULE, path)
-    assert (clear.state, clear.share) == ("clear", 0.0)
-    assert "take at most 1.05 × as long as `dlprof bandwidth` measured" in clear.summary
 
 
 @pytest.mark.parametrize("sized", [False, True])
