@@ -39,6 +39,9 @@ _GRAPHS_NS = 300_000
 # A model that is called so often for one backward pass might as well be called once.
 MANY_CALLS = 4
 
+# By these of `stacks.hottest` a function that calls another is told from that one: it is seen at least as often.
+_CALLED = ["function", "file", "total", "alone"]
+
 # Where so many of the stacks between the phases, and this share, are in one function, the loop is there.
 _FEW, _MOSTLY = 3, 1 / 3
 
@@ -166,8 +169,8 @@ def places_of(
     """
     between = hottest[(hottest["doing"] == "rest") & hottest["own"]]
     if found := busiest(facts, "", row["after"], row["inner"].split()):
-        seen = between.set_index(["function", "file"])["total"]
-        return tuple(sorted(found, key=lambda place: -float(seen.get((place.function, place.file), 0.0))))
+        seen = {(str(f), str(path)): (-n, alone) for f, path, n, alone in between[_CALLED].itertuples(index=False)}
+        return tuple(sorted(found, key=lambda place: seen.get((place.function, place.file), (0, 0))))
     reads = [call for call in call_sites.or_none() or () if call.kind == "sync"]
     if row["waits"] >= row["turns"] / 2 and len(reads) == 1:
         return (Place(reads[0].file, reads[0].line, reads[0].function, what=reads[0].source),)

@@ -58,17 +58,17 @@ class Segments:
 @within_rank
 def model_calls(what_if: WhatIf, on_training_thread: pd.DataFrame) -> float:
     """Return how often one model is called for each backward pass of the replayed steps; 1 where that is not known."""
-    thread = on_training_thread
+    thread, (first, last) = on_training_thread, what_if.replay.host
     named = [name for name in thread["name"].cat.categories if str(name).startswith(_MODULE)]
     start, code = thread["start_ns"].to_numpy(), thread["name"].cat.codes.to_numpy()
-    outer = np.flatnonzero(host.is_one_of(thread["name"], *named))
-    passes, back = what_if.phases["forward"], what_if.phases["backward"]
-    if not len(outer) or not len(passes) or not len(back):
-        return 1.0
+    inside = (start >= first) & (start < last)
+    passes = start[inside & host.is_named(thread, "dlprof::forward")]
+    back = np.count_nonzero(inside & host.is_named(thread, "dlprof::backward"))
+    modules = np.flatnonzero(host.is_one_of(thread["name"], *named))
     # The outermost module of each pass is the first that begins in it.
-    first = np.searchsorted(start[outer], passes[:, 0])
-    inside = first[first < len(outer)]
-    return float(np.bincount(code[outer[inside]]).max()) / len(back) if len(inside) else 1.0
+    outer = np.searchsorted(start[modules], passes)
+    outer = modules[outer[outer < len(modules)]]
+    return float(np.bincount(code[outer]).max()) / back if len(outer) and back else 1.0
 
 
 @within_rank

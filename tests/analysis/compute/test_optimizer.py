@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.optimizer import optimizer_work
+from dlprof.analysis.compute.optimizer import in_optimizer, optimizer_work
 from dlprof.analysis.engine import RankData
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
@@ -84,6 +84,19 @@ def test_on_a_gpu_it_is_its_kernels_and_the_idle_time_before_them(tmp_path: Path
     assert row["idle_ns"] == 55_000 + 250_000
     assert row["ns"] == 90_000 + row["idle_ns"]
     assert row["calls"] == 2
+
+
+def test_the_closure_of_a_step_is_none_of_it(tmp_path: Path) -> None:
+    """LBFGS and Lightning compute the loss inside of the optimizer's step."""
+    events = [
+        traces.annotation("Optimizer.step#AdamW.step", 0, 1_000),
+        traces.annotation("dlprof::forward", 100, 300),
+        traces.annotation("dlprof::backward", 500, 200),
+        traces.op("aten::mm", 150, 100),
+    ]
+    rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="", world_size=1))
+    first = rank.once(in_optimizer)[0, 0]
+    assert (rank.once(in_optimizer) - first).tolist() == [[0, 100], [400, 500], [700, 1_000]]
 
 
 def test_without_an_optimizer_it_abstains(tmp_path: Path) -> None:

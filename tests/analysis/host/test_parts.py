@@ -10,54 +10,18 @@ import pytest
 
 from dlprof.analysis.host import parts
 from dlprof.analysis.host.parts import host_parts
-from tests.fixtures import runs, traces
+from tests.fixtures import layers, runs, traces
+from tests.fixtures.phases import STEPS, US, loop, one_by_one, trained
 from tests.fixtures.runs import MS
-
-US = 1_000
-STEPS = 5
-
-
-def passes(at: int, ids: int) -> list[Any]:
-    """Make a forward and a backward pass of 1 ms each: ten operators of 100 µs, each with a kernel of 20 µs."""
-    events: list[Any] = []
-    for n, name in enumerate(("forward", "backward")):
-        began = at + n * MS
-        events.append(traces.annotation(f"dlprof::{name}", began, MS))
-        for k in range(10):
-            events.append(traces.op(f"aten::{name}_{k}", began + k * 100 * US, 99 * US))
-            when = began + k * 100 * US + 50 * US
-            events += traces.launched("gemm", when, when + 8 * US, 20 * US, ids + 20 * n + k)
-    return events
-
-
-def norms(at: int, ids: int, turns: int, *, reads: bool) -> list[Any]:
-    """Make a loop: a norm of 30 µs, read or not, 50 µs a turn."""
-    events: list[Any] = []
-    for k in range(turns):
-        began = at + k * 50 * US
-        events.append(traces.op("aten::linalg_vector_norm", began, 25 * US))
-        events += traces.launched("norm", began + 10 * US, began + 18 * US, 3 * US, ids + 3 * k)
-        if reads:
-            events.append(traces.op("aten::item", began + 26 * US, 20 * US))
-            events.append(traces.call("cudaStreamSynchronize", began + 30 * US, 10 * US, ids + 3 * k + 1))
-    return events
 
 
 def measured(folder: Path, *between: Any, length: int) -> pd.DataFrame:
-    """Trace steps with something between the backward pass and an optimizer of 100 µs; `between` makes it."""
-    events: list[Any] = []
-    for n in range(STEPS):
-        at, ids = n * length, 1_000 * (n + 1)
-        events.append(traces.step(n, at, length))
-        events += passes(at, ids)
-        for make in between:
-            events += make(at + 2 * MS, ids + 100)
-        end = at + length - 100 * US
-        events.append(traces.annotation("dlprof::optimizer", end, 100 * US))
-        events.append(traces.annotation("Optimizer.step#AdamW.step", end, 100 * US))
-        events += traces.launched("adam", end + 10 * US, end + 20 * US, 10 * US, ids + 900)
-    run = runs.foreign(folder / "traces", traces.trace(*events, world_size=1))
+    run = runs.foreign(folder / "traces", trained(*between, length=length))
     return runs.measured(run, host_parts).frame(host_parts).set_index("part")
+
+
+def norms(at: int, ids: int, turns: int, *, reads: bool) -> list[Any]:
+    return loop(at, ids, turns, "linalg_vector_norm", reads=reads)
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -78,6 +42,44 @@ def test_a_few_operators_are_no_loop(tmp_path: Path) -> None:
     assert parts.LOOP not in frame.index
     # What the host does there holds the device up all the same.
     assert frame.loc[parts.BETWEEN, "gain_ns"] == pytest.approx(500 * US, rel=0.2)
+
+
+def test_operators_that_launch_nothing_are_no_loop(tmp_path: Path) -> None:
+    frame = measured(tmp_path, lambda at, ids: loop(at, ids, 40, "detach", launches=False), length=4_100 * US)
+    assert parts.LOOP not in frame.index
+    assert frame.loc[parts.BETWEEN, "gain_ns"] == pytest.approx(2 * MS, rel=0.06)
+
+
+def test_what_the_backward_pass_does_for_a_loop_is_part_of_it(tmp_path: Path) -> None:
+    run = runs.foreign(tmp_path / "traces", one_by_one())
+    row = runs.measured(run, host_parts).frame(host_parts).set_index("part").loc[parts.LOOP]
+    assert (row["after"], row["turns"], row["in_graph"]) == ("forward", 20, 1)
+    # 1 ms of the loss, and 20 × 80 µs of the backward pass.
+    assert row["host_ns"] == pytest.approx(2.6 * MS, rel=0.05)
+    assert row["gain_ns"] == pytest.approx((1 - parts.LOOP_LEFT) * 2.6 * MS, rel=0.1)
+
+
+@pytest.mark.parametrize(("calls", "same", "gain"), [(5, True, 1.6), (5, False, 1.7), (3, True, 1.7)])
+def test_a_model_that_is_called_again_and_again_might_be_called_once(
+    tmp_path: Path, calls: int, same: bool, gain: float
+) -> None:
+    events: list[Any] = []
+    for n in range(STEPS):
+        at, ids, each = n * 2 * MS, 1_000 * (n + 1), MS // calls
+        events += [traces.step(n, at, 2 * MS), traces.annotation("dlprof::backward", at + MS, MS)]
+        for k in range(calls):
+            # Another model, of the same name or not, each time: only one that is called again can be called for all.
+            path = "" if same else f"{k}"
+            events.append(traces.annotation("dlprof::forward", at + k * each, each))
+            events.append(layers.called(path, "Net", at + k * each, each))
+            for begin in (at + k * each, at + MS + k * each):
+                events.append(traces.op("aten::mm", begin + 10 * US, each - 20 * US))
+                events += traces.launched("gemm", begin + 20 * US, begin + 30 * US, 5 * US, ids)
+                ids += 1
+    run = runs.foreign(tmp_path / "traces", traces.trace(*events, world_size=1))
+    row = runs.measured(run, host_parts).frame(host_parts).set_index("part").loc[parts.LAUNCHES]
+    # Of 2 ms a fifth is left of the calls of one model; of those of several 0.3 ms for calling graphs.
+    assert row["gain_ns"] == pytest.approx(gain * MS, rel=0.02)
 
 
 def test_python_between_the_phases_is_gained_where_the_device_waits_for_it(tmp_path: Path) -> None:
@@ -103,8 +105,8 @@ def test_waits_that_follow_each_other_are_removed_together(tmp_path: Path) -> No
 
 def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
     frame = measured(tmp_path, lambda at, ids: norms(at, ids, 40, reads=False), length=4_100 * US)
-    # Their 2 ms are gone, and the host goes on with the loop while the device works on what was launched at once.
-    assert frame.loc[parts.LAUNCHES, "gain_ns"] == pytest.approx(2 * MS, rel=0.05)
+    # Their 2 ms are gone, but for 0.3 that calling graphs takes, and the host goes on with the loop meanwhile.
+    assert frame.loc[parts.LAUNCHES, "gain_ns"] == pytest.approx(1.7 * MS, rel=0.05)
     assert frame.loc[parts.ALL, "gain_ns"] > frame["gain_ns"].drop(parts.ALL).max()
 
 

@@ -67,14 +67,12 @@ def test_each_kind_of_finding_has_its_spans_and_their_modules(tmp_path: Path) ->
     assert each["copies pageable"] == {"Memcpy HtoD (Pageable -> Device)": 50.0}
     assert list(each["exchanges"].values()) == [80.0]
     assert each["waits"] == {"cudaStreamSynchronize": 150.0}
-    assert set(each["small"]) == {SHORT}
     assert each["queued"] == each["copies"] == each["attention"] == {}
 
     found = runs.measured(traces.write(tmp_path / "of_modules.json", made), found_in_modules).frame(found_in_modules)
     inside = found[found["path"] != ""].groupby("about")["path"].agg(set).to_dict()
     assert inside["float32"] == {"a"}
     assert inside["misaligned"] == {"b"}
-    assert inside["small"] == {"c"}
     assert inside["copies pageable"] == inside["exchanges"] == {"d"}
     assert inside["waits"] == {"e"}
     assert found.loc[(found["about"] == "late") & (found["path"] == "c"), "ns"].tolist() == [2 * 286.0 * US]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.timeline.host_clock import USUAL_NS, TracedCalls, calibrated
+from dlprof.analysis.timeline.host_clock import HostClock, TracedCalls, calibrated, usual_ns
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
@@ -60,18 +60,43 @@ def test_a_phase_that_waits_in_the_other_steps_shows_nothing_of_a_call(tmp_path:
     assert taken == pytest.approx(100 * US, rel=0.1)
 
 
-def test_without_a_phase_that_shows_it_a_call_costs_the_usual() -> None:
-    calls = TracedCalls(
-        np.array([0, 1_000 * US]), np.array([100.0]), np.array([0]), np.array([1_000.0 * US]), ("forward", "")
+def one_phase(calls: float, length: int, spent: int) -> TracedCalls:
+    return TracedCalls(
+        np.array([0, length]), np.array([calls]), np.array([0]), np.array([float(spent)]), ("forward", "")
     )
-    clock = calibrated(calls, {}, 1, lambda _: {})
-    (lost,) = 1_000 * US - clock(np.array([1_000 * US], dtype=np.int64))
-    assert lost == pytest.approx(100 * USUAL_NS)
+
+
+@pytest.mark.parametrize(("facts", "usual"), [({}, 1_500), ({"window": {"modules": {"ns_each": 1_000}}}, 2_300)])
+def test_without_a_phase_that_shows_it_a_call_costs_the_usual(facts: dict[str, Any], usual: float) -> None:
+    clock = calibrated(one_phase(100, MS, MS), {}, 1, lambda _: {}, usual_ns(facts), filled=False)
+    (lost,) = MS - clock(np.array([MS], dtype=np.int64))
+    assert lost == pytest.approx(100 * usual)
+
+
+@pytest.mark.parametrize(
+    ("untraced", "filled", "left"),
+    [
+        (900 * US, False, 900 * US),
+        # Where the device is filled, the host may wait for it anywhere: no call costs less than usual.
+        (900 * US, True, 850 * US),
+        # 8 µs a call are the most, of calls that take 250 µs in all: the rest of the phase is as much shorter.
+        (600 * US, False, 600 * US),
+        # A fifth of it is left at least.
+        (10 * US, False, 160 * US),
+    ],
+)
+def test_a_phase_is_brought_to_its_length(untraced: int, filled: bool, left: int) -> None:
+    calls = one_phase(100, MS, 250 * US)
+
+    def replayed(clock: HostClock) -> dict[str, float]:
+        return {"forward": float(np.diff(clock(np.array([0, MS])))[0])}
+
+    clock = calibrated(calls, {"forward": untraced}, 1, replayed, 1_500, filled=filled)
+    assert replayed(clock)["forward"] == pytest.approx(left, rel=0.02)
 
 
 def test_no_call_takes_more_than_there_is() -> None:
-    calls = TracedCalls(np.array([0, 100 * US]), np.array([1_000.0]), np.array([0]), np.array([80.0 * US]), ("all", ""))
-    clock = calls.clock(np.array([USUAL_NS, 0.0]))
+    clock = one_phase(1_000, 100 * US, 80 * US).clock(np.array([1_500.0, 0.0]), np.ones(2))
     (left,) = clock(np.array([100 * US], dtype=np.int64))
     # A quarter of the time in calls is left, and what is in none of them.
     assert left == pytest.approx(20 * US + 20 * US)

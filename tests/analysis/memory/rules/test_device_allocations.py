@@ -14,7 +14,7 @@ from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
 
 
-def trained(folder: Path, *calls: tuple[str, int]) -> Outcome:
+def trained(folder: Path, *calls: tuple[str, int], thread: Any = traces.MAIN) -> Outcome:
     """Trace steps of 10 ms: ten kernels of 0.2 ms, then some calls of 2 ms that the device waits for."""
     events: list[Any] = []
     for n in range(4):
@@ -24,14 +24,18 @@ def trained(folder: Path, *calls: tuple[str, int]) -> Outcome:
             events += traces.launched("gemm", at + k * 250_000, at + k * 250_000 + 8_000, 200_000, ids + k + 1)
         begin = at + 3 * MS
         for k, (name, dur) in enumerate(calls):
-            events.append(traces.call(name, begin, dur, ids + 50 + k))
+            events.append(
+                traces.call(name, begin, dur, ids + 50 + k, tid=traces.MAIN if name == "cudaFree" else thread)
+            )
             begin += dur + 10_000
         events += traces.launched("last", at + 9 * MS, at + 9 * MS + 8_000, 100_000, ids + 99)
     return ask(RULE, runs.foreign(folder / "traces", traces.trace(*events, world_size=1)))
 
 
-def test_a_cache_that_every_step_empties_is_found(tmp_path: Path) -> None:
-    found = trained(tmp_path, ("cudaFree", 2 * MS), ("cudaMalloc", 1 * MS))
+@pytest.mark.parametrize("thread", [traces.MAIN, traces.AUTOGRAD])
+def test_a_cache_that_every_step_empties_is_found(tmp_path: Path, thread: Any) -> None:
+    # The backward pass asks for most of what it needs, on its own thread.
+    found = trained(tmp_path, ("cudaFree", 2 * MS), ("cudaMalloc", 1 * MS), thread=thread)
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(3 * MS, rel=0.05)
     assert "torch.cuda.empty_cache()" in found.advice[0]
