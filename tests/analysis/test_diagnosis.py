@@ -135,6 +135,29 @@ def test_a_change_of_the_training_never_comes_before_a_cure(job: Run) -> None:
     assert diagnose(job, [larger], jobs=1).together is None
 
 
+ORDERS: dict[str, tuple[list[tuple[str, float, dict[str, Any], dict[str, Any]]], list[str]]] = {
+    # What a rule has in a line comes before what is left of the same time, though that is more.
+    "a loop": ([("launches", 0.6, {"generic": True}, {}), ("loop", 0.06, {}, {})], ["loop", "launches"]),
+    "next to nothing": ([("launches", 0.6, {"generic": True}, {}), ("loop", 0.03, {}, {})], ["launches", "loop"]),
+    # Of a bound half is to be expected.
+    "a bound": (
+        [("python", 0.4, {"generic": True}, {"at_most": True}), ("copy", 0.3, {"of_host": False}, {})],
+        ["copy", "python"],
+    ),
+    "of another time": (
+        [("launches", 0.6, {"generic": True}, {}), ("copy", 0.3, {"of_host": False}, {})],
+        ["launches", "copy"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_cause_in_a_line_comes_before_what_is_left_of_the_hosts_time(job: Run, name: str) -> None:
+    found, order = ORDERS[name]
+    rules = [replace_rule(rule(finding(s, **said), n), **({"of_host": True} | of)) for n, s, of, said in found]
+    assert [o.id for o in diagnose(job, rules, jobs=1).outcomes] == order
+
+
 def test_not_measured(job: Run) -> None:
     said = answer(job, raising(NotMeasured("no trace")))
     assert (said.state, said.why, said.saving_ns) == ("not_measured", "no trace", 0)

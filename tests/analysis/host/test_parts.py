@@ -10,8 +10,8 @@ import pytest
 
 from dlprof.analysis.host import parts
 from dlprof.analysis.host.parts import host_parts
-from tests.fixtures import layers, runs, traces
-from tests.fixtures.phases import STEPS, US, loop, one_by_one, trained
+from tests.fixtures import runs, traces
+from tests.fixtures.phases import STEPS, US, called_again, loop, one_by_one, trained
 from tests.fixtures.runs import MS
 
 
@@ -63,20 +63,7 @@ def test_what_the_backward_pass_does_for_a_loop_is_part_of_it(tmp_path: Path) ->
 def test_a_model_that_is_called_again_and_again_might_be_called_once(
     tmp_path: Path, calls: int, same: bool, gain: float
 ) -> None:
-    events: list[Any] = []
-    for n in range(STEPS):
-        at, ids, each = n * 2 * MS, 1_000 * (n + 1), MS // calls
-        events += [traces.step(n, at, 2 * MS), traces.annotation("dlprof::backward", at + MS, MS)]
-        for k in range(calls):
-            # Another model, of the same name or not, each time: only one that is called again can be called for all.
-            path = "" if same else f"{k}"
-            events.append(traces.annotation("dlprof::forward", at + k * each, each))
-            events.append(layers.called(path, "Net", at + k * each, each))
-            for begin in (at + k * each, at + MS + k * each):
-                events.append(traces.op("aten::mm", begin + 10 * US, each - 20 * US))
-                events += traces.launched("gemm", begin + 20 * US, begin + 30 * US, 5 * US, ids)
-                ids += 1
-    run = runs.foreign(tmp_path / "traces", traces.trace(*events, world_size=1))
+    run = runs.foreign(tmp_path / "traces", called_again(calls, same=same))
     row = runs.measured(run, host_parts).frame(host_parts).set_index("part").loc[parts.LAUNCHES]
     # Of 2 ms a fifth is left of the calls of one model; of those of several 0.3 ms for calling graphs.
     assert row["gain_ns"] == pytest.approx(gain * MS, rel=0.02)

@@ -9,6 +9,7 @@ from dlprof.analysis.host.rules.host_bound import RULE
 from dlprof.result import Setting
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.phases import called_again
 from tests.fixtures.runs import MS
 
 
@@ -32,6 +33,18 @@ def test_gaps_before_late_launches_are_found(tmp_path: Path) -> None:
     assert found.evidence is not None
     assert all(isinstance(row[-1], float) for row in found.evidence.rows)
     assert "the true share is smaller" in found.sure
+
+
+@pytest.mark.parametrize(
+    ("same", "title"), [(True, "called again and again"), (False, "launches the forward and backw")]
+)
+def test_a_model_that_is_called_for_each_sample_is_told_to_be_called_once(
+    tmp_path: Path, same: bool, title: str
+) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, called_again(5, same=same)))
+    assert title in found.title
+    assert ("one call for all" in found.advice[0]) == same
+    assert ("5 times for each backward pass" in found.summary) == same
 
 
 def test_a_busy_device_is_left_alone(tmp_path: Path) -> None:
