@@ -61,7 +61,7 @@ def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
     for way, text, name, value in _changes(place, now["length"], now["plans_ns"]):
         if (step := by_way.get(way, now)["step_ns"]) < (1 - LEAST_SHARE) * least or way == estimate.seen:
             least, text = step, f"{text}: a step of {duration(step)} is predicted"
-            made = change(text, numerics=way in (GROUPED, PACKED), **{name: (None, value)})
+            made = change(text, numerics=way in (GROUPED, PACKED), training=False, **{name: (None, value)})
             changes.append(replace(made, at=None if made.numerics else place))
     share = f"{percent(now['share'])} of the tokens are padding"
     return Explanation(

@@ -43,9 +43,10 @@ def allocating(what_if: WhatIf, spans: Frame, timing: Timing) -> Frame:
     called &= iv.holds(iv.merge(timing.host_windows), spans["start_ns"].to_numpy())
     calls = spans[called].astype({"name": "str"})
     n = max(len(timing.host_windows), 1)
-    frame = calls.groupby("name")["dur_ns"].agg(calls="size", ns="sum").div(n).reset_index(names="call")
+    frame: Frame = calls.groupby("name")["dur_ns"].agg(calls="size", ns="sum").div(n).rename_axis("call").reset_index()
     times = host.cover(calls)
-    return frame.assign(gain_ns=what_if.gain_ns(other=((times, 0.0),)) if len(times) else 0.0)
+    frame["gain_ns"] = what_if.gain_ns(other=((times, 0.0),)) if len(times) else 0.0
+    return frame
 
 
 def check(allocating: Frame) -> Estimate:
@@ -75,7 +76,7 @@ def explain(estimate: Estimate, allocating: Frame, job: Job) -> Explanation:
                 "no `torch.cuda.empty_cache()` in the loop (transformers' Trainer: leave `torch_empty_cache_steps`"
                 " unset): PyTorch gives the freed memory to the next tensor"
             ),
-            *([] if EXPANDABLE in (conf or "") else [change(text, **{variable: (conf, EXPANDABLE)})]),
+            *([] if EXPANDABLE in (conf or "") else [change(text, training=False, **{variable: (conf, EXPANDABLE)})]),
         ),
         evidence=table(f"Calls for memory of the GPU, a step of rank {rank}", pd.DataFrame(mine), _COLUMNS),
         sure="Estimated by replaying the traced steps without these calls.",
