@@ -76,7 +76,11 @@ def explain(estimate: Estimate, allocating: Frame, job: Job) -> Explanation:
                 "no `torch.cuda.empty_cache()` in the loop (transformers' Trainer: leave `torch_empty_cache_steps`"
                 " unset): PyTorch gives the freed memory to the next tensor"
             ),
-            *([] if EXPANDABLE in (conf or "") else [change(text, training=False, **{variable: (conf, EXPANDABLE)})]),
+            *(
+                []
+                if EXPANDABLE in (conf or "")
+                else [change(text, numerics=False, training=False, **{variable: (conf, EXPANDABLE)})]
+            ),
         ),
         evidence=table(f"Calls for memory of the GPU, a step of rank {rank}", pd.DataFrame(mine), _COLUMNS),
         sure="Estimated by replaying the traced steps without these calls.",
