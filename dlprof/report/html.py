@@ -90,6 +90,7 @@ def render(result: Result) -> str:
         device=parts.device(result),
         kinds=device_work.table(result),
         limits=device_work.sentences(result)[0],
+        host=verdict.host_limited(result),
         cards=cards,
         apart=apart,
         first=cards[:DEAREST],

@@ -24,7 +24,6 @@ also frees the memory of the scores.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from dlprof.analysis import settings
@@ -67,8 +66,11 @@ _IN_LIBRARIES = change(
     need_weights=(None, False),
 )
 
-# How transformers names its models; recordings before 0.2 do not say how a model of its computes attention.
-_OF_TRANSFORMERS = re.compile(r"(?:LMHeadModel|For[A-Z]\w+)$")
+# How models of transformers are named; older recordings do not say how one computes attention.
+_OF_TRANSFORMERS = (
+    *("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration", "ForMultipleChoice"),
+    *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForImageClassification"),
+)
 
 
 def check(attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
@@ -118,7 +120,7 @@ def explain(estimate: Estimate, attention: Frame, mean_step_ns: float, job: Job)
 def _changes(mine: Frame, model: settings.Settings) -> tuple[Change, ...]:
     """Name the function to call, or the known reason why it is not fused."""
     now, named = model.get("attention"), str(model.get("class"))
-    if now == "eager" or (now is None and _OF_TRANSFORMERS.search(named) and not mine["math"].any()):
+    if now == "eager" or (now is None and named.endswith(_OF_TRANSFORMERS) and not mine["math"].any()):
         text = f'`attn_implementation="sdpa"` where {named} is made (`from_pretrained` and `from_config` take it)'
         return (change(f"{text}: is {now}" if now else text, attn_implementation=(now, "sdpa")),)
     names = {name.removeprefix("aten::") for name in " ".join(mine["between"]).split()}

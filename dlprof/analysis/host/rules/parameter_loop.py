@@ -126,6 +126,7 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
             change(
                 "a moving average of all parameters at once: `torch.optim.swa_utils.AveragedModel(model,"
                 " multi_avg_fn=get_ema_multi_avg_fn(decay))`, or `torch._foreach_lerp_(averages, weights, 1 - decay)`"
+                " (timm's `ModelEmaV3` with `foreach=True`)"
             )
         )
     elif names & {"zero"}:
