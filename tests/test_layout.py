@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -192,18 +191,6 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 def test_folders_are_at_most_four_levels_deep() -> None:
     deep = {str(p.relative_to(ROOT).parent) for p in tracked("dlprof") if len(p.relative_to(PACKAGE).parts) > 4}
     assert deep == set()
-
-
-def test_a_folder_has_at_most_twelve_modules() -> None:
-    folders = Counter(str(p.parent.relative_to(ROOT)) for p in tracked("dlprof/*.py") if not p.name.startswith("__"))
-    assert {folder: many for folder, many in folders.items() if many > 12} == {}
-
-
-def test_no_module_is_longer_than_a_reader_takes_in() -> None:
-    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in tracked("dlprof/*.py")}
-    assert {path: many for path, many in lines.items() if many > 400} == {}
-    rules = {name: len(path.read_text().splitlines()) for name, path in RULE_FILES.items()}
-    assert {name: many for name, many in rules.items() if many > 150} == {}
 
 
 def test_a_module_and_its_test_stand_at_the_same_place() -> None:

@@ -38,6 +38,7 @@ _LATER = (
     "modules",
     "footprint",
     "device_work",
+    "host_limited",
 )  # fields that a result may lack
 
 

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from dlprof.analysis.chains.recurrent import recurrent_loops
 from dlprof.errors import NotMeasured
-from tests.fixtures import runs, traces
+from tests.fixtures import recurrent, runs
+from tests.fixtures.recurrent import GRU, LSTM, RNN
 
 US = 1_000
-LSTM = "addmm addmm add sigmoid mul sigmoid tanh mul add sigmoid tanh mul"
-GRU = "addmm addmm sigmoid sigmoid mul add tanh mul add"
-RNN = "addmm addmm add tanh"
 DEEP = "addmm mul tanh add"  # a layer with a residual
 
 
 def network(folder: Path, body: str, turns: int, parameters: int | None = 8) -> pd.DataFrame:
-    """Trace three steps that call these operators over and over, each with a kernel of 3 µs, 10 µs after the other."""
-    events: list[Any] = []
-    names = body.split() * turns
-    length = 10 * US * (len(names) + 2)
-    for n in range(3):
-        at = n * length
-        events.append(traces.step(n, at, length))
-        for k, name in enumerate(names):
-            events.append(traces.op(f"aten::{name}", at + 10 * k * US, 9 * US))
-            when = at + 10 * k * US + US
-            events += traces.launched(name, when, when + 6 * US, 3 * US, 10_000 * (n + 1) + k)
-    facts = {"device": {"type": "cuda", "name": "NVIDIA H200"}}
-    if parameters is not None:
-        facts["optimizers"] = [{"class": "AdamW", "parameters": parameters}]  # type: ignore[assignment]
-    path = runs.recorded(folder / "run", (traces.trace(*events, world_size=1), [], facts))
-    return runs.measured(path, recurrent_loops).frame(recurrent_loops)
+    return runs.measured(recurrent.network(folder, body, turns, parameters), recurrent_loops).frame(recurrent_loops)
 
 
 @pytest.mark.parametrize(
