@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import jobs
-from tests.fixtures.consistency import assert_consistent
+from tests.fixtures.consistency import assert_consistent, assert_ordered
 from tests.fixtures.places import TRACES
 
 pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the reference traces are not here (../shared/traces)")
@@ -124,9 +124,9 @@ def test_every_rule_answers_once_dearest_first(result: Any, name: str) -> None:
     assert len({o["id"] for o in outcomes}) == len(outcomes)
     assert [o for o in outcomes if o["state"] == "error"] == []
     assert [w for w in result(name)["run"]["warnings"] if "failed" in w] == []
-    order = [(o["training"], -o["saving_ns"]) for o in outcomes if o["state"] == "found"]
-    assert order == sorted(order)
-    assert [o["state"] for o in outcomes[: len(order)]] == ["found"] * len(order)
+    found = [o for o in outcomes if o["state"] == "found"]
+    assert_ordered(found)
+    assert outcomes[: len(found)] == found
 
 
 def test_without_workers_the_job_waits_for_data_before_all_else(result: Any) -> None:
