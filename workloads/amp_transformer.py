@@ -11,6 +11,7 @@ learns to spell.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import random
 from typing import Any
@@ -22,13 +23,17 @@ from parts.job import Log, announce, autocast, options, ranks, read
 from parts.language import Block, causal_attention
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 # ---- the faults ----------------------------------------------------------------------------------------------------
 
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
+    "averages_by_hand": "parameter_loop",  # an average of the weights is kept, one weight after the other
+    "blocks_again": "needless_recompute",  # the backward pass computes each block again, with memory to spare
     "data_parallel": "data_parallel",  # one process drives all GPUs, and copies the model to each in every step
+    "empties_cache": "device_allocations",  # memory that PyTorch keeps for the next step is given back
     "find_unused": "unused_parameters",  # DDP looks for parameters without a gradient in every step: there are none
     "full_precision": "fp32_matmul",  # neither autocast nor TF32
     "logits_by_cat": "growing_cat",  # each sequence's logits are added to those before by cat
@@ -43,6 +48,7 @@ FAULTS = {
 }
 # What else a fault needs, to cost more than a little.
 SHOWN_WITH = {
+    "averages_by_hand": "--width 256 --length 32 --batch-size 4",
     "find_unused": "--layers 12 --width 64 --length 16 --batch-size 2",
     "loop_optimizer": "--width 256 --length 32 --batch-size 4",
     "logits_by_cat": "--vocabulary 1024 --batch-size 96 --length 32 --layers 2",
@@ -53,8 +59,11 @@ SHOWN_WITH = {
 }
 # A step with it does less than any healthy one, or is as long: none says how long it would take without.
 OTHER_STEP = ("restless_scale", "tiny_batch")
-# A CPU has neither tensor cores nor launches; beside its computing the search for unused parameters is nothing.
-NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "tiny_batch")
+# A CPU has neither tensor cores, nor launches, nor memory that is asked for and given back; beside its computing the
+# search for unused parameters is nothing.
+NEEDS_GPU = (
+    "averages_by_hand", "blocks_again", "empties_cache", "find_unused", "full_precision", "odd_shapes", "tiny_batch",
+)  # fmt: skip
 NEEDS_TWO_RANKS = ("find_unused",)
 # What `dlprof run amp_transformer --ladder` records: options, each on top of those before; "ranks": on all ranks.
 LADDER = {
@@ -70,11 +79,14 @@ def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
     healthy = {"adamw": {"fused": args.fused}, "attend": causal_attention, "data_parallel": False, "find_unused": False}
     healthy |= {"norm": nn.LayerNorm, "embedding": nn.Embedding, "loss": F.cross_entropy, "predict": at_once}
-    healthy |= {"scaler": {}}
+    healthy |= {"scaler": {}, "through": nn.Module.__call__, "after_step": lambda _: None}
     heads = max(1, args.heads - 1)
     odd_width = heads * ((args.width // heads - 1) | 1)
     faulty: dict[str, dict[str, Any]] = {
+        "averages_by_hand": {"after_step": by_hand.Averages()},
+        "blocks_again": {"through": functools.partial(checkpoint, use_reentrant=False)},
         "data_parallel": {"data_parallel": True},
+        "empties_cache": {"after_step": lambda _: torch.cuda.empty_cache()},
         "find_unused": {"find_unused": True},
         "full_precision": {"precision": "fp32"},
         "logits_by_cat": {"predict": by_hand.in_pieces},
@@ -149,7 +161,7 @@ class Transformer(nn.Module):
         self.token, self.place = args.embedding(args.vocabulary, width), nn.Embedding(args.length, width)
         self.blocks = nn.ModuleList(Block(width, args.heads, args.attend, args.norm) for _ in range(layers))
         self.norm, self.head = args.norm(width), nn.Linear(width, args.vocabulary, bias=False)
-        self.predict = args.predict
+        self.predict, self.through = args.predict, args.through
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 # What is added to the residual stream shrinks with the number of layers.
@@ -160,7 +172,7 @@ class Transformer(nn.Module):
         """Return the logits, batch × length × vocabulary, of bytes (batch × length)."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = self.through(block, x)
         logits: Tensor = self.predict(self.head, self.norm(x))
         return logits
 
@@ -251,6 +263,7 @@ def train(args: argparse.Namespace) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        args.after_step(model)
         log.step(step, loss)
 
 

@@ -44,7 +44,15 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "amp_transformer",
         "--layers 12 --length 1024 --batch-size 16",
-        ("full_precision", "tiny_batch", "odd_shapes", "scores_in_memory", "norms_by_hand"),
+        (
+            "full_precision",
+            "tiny_batch",
+            "odd_shapes",
+            "scores_in_memory",
+            "norms_by_hand",
+            "blocks_again",
+            "empties_cache",
+        ),
     ),
     Group("ddp_resnet", _RESNET, ("contiguous", "item_every_step", "no_workers", "pageable", "python_metrics")),
     Group("bert_pretrain", "--layers 12 --batch-size 32 --accumulate 1", ("boolean_mask",)),
@@ -55,7 +63,13 @@ GROUPS: tuple[Group, ...] = (
         ("loss_by_hand", "one_hot_tokens", "logits_by_cat"),
         healthy=False,
     ),
-    Group("amp_transformer", "--width 256 --length 32 --batch-size 4", ("loop_optimizer",), healthy=False, steps=120),
+    Group(
+        "amp_transformer",
+        "--width 256 --length 32 --batch-size 4",
+        ("loop_optimizer", "averages_by_hand"),
+        healthy=False,
+        steps=120,
+    ),
     Group("fsdp_gpt", "--layers 8 --width 1024 --heads 8 --length 1024 --batch-size 16", ("norm_every_step",)),
     Group(
         "dlrm_like",

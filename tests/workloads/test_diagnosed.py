@@ -131,6 +131,9 @@ def test_an_optimizer_that_loops_is_found_beside_accumulation_too(tmp_path: Path
 @pytest.mark.parametrize(
     ("fault", "rule"),
     [
+        ("averages_by_hand", "parameter_loop"),
+        ("blocks_again", "needless_recompute"),
+        ("empties_cache", "device_allocations"),
         ("full_precision", "fp32_matmul"),
         ("loop_optimizer", "unfused_optimizer"),
         ("odd_shapes", "misaligned_shapes"),
@@ -138,7 +141,8 @@ def test_an_optimizer_that_loops_is_found_beside_accumulation_too(tmp_path: Path
     ],
 )
 def test_a_fault_that_only_a_gpu_shows_is_found(tmp_path: Path, fault: str, rule: str) -> None:
-    found = recorded("amp_transformer", tmp_path, "--fault", fault, "--", "--steps", "60", ranks=("--gpus", "1"))[rule]
+    options = ("--fault", fault, "--", "--steps", "60", *shown_with("amp_transformer", fault))
+    found = recorded("amp_transformer", tmp_path, *options, ranks=("--gpus", "1"))[rule]
     assert found["state"] == "found", found
 
 

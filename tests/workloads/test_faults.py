@@ -27,6 +27,8 @@ FAULTS = [(script, fault) for script in SCRIPTS for fault in constant(script, "F
 NO_SCRIPT_CAN = {"queued_wait", "throttled_clock"}
 # Needs a GPU whose memory is full, whatever GPU that is: simulated too.
 NO_SCRIPT_CAN |= {"activation_memory"}
+# Another network than any of the workloads': benchmarks/gpu has one, and the simulator.
+NO_SCRIPT_CAN |= {"recurrent_loop"}
 # Of jobs that failed, by dumps that PyTorch writes and no recording does.
 NO_SCRIPT_CAN |= {"fragmentation", "hung_collective", "mismatched_collectives", "out_of_memory"}
 

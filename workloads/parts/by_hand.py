@@ -46,3 +46,16 @@ def in_pieces(head: nn.Module, x: Tensor) -> Tensor:
     for sequence in pieces[1:]:
         logits = torch.cat([logits, sequence])
     return logits
+
+
+class Averages:
+    """torch.optim.swa_utils.AveragedModel with an exponential average, weight by weight."""
+
+    def __init__(self, decay: float = 0.999) -> None:
+        self.decay = decay
+        self.of: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> None:
+        for name, weight in model.named_parameters():
+            self.of.setdefault(name, weight.clone()).mul_(self.decay).add_(weight, alpha=1 - self.decay)
