@@ -101,7 +101,7 @@ def test_the_window_of_a_job_whose_prefetch_is_used_up_waits_for_no_batch() -> N
 def test_each_loop_alone_and_all_together_gain_what_adds_up() -> None:
     """A job that three loops hold up: their gains, one after the other, are that of all of them."""
     job = NEW["loops_optimizer"].make(SEED)
-    fixes = [NEW[name].fix for name in ("loops_optimizer", "loops_norms", "loops_average")]
+    fixes = [NEW[name].fix for name in ("loops_optimizer", "norm_items", "average_loop")]
     periods = [true(job, steps=20).period_ns]
     for fix in fixes:
         job = fix(job)
@@ -117,7 +117,7 @@ def test_launches_of_loops_are_one_for_each_parameter_and_operator() -> None:
     kernels = true(one, steps=10).ranks[0].kernels
     fused, norms, averages = (
         kernels - true(NEW[name].fix(one), steps=10).ranks[0].kernels
-        for name in ("loops_optimizer", "loops_norms", "loops_average")
+        for name in ("loops_optimizer", "norm_items", "average_loop")
     )
     few = -(-tensors // 36) + 2  # of all together
     assert fused == pytest.approx(8 * tensors, abs=few)

@@ -57,5 +57,6 @@ class Averages:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> None:
+        """Take in the weights as they are after a step."""
         for name, weight in model.named_parameters():
             self.of.setdefault(name, weight.clone()).mul_(self.decay).add_(weight, alpha=1 - self.decay)

@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "loops_parameters", "parameter_loop", "the loops of norms and of an average beside the optimizer's",
         _both_loops, lambda job: _total(_together(job)), recorded=_long, accepted=("host_bound", "unfused_optimizer"),
-        line="norm average",
+        line="norm",
     ),
     Fault(
         "written_cell", "recurrent_loop", "an LSTM written out, time step by time step", _written, _library,

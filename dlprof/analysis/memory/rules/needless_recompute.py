@@ -26,7 +26,7 @@ from dlprof.analysis.engine import Frame, Maybe, by_rank, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.memory.batches import HIGH
-from dlprof.analysis.modules.frames import PARTS, RECOMPUTE, Frames
+from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.analysis.timeline.what_if import WhatIf
@@ -38,6 +38,11 @@ from dlprof.units import duration, size
 _MOVED = 3
 
 _MOST_NAMES = 3
+
+# What is left of the host's time for these blocks without the Python hooks that keep, drop and fetch each tensor that a
+# function saves: 0.70 of forward and 0.55 of backward for transformers under autocast in torch 2.13 on a CPU, 0.30 to
+# 0.59 and 0.28 to 0.49 for five other models.
+_UNHOOKED = {FORWARD: 0.7, BACKWARD: 0.55}
 
 # What torch.utils.checkpoint calls before each block, without use_reentrant.
 _SAVES = "_NoopSaveInputs"
@@ -61,8 +66,14 @@ def recomputed(
     mine = part == PARTS.index("recompute")
     free = iv.merge(what_if.host.calls, what_if.host.python)
     times = iv.intersect(_around(module_frames, again, spans), free)
-    gain = what_if.gain_ns(durations=np.where(mine, -1, replay.durations), other=((times, 0.0),))
     places = [m for m in np.unique(module_frames.module[again]).tolist() if m >= 0]
+    of_blocks = np.isin(module_frames.module, places)
+    other = [(times, 0.0)]
+    for kind, left in _UNHOOKED.items() if host.is_named(spans, _SAVES).any() else ():
+        those = of_blocks & (module_frames.part == kind)
+        hooked = iv.union(module_frames.start[those], module_frames.end[those])
+        other.append((iv.subtract(iv.intersect(hooked, free), times), left))
+    gain = what_if.gain_ns(durations=np.where(mine, -1, replay.durations), other=other)
     kinds = {module_frames.paths[m]: module_frames.classes[m] for m in places}
     names = folded(kinds)
     outermost = dict.fromkeys(names[path] for path in kinds if path in names and parent(path) not in kinds)
