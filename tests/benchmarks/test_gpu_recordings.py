@@ -23,7 +23,9 @@ REPORTS = jobs.ROOT / "reports" / "gpu"
 ARCHIVES = [*fixtures.archives(REPORTS), *fixtures.archives(REPORTS / "h100")]
 
 # Of a recording, the parts that fail, and why.
-FAILS: dict[str, tuple[tuple[str, ...], str]] = {}
+FAILS: dict[str, tuple[tuple[str, ...], str]] = {
+    "advice-diffusion": (("cause",), "what channels_last gives beside group norms is not modelled (measured: 1.06 x)"),
+}
 
 
 @cache
