@@ -117,6 +117,7 @@ def _case(case: Case, result: Result, true: Truth, began: float) -> Case:
             **vars(case),
             "reported_ns": said,
             "predicted_ns": predicted,
+            "at_most": bool(outcome and outcome.at_most),
             "state": outcome.state if outcome else "",
             "true_computation": ()
             if case.whole_loop

@@ -21,26 +21,16 @@ CAUTIOUS = ("float32",)
 
 # Further faults of a rule that another one stands for: each takes some seconds, and 4 to 18 where it has several ranks.
 FURTHER = (
-    "after_backward", "boolean_mask", "cast_loss", "changing_experts", "few_workers", "gpipe", "graph_waits",
-    "host_function", "loop_optimizer", "many_launches", "more_work", "one_hot_gpu", "rank_sleeps",
+    "after_backward", "bookkeeping", "boolean_mask", "cast_loss", "changing_experts", "few_workers", "gpipe",
+    "graph_waits", "host_function", "loop_optimizer", "many_launches", "more_work", "one_hot_gpu", "rank_sleeps",
     "hidden_average_loop", "hidden_bookkeeping", "hidden_optimizer_loop", "hidden_pinning", "laps_of_a_full_device",
-    "launches_left", "slow_loader_one_rank", "small_batch_counted", "small_written_norms",
+    "launches_left", "loops_optimizer", "loops_parameters", "norm_items", "optimizer_loop", "pinning_as_long",
+    "pinning_limits", "prefetch_used_up", "slow_loader_one_rank", "small_batch_counted", "small_written_norms",
     "sync_every_batch", "synchronize_every_step", "tiny_buckets", "values_read", "wait_then_loader", "workers_keep_up",
 )  # fmt: skip
 
 
-# What the rules do not tell yet: the host's time is taken from the traced window, which slows it, and not divided by
-# what the host does in it; a window within what was prefetched is taken for the steady state; what pinning takes is not
-# known.
-TO_COME = (
-    "average_loop", "bookkeeping", "loops_average", "loops_norms", "loops_optimizer", "norm_items", "optimizer_loop",
-    "pinning_as_long", "pinning_limits", "prefetch_used_up", "written_cell",
-)  # fmt: skip
-
-
 def marked(name: str) -> object:
-    if name in TO_COME:
-        return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.xfail(reason="to come", strict=True)])
     return pytest.param(name, marks=pytest.mark.slow) if name in FURTHER else name
 
 
@@ -55,7 +45,7 @@ def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
         return
     assert case.state == "found"
     assert case.predicted_ns is not None
-    assert case.predicted_ns >= (1 - NEAR) * case.fixed_ns
+    assert case.at_most or case.predicted_ns >= (1 - NEAR) * case.fixed_ns
     if name not in CAUTIOUS:
         assert case.predicted_ns <= (1 + NEAR) * case.fixed_ns
 
@@ -63,6 +53,6 @@ def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
 def test_every_fault_is_of_a_rule_and_one_of_each_rule_is_always_checked() -> None:
     rules = {fault.rule for fault in FAULTS}
     assert rules <= {rule.id for rule in RULES}
-    always = {fault.rule for fault in FAULTS if fault.name not in (*FURTHER, *TO_COME)}
-    assert always == {fault.rule for fault in FAULTS if fault.name not in TO_COME and not fault.harmless}
-    assert {*FURTHER, *TO_COME} <= {fault.name for fault in FAULTS}
+    always = {fault.rule for fault in FAULTS if fault.name not in FURTHER}
+    assert always == {fault.rule for fault in FAULTS if not fault.harmless}
+    assert {*FURTHER} <= {fault.name for fault in FAULTS}

@@ -84,10 +84,10 @@ def host_parts(
     replay = what_if.replay
     called = launches.called[replay.rows]
     begins = np.array([wait.begin for wait in replay.waits], dtype=np.int64)
-    own = _waits_of_script(what_if, sync_waits)
     stepping, fused = in_optimizer.or_none(), fused_gain_ns.or_none() or 0.0
     optimizer = iv.EMPTY if stepping is None else iv.intersect(stepping, iv.merge(*what_if.phases.values()))
     looping = segments.looping
+    own = _waits_of_script(what_if, sync_waits, looping)
     python = iv.intersect(what_if.host.python, what_if.phases["rest"])
     if what_if.marked:
         in_calls = iv.intersect(iv.merge(what_if.phases["forward"], what_if.phases["backward"]), what_if.host.calls)
@@ -97,7 +97,7 @@ def host_parts(
         in_calls, between = iv.subtract(what_if.host.calls, optimizer), python
     in_calls = iv.subtract(in_calls, looping)
     # What an operator that copies a batch does there is the copy's.
-    between = iv.subtract(iv.subtract(between, looping), _copying(sync_waits))
+    between = iv.subtract(iv.subtract(between, looping), _asked(sync_waits, copying=True))
     rows = []
 
     def without(times: iv.Intervals) -> NDArray[np.int64]:
@@ -185,17 +185,19 @@ def places_of(
     )
 
 
-def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which of the replay's waits the script asks for: not those for room in the queue, nor for batches that are
-    copied to the device, which have rules of their own.
+def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame, looping: iv.Intervals) -> NDArray[np.bool_]:
+    """Return which of the replay's waits the script asks for: those of the training thread, and any in a loop.
+
+    Not those for room in the queue, nor for batches that are copied to the device, which have rules of their own.
     """
     waits = what_if.replay.waits
     begins = np.array([wait.begin for wait in waits], dtype=np.int64)
     full = np.array([wait.from_start for wait in waits], dtype=bool)
-    return ~full & ~iv.holds(_copying(sync_waits), begins)
+    asked = iv.merge(_asked(sync_waits, copying=False), looping)
+    return ~full & iv.holds(asked, begins) & ~iv.holds(_asked(sync_waits, copying=True), begins)
 
 
-def _copying(sync_waits: pd.DataFrame) -> iv.Intervals:
-    """Return when the script waits in operators that copy to the device."""
-    copying = sync_waits[sync_waits["copied"] != ""]
-    return iv.union(copying["start_ns"].to_numpy(), copying["end_ns"].to_numpy())
+def _asked(sync_waits: pd.DataFrame, *, copying: bool) -> iv.Intervals:
+    """Return when the training thread waits, in operators that copy to the device or in others."""
+    mine = sync_waits[(sync_waits["copied"] != "") == copying]
+    return iv.union(mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy())

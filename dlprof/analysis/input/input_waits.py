@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
-from dlprof.analysis.input.fetch_replay import SAMPLES, Forecast, Pace, replayed
+from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES, Forecast, Pace, replayed
 from dlprof.analysis.input.loader import gained
 from dlprof.analysis.input.paces import Paces
 from dlprof.analysis.step.breakdown import part, room
@@ -49,8 +49,9 @@ MOST_RANKS = 8
 # Who waits for another rank's data for less than this share of the step is not named (estimate.LEAST_SHARE).
 LEAST_SHARE = 0.02
 
-# Workers that compute slow everything else that computes, and a rank that waits for data launches late.
-SAVES_FROM = ("computation", "communication", "input_wait", "optimizer_host", "host", "launch_latency", "other")
+# Workers that compute slow everything else that computes, a rank that waits for data launches late, and smaller batches
+# are copied sooner.
+SAVES_FROM = ("computation", "communication", "copy", "input_wait", "optimizer_host", "host", "launch_latency", "other")
 
 
 @across_ranks
@@ -187,6 +188,7 @@ def faster_loader(
     own_time: pd.DataFrame,
     step_series: pd.DataFrame,
     fetch_gains: Maybe[pd.DataFrame],
+    breakdown: pd.DataFrame,
     job: Job,
 ) -> FasterLoader:
     """Predict what the better of more workers and cheaper batches saves; the whole wait where that is not known.
@@ -207,6 +209,10 @@ def faster_loader(
     if settings.on_cpu(job):
         with suppress(NotMeasured):
             cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, pace.costly)
+    elif pace.costly == PINNING:  # what is not pinned is not copied to the device either, down to the workers' pace
+        fed = replayed(replace(pace.without(PINNING), own=np.ones(1)), pace.workers).step_ns
+        copied = part(breakdown, "copy").get(starving.rank, 0.0)
+        cheaper += min(copied, max(mean_step_ns - cheaper - fed, 0.0))
     gain = max(cheaper, plan.gain_ns)
     helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
     return FasterLoader(plan.gain_ns if helps else gain, plan, helps, pace.costly)

@@ -8,13 +8,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank, within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.idle import Idle
 from dlprof.analysis.timeline.steady import standard_error, suspended
-from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import DoesNotApply, NotMeasured
 
@@ -216,17 +213,16 @@ def fetch_series(
 
 
 @per_rank
-def fetch_gains(what_if: WhatIf, idle: Maybe[Idle], timing: Timing) -> pd.DataFrame:
+def fetch_gains(what_if: WhatIf) -> pd.DataFrame:
     """Return what a rank with a device gains when its loader waits for less: left (a share of LEFT), gain_ns a step.
 
-    By replaying the traced steps: a wait behind which the device has work gains nothing, and one that also delays
-    launches gains more than the time in which the device idles meanwhile. Raises NotMeasured where the trace cannot be
-    replayed, or holds no loader.
+    By replaying the traced steps, which wait there as long as those that were not traced: a wait behind which the
+    device has work gains nothing, and one that also delays launches gains more than the time in which the device idles
+    meanwhile. Raises NotMeasured where the trace cannot be replayed, or holds no loader.
     """
     if not len(what_if.host.fetch) or what_if.step_ns < REPRODUCED * what_if.measured_ns:
         raise NotMeasured("the replayed steps hold less waiting for data than others")
-    late = len(iv.intersect(idle.get().late, iv.merge(timing.windows))) > 0
-    return pd.DataFrame({"left": LEFT, "gain_ns": [what_if.gain_ns(fetch=left) if late else 0.0 for left in LEFT]})
+    return pd.DataFrame({"left": LEFT, "gain_ns": [what_if.gain_ns(fetch=left) for left in LEFT]})
 
 
 def gained(fetch_gains: Maybe[pd.DataFrame], rank: int, wait_ns: float, freed: float) -> float:
