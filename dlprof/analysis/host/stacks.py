@@ -12,6 +12,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Maybe, per_rank
 from dlprof.errors import NotMeasured
+from dlprof.result import Place
 from dlprof.units import percent
 
 # What the training thread was doing, and its workers, in words.
@@ -223,21 +224,29 @@ def shown(function: str, file: str, line: int = 0) -> str:
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 
 
-def hottest_own(hottest: Maybe[pd.DataFrame], rank: int, *doing: str) -> str:
-    """Name the user's function that a rank was seen in most while doing one of these, as a sentence with a space first.
+def hottest_place(hottest: Maybe[pd.DataFrame], rank: int, *doing: str) -> Place | None:
+    """Return the user's function that a rank was seen in most while doing one of these, with its share of the stacks.
 
-    "" where stacks were not recorded, are too few, or show no function in particular.
+    None where stacks were not recorded, are too few, or show no function in particular.
     """
     frame = hottest.or_none()
     if frame is None:
-        return ""
+        return None
     seen = frame[(frame["rank"] == rank) & frame["doing"].isin(doing)]
     samples = int(seen.drop_duplicates("doing")["samples"].sum())
     mine = seen[seen["own"].astype(bool) & (seen["function"] != "<module>")]
     alone = mine.groupby(["function", "file"])["alone"].transform("sum").to_numpy()
     if samples < LEAST_SAMPLES or alone.max(initial=0) < NOTABLE_SHARE * samples:
-        return ""
+        return None
     top = mine.iloc[int(alone.argmax())]
-    where = shown(top["function"], top["file"], int(top["line"]))
+    return Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(alone.max() / samples))
+
+
+def hottest_own(hottest: Maybe[pd.DataFrame], rank: int, *doing: str) -> str:
+    """Name `hottest_place` as a sentence with a space first; "": there is none."""
+    place = hottest_place(hottest, rank, *doing)
+    if place is None or place.share is None:
+        return ""
     while_doing = " or ".join(DOING[one] for one in doing)
-    return f" Of the stacks seen there ({while_doing}), {percent(alone.max() / samples)} are in {where}."
+    where = shown(place.function, place.file, place.line)
+    return f" Of the stacks seen there ({while_doing}), {percent(place.share)} are in {where}."

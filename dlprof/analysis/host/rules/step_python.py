@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.parts import BETWEEN, gains_of
-from dlprof.analysis.host.stacks import hottest_own, shown
+from dlprof.analysis.host.stacks import hottest_own, hottest_place, shown
 from dlprof.analysis.panel import table
 from dlprof.units import duration, percent, short
 
@@ -80,10 +81,18 @@ def explain(
     own_python: Maybe[Frame],
     host_work: Maybe[Frame],
     hottest: Maybe[Frame],
+    before_forward: tuple[int, float] | None,
 ) -> Explanation:
     rank = estimate.worst
     if estimate.seen is None:
-        return _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
+        said = _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
+        if before_forward is None or before_forward[1] < NOTABLE_SHARE * mean_step_ns:
+            return said
+        lead = change(
+            f"batches that are made there ({duration(before_forward[1])} of each step pass before the first forward,"
+            " and no loader was seen): in a DataLoader's workers, ahead of the step"
+        )
+        return replace(said, changes=(*said.changes, lead))
     lines = estimate.rows(estimate.seen).sort_values("ns", ascending=False)
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]
@@ -120,6 +129,8 @@ def _on_device(
     if own_python:
         functions = estimate.rows(own_python.get()).head(MOST_LINES).to_dict("records")
         named = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for f in functions)
+    place = hottest_place(hottest, rank, "rest")
+    what = "this" if place is None else f"`{shown(place.function, place.file, place.line)}`"
     seen = hottest_own(hottest, rank, "rest") or (f" The device waited longest for {named}." if named else "")
     if host_work:
         work = estimate.rows(host_work.get())
@@ -130,10 +141,7 @@ def _on_device(
         title="The script's Python between the phases holds up the device",
         summary=f"Rank {rank} spends {duration(mine['host_ns'])} of each step between fetching, forward, backward and"
         f" the optimizer, in no loop over parameters and no wait for the device.{seen}",
-        changes=(
-            change("take this out of the loop, or do it every k steps; keep metrics as tensors"),
-            change("data that is made there: in a DataLoader's workers, ahead of the step"),
-        ),
+        changes=(change(f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"),),
         evidence=evidence,
         at_most=True,
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without it: the most"

@@ -11,6 +11,7 @@ import pytest
 from dlprof.analysis.host.rules.step_python import RULE
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.phases import US, trained
 from tests.fixtures.runs import A100, MS, light
 from tests.fixtures.sampled_stacks import MAIN
 
@@ -54,6 +55,26 @@ def test_without_stacks_it_abstains(tmp_path: Path) -> None:
 def test_on_a_device_it_needs_a_trace(tmp_path: Path) -> None:
     path = recorded(tmp_path, 5, device=A100)
     assert ask(RULE, path).state == "not_measured"
+
+
+@pytest.mark.parametrize(
+    ("lead", "stacks"), [(0, ""), (1_900, f"{MAIN};main (/me/train.py:3);augment (/me/a.py:7) 40\n")]
+)
+def test_on_a_device_the_function_is_named_and_a_loader_where_batches_may_be_made(
+    tmp_path: Path, lead: int, stacks: str
+) -> None:
+    """Steps of 4.2 ms, 2 of them before the optimizer or before the forward pass."""
+    took = {"forward_ns": MS, "backward_ns": MS, "optimizer_ns": 100 * US, "lead_ns": lead * US}
+    steps = [light(n, 4_200 * US, profiled=int(n < 5), fetches=0, **took) for n in range(50)]
+    made = trained(length=4_200 * US)
+    path = runs.recorded(tmp_path / "run", (made, steps, {**runs.GPU, "pid": 10}))
+    if stacks:
+        (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(stacks.encode()))
+    found = ask(RULE, path)
+    assert (found.state, found.at_most) == ("found", True)
+    what = "`augment (a.py:7)`" if stacks else "this"
+    assert found.advice[0] == f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"
+    assert [text.partition(" (")[0] for text in found.advice[1:]] == ["batches that are made there"] * (lead > 0)
 
 
 def test_what_varies_too_much_between_the_steps_is_not_told(tmp_path: Path) -> None:
