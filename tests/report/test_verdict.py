@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP
-from dlprof.report import verdict
-from dlprof.result import Forecast, ForeignLoad, MemoryPeak, Result, RunInfo
+from dlprof.report import html, verdict
+from dlprof.result import Forecast, ForeignLoad, HostLimited, HostPart, MemoryPeak, Result, RunInfo
 from dlprof.result.other_tools import Profile
 from tests.fixtures import results
 from tests.fixtures.results import MS
@@ -31,6 +32,31 @@ def test_a_change_of_the_training_is_never_in_the_headline() -> None:
     healthy = results.healthy()
     apart = replace(healthy, outcomes=(results.LARGER, *healthy.outcomes))
     assert verdict.headline(apart) == verdict.headline(healthy)
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "told"),
+    [
+        (10, [("loop", 4), ("loop", 2), ("launches", 3), ("waits", 0.1)], True),
+        (10, [("loop", 9), ("launches", 0.1)], False),
+        (1, [("loop", 0.9), ("launches", 0.9)], False),
+    ],
+    ids=["divided", "one part", "little"],
+)
+def test_what_a_device_waits_for_its_host_for_is_said_once_and_divided(
+    whole: float, parts: list[tuple[str, float]], told: bool
+) -> None:
+    """Of a step of 42 ms; two loops are one part, and what is below 2 % of the step is left out."""
+    limited = HostLimited(0, whole * MS, tuple(HostPart(part, "", 0.0, ns * MS) for part, ns in parts))
+    result = results.ddp()
+    assert result.window is not None
+    result = replace(result, host_limited=limited, window=replace(result.window, step_ns=42.0 * MS))
+    text = verdict.host_limited(result).replace(NBSP, " ")
+    assert bool(text) == told
+    if told:
+        assert "would take 32.0 ms instead of 42.0 ms" in text
+        assert "6.00 ms, launches of the forward and backward pass 3.00 ms." in text
+        assert text in html.render(result).replace(NBSP, " ")
 
 
 def test_a_larger_part_that_no_rule_could_judge_comes_before_the_findings() -> None:
