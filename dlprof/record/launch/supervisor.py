@@ -167,13 +167,10 @@ class Samplers:
         if self._env.get("DLPROF_SAMPLE", "off") == "off":
             return
         try:
+            main = Path(__file__).parents[1] / "samplers" / "__main__.py"
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    Path(__file__).parents[1] / "samplers" / "__main__.py",
-                    self._folder,
-                    str(os.getpid()),
-                ],
+                # -S: the user's sitecustomize is for the job's processes. Where else modules are is passed instead.
+                [sys.executable, "-S", main, self._folder, str(os.getpid()), *filter(os.path.isabs, sys.path)],
                 env=self._env,
                 cwd="/",
                 stdin=subprocess.PIPE,
