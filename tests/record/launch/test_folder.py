@@ -328,3 +328,32 @@ def test_of_tasks_that_end_together_one_reports_and_none_is_forgotten(tmp_path: 
     assert [one["number"] for one in told["tasks"]] == [str(number) for number in range(8)]
     assert all(one["exit"]["code"] == 0 for one in told["tasks"])
     assert told["end_ns"] == max(one["end_ns"] for one in told["tasks"])
+
+
+# Two jobs of six tasks each, all of which start in the same moment and want a folder that has a run.
+RUSH = """
+import os, sys, time
+from pathlib import Path
+from dlprof.record.launch.folder import opened
+opened(Path("run"), "x", [], {}, {})
+begins = time.monotonic() + 0.3
+for number in range(12):
+    if os.fork() == 0:
+        job = {"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_RANK": str(number // 2), "PMIX_NAMESPACE": str(number % 2)}
+        while time.monotonic() < begins:
+            pass
+        run, _ = opened(Path("run"), "x", [], {}, job)
+        os.write(1, f"{number % 2} {run.path.name} {run.made}\\n".encode())
+        os._exit(0)
+for number in range(12):
+    os.wait()
+"""
+
+
+def test_tasks_of_two_jobs_that_start_together_are_kept_apart_and_together(tmp_path: Path) -> None:
+    done = launch([sys.executable, "-c", RUSH], tmp_path)
+    had = [tuple(line.split()) for line in done.stdout.splitlines()]
+    assert len(had) == 12, done.stderr
+    assert {len([1 for _, name, _ in had if name == folder]) for folder in ("run-2", "run-3")} == {6}
+    assert len({(job, name) for job, name, _ in had}) == 2
+    assert sorted(name for _, name, made in had if made == "True") == ["run-2", "run-3"]
