@@ -42,6 +42,7 @@ os.execv("/bin/sh", ["sh", "-c", "read word < ../go"])
 JOB = """
 import ctypes, os, socket, sys
 from pathlib import Path
+from dlprof.record.launch.folder import RunFolder
 from dlprof.record.launch.supervisor import supervise
 size, rank = int(sys.argv[1]), sys.argv[2]
 for number in range(size):
@@ -50,7 +51,8 @@ for number in range(size):
             raise SystemExit("hosts cannot be made here: it takes root")
         socket.sethostname(f"node{number // 8:04d}")
         task = {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_RANK": str(number), "PMIX_NAMESPACE": "1"}
-        supervise([sys.executable, "-c", rank], Path("run"), os.environ | task, {})
+        command, env = [sys.executable, "-c", rank], os.environ | task
+        supervise(command, RunFolder(Path("run"), command, {}, env), env)
         os._exit(0)
 for number in range(size):
     os.wait()

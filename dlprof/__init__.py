@@ -36,7 +36,8 @@ def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as g
 def record(path: str | os.PathLike[str] | None = None, **options: Any) -> AbstractContextManager[Any]:
     """Record what is trained inside a block: `with dlprof.record() as run: train()`. Then `run` is the opened run.
 
-    `path` is the run folder; by default a new one under runs/, named after the script or notebook. The options are
+    `path` is the run folder; by default a new one under runs/, named after the script or notebook. Where that holds a
+    run, or cannot be written, it is another one, as with `dlprof wrap`. The options are
     those of `dlprof wrap`: `window=(10, 2, 5)`, the steps to skip, to warm up and to trace; `ranks="0,1,last"`,
     which ranks record a trace; `trace=False`, without any; `flops="auto"`, "on" or "off"; `lines`, one or several of
     "module:function", or "auto"; `shapes=True`; `memory=True`; `nvtx=True`; `stacks="on"`, "off" or how many a second;

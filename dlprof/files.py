@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, reason
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def writing(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise DlprofError(f"{what} cannot be written: {e.strerror or e}{remedy}") from None
+        raise DlprofError(f"{what} cannot be written: {reason(e)}{remedy}") from None
 
 
 def compact(data: object) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import unicodedata
 
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, limit
 
 NBSP = "\u00a0"
 
@@ -36,7 +36,9 @@ def _escape(char: str) -> str:
 
 def words_of(error: BaseException) -> str:
     """Return what a user is to read of an error: ours, and an OSError, explain themselves."""
-    return str(error) if isinstance(error, (DlprofError, OSError)) else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        return f"{error}{limit(error)}"
+    return str(error) if isinstance(error, DlprofError) else f"{type(error).__name__}: {error}"
 
 
 def tell(text: str) -> None:

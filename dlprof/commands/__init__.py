@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import keyword
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -77,10 +78,10 @@ def after_dashes(ctx: click.Context) -> tuple[str, ...]:
 def new_folder(name: str) -> Path:
     """Make and return a new folder NAME, NAME-2, … here; raise DlprofError where that fails."""
     from dlprof.files import writing
-    from dlprof.record.launch.folder import make_first
+    from dlprof.record.launch.folder import make_first, numbered
 
     with writing(f"a folder {name}", "; -o names another one"):
-        made = make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
+        made = make_first(numbered(Path(name)))
     if made is None:
         raise DlprofError(f"a thousand folders {name} are here already; -o names another")
     return made
@@ -99,6 +100,22 @@ def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> Non
 # What several commands have.
 PATH = click.Path(path_type=Path)
 run_path = click.argument("path", type=PATH)
+
+
+class _Minutes(click.FloatRange):
+    """A number in a range, of which nan is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number of minutes.", param, ctx)
+        return number
+
+
+def minutes(default: float) -> Callable[[F], F]:
+    """Return the option of how long a command may measure."""
+    range_ = _Minutes(0.1, 10_000)
+    return click.option("--minutes", type=range_, default=default, show_default=True, help="How long it may take.")
 
 
 def file(name: str, help: str) -> Callable[[F], F]:  # noqa: A002 - click's name

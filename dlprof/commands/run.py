@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -114,16 +115,16 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
     """
     from dlprof.commands.prove.compare import compare_runs
     from dlprof.files import writing
-    from dlprof.record.launch.folder import new_folder
+    from dlprof.record.launch.folder import make_first, numbered
 
     rungs = constant(script, "LADDER")
     if not rungs:
         raise DlprofError(f"{script.stem} has no ladder: it sets no LADDER")
     most = gpus or procs or (min(count_gpus(), 2) or 2)
     on = ["--gpus"] if gpus or (not procs and count_gpus()) else ["--procs"]
-    folder = recording.out or new_folder(f"{script.stem}-ladder", os.environ)
-    with writing(str(folder)):
-        folder.mkdir(parents=True, exist_ok=True)
+    usual = recording.out or Path("runs", f"{script.stem}-ladder-{time.strftime('%Y%m%d-%H%M%S')}")
+    with writing(str(usual)):
+        folder = make_first(numbered(usual)) or usual
     overridden = [word for setting in recording.settings for word in ("--set", setting)]
     overridden += ["--allow-numerics"] if recording.allow_numerics else []
     said, done = list[str](), list[Path]()

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -15,9 +16,9 @@ from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
-from dlprof.record.launch.folder import new_folder
+from dlprof.record.launch.folder import opened
 from dlprof.record.launch.signals import deaf
-from dlprof.record.launch.supervisor import Ended, end_like, supervise
+from dlprof.record.launch.supervisor import end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.redaction import shown
@@ -81,32 +82,51 @@ def record(
 ) -> None:
     """Run the command, record it, print the verdict on stderr, and end this process as the command ended.
 
-    Raises DlprofError, before the command starts, where the run folder cannot be made or a recording already runs.
+    The command also runs where nothing can be recorded. Raises DlprofError, before it starts, where nsys was asked for
+    and there is none, and where a trial's run cannot be recorded where the trial looks for it.
     """
+    must_be_linux()
     if env.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
+        _run_unrecorded(command, env, f"this is recorded already, into {env['DLPROF_RUN']}, and not a second time")
     launcher = nsys.launcher(env, bool(recording.asked["capture"])) if recording.nsys else None
-    asked = recording.asked
-    trial = env.get("DLPROF_TRIAL")
-    env = recording.environment(env)
-    folder = recording.out if recording.out is not None else new_folder(name, env)
-    task = task_of(env)
-    if not recording.quiet and (task is None or task.number in (None, "0")):
-        _say(f"dlprof: recording into {folder}")
+    changed = recording.environment(env)
+    task = task_of(changed)
+    overridden = {name: shown(name, value) for name, value in recording.overrides.items()}
+    written = {**recording.asked, **(options or {}), **({"set": overridden} if overridden else {})}
+    run, why = opened(recording.out, name, command, written, changed)
+    if why and env.get("DLPROF_TRIAL"):
+        raise DlprofError(why)
+    if run is None:
+        more = ", and no --set takes effect" if overridden else ""
+        _run_unrecorded(command, env, f"{why}; nothing is recorded{more}")
+    if why and run.made:
+        _say(f"dlprof: {why}; recording into {run.named}")
+    elif not recording.quiet and (task is None or task.number in (None, "0")):
+        _say(f"dlprof: recording into {run.named}")
     with _undisturbed():
-        ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher, recording.overrides)
+        ended = supervise(command, run, changed, launcher, overridden)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
         if ended.last and not recording.quiet:
-            _say_applied(folder, recording)
-        if trial:
-            _end_rest(folder)
-    if not recording.no_report and ended.last and recorded(folder):
+            with _in_one_line("what --set did is not known", "stopped"):
+                for line in applied(run.path, overridden):
+                    _say(f"dlprof: {line}")
+        if env.get("DLPROF_TRIAL"):
+            _end_rest(run.path)
+    if not recording.no_report and ended.last and recorded(run.path):
         # A launcher ends all tasks when one fails, and the last of them makes the report of that.
         with deaf() if task else contextlib.nullcontext():
-            _report(ended, recording.quiet)
+            _report(run.path, recording.quiet)
         if recording.tries and ended.signal is None:
-            _try(ended, recording)
+            _try(run.path, recording)
+    end_like(ended)
+
+
+def _run_unrecorded(command: Sequence[str], env: Mapping[str, str], why: str) -> NoReturn:
+    """Run the command as it is, and end this process as it ended."""
+    _say(f"dlprof: {why}")
+    with _undisturbed():
+        ended = unrecorded(command, env)
     end_like(ended)
 
 
@@ -122,12 +142,6 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _say_applied(folder: Path, recording: Recording) -> None:
-    """Say what each override did that took effect; those that did not are among the warnings."""
-    for line in applied(folder, {name: shown(name, value) for name, value in recording.overrides.items()}):
-        _say(f"dlprof: {line}")
 
 
 def _end_rest(folder: Path) -> None:
@@ -152,25 +166,25 @@ def _in_one_line(failed: str, stopped: str) -> Iterator[None]:
         _say(f"dlprof: {failed}: {words_of(e)}")
 
 
-def _report(ended: Ended, quiet: bool) -> None:
+def _report(folder: Path, quiet: bool) -> None:
     """Write the report and print its verdict."""
-    with _in_one_line("no report", f"report stopped; to make it later: dlprof report {ended.folder}"):
+    with _in_one_line("no report", f"report stopped; to make it later: dlprof report {folder}"):
         from dlprof.commands.report import write_report
 
-        verdict = write_report(ended.folder)
+        verdict = write_report(folder)
         if not quiet:
             _say(verdict, "\n\x1b")
 
 
-def _try(ended: Ended, recording: Recording) -> None:
+def _try(folder: Path, recording: Recording) -> None:
     """Try what the report advises."""
-    with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {ended.folder}"):
+    with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {folder}"):
         from dlprof.commands.prove.try_ import try_run
         from dlprof.commands.report import analyse
         from dlprof.trial.trying import Options
 
         options = Options(allow_numerics=recording.allow_numerics)
-        try_run(ended.folder, analyse(ended.folder), options, quiet=recording.quiet, err=True)
+        try_run(folder, analyse(folder), options, quiet=recording.quiet, err=True)
 
 
 def _say(text: str, keep: str = "") -> None:

@@ -18,9 +18,8 @@ from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
 from dlprof.record.launch import options
-from dlprof.record.launch.folder import RunFolder, compress, new_folder
+from dlprof.record.launch.folder import RunFolder, compress, opened
 from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded, whole_run
-from dlprof.record.launch.tasks import TASK_NUMBERS
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.recorder import say
 from dlprof.record.redaction import shown
@@ -114,12 +113,14 @@ class Block:
         if outer:
             raise DlprofError(f"this process is recorded already, into {outer}")
         must_be_linux()
-        env = _of_launcher(os.environ)
         command, name = _command()
-        folder = (self.path or new_folder(name, env)).absolute()
         written = {**self._asked, "set": self._overridden} if self._settings else self._asked
-        run = RunFolder(folder, command, written, env)
-        self._pid, self.path = os.getpid(), folder
+        run, why = opened(self.path, name, command, written, os.environ)
+        if run is None:
+            raise DlprofError(why)
+        if why and run.made:
+            say(f"{why}; recording into {run.named}")
+        self._pid, self.path = os.getpid(), (folder := run.path)
         import torch  # noqa: F401 - what the hooks hang on
 
         changes = options.variables(self._asked)
@@ -195,15 +196,6 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _of_launcher(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment in which each rank of torchrun is a task of one job, as those of srun and mpirun are."""
-    if not env.get("TORCHELASTIC_RUN_ID") or env.get("WORLD_SIZE", "1") == "1":
-        return env
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    job = "-".join(env[name] for name in names if name in env)
-    return {**env, "DLPROF_JOB": job, TASK_NUMBERS[0]: env.get("RANK", "0")}
 
 
 def _command() -> tuple[Sequence[str], str]:

@@ -96,11 +96,11 @@ def test_variables_reach_the_command_and_secrets_no_file(tmp_path: Path) -> None
     assert "hush" not in done.stderr
 
 
-def test_wrapping_twice_is_refused_in_one_line(tmp_path: Path) -> None:
-    done = launch([*DLPROF, "wrap", "--", "touch", "started"], tmp_path, env=environment(DLPROF_RUN="elsewhere"))
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "elsewhere" in done.stderr
+def test_a_command_that_is_recorded_already_runs_as_it_is(tmp_path: Path) -> None:
+    command = [*DLPROF, "wrap", "--", "sh", "-c", "echo $DLPROF_RUN $DLPROF_SUPERVISOR; exit 7"]
+    done = launch(command, tmp_path, env=environment(DLPROF_RUN="elsewhere", DLPROF_SUPERVISOR="1"))
+    assert (done.returncode, done.stdout) == (7, "elsewhere 1\n")
+    assert done.stderr == "dlprof: this is recorded already, into elsewhere, and not a second time\n"
     assert list(tmp_path.iterdir()) == []
 
 

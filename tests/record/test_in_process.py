@@ -107,7 +107,7 @@ def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -
         import dlprof
         from dlprof.errors import DlprofError
         open("file", "w").close()
-        for path in ("file/run", "idle"):
+        for path in ("file/run", "idle", "idle"):
             with dlprof.record(path, sample="off") as run:
                 if path != "idle":
                     train(next(iter(DataLoader(data))))
@@ -116,11 +116,14 @@ def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -
             except DlprofError as e:
                 print(e)
     """
-    done = plain(tmp_path, body)
-    first, second = done.stdout.splitlines()
-    assert "file/run" in first
-    assert "no backward()" in second
-    assert done.stderr.count("dlprof:") == len(done.stderr.splitlines()) == 2
+    done = plain(tmp_path, body, TMPDIR=str(tmp_path / "none"))
+    first, *more = done.stdout.splitlines()
+    assert "cannot record into file/run: Not a directory; cannot record into" in first
+    assert [line.partition(": ")[2] for line in more] == [
+        "no backward() and no optimizer step was seen in the block"
+    ] * 2
+    assert done.stderr.count("dlprof:") == len(done.stderr.splitlines()) == 4
+    assert "dlprof: idle already holds a run; recording into idle-2\n" in done.stderr
     wrapped = plain(tmp_path, "import dlprof\nwith dlprof.record('x'): print('runs')", DLPROF_RUN="elsewhere")
     assert wrapped.stdout == "runs\n"
     assert "into elsewhere" in wrapped.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,15 +169,18 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(slurm: dict[str, str], scri
 
 
 @pytest.mark.slow
-def test_the_job_of_another_run_is_named_where_two_are_given_one_folder(slurm: dict[str, str], tmp_path: Path) -> None:
-    command = ["srun", "-n", "2", *DLPROF, "wrap", "-o", "run", "--quiet", "--no-sample", "--", "touch"]
+def test_of_two_jobs_that_are_given_one_folder_the_second_has_the_next_number(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    command = ["srun", "-N", "2", "-n", "4", *DLPROF, "wrap", "-o", "run", "--quiet", "--no-sample", "--", "touch"]
     assert launch([*command, "first"], tmp_path, env=slurm).returncode == 0
     done = launch([*command, "second"], tmp_path, env=slurm)
-    assert done.returncode == 1
-    assert not (tmp_path / "second").exists()
-    lines = [line for line in done.stderr.splitlines() if line.startswith("dlprof: ")]
-    assert len(set(lines)) == 1
-    assert "already holds a run of job" in lines[0]
+    assert done.returncode == 0
+    assert (tmp_path / "second").exists()
+    (line,) = (line for line in done.stderr.splitlines() if "recording into" in line)
+    assert re.fullmatch(r"dlprof: run already holds a run of job \S+, and this is \S+; recording into run-2", line)
+    tasks = [json.loads((tmp_path / run / "run.json").read_text())["tasks"] for run in ("run", "run-2")]
+    assert [sorted(task["number"] for task in of) for of in tasks] == [["0", "1", "2", "3"]] * 2
 
 
 @pytest.mark.slow

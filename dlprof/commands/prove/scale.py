@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import WithCommand, after_dashes, form, jobs, new_folder, no_limits, out, quiet, say, show
+from dlprof.commands import WithCommand, after_dashes, form, jobs, minutes, new_folder, no_limits, out, quiet, say, show
 from dlprof.errors import DlprofError
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
     if text is None:
         return ()
     try:
-        found = sorted({int(word) for word in text.split(",")})
+        found = sorted(int(word) for word in text.split(","))
     except ValueError:
         found = []
     if not found or not 1 <= found[0] <= found[-1] <= _MOST_RANKS:
         raise click.BadParameter(f"{text!r} names no numbers of ranks; write 1,2,4,8", param=option)
+    if twice := next((n for n, more in itertools.pairwise(found) if n == more), None):
+        raise click.BadParameter(f"{text!r} names {twice} twice; write each once", param=option)
     return tuple(found)
 
 
@@ -46,9 +49,7 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
 @click.option("--batch", type=click.IntRange(min=1), help="Batch of each rank; with strong, of all together.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=2, show_default=True, help="Recordings of each size.")
 @click.option("--steps", type=click.IntRange(60, 1_000_000), default=60, show_default=True, help="Steps of each.")
-@click.option(
-    "--minutes", type=click.FloatRange(0.1, 10_000), default=30.0, show_default=True, help="How long it may take."
-)
+@minutes(30.0)
 @click.option("--at", "targets", callback=_sizes, metavar="64,1024", help="Numbers of ranks to predict.")
 @out("Folder of the study; one that holds recordings of it is gone on with. [default: a new dlprof-scale]")
 @form

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import WithCommand, after_dashes, form, new_folder, out, quiet, say, show
+from dlprof.commands import WithCommand, after_dashes, form, minutes, new_folder, out, quiet, say, show
 from dlprof.errors import DlprofError
 
 
 @click.command(cls=WithCommand, short_help="Measure a job with each of several values of its settings.")
 @click.argument("axes", nargs=-1, required=True, metavar="NAME=VALUES... -- SCRIPT.py [ARGS]...")
-@click.option(
-    "--minutes", type=click.FloatRange(0.1, 10_000), default=30.0, show_default=True, help="How long it may take."
-)
+@minutes(30.0)
 @click.option(
     "--steps", type=click.IntRange(8, 1_000_000), default=30, show_default=True, help="Steady steps of each run."
 )

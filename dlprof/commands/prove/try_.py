@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, no_limits, quiet, run_path, say
+from dlprof.commands import form, minutes, no_limits, quiet, run_path, say
 from dlprof.files import compact
 from dlprof.plain import plain
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("try", short_help="Run the job again with what the report advises, and measure the gain.")
 @run_path
-@click.option(
-    "--minutes", type=click.FloatRange(0.1, 10_000), default=10.0, show_default=True, help="How long it may take."
-)
+@minutes(10.0)
 @click.option("--steps", type=click.IntRange(8, 1_000_000), help="Steady steps of each run. [default: some seconds]")
 @click.option(
     "--set",

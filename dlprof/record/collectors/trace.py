@@ -373,6 +373,7 @@ class Trace:
 
 def _export(profiler: Any, path: Path) -> None:
     unfinished = path.with_name(path.name + ".tmp")
+    theirs = unfinished.with_name(unfinished.name + ".tmp")  # Kineto's own, which it renames once it is whole
     try:
         # Kineto leaves line breaks out of a path: by the folder's descriptor it has none.
         fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -380,13 +381,16 @@ def _export(profiler: Any, path: Path) -> None:
             profiler.export_chrome_trace(f"/proc/self/fd/{fd}/{unfinished.name}")
         finally:
             os.close(fd)
-        # Kineto does not report a full disk.
+        if theirs.exists():
+            # Kineto does not report why it came to no end: a full disk, or a limit on the size of files. More would.
+            with theirs.open("ab") as file:
+                file.write(bytes(1 << 20))
         with unfinished.open("rb") as file:
             file.seek(-min(16, unfinished.stat().st_size), os.SEEK_END)
             if not file.read().rstrip().endswith(b"}"):
                 raise OSError("the trace could not be written to its end: is the disk full?")
         unfinished.replace(path)
     except BaseException:
-        for left in (unfinished, unfinished.with_name(unfinished.name + ".tmp")):  # ours, and Kineto's own
+        for left in (unfinished, theirs):
             left.unlink(missing_ok=True)
         raise

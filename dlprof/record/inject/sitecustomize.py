@@ -153,7 +153,8 @@ def _keep_environment(text):
 
 def _watch():
     run = os.environ.get("DLPROF_RUN")
-    if not run or _unwatched():
+    # Whoever imports sitecustomize again gets this file again; two finders would ask each other for torch for ever.
+    if not run or _unwatched() or hasattr(os.execv, "__wrapped__"):
         return
     try:
         if os.environ.get("DLPROF_SET"):
@@ -169,18 +170,27 @@ def _watch():
 
 
 def _shadowed():
-    """Run the sitecustomize that Python would have found without us, in our place."""
+    """Run the sitecustomize that Python would have found without us, in our place.
+
+    It may run the next one on the path in turn, as agents of tracing services do: meanwhile we are not on the path.
+    """
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 
     here = os.path.dirname(os.path.abspath(__file__))
-    spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p or ".") != here])
-    if spec is None or spec.loader is None:
-        return
-    module = module_from_spec(spec)
-    sys.modules["sitecustomize"] = module
-    # Not guarded: what goes wrong in it, Python reports as it always does.
-    spec.loader.exec_module(module)
+    ours = [(at, p) for at, p in enumerate(sys.path) if os.path.abspath(p or ".") == here]
+    for _, p in ours:
+        sys.path.remove(p)
+    try:
+        spec = PathFinder.find_spec("sitecustomize")
+        if spec is not None and spec.loader is not None:
+            module = module_from_spec(spec)
+            sys.modules["sitecustomize"] = module
+            # Not guarded: what goes wrong in it, Python reports as it always does.
+            spec.loader.exec_module(module)
+    finally:
+        for at, p in ours:
+            sys.path.insert(at, p)
 
 
 _watch()

@@ -11,14 +11,16 @@ import gzip
 import json
 import os
 import shutil
+import stat
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dlprof import run_folder
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, reason
 from dlprof.files import whole, write
 from dlprof.marks import __version__
 from dlprof.record import redaction
@@ -32,51 +34,92 @@ _OVER_NS = 60_000_000_000
 # A run holds command lines, paths and code: only its user may read it, until he shares it.
 _PRIVATE = 0o700
 
-_ELSEWHERE = "choose another folder: -o PATH, or dlprof.record(PATH)"
+
+class TakenError(DlprofError):
+    """A folder has another run, or is none; the message says so."""
 
 
-def new_folder(name: str, env: Mapping[str, str]) -> Path:
-    """Return a folder under ./runs that is not taken: by name and time, or one for all tasks of a job.
+def opened(
+    asked: Path | None, name: str, command: Sequence[str], options: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[RunFolder | None, str]:
+    """Return the folder to record into, made, and why it is not the one asked for; "": it is. None: there is none.
 
-    A task that records several times, as a script of several commands does, has a folder for each time.
+    `asked`: None stands for a new one under ./runs, by name and time. Where that has another run, or is no folder, the
+    next number is taken: out, out-2, … Where nothing can be written there, it is one for temporary files.
+
+    The tasks of a job decide alike without asking each other: by what the disk holds that they share, where their
+    first one has made the folder. A task that records several times, as a script of several commands does, has a folder
+    for each time.
     """
     task = task_of(env)
-    stem = f"{name}-{task.job if task else time.strftime('%Y%m%d-%H%M%S')}"
+    # A script's name may be as long as a file's, and more is to follow.
+    stem = f"{name[:50]}-{task.job if task else time.strftime('%Y%m%d-%H%M%S')}"
     stem = "".join(c if c.isalnum() or c in "._-" else "_" for c in stem)
-    folders = (Path("runs", f"{stem}-{n}" if n else stem) for n in range(1000))
-    try:
-        if task is None:
-            found = make_first(folders, _PRIVATE)
-        else:
-            found = next((folder for folder in folders if not _why_not(folder, task)), None)
-    except OSError as e:
-        raise DlprofError(f"cannot make a run folder: {e}; {_ELSEWHERE}") from None
-    if found is None:
-        raise DlprofError(f"runs/{stem}: too many runs of that name in one second; {_ELSEWHERE}")
-    return found
+    why: list[str] = []
+    for first, is_named in ((asked or Path("runs", stem), asked is not None), (_temporary(env) / stem, False)):
+        try:
+            if why:
+                _make_ours(first.parent)
+            for path in numbered(first):
+                try:
+                    return RunFolder(path, command, options, env), "; ".join(why)
+                except TakenError as e:  # noqa: PERF203 - the next one may be free
+                    if is_named and path == first:
+                        why.append(str(e))
+            raise OSError("there are a thousand of that name")
+        except OSError as e:  # noqa: PERF203 - there are two
+            why.append(f"cannot record into {first}: {reason(e)}")
+    return None, "; ".join(why)
 
 
-def make_first(folders: Iterable[Path], mode: int = 0o777) -> Path | None:
+def numbered(path: Path) -> Iterator[Path]:
+    """List a thousand names to try: path, path-2, path-3, …"""
+    stem = path if path.name not in ("", "..") else os.path.realpath(path)
+    return (Path(f"{stem}-{n}") if n > 1 else path for n in range(1, 1001))
+
+
+def make_first(folders: Iterable[Path]) -> Path | None:
     """Make the first of these folders that does not exist, and return it; None: all exist. Raises OSError."""
     for folder in folders:
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode, parents=True)
+            folder.mkdir(parents=True)
             return folder
     return None
+
+
+def _temporary(env: Mapping[str, str]) -> Path:
+    """Return where runs of this user go that can go nowhere else; all may write beside it."""
+    try:
+        return Path(env.get("TMPDIR") or tempfile.gettempdir(), f"dlprof-{os.getuid()}").absolute()
+    except OSError:  # nothing that Python tries can be written
+        return Path("/tmp", f"dlprof-{os.getuid()}")
+
+
+def _make_ours(folder: Path) -> None:
+    """Make a folder, or find it, that nobody else can have made or can write to. Raises OSError."""
+    folder.mkdir(_PRIVATE, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{folder} is not this user's own")
 
 
 class RunFolder:
     """The folder of a run: this process writes its run.json, alone or with the other tasks of its job."""
 
     def __init__(self, path: Path, command: Sequence[str], options: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        """Make the folder ours, or this task's part of a folder that its job has already; raises DlprofError."""
-        self.path = path
+        """Make the folder ours, or this task's part of a folder that its job has already.
+
+        Raises TakenError where it has another run, and OSError where it cannot be written; it is left as it was.
+        """
+        self.named = path
+        self.path = path = path.absolute()
+        self.made = False  # by this task, and not by another one
         self._task = task = task_of(env)
         self._record: dict[str, Any] = {
             "format": 1,
             "dlprof": __version__,
             "command": redaction.words(command),
-            "cwd": str(Path.cwd()),
+            "cwd": _cwd(),
             "start_ns": time.time_ns(),
             "end_ns": None,
             "hosts": [os.uname().nodename],
@@ -87,35 +130,50 @@ class RunFolder:
             "warnings": [],
             "tasks": [],
         }
-        try:
-            # Of thousands of tasks most find the folder made: each then makes nothing but its own file.
-            if task is None or not (path / "run.json").exists():
-                self._make(many_hosts=host_count(env, command) > run_folder.MANY_HOSTS)
-            if task is not None:
-                if why := _why_not(path, task):
-                    raise DlprofError(f"{path} {why}; {_ELSEWHERE}")
-                ours = _task_file(path, task)
-                ours.parent.mkdir(parents=True, exist_ok=True)
-                begun = {name: self._record[name] for name in ("command", "start_ns", "end_ns", "exit")}
-                with ours.open("x") as file:
-                    file.write(json.dumps({"host": task.host, "number": task.number} | begun))
-        except FileExistsError:
-            raise DlprofError(f"{path} {_HOLDS}; {_ELSEWHERE}") from None
-        except OSError as e:
-            raise DlprofError(f"cannot record into {path}: {e}; {_ELSEWHERE}") from None
+        # Of thousands of tasks most find the folder made: each then makes nothing but its own file.
+        if task is None or not (path / "run.json").exists():
+            self._make(many_hosts=host_count(env, command) > run_folder.MANY_HOSTS)
+        if task is not None:
+            if why := _why_not(path, task):
+                raise TakenError(f"{self.named} {why}")
+            ours = _task_file(path, task)
+            ours.parent.mkdir(parents=True, exist_ok=True)
+            begun = {name: self._record[name] for name in ("command", "start_ns", "end_ns", "exit")}
+            self._create(ours, {"host": task.host, "number": task.number} | begun)
 
     def _make(self, *, many_hosts: bool) -> None:
-        """Make the folder; another task may do so at the same time. Raises OSError."""
-        self.path.mkdir(_PRIVATE, parents=True, exist_ok=True)
-        (self.path / "ranks").mkdir(exist_ok=True)
-        if many_hosts:
-            (self.path / run_folder.SPREAD_HOSTS).mkdir(exist_ok=True)
+        """Make the folder; another task may do so at the same time. Raises TakenError, OSError."""
+        folders = (self.path, self.path / "ranks", *([self.path / run_folder.SPREAD_HOSTS] if many_hosts else ()))
+        new = [folder for folder in folders if not os.path.lexists(folder)]
         try:
-            with (self.path / "run.json").open("x") as file:
-                file.write(json.dumps(self._record))
+            for folder in folders:
+                folder.mkdir(_PRIVATE if folder == self.path else 0o777, parents=True, exist_ok=True)
+            try:
+                self._create(self.path / "run.json", self._record)
+                self.made = True
+            except TakenError:
+                if self._task is None:
+                    raise
+        except FileExistsError as e:
+            raise TakenError(f"{e.filename} is no folder") from None
+        except OSError:
+            for folder in reversed(new):
+                with contextlib.suppress(OSError):  # not empty: another task has begun there
+                    folder.rmdir()
+            raise
+
+    def _create(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Write a file that nobody has, or nothing. Raises TakenError, OSError."""
+        try:
+            file = path.open("x")
         except FileExistsError:
-            if self._task is None:
-                raise
+            raise TakenError(f"{self.named} {_HOLDS}") from None
+        try:
+            with file:
+                file.write(json.dumps(record))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
     @cached_property
     def ranks(self) -> list[Path]:
@@ -243,6 +301,13 @@ def _tasks(folder: Path) -> list[dict[str, Any]]:
         except ValueError:
             tasks.append({"host": None, "number": None, "end_ns": None})
     return tasks
+
+
+def _cwd() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was deleted: the command may well run there
+        return os.environ.get("PWD", "/")
 
 
 def _begun(path: Path) -> dict[str, Any]:

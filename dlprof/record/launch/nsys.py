@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlprof import nsys
 from dlprof.errors import DlprofError
-from dlprof.record.launch.tasks import TASK_NUMBERS
+from dlprof.record.launch.tasks import number_of
 
 # A window of a few steps is exported in seconds; a whole job may take minutes, and the job has ended.
 _EXPORT_S = 900
@@ -70,5 +70,5 @@ def launcher(env: Mapping[str, str], window: bool) -> Nsys:
     if program is None:
         raise DlprofError("--nsys: no nsys on the PATH; install NVIDIA Nsight Systems, or record without --nsys")
     # Tasks of one job on one host each have an nsys of their own.
-    task = next((f"-{env[name]}" for name in TASK_NUMBERS if env.get(name)), "")
-    return Nsys(program, "nsys" + re.sub(r"[^\w.-]", "_", task), window)
+    number = number_of(env)
+    return Nsys(program, "nsys" + re.sub(r"[^\w.-]", "_", f"-{number}" if number else ""), window)

@@ -22,6 +22,8 @@ def missing(run: RunFolder) -> list[str]:
     """Say, in at most one line, why nothing was recorded."""
     if any((rank / "facts.json").exists() for rank in run.ranks) or recorded(run.path):
         return []
+    if run.ranks:
+        return ["no report is possible: no rank could write its facts.json"]
     hellos = _hellos(run.hosts)
     last = {line.partition(",")[0]: line for line in hellos}  # by process
     if not hellos:

@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
+from dlprof.plain import words_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
@@ -27,7 +28,6 @@ from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.unapplied import unapplied
-from dlprof.record.redaction import shown
 
 # How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their
 # start than this they have measured nothing, and are not waited for.
@@ -47,9 +47,8 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Ended:
-    """How the command ended, and where its recording is."""
+    """How the command ended."""
 
-    folder: Path
     code: int | None
     signal: int | None
     warnings: tuple[str, ...]
@@ -59,23 +58,18 @@ class Ended:
 
 def supervise(
     command: Sequence[str],
-    folder: Path,
+    run: RunFolder,
     env: Mapping[str, str],
-    options: Mapping[str, Any],
     launcher: Launcher | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overridden: Mapping[str, Any] | None = None,
 ) -> Ended:
     """Run the command with that environment, record it into the folder, and return how it ended.
 
     `launcher` starts it, and makes something of what it left in the folder of what is recorded on this host.
-    `overrides` are the settings that `env` has the ranks override, by name.
-    Raises DlprofError if the folder cannot be made or already holds a run. A command that cannot be started ends with
-    127 (not found) or 126 (not executable), as in a shell.
+    `overridden`: the settings that `env` has the ranks override, by name, as they may be shown.
+    A command that cannot be started ends with 127 (not found) or 126 (not executable), as in a shell.
     """
-    must_be_linux()
-    folder = folder.absolute()
-    asked = {name: shown(name, value) for name, value in (overrides or {}).items()}
-    run = RunFolder(folder, command, {**options, "set": asked} if asked else options, env)
+    folder, asked = run.path, overridden or {}
     here = run_folder.host_folder(folder, os.uname().nodename)
     if launcher:
         with contextlib.suppress(OSError):
@@ -86,27 +80,39 @@ def supervise(
     status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
     end_ns = time.time_ns()
     with deaf():
-        samplers.end()
-        code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
-        warnings = [] if code in (126, 127) else missing(run)
-        if resumed:
-            times = "" if len(resumed) == 1 else f" {len(resumed)} times"
-            warnings.append(
-                f"the job was stopped and went on again{times}: the steps in which it was stopped are left out"
-            )
-        warnings += left(folder)
-        warnings += launcher.ended(here) if launcher else []
-        compress(run.ranks)
-        warnings += samplers.wait()
-        end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed, "warnings": warnings}
-        if killed is not None:
-            end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
+        code, number = _exit(status)
+        warnings = list[str]()
         of_all: list[str] | None = []
         try:
-            of_all = run.end(lambda: whole_run(folder, asked), **end)
-        except (OSError, ValueError) as e:
-            warnings.append(f"run.json has no end: {e}")
-    return Ended(folder, code, number, (*warnings, *(of_all or ())), of_all is not None)
+            samplers.end()
+            warnings += [] if code in (126, 127) else missing(run)
+            if resumed:
+                times = "" if len(resumed) == 1 else f" {len(resumed)} times"
+                warnings.append(
+                    f"the job was stopped and went on again{times}: the steps in which it was stopped are left out"
+                )
+            warnings += left(folder)
+            warnings += launcher.ended(here) if launcher else []
+            compress(run.ranks)
+            warnings += samplers.wait()
+            end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
+            if killed is not None:
+                end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
+            of_all = run.end(lambda: whole_run(folder, asked), **end, warnings=warnings)
+        except Exception as e:  # noqa: BLE001 - whatever has become of the folder, the exit status is the command's
+            warnings.append(f"run.json has no end: {words_of(e)}")
+    return Ended(code, number, (*warnings, *(of_all or ())), of_all is not None)
+
+
+def unrecorded(command: Sequence[str], env: Mapping[str, str]) -> Ended:
+    """Run the command as it is, and return how it ended."""
+    status, _ = run_to_end(command, env, lambda: None)
+    return Ended(*_exit(status), (), last=False)
+
+
+def _exit(status: int) -> tuple[int | None, int | None]:
+    """Return the exit code of a wait status, or else the signal."""
+    return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
 
 
 def whole_run(folder: Path, asked: Mapping[str, Any]) -> list[str]:
@@ -129,7 +135,7 @@ def recorded(env: Mapping[str, str], folder: Path) -> dict[str, str]:
     return {**env, "PYTHONPATH": path, "DLPROF_RUN": str(folder), "DLPROF_SUPERVISOR": str(os.getpid())}
 
 
-def end_like(ended: Ended) -> None:
+def end_like(ended: Ended) -> NoReturn:
     """End this process with the command's exit code, or by the signal that ended the command."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -161,13 +167,10 @@ class Samplers:
         if self._env.get("DLPROF_SAMPLE", "off") == "off":
             return
         try:
+            main = Path(__file__).parents[1] / "samplers" / "__main__.py"
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    Path(__file__).parents[1] / "samplers" / "__main__.py",
-                    self._folder,
-                    str(os.getpid()),
-                ],
+                # -S: the user's sitecustomize is for the job's processes. Where else modules are is passed instead.
+                [sys.executable, "-S", main, self._folder, str(os.getpid()), *filter(os.path.isabs, sys.path)],
                 env=self._env,
                 cwd="/",
                 stdin=subprocess.PIPE,

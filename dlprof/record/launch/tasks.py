@@ -10,7 +10,10 @@ from dlprof.files import boot, longer
 from dlprof.record.launch.process import started
 
 # What tells a task its number among those that one launcher has started.
-TASK_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+# What torchrun tells its ranks of the job; those that it starts again after a failure are another one.
+_ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
 # Where launchers say on how many hosts a job runs; torchrun may say from how many to how many.
 _HOSTS = ("SLURM_STEP_NUM_NODES", "PET_NNODES", "SLURM_NNODES")
@@ -41,13 +44,18 @@ class Task(NamedTuple):
 
 
 def task_of(env: Mapping[str, str]) -> Task | None:
-    """Return which task of which job this is where each starts a supervisor of its own (mpirun, srun, --job).
+    """Return which task of which job this is where each starts a supervisor of its own (mpirun, srun, torchrun, --job).
 
     None: there is only this one.
     """
     job = _job(env)
-    number = next((env[name] for name in TASK_NUMBERS if env.get(name)), None)
-    return None if job is None else Task(job, os.uname().nodename, number, batch_of(env))
+    return None if job is None else Task(job, os.uname().nodename, number_of(env), batch_of(env))
+
+
+def number_of(env: Mapping[str, str]) -> str | None:
+    """Return the number that a launcher tells a task; None: it tells none."""
+    names = ("RANK", *_NUMBERS) if _of_torchrun(env) else _NUMBERS
+    return next((env[name] for name in names if env.get(name)), None)
 
 
 def batch_of(env: Mapping[str, str]) -> str | None:
@@ -77,6 +85,8 @@ def _job(env: Mapping[str, str]) -> str | None:
     """Name the job that this is a task of, as its launcher or the user does; None: it has one task."""
     if env.get("DLPROF_JOB"):
         return env["DLPROF_JOB"]
+    if _of_torchrun(env):
+        return "-".join(env[name] for name in _ELASTIC if name in env)
     if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     # Of this step: SLURM_NTASKS is the allocation's, where one process in a batch script or a shell is its own job.
@@ -86,6 +96,11 @@ def _job(env: Mapping[str, str]) -> str | None:
     if env.get("PMI_SIZE", "1") != "1":
         return _process_manager()
     return None
+
+
+def _of_torchrun(env: Mapping[str, str]) -> bool:
+    """Return whether this is one of several ranks that torchrun has started."""
+    return bool(env.get("TORCHELASTIC_RUN_ID")) and env.get("WORLD_SIZE", "1") != "1"
 
 
 def _process_manager() -> str | None:

@@ -1,4 +1,5 @@
-"""The process that samples a host while a job runs: `python .../samplers/__main__.py RUN PARENT`, ended by its stdin.
+"""The process that samples a host while a job runs: `python -S .../samplers/__main__.py RUN PARENT PATH...`, ended by
+its stdin. PATH... is where else modules are.
 
 It is started by its place, so that it works wherever dlprof was found.
 """
@@ -15,6 +16,7 @@ del sys.path[0]
 _PLACE = __file__.rpartition("/dlprof/record/samplers/")[0]
 if _PLACE not in sys.path:
     sys.path.insert(0, _PLACE)
+sys.path += sys.argv[3:]
 
 import signal
 from pathlib import Path

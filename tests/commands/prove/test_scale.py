@@ -43,6 +43,7 @@ def scale(*words: str | Path) -> tuple[int, str]:
         (("one",), 2, "name two runs or more"),
         (("--procs", "1,x", "w"), 2, "names no numbers of ranks"),
         (("--procs", "0", "w"), 2, "names no numbers of ranks"),
+        (("--procs", "2,1,2", "w"), 2, "names 2 twice"),
         (("--procs", "1,2", "--gpus", "1", "w"), 2, "exclude each other"),
         (("--procs", "1,2", "a", "b"), 2, "name no runs"),
         (("--procs", "1,2", "--", "train.py"), 2, "write {ranks}"),

@@ -100,7 +100,17 @@ def test_a_job_that_does_not_run_again_is_told_and_kept(by_hand: Path) -> None:
     assert json.loads((by_hand / "result.json").read_text())["tried"]["state"] == "failed"
 
 
-@pytest.mark.parametrize("words", [["--minutes", "0"], ["--steps", "2"], ["--format", "xml"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
+        ["--minutes", "inf"],
+        ["--minutes", "-1"],
+        ["--steps", "2"],
+        ["--format", "xml"],
+    ],
+)
 def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[str]) -> None:
     assert invoked(by_hand, *words).exit_code == 2
 

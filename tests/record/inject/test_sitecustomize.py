@@ -42,6 +42,70 @@ def test_the_shadowed_sitecustomize_still_runs_and_its_errors_show(tmp_path: Pat
     assert broken.returncode == 0
 
 
+# How agents of tracing services see to it that the sitecustomize behind theirs runs too, after they have run.
+COUNTS = """
+import os, sys
+with open(os.environ["DL_COUNT"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+here = os.path.dirname(__file__)
+"""
+NEXT = {
+    "none": "",
+    "found on the path": """
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if p != here])
+if spec is not None:
+    module = sys.modules["sitecustomize"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+""",
+    "imported anew": """
+at = sys.path.index(here)
+del sys.path[at]
+ours = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = ours
+sys.path.insert(at, here)
+""",
+}
+
+
+@pytest.mark.parametrize("runs_next", NEXT.values(), ids=NEXT)
+def test_the_users_sitecustomize_runs_once_in_each_process_of_his_and_in_none_of_ours(
+    runs_next: str, tmp_path: Path
+) -> None:
+    for name in ("first", "behind"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "first/sitecustomize.py").write_text(COUNTS + runs_next)
+    (tmp_path / "behind/sitecustomize.py").write_text("import sys; sys.behind = getattr(sys, 'behind', 0) + 1\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    code = "import os, sys, torch; print(os.getpid(), getattr(sys, 'behind', 0), sys.path)"
+    path = os.pathsep.join((str(tmp_path / "first"), str(tmp_path / "behind")))
+    env = environment(PYTHONPATH=path, DL_COUNT=str(tmp_path / "count"))
+    plain = launch([sys.executable, "-c", code], tmp_path, env=env)
+    (tmp_path / "count").unlink()
+    # Beside it are the supervisor, a Python of the user's own, and the samplers.
+    done = launch(
+        wrapped(tmp_path / "run", ["sh", "-c", 'sleep 1; "$@"', "sh", sys.executable, "-c", code]), tmp_path, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    pid, behind, there = done.stdout.split(maxsplit=2)
+    assert behind == plain.stdout.split()[1] == ("1" if runs_next else "0")
+    assert [p for p in eval(there) if not p.endswith("inject")] == eval(plain.stdout.split(maxsplit=2)[2])
+    assert list((tmp_path / "run").glob("hosts/*/host.jsonl"))
+    ran = (tmp_path / "count").read_text().split()
+    assert (len(ran), ran.count(pid), len(set(ran))) == (2, 1, 2)
+
+
+def test_who_imports_sitecustomize_again_gets_no_second_hook(tmp_path: Path) -> None:
+    again = "import sys; del sys.modules['sitecustomize']; import sitecustomize; "
+    assert watched(tmp_path / "run", again + FINDERS) == "['_TorchFinder']\n"
+    assert len(hello(tmp_path / "run")) == 1
+
+
 def test_the_hook_is_silent_without_a_run(tmp_path: Path) -> None:
     env = recorded(environment(), tmp_path / "run")
     del env["DLPROF_RUN"]

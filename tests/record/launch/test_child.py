@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.record.launch.folder import RunFolder
 from dlprof.record.launch.supervisor import supervise
 from tests.fixtures.jobs import environment, launch, only_child, state, until, wrapped
 
@@ -113,7 +114,8 @@ def test_a_process_with_other_threads_still_sees_the_end(tmp_path: Path) -> None
     try:
         # The kernel may hand the SIGCHLD to any of them, which has it not blocked and ignores it.
         for n in range(4):
-            assert supervise(["true"], tmp_path / str(n), os.environ, {}).code == 0
+            run = RunFolder(tmp_path / str(n), ["true"], {}, environment())
+            assert supervise(["true"], run, environment()).code == 0
     finally:
         idle.set()
         for thread in others:

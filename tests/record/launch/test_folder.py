@@ -4,64 +4,102 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlprof.errors import DlprofError
 from dlprof.files import boot
 from dlprof.read.run import open_run
-from dlprof.record.launch.folder import RunFolder, new_folder
-from dlprof.record.launch.supervisor import supervise
-from dlprof.record.launch.tasks import task_of
+from dlprof.record.launch.folder import RunFolder, TakenError, opened
+from dlprof.record.launch.supervisor import Ended, supervise
 from dlprof.run_folder import in_hosts
 from tests.fixtures.jobs import DLPROF, environment, launch, wrapped
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_the_command_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "open('started', 'a').write('x')"]
-    launch(wrapped(tmp_path / "run", command), tmp_path)
-    before = (tmp_path / "run/run.json").read_text()
-    again = launch(wrapped(tmp_path / "run", command), tmp_path)
-    assert again.returncode == 1
-    assert "already holds a run" in again.stderr
-    assert (tmp_path / "started").read_text() == "x"
-    assert (tmp_path / "run/run.json").read_text() == before
+def supervised(command: list[str], folder: Path, env: Mapping[str, str]) -> Ended:
+    return supervise(command, RunFolder(folder, command, {}, env), env)
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_the_command_starts(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DlprofError, match="-o"):
-        supervise(["touch", str(tmp_path / "started")], tmp_path / "file" / "run", {}, {})
-    assert not (tmp_path / "started").exists()
+def found(env: Mapping[str, str], asked: Path | None = None) -> RunFolder:
+    """Return the folder that a task of this environment has, which it makes."""
+    run, _ = opened(asked, "train", ["true"], {}, env)
+    assert run is not None
+    return run
 
 
-def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("there", ["a run", "a file", "a dangling link", "a link to itself"])
+def test_what_is_in_the_place_of_a_folder_stays_and_the_next_number_is_taken(there: str, tmp_path: Path) -> None:
+    command = wrapped(Path("run"), ["sh", "-c", "echo x >> started; exit 7"], "--no-sample", "--quiet")
+    place = tmp_path / "run"
+    if there == "a run":
+        assert launch(command, tmp_path).returncode == 7
+    elif there == "a file":
+        place.write_text("theirs")
+    else:
+        place.symlink_to("run" if there == "a link to itself" else "nowhere/at/all")
+    before = place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()
+    for name in ("run-2", "run-3"):
+        (tmp_path / "started").unlink(missing_ok=True)
+        again = launch(command, tmp_path)
+        assert (again.returncode, (tmp_path / "started").read_text()) == (7, "x\n")
+        said = [line for line in again.stderr.splitlines() if "recording into" in line]
+        why = "run already holds a run" if there == "a run" else f"{place} is no folder"
+        assert said == [f"dlprof: {why}; recording into {name}"]
+        assert json.loads((tmp_path / name / "run.json").read_text())["exit"]["code"] == 7
+    assert (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()) == before
+
+
+def test_a_run_beside_the_current_folder_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    command = wrapped(Path(), ["true"], "--no-sample", "--quiet")
+    for _ in range(2):
+        assert launch(command, tmp_path / "here").returncode == 0
+    assert sorted(path.parent.name for path in tmp_path.glob("*/run.json")) == ["here", "here-2"]
+
+
+TORCHRUN_RANK = {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
+SRUN_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("step", "number", "later"),
+    [
+        (SRUN_TASK, "SLURM_PROCID", {"SLURM_JOB_ID": "8"}),
+        (SRUN_TASK, "SLURM_PROCID", {"SLURM_RESTART_COUNT": "1"}),
+        (TORCHRUN_RANK, "RANK", {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        # One torchrun on each host, itself a task of srun: its ranks are the tasks.
+        (SRUN_TASK | {"SLURM_PROCID": "0"} | TORCHRUN_RANK, "RANK", {"MASTER_PORT": "2"}),
+    ],
+)
+@pytest.mark.parametrize("asked", [None, Path("out")])
+def test_tasks_of_one_job_share_a_folder_and_others_do_not(
+    asked: Path | None,
+    step: dict[str, str],
+    number: str,
+    later: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PATH": os.environ["PATH"]}
-    tasks = [step | {"SLURM_PROCID": number} for number in ("0", "1")]
-    folder = new_folder("train", tasks[0])
-    first = supervise(["true"], folder, tasks[0], {})
-    second = supervise(["false"], new_folder("train", tasks[1]), tasks[1], {})
-    assert (second.code, second.folder) == (1, first.folder)
-    # What a task records after that is another run: of its own folder, or refused as any second run into one.
-    again = [new_folder("train", task) for task in tasks]
-    assert again[0] == again[1] != folder
-    for other, whose in (
-        (tasks[0], "a run"),
-        (tasks[1], "a run"),
-        (tasks[0] | {"SLURM_JOB_ID": "8"}, "a run of job 7.0, and this is 8.0"),
-        ({}, "a run"),
-    ):
-        with pytest.raises(DlprofError, match=f"already holds {whose}"):
-            supervise(["touch", "started"], folder, other, {})
-    assert not Path("started").exists()
-    assert task_of({}) is None
-    assert new_folder("train", {}) != new_folder("train", {})
+    tasks = [step | {number: n, "PATH": os.environ["PATH"]} for n in ("0", "1")]
+    run = found(tasks[0], asked)
+    first, second = supervise(["true"], run, tasks[0]), supervise(["false"], found(tasks[1], asked), tasks[1])
+    assert (first.last, second.last, second.code) == (True, True, 1)  # each was the last when it ended
+    assert [task["number"] for task in json.loads((run.path / "run.json").read_text())["tasks"]] == ["0", "1"]
+    # What a task records after that is another run, and so is what the next job does: whoever of it comes first.
+    again = {found(task, asked).path for task in tasks}
+    others = {found(task | later, asked).path for task in reversed(tasks)}
+    assert len({run.path, *again, *others}) == 3
+    if asked:
+        assert {path.name for path in again | others} == {"out-2", "out-3"}
+        assert opened(asked, "x", [], {}, {})[1] == "out already holds a run"
+    assert found({}).path != found({}).path
 
 
 def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp_path: Path) -> None:
@@ -69,7 +107,7 @@ def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp
         command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", *options, "--", "true"]
         assert launch(command, tmp_path).returncode == status
     # This host has recorded its part of the first one: the second is another.
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-1"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-2"]
     (word,) = (tmp_path / "run/tasks").glob("*.json")
     assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
     for suffix in (".json", ".ended"):
@@ -135,7 +173,7 @@ def test_only_the_last_task_to_end_reads_what_all_said(tmp_path: Path) -> None:
         "warnings": [],
     }
     there.with_suffix(".json").write_text(json.dumps(other))
-    assert not supervise(["false"], run, step | {"SLURM_PROCID": "0"}, {}).last
+    assert not supervised(["false"], run, step | {"SLURM_PROCID": "0"}).last
     assert json.loads((run / "run.json").read_text())["tasks"] == []
     warnings = open_run(run).warnings
     assert {
@@ -146,7 +184,7 @@ def test_only_the_last_task_to_end_reads_what_all_said(tmp_path: Path) -> None:
     assert open_run(run).ranks[0].resumed_ns == (5, 7)
     there.with_suffix(".json").write_text(json.dumps(other | {"end_ns": 1, "exit": {"code": 0, "signal": None}}))
     there.with_suffix(".ended").touch()
-    assert supervise(["true"], run, step | {"SLURM_PROCID": "1"}, {}).last
+    assert supervised(["true"], run, step | {"SLURM_PROCID": "1"}).last
     told = json.loads((run / "run.json").read_text())
     assert told["resumed_ns"] == [5, 7]
     assert (told["exit"], sorted(one["number"] for one in told["tasks"])) == (
@@ -188,18 +226,18 @@ def test_a_task_packs_the_traces_of_its_own_ranks_and_the_last_to_end_those_that
     make = f"cd {run} && mkdir -p ranks/00256-00511/00300 ranks/00000 hosts/$(uname -n)"
     make += " && for rank in 00000 00256-00511/00300; do printf '{}' > ranks/$rank/trace.json; done"
     make += " && printf '{}' > ranks/00000/facts.json && cd hosts/$(uname -n) && " + other
-    supervise(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "1"}, {})
+    supervised(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "1"})
     for suffix in (".json", ".ended"):
         (run / "tasks" / f"{os.uname().nodename}-1{suffix}").rename(tmp_path / f"task{suffix}")
     begun = json.loads((tmp_path / "task.json").read_text()) | {"end_ns": None}
     (run / "tasks" / f"{os.uname().nodename}-1.json").write_text(json.dumps(begun))
-    first = supervise(["sh", "-c", make], run, step | {"OMPI_COMM_WORLD_RANK": "0"}, {})
+    first = supervised(["sh", "-c", make], run, step | {"OMPI_COMM_WORLD_RANK": "0"})
     assert (first.last, first.warnings) == (False, ())
     assert sorted(path.name for path in run.rglob("trace.json*")) == ["trace.json", "trace.json.gz"]
     assert (run / "ranks/00000/trace.json.gz").exists()
     for suffix in (".json", ".ended"):
         (tmp_path / f"task{suffix}").rename(run / "tasks" / f"{os.uname().nodename}-1{suffix}")
-    assert supervise(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "2"}, {}).last
+    assert supervised(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "2"}).last
     assert sorted(path.name for path in run.rglob("trace.json*")) == ["trace.json.gz"] * 2
 
 
@@ -230,32 +268,37 @@ def test_a_second_job_of_the_same_name_is_refused_or_kept_apart(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     env = {"DLPROF_JOB": "seven", "SLURM_JOB_ID": "7", "PATH": os.environ["PATH"]}
-    first = new_folder("train", env)
-    RunFolder(first, ["true"], {}, env)
+    first = found(env).path
     # What follows is on another host.
     (mine,) = (first / "tasks").glob("*.json")
     mine.rename(mine.with_name("another-host.json"))
-    assert (new_folder("train", env | changes) == first) == (not said)
     if not said:
-        RunFolder(first, ["true"], {}, env | changes)
+        assert found(env | changes).path == first
         return
-    with pytest.raises(DlprofError, match="choose another folder: -o PATH") as refused:
+    with pytest.raises(TakenError, match=re.escape(said)):
         RunFolder(first, ["true"], {}, env | changes)
-    assert said in str(refused.value)
+    assert found(env | changes).path != first
     assert [path.name for path in (first / "tasks").iterdir()] == ["another-host.json"]
 
 
 def test_a_job_that_ended_takes_no_task_of_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     env = {"DLPROF_JOB": "seven", "PATH": os.environ["PATH"]}
-    first = supervise(["true"], new_folder("train", env), env, {}).folder
-    for path in (first / "tasks").glob(f"{os.uname().nodename}*"):
-        path.rename(path.with_name("another-host" + path.suffix))
-    assert new_folder("train", env) == first.relative_to(tmp_path)  # it ended just now
+    supervise(["true"], run := found(env), env)
+    first = run.path
+
+    def elsewhere() -> None:
+        """Have the task of this host be that of another one."""
+        for path in (first / "tasks").glob(f"{os.uname().nodename}*"):
+            path.rename(path.with_name("another-host" + path.suffix))
+
+    elsewhere()
+    assert found(env).path == first  # it ended just now
+    elsewhere()
     told = json.loads((first / "run.json").read_text())
     (first / "run.json").write_text(json.dumps(told | {"end_ns": told["end_ns"] - 90_000_000_000}))
-    assert new_folder("train", env).name == "train-seven-1"
-    with pytest.raises(DlprofError, match="of another job under the name seven, which ended at 20"):
+    assert found(env).path.name == "train-seven-2"
+    with pytest.raises(TakenError, match="of another job under the name seven, which ended at 20"):
         RunFolder(first, ["true"], {}, env)
 
 
@@ -263,12 +306,14 @@ def test_a_job_that_ended_takes_no_task_of_a_later_one(tmp_path: Path, monkeypat
 TOGETHER = """
 import os, sys
 from pathlib import Path
+from dlprof.record.launch.folder import RunFolder
 from dlprof.record.launch.supervisor import supervise
 wait = 'touch "$0"; while [ $(ls started-* | wc -l) -lt 8 ]; do sleep 0.01; done'
 for number in range(8):
     if os.fork() == 0:
         step = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": str(number), "PMIX_NAMESPACE": "1"}
-        ended = supervise(["sh", "-c", wait, f"started-{number}"], Path("run"), os.environ | step, {})
+        command, env = ["sh", "-c", wait, f"started-{number}"], os.environ | step
+        ended = supervise(command, RunFolder(Path("run"), command, {}, env), env)
         os.write(1, b"last " if ended.last else b"more ")
         os._exit(0)
 for number in range(8):
@@ -283,3 +328,32 @@ def test_of_tasks_that_end_together_one_reports_and_none_is_forgotten(tmp_path: 
     assert [one["number"] for one in told["tasks"]] == [str(number) for number in range(8)]
     assert all(one["exit"]["code"] == 0 for one in told["tasks"])
     assert told["end_ns"] == max(one["end_ns"] for one in told["tasks"])
+
+
+# Two jobs of six tasks each, all of which start in the same moment and want a folder that has a run.
+RUSH = """
+import os, sys, time
+from pathlib import Path
+from dlprof.record.launch.folder import opened
+opened(Path("run"), "x", [], {}, {})
+begins = time.monotonic() + 0.3
+for number in range(12):
+    if os.fork() == 0:
+        job = {"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_RANK": str(number // 2), "PMIX_NAMESPACE": str(number % 2)}
+        while time.monotonic() < begins:
+            pass
+        run, _ = opened(Path("run"), "x", [], {}, job)
+        os.write(1, f"{number % 2} {run.path.name} {run.made}\\n".encode())
+        os._exit(0)
+for number in range(12):
+    os.wait()
+"""
+
+
+def test_tasks_of_two_jobs_that_start_together_are_kept_apart_and_together(tmp_path: Path) -> None:
+    done = launch([sys.executable, "-c", RUSH], tmp_path)
+    had = [tuple(line.split()) for line in done.stdout.splitlines()]
+    assert len(had) == 12, done.stderr
+    assert {len([1 for _, name, _ in had if name == folder]) for folder in ("run-2", "run-3")} == {6}
+    assert len({(job, name) for job, name, _ in had}) == 2
+    assert sorted(name for _, name, made in had if made == "True") == ["run-2", "run-3"]

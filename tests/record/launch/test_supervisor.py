@@ -11,7 +11,9 @@ import pytest
 import dlprof
 from dlprof.read.run import open_run
 from dlprof.record.device import cpu
+from dlprof.record.launch.folder import RunFolder
 from dlprof.record.launch.supervisor import recorded, supervise
+from tests.fixtures.jobs import environment
 
 INJECT = str(Path(dlprof.__file__).parent / "record" / "inject")
 
@@ -31,6 +33,6 @@ def test_processes_that_the_kernel_killed_meanwhile_are_in_the_run(
 ) -> None:
     counts = iter((5, 6))
     monkeypatch.setattr(cpu, "oom_kills", lambda: next(counts))
-    supervise(["true"], tmp_path / "run", dict(os.environ), {})
+    supervise(["true"], RunFolder(tmp_path / "run", ["true"], {}, environment()), environment())
     assert json.loads((tmp_path / "run/run.json").read_text())["oom_kills"] == 1
     assert open_run(tmp_path / "run").oom_kills == 1
