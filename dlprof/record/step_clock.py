@@ -276,7 +276,7 @@ class StepClock(Phases):
 
     def user_step(self, samples: Any = None, tokens: Any = None) -> None:
         """End a step where the script says so (dlprof.step()), which may say how much it worked on."""
-        if is_compiling():
+        if is_compiling() or self.is_captured():
             return
         try:
             if self.off or not self.owns(FETCH):
