@@ -46,7 +46,7 @@ def in_place_of(wrapper: Any, original: Any) -> Any:
     if {at for _, _, at in ours.co_lines()} != {line}:
         passed_over(wrapper)
         return wrapper
-    # Dynamo knows the original by its name: around another function it puts a frame, and names its graph's inputs by it.
+    # Dynamo knows the original by its name. Around another function it puts a frame, and names its inputs by that.
     made = FunctionType(ours, original.__globals__, original.__name__, wrapper.__defaults__, wrapper.__closure__)
     made.__kwdefaults__ = wrapper.__kwdefaults__
     made.__qualname__, made.__doc__ = original.__qualname__, original.__doc__
