@@ -8,9 +8,12 @@ on fake tensors is no work. torch.func's transforms (grad, vmap, jvp, …) keep 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -44,6 +47,21 @@ def capture_test() -> Callable[[], bool]:
 
 def _with_flag(module: Any, name: str) -> Any:
     return module if hasattr(module, name) else SimpleNamespace(**{name: False})
+
+
+def unseen(function: _F) -> _F:
+    """Have no TorchFunctionMode of the script see what a function of ours asks of tensors: their shapes, say."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        core: Any = sys.modules["torch"]._C if "torch" in sys.modules else None
+        count_modes = getattr(core, "_len_torch_function_stack", None)
+        if count_modes is None or not count_modes():
+            return function(*args, **kwargs)
+        with core.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @functools.cache

@@ -65,7 +65,7 @@ CAPTURING = """
 
     def onnx(dynamo):
         file = io.BytesIO()
-        program = torch.onnx.export(frozen, (x,), None if dynamo else file, dynamo=dynamo)
+        program = torch.onnx.export(frozen, (x,), None if dynamo else file, dynamo=dynamo, verbose=False)
         return hashlib.sha256(program.model_proto.SerializeToString() if dynamo else file.getvalue()).hexdigest()
 
     def whole_step(x):
@@ -228,7 +228,6 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Both:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    # Whatever is compiled in or before the step that is counted has it counted no more.
     return both(tmp_path_factory.mktemp("others"), "others", (COUNTED, HELD, TRACED))
 
 
@@ -263,7 +262,6 @@ def test_captures_are_no_work_of_the_step_and_the_recording_goes_on(captures: Bo
     # computes as it looks: of 4 samples one of each.
     assert known["flops"]["total"] == 2 * 8 * (2 * 8 * 16 + 3 * 16 * 1) + 2 * 2 * 4 * (8 * 16 + 16 * 1)
     assert json.loads((captures.rank / "held.json").read_text())["activations"]["state"] == "counted"
-    assert [len(seen["places"]) for seen in known["calls"] if seen["kind"] == "forward"] == [1]
     assert known["warnings"] == []
     assert captures.stderr.count("\n") == 1  # where the recording goes to
 
@@ -282,7 +280,8 @@ def test_what_onnx_exports_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_an_overridden_model_is_captured_as_the_script_has_it(tmp_path: Path) -> None:
     made = both(tmp_path, "captures", (COUNTED, TRACED), "--allow-numerics", "--set", "torch.autocast=bf16")
-    assert made.recorded == made.plain
+    differ = {name for (step, name), result in made.plain.items() if made.recorded[step, name] != result}
+    assert differ == {"jit.trace"}  # its graph is that of "jit.trace of a loss"; its file names a frame of the override
     assert "torch.autocast" in made.stderr
 
 
