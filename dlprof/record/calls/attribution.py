@@ -30,7 +30,7 @@ def passed_over(wrapper: Any) -> Any:
 
 
 def in_place_of(wrapper: Any, original: Any) -> Any:
-    """Return a wrapper whose frame looks like that of another Python function, at its last line.
+    """Return a wrapper with the name of another Python function, and a frame that looks like its at its last line.
 
     For a wrapper that does by itself what the original does, and has no frame of the original's below its own. It must
     use no globals. Where this Python keeps line numbers in an unknown way, it is as `passed_over` makes it.
