@@ -211,7 +211,7 @@ def captured(stdout: str) -> dict[tuple[int, str], tuple[str, list[str]]]:
 
 def both(folder: Path, group: str, steps: tuple[int, ...], *options: str) -> Both:
     loop = tiny(folder, CAPTURING)
-    command = [sys.executable, loop, group, *map(str, steps)]
+    command: list[str | Path] = [sys.executable, loop, group, *map(str, steps)]
     env = environment(PYTHONHASHSEED="0")  # what jit.save writes goes by it
     plain = launch(command, folder, env=env, timeout=280)
     assert plain.returncode == 0, plain.stderr
