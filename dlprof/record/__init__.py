@@ -25,6 +25,9 @@ thread that trains.
 * **Dynamo.** torch.compile must see the graphs that it would see without us. Mark wrappers, and what they call, with
   `hooks.hidden`, and let a wrapper ask `is_traced()` first: Dynamo takes that for True and reads nothing after it.
   Never import torch._dynamo for our own sake.
+* **Captures.** torch.jit.trace, torch.export, make_fx and others keep what runs while they look. A wrapper that opens
+  a range, looks at tensors or counts work asks `is_captured()` after `is_traced()`, and then only passes on. A
+  TorchDispatchMode or TorchFunctionMode of the script sees nothing of ours either. See captured.py.
 * **Warnings.** They must name the script's lines as without us. `hooks.put` and `hooks.hidden` have them count no frame
   of a wrapper, if it calls the original from its own frame. See calls/attribution.py for other wrappers.
 * **CUDA graphs.** While one is captured, no thread may ask the device anything: the capture would fail. Collectors

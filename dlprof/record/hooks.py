@@ -23,6 +23,7 @@ from dlprof.record.calls.attribution import in_place_of, passed_over
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
 from dlprof.record.calls.watched import watch
+from dlprof.record.captured import capture_test
 from dlprof.record.device.graphs import Graphs
 from dlprof.record.loaders import forget_passes
 from dlprof.record.model.ranges import Ranges
@@ -87,6 +88,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
                 if hasattr(method, "__code__"):
                     hide(method, with_callees=True)
         recorder.clock.grad_enabled = torch.is_grad_enabled
+        recorder.clock.is_captured = hide(capture_test(), with_callees=True)
         _watch_modules(recorder.clock, recorder.module_ranges)
         _watch_autograd(recorder.clock)
         _watch_optimizers(recorder)
@@ -168,9 +170,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
-    compiler: Any = torch.compiler
-    flagged = hasattr(compiler, "_is_compiling_flag")  # what that function asks: its frames cost more than the answer
-    is_traced = _is_traced()
+    is_traced, is_captured = _is_traced(), clock.is_captured
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == ("_compiled_call_impl", "_call_impl")
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
@@ -178,7 +178,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
         if (
             is_traced()
             or clock.inside
-            or (compiler._is_compiling_flag if flagged else compiler.is_compiling())
+            or is_captured()
             or not ((outermost := clock.begin_forward(self, args, kwargs)) or clock.naming or clock.watcher is not None)
         ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
@@ -208,12 +208,12 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
 def _watch_autograd(clock: StepClock) -> None:
     import torch
 
-    is_traced = _is_traced()
+    is_traced, is_captured = _is_traced(), clock.is_captured
 
     def timed(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_traced() or not clock.begin_backward():
+            if is_traced() or is_captured() or not clock.begin_backward():
                 return original(*args, **kwargs)
             if (watcher := clock.watcher) is not None:
                 watcher.begin_backward(args, kwargs)
@@ -235,14 +235,15 @@ def _watch_optimizers(recorder: Recorder) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     is_traced, clock, observed = _is_traced(), recorder.clock, recorder.observed
+    is_captured = clock.is_captured
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not is_traced() and clock.begin_optimizer(optimizer):
+        if not (is_traced() or is_captured()) and clock.begin_optimizer(optimizer):
             observed.calls.see("optimizer_step")
             _watch_exchange(recorder, optimizer)
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not is_traced():
+        if not (is_traced() or is_captured()):
             clock.end_optimizer()
 
     scale = GradScaler.scale
@@ -320,11 +321,12 @@ def _watch_loaders(clock: StepClock) -> None:
     following: Any = dataloader._BaseDataLoaderIter.__next__
     making: Any = dataloader._BaseDataLoaderIter.__init__
     nameless = SimpleNamespace(_dlprof_pass=None)  # stands for an iterator that is none of PyTorch's
+    is_captured = clock.is_captured
     dispatching = False
 
     @functools.wraps(following)
     def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
-        if not clock.begin_fetch(self, first=not self._num_yielded):
+        if is_captured() or not clock.begin_fetch(self, first=not self._num_yielded):
             return dispatched(self) if dispatching and clock.fetching else following(self)
         try:
             batch = following(self)
@@ -340,7 +342,7 @@ def _watch_loaders(clock: StepClock) -> None:
         @functools.wraps(iterating)
         def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
             watch_dispatcher()
-            if not clock.begin_epoch():
+            if is_captured() or not clock.begin_epoch():
                 return iterating(self)
             try:
                 iterator = iterating(self)

@@ -15,6 +15,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof.record import guarded
+from dlprof.record.captured import unseen
 from dlprof.record.loaders import FetchWatcher, adopt
 from dlprof.record.observed import Observed
 from dlprof.record.stepping import (
@@ -97,6 +98,7 @@ class StepClock(Phases):
             return False
         return True
 
+    @unseen
     def begin_forward(self, module: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """Enter an outermost module's call with these arguments."""
         try:
@@ -164,6 +166,7 @@ class StepClock(Phases):
             return False
         return True
 
+    @unseen
     def end_fetch(self, iterator: Any, batch: Any) -> None:
         """Leave next() of a loader's iterator, which returned a batch."""
         phases = self.phases
@@ -276,7 +279,7 @@ class StepClock(Phases):
 
     def user_step(self, samples: Any = None, tokens: Any = None) -> None:
         """End a step where the script says so (dlprof.step()), which may say how much it worked on."""
-        if is_compiling():
+        if is_compiling() or self.is_captured():
             return
         try:
             if self.off or not self.owns(FETCH):

@@ -287,6 +287,7 @@ class Phases:
     # What opens a named range around each phase: the trace while its window is open, NVTX all along.
     ranges: list[Callable[[str], Any]] = field(default_factory=list)
     watcher: Watcher | None = None  # in single steps whose times count for nothing
+    is_captured: Callable[[], bool] = lambda: False  # what runs, into a graph: see captured.py; once there is a torch
     _open_ranges: dict[int, Any] = field(default_factory=dict)  # by how many phases are open
     _since_ns: int = 0  # when the innermost phase was entered or resumed
 
@@ -322,7 +323,7 @@ class Phases:
 
     def open_range(self, name: str) -> Any:
         """Open a named range if a trace is recorded, and return it: its __exit__ closes it. Else return None."""
-        if is_compiling() or not self.ranges:
+        if is_compiling() or not self.ranges or self.is_captured():
             return None
         try:
             return self._open(name)

@@ -30,7 +30,7 @@ def passed_over(wrapper: Any) -> Any:
 
 
 def in_place_of(wrapper: Any, original: Any) -> Any:
-    """Return a wrapper whose frame looks like that of another Python function, at its last line.
+    """Return a wrapper with the name of another Python function, and a frame that looks like its at its last line.
 
     For a wrapper that does by itself what the original does, and has no frame of the original's below its own. It must
     use no globals. Where this Python keeps line numbers in an unknown way, it is as `passed_over` makes it.
@@ -46,9 +46,10 @@ def in_place_of(wrapper: Any, original: Any) -> Any:
     if {at for _, _, at in ours.co_lines()} != {line}:
         passed_over(wrapper)
         return wrapper
-    made = FunctionType(ours, original.__globals__, wrapper.__name__, wrapper.__defaults__, wrapper.__closure__)
+    # Dynamo knows the original by its name. Around another function it puts a frame, and names its inputs by that.
+    made = FunctionType(ours, original.__globals__, original.__name__, wrapper.__defaults__, wrapper.__closure__)
     made.__kwdefaults__ = wrapper.__kwdefaults__
-    made.__qualname__, made.__doc__ = wrapper.__qualname__, wrapper.__doc__
+    made.__qualname__, made.__doc__ = original.__qualname__, original.__doc__
     return made
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dlprof.record.captured import capture_test
 from dlprof.record.hooks import Patch, hidden, put
 from dlprof.record.model.ranges import Ranges
 
@@ -37,12 +38,12 @@ def name_exchanges(ranges: Ranges) -> list[Patch]:
 
 
 def _named(original: Callable[..., Any], ranges: Ranges, moves: str, place: int) -> Any:
-    is_compiling = sys.modules["torch"].compiler.is_compiling
+    is_compiling, is_captured = sys.modules["torch"].compiler.is_compiling, capture_test()
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         opened = None
-        if not is_compiling() and len(args) > place:
+        if not is_compiling() and len(args) > place and not is_captured():
             module = getattr(args[place], "_fully_sharded_module", None)
             opened = None if module is None else ranges.open_exchange(module, moves)
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from dlprof.plain import words_of
 from dlprof.record.calls.frames import Place
+from dlprof.record.captured import capture_test
 from dlprof.record.device.traffic import Traffic, tensors_in
 from dlprof.record.model.functions import Functions
 from dlprof.record.recorder import Recorder
@@ -344,7 +345,16 @@ def _mode(counts: _Counts) -> Any:
         # False would fail the higher-order operators (cond, checkpoint) of a script.
         supports_higher_order_operators = True
 
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            # True, as of what torch.compile enters itself: else Dynamo would leave what is called now uncompiled.
+            return True
+
+    is_captured = capture_test()
+
     def dispatch(_mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_captured():  # the modes below ours work on tensors of their own kinds
+            return func(*args, **(kwargs or {}))
         # A subclass of Tensor (DTensor) does its own work with plain ones, which come by here in their turn.
         for kind in types:
             if kind.__torch_dispatch__ is not plain:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -77,13 +78,13 @@ class Nvtx:
 
         if not distributed.is_available():
             return
-        is_compiling = torch.compiler.is_compiling
+        is_compiling, is_captured = torch.compiler.is_compiling, capture_test()
 
         def named(name: str, original: Callable[..., Any]) -> Any:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
                 library = self._library
-                if library is None or is_compiling():
+                if library is None or is_compiling() or is_captured():
                     return original(*args, **kwargs)
                 library.push(name)
                 try:

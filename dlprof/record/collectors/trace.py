@@ -18,6 +18,7 @@ from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record.calls.sharded import name_exchanges
+from dlprof.record.captured import unseen_range
 from dlprof.record.device.profiler import Kineto
 from dlprof.record.hooks import Patch, put
 from dlprof.record.model.tree import rows_of
@@ -241,7 +242,7 @@ class Trace:
             if device is not None and device.is_available() and device.is_initialized():
                 activities.append(getattr(kinds, name.upper()))
         self._on_device = len(activities) > 1
-        self._named = torch.autograd.profiler.record_function
+        self._named = unseen_range()
         # Of tiny operators shapes make the traced steps a third longer, and the file half as large again.
         profiler = make(activities=activities, record_shapes=os.environ.get("DLPROF_SHAPES") == "on")
         # torch 2.10 to 2.12 warn on the script's stderr of every profiler that does not accumulate events. Ours passes

@@ -125,7 +125,7 @@ def _sized(values: Iterable[Any]) -> _Sized:
 def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the tensors among values, and in lists and tuples of them."""
     for value in values:
-        if hasattr(value, "element_size"):
+        if hasattr(value, "untyped_storage"):  # a storage itself has none
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors_in(value)

@@ -19,6 +19,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof import files
+from dlprof.record.captured import unseen
 from dlprof.record.hooks import hide
 from dlprof.record.model import saved, storages
 from dlprof.record.model.state import count_idle, models_of, state_of
@@ -62,6 +63,7 @@ class Held:
         """Remember who records."""
         self._recorder = recorder
 
+    @unseen
     def step(self, done: Sequence[Step]) -> int | None:
         """Begin to look with the step that has just begun, or write what was seen in the one that has ended."""
         clock, look = self._recorder.clock, self._look
@@ -155,6 +157,7 @@ class _Look:
 
     # -- what the hooks call
 
+    @unseen
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See a module's call; return whether `leave` must be called behind it."""
         if self._why or self._backward or self.error:
@@ -182,6 +185,7 @@ class _Look:
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
+    @unseen
     def begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See an outermost backward pass, before it begins."""
         self._backward = True
@@ -194,6 +198,7 @@ class _Look:
             self._fail(e)
         self.cost_ns += perf_counter_ns() - began
 
+    @unseen
     def end_backward(self) -> None:
         """See it end."""
         self._backward = False

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dlprof.record import guarded
+from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
@@ -97,6 +98,7 @@ class LossScale:
         if not all(hasattr(kind, name) for name in methods):
             return  # a torch of another make
         is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+        is_captured = capture_test()
         made, loaded, stepped, updated = (getattr(kind, name) for name in methods)
 
         def begun(original: Callable[..., Any]) -> Any:
@@ -111,7 +113,7 @@ class LossScale:
 
         @functools.wraps(stepped)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = None if is_traced() else self._recorder
+            recorder = None if is_traced() or is_captured() else self._recorder
             if recorder is None or get_ident() != recorder.clock.owner or not scaler.is_enabled():
                 return stepped(scaler, optimizer, *args, **kwargs)
             row, now = recorder.clock.row, time.perf_counter_ns()
@@ -124,7 +126,7 @@ class LossScale:
 
         @functools.wraps(updated)
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_traced() and self._recorder is not None and scaler.is_enabled():
+            if not (is_traced() or is_captured()) and self._recorder is not None and scaler.is_enabled():
                 self._look(scaler)
                 result = updated(scaler, *args, **kwargs)
                 self._updated(scaler, *args, **kwargs)

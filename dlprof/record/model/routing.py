@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -46,12 +47,11 @@ class Routing:
         if original is None:  # a torch without torch.distributed
             return
         profiler: Any = torch.autograd.profiler
-        named = profiler.record_function
-        is_compiling = torch.compiler.is_compiling
+        is_compiling, is_captured, named = torch.compiler.is_compiling, capture_test(), unseen_range()
 
         @functools.wraps(original)
         def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or self._recorder is None or not profiler._is_profiler_enabled:
+            if is_compiling() or self._recorder is None or not profiler._is_profiler_enabled or is_captured():
                 return original(*args, **kwargs)
             name = self._name(*args, **kwargs)
             if name is None:

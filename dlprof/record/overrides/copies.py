@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record.captured import capture_test
 from dlprof.record.hooks import put
 from dlprof.record.overrides.effects import Effects
 from dlprof.record.overrides.switches import by_torch
@@ -26,12 +27,15 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
 
 
 def _watched(original: Any, target: Any, value: bool, effects: Effects) -> Any:
+    is_captured = capture_test()  # a graph that the script keeps is as the script has it
+
     @functools.wraps(original)
     def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         before = None
         try:
             # torch's own calls move a model's parameters.
-            if tensor.device.type == "cpu" and target(args, kwargs) not in ("", "cpu") and not by_torch(2):
+            copied = not is_captured() and tensor.device.type == "cpu" and target(args, kwargs) not in ("", "cpu")
+            if copied and not by_torch(2):
                 args, kwargs, before = _changed(args, kwargs, value)
         except Exception as e:  # noqa: BLE001 - the copy is made as the script says
             effects.failed(_NAME, e)

@@ -13,6 +13,7 @@ from threading import local
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.overrides.effects import Effects
 from dlprof.record.overrides.switches import by_torch
@@ -29,12 +30,14 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
     models = _Models(asked, effects)
     original: Any = torch.nn.Module.__call__
     is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+    is_captured = capture_test()  # a graph that the script keeps is as the script has it
     within_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
     state = local()  # .inside: this thread is in the outermost model's call
 
     def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
         # In a backward pass: a part of the model that is computed again, as it was at first.
-        if is_traced() or getattr(state, "inside", False) or within_backward() != -1 or not _is_model(module):
+        passes = is_traced() or getattr(state, "inside", False) or within_backward() != -1
+        if passes or is_captured() or not _is_model(module):
             return original(module, *args, **kwargs)
         state.inside = True
         try:

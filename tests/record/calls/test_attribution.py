@@ -97,7 +97,7 @@ def test_a_frame_that_looks_like_another_functions() -> None:
         assert warned(same, level) == warned(original, level)
     assert same.__globals__ is original.__globals__
     assert same.__code__.co_name == "original"
-    assert same.__name__ == "ours"
+    assert same.__name__ == "original"
 
 
 # Warnings of torch that name the line which a wrapper of ours calls them from, and lines above that.
