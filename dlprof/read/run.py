@@ -17,6 +17,7 @@ from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
 from dlprof.read.folders.jobs import of_one_job
+from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
@@ -198,15 +199,21 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
     warnings = []
     lives: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
+    same: dict[tuple[int, int], Path] = {}  # the folders by device and inode
     for folder in run_folder.in_ranks(inside.root) if inside.holds_folder(inside.root / "ranks") else ():
         # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
         life = _LIFE.fullmatch(folder.name)
-        if life and inside.holds_folder(folder):
+        if life and int(life[1]) < MOST_RANKS and inside.holds_folder(folder):
+            found = folder.stat()
+            if (of := same.setdefault((found.st_dev, found.st_ino), folder)) is not folder:
+                warnings.append(f"{folder.name} is the folder {of.name} under another name: it is not read again")
+                continue
             lives.setdefault(int(life[1]), []).append((int(life[2] or 0), folder))
         elif inside.holds_folder(folder):
             strangers.append(folder.name)
     if strangers:
-        warnings.append(f"several processes claimed the same rank; not read: {', '.join(strangers)}")
+        why = "several processes claimed the same rank, or one that no job has"
+        warnings.append(f"{why}; not read: {few(strangers, 8)}")
     last = max((attempt for mine in lives.values() for attempt, _ in mine), default=0)
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")

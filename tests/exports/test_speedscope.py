@@ -58,7 +58,7 @@ def test_the_rarest_stacks_are_left_out_and_counted(tmp_path: Path, monkeypatch:
     assert profile["name"] == "training thread (3 rarer stacks left out)"
 
 
-OTHER = 'thread (0x2): pool-1'
+OTHER = "thread (0x2): pool-1"
 
 
 def test_stacks_of_threads_without_a_phase_are_written_as_they_are(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.run import open_run
 from dlprof.result import Result
 from dlprof.result.stored import from_json, to_json
@@ -236,7 +236,7 @@ def test_a_result_file_that_is_no_json_is_told_in_one_line(tmp_path: Path, raw: 
 
 
 def test_limits_hold_unless_they_are_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(opening.NO_LIMITS, raising=False)
-    assert opening.limit(5) == 5
-    monkeypatch.setenv(opening.NO_LIMITS, "1")
-    assert opening.limit(5) > opening.MOST_ROWS
+    monkeypatch.delenv(limits.NO_LIMITS, raising=False)
+    assert limits.limit(5) == 5
+    monkeypatch.setenv(limits.NO_LIMITS, "1")
+    assert limits.limit(5) > limits.MOST_ROWS

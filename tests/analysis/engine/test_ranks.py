@@ -13,6 +13,7 @@ from dlprof.analysis.engine import MeasureFailed, RankData
 from dlprof.analysis.engine import ranks as engine_ranks
 from dlprof.analysis.timeline.device import device_time
 from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.read import limits
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import Rank, Run, open_run
 from tests.fixtures import traces
@@ -129,7 +130,7 @@ def test_a_missing_trace_says_why(window: Mapping[str, Any], why: str) -> None:
 
 
 def test_what_claims_to_be_a_huge_job_is_not_believed(tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.training(world_size=engine_ranks.LARGEST_WORLD + 1))
+    traces.write(tmp_path / "rank0.json", traces.training(world_size=limits.MOST_RANKS + 1))
     run = engine.measure(open_run(tmp_path), [rows], jobs=1)
     assert (run.world_size, run.missing_ranks) == (1, ())
 
