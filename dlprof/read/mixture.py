@@ -21,6 +21,7 @@ from dlprof.read.folders.windows import Window, named_process, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
 from dlprof.read.limits import DEPTH, MOST_APART_NS, MOST_FILES, MOST_OTHERS, MOST_RANKS
 from dlprof.read.opening import Inside
+from dlprof.read.unpacking import unpacked
 from dlprof.units import count, duration, few
 
 _TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
@@ -229,6 +230,10 @@ def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken], list[str]
             taken.append(Taken(path, None, left=str(e)))
             continue
         known = recognised(head)
+        if known is None and (inner := unpacked(path, archives=False)):
+            warnings += inner.warnings
+            path, head = inner.path, Head(inner.path)
+            known = recognised(head)
         if known is None:
             taken.append(Taken(path, None, left=described(head)))
         elif known[0].read is None:
@@ -292,7 +297,8 @@ def _chosen(
     for path in chosen.values():
         left.pop(path, None)
     kind = "the one asked for" if asked is not None else "the last complete one"
-    name = few([str(path.relative_to(folder)) for path in chosen.values()], 3)
+    names = [path.relative_to(folder) if path.is_relative_to(folder) else path.name for path in chosen.values()]
+    name = few(list(map(str, names)), 3)
     warnings = [f"{len(windows)} windows are there; read: {number}, {kind} ({name}; --window N reads another)"]
     if lost := sorted(set(by_rank) - set(chosen)):
         warnings.append(f"window {number} lacks rank {few(lost, 8)}")

@@ -21,6 +21,7 @@ from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
+from dlprof.read.unpacking import Unpacked, top, unpacked
 from dlprof.units import few
 
 FORMAT = 1
@@ -105,12 +106,23 @@ def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
         if where.is_file():
             if where.name in ("run.json", "result.json", "facts.json"):
                 raise DlprofError(f"{where}: part of a run, not a trace; give its folder, {where.parent}")
-            return _foreign(where, one_file(where))
+            packed = unpacked(where)
+            return _foreign(where, one_file(where)) if packed is None else _packed(where, packed, window)
     except PermissionError as e:
         raise DlprofError(f"{e.filename or where}: permission denied") from None
     if where.exists():
         raise DlprofError(f"{where}: neither a file nor a folder")
     raise DlprofError(f"{where}: no such file or folder")
+
+
+def _packed(where: Path, found: Unpacked, window: int | None) -> Run:
+    """Open what a packed file holds, as if it lay in the file's place."""
+    inner = top(found.path) if found.is_archive else found.path
+    try:
+        run = open_run(inner, window) if found.is_archive else _foreign(where, one_file(inner))
+    except DlprofError as e:
+        raise DlprofError("; ".join([str(e).replace(str(inner), str(where)), *found.warnings])) from None
+    return replace(run, path=where, warnings=(*found.warnings, *run.warnings))
 
 
 def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tuple[Mapping[str, Any], list[str]]:
