@@ -143,13 +143,13 @@ def test_nothing_of_an_archive_leads_out_of_its_folder(
 def test_what_unpacks_to_more_than_the_limit_is_cut_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(limits, "LEAST_UNPACKED", 15_000)
+    monkeypatch.setattr(limits, "LEAST_UNPACKED", len(TRACE) - 100)
     monkeypatch.setattr(limits, "MOST_UNPACKED", 1)
     (tmp_path / name).write_bytes(PACKED[name][0])
     found = unpacked(tmp_path / name)
     assert found is not None
     held = [found.path] if found.path.is_file() else [p for p in found.path.rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in held) <= 15_000
+    assert sum(p.stat().st_size for p in held) <= len(TRACE) - 100
     assert "unpacks to more than is read" in found.warnings[0]
 
 
@@ -165,9 +165,8 @@ def test_no_more_files_than_the_limit_are_taken(tmp_path: Path, monkeypatch: pyt
 def test_a_header_that_claims_gigabytes_is_not_read(tmp_path: Path) -> None:
     header = tarfile.TarInfo("pax")
     header.type, header.size = tarfile.XHDTYPE, 6 << 30
-    (tmp_path / "job.tar").write_bytes(
-        tarred({"rank0.json": TRACE})[: 512 + (len(TRACE) + 511) // 512 * 512] + header.tobuf()
-    )
+    sound = tarred({"rank0.json": TRACE})[: 512 + (len(TRACE) + 511) // 512 * 512]
+    (tmp_path / "job.tar").write_bytes(sound + header.tobuf())
     run = open_run(tmp_path / "job.tar")
     assert [rank.index for rank in run.ranks] == [0]
     assert "cut off or damaged" in run.warnings[0]
@@ -181,11 +180,12 @@ def test_what_is_broken_gives_what_comes_before_or_one_line(tmp_path: Path, name
     broken = data[:half] if how == "cut" else data[:half] + bytes(255 - b for b in data[half:])
     (tmp_path / name).write_bytes(broken)
     try:
-        assert open_run(tmp_path / name).warnings
+        said = open_run(tmp_path / name).warnings[0]
     except DlprofError as e:
-        assert "cut off or damaged" in str(e)
-        assert "dlprof-unpacked" not in str(e)
-        assert "\n" not in str(e)
+        said = str(e)
+    assert "cut off or damaged" in said
+    assert "dlprof-unpacked" not in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
