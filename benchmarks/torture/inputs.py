@@ -167,6 +167,7 @@ def _in_child(path: Path, work: Path, out: Path, err: Path, memory: int) -> None
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number, file in ((1, out), (2, err)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         os.environ["TMPDIR"] = tempfile.tempdir = str(_new(work / "temporary"))
         sys.argv = [
             "dlprof",
