@@ -60,7 +60,7 @@ def sources(folder: Path) -> dict[str, Path]:
         "xz": lzma.compress(traces.dump(made)),
         "bz2": bz2.compress(traces.dump(made)),
         "merged": traces.dump(dialects.merged(made, traces.training(rank=1), named=True)),
-        "horovod": json.dumps(dialects.horovod()).encode(),
+        "horovod": dialects.horovod().encode(),
         "ascend": json.dumps(dialects.ascend()).encode(),
         "rocprof_json": json.dumps(dialects.rocprof_json()).encode(),
         "execution_trace": dialects.execution_trace().encode(),

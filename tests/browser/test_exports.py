@@ -151,32 +151,36 @@ def test_speedscope_opens_every_profile(browser: webdriver.Chrome, tmp_path: Pat
 def test_what_is_exported_of_a_real_recording_opens_or_is_refused_in_one_line(
     browser: webdriver.Chrome, tmp_path: Path, name: str
 ) -> None:
-    path = recordings.opened(name, tmp_path)
+    refused: list[str] = []
+    with _refusing(refused):
+        _export(browser, recordings.opened(name, tmp_path), tmp_path, refused)
+    assert all("\n" not in why for why in refused)
+
+
+@contextmanager
+def _refusing(why: list[str]) -> Iterator[None]:
     try:
-        run = open_run(path)
+        yield
     except DlprofError as e:
-        assert "\n" not in str(e)
-        return
-    refused = []
-    try:
+        why.append(str(e))
+
+
+def _export(browser: webdriver.Chrome, path: Path, tmp_path: Path, refused: list[str]) -> None:
+    run = open_run(path)
+    with _refusing(refused):
         made = perfetto.write(run, tmp_path / "out.json.gz", jobs=1)
         with opened(browser, tmp_path / "out.json.gz") as ask:
             assert ask("select name, value from stats where value > 0 and severity != 'info'") == []
             ((spans,),) = ask("select count(*) from slice")
             assert spans >= made.spans > 0
-    except DlprofError as e:
-        refused.append(str(e))
-    try:
+    with _refusing(refused):
         profiles = speedscope.write(run, tmp_path / "stacks.json")
         with served(SPEEDSCOPE, tmp_path / "stacks.json") as address:
             browser.get(f"{address}/index.html#profileURL={address}/stacks.json")
             shown = "return document.body.innerText"
             of = f"(1/{profiles})" if profiles > 1 else json.loads((tmp_path / "stacks.json").read_text())["name"]
             WebDriverWait(browser, 60).until(lambda b: of in b.execute_script(shown))
-    except DlprofError as e:
-        refused.append(str(e))
     written = frames.write(run, tmp_path / "csv", jobs=1)
     assert written.tables + written.measures > 0
     for file in (tmp_path / "csv").rglob("*.csv"):
         pd.read_csv(file)
-    assert all("\n" not in why for why in refused)
