@@ -121,6 +121,8 @@ class Unpacked:
                         return
                 except _NOT_READ:
                     passed.append(name)
+                except _DAMAGED:  # of a zip archive the other members are whole
+                    self.warnings.append(f"{self._source.name}: {name} is cut off or damaged")
         if passed:
             names = ", ".join(passed[:4]) + (" …" if len(passed) > 4 else "")
             self.warnings.append(

@@ -188,6 +188,15 @@ def test_what_is_broken_gives_what_comes_before_or_one_line(tmp_path: Path, name
     assert "\n" not in said
 
 
+def test_a_damaged_member_of_a_zip_archive_costs_no_other(tmp_path: Path) -> None:
+    data = bytearray(zipped(RANKS))
+    data[200] ^= 255  # within the first member
+    (tmp_path / "job.zip").write_bytes(data)
+    run = open_run(tmp_path / "job.zip")
+    assert 1 in [rank.index for rank in run.ranks]
+    assert "job/rank0.json is cut off or damaged" in run.warnings[0]
+
+
 @pytest.mark.parametrize(
     ("magic", "hint"),
     [
