@@ -178,9 +178,10 @@ def _export(browser: webdriver.Chrome, path: Path, tmp_path: Path, refused: list
         with served(SPEEDSCOPE, tmp_path / "stacks.json") as address:
             browser.get(f"{address}/index.html#profileURL={address}/stacks.json")
             shown = "return document.body.innerText"
-            of = f"(1/{profiles})" if profiles > 1 else json.loads((tmp_path / "stacks.json").read_text())["name"]
+            of = json.loads((tmp_path / "stacks.json").read_text())["profiles"][0]["name"]
+            of += f" (1/{profiles})" if profiles > 1 else ""
             WebDriverWait(browser, 60).until(lambda b: of in b.execute_script(shown))
     written = frames.write(run, tmp_path / "csv", jobs=1)
     assert written.tables + written.measures > 0
     for file in (tmp_path / "csv").rglob("*.csv"):
-        pd.read_csv(file)
+        pd.read_csv(file, low_memory=False)
