@@ -160,6 +160,10 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
     share = saving / step if step else 0.0
     lost = (estimate.saving_ns if estimate.lost_ns is None else estimate.lost_ns) / step if step else 0.0
     loses = f"{percent(lost)} {of} {estimate.loses}"
+    if lost > 1 and estimate.scope == "step":  # the mean step is that of no rank: some are much longer than others
+        longest, rank = basis.longest()
+        lost = min(lost * step / longest, 1.0)
+        loses = f"{percent(lost)} {of} of rank {rank} {estimate.loses}"
     slow_loader = f"the loaders need at least {duration(fed)} a step" if fed and most == unfed else ""
     figures = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
     notable = rule.notable if estimate.notable is None else estimate.notable

@@ -11,6 +11,7 @@ from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.machine.binding import far_from_gpu
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.serving import engine_of
+from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.what_if import REPRODUCED
 from dlprof.read.run import together
 from dlprof.units import count, digits, duration, few, percent, used_by_others
@@ -26,6 +27,9 @@ _NOTABLE_REST = 0.05
 _NOTABLE_WARMUP, _LONG_WARMUP_NS = 0.2, 60e9
 
 MOST_WARNINGS = 40
+
+# Steps of the ranks of one job are about as long, as ranks wait for each other; stages of a pipeline differ by less.
+_UNLIKE = 10
 
 _PHASES = {
     "fetch": "while the script waits for data",
@@ -56,6 +60,7 @@ def warnings(
     bindings: Maybe[pd.DataFrame],
     replayed_steps: Maybe[pd.DataFrame],
     fed_ns: Maybe[float],
+    launch_means: Maybe[pd.DataFrame],
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -78,6 +83,9 @@ def warnings(
     step, fed = 0.0 if means is None else float(means["step_ns"].mean()), fed_ns.or_none() or 0.0
     if 0 < _ALIKE[1] * step < fed:
         found.append(f"the steps use up batches made at the start: their loader needs {duration(fed)} for a step's")
+    if means is not None:
+        found += _of_lengths(means)
+    found += _of_outside(launch_means.or_none())
     if likeness is not None:
         replays = replayed_steps.or_none()
         reproduced = replays is not None and (replays["off"].abs() <= REPRODUCED).all()
@@ -108,6 +116,26 @@ def _of_jobs(job: Job) -> list[str]:
     if len(jobs) < 2:
         return []
     return [f"the ranks are of {len(jobs)} SLURM jobs ({few(jobs, 8)}): what is said of all ranks holds for no one job"]
+
+
+def _of_lengths(means: pd.DataFrame) -> list[str]:
+    """Say where ranks' steps are so unlike that they can hardly be of one job, or in one unit."""
+    steps = means.set_index("rank")["step_ns"]
+    if steps.min() <= 0 or steps.max() < _UNLIKE * steps.min():
+        return []
+    return [
+        f"a step of rank {steps.idxmax()} takes {digits(float(steps.max() / steps.min()))} × as long as one of rank"
+        f" {steps.idxmin()}: they are of several jobs, or their times are in different units (µs and ns are 1,000 ×"
+        " apart); means over the ranks say little"
+    ]
+
+
+def _of_outside(launched: pd.DataFrame | None) -> list[str]:
+    """Say of which ranks the trace holds kernels, and none of its steps has one."""
+    if launched is None:
+        return []
+    outside = launched.loc[(launched["kernels"] == 0) & (launched["kernel_ns"] > 0), "rank"].tolist()
+    return [f"{NOT_IN_STEPS} (rank {few(outside, 8)}): no step shows what it does"] if len(outside) else []
 
 
 def _of_others(frame: pd.DataFrame | None) -> list[str]:

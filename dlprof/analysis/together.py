@@ -31,6 +31,13 @@ class Basis:
     breakdown: Maybe[pd.DataFrame]
     own_time: Maybe[pd.DataFrame]
     host_parts: Maybe[pd.DataFrame]
+    step_means: Maybe[pd.DataFrame]
+
+    def longest(self) -> tuple[float, int]:
+        """Return the longest mean step of a rank, ns, and which rank's it is."""
+        means = self.step_means.get()
+        worst = int(means["step_ns"].argmax())
+        return float(means["step_ns"].iloc[worst]), int(means["rank"].iloc[worst])
 
     def most_ns(self, categories: Collection[str]) -> float:
         """Return the mean steady step's time in some categories, ns; infinity without a breakdown.

@@ -14,7 +14,7 @@ import click
 
 from dlprof.errors import DlprofError
 from dlprof.plain import plain
-from dlprof.read.opening import NO_LIMITS
+from dlprof.read.limits import NO_LIMITS
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,6 +7,7 @@ FOLDER/measures/NAME.csv holds a measure of all ranks; FOLDER/not_measured.csv l
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,10 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import whole, writing
 from dlprof.read.run import Run
 
-_FORMULA = ("=", "+", "-", "@", "\t")  # what a spreadsheet takes for the beginning of a formula
+# What a spreadsheet takes for the beginning of a formula, some after spaces, and as wide characters (OWASP, CSV
+# Injection); and characters that a terminal would obey, which a cell shows as Python writes them.
+_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f]")
 _PIECE = 50_000  # rows that pandas turns into text at once
 
 
@@ -54,9 +58,9 @@ def _write_csv(frame: pd.DataFrame, path: Path) -> None:
 
 
 def _cell(text: str) -> str:
-    # pandas does not quote a carriage return, which ends a row for a spreadsheet.
-    text = text.replace("\r", "\\r")
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    # pandas does not quote a carriage return, which ends a row for a spreadsheet: it is escaped as the others are.
+    shown = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return f"'{shown}" if _FORMULA.match(text) else shown
 
 
 def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = None) -> Written:

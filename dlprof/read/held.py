@@ -11,7 +11,7 @@ import pandas as pd
 from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read import facts
-from dlprof.read.opening import limit
+from dlprof.read.limits import limit
 from dlprof.read.sources import Reading
 
 # Each part of each module of a large model is some ten thousand rows. Names and numbers are far shorter.

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits, opening
 from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.sources import Reading
 
@@ -44,7 +44,7 @@ class Log(Generic[T]):
     def __iter__(self) -> Iterator[list[T]]:
         count = bad = 0
         last_is_bad = False
-        most = opening.limit(opening.MOST_ROWS)
+        most = limits.limit(limits.MOST_ROWS)
         with opening.open_file(self.path) as file:
             for lines in opening.lines_of(file):
                 good = []
@@ -62,7 +62,7 @@ class Log(Generic[T]):
                 count += len(good)
                 yield good
                 if many:
-                    self.warnings = (opening.too_many(self.path, self.what, most),)
+                    self.warnings = (limits.too_many(self.path, self.what, most),)
                     break
         if bad > 1 and not count:
             raise DlprofError(f"{self.path}: not a log of {self.what}: none of its lines is one")

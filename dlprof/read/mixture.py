@@ -19,14 +19,10 @@ from dlprof.files import KEPT
 from dlprof.read.folders.unread import described
 from dlprof.read.folders.windows import Window, named_process, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
+from dlprof.read.limits import DEPTH, MOST_APART_NS, MOST_FILES, MOST_OTHERS, MOST_RANKS
 from dlprof.read.opening import Inside
-from dlprof.units import count, few
-
-# How deep below a folder files are looked for (profiles/iteration_100/rank0.json), and how many are looked into: of
-# JSON files before the folder is taken for something else than a folder of traces, of others before the rest is left.
-DEPTH = 3
-MOST_FILES = 20_000
-MOST_OTHERS = 5_000
+from dlprof.read.unpacking import unpacked
+from dlprof.units import count, duration, few
 
 _TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
 
@@ -105,9 +101,11 @@ def one_file(path: Path) -> Gathered:
     if found.read is None:
         raise DlprofError(f"{path}: {found.title}: {found.left}")
     ranks = _Ranks()
-    for rank, part in _numbered(parts).items():
+    warnings: list[str] = []
+    for rank, part in _numbered(_ranked(path, parts, warnings)).items():
         ranks.put(rank, _Found(path, found, part))
-    return Gathered(ranks.files, ranks.pieces, (Taken(path, found, tuple(sorted(ranks.files))),))
+    taken = Taken(path, found, tuple(sorted(ranks.files)))
+    return Gathered(ranks.files, ranks.pieces, (taken,), tuple(warnings))
 
 
 def gather(folder: Path, window: int | None = None) -> Gathered:
@@ -118,8 +116,9 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
     """
     inside = Inside(folder)
     paths, unseen = _below(inside)
-    found, taken = _judged(paths)
-    warnings = inside.warnings
+    paths, linked = _once(paths)
+    found, taken, warnings = _judged(paths)
+    warnings = [*inside.warnings, *warnings, *_of_links(linked)]
     if unseen:
         warnings.append(
             f"{count(unseen, 'more file')} in the folder {'was' if unseen == 1 else 'were'} not looked into"
@@ -140,13 +139,14 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
         warnings += odd
         chosen, odd = _chosen(by_rank, folder, window, ranks.left)
         warnings += odd
+        warnings += _apart(chosen)
         for rank, each in chosen.items():
             ranks.put(rank, each)
     for f in found:
         if f.format not in of_ranks:
             _beside(f, ranks)
     every = (*_told(found, ranks), *taken)
-    return Gathered(dict(sorted(ranks.files.items())), ranks.pieces, every, (*warnings, *_notable(every)))
+    return Gathered(dict(sorted(ranks.files.items())), ranks.pieces, (*every, *linked), (*warnings, *_notable(every)))
 
 
 def _notable(taken: Iterable[Taken]) -> list[str]:
@@ -160,7 +160,9 @@ def beside(folder: Path, known: Sequence[int]) -> Gathered:
     """Find what other tools left in the folder of a recorded run, not below it: it is read with the run's ranks."""
     inside = Inside(folder)
     paths = [path for path in sorted(folder.glob("*")) if path.name not in _OURS and inside.holds(path)]
-    found, taken = _judged(paths)
+    paths, linked = _once(paths)
+    found, taken, _ = _judged(paths)
+    taken += linked
     ranks = _Ranks({rank: {} for rank in known})
     for f in found:
         if _SPANS in f.format.tables:
@@ -185,9 +187,42 @@ def _told(found: Iterable[_Found], ranks: _Ranks) -> Iterator[Taken]:
         yield Taken(path, of, read, "" if read else ranks.left.get(path, "no rank needs it"))
 
 
-def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken]]:
-    """Return the parts of the files that are read, and of the others why they are left."""
+def _once(paths: Sequence[Path]) -> tuple[list[Path], list[Taken]]:
+    """Return each file once, by device and inode, and what is left: a second name makes no second rank."""
+    names: dict[tuple[int, int], Path] = {}
+    same: dict[Path, Path] = {}
+    for path in sorted(paths, key=Path.is_symlink):  # a file before the links to it
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        first = names.setdefault((found.st_dev, found.st_ino), path)
+        if first is not path:
+            same[path] = first
+    return [p for p in paths if p not in same], [
+        Taken(path, None, left=f"the same file as {first.name}") for path, first in same.items()
+    ]
+
+
+def _of_links(linked: Sequence[Taken]) -> list[str]:
+    if not linked:
+        return []
+    names = few([f"{one.path.name} ({one.left})" for one in linked], 4)
+    return [f"files with several names in the folder are read once: {names}"]
+
+
+def _ranked(path: Path, parts: Sequence[Part], warnings: list[str]) -> Sequence[Part]:
+    """Return the parts without ranks that no job has, and warn of these."""
+    odd = [part.rank for part in parts if part.rank is not None and part.rank >= MOST_RANKS]
+    if odd:
+        warnings.append(f"{path.name}: says that it is of rank {odd[0]:,}, which no job has: its rank is unknown")
+    return [part._replace(rank=None) if part.rank in odd else part for part in parts]
+
+
+def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken], list[str]]:
+    """Return the parts of the files that are read, of the others why they are left, and warnings."""
     found, taken = [], []
+    warnings: list[str] = []
     for path in paths:
         try:
             head = Head(path)
@@ -195,13 +230,17 @@ def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken]]:
             taken.append(Taken(path, None, left=str(e)))
             continue
         known = recognised(head)
+        if known is None and (inner := unpacked(path, archives=False)):
+            warnings += inner.warnings
+            path, head = inner.path, Head(inner.path)
+            known = recognised(head)
         if known is None:
             taken.append(Taken(path, None, left=described(head)))
         elif known[0].read is None:
             taken.append(Taken(path, known[0], left=known[0].left))
         else:
-            found += [_Found(path, known[0], part) for part in known[1]]
-    return found, taken
+            found += [_Found(path, known[0], part) for part in _ranked(path, known[1], warnings)]
+    return found, taken, warnings
 
 
 def _nothing(folder: Path, paths: Sequence[Path], taken: Sequence[Taken], warnings: Sequence[str]) -> str:
@@ -258,11 +297,27 @@ def _chosen(
     for path in chosen.values():
         left.pop(path, None)
     kind = "the one asked for" if asked is not None else "the last complete one"
-    name = few([str(path.relative_to(folder)) for path in chosen.values()], 3)
+    names = [path.relative_to(folder) if path.is_relative_to(folder) else path.name for path in chosen.values()]
+    name = few(list(map(str, names)), 3)
     warnings = [f"{len(windows)} windows are there; read: {number}, {kind} ({name}; --window N reads another)"]
     if lost := sorted(set(by_rank) - set(chosen)):
         warnings.append(f"window {number} lacks rank {few(lost, 8)}")
     return {rank: by_path[rank, path] for rank, path in sorted(chosen.items())}, warnings
+
+
+def _apart(chosen: Mapping[int, _Found]) -> list[str]:
+    """Say where traces began so far apart that they can hardly be of one job, or their clocks of one kind."""
+    began = {rank: one.part.began_ns for rank, one in chosen.items() if one.part.began_ns is not None}
+    if len(began) < 2:
+        return []
+    first, last = min(began, key=lambda r: began[r]), max(began, key=lambda r: began[r])
+    apart = began[last] - began[first]
+    if apart <= MOST_APART_NS:
+        return []
+    return [
+        f"the trace of rank {last} begins {duration(apart)} after that of rank {first}: they are of several jobs, or"
+        " their clocks have different zeros or units; what is said of all ranks holds for no one job"
+    ]
 
 
 def _beside(f: _Found, ranks: _Ranks) -> None:

@@ -15,43 +15,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dlprof.errors import DlprofError
+from dlprof.read.limits import LEAST_UNPACKED, MOST_LINE, MOST_TEXT, limit, limited, most_unpacked
 from dlprof.units import few
-
-NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the processes that read have it too
-
-# Bytes of a file that is read at once (facts, run.json, warnings), and of one line of a log; dlprof writes far less.
-MOST_TEXT = 64 << 20
-MOST_LINE = 16 << 20
-
-# Rows of a trace or a log: 10 million events are about 2 GB of JSON and take as much memory. Unpacked bytes for each
-# packed one: real traces have 10 to 20.
-MOST_ROWS = 10_000_000
-MOST_NAMES = 500_000  # different names and threads of a trace's events; real traces have some thousands
-MOST_UNPACKED, LEAST_UNPACKED = 100, 256 << 20
 
 _BATCH = 4 << 20
 
 NO_LINE = b"\0"  # no reader accepts it as a line
-
-
-def limited() -> bool:
-    """Return whether limits hold; `--no-limits` lifts them."""
-    return not os.environ.get(NO_LIMITS)
-
-
-def limit(most: int) -> int:
-    """Return this number where limits hold, else one that nothing reaches."""
-    return most if limited() else 1 << 62
-
-
-def too_many(path: Path, what: str, most: int) -> str:
-    """Return the warning that a file holds more than is read."""
-    return f"{path.name}: holds more than {most:,} {what}: what comes before is used (--no-limits reads all)"
-
-
-def most_unpacked(packed: int) -> int:
-    """Return how many bytes a file of that many packed bytes may unpack to."""
-    return limit(max(MOST_UNPACKED * packed, LEAST_UNPACKED))
 
 
 @contextlib.contextmanager

@@ -17,9 +17,11 @@ from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
 from dlprof.read.folders.jobs import of_one_job
+from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
+from dlprof.read.unpacking import Unpacked, top, unpacked
 from dlprof.units import few
 
 FORMAT = 1
@@ -104,12 +106,23 @@ def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
         if where.is_file():
             if where.name in ("run.json", "result.json", "facts.json"):
                 raise DlprofError(f"{where}: part of a run, not a trace; give its folder, {where.parent}")
-            return _foreign(where, one_file(where))
+            packed = unpacked(where)
+            return _foreign(where, one_file(where)) if packed is None else _packed(where, packed, window)
     except PermissionError as e:
         raise DlprofError(f"{e.filename or where}: permission denied") from None
     if where.exists():
         raise DlprofError(f"{where}: neither a file nor a folder")
     raise DlprofError(f"{where}: no such file or folder")
+
+
+def _packed(where: Path, found: Unpacked, window: int | None) -> Run:
+    """Open what a packed file holds, as if it lay in the file's place."""
+    inner = top(found.path) if found.is_archive else found.path
+    try:
+        run = open_run(inner, window) if found.is_archive else _foreign(where, one_file(inner))
+    except DlprofError as e:
+        raise DlprofError("; ".join([str(e).replace(str(inner), str(where)), *found.warnings])) from None
+    return replace(run, path=where, warnings=(*found.warnings, *run.warnings))
 
 
 def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tuple[Mapping[str, Any], list[str]]:
@@ -198,15 +211,21 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
     warnings = []
     lives: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
+    same: dict[tuple[int, int], Path] = {}  # the folders by device and inode
     for folder in run_folder.in_ranks(inside.root) if inside.holds_folder(inside.root / "ranks") else ():
         # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
         life = _LIFE.fullmatch(folder.name)
-        if life and inside.holds_folder(folder):
+        if life and int(life[1]) < MOST_RANKS and inside.holds_folder(folder):
+            found = folder.stat()
+            if (of := same.setdefault((found.st_dev, found.st_ino), folder)) is not folder:
+                warnings.append(f"{folder.name} is the folder {of.name} under another name: it is not read again")
+                continue
             lives.setdefault(int(life[1]), []).append((int(life[2] or 0), folder))
         elif inside.holds_folder(folder):
             strangers.append(folder.name)
     if strangers:
-        warnings.append(f"several processes claimed the same rank; not read: {', '.join(strangers)}")
+        why = "several processes claimed the same rank, or one that no job has"
+        warnings.append(f"{why}; not read: {few(strangers, 8)}")
     last = max((attempt for mine in lives.values() for attempt, _ in mine), default=0)
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")

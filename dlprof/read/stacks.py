@@ -16,7 +16,8 @@ import pandas as pd
 from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.kineto.json_stream import NOT_JSON
-from dlprof.read.opening import MOST_UNPACKED, most_unpacked, read_file
+from dlprof.read.limits import MOST_UNPACKED, most_unpacked
+from dlprof.read.opening import read_file
 from dlprof.read.profiles.frames import phase_in
 from dlprof.read.sources import Reading
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.read import logs, opening
+from dlprof.read import limits, logs
 from dlprof.read.sources import Reading
 
 
@@ -18,10 +18,10 @@ def read(path: Path) -> Reading:
     log = logs.rows(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, extra)
     frame, warnings = _settled(log.tables["steps"]), log.warnings
     steps = np.maximum(frame["steps"].to_numpy(), 1)
-    most = opening.limit(opening.MOST_ROWS)
+    most = limits.limit(limits.MOST_ROWS)
     fit = int(np.searchsorted(np.cumsum(steps.astype(float)), most, side="right"))
     if fit < len(frame):
-        warnings += (opening.too_many(path, "steps", most),)
+        warnings += (limits.too_many(path, "steps", most),)
     frame = _each(frame.drop(columns=list(extra)).head(fit), steps[:fit])
     if not len(frame):
         warnings += (f"{path.name}: holds no steps",)

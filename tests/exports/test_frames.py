@@ -61,11 +61,13 @@ def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
 
 def test_no_cell_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
     trace = traces.training(world_size=1)
-    formulas = ("=HYPERLINK(A1)", "+1", "-1+1", "@SUM(A1)", "\t=1")
-    named = [event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"][: len(formulas)]
-    for event, formula in zip(named, formulas, strict=True):
+    formulas = ("=HYPERLINK(A1)", "+1", "-1+1", "@SUM(A1)", "\t=1", " =cmd|' /C calc'!A0", "\uff1d1", "\n=1")
+    named = [event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
+    assert len(named) >= len(formulas)
+    for event, formula in zip(named, formulas, strict=False):
         event["name"] = formula
     trace["traceEvents"][-1]["name"] = "a\r=1"
+    trace["traceEvents"][-2]["name"] = "\x1b]0;title\x07\x9b2J"
     run = open_run(runs.foreign(tmp_path / "job", trace))
     frames.write(run, tmp_path / "csv", jobs=1)
     found = set()
@@ -73,11 +75,12 @@ def test_no_cell_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
         with path.open(newline="") as file:
             for cell in (cell for row in csv.reader(file) for cell in row):
                 found.add(cell)
+                assert not set(cell) & {*map(chr, range(9)), "\r", "\x1b", "\x9b"}
                 try:
                     float(cell)
                 except ValueError:
                     assert not cell.startswith(("=", "+", "-", "@", "\t", "\r"))
-    assert {*(f"'{formula}" for formula in formulas), r"a\r=1"} <= found
+    assert {*(f"'{formula}" for formula in formulas), r"a\r=1", r"\x1b]0;title\x07\x9b2J"} <= found
 
 
 @pytest.mark.parametrize("taken", ["csv", "csv/tables"])

@@ -58,6 +58,44 @@ def test_the_rarest_stacks_are_left_out_and_counted(tmp_path: Path, monkeypatch:
     assert profile["name"] == "training thread (3 rarer stacks left out)"
 
 
+OTHER = "thread (0x2): pool-1"
+
+
+def test_stacks_of_threads_without_a_phase_are_written_as_they_are(tmp_path: Path) -> None:
+    other = f'process 10:"python train.py";{OTHER};work (pool.py:3) 7\n'
+    told = written(stacked(tmp_path / "run", f"{MAIN};main (train.py:5) 3\n", other), tmp_path / "s.json")
+    frames = told["shared"]["frames"]
+    seen = {p["name"]: [[frames[i]["name"] for i in stack] for stack in p["samples"]] for p in told["profiles"]}
+    assert seen == {"training thread": [["(between the phases)", "main"]], "other threads": [["work"]]}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "unit"),
+    [
+        ("stacks.txt", "main (a.py:1);work (a.py:2) 5\nmain (a.py:1) 3\n", "none"),
+        (
+            "profile.speedscope.json",
+            json.dumps(
+                {
+                    "$schema": speedscope.SCHEMA,
+                    "shared": {"frames": [{"name": "main", "file": "a.py", "line": 1}]},
+                    "profiles": [
+                        {"type": "sampled", "name": "t", "unit": "seconds", "startValue": 0, "endValue": 8}
+                        | {"samples": [[0]], "weights": [8]}
+                    ],
+                }
+            ),
+            "nanoseconds",
+        ),
+    ],
+)
+def test_stacks_of_other_tools_are_written_too(tmp_path: Path, file: str, content: str, unit: str) -> None:
+    (tmp_path / file).write_text(content)
+    (profile,) = written(tmp_path / file, tmp_path / "s.json")["profiles"]
+    assert (profile["name"], profile["unit"]) == (f"training thread · {file}", unit)
+    assert sum(profile["weights"]) == profile["endValue"] == (8 if unit == "none" else 8_000_000_000)
+
+
 def test_without_stacks_there_is_nothing_to_export(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run", (None, [light(n, MS) for n in range(9)], CPU))
     with pytest.raises(DlprofError, match="no Python stacks were seen"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,46 @@ def test_odd_files_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for n in range(5):
         (tmp_path / "job" / f"{n}.png").write_bytes(b"\x89PNG\r\n")
     assert any("3 more files" in w for w in gather(tmp_path / "job").warnings)
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_a_second_name_of_a_file_makes_no_second_rank(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+    file = traces.write(tmp_path / "job" / "rank3.json", traces.training(rank=None))
+    for n in (0, 7):
+        link(tmp_path / "job" / f"rank{n}.json", file)
+    found = gather(tmp_path / "job")
+    assert len(found.files) == 1
+    assert sorted(bool(one.left) for one in found.taken) == [False, True, True]
+    (warning,) = found.warnings
+    assert warning.count("the same file as") == 2
+
+
+def test_a_folder_of_links_to_windows_reads_each_window_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        traces.write(tmp_path / "job" / "step_9" / f"rank{rank}.json", traces.training(rank=rank))
+    (tmp_path / "job" / "latest").symlink_to("step_9")
+    found = gather(tmp_path / "job")
+    assert sorted(found.files) == [0, 1]
+    assert not any("windows" in w for w in found.warnings)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_rank_that_no_job_has_is_named_and_makes_nothing_large(tmp_path: Path, beside: bool) -> None:
+    traces.write(tmp_path / "b.json", traces.training(rank=10**9))
+    if beside:
+        traces.write(tmp_path / "a.json", traces.training(rank=1))
+    found = gather(tmp_path)
+    assert sorted(found.files) == [1 if beside else 0]
+    assert "b.json: says that it is of rank 1,000,000,000" in found.warnings[0]
+    assert sorted(one_file(tmp_path / "b.json").files) == [0]
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(5, False), (86_400, True)])
+def test_traces_that_began_far_apart_are_named(tmp_path: Path, seconds: int, said: bool) -> None:
+    traces.write(tmp_path / "rank0.json", traces.training(rank=0))
+    traces.write(tmp_path / "rank1.json", traces.training(rank=1, base_ns=traces.BASE_NS + seconds * 10**9))
+    warnings = gather(tmp_path).warnings
+    assert [w.startswith("the trace of rank 1 begins 86,400 s after that of rank 0") for w in warnings] == [True] * said
 
 
 def test_a_folder_without_anything_to_read_says_what_it_saw(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening, steps
+from dlprof.read import limits, opening, steps
 from dlprof.read.kineto import torch_trace
 from dlprof.read.opening import Inside, lines_of, open_file, read_file
 from dlprof.read.run import open_run
@@ -109,19 +109,19 @@ def test_a_file_of_one_endless_line_is_not_read_to_its_end(tmp_path: Path) -> No
 
 
 def test_what_unpacks_to_far_more_than_a_trace_does_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "LEAST_UNPACKED", 1 << 20)
+    monkeypatch.setattr(limits, "LEAST_UNPACKED", 1 << 20)
     event = b'{"ph":"X","cat":"cpu_op","name":"a","ts":1,"dur":1,"pid":1,"tid":1},\n'
     bomb = tmp_path / "rank0.json.gz"
     bomb.write_bytes(gzip.compress(b'{"schemaVersion":1,"traceEvents":[\n' + event * 200_000 + b"{}]}"))
     reading = torch_trace.read(bomb)
     assert 10_000 < len(reading.tables["spans"]) < 100_000
     assert any("--no-limits" in warning for warning in reading.warnings)
-    monkeypatch.setenv(opening.NO_LIMITS, "1")
+    monkeypatch.setenv(limits.NO_LIMITS, "1")
     assert len(torch_trace.read(bomb).tables["spans"]) == 200_000
 
 
 def test_no_more_rows_are_read_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "MOST_ROWS", 1_000)
+    monkeypatch.setattr(limits, "MOST_ROWS", 1_000)
     log = tmp_path / "steps.jsonl"
     # One line may claim to stand for as many steps as it likes.
     log.write_text('{"step":0,"start_ns":1,"dur_ns":1}\n{"step":1,"start_ns":2,"dur_ns":1,"steps":1000000000000000}\n')
@@ -133,12 +133,12 @@ def test_no_more_rows_are_read_than_memory_holds(tmp_path: Path, monkeypatch: py
 
 
 def test_no_more_names_are_read_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "MOST_NAMES", 1_000)
+    monkeypatch.setattr(limits, "MOST_NAMES", 1_000)
     event = '{"ph":"X","cat":"cpu_op","name":"%d","ts":%d,"dur":1,"pid":1,"tid":1}'
     trace = tmp_path / "rank0.json"
     trace.write_text('{"schemaVersion":1,"traceEvents":[' + ",\n".join(event % (n, n) for n in range(40_000)) + "]}")
     reading = torch_trace.read(trace)
     assert 1_000 < len(reading.tables["spans"]) < 30_000
     assert any("different names or threads" in warning for warning in reading.warnings)
-    monkeypatch.setenv(opening.NO_LIMITS, "1")
+    monkeypatch.setenv(limits.NO_LIMITS, "1")
     assert len(torch_trace.read(trace).tables["spans"]) == 40_000

@@ -16,7 +16,7 @@ from dlprof.cli import cli
 from dlprof.errors import DlprofError
 from dlprof.read import facts
 from dlprof.read.run import FORMAT, TRACE, Rank, open_run
-from tests.fixtures import jobs, traces
+from tests.fixtures import jobs, runs, traces
 
 
 def report(path: Path, out: Path, *more: str) -> Result:
@@ -544,3 +544,13 @@ def test_what_samplers_had_to_say_is_among_the_warnings_with_their_hosts(tmp_pat
     warnings = open_run(tmp_path).warnings
     assert "2 hosts: gpu is off" in warnings
     assert "one: full" in warnings
+
+
+def test_a_rank_is_read_once_and_a_number_that_no_job_has_is_named(tmp_path: Path) -> None:
+    run = runs.recorded(tmp_path / "run", (traces.training(world_size=1), [], runs.CPU))
+    (run / "ranks/00001").symlink_to("00000")
+    (run / "ranks/999999999").mkdir()
+    opened = open_run(run)
+    assert [rank.index for rank in opened.ranks] == [0]
+    assert any("00001 is the folder 00000 under another name" in w for w in opened.warnings)
+    assert any("not read: 999999999" in w for w in opened.warnings)

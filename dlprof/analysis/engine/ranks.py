@@ -17,13 +17,11 @@ from dlprof.analysis.engine.needs import JOB, RANK, Maybe, Measure, MeasureFaile
 from dlprof.analysis.engine.packed import Packed, packed, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.formats import Format, format_named
+from dlprof.read.limits import MOST_LANES, MOST_RANKS, limit
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.read.sources import SOURCES, Source
 
 T = TypeVar("T")
-
-# A world size above this is damaged data: the largest jobs known have some hundred thousand ranks.
-LARGEST_WORLD = 1 << 20
 
 _OURS = {source.name: source for source in SOURCES}  # what dlprof records; any other name is a format's
 
@@ -45,8 +43,9 @@ class RankData:
 
     def __init__(self, rank: Rank) -> None:
         self.index = rank.index
-        self.facts = RankFacts(rank.index, dict(rank.facts), np.array(rank.resumed_ns, dtype=np.int64), {})
         self.warnings: list[str] = []
+        recorded = self._plausible(rank.facts, "facts.json")
+        self.facts = RankFacts(rank.index, recorded, np.array(rank.resumed_ns, dtype=np.int64), {})
         self._tables: dict[str, pd.DataFrame] = {}
         self._missing: dict[str, str] = {}
         self._known: dict[Any, Any] = {}
@@ -72,13 +71,38 @@ class RankData:
             for table, frame in reading.tables.items():
                 # Several samplers write into one table.
                 known = self._tables.get(table)
+                frame = self._fewer_lanes(frame, path.name) if table == "spans" else frame
                 self._tables[table] = frame if known is None else schema.join(table, [known, frame])
-            self.facts.trace_facts.update(reading.facts)
+            self.facts.trace_facts.update(self._plausible(reading.facts, path.name))
             self.warnings.extend(reading.warnings)
             self._missing.update(reading.lacks)
             return
         self.warnings.append(why)
         self._missing.update(dict.fromkeys(source.tables, why))
+
+    def _plausible(self, facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return facts without a world size that no job has: much is made for each rank."""
+        world = facts.get("world_size")
+        if not isinstance(world, int) or world <= MOST_RANKS:
+            return dict(facts)
+        self.warnings.append(f"{name}: a world size of {world:,} is more than any job has: it is not used")
+        return {k: value for k, value in facts.items() if k != "world_size"}
+
+    def _fewer_lanes(self, spans: pd.DataFrame, name: str) -> pd.DataFrame:
+        """Return the spans of the threads and streams with the most of them: many measures look at one by one."""
+        lane = spans["lane"].cat
+        count, most = len(lane.categories), limit(MOST_LANES)
+        if count <= most:
+            return spans
+        self.warnings.append(
+            f"{name}: holds {count:,} threads and streams: those {most:,} with the most spans are used"
+            " (--no-limits uses all)"
+        )
+        spans_of = np.bincount(lane.codes, minlength=count)
+        kept = np.zeros(count, dtype=bool)
+        kept[np.argsort(-spans_of, kind="stable")[:most]] = True
+        fewer = spans[kept[lane.codes.to_numpy()]].reset_index(drop=True)
+        return fewer.assign(lane=fewer["lane"].cat.remove_unused_categories())
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -188,7 +212,7 @@ class Job:
         """The number of ranks of the job: the most that the facts and the ranks' numbers show."""
         facts = [f.get("world_size") for fs in (self.facts, self.trace_facts) for f in fs.values()]
         known = [len(self.ranks), *(r + 1 for r in self.ranks), *(n for n in facts if isinstance(n, int))]
-        return max([k for k in known if k <= LARGEST_WORLD], default=1)
+        return max([k for k in known if k <= MOST_RANKS], default=1)
 
     @property
     def apart(self) -> bool:

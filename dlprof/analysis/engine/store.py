@@ -25,7 +25,8 @@ from dlprof.analysis.engine.needs import Measure
 from dlprof.analysis.engine.ranks import Answer, Failure, RankAnswer
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.files import KEPT, whole, write
-from dlprof.read.opening import Inside, limited
+from dlprof.read.limits import limited
+from dlprof.read.opening import Inside
 from dlprof.read.run import Rank, Run
 from dlprof.units import count
 

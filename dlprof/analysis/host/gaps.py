@@ -15,6 +15,7 @@ from dlprof.analysis.host.parts import LAUNCHES, gains_of
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import Timing, check_marked
 from dlprof.analysis.timeline.what_if import PAUSE_NS
 from dlprof.errors import NotMeasured
@@ -122,6 +123,8 @@ def check_launches(launch_means: pd.DataFrame) -> None:
     what a step without that would be is not known.
     """
     kernels = float(launch_means["kernels"].max())
+    if not kernels and launch_means["kernel_ns"].any():
+        raise NotMeasured(NOT_IN_STEPS)
     if not kernels:
         raise NotMeasured("the trace holds no kernels (record ProfilerActivity.CUDA; with nsys, --trace=cuda)")
     if kernels < FEWEST_KERNELS:

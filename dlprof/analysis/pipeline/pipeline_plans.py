@@ -80,7 +80,7 @@ def least_of_kernels(
     """
     kernels = device_work[(launched_within >= 0) & host.is_kind(device_work, "kernel") & main_stream]
     if not len(kernels):
-        raise NotMeasured("the trace holds no kernels")
+        raise NotMeasured(device.NOT_IN_STEPS if len(device_work) else device.NO_DEVICE_WORK)
     start, dur = kernels["start_ns"].to_numpy(), kernels["dur_ns"].to_numpy()
     between = start[1:] - start[:-1] - dur[:-1]
     between = between[(between >= 0) & (between <= LATENCY_NS)]

@@ -21,6 +21,8 @@ WORK = ("kernel", "communication", "copy", "set")
 
 NO_DEVICE_WORK = "the trace holds no work of a device (record ProfilerActivity.CUDA; with nsys, --trace=cuda)"
 
+NOT_IN_STEPS = "the device's work in the trace was launched in none of its steady steps"
+
 
 @dataclass(frozen=True)
 class DeviceSets:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis.engine import within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import NO_DEVICE_WORK
+from dlprof.analysis.timeline.device import NO_DEVICE_WORK, NOT_IN_STEPS
 from dlprof.analysis.timeline.idle import LATENCY_NS
 from dlprof.analysis.timeline.launches import NOT_LINKED, UNKNOWN, Launches
 from dlprof.analysis.timeline.replay import NEVER, WAIT_NS, Replay, Wait
@@ -66,6 +66,8 @@ def replay_of(
         raise NotMeasured(NOT_LINKED)
     first, last = _block(timing.chosen, trace_window.launched_in)
     rows = np.flatnonzero((trace_window.launched_in >= first) & (trace_window.launched_in <= last))
+    if not len(rows):
+        raise NotMeasured(NOT_IN_STEPS)
     begin, end = int(trace_window.host[first, 0]), int(trace_window.host[last, 1])
     waits = _waits(spans, device_work, launches, rows, begin, end)
     start, dur = device_work["start_ns"].to_numpy()[rows], device_work["dur_ns"].to_numpy()[rows]

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import MOST_ROWS, limit, most_unpacked, open_file, too_many
+from dlprof.read.limits import MOST_ROWS, limit, most_unpacked, too_many
+from dlprof.read.opening import open_file
 
 if TYPE_CHECKING:
     import numpy as np

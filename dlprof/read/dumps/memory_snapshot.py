@@ -15,7 +15,7 @@ from dlprof.errors import DlprofError
 from dlprof.read.dumps import plain_pickle
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
-from dlprof.read.opening import MOST_ROWS, limit, too_many
+from dlprof.read.limits import MOST_ROWS, limit, too_many
 from dlprof.read.sources import Reading
 
 if TYPE_CHECKING:

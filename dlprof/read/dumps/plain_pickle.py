@@ -15,7 +15,8 @@ from struct import Struct, error
 from typing import Any
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import limit, most_unpacked, open_file
+from dlprof.read.limits import limit, most_unpacked
+from dlprof.read.opening import open_file
 
 # Bytes of a dump, unpacked, and lists, dicts and tuples in it: each takes about 100 bytes of memory. A snapshot of a
 # million events of the allocator has 200 MB and 2 million of these.

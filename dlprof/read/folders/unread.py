@@ -12,7 +12,10 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\xff\xd8\xff", "a picture"),
     (b"GIF8", "a picture"),
     (b"%PDF", "a PDF"),
-    (b"PK\x03\x04", "a zip file, as torch.save writes checkpoints"),
+    (b"PK\x03\x04", "a zip file (torch.save writes checkpoints so; an archive is read where it is named itself)"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it with `7z x FILE`"),
+    (b"Rar!", "a rar archive: unpack it with `unrar x FILE`"),
+    (b"\x04\x22\x4d\x18", "packed with lz4: unpack it with `lz4 -d FILE`"),
     (b"SQLite format 3\0", "an SQLite database without the tables of nsys"),
     (b"\x80\x02", "a pickle"),
     (b"\x80\x03", "a pickle"),
@@ -22,9 +25,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x89HDF", "an HDF5 file"),
     (b"PAR1", "a Parquet file"),
-    (b"BZh", "packed with bzip2: unpack it"),
-    (b"\xfd7zXZ", "packed with xz: unpack it"),
-    (b"\x28\xb5\x2f\xfd", "packed with zstd: unpack it"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd: unpack it with `zstd -d FILE`"),
 )
 _TAR = (257, b"ustar")
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -46,7 +47,7 @@ def described(head: Head) -> str:
         if start.startswith(magic):
             return words
     if start[_TAR[0] : _TAR[0] + len(_TAR[1])] == _TAR[1]:
-        return "a tar file: unpack it"
+        return "a tar archive, which is read where it is named itself"
     if head.opens in ("{", "["):
         return "JSON of no known format"
     if not head.is_text:

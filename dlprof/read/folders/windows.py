@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import most_unpacked, open_file
+from dlprof.read.limits import most_unpacked
+from dlprof.read.opening import open_file
 
 _BLOCK = 1 << 20
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.kineto.events import NO_TIME, Scalar, nanoseconds
 from dlprof.read.kineto.json_stream import NOT_JSON, TraceFile, plain
 
@@ -128,8 +128,8 @@ def _read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
     reader = _Reader(trace, wants)
     for events in file.events():
         reader.add(events)
-        if reader.count > opening.limit(opening.MOST_ROWS) or len(trace.places) > opening.limit(opening.MOST_NAMES):
-            trace.warnings.append(opening.too_many(path, "events", opening.MOST_ROWS))
+        if reader.count > limits.limit(limits.MOST_ROWS) or len(trace.places) > limits.limit(limits.MOST_NAMES):
+            trace.warnings.append(limits.too_many(path, "events", limits.MOST_ROWS))
             break
     reader.end()
     if file.cut and file.cut.startswith("the gzip"):
@@ -196,7 +196,7 @@ class _Reader:
 
     def _meta(self, e: _Meta) -> None:
         args = plain(e.args)
-        if not isinstance(args, dict) or len(self.trace.threads) > opening.limit(opening.MOST_NAMES):
+        if not isinstance(args, dict) or len(self.trace.threads) > limits.limit(limits.MOST_NAMES):
             return
         name = args.get("name")
         if e.name == "process_name" and isinstance(name, str):
@@ -206,7 +206,7 @@ class _Reader:
             self.trace.processes[e.pid] = f"{known} {args['labels']}".strip()
         elif e.name == "thread_name" and isinstance(name, str):
             self.trace.threads[e.pid, e.tid] = name
-        elif len(self.trace.meta) < opening.limit(1_000):
+        elif len(self.trace.meta) < limits.limit(1_000):
             self.trace.meta.update({key: value for key, value in args.items() if key not in self.trace.meta})
 
     def end(self) -> None:

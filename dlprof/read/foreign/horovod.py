@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlprof.errors import DlprofError
+from dlprof.read import limits
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.sources import Reading
 
@@ -28,7 +29,6 @@ _READY = re.compile(rb'"ph"\s*:\s*"X"[^{}]{0,40}"name"\s*:\s*"(\d{1,7})"')
 _OPERATION = re.compile(rb'"name"\s*:\s*"NEGOTIATE_[A-Z]+"')
 
 # Ranks of one file: more than any job that writes a timeline has.
-_MOST_RANKS = 4096
 # As many occurrences of a tensor make steps.
 _LEAST_STEPS = 3
 
@@ -48,7 +48,7 @@ def recognise(head: Head) -> Sequence[Part]:
     if head.opens != "[" or not _OPERATION.search(head.first):
         return ()
     ranks = {int(number) for number in _READY.findall(head.first)}
-    return [Part(rank, str(rank)) for rank in sorted(ranks)[:_MOST_RANKS]] or [Part(0, "0")]
+    return [Part(rank, str(rank)) for rank in sorted(ranks)[: limits.MOST_RANKS_OF_FILE]] or [Part(0, "0")]
 
 
 def read(path: Path, piece: str = "0") -> Reading:

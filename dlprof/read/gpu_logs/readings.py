@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import MOST_ROWS, limit, too_many
+from dlprof.read.limits import MOST_ROWS, limit, too_many
 from dlprof.read.sources import Reading
 
 if TYPE_CHECKING:

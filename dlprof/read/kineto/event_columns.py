@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.kineto.autograd import Made, Numbers
 from dlprof.read.kineto.collectives import Collectives
 from dlprof.read.kineto.events import (
@@ -204,17 +204,17 @@ class Reader:
 
     def take(self, file: TraceFile[Event], processes: Processes = None) -> None:
         """Take the events that a file has left, or those of these processes, up to the limits."""
-        most = opening.limit(opening.MOST_ROWS)
+        most = limits.limit(limits.MOST_ROWS)
         for events in file.events():
             mine = events if processes is None else [e for e in events if getattr(e, "pid", None) in processes]
             over = self.seen + len(mine) > most
             self.add(mine[: most - self.seen] if over else mine)
             events.clear()
             if over:
-                self.rows.warnings.append(opening.too_many(file.path, "events", opening.MOST_ROWS))
-            if len(self.places) > opening.limit(opening.MOST_NAMES):
+                self.rows.warnings.append(limits.too_many(file.path, "events", limits.MOST_ROWS))
+            if len(self.places) > limits.limit(limits.MOST_NAMES):
                 what = "different names or threads"
-                self.rows.warnings.append(opening.too_many(file.path, what, opening.MOST_NAMES))
+                self.rows.warnings.append(limits.too_many(file.path, what, limits.MOST_NAMES))
             if self.rows.warnings:
                 break
         self.unreadable += file.unreadable
@@ -222,7 +222,7 @@ class Reader:
     def fits(self, other: Reader) -> bool:
         """Return whether the limits allow the events of another reader too."""
         names = len(self.places) + len(other.places)
-        return self.seen + other.seen <= opening.limit(opening.MOST_ROWS) and names <= opening.limit(opening.MOST_NAMES)
+        return self.seen + other.seen <= limits.limit(limits.MOST_ROWS) and names <= limits.limit(limits.MOST_NAMES)
 
     def join(self, other: Reader) -> None:
         """Take what another reader made of the events that follow; its columns are not copied before `end`."""

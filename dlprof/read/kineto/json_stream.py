@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import MOST_UNPACKED, limited, most_unpacked, open_file
+from dlprof.read.limits import MOST_UNPACKED, limited, most_unpacked
+from dlprof.read.opening import open_file
 
 try:
     _inflate: Any = importlib.import_module("isal.isal_zlib")

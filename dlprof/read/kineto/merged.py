@@ -15,7 +15,7 @@ from typing import Any, Union
 import msgspec
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.kineto.events import Scalar
 from dlprof.read.kineto.json_stream import TraceFile, plain
 
@@ -26,7 +26,6 @@ _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
 
 # Devices are numbered from 0; a process has a larger number.
 _MOST_DEVICES = 64
-_MOST_RANKS = 4096
 
 
 class _Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
@@ -74,7 +73,8 @@ def ranks_of_processes(path: Path) -> list[tuple[int | None, str]]:
                     if isinstance(said, dict):
                         names[e.pid] = f"{names.get(e.pid, '')} {said.get('name') or said.get('labels') or ''}"
             seen += len(events)
-            if seen > opening.limit(opening.MOST_ROWS) or len(names) + len(others) > _MOST_RANKS * _MOST_DEVICES:
+            processes = len(names) + len(others)
+            if seen > limits.limit(limits.MOST_ROWS) or processes > limits.MOST_RANKS_OF_FILE * _MOST_DEVICES:
                 break
     except DlprofError:
         return []
@@ -111,7 +111,7 @@ def _assigned(
         if len(devices) != len(groups):
             return []
         groups = [[*pids, device] for pids, device in zip(groups, devices, strict=True)]
-    return [(rank, json.dumps(pids)) for rank, pids in zip(order, groups, strict=True)][:_MOST_RANKS]
+    return [(rank, json.dumps(pids)) for rank, pids in zip(order, groups, strict=True)][: limits.MOST_RANKS_OF_FILE]
 
 
 def _named(pid: Scalar, name: str) -> int | None:

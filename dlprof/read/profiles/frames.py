@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.opening import MOST_NAMES, limit, too_many
+from dlprof.read.limits import MOST_NAMES, limit, too_many
 from dlprof.read.sources import Reading
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
-from dlprof.read.opening import limit, read_file
+from dlprof.read.limits import limit
+from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
 
 _MODULES = ("line_profiler.line_profiler", "line_profiler._line_profiler", "line_profiler", "_line_profiler")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits, opening
 from dlprof.read.columnar.rows import Rows
 from dlprof.read.rocprof import process
 from dlprof.read.sources import Reading
@@ -75,8 +75,8 @@ def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterato
                 bad += 1
                 continue
             count += 1
-            if count > opening.limit(opening.MOST_ROWS):
-                warnings.append(opening.too_many(path, "rows", opening.MOST_ROWS))
+            if count > limits.limit(limits.MOST_ROWS):
+                warnings.append(limits.too_many(path, "rows", limits.MOST_ROWS))
                 break
             agent, queue = row.get("Agent_Id") or "", row.get("Queue_Id") or row.get("Stream_Id") or "0"
             if kind == "copy":
@@ -96,8 +96,8 @@ def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
     from dlprof.read.kineto.json_stream import NOT_JSON
 
     with opening.open_file(path) as file:
-        data = file.read(opening.limit(_MOST_JSON) + 1)
-    if len(data) > opening.limit(_MOST_JSON):
+        data = file.read(limits.limit(_MOST_JSON) + 1)
+    if len(data) > limits.limit(_MOST_JSON):
         raise DlprofError(f"{path}: larger than {_MOST_JSON >> 20} MB: not read (--no-limits reads it)")
     try:
         whole = msgspec.json.decode(data)

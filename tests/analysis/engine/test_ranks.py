@@ -13,6 +13,7 @@ from dlprof.analysis.engine import MeasureFailed, RankData
 from dlprof.analysis.engine import ranks as engine_ranks
 from dlprof.analysis.timeline.device import device_time
 from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.read import limits
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import Rank, Run, open_run
 from tests.fixtures import traces
@@ -129,9 +130,31 @@ def test_a_missing_trace_says_why(window: Mapping[str, Any], why: str) -> None:
 
 
 def test_what_claims_to_be_a_huge_job_is_not_believed(tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.training(world_size=engine_ranks.LARGEST_WORLD + 1))
+    traces.write(tmp_path / "rank0.json", traces.training(world_size=limits.MOST_RANKS + 1))
     run = engine.measure(open_run(tmp_path), [rows], jobs=1)
     assert (run.world_size, run.missing_ranks) == (1, ())
+    assert run.trace_facts[0].get("world_size") is None
+    assert "a world size of 1,048,577 is more than any job has" in str(run.warnings)
+
+
+def test_of_very_many_threads_those_with_the_most_spans_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = traces.training(world_size=1)
+    lanes = len(set(torch_trace.read(traces.write(tmp_path / "few.json", made)).tables["spans"]["lane"]))
+    made["traceEvents"] += [traces.op("aten::add", 5_000 * n, 10, tid=100_000 + n) for n in range(5_000)]
+    rank = Rank(0, {"torch_trace": traces.write(tmp_path / "rank0.json", made)})
+    data = RankData(rank)
+    spans = data.table("spans")
+    assert len(spans["lane"].cat.categories) == limits.MOST_LANES
+    assert (spans["name"] == "sm90_gemm").sum() == 3
+    assert spans["start_ns"].is_monotonic_increasing
+    assert data.warnings == [
+        f"rank0.json: holds {5_000 + lanes:,} threads and streams: those 1,000 with the most spans are used"
+        " (--no-limits uses all)"
+    ]
+    monkeypatch.setenv(limits.NO_LIMITS, "1")
+    assert len(RankData(rank).table("spans")["lane"].cat.categories) == 5_000 + lanes
 
 
 def test_where_there_is_a_rank_there_are_those_before_it(tmp_path: Path) -> None:

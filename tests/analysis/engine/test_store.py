@@ -25,7 +25,7 @@ from dlprof.analysis.engine.run import measure_rank, serial, travelling
 from dlprof.analysis.engine.store import Kept, Store, find, open_store
 from dlprof.analysis.rules import RULES
 from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.read.opening import NO_LIMITS
+from dlprof.read.limits import NO_LIMITS
 from dlprof.read.run import Rank, Run, open_run
 from tests.fixtures import runs, traces
 from tests.fixtures.measures import RANKS, broken, job_of_four, nowhere, rows, silent

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.columnar.database import MISSING, is_sqlite, open_database
 from dlprof.read.nsys.processes import of_process
 from tests.fixtures import exports
@@ -96,8 +96,8 @@ def test_a_packed_file_is_unpacked_up_to_a_limit(tmp_path: Path, monkeypatch: py
         database.integers("T", ["start"])
         assert any("cut off" in line for line in database.damage)
     packed.write_bytes(gzip.compress(data))
-    monkeypatch.setattr(opening, "LEAST_UNPACKED", 1_000)
-    monkeypatch.setattr(opening, "MOST_UNPACKED", 1)
+    monkeypatch.setattr(limits, "LEAST_UNPACKED", 1_000)
+    monkeypatch.setattr(limits, "MOST_UNPACKED", 1)
     with pytest.raises(DlprofError, match="--no-limits"), open_database(packed):
         pass
 

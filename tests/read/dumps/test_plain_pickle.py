@@ -15,7 +15,7 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.read.dumps import plain_pickle
 from dlprof.read.dumps.plain_pickle import NotPlain, load
-from dlprof.read.opening import NO_LIMITS
+from dlprof.read.limits import NO_LIMITS
 from tests.fixtures import dumps
 
 REFERRED = ["one", "two", "three"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.foreign import chrome
 
 
@@ -68,7 +68,7 @@ def test_odd_events_are_left_out(tmp_path: Path) -> None:
 
 
 def test_no_more_is_read_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "MOST_ROWS", 100)
+    monkeypatch.setattr(limits, "MOST_ROWS", 100)
     events = [{"ph": "X", "name": "a", "ts": n, "dur": 1, "pid": 1, "tid": 1} for n in range(60_000)]
     trace = chrome.read(written(tmp_path, list(events)), everything)
     assert len(trace.place) < 60_000

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from dlprof.errors import DlprofError
-from dlprof.read import opening
+from dlprof.read import limits
 from dlprof.read.kineto import event_columns, torch_trace
 from dlprof.read.kineto.event_columns import Processes, Reader
 from dlprof.read.kineto.split import boundaries, decoding, shares, table
@@ -263,7 +263,7 @@ def test_only_some_processes(tmp_path: Path, both: Both) -> None:
 def test_limits_hold_at_the_same_event(
     tmp_path: Path, both: Both, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(opening, limit, value)
+    monkeypatch.setattr(limits, limit, value)
     read = both(traces.write(tmp_path / "trace.json", training()))
     assert read
     assert any("holds more than" in w for w in read.warnings)

@@ -1,0 +1,237 @@
+"""Unpacks what people send traces in: xz, bzip2 and twice packed gzip files, zip and tar archives.
+
+Everything goes into a temporary folder that ends with this process. Of an archive only regular files come out, under
+names that stay within that folder; links, devices and names that lead out of it are passed over. An archive may unpack
+to as much as one packed file may, and no more than MOST_OF_ARCHIVE.
+"""
+
+from __future__ import annotations
+
+import atexit
+import bz2
+import contextlib
+import lzma
+import shutil
+import stat
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from dlprof.read.limits import MOST_MEMBERS, MOST_OF_ARCHIVE, MOST_TEXT, limit, most_unpacked
+from dlprof.read.opening import open_file
+
+_GZIP, _XZ, _BZIP2, _ZIP = b"\x1f\x8b", b"\xfd7zXZ\0", b"BZh", b"PK\x03\x04"
+_TAR_AT, _TAR = 257, b"ustar"
+_BLOCK = 1 << 20
+_LAYERS = 4  # of packing: trace.json.gz in an archive.tar.xz has three
+_XZ_MEMORY = 256 << 20  # what xz -9 asks for is a quarter of it
+_DAMAGED = (EOFError, ValueError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile)
+# zipfile raises these of a member that is encrypted, or packed in a way that it does not know.
+_NOT_READ = (RuntimeError, NotImplementedError)
+
+_PACKED: dict[bytes, Callable[[], Any]] = {
+    _GZIP: lambda: zlib.decompressobj(wbits=31),
+    _XZ: lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY),
+    _BZIP2: bz2.BZ2Decompressor,
+}
+_ENDINGS = (".gz", ".xz", ".bz2", ".tgz", ".txz", ".tbz2")
+
+
+class Unpacked:
+    """What a packed file holds: `path`, a file or (of an archive) a folder, and a line for each thing that it lacks."""
+
+    def __init__(self, source: Path, *, archives: bool = True) -> None:
+        self._source, self._archives = source, archives
+        self._folder = Path(tempfile.mkdtemp(prefix="dlprof-unpacked-"))
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        self._left = min(most_unpacked(source.stat().st_size), limit(MOST_OF_ARCHIVE))
+        self._left = min(self._left, shutil.disk_usage(self._folder).free // 2)
+        self.is_archive = False
+        self.warnings: list[str] = []
+        self.path = self._inner(source)
+
+    def _inner(self, path: Path) -> Path:
+        """Take off one layer of packing after the other, and take an archive apart."""
+        for layer in range(_LAYERS):
+            begins = _beginning(path)
+            if self._archives and _is_archive(begins):
+                self.is_archive = True
+                inside = self._folder / "archive"
+                inside.mkdir()
+                with self._damage():
+                    self._take(inside, _of_zip(path) if begins.startswith(_ZIP) else _of_tar(path))
+                return inside
+            packed = next((make for magic, make in _PACKED.items() if begins.startswith(magic)), None)
+            if packed is None or (layer and begins.startswith(_GZIP) and not _is_packed_again(path)):
+                break  # readers unpack one layer of gzip themselves
+            name = path.name.removesuffix(next((e for e in _ENDINGS if path.name.endswith(e)), ""))
+            made = self._folder / str(layer) / (name or "unpacked")
+            made.parent.mkdir()
+            with open_file(path) as file, made.open("wb") as out, self._damage():
+                self._copy(_unpacked(file, packed), out)
+            path = made
+        return path
+
+    @contextlib.contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except _DAMAGED as e:
+            why = str(e) if isinstance(e, OSError) and e.errno else "it is cut off or damaged"
+            self.warnings.append(f"{self._source.name}: {why}: what comes before is used")
+
+    def _copy(self, blocks: Iterator[bytes], out: IO[bytes]) -> bool:
+        """Write what is within the limits; return whether that was all."""
+        for block in blocks:
+            self._left -= len(block)
+            if self._left < 0:
+                self.warnings.append(
+                    f"{self._source.name}: unpacks to more than is read of such a file: what comes before is used"
+                    " (--no-limits reads all)"
+                )
+                return False
+            out.write(block)
+        return True
+
+    def _take(self, inside: Path, members: Iterator[tuple[str, Iterator[bytes] | None]]) -> None:
+        """Write the regular files among an archive's members, each to its name within the folder."""
+        passed: list[str] = []
+        for number, (name, blocks) in enumerate(members):
+            if number >= limit(MOST_MEMBERS):
+                self.warnings.append(f"{self._source.name}: holds more than {MOST_MEMBERS:,} files: the first are used")
+                break
+            place = _within(inside, name)
+            if blocks is None or place is None:
+                passed.append(name)
+                continue
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                out = place.open("xb")
+            except OSError:  # two of one name, a file in a folder's place, a name too long
+                passed.append(name)
+                continue
+            with out:
+                try:
+                    if not self._copy(blocks, out):
+                        return
+                except _NOT_READ:
+                    passed.append(name)
+                except _DAMAGED:  # of a zip archive the other members are whole
+                    self.warnings.append(f"{self._source.name}: {name} is cut off or damaged")
+        if passed:
+            names = ", ".join(passed[:4]) + (" …" if len(passed) > 4 else "")
+            self.warnings.append(
+                f"{self._source.name}: links, names that lead out and the like are passed over: {names}"
+            )
+
+
+def unpacked(path: Path, *, archives: bool = True) -> Unpacked | None:
+    """Return what a packed file holds; None where it is none, or one that the readers unpack themselves.
+
+    Without `archives` they are left as they are, as those are that torch.save writes.
+    """
+    begins = _beginning(path)
+    packed = begins.startswith((_XZ, _BZIP2)) or (begins.startswith(_GZIP) and _is_packed_again(path))
+    archive = archives and _is_archive(begins) and not (begins.startswith(_ZIP) and _is_checkpoint(path))
+    return Unpacked(path, archives=archives) if packed or archive else None
+
+
+def _is_archive(begins: bytes) -> bool:
+    return begins.startswith(_ZIP) or begins[_TAR_AT:].startswith(_TAR)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        with open_file(path) as file, zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except _DAMAGED:
+        return False
+
+
+def _beginning(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read(_TAR_AT + len(_TAR))
+
+
+def _is_packed_again(path: Path) -> bool:
+    """Return whether a gzip file holds an archive or another packed file."""
+    try:
+        with open_file(path) as file:
+            begins = zlib.decompressobj(wbits=31).decompress(file.read(1 << 12), 1 << 10)
+    except zlib.error:
+        return False
+    return begins.startswith((_GZIP, _XZ, _BZIP2, _ZIP)) or begins[_TAR_AT:].startswith(_TAR)
+
+
+def _unpacked(file: IO[bytes], make: Callable[[], Any]) -> Iterator[bytes]:
+    """Return what a packed file holds, block by block; raises one of _DAMAGED."""
+    unpacker = make()
+    data = file.read(_BLOCK)
+    while data:
+        while not unpacker.eof:
+            block = unpacker.decompress(data, _BLOCK)
+            data = getattr(unpacker, "unconsumed_tail", b"")  # the others keep it themselves
+            if block:
+                yield block
+            if not data and getattr(unpacker, "needs_input", not block):
+                data = file.read(_BLOCK)
+                if not data:
+                    raise EOFError
+        data = (unpacker.unused_data or file.read(_BLOCK)).lstrip(b"\0")
+        unpacker = make()
+
+
+def _of_zip(path: Path) -> Iterator[tuple[str, Iterator[bytes] | None]]:
+    with open_file(path) as file, zipfile.ZipFile(file) as archive:
+        for one in archive.infolist():
+            if not one.is_dir():
+                kind = stat.S_IFMT(one.external_attr >> 16)
+                yield one.filename, None if kind not in (0, stat.S_IFREG) else _of_member(partial(archive.open, one))
+
+
+class _Careful:
+    """A file of which nobody reads much at once: the headers of a tar file say how long they are."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MOST_TEXT:
+            raise tarfile.ReadError("a header larger than any real one")
+        return self._file.read(size)
+
+
+def _of_tar(path: Path) -> Iterator[tuple[str, Iterator[bytes] | None]]:
+    with open_file(path) as file, tarfile.open(fileobj=_Careful(file), mode="r:") as archive:  # type: ignore[call-overload]
+        for one in archive:
+            archive.members.clear()  # else it keeps them all
+            if not one.isdir():
+                yield one.name, None if not one.isreg() else _of_member(partial(archive.extractfile, one))
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # a header that is none: tarfile takes it for the end
+            raise tarfile.ReadError
+
+
+def _of_member(opened: Callable[[], Any]) -> Iterator[bytes]:
+    with opened() as member:
+        while block := member.read(_BLOCK):
+            yield block
+
+
+def _within(folder: Path, name: str) -> Path | None:
+    """Return the place of a member within a folder; None where its name leads out of it, or is none."""
+    parts = PurePosixPath(name).parts
+    odd = not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name
+    return None if odd or len(parts) > 32 else folder.joinpath(*parts)
+
+
+def top(folder: Path) -> Path:
+    """Return the folder of what an archive holds: where all lies in one folder, that one."""
+    while len(below := list(folder.iterdir())) == 1 and below[0].is_dir():
+        folder = below[0]
+    return folder
