@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import ast
 
 # They are training scripts and no part of the package.
+_OURS = Path(__file__).resolve().parents[2] / "workloads"
 NO_WORKLOADS = "none are here; they are in the folder workloads of dlprof's repository: run from a clone of it"
 
 
@@ -102,6 +104,8 @@ def run(
         click.echo(
             f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
         )
+    if script.resolve().parent == _OURS:  # whose options take no secret
+        recording = replace(recording, keep_arguments=True)
     command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
@@ -172,7 +176,7 @@ def find_workload(name: str) -> Path:
 def workloads() -> list[Path]:
     """List the scripts in ./workloads and in the repository that this dlprof runs from, those here first of a name."""
     found: dict[str, Path] = {}
-    for folder in (Path("workloads"), Path(__file__).resolve().parents[2] / "workloads"):
+    for folder in (Path("workloads"), _OURS):
         for script in folder.glob("*.py"):
             if not script.name.startswith("_"):
                 found.setdefault(script.stem, script)

@@ -14,6 +14,7 @@ import click
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
+from dlprof.record import redaction
 from dlprof.record.launch import nsys
 from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.signals import deaf
@@ -68,7 +69,8 @@ def wrap(ctx: click.Context, recording: Recording, command: tuple[str, ...]) -> 
     """  # noqa: D301 - \b keeps these lines apart in click's help
     words = list(command)
     python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
-    record([sys.executable, *words] if python else words, recording, name=_name(words), env=os.environ)
+    words = [sys.executable, *words] if python else words
+    record(words, recording, name=_name(words), env=os.environ)
 
 
 def record(
@@ -106,7 +108,7 @@ def record(
         with deaf() if task else contextlib.nullcontext():
             _report(ended, recording.quiet)
         if recording.tries and ended.signal is None:
-            _try(ended, recording)
+            _try(ended, recording, command)
     end_like(ended)
 
 
@@ -162,14 +164,14 @@ def _report(ended: Ended, quiet: bool) -> None:
             _say(verdict, "\n\x1b")
 
 
-def _try(ended: Ended, recording: Recording) -> None:
+def _try(ended: Ended, recording: Recording, command: Sequence[str]) -> None:
     """Try what the report advises."""
     with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {ended.folder}"):
         from dlprof.commands.prove.try_ import try_run
         from dlprof.commands.report import analyse
         from dlprof.trial.trying import Options
 
-        options = Options(allow_numerics=recording.allow_numerics)
+        options = Options(allow_numerics=recording.allow_numerics, command=tuple(command))
         try_run(ended.folder, analyse(ended.folder), options, quiet=recording.quiet, err=True)
 
 
@@ -180,9 +182,10 @@ def _say(text: str, keep: str = "") -> None:
 
 
 def _name(words: Sequence[str]) -> str:
-    """Name a run after what runs: the script where one is named, else the command."""
-    script = next((w for w in words if w.endswith(".py")), None)
-    if script is None and words[0].startswith("-m"):
-        script = words[0][2:] or (words[1] if len(words) > 1 else "python")
-    stem = Path(script or words[0]).stem if script is None or script.endswith(".py") else script
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem) or "run"
+    """Name a run after what runs: the script where one is named, else the command; as far as the recording names it."""
+    kept = redaction.words(words)
+    kept = [part for word in kept for part in (("-m", word[2:]) if word[:2] == "-m" and word[2:] else (word,))]
+    modules = [after for word, after in zip(kept, kept[1:], strict=False) if word == "-m"]
+    script = next((w for w in kept if w.endswith(".py")), None)
+    stem = Path(script or kept[0]).stem if script or not modules else modules[-1]
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem.strip(redaction.DROPPED)) or "run"

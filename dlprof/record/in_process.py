@@ -42,6 +42,7 @@ def record(
     sample: str | float = "auto",
     set: Mapping[str, Any] | None = None,  # noqa: A002 - as the option `--set` is called
     allow_numerics: bool = False,
+    keep_arguments: bool = False,
 ) -> Block:
     """Return the block that `dlprof.record` describes; `open_run` opens its run afterwards.
 
@@ -54,6 +55,7 @@ def record(
     chosen = _checked("window", options.window, window, "" if window is None else ",".join(map(str, window)))
     asked = options.asked(
         flops=_checked("flops", options.flops, flops),
+        keep_arguments=keep_arguments,
         lines=[_checked("lines", options.function, line) for line in functions],
         memory=memory,
         nvtx=nvtx,

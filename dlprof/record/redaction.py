@@ -1,16 +1,20 @@
-"""Keeps secrets out of what is recorded.
+"""Keeps secrets out of what is recorded: of command lines and source lines little is kept, by form.
 
-Values of options and variables that are named like secrets, and user names and passwords in URLs, become REDACTED. Of
-the environment, only the variables listed here are recorded.
+Of a command line: programs, scripts, the names of options, and values that are numbers or settings listed here. All
+else becomes DROPPED, whatever it is. Where arguments are kept on request (`--keep-arguments`), and in texts, values
+that are named like secrets, and what URLs hold besides host and path, become REDACTED. Of the environment, only the
+variables listed here are recorded.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 REDACTED = "[redacted]"
+DROPPED = "…"
 
 # Words that mark a name as a secret's: as its last word (HF_TOKEN, api_key), and anywhere in it (--db-password).
 _LAST_WORDS = """
@@ -27,11 +31,68 @@ _HARMLESS = re.compile(
 )
 _WORDS = re.compile(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]+")
 
-_URL_USER = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s@\"']+@")
-# Within a text: an option and its value, or a name that is given one.
-_VALUE = r"(\"[^\"]*\"|'[^']*'|[^\s\"';&|-][^\s\"';&|]*)"
-_OPTION = re.compile(rf"(?<![\w-])(--?[A-Za-z][\w.-]*)(=|\s+){_VALUE}")
-_ASSIGNED = re.compile(rf"(?<![\w-])([A-Za-z][\w.-]*)(=|:\s*)((?:Basic|Bearer)\s+)?{_VALUE}")
+# A URL's user, to the last @ of the word, since a password may hold anything; a user without a scheme; a URL's query.
+_URL_USER = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://|(?<![^\s\"'=,(\[])(?=[^\s@/:]{0,100}:[^\s@]))\S*@", re.I)
+_URL_QUERY = re.compile(r"(://[^\s?#]*[?#])\S+")
+# A name that is given a value: assigned, in JSON or a dict, as a header, or an option and the word after it.
+_NAMED = re.compile(r"(?<![\w-])(--?)?([A-Za-z][\w.-]{0,80})(?:[\"'\\\]]*\s*[=:,]|(?(1)\s|(?!)))[\s\"'\\]*(?=\S)")
+_SCHEME = re.compile(r"\b(Basic|Bearer)(\s+)\S+", re.I)
+
+# What makes up the settings that are kept, in words of letters, digits aside: adamw, cuda:0, bf16-mixed, resnet50,
+# cosine_with_warmup, max-autotune-no-cudagraphs, torch.float16.
+_SETTINGS = frozenset(
+    """
+    true false yes no on off none null auto default all always never dynamic static
+    bf fp tf int uint float bfloat half double amp mixed precision ieee highest high medium torch e4m e5m
+    sgd adam adamw adagrad adadelta adamax nadam radam rmsprop lamb lars lion adafactor muon fused foreach nesterov
+    constant linear cosine polynomial exponential multistep step plateau onecycle cyclic warmup restarts annealing with
+    cpu cuda gpu mps xpu hip tpu nccl gloo mpi ucc fork spawn forkserver
+    ddp fsdp deepspeed zero full shard sharded hybrid offload powersgd
+    eager inductor aot compile reduce overhead max autotune cudagraphs sdpa flash efficient math attention
+    relu gelu silu swish tanh sigmoid softmax layer layernorm rms rmsnorm batch batchnorm group groupnorm norm
+    train val valid validation test eval mean sum min channels last contiguous format
+    resnet vit bert gpt llama unet convnext efficientnet mobilenet imagenet cifar mnist wikitext
+    tiny mini nano small base large huge gpipe interleaved loop standalone static c10d
+    """.split()
+)
+_PARTS = re.compile(r"[-_.:,+]")
+_PART = re.compile(r"([a-z]*)([0-9]{0,4})")
+_NUMBER = r"[-+]?(?:[0-9]{1,10}\.?[0-9]{0,10}|\.[0-9]{1,10})(?:e[-+]?[0-9]{1,3})?"
+_NUMBERS = re.compile(rf"[\[(]?{_NUMBER}(?:[,:x]\s?{_NUMBER}){{0,15}}[\])]?(?:[kmgt]i?b?|%|ms|[smh])?|\{{[a-z_]\w*\}}", re.I)
+# The name of an option, words of letters with few digits at their ends: --adam-beta1, -np, +trainer.max_epochs.
+_WORD = "(?:[A-Za-z]+[0-9]{0,3}|[0-9]{1,3})"
+_OPTION = re.compile(rf"-[A-Za-z]{{1,2}}|--{_WORD}(?:[-_.]{_WORD}){{0,7}}")
+_SHORT = re.compile(r"-[A-Za-z][0-9]{1,4}")
+_ASSIGNED = re.compile(r"[+~]{0,2}([a-z]+(?:[._][a-z]+)*|[A-Z]+(?:_[A-Z]+)*)")
+_LONGEST = 60
+# Programs, scripts and modules, as far as a command names them plainly.
+_PATH = re.compile(r"[\w.+,~/-]{1,400}")
+_SCRIPTS = (".py", ".sh", ".ipynb")
+_PYTHON = re.compile(r"(?:python|pypy)[0-9.]*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+_LAUNCHERS = frozenset(("torchrun", "torch", "accelerate", "deepspeed", "launch"))
+_PROGRAMS = _LAUNCHERS | frozenset(
+    """
+    env bash sh nsys profile numactl taskset time mpirun mpiexec srun uv run nice
+    """.split()
+)
+
+# A string literal, a comment or a long number in source; a string that does not end goes on to the end of its line, or
+# of the text. A field of an f-string may hold its quotes.
+_FIELD = r"(?:\{\{|\{(?:[^{}\n]|\{[^{}\n]*\})*\})"
+_LITERAL = re.compile(
+    rf"""
+    \#[^\n]*
+    | (?P<long>\"\"\"|\'\'\')(?P<lines>(?:[^\\\"\']|\\.|(?!(?P=long)).)*)(?P<closed>(?P=long))?
+    | (?P<f>(?<=[fFtT])|(?<=[fFtT][rR]))?
+      (?P<quote>[\"\'])(?P<body>(?:\\.|(?(f){_FIELD}|(?!))|(?!(?P=quote))[^\\\n])*)(?P<end>(?P=quote))?
+    | (?<![\w.])[0-9][\w.]{{9,}}
+    """,
+    re.X | re.S,
+)
+_BEFORE_KEY = re.compile(r"[\w)\]]\[$|\btensor $")
+_GIVEN_NUMBER = re.compile(r"(?<!\w)([A-Za-z_]\w*)([\"']?\]?\s*[=:]\s*)[0-9][\w.]*")
+_KEY = re.compile(r"[a-z_]{1,30}")
 
 # The environment variables that are recorded: those that affect training.
 _VARIABLES = """
@@ -85,28 +146,128 @@ def is_secret(name: str) -> bool:
 
 
 def text(said: str) -> str:
-    """Return a text, such as a command line, with secrets redacted."""
+    """Return a text, such as a word of a command, with secrets redacted: from the first one with a name on, all of it.
 
-    def value(found: re.Match[str]) -> str:
-        return f"{found[1]}{found[2]}{REDACTED}" if is_secret(found[1]) else found[0]
+    Where such a value ends cannot be known: it may hold quotes, commas and blanks.
+    """
+    said = _URL_QUERY.sub(rf"\1{REDACTED}", _URL_USER.sub(rf"\1{REDACTED}@", said))
+    said = _SCHEME.sub(rf"\1\2{REDACTED}", said)
+    at = next((found.end() for found in _NAMED.finditer(said) if is_secret(found[2])), None)
+    return said if at is None else said[:at] + REDACTED
 
-    return _ASSIGNED.sub(value, _OPTION.sub(value, _URL_USER.sub(rf"\1{REDACTED}@", said)))
+
+def setting(value: str) -> str:
+    """Return a value where it is a number or a setting that is known, else DROPPED."""
+    return value if _is_setting(value) else DROPPED
 
 
-def words(command: Sequence[str]) -> list[str]:
-    """Return the words of a command, or of sys.argv, with secrets redacted."""
+def _is_setting(value: str) -> bool:
+    if len(value) > _LONGEST or not value.isascii():
+        return False
+    if _NUMBERS.fullmatch(value) or value.lower() in _SETTINGS:
+        return True
+    parts = [_PART.fullmatch(part) for part in _PARTS.split(value.lower())]
+    return (
+        len(parts) <= 6
+        and all(p is not None and (not p[1] or p[1] in _SETTINGS) and p[0] for p in parts)
+        and bool(parts[0] and parts[0][1])
+    )
+
+
+def words(command: Sequence[str], *, keep: bool = False) -> list[str]:
+    """Return what is kept of the words of a command, or of sys.argv; `keep`: all that is not redacted."""
     found: list[str] = []
-    for word in command:
-        before = found[-1] if found else ""
-        follows = before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("-")
+    secret = False  # the word before names a secret: whatever follows is its value, also with a dash
+    for n, word in enumerate(map(str, command)):
         name, equals, _ = word.partition("=")
-        if follows:
-            found.append(REDACTED)
-        elif equals and re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name) and is_secret(name):
-            found.append(f"{name}={REDACTED}")
-        else:
-            found.append(text(word))
+        kept = REDACTED if secret else text(word) if keep else _kept(word, command[:n], found)
+        secret = not secret and not equals and name.startswith("-") and is_secret(name)
+        if kept != DROPPED or found[-1:] != [DROPPED]:
+            found.append(kept)
     return found
+
+
+def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
+    """Return what is kept of a word, after those words, of which some are `found`."""
+    last = found[-1] if found else ""
+    program = not before or (last == before[-1] and _is_python(last))
+    if before and before[-1] == "-c":
+        return DROPPED
+    if word in ("-", "--", "-c") or _is_option(word):
+        return word
+    if program and (_PATH.fullmatch(word) or os.path.isfile(word)) and not word.startswith("-"):
+        return word
+    if _PATH.fullmatch(word) and (word.endswith(_SCRIPTS) or _is_python(word) or _begins(found, word)):
+        return word
+    if (last == "-m" and _MODULE.fullmatch(word)) or (word.startswith("-m") and _MODULE.fullmatch(word[2:])):
+        return word if _before_module(found) else DROPPED
+    name, equals, value = word.partition("=")
+    if equals and _is_option(name):
+        return f"{name}={REDACTED if is_secret(name) else setting(value)}"
+    if equals:
+        given = _ASSIGNED.fullmatch(name)
+        return word if given and not is_secret(given[1]) and _is_setting(value) else DROPPED
+    follows = bool(before) and last == before[-1] and (_is_option(last) or bool(_NUMBERS.fullmatch(last)))
+    return word if _SHORT.fullmatch(word) or (follows and _is_setting(word)) else DROPPED
+
+
+def _is_option(word: str) -> bool:
+    return len(word) <= _LONGEST and _OPTION.fullmatch(word) is not None
+
+
+def _is_python(word: str) -> bool:
+    return _PYTHON.fullmatch(word.rpartition("/")[2]) is not None
+
+
+def _begins(found: Sequence[str], word: str) -> bool:
+    """Return whether a word is a program that starts another: no script has been named yet."""
+    return word.rpartition("/")[2] in _PROGRAMS and not any(w.endswith(_SCRIPTS) for w in found)
+
+
+def _before_module(found: Sequence[str]) -> bool:
+    """Return whether -m after these words is Python's or a launcher's: neither a script nor a module has been named."""
+    modules = [after for word, after in zip(found, found[1:], strict=False) if word == "-m"]
+    return (
+        any(_is_python(word) or word.rpartition("/")[2] in _LAUNCHERS for word in found)
+        and not any(word.endswith(_SCRIPTS) for word in found)
+        and all(module.partition(".")[0] in _LAUNCHERS for module in modules)
+    )
+
+
+def source(code: str) -> str:
+    """Return lines of source without their comments, and with DROPPED in string literals, line by line as they were.
+
+    Literals of one or two characters, of settings that are known, and plain words that are keys stay. So does the rest:
+    names and numbers, but for those that are named like a secret or are long.
+    """
+
+    def kept(found: re.Match[str]) -> str:
+        quote, body, end = found["long"], found["lines"], found["closed"]
+        if quote is None:
+            quote, body, end = found["quote"], found["body"], found["end"]
+        if quote is None:
+            return DROPPED if found[0][0].isdigit() else ""
+        is_key = _KEY.fullmatch(body) and _BEFORE_KEY.search(code, max(found.start() - 8, 0), found.start())
+        if end and (len(body) <= 2 or is_key or _is_setting(body)):
+            return found[0]
+        return "".join((quote, DROPPED, "\n" * body.count("\n"), end or ""))
+
+    def number(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}{DROPPED}" if is_secret(found[1]) else found[0]
+
+    code = _GIVEN_NUMBER.sub(number, code)
+    return _LITERAL.sub(kept, code)
+
+
+def said(output: str, command: Sequence[str]) -> str:
+    """Return what a command printed without the values of its arguments that are not kept, and redacted."""
+    values = set()
+    for before, word in zip(("", *command), command, strict=False):
+        kept = words(("", before, word))[-1]
+        values |= {word, word.partition("=")[2]} if DROPPED in kept or REDACTED in kept else set()
+    for value in sorted(values, key=len, reverse=True):
+        output = output.replace(value, DROPPED) if len(value) > 2 else output
+    return text(output)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -115,7 +276,12 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(name: str, value: Any) -> Any:
-    """Return the value of an override as it is recorded: plain, short, and redacted where `name` is a secret's."""
-    if name.startswith("env.") and value is not None and is_secret(name.partition(".")[2]):
+    """Return the value of an override as it is recorded: plain and short; of other variables than VARIABLES as setting."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    group, _, variable = name.partition(".")
+    if group != "env":
+        return str(value)[:200]
+    if is_secret(variable):
         return REDACTED
-    return value if value is None or isinstance(value, (bool, int, float)) else str(value)[:200]
+    return text(str(value))[:200] if variable in VARIABLES else setting(str(value))

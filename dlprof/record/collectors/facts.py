@@ -61,8 +61,7 @@ class Facts:
             "restart": recorder.restart,
             "launch": {"batch": batch_of(os.environ)} | {name: os.environ.get(name) for name in _LAUNCH},
             "env": redaction.environment(os.environ),
-            "script": sys.argv[0] if sys.argv else None,
-            "argv": redaction.words(sys.argv),
+            "argv": redaction.words(sys.argv, keep=os.environ.get("DLPROF_KEEP_ARGUMENTS") == "on"),
             "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
         }
         recorder.observed.news = True

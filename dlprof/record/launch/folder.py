@@ -75,7 +75,7 @@ class RunFolder:
         self._record: dict[str, Any] = {
             "format": 1,
             "dlprof": __version__,
-            "command": redaction.words(command),
+            "command": redaction.words(command, keep=options.get("keep_arguments") == "on"),
             "cwd": str(Path.cwd()),
             "start_ns": time.time_ns(),
             "end_ns": None,
