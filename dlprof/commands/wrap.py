@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -11,17 +12,17 @@ from pathlib import Path
 
 import click
 
+from dlprof import redaction
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
-from dlprof.record import redaction
 from dlprof.record.launch import nsys
 from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
 from dlprof.record.launch.tasks import task_of
 from dlprof.record.launch.unapplied import applied
-from dlprof.record.redaction import shown
+from dlprof.redaction import shown
 from dlprof.run_folder import recorded
 
 _AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
@@ -185,7 +186,7 @@ def _name(words: Sequence[str]) -> str:
     """Name a run after what runs: the script where one is named, else the command; as far as the recording names it."""
     kept = redaction.words(words)
     kept = [part for word in kept for part in (("-m", word[2:]) if word[:2] == "-m" and word[2:] else (word,))]
-    modules = [after for word, after in zip(kept, kept[1:], strict=False) if word == "-m"]
+    modules = [after for word, after in itertools.pairwise(kept) if word == "-m"]
     script = next((w for w in kept if w.endswith(".py")), None)
     stem = Path(script or kept[0]).stem if script or not modules else modules[-1]
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem.strip(redaction.DROPPED)) or "run"

@@ -23,7 +23,7 @@ from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded, w
 from dlprof.record.launch.tasks import TASK_NUMBERS
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.recorder import say
-from dlprof.record.redaction import shown
+from dlprof.redaction import shown
 
 
 def record(

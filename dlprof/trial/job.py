@@ -15,7 +15,7 @@ from dlprof.overrides import Value
 from dlprof.plain import command_line, plain
 from dlprof.read import facts
 from dlprof.read.run import Run
-from dlprof.record.redaction import DROPPED, REDACTED, VARIABLES
+from dlprof.redaction import DROPPED, REDACTED, VARIABLES
 from dlprof.units import few
 
 _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
@@ -56,8 +56,8 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
         raise DlprofError(f"{run.path}: holds no command; {_AGAIN}")
     if any(REDACTED in word or DROPPED in word for word in words):
         raise DlprofError(
-            f"{run.path}: not all of its command was recorded ({plain(command_line(words), 200)}); {_AGAIN}, or record it"
-            " with --keep-arguments"
+            f"{run.path}: not all of its command was recorded ({plain(command_line(words), 200)}); {_AGAIN}, or record"
+            " it with --keep-arguments"
         )
     if told.get("cwd") is None and not command:
         raise DlprofError(f"{run.path}: does not say in which folder its command ran")

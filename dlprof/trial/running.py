@@ -25,7 +25,7 @@ from dlprof.errors import NotMeasured
 from dlprof.overrides import Value
 from dlprof.record.launch.process import tied
 from dlprof.record.launch.unapplied import outcomes
-from dlprof.record.redaction import said
+from dlprof.redaction import said
 from dlprof.trial import processes
 from dlprof.trial.copying import copied
 from dlprof.trial.job import Job

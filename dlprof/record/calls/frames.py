@@ -14,7 +14,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-from dlprof.record import redaction
+from dlprof import redaction
 
 MOST_FRAMES = 64  # that are walked: a script deeper in libraries is not named
 MOST_FILE_BYTES = 2 << 20
@@ -100,7 +100,7 @@ class Frames:
         )
 
     def _source(self, path: str) -> tuple[str, list[bytes]]:
-        """Return digest of a file as Python read it, and what is kept of its lines; none where it may be another now."""
+        """Return digest of a file as Python read it, and what is kept of its lines; none where it may differ."""
         if path not in self._read:
             self._read[path] = "", []
             try:

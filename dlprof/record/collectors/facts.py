@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dlprof import redaction
 from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
-from dlprof.record import redaction
 from dlprof.record.calls.failure import memory_failure
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of

@@ -24,8 +24,9 @@ from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from dlprof import redaction
 from dlprof.plain import words_of
-from dlprof.record import guarded, redaction
+from dlprof.record import guarded
 from dlprof.record.calls.frames import own_files
 from dlprof.record.hooks import at_uninstall, hidden, hide, put
 from dlprof.record.log import Log

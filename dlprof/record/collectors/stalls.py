@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
+from dlprof import redaction
 from dlprof.plain import words_of
-from dlprof.record import guarded, redaction
+from dlprof.record import guarded
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder

@@ -17,11 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dlprof import run_folder
+from dlprof import redaction, run_folder
 from dlprof.errors import DlprofError
 from dlprof.files import whole, write
 from dlprof.marks import __version__
-from dlprof.record import redaction
 from dlprof.record.launch.tasks import Task, host_count, task_of
 from dlprof.record.ranks import words_here
 

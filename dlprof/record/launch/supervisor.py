@@ -27,7 +27,7 @@ from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.unapplied import unapplied
-from dlprof.record.redaction import shown
+from dlprof.redaction import shown
 
 # How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their
 # start than this they have measured nothing, and are not waited for.

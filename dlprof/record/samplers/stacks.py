@@ -184,7 +184,7 @@ class _Spy:
         self._next = time.monotonic() + self._pause_s
         self._pause_s = min(self._pause_s * 2, _LAST_PAUSE_S)
         self._seconds = _BURST_S
-        with open(self._seen, "rb") as written:
+        with os.fdopen(self._seen, "rb") as written:
             seen = written.read()
         if not seen:
             self._failures += 1

@@ -23,7 +23,7 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import compact, write, writing
 from dlprof.read.opening import read_file
 from dlprof.read.run import open_run
-from dlprof.record.redaction import words
+from dlprof.redaction import words
 from dlprof.result.sweep import FILE, Axis, Point, Reading, Sweep, from_json, to_json
 from dlprof.trial.job import Job
 from dlprof.trial.running import Failed, Runner, Stopped
@@ -62,7 +62,9 @@ def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: O
     placeholders(axes, command)
     points = grid(axes)
     digest = _sealed(command, secrets.token_hex(8))
-    sweep = Sweep(tuple(words(command)), tuple(axes), tuple(map(Point, points)), options.rounds, options.steps, digest=digest)
+    sweep = Sweep(
+        tuple(words(command)), tuple(axes), tuple(map(Point, points)), options.rounds, options.steps, digest=digest
+    )
     path = folder / FILE
     if not path.exists():
         return sweep
@@ -70,7 +72,9 @@ def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: O
         before = from_json(json.loads(read_file(path)))
     except (ValueError, RecursionError) as e:
         raise DlprofError(f"{path} is broken ({str(e)[:120]}): remove it, or name another folder (-o)") from None
-    if before.digest != _sealed(command, before.digest.partition(":")[0]) or [a.name for a in before.axes] != [a.name for a in axes]:
+    if before.digest != _sealed(command, before.digest.partition(":")[0]) or [a.name for a in before.axes] != [
+        a.name for a in axes
+    ]:
         raise DlprofError(f"{folder} holds a sweep of another command or other settings: name another folder (-o)")
     known = {_key(p.values): p for p in before.points}
     # What failed is tried again: it may have been the machine.

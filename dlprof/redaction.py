@@ -8,6 +8,7 @@ variables listed here are recorded.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -40,25 +41,25 @@ _SCHEME = re.compile(r"\b(Basic|Bearer)(\s+)\S+", re.I)
 
 # What makes up the settings that are kept, in words of letters, digits aside: adamw, cuda:0, bf16-mixed, resnet50,
 # cosine_with_warmup, max-autotune-no-cudagraphs, torch.float16.
-_SETTINGS = frozenset(
-    """
-    true false yes no on off none null auto default all always never dynamic static
-    bf fp tf int uint float bfloat half double amp mixed precision ieee highest high medium torch e4m e5m
-    sgd adam adamw adagrad adadelta adamax nadam radam rmsprop lamb lars lion adafactor muon fused foreach nesterov
-    constant linear cosine polynomial exponential multistep step plateau onecycle cyclic warmup restarts annealing with
-    cpu cuda gpu mps xpu hip tpu nccl gloo mpi ucc fork spawn forkserver
-    ddp fsdp deepspeed zero full shard sharded hybrid offload powersgd
-    eager inductor aot compile reduce overhead max autotune cudagraphs sdpa flash efficient math attention
-    relu gelu silu swish tanh sigmoid softmax layer layernorm rms rmsnorm batch batchnorm group groupnorm norm
-    train val valid validation test eval mean sum min channels last contiguous format
-    resnet vit bert gpt llama unet convnext efficientnet mobilenet imagenet cifar mnist wikitext
-    tiny mini nano small base large huge gpipe interleaved loop standalone static c10d
-    """.split()
-)
+_SETTING_WORDS = """
+true false yes no on off none null auto default all always never dynamic static standalone
+bf fp tf int uint float bfloat half double amp mixed precision ieee highest high medium torch
+sgd adam adamw adagrad adadelta adamax nadam radam rmsprop lamb lars lion adafactor muon fused foreach loop nesterov
+constant linear cosine polynomial exponential multistep step plateau onecycle cyclic warmup restarts annealing with
+cpu cuda gpu mps xpu hip tpu nccl gloo mpi ucc fork spawn forkserver
+ddp fsdp deepspeed zero full shard sharded hybrid offload powersgd gpipe interleaved
+eager inductor aot compile reduce overhead max autotune cudagraphs sdpa flash efficient math attention
+relu gelu silu swish tanh sigmoid softmax layer layernorm rms rmsnorm batch batchnorm group groupnorm norm
+train val valid validation test eval mean sum min channels last contiguous format
+resnet vit bert gpt llama unet convnext efficientnet mobilenet imagenet cifar mnist wikitext
+tiny mini nano small base large huge
+"""
+_SETTINGS = frozenset(_SETTING_WORDS.split())
 _PARTS = re.compile(r"[-_.:,+]")
 _PART = re.compile(r"([a-z]*)([0-9]{0,4})")
 _NUMBER = r"[-+]?(?:[0-9]{1,10}\.?[0-9]{0,10}|\.[0-9]{1,10})(?:e[-+]?[0-9]{1,3})?"
-_NUMBERS = re.compile(rf"[\[(]?{_NUMBER}(?:[,:x]\s?{_NUMBER}){{0,15}}[\])]?(?:[kmgt]i?b?|%|ms|[smh])?|\{{[a-z_]\w*\}}", re.I)
+_NUMBERS = re.compile(rf"[\[(]?{_NUMBER}(?:[,:x]\s?{_NUMBER}){{0,15}}[\])]?(?:[kmgt]i?b?|%|ms|[smh])?", re.I)
+_PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")  # of a sweep
 # The name of an option, words of letters with few digits at their ends: --adam-beta1, -np, +trainer.max_epochs.
 _WORD = "(?:[A-Za-z]+[0-9]{0,3}|[0-9]{1,3})"
 _OPTION = re.compile(rf"-[A-Za-z]{{1,2}}|--{_WORD}(?:[-_.]{_WORD}){{0,7}}")
@@ -71,11 +72,8 @@ _SCRIPTS = (".py", ".sh", ".ipynb")
 _PYTHON = re.compile(r"(?:python|pypy)[0-9.]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 _LAUNCHERS = frozenset(("torchrun", "torch", "accelerate", "deepspeed", "launch"))
-_PROGRAMS = _LAUNCHERS | frozenset(
-    """
-    env bash sh nsys profile numactl taskset time mpirun mpiexec srun uv run nice
-    """.split()
-)
+_PROGRAM_NAMES = "env bash sh nsys profile numactl taskset time mpirun mpiexec srun uv run nice"
+_PROGRAMS = _LAUNCHERS | frozenset(_PROGRAM_NAMES.split())
 
 # A string literal, a comment or a long number in source; a string that does not end goes on to the end of its line, or
 # of the text. A field of an f-string may hold its quotes.
@@ -164,7 +162,7 @@ def setting(value: str) -> str:
 def _is_setting(value: str) -> bool:
     if len(value) > _LONGEST or not value.isascii():
         return False
-    if _NUMBERS.fullmatch(value) or value.lower() in _SETTINGS:
+    if _NUMBERS.fullmatch(value) or _PLACEHOLDER.fullmatch(value):
         return True
     parts = [_PART.fullmatch(part) for part in _PARTS.split(value.lower())]
     return (
@@ -195,7 +193,8 @@ def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
         return DROPPED
     if word in ("-", "--", "-c") or _is_option(word):
         return word
-    if program and (_PATH.fullmatch(word) or os.path.isfile(word)) and not word.startswith("-"):
+    is_file = os.path.isfile  # Path's raises OSError for what is too long
+    if program and (_PATH.fullmatch(word) or is_file(word)) and not word.startswith("-"):
         return word
     if _PATH.fullmatch(word) and (word.endswith(_SCRIPTS) or _is_python(word) or _begins(found, word)):
         return word
@@ -226,7 +225,7 @@ def _begins(found: Sequence[str], word: str) -> bool:
 
 def _before_module(found: Sequence[str]) -> bool:
     """Return whether -m after these words is Python's or a launcher's: neither a script nor a module has been named."""
-    modules = [after for word, after in zip(found, found[1:], strict=False) if word == "-m"]
+    modules = [after for word, after in itertools.pairwise(found) if word == "-m"]
     return (
         any(_is_python(word) or word.rpartition("/")[2] in _LAUNCHERS for word in found)
         and not any(word.endswith(_SCRIPTS) for word in found)
@@ -276,7 +275,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(name: str, value: Any) -> Any:
-    """Return the value of an override as it is recorded: plain and short; of other variables than VARIABLES as setting."""
+    """Return the value of an override as it is recorded: short; of variables not in VARIABLES only settings."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     group, _, variable = name.partition(".")

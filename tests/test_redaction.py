@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.record.redaction import REDACTED, environment, is_secret, text, words
+from dlprof.redaction import REDACTED, environment, is_secret, text, words
 
 SECRET = """
 --password --db-password --api-key --apikey HF_TOKEN WANDB_API_KEY awsSecretAccessKey NCCL_PSK TORCHX_PAT --auth
