@@ -1,17 +1,17 @@
 """Keeps secrets out of what is recorded: of command lines and source lines little is kept, by form.
 
 Of a command line: programs, scripts, the names of options, and values that are numbers or settings listed here. All
-else becomes DROPPED, whatever it is. Where arguments are kept on request (`--keep-arguments`), and in texts, values
-that are named like secrets, and what URLs hold besides host and path, become REDACTED. Of the environment, only the
+else becomes DROPPED, whatever it is. Where arguments are kept on request (`--keep-arguments`), and in texts, what is
+named like a secret, and URLs with more than host and path, become REDACTED. Of the environment, only the
 variables listed here are recorded.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -32,12 +32,12 @@ _HARMLESS = re.compile(
 )
 _WORDS = re.compile(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]+")
 
-# A URL's user, to the last @ of the word, since a password may hold anything; a user without a scheme; a URL's query.
-_URL_USER = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://|(?<![^\s\"'=,(\[])(?=[^\s@/:]{0,100}:[^\s@]))\S*@", re.I)
-_URL_QUERY = re.compile(r"(://[^\s?#]*[?#])\S+")
+# A URL with a user or a query; a user and password without a scheme.
+_URL = re.compile(r"://(?=[^@?#]*[@?#])")
+_USER = re.compile(r"(?<![^\s\"'=,(\[])[^\s@/:]{0,100}:[^\s@]\S*@")
 # A name that is given a value: assigned, in JSON or a dict, as a header, or an option and the word after it.
 _NAMED = re.compile(r"(?<![\w-])(--?)?([A-Za-z][\w.-]{0,80})(?:[\"'\\\]]*\s*[=:,]|(?(1)\s|(?!)))[\s\"'\\]*(?=\S)")
-_SCHEME = re.compile(r"\b(Basic|Bearer)(\s+)\S+", re.I)
+_SCHEME = re.compile(r"\b(?:Basic|Bearer)\s+(?=\S)")
 
 # What makes up the settings that are kept, in words of letters, digits aside: adamw, cuda:0, bf16-mixed, resnet50,
 # cosine_with_warmup, max-autotune-no-cudagraphs, torch.float16.
@@ -146,12 +146,13 @@ def is_secret(name: str) -> bool:
 def text(said: str) -> str:
     """Return a text, such as a word of a command, with secrets redacted: from the first one with a name on, all of it.
 
-    Where such a value ends cannot be known: it may hold quotes, commas and blanks.
+    So it is from a URL's host on, where the URL has more than host and path. Where such a value ends cannot be known: it
+    may hold quotes, commas, blanks and an @.
     """
-    said = _URL_QUERY.sub(rf"\1{REDACTED}", _URL_USER.sub(rf"\1{REDACTED}@", said))
-    said = _SCHEME.sub(rf"\1\2{REDACTED}", said)
-    at = next((found.end() for found in _NAMED.finditer(said) if is_secret(found[2])), None)
-    return said if at is None else said[:at] + REDACTED
+    found = [*islice(_URL.finditer(said), 1), *_SCHEME.finditer(said), *(n for n in _NAMED.finditer(said) if is_secret(n[2]))]
+    if found:
+        said = said[: min(one.end() for one in found)] + REDACTED
+    return _USER.sub(f"{REDACTED}@", said)
 
 
 def setting(value: str) -> str:
@@ -225,7 +226,7 @@ def _begins(found: Sequence[str], word: str) -> bool:
 
 def _before_module(found: Sequence[str]) -> bool:
     """Return whether -m after these words is Python's or a launcher's: neither a script nor a module has been named."""
-    modules = [after for word, after in itertools.pairwise(found) if word == "-m"]
+    modules = [after for word, after in pairwise(found) if word == "-m"]
     return (
         any(_is_python(word) or word.rpartition("/")[2] in _LAUNCHERS for word in found)
         and not any(word.endswith(_SCRIPTS) for word in found)

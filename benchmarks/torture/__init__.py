@@ -1,0 +1,1 @@
+"""Torture of dlprof: what is generated to break its promises, each with a seed."""
