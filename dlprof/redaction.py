@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -146,12 +146,13 @@ def is_secret(name: str) -> bool:
 def text(said: str) -> str:
     """Return a text, such as a word of a command, with secrets redacted: from the first one with a name on, all of it.
 
-    So it is from a URL's host on, where the URL has more than host and path. Where such a value ends cannot be known: it
-    may hold quotes, commas, blanks and an @.
+    So it is from a URL's host on, where the URL has more than host and path. Where such a value ends cannot be known:
+    it may hold quotes, commas, blanks and an @.
     """
-    found = [*islice(_URL.finditer(said), 1), *_SCHEME.finditer(said), *(n for n in _NAMED.finditer(said) if is_secret(n[2]))]
-    if found:
-        said = said[: min(one.end() for one in found)] + REDACTED
+    named = (found for found in _NAMED.finditer(said) if is_secret(found[2]))
+    begins = [found.end() for found in (_URL.search(said), _SCHEME.search(said), next(named, None)) if found]
+    if begins:
+        said = said[: min(begins)] + REDACTED
     return _USER.sub(f"{REDACTED}@", said)
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,7 +209,22 @@ SHAPES = (*shapes(NAMED, named=True), *shapes(OTHER, named=False))
 
 _SECRET_NAMES = "password api_key token secret auth passwd db-password HF_TOKEN clientSecret credentials private-key"
 _PLAIN_NAMES = "note name data url run-id tag comment model config user host path prompt endpoint"
-_AROUND = ("{}", "{}=", "-{}", "a@{}", "a/{}", 'a"{}', "it's{}", "a,{}", "a b {}", "a:{}", "a={}", "a&{}", "{}\n", "é{}")
+_AROUND = (
+    "{}",
+    "{}=",
+    "-{}",
+    "a@{}",
+    "a/{}",
+    'a"{}',
+    "it's{}",
+    "a,{}",
+    "a b {}",
+    "a:{}",
+    "a={}",
+    "a&{}",
+    "{}\n",
+    "é{}",
+)
 _NESTED = (
     "{v}",
     "{n}={v}",
@@ -257,7 +273,7 @@ class Rows(TensorDataset):
 data = Rows(torch.ones(64, 8))
 model = torch.nn.Linear(8, 1)
 note = login(password="{2}", pin={7})
-loader = DataLoader(data, batch_size=8, num_workers=0, **login("{3}"))
+loader = DataLoader(login("{3}") or data, batch_size=8, num_workers=0)
 """ {4}
 {5} """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **login('{6}', f"{{login("{8}")}}" if 0 else b"{9}"))
@@ -342,10 +358,8 @@ def unpacked(data: bytes) -> bytes:
     for magic, bits in ((b"\x1f\x8b\x08", 31), (b"\x78\x01", 15), (b"\x78\x9c", 15), (b"\x78\xda", 15)):
         at = data.find(magic)
         while at >= 0:
-            try:
+            with suppress(zlib.error):
                 found.append(zlib.decompressobj(bits).decompress(data[at:]))
-            except zlib.error:
-                pass
             at = data.find(magic, at + 1)
     return b"\n".join(found)
 
@@ -378,7 +392,7 @@ def main() -> int:
         chosen = [shape for shape in drawn if shape.named or not options]
         with tempfile.TemporaryDirectory() as folder:
             planted = plant(Path(folder), chosen, dice, *options)
-            found = leaks(held(planted.run), _promised(planted, bool(options)))
+            found = leaks(held(planted.run), promised(planted, keep=bool(options)))
         bad += len(found)
         print(f"{' '.join(options) or 'by default'}: {len(planted.secrets)} secrets, {len(found)} leak")
         for one, names in found.items():
@@ -386,8 +400,8 @@ def main() -> int:
     return 1 if bad else 0
 
 
-def _promised(planted: Planted, keep: bool) -> list[str]:
-    """Return the secrets that must not leak; `keep`: those under harmless names in the command may."""
+def promised(planted: Planted, *, keep: bool) -> list[str]:
+    """Return the secrets that must not leak; `keep`: those under harmless names in what starts the job may."""
     return [s for s, where in planted.secrets.items() if not (keep and where in ("env", "bash -c", "python -c"))]
 
 

@@ -79,7 +79,7 @@ def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: O
     known = {_key(p.values): p for p in before.points}
     # What failed is tried again: it may have been the machine.
     kept = tuple(changed(known.get(_key(p.values), p), why="") for p in sweep.points)
-    return changed(sweep, points=kept, seconds=before.seconds)
+    return changed(sweep, points=kept, seconds=before.seconds, digest=before.digest)
 
 
 def _sealed(command: Sequence[str], salt: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 from dlprof.read.run import open_run
 from dlprof.read.stacks import read
 from dlprof.record.samplers.sampling import Host
-from dlprof.record.samplers.stacks import StacksSampler, find
+from dlprof.record.samplers.stacks import StacksSampler, find, without_commands
 from tests.fixtures.jobs import environment, facts, launch, record, words, wrapped
 from tests.fixtures.sampling import leave_word
 
@@ -290,3 +290,11 @@ def test_without_permission_one_line_says_so(tmp_path: Path) -> None:
     assert line.startswith("dlprof: stacks are not sampled: py-spy: ")
     assert "dlprof doctor" in line
     assert list((tmp_path / "run/ranks/00000").glob("stacks*")) == []
+
+
+@pytest.mark.parametrize("command", ["python train.py --note hunter2", "sh -c a\n hunter2\rb\n", 'x";thread (hunter2'])
+def test_of_what_py_spy_writes_no_command_is_kept(command: str) -> None:
+    worker = 'process 7:"{0}";process 8:"{0}";thread (0x1): MainThread;run (a.py:1);decode (a.py:2) 3\n'
+    main = 'process 7:"{0}";thread (0x2): MainThread;run (a.py:1) 5\n'
+    written = f"{worker}{main}{worker}"
+    assert without_commands(written.format(command).encode()).decode() == written.format("")
