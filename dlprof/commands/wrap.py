@@ -186,7 +186,7 @@ def _name(words: Sequence[str]) -> str:
     """Name a run after what runs: the script where one is named, else the command; as far as the recording names it."""
     kept = redaction.words(words)
     kept = [part for word in kept for part in (("-m", word[2:]) if word[:2] == "-m" and word[2:] else (word,))]
-    modules = [after for word, after in itertools.pairwise(kept) if word == "-m"]
+    modules = [after for word, after in itertools.pairwise(kept) if word == "-m" and after != redaction.DROPPED]
     script = next((w for w in kept if w.endswith(".py")), None)
     stem = Path(script or kept[0]).stem if script or not modules else modules[-1]
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem.strip(redaction.DROPPED)) or "run"
