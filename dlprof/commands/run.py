@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import ast
 
 # They are training scripts and no part of the package.
-_OURS = Path(__file__).resolve().parents[2] / "workloads"
 NO_WORKLOADS = "none are here; they are in the folder workloads of dlprof's repository: run from a clone of it"
 
 
@@ -104,7 +103,7 @@ def run(
         click.echo(
             f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
         )
-    if script.resolve().parent == _OURS:  # whose options take no secret
+    if script.resolve().parent == _ours():  # whose options take no secret
         recording = replace(recording, keep_arguments=True)
     command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
@@ -173,10 +172,14 @@ def find_workload(name: str) -> Path:
     raise DlprofError(f"no workload {name}; there are: {there}" if there else f"no workload {name}: {NO_WORKLOADS}")
 
 
+def _ours() -> Path:
+    return Path(__file__).resolve().parents[2] / "workloads"
+
+
 def workloads() -> list[Path]:
     """List the scripts in ./workloads and in the repository that this dlprof runs from, those here first of a name."""
     found: dict[str, Path] = {}
-    for folder in (Path("workloads"), _OURS):
+    for folder in (Path("workloads"), _ours()):
         for script in folder.glob("*.py"):
             if not script.name.startswith("_"):
                 found.setdefault(script.stem, script)
