@@ -339,7 +339,9 @@ def plant(folder: Path, chosen: Sequence[Shape], dice: random.Random, *options: 
     _run([*dlprof, "report", str(run), "--quiet"], folder, env)
     made = run / "made"
     made.mkdir()
-    tables = ["--perfetto", "made/a.json.gz", "--speedscope", "made/b.json", "--csv", "made/csv", "--quiet"]
+    tables = ["--perfetto", "made/a.json.gz", "--csv", "made/csv", "--quiet"]
+    if (run / "ranks/00000/stacks.txt.gz").exists():  # where py-spy may look
+        tables += ["--speedscope", "made/b.json"]
     _run([*dlprof, "export", str(run), *tables], run, env)
     (made / "compared.txt").write_text(_run([*dlprof, "compare", str(run), str(run)], made, env))
     return Planted(run, planted)
