@@ -143,7 +143,7 @@ def record(script: Script, field: Path, python: Path, out: Path, seconds: float)
         subprocess.run([python, _DATA, script.data, folder], check=True)
     shutil.rmtree(out, ignore_errors=True)
     process = subprocess.Popen(
-        [python, "-m", "dlprof", "wrap", "-o", out, *script.command],
+        [python, "-m", "dlprof", "wrap", "--keep-arguments", "-o", out, *script.command],
         cwd=folder,
         env=environment(script, folder, python),
         stdin=subprocess.DEVNULL,

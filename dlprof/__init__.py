@@ -43,7 +43,8 @@ def record(path: str | os.PathLike[str] | None = None, **options: Any) -> Abstra
     "module:function", or "auto"; `shapes=True`; `memory=True`; `nvtx=True`; `stacks="on"`, "off" or how many a second;
     `sample="auto"`, "off" or the seconds between two readings of the host and its GPUs. `set={"loader.num_workers": 4}`
     overrides settings of the objects that the block makes, as `--set` does; those with which the job computes other
-    numbers need `allow_numerics=True`.
+    numbers need `allow_numerics=True`. `keep_arguments=True` records the whole command line, but for what is named like
+    a secret.
 
     Raises TypeError or ValueError for options that make no sense, and nothing else: where this process cannot be
     recorded, one line on stderr says so, and the block runs unrecorded.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import unicodedata
+from collections.abc import Iterable
 
 from dlprof.errors import DlprofError, limit
 
@@ -32,6 +34,11 @@ def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
 def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Write a command as a shell takes it; words of which not all was recorded stay as they are."""
+    return " ".join(word if "…" in word else shlex.quote(word) for word in words)
 
 
 def words_of(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from dlprof.analysis.host.stacks import DOING
 from dlprof.analysis.panel import MOST_RANKS
 from dlprof.analysis.throughput.facts import of_throughput
 from dlprof.overrides import Outcome, described
+from dlprof.plain import command_line
 from dlprof.result import Fact, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
 
@@ -84,7 +84,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
 
 def _of_job(job: Job) -> list[Fact]:
     section = _Section("Job")
-    section.add("command", shlex.join(job.run.command) if job.run.command else "")
+    section.add("command", command_line(job.run.command))
     section.add("folder", Path(job.run.path).name)
     section.add("ranks", f"{len(job.ranks)} of {job.world_size}")
     section.add("hosts", list(job.run.hosts) or _several(job, "host"))

@@ -60,6 +60,7 @@ class Recording:
     no_sample: bool
     settings: tuple[str, ...]  # to override, NAME=VALUE
     allow_numerics: bool
+    keep_arguments: bool = False
     quiet: bool
     no_report: bool
     tries: bool = False
@@ -90,6 +91,7 @@ class Recording:
         return options.asked(
             job=self.job,
             flops=self.flops,
+            keep_arguments=self.keep_arguments,
             lines=self.lines,
             memory=self.memory,
             nvtx=self.nvtx or self.nsys,
@@ -218,6 +220,11 @@ _OPTIONS = {
         " Repeatable. `dlprof explain settings` lists them.",
     ),
     "allow_numerics": _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
+    "keep_arguments": _flag(
+        "--keep-arguments",
+        "Record the whole command, but for what is named like a secret. Without it: the script, the names of options,"
+        " and values that are numbers or known settings.",
+    ),
     "quiet": _flag("--quiet", "Print nothing but warnings and errors."),
     "no_report": _flag("--no-report", "Record only."),
     "tries": click.option(

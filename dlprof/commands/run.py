@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ def run(
         click.echo(
             f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
         )
+    if script.resolve().parent == _ours():  # whose options take no secret
+        recording = replace(recording, keep_arguments=True)
     command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
@@ -170,10 +173,14 @@ def find_workload(name: str) -> Path:
     raise DlprofError(f"no workload {name}; there are: {there}" if there else f"no workload {name}: {NO_WORKLOADS}")
 
 
+def _ours() -> Path:
+    return Path(__file__).resolve().parents[2] / "workloads"
+
+
 def workloads() -> list[Path]:
     """List the scripts in ./workloads and in the repository that this dlprof runs from, those here first of a name."""
     found: dict[str, Path] = {}
-    for folder in (Path("workloads"), Path(__file__).resolve().parents[2] / "workloads"):
+    for folder in (Path("workloads"), _ours()):
         for script in folder.glob("*.py"):
             if not script.name.startswith("_"):
                 found.setdefault(script.stem, script)

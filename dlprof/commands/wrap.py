@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 import click
 
+from dlprof import redaction
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
@@ -21,7 +23,7 @@ from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.supervisor import end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
 from dlprof.record.launch.unapplied import applied
-from dlprof.record.redaction import shown
+from dlprof.redaction import shown
 from dlprof.run_folder import recorded
 
 _AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
@@ -69,7 +71,8 @@ def wrap(ctx: click.Context, recording: Recording, command: tuple[str, ...]) -> 
     """  # noqa: D301 - \b keeps these lines apart in click's help
     words = list(command)
     python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
-    record([sys.executable, *words] if python else words, recording, name=_name(words), env=os.environ)
+    words = [sys.executable, *words] if python else words
+    record(words, recording, name=_name(words), env=os.environ)
 
 
 def record(
@@ -118,7 +121,7 @@ def record(
         with deaf() if task else contextlib.nullcontext():
             _report(run.path, recording.quiet)
         if recording.tries and ended.signal is None:
-            _try(run.path, recording)
+            _try(run.path, recording, command)
     end_like(ended)
 
 
@@ -176,14 +179,14 @@ def _report(folder: Path, quiet: bool) -> None:
             _say(verdict, "\n\x1b")
 
 
-def _try(folder: Path, recording: Recording) -> None:
+def _try(folder: Path, recording: Recording, command: Sequence[str]) -> None:
     """Try what the report advises."""
     with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {folder}"):
         from dlprof.commands.prove.try_ import try_run
         from dlprof.commands.report import analyse
         from dlprof.trial.trying import Options
 
-        options = Options(allow_numerics=recording.allow_numerics)
+        options = Options(allow_numerics=recording.allow_numerics, command=tuple(command))
         try_run(folder, analyse(folder), options, quiet=recording.quiet, err=True)
 
 
@@ -194,9 +197,10 @@ def _say(text: str, keep: str = "") -> None:
 
 
 def _name(words: Sequence[str]) -> str:
-    """Name a run after what runs: the script where one is named, else the command."""
-    script = next((w for w in words if w.endswith(".py")), None)
-    if script is None and words[0].startswith("-m"):
-        script = words[0][2:] or (words[1] if len(words) > 1 else "python")
-    stem = Path(script or words[0]).stem if script is None or script.endswith(".py") else script
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem) or "run"
+    """Name a run after what runs: the script where one is named, else the command; as far as the recording names it."""
+    kept = redaction.words(words)
+    kept = [part for word in kept for part in (("-m", word[2:]) if word[:2] == "-m" and word[2:] else (word,))]
+    modules = [after for word, after in itertools.pairwise(kept) if word == "-m" and after != redaction.DROPPED]
+    script = next((w for w in kept if w.endswith(".py")), None)
+    stem = Path(script or kept[0]).stem if script or not modules else modules[-1]
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem.strip(redaction.DROPPED)) or "run"

@@ -22,7 +22,7 @@ from dlprof.record.launch.folder import RunFolder, compress, opened
 from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded, whole_run
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.recorder import say
-from dlprof.record.redaction import shown
+from dlprof.redaction import shown
 
 
 def record(
@@ -41,6 +41,7 @@ def record(
     sample: str | float = "auto",
     set: Mapping[str, Any] | None = None,  # noqa: A002 - as the option `--set` is called
     allow_numerics: bool = False,
+    keep_arguments: bool = False,
 ) -> Block:
     """Return the block that `dlprof.record` describes; `open_run` opens its run afterwards.
 
@@ -53,6 +54,7 @@ def record(
     chosen = _checked("window", options.window, window, "" if window is None else ",".join(map(str, window)))
     asked = options.asked(
         flops=_checked("flops", options.flops, flops),
+        keep_arguments=keep_arguments,
         lines=[_checked("lines", options.function, line) for line in functions],
         memory=memory,
         nvtx=nvtx,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, get_args
 
@@ -160,8 +161,8 @@ def name(result: Result) -> str:
     """Name the run by its script: the word that ends in .py, the one after -m, else the program or the folder."""
     command = [plain(word) for word in result.run.command]
     chosen = next((word for word in command if word.endswith(".py")), None)
-    if chosen is None and "-m" in command[:-1]:
-        chosen = command[command.index("-m") + 1]
+    if chosen is None:
+        chosen = next((after for word, after in pairwise(command) if word == "-m" and after != "…"), None)
     if chosen is None:
         chosen = command[0] if command else plain(result.run.path)
     return plain(PurePosixPath(chosen.replace("\\", "/")).name or chosen, 60) or "run"

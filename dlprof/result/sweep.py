@@ -58,7 +58,10 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """A sweep as far as it has come. `rounds`: readings that each point is to have."""
+    """A sweep as far as it has come. `rounds`: readings that each point is to have.
+
+    `command`: what is kept of it, as of a recorded one. `digest`: tells whether another command is the same.
+    """
 
     command: tuple[str, ...]
     axes: tuple[Axis, ...]
@@ -68,6 +71,7 @@ class Sweep(msgspec.Struct, frozen=True):
     state: State = "interrupted"
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def by_samples(self) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 from dlprof.analysis.engine import RankData
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
+from dlprof.plain import command_line, plain
 from dlprof.read import facts
 from dlprof.read.run import Run
-from dlprof.record.redaction import REDACTED, VARIABLES
+from dlprof.redaction import DROPPED, REDACTED, VARIABLES
 from dlprof.units import few
 
 _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
@@ -53,8 +54,11 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
     words = tuple(command) or run.command
     if not words:
         raise DlprofError(f"{run.path}: holds no command; {_AGAIN}")
-    if any(REDACTED in word for word in words):
-        raise DlprofError(f"{run.path}: a secret in its command was not recorded; {_AGAIN}")
+    if any(REDACTED in word or DROPPED in word for word in words):
+        raise DlprofError(
+            f"{run.path}: not all of its command was recorded ({plain(command_line(words), 200)}); {_AGAIN}, or record"
+            " it with --keep-arguments"
+        )
     if told.get("cwd") is None and not command:
         raise DlprofError(f"{run.path}: does not say in which folder its command ran")
     cwd = Path(str(told.get("cwd") or Path.cwd()))
@@ -66,7 +70,8 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
     here = os.uname().nodename
     if run.hosts and run.hosts[0] != here:
         warnings.append(f"it was recorded on {run.hosts[0]}, and is measured on {here}")
-    settings = {n: v for n, v in _mapping((told.get("options") or {}).get("set")).items() if REDACTED not in str(v)}
+    asked = _mapping((told.get("options") or {}).get("set"))
+    settings = {n: v for n, v in asked.items() if REDACTED not in str(v) and v != DROPPED}
     return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings))
 
 

@@ -25,6 +25,7 @@ from dlprof.errors import NotMeasured
 from dlprof.overrides import Value
 from dlprof.record.launch.process import tied
 from dlprof.record.launch.unapplied import outcomes
+from dlprof.redaction import said
 from dlprof.trial import processes
 from dlprof.trial.copying import copied
 from dlprof.trial.job import Job
@@ -154,7 +155,7 @@ class Runner:
         """Return what a run measured, or why it does not count."""
         if ended and ended != self.job.exit_code:
             how = f"was ended by signal {-ended}" if ended < 0 else f"ended with exit code {ended}"
-            return Failed(f"the job {how}{_last_line(output)}", output)
+            return Failed(f"the job {how}{said(_last_line(output), self.job.command)}", output)
         effects = outcomes(run, settings)
         for name, effect in effects.items():
             if not effect.applied:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlprof.commands import wrap as command
+from dlprof.commands.wrap import _name
 from dlprof.record.launch import nsys
 from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
 
@@ -233,3 +234,18 @@ def test_the_last_task_reports_though_its_launcher_ends_all(tmp_path: Path) -> N
     assert process.returncode == 5, said
     assert (tmp_path / "run/report.html").exists()
     assert "recording into" not in said  # task 0 says it
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["python", "a/train.py", "x"], "train"),
+        (["torchrun", "-m", "package.train", "-m", "x"], "package.train"),
+        (["python", "-mpackage.train"], "package.train"),
+        (["API_KEY=hunter2", "python"], "run"),
+        (["bash", "-c", "hunter2.py"], "bash"),
+        (["./train.sh", "https://me:hunter2@host/x.py"], "train"),
+    ],
+)
+def test_a_folders_name_holds_nothing_but_what_runs(command: list[str], named: str) -> None:
+    assert _name(command) == named

@@ -75,7 +75,8 @@ def test_another_host_is_told(tmp_path: Path) -> None:
     ("info", "why"),
     [
         ({"command": []}, "no command"),
-        ({"command": [sys.executable, "train.py", "--token", "[redacted]"]}, "secret"),
+        ({"command": [sys.executable, "train.py", "--token", "[redacted]"]}, "--keep-arguments"),
+        ({"command": [sys.executable, "train.py", "--data", "…"]}, "train.py --data …"),
         ({"command": ["no-such-launcher", "train.py"]}, "no-such-launcher"),
         ({"cwd": "/no/such/folder"}, "/no/such/folder"),
         ({"cwd": None}, "folder"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from dlprof.plain import command_line
 from dlprof.result import Result
 
 # Sections of facts that somebody chose or installed; those of the others were measured.
@@ -44,4 +44,4 @@ def _words_apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
     codes = [code for code in SequenceMatcher(None, a, b, autojunk=False).get_opcodes() if code[0] != "equal"]
     only_a = [word for _, start, end, _, _ in codes for word in a[start:end]]
     only_b = [word for _, _, _, start, end in codes for word in b[start:end]]
-    return shlex.join(only_a), shlex.join(only_b)
+    return command_line(only_a), command_line(only_b)

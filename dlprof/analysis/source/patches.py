@@ -9,11 +9,12 @@ import difflib
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlprof import redaction
 from dlprof.analysis.source.edits import NotEditable, Span, Value, edited
 from dlprof.overrides import named
 
@@ -60,9 +61,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Patch:
-    """A unified diff of the files that could be edited, and why others could not: (setting, place, reason)."""
+    """A unified diff of the files that could be edited, and why others could not: (setting, place, reason).
+
+    `shown`: the same diff for a report, with what is kept of the source; it does not apply where something is left out.
+    """
 
     text: str = ""
+    shown: str = ""
     left_out: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -135,7 +140,7 @@ def patch(calls: Sequence[Call], asked: Iterable[Wanted]) -> Patch:
                 left_out.append((named_settings, f"{call.file}:{call.line}", str(e)))
             else:
                 taken |= {(*mine, name) for name in settings}
-    return Patch(sources.diff(), tuple(left_out))
+    return Patch(sources.diff(), sources.diff(redaction.source), tuple(left_out))
 
 
 def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
@@ -150,7 +155,7 @@ def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
 def edit_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value]) -> str:
     """Return the diff that makes overrides permanent, by the facts of the ranks; "": not all of them are such edits."""
     made = patch(calls_of(facts), wanted_of(overrides))
-    return "" if made.left_out else made.text
+    return "" if made.left_out else made.shown
 
 
 class _Sources:
@@ -181,9 +186,10 @@ class _Sources:
         self._files[call.file] = before, after
         self._done[call.file] = done
 
-    def diff(self) -> str:
-        """Return the unified diff of all files that are to be others than they are."""
-        return "".join(_diff(name, *texts) for name, texts in sorted(self._files.items()) if texts[0] != texts[1])
+    def diff(self, kept: Callable[[str], str] = str) -> str:
+        """Return the unified diff of all files that are to be others than they are, of what is `kept` of each."""
+        edited = ((name, *texts) for name, texts in sorted(self._files.items()) if texts[0] != texts[1])
+        return "".join(_diff(name, kept(old.decode()), kept(new.decode())) for name, old, new in edited)
 
 
 def read(call: Call) -> bytes:
@@ -215,8 +221,8 @@ def _check_name(file: str) -> None:
         raise NotEditable("a patch cannot name the file")
 
 
-def _diff(name: str, before: bytes, after: bytes) -> str:
-    old, new = (text.decode().split("\n") for text in (before, after))
+def _diff(name: str, before: str, after: str) -> str:
+    old, new = (text.split("\n") for text in (before, after))
     # A name with a space ends at the tab.
     end = "\t" if " " in name else ""
     made = [*difflib.unified_diff(_lines(old), _lines(new))][2:]

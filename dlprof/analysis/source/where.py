@@ -197,4 +197,4 @@ def _located(change: Change, calls: Sequence[Call], role: str) -> Change:
         return change
     made = patch(calls, asked)
     why = "; ".join(dict.fromkeys(f"{at}: {why}" for _, at, why in made.left_out if at))
-    return replace(change, at=_of_call(there[0]), diff=made.text, no_diff="" if made.text else why)
+    return replace(change, at=_of_call(there[0]), diff=made.shown, no_diff="" if made.text else why)

@@ -14,7 +14,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-from dlprof.record import redaction
+from dlprof import redaction
 
 MOST_FRAMES = 64  # that are walked: a script deeper in libraries is not named
 MOST_FILE_BYTES = 2 << 20
@@ -30,7 +30,7 @@ class Place:
     """A call in the user's code. `file` is named from the working directory where it lies below it.
 
     `end_line`, `column`, `end_column`: where the call's text ends and stands in its lines, in bytes of UTF-8; 0: Python
-    did not say. `source`: that text, without secrets. `digest`: SHA-256 of the whole file; "": not known. `via`: the
+    did not say. `source`: what is kept of that text. `digest`: SHA-256 of the whole file; "": not known. `via`: the
     function of a library that made the call for the user's line; "": that line made it.
     """
 
@@ -84,11 +84,9 @@ class Frames:
         line, end_line, column, end_column = _position(frame) if is_call else (frame.f_lineno, 0, 0, 0)
         path = os.path.join(self._here, code.co_filename)  # noqa: PTH118
         digest, lines = self._source(path)
-        lines = lines[line - 1 : min(max(line, end_line), line + _MOST_LINES)]
-        # Joined into one line, a comment would take what follows it.
-        text = b"".join(lines if b"#" not in b"".join(lines) else lines[:1]).decode(errors="replace")
-        if not text and code.co_filename in linecache.cache:
-            text = linecache.getline(code.co_filename, line)  # of a cell of a notebook, which is no file
+        if not lines and code.co_filename in linecache.cache:  # of a cell of a notebook, which is no file
+            lines, end_line = _kept("".join(linecache.getlines(code.co_filename))), line
+        text = b"".join(lines[line - 1 : min(max(line, end_line), line + _MOST_LINES)]).decode()
         return Place(
             file=path.removeprefix(self._here),
             line=line,
@@ -96,13 +94,13 @@ class Frames:
             end_line=end_line,
             column=column,
             end_column=end_column,
-            source=redaction.text(" ".join(text.split()))[:MOST_SOURCE],
+            source=" ".join(text.split())[:MOST_SOURCE],
             digest=digest,
             via=_library(library) if library is not None else "",
         )
 
     def _source(self, path: str) -> tuple[str, list[bytes]]:
-        """Return digest and lines of a file as Python read it; none where it may have changed since, or is none."""
+        """Return digest of a file as Python read it, and what is kept of its lines; none where it may differ."""
         if path not in self._read:
             self._read[path] = "", []
             try:
@@ -114,10 +112,15 @@ class Frames:
                 if stat.S_ISREG(known.st_mode) and known.st_size <= MOST_FILE_BYTES and known.st_mtime <= self._since:
                     with open(fd, "rb", closefd=False) as file:
                         data = file.read(MOST_FILE_BYTES)
-                    self._read[path] = hashlib.sha256(data).hexdigest(), data.splitlines(keepends=True)
+                    self._read[path] = hashlib.sha256(data).hexdigest(), _kept(data.decode(errors="replace"))
             finally:
                 os.close(fd)
         return self._read[path]
+
+
+def _kept(text: str) -> list[bytes]:
+    """Return the lines of a whole source that are kept: of one line alone nobody knows whether it is in a string."""
+    return redaction.source(text).encode(errors="replace").splitlines(keepends=True)
 
 
 def _position(frame: FrameType) -> tuple[int, int, int, int]:

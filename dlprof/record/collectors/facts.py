@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dlprof import redaction
 from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
-from dlprof.record import redaction
 from dlprof.record.calls.failure import memory_failure
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
@@ -61,8 +61,7 @@ class Facts:
             "restart": recorder.restart,
             "launch": {"batch": batch_of(os.environ)} | {name: os.environ.get(name) for name in _LAUNCH},
             "env": redaction.environment(os.environ),
-            "script": sys.argv[0] if sys.argv else None,
-            "argv": redaction.words(sys.argv),
+            "argv": redaction.words(sys.argv, keep=os.environ.get("DLPROF_KEEP_ARGUMENTS") == "on"),
             "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
         }
         recorder.observed.news = True

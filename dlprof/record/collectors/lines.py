@@ -24,6 +24,7 @@ from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from dlprof import redaction
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.calls.frames import own_files
@@ -253,7 +254,8 @@ class _Counts:
         inner.__qualname__ = function.__qualname__
         self._profiler.add_function(inner)
         self._functions[at] = name
-        self._source[at] = "".join(inspect.getblock(linecache.getlines(at[0], function.__globals__)[at[1] - 1 :]))
+        block = inspect.getblock(linecache.getlines(at[0], function.__globals__)[at[1] - 1 :])
+        self._source[at] = redaction.source("".join(block))
         # By a global name of its own: of what a code object can refer to, that is what torch.compile can follow.
         call = f"{_CALL}{len(self._functions)}"
         function.__globals__[call] = self._counted(inner, torch.compiler.is_compiling)

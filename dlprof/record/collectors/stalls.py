@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
+from dlprof import redaction
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.hooks import put
@@ -163,6 +164,7 @@ class Stalls:
             again = not str(c.compile_id).rpartition("/")[2].startswith("0")
             path = f"{frame.co_filename}:{frame.co_firstlineno} {frame.co_name}" if frame is not None else None
             reason = (frame.recompile_reason if frame is not None else None) or "unknown" if again else None
+            reason = redaction.source(reason) if reason else reason
             phase = "backward" if c.is_forward is False else "forward"
             within = (s.number for s in done if recorder.unix(s.end_ns) >= end)
             step = next(within, recorder.clock.row.number)
@@ -210,7 +212,7 @@ class Stalls:
     @guarded
     def _saved(self, began: int, path_of: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         path = path_of(*args, **kwargs)
-        named = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
+        named = redaction.text(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else None
         self._add("checkpoint", began, path=named)
 
     def fail(self, error: Exception) -> None:

@@ -19,11 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dlprof import run_folder
+from dlprof import redaction, run_folder
 from dlprof.errors import DlprofError, reason
 from dlprof.files import whole, write
 from dlprof.marks import __version__
-from dlprof.record import redaction
 from dlprof.record.launch.tasks import Task, host_count, task_of
 from dlprof.record.ranks import words_here
 
@@ -118,7 +117,7 @@ class RunFolder:
         self._record: dict[str, Any] = {
             "format": 1,
             "dlprof": __version__,
-            "command": redaction.words(command),
+            "command": redaction.words(command, keep=options.get("keep_arguments") == "on"),
             "cwd": _cwd(),
             "start_ns": time.time_ns(),
             "end_ns": None,

@@ -12,7 +12,7 @@ from typing import Any
 from dlprof.overrides import Value
 from dlprof.plain import words_of
 from dlprof.record.calls.frames import own_files
-from dlprof.record.redaction import shown
+from dlprof.redaction import shown
 
 # Distinct places and earlier values that are kept of an override, and how often a place is looked for: some take effect
 # in every step.

@@ -19,16 +19,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dlprof.record import redaction
 from dlprof.record.launch.process import tied, wait_or_kill
 from dlprof.record.samplers.sampling import Host, RankHere
 
-# How py-spy writes the command of a process, before its threads or what it was started by.
-_COMMAND = re.compile(rb'(process \d+:")(.*?)(";(?=process \d+:"|thread \())')
+# How py-spy writes a process: with its command, which may hold anything, line ends too. What follows is another
+# process, or a thread.
+_PROCESS = re.compile(rb'process \d+:"')
+_THREAD = b'";thread ('
 
 # The first burst is short, so that a job that dies young leaves something; later ones are long enough that py-spy's
 # start, which is most of its work, counts for little. The pauses grow: a job does the same for hours.
@@ -119,7 +119,7 @@ class _Spy:
         self._command += ["--full-filenames", "--format", "raw", "--rate", str(rate)]
         self._rate = rate
         self._file = folder / "stacks.txt.gz"
-        self._part = folder / "stacks.part"  # also what is read where nobody was left to append it
+        self._seen = -1  # what py-spy writes into: no file, since the command lines in it are for nobody's disk
         self._process: subprocess.Popen[bytes] | None = None
         self._begun_ns = 0
         self._seconds = _FIRST_S
@@ -164,8 +164,10 @@ class _Spy:
             os.nice(19)
 
         self._begun_ns = time.time_ns()
+        self._seen = os.memfd_create(str(self._file)[-200:])
         self._process = subprocess.Popen(
-            [*self._command, "--duration", str(self._seconds), "--output", str(self._part)],
+            [*self._command, "--duration", str(self._seconds), "--output", f"/proc/self/fd/{self._seen}"],
+            pass_fds=[self._seen],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -182,30 +184,33 @@ class _Spy:
         self._next = time.monotonic() + self._pause_s
         self._pause_s = min(self._pause_s * 2, _LAST_PAUSE_S)
         self._seconds = _BURST_S
-        try:
-            seen = self._part.read_bytes()
-        except FileNotFoundError:
+        with os.fdopen(self._seen, "rb") as written:
+            seen = written.read()
+        if not seen:
             self._failures += 1
             # Once may be chance: the rank was ending, or had not quite begun.
             return _reason(said) if process.returncode and (self._failures > 1 or _denied(said)) else ""
         self._failures = 0
-        if seen:
-            burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
-            seen = _COMMAND.sub(_without_secrets, seen)
-            member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + seen, 6)
-            with self._file.open("ab") as file:
-                file.write(member)
-        self._part.unlink(missing_ok=True)
+        burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
+        member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + without_commands(seen), 6)
+        with self._file.open("ab") as file:
+            file.write(member)
         return ""
 
 
-@cache
-def _safe(command: bytes) -> bytes:
-    return redaction.text(command.decode(errors="surrogateescape")).encode(errors="surrogateescape")
-
-
-def _without_secrets(found: re.Match[bytes]) -> bytes:
-    return found[1] + _safe(found[2]) + found[3]
+def without_commands(seen: bytes) -> bytes:
+    """Return py-spy's raw lines without the command lines of the processes; a line that is none of them is left out."""
+    found: list[bytes] = []
+    begun: list[bytes] = []  # a line whose command has line ends of its own
+    for line in seen.splitlines(keepends=True):
+        if begun or _PROCESS.match(line):
+            begun.append(line)
+        if begun and _THREAD in line:
+            processes, _, thread = b"".join(begun).rpartition(_THREAD)
+            found += [process + b'";' for process in _PROCESS.findall(processes)]
+            found += [_THREAD[2:], thread]
+            begun.clear()
+    return b"".join(found)
 
 
 def _denied(said: str) -> str:

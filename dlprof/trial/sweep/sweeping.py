@@ -6,8 +6,10 @@ all of them alike. A point that fails costs itself alone. A sweep that was inter
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import compact, write, writing
 from dlprof.read.opening import read_file
 from dlprof.read.run import open_run
+from dlprof.redaction import words
 from dlprof.result.sweep import FILE, Axis, Point, Reading, Sweep, from_json, to_json
 from dlprof.trial.job import Job
 from dlprof.trial.running import Failed, Runner, Stopped
@@ -58,7 +61,10 @@ def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: O
     """
     placeholders(axes, command)
     points = grid(axes)
-    sweep = Sweep(tuple(command), tuple(axes), tuple(map(Point, points)), options.rounds, options.steps)
+    digest = _sealed(command, secrets.token_hex(8))
+    sweep = Sweep(
+        tuple(words(command)), tuple(axes), tuple(map(Point, points)), options.rounds, options.steps, digest=digest
+    )
     path = folder / FILE
     if not path.exists():
         return sweep
@@ -66,12 +72,20 @@ def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: O
         before = from_json(json.loads(read_file(path)))
     except (ValueError, RecursionError) as e:
         raise DlprofError(f"{path} is broken ({str(e)[:120]}): remove it, or name another folder (-o)") from None
-    if before.command != sweep.command or [a.name for a in before.axes] != [a.name for a in axes]:
+    if before.digest != _sealed(command, before.digest.partition(":")[0]) or [a.name for a in before.axes] != [
+        a.name for a in axes
+    ]:
         raise DlprofError(f"{folder} holds a sweep of another command or other settings: name another folder (-o)")
     known = {_key(p.values): p for p in before.points}
     # What failed is tried again: it may have been the machine.
     kept = tuple(changed(known.get(_key(p.values), p), why="") for p in sweep.points)
-    return changed(sweep, points=kept, seconds=before.seconds)
+    return changed(sweep, points=kept, seconds=before.seconds, digest=before.digest)
+
+
+def _sealed(command: Sequence[str], salt: str) -> str:
+    """Return what tells whether a command is the same, and does not show it: SALT:DIGEST, slow to guess from."""
+    data = "\0".join(command).encode(errors="surrogateescape")
+    return f"{salt}:{hashlib.pbkdf2_hmac('sha256', data, salt.encode(), 200_000).hex()}"
 
 
 def swept(
@@ -112,7 +126,7 @@ class _Going:
     def __post_init__(self) -> None:
         self.begun = time.monotonic()
         self.before_s = self.sweep.seconds
-        self.of_command = placeholders(self.sweep.axes, self.sweep.command)
+        self.of_command = placeholders(self.sweep.axes, self.job.command)
         self.runs = 0
 
     def left(self) -> float:

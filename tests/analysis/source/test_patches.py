@@ -154,3 +154,15 @@ def test_overrides_are_an_edit_where_each_of_them_is_one(tmp_path: Path) -> None
     assert (tmp_path / "train.py").read_text() == after
     (tmp_path / "train.py").write_text(SCRIPT)
     assert edit_of([told], {"loader.num_workers": 4, "env.OMP_NUM_THREADS": "1"}) == ""
+
+
+def test_a_report_shows_the_edit_without_the_text_around_it(tmp_path: Path) -> None:
+    secret = SCRIPT.replace("    a = optim", "    login('hunter2')  # hunter2\n    a = optim")
+    made = patch(calls(tmp_path, text=secret), [WORKERS])
+    assert "login('hunter2')  # hunter2" in made.text
+    assert "+        num_workers=4," in made.shown
+    assert "login('…')" in made.shown
+    assert "hunter2" not in made.shown
+    told = calls(tmp_path, text=secret)[0]
+    row = {"kind": "loader", "file": told.file, "line": told.line, "digest": told.digest, "roles": ["train"]}
+    assert "hunter2" not in edit_of([{"calls": [row], "directory": str(tmp_path)}], {"loader.num_workers": 4})

@@ -233,7 +233,7 @@ def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -
     body = SLEEPS.replace("int(sys.argv[1])", "60") + "print('done')\nsys.exit(7)\n"
     script = tiny(tmp_path, body)
     process = subprocess.Popen(
-        [*DLPROF, "wrap", "--no-sample", "--try", "-o", "run", script.name],
+        [*DLPROF, "wrap", "--no-sample", "--try", "-o", "run", script.name, "--note", "hunter2"],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -249,6 +249,8 @@ def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -
     assert "input_wait" in said
     assert "to try" in said
     assert kept(tmp_path / "run")["runs"] >= 1
+    # It knew the whole command, and recorded less of it.
+    assert json.loads((tmp_path / "run/run.json").read_text())["command"][-2:] == ["--note", "…"]
     assert running(script) == []
 
 

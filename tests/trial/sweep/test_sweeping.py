@@ -98,3 +98,15 @@ for batch in DataLoader(Slow(), batch_size=4, num_workers=1):
     for point in done.points:
         assert point.step_ns is not None
         assert point.predicted_ns == pytest.approx(point.step_ns, rel=0.2)
+
+
+def test_of_its_command_little_is_kept_and_another_is_known_from_it(tmp_path: Path) -> None:
+    folder, options, axes = tmp_path / "sweep", Options(5, 12, 1), [axis("size=2")]
+    command = (sys.executable, "train.py", "--size", "{size}", "--data", "/mnt/hunter2")
+    first = begun(command, axes, folder, options)
+    swept(first, job(command, tmp_path), folder, options, lambda: True)
+    assert first.command == (sys.executable, "train.py", "--size", "{size}", "--data", "…")
+    assert "hunter2" not in (folder / FILE).read_text()
+    assert begun(command, axes, folder, options).digest == first.digest
+    with pytest.raises(DlprofError, match="another command"):
+        begun((*command[:-1], "/mnt/hunter3"), axes, folder, options)
