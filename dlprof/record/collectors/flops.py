@@ -17,9 +17,11 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
+from dlprof.record.calls.attribution import passed_over, passing
 from dlprof.record.calls.frames import Place
 from dlprof.record.device.traffic import Traffic, tensors_in
 from dlprof.record.model.functions import Functions
+from dlprof.record.model.names import modules_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, PHASES, Step
@@ -192,12 +194,12 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
         return "the script has a dispatch mode of its own"
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     frames: Mapping[str, int] = getattr(dynamo, "counters", {}).get("frames", {})
-    modules = [m for ref in recorder.observed.models if (model := ref()) is not None for m in model.modules()]
+    modules = [m for ref in recorder.observed.models if (model := ref()) is not None for m in modules_of(model)]
     names = {type(m).__name__ for m in modules}
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in modules)
     if any(frames.values()) or "OptimizedModule" in names or compiled:
         return "the script uses torch.compile, and counting would change what is compiled"
-    if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+    if any(issubclass(type(m), torch.jit.ScriptModule) for m in modules):
         return "the model is TorchScript, and counting would change how it runs"
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         return "the script captures a CUDA graph"
@@ -344,12 +346,14 @@ def _mode(counts: _Counts) -> Any:
         # False would fail the higher-order operators (cond, checkpoint) of a script.
         supports_higher_order_operators = True
 
+    @passed_over
     def dispatch(_mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A subclass of Tensor (DTensor) does its own work with plain ones, which come by here in their turn.
         for kind in types:
             if kind.__torch_dispatch__ is not plain:
                 return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        with passing:
+            out = func(*args, **(kwargs or {}))
         if not counts.over:
             try:
                 if hasattr(func, "_schema"):

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -87,7 +88,8 @@ class Nvtx:
                     return original(*args, **kwargs)
                 library.push(name)
                 try:
-                    return original(*args, **kwargs)
+                    with passing:
+                        return original(*args, **kwargs)
                 finally:
                     library.pop()
 

@@ -1,0 +1,1 @@
+"""What is done to a recorded job to see whether it behaves as it would without dlprof."""
