@@ -17,9 +17,12 @@ thread that trains.
 * **Re-entrancy.** Hooks run inside each other: a loader whose data set iterates another loader, an optimizer that steps
   another one, a backward pass inside a backward pass. Only the outermost counts. `__del__` may call a hook when the
   interpreter is half gone: check that we still record before anything else.
-* **Signals.** A handler may run between any two bytecodes of the training thread, and may end the recording there. So
-  take a list before you work on it (`batches, self._batches = self._batches, []`), use reentrant locks, and make
-  `stop()` do nothing the second time.
+* **Signals.** The script's handlers wait while the main thread is in our code (handlers.py): an `except Exception` of
+  ours meets nothing that they raise. That holds for a second, and in wrappers for their own frame alone: call nothing
+  of Python's there but the original, torch's `is_compiling`, and functions of ours that are no wrappers. SIGTERM's
+  handler is ours: it runs between any two bytecodes of the training thread, and ends the recording there. So take a
+  list before you work on it (`batches, self._batches = self._batches, []`), use reentrant locks, and make `stop()` do
+  nothing the second time.
 * **Forks.** A forked child of a rank is no rank. Each part that holds a descriptor, a thread or rows resets itself in
   `os.register_at_fork(after_in_child=…)`. A child of a process that has not trained yet may become a rank or a worker.
 * **Dynamo.** torch.compile must see the graphs that it would see without us. Mark wrappers, and what they call, with
@@ -28,6 +31,8 @@ thread that trains.
 * **Captures.** torch.jit.trace, torch.export, make_fx and others keep what runs while they look. A wrapper that opens
   a range, looks at tensors or counts work asks `is_captured()` after `is_traced()`, and then only passes on. A
   TorchDispatchMode or TorchFunctionMode of the script sees nothing of ours either. See captured.py.
+* **Tracebacks.** They must not show our frames: a wrapper calls the original in a block `with passing`, or has
+  `passed` take its frame out of what it raises again. Not where Dynamo traces it.
 * **Warnings.** They must name the script's lines as without us. `hooks.put` and `hooks.hidden` have them count no frame
   of a wrapper, if it calls the original from its own frame. See calls/attribution.py for other wrappers.
 * **CUDA graphs.** While one is captured, no thread may ask the device anything: the capture would fail. Collectors

@@ -13,6 +13,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from dlprof.record import guarded
+from dlprof.record.model.names import modules_of
 
 if TYPE_CHECKING:
     from dlprof.record.loaders import Pass
@@ -192,8 +193,8 @@ class Padding:
 
 def _pads(models: Iterable[Callable[[], Any]]) -> Sequence[int] | None:
     """Return the ids that embeddings, or configurations of transformers, have for padding; None: nothing embeds."""
-    modules = [m for ref in models if (model := ref()) is not None for m in model.modules()]
-    embeddings = [module for module in modules if isinstance(module, sys.modules["torch"].nn.Embedding)]
+    modules = [m for ref in models if (model := ref()) is not None for m in modules_of(model)]
+    embeddings = [module for module in modules if issubclass(type(module), sys.modules["torch"].nn.Embedding)]
     found: list[Any] = [getattr(vars(module).get("config"), "pad_token_id", None) for module in modules]
     found += [one.padding_idx for one in embeddings]
     return tuple(dict.fromkeys(pad for pad in found if type(pad) is int)) if embeddings else None

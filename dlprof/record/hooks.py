@@ -19,7 +19,8 @@ from typing import Any
 
 from dlprof import marks
 from dlprof.plain import words_of
-from dlprof.record.calls.attribution import in_place_of, passed_over
+from dlprof.record import handlers
+from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
 from dlprof.record.calls.watched import watch
@@ -95,6 +96,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
         _watch_loaders(recorder.clock)
         _watch_graphs(Graphs(recorder))
         watch(recorder.observed.calls, _is_traced(), put, hidden)
+        handlers.watch(put, at_uninstall)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder.switch_off()
@@ -213,12 +215,18 @@ def _watch_autograd(clock: StepClock) -> None:
     def timed(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_traced() or is_captured() or not clock.begin_backward():
+            if is_traced():
                 return original(*args, **kwargs)
+            if is_captured() or not clock.begin_backward():
+                with passing:
+                    return original(*args, **kwargs)
             if (watcher := clock.watcher) is not None:
                 watcher.begin_backward(args, kwargs)
             try:
                 return original(*args, **kwargs)
+            except BaseException as e:
+                passed(e)
+                raise
             finally:
                 if watcher is not None:
                     watcher.end_backward()
@@ -250,9 +258,12 @@ def _watch_optimizers(recorder: Recorder) -> None:
 
     @functools.wraps(scale)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_traced() and not observed.grad_scaler and self.is_enabled():
+        if is_traced():
+            return scale(self, *args, **kwargs)
+        if not observed.grad_scaler and self.is_enabled():
             observed.grad_scaler = observed.news = True
-        return scale(self, *args, **kwargs)
+        with passing:
+            return scale(self, *args, **kwargs)
 
     at_uninstall(register_optimizer_step_pre_hook(hidden(before)).remove)
     at_uninstall(register_optimizer_step_post_hook(hidden(after)).remove)
@@ -269,7 +280,8 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
     def synchronize(self: Any, *args: Any, **kwargs: Any) -> Any:
         opened = recorder.clock.open_range("horovod:all_reduce")
         try:
-            return waiting(self, *args, **kwargs)
+            with passing:
+                return waiting(self, *args, **kwargs)
         finally:
             if opened is not None:
                 opened.__exit__(None, None, None)
@@ -291,22 +303,28 @@ def _watch_graphs(graphs: Graphs) -> None:
 
     @functools.wraps(beginning)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = beginning(self, *args, **kwargs)
+        with passing:
+            result = beginning(self, *args, **kwargs)
         graphs.begin_capture(self)
         return result
 
     @functools.wraps(ending)
     def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return ending(self, *args, **kwargs)
+            with passing:
+                return ending(self, *args, **kwargs)
         finally:
             graphs.end_capture(self)
 
     @functools.wraps(replaying)
     def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_traced() or not graphs.begin_replay():
+        if is_traced():
             return replaying(self, *args, **kwargs)
-        result = replaying(self, *args, **kwargs)
+        counts = graphs.begin_replay()
+        with passing:
+            result = replaying(self, *args, **kwargs)
+        if not counts:
+            return result
         graphs.end_replay(self)
         return result
 
@@ -327,13 +345,15 @@ def _watch_loaders(clock: StepClock) -> None:
     @functools.wraps(following)
     def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
         if is_captured() or not clock.begin_fetch(self, first=not self._num_yielded):
-            return dispatched(self) if dispatching and clock.fetching else following(self)
+            with passing:
+                return dispatched(self) if dispatching and clock.fetching else following(self)
         try:
             batch = following(self)
         except BaseException as e:
             clock.end()
             if isinstance(e, StopIteration):
                 clock.end_of_epoch()
+            passed(e)
             raise
         clock.end_fetch(self, batch)
         return batch
@@ -343,9 +363,11 @@ def _watch_loaders(clock: StepClock) -> None:
         def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
             watch_dispatcher()
             if is_captured() or not clock.begin_epoch():
-                return iterating(self)
+                with passing:
+                    return iterating(self)
             try:
-                iterator = iterating(self)
+                with passing:
+                    iterator = iterating(self)
             finally:
                 clock.end()
             clock.see_iterator(self, iterator)
@@ -355,16 +377,19 @@ def _watch_loaders(clock: StepClock) -> None:
 
     @functools.wraps(making)
     def __init__(self: Any, loader: Any) -> None:  # noqa: N807 - what it stands for
-        making(self, loader)
+        with passing:
+            making(self, loader)
         clock.see_made(loader, self)
 
+    @passed_over
     def dispatched(iterator: Any) -> Any:
         """Fetch one of the batches that accelerate's rank 0 fetches for all, which make one fetch of its own."""
         nonlocal dispatching
         clock.ask(iterator)
         dispatching = False  # whatever that asks other loaders for is no batch of the script's
         try:
-            batch = following(iterator)
+            with passing:
+                batch = following(iterator)
         finally:
             dispatching = True
         clock.got(iterator)
@@ -383,10 +408,12 @@ def _watch_loaders(clock: StepClock) -> None:
             nonlocal dispatching
             known = isinstance(iterator, dataloader._BaseDataLoaderIter)
             if not clock.begin_fetch(iterator if known else nameless, first=False):
-                return fetching(self, iterator)
+                with passing:
+                    return fetching(self, iterator)
             dispatching = True
             try:
-                fetched = fetching(self, iterator)
+                with passing:
+                    fetched = fetching(self, iterator)
             finally:
                 dispatching = False
                 clock.end()

@@ -10,6 +10,7 @@ from typing import Any
 from dlprof.record.batches import Padding
 from dlprof.record.calls.seen import Calls
 from dlprof.record.loaders import LoaderSeen, Pass, begin_pass, settings_of
+from dlprof.record.model.names import parameters_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
 _MOST = 100
@@ -53,9 +54,10 @@ class Observed:
         self.frozen = self.model_id in self._frozen_ids
         if self.model_id in self._model_ids or len(self._model_ids) >= _MOST:
             return
-        self.learns = self._model_ids[self.model_id] = next(module.parameters(), None) is not None
+        parameters = parameters_of(module)
+        self.learns = self._model_ids[self.model_id] = bool(parameters)
         if self.learns:
-            self.frozen = not any(parameter.requires_grad for parameter in module.parameters())
+            self.frozen = not any(parameter.requires_grad for parameter in parameters)
             if self.frozen:
                 self._frozen_ids.add(self.model_id)
             self.models.append(weakref.ref(module))

@@ -109,6 +109,7 @@ class Recorder:
         self.profiler_woken = False  # torch's profiler has started its threads in this process
         self.switched_off: Callable[[], None] | None = None  # called when no step will be passed on any more
 
+        self.made_in = get_ident()  # the thread that has imported torch
         self._pid = os.getpid()
         self._ending: Ending | None = None
         self._asked_to_stop: str | None = None  # by another thread than the one that trains

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter_ns
+from types import FrameType
 from typing import Any
 
 from dlprof.record import guarded
@@ -58,6 +59,7 @@ class StepClock(Phases):
     done: list[tuple[Any, ...]] = field(default_factory=list)  # the cells of Steps that nobody has heard of
     due_ns: int = 0  # they hear of them at the first step that ends then or later, or
     due_step: int = NO_STEP  # when this one begins
+    _beginning: bool = False  # the first backward pass or optimizer's step: threads may make theirs at a time
     _fetched: bool = False  # any loader was seen
     _fetch_began_ns: int = 0
     _newly_asked: bool = False  # the loader that was asked last is the last of row.unsettled
@@ -236,6 +238,8 @@ class StepClock(Phases):
         try:
             if self.off or (get_ident() != self.owner and not self.owns(OPTIMIZER)):
                 return False
+            if self._optimizer_depth:
+                self._see_interrupted(sys._getframe(2))
             self._optimizer_depth += 1
             if self._optimizer_depth > 1:
                 return False
@@ -334,7 +338,7 @@ class StepClock(Phases):
         thread = get_ident()
         if thread == self.owner:
             return True
-        if self.owner and (self.started or phase in (FETCH, FORWARD)):
+        if self.owner and (self.started or self._beginning or phase in (FETCH, FORWARD)):
             return False
         self.owner = thread
         self.phases.clear()
@@ -361,7 +365,11 @@ class StepClock(Phases):
         if self.started:
             self.trained_from = self.row.number
         else:
-            self._driver.begin()
+            self._beginning = True
+            try:
+                self._driver.begin()
+            finally:
+                self._beginning = False
         self.trains = self.started
 
     def _go_on_forward(self, now: int, with_grad: bool) -> None:
@@ -389,6 +397,17 @@ class StepClock(Phases):
             self.mark = "optimizer"
         if self.mark == "optimizer":
             self.end_step(perf_counter_ns())
+
+    def _see_interrupted(self, stepping: FrameType) -> None:
+        """Leave optimizers' steps that raised, and never called the hook after them; one is called in this frame."""
+        running, frame = 0, stepping.f_back
+        while frame is not None:
+            running += frame.f_code is stepping.f_code
+            frame = frame.f_back
+        if running < self._optimizer_depth:
+            self._optimizer_depth = running
+            while not running and OPTIMIZER in self.phases:
+                self.end()
 
     def _enter_loader(self) -> None:
         if self.phases == [OPTIMIZER]:

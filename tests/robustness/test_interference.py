@@ -286,3 +286,120 @@ def test_a_recording_inside_a_recording_runs_its_command_and_the_outer_one_goes_
     assert done.stdout == "inner 0 True False\n"
     assert done.stderr.count("is recorded already, into ") == 1
     assert len(rows(tmp_path / "run/ranks/00000")) == 6
+
+
+# A model whose own methods fail, as those of one do that is set up late; by what it overrides.
+REFUSING = """
+import torch
+def refuses(self, *_, **__):
+    raise RuntimeError("not set up")
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, 8))
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    def forward(self, x):
+        return self.inner(x @ self.weight)
+plain = Plain()
+parameters = [*plain.parameters()]
+plain.__class__ = type("Model", (Plain,), {name: OVERRIDE})
+optimizer = torch.optim.SGD(parameters, lr=0.1)
+for _ in range(30):
+    plain(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+LATE = """lambda self, name: refuses(self) if name.startswith(("_is_", "_orig", "config", "module", "batch_")) else (
+    object.__getattribute__(self, name))"""
+OVERRIDES = {
+    "named_parameters": ("refuses", "Model.parameters()"),
+    "parameters": ("refuses", "Model.parameters()"),
+    "named_modules": ("refuses", "Model.modules()"),
+    "named_children": ("refuses", "Model.named_children()"),
+    "__getattribute__": (LATE, "Model.modules()"),
+    "__hash__": ("refuses", "Model.modules()"),
+    "__class__": ("property(refuses)", ""),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_a_model_whose_own_methods_fail_is_recorded_all_the_same(name: str, tmp_path: Path) -> None:
+    override, said = OVERRIDES[name]
+    loop = tmp_path / "train.py"
+    loop.write_text(f"name = {name!r}\n" + REFUSING.replace("OVERRIDE", override))
+    done = record(loop, folder=tmp_path / "run", options=["--window", "5,1,3"])
+    assert done.stdout == "trained\n"
+    rank = tmp_path / "run/ranks/00000"
+    assert len(rows(rank)) == 30
+    told = facts(rank)
+    assert (told["window"]["state"], told["flops"]["state"]) == ("exported", "counted")
+    assert [(model["parameters"], model["modules"]) for model in told["models"]] == [(136, 4)]
+    assert {"held.json", "modules.jsonl"} <= {file.name for file in rank.iterdir()}
+    assert done.stderr.count(f"{said} fails (RuntimeError: not set up)") == bool(said), done.stderr
+    assert " is off" not in done.stderr
+
+
+# Threads that train; what is to become of the trace, and how many of the threads' steps are recorded at least.
+THREADS = {
+    "one": ("start(60)", "exported", 60),
+    "one after the other, and each ends within the window": ("for _ in range(4): start(14)", "partial", 14),
+    "at a time": ("start(60, 3)", "exported", 60),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", THREADS)
+def test_threads_that_train_leave_a_trace_and_nothing_on_stderr(name: str, tmp_path: Path) -> None:
+    started, state, least = THREADS[name]
+    loop = tmp_path / "train.py"
+    loop.write_text(
+        dedent(
+            """
+            import threading, torch
+            def train(steps):
+                model = torch.nn.Linear(8, 1)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for _ in range(steps):
+                    model(torch.ones(4, 8)).sum().backward()
+                    optimizer.step()
+            def start(steps, count=1):
+                threads = [threading.Thread(target=train, args=(steps,)) for _ in range(count)]
+                [thread.start() for thread in threads]
+                [thread.join() for thread in threads]
+            """
+        )
+        + started
+    )
+    done = record(loop, folder=tmp_path / "run", options=["--quiet"])
+    assert done.stderr == ""
+    assert [rank.name for rank in (tmp_path / "run/ranks").iterdir()] == ["00000"]
+    rank = tmp_path / "run/ranks/00000"
+    assert facts(rank)["window"]["state"] == state
+    assert (rank / "trace.json.gz").exists()
+    assert len(rows(rank)) >= least
+
+
+@pytest.mark.long
+def test_steps_of_an_optimizer_that_follow_one_that_raised_are_recorded(tmp_path: Path) -> None:
+    loop = script(
+        tmp_path,
+        """
+        class Twice(torch.optim.SGD):  # whose step is within another of its own
+            def step(self, closure=None):
+                return super().step(closure)
+        def fails():
+            raise KeyError("no loss")
+        optimizer = Twice(model.parameters(), lr=0.1)
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        for n in range(30):
+            model(torch.ones(4, 8)).sum().backward()
+            try:
+                optimizer.step(fails if n in (10, 20) else None)
+            except KeyError:
+                pass
+        """,
+    )
+    record(loop, folder=tmp_path / "run", options=["--no-trace"])
+    # Those two that raised have taken no step.
+    assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 28

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.calls.frames import Frames, Place
+from dlprof.record.model.names import parameters_of
 
 if TYPE_CHECKING:
     from dlprof.record.loaders import LoaderSeen
@@ -126,6 +127,11 @@ class Calls:
         call = self.see("loader")
         if call is not None:
             self._loaders[id(loader)] = weakref.ref(loader), call, id(getattr(loader, "dataset", None))
+
+    def see_moved(self, module: Any) -> None:
+        """Keep where a module with parameters is moved."""
+        if not self.off and self._looks["model"] < LOOKS and parameters_of(module):
+            self.see("model")
 
     def see_iteration(self, loader: Any, seen: LoaderSeen) -> None:
         """Keep where a loader is iterated, and what the calls that made it are about.

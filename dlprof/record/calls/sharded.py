@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import Patch, hidden, put
 from dlprof.record.model.ranges import Ranges
@@ -47,7 +48,8 @@ def _named(original: Callable[..., Any], ranges: Ranges, moves: str, place: int)
             module = getattr(args[place], "_fully_sharded_module", None)
             opened = None if module is None else ranges.open_exchange(module, moves)
         try:
-            return original(*args, **kwargs)
+            with passing:
+                return original(*args, **kwargs)
         finally:
             if opened is not None:
                 opened.__exit__(None, None, None)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dlprof.record.calls.attribution import passing
 from dlprof.record.calls.seen import Calls
 
 # Classes of modules that come when a script imports them, by the kind of call that makes one.
@@ -28,9 +29,12 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
     def seeing(original: Any, see: Callable[[Any], object]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not is_traced() and not calls.off:
+            if is_traced():
+                return original(*args, **kwargs)
+            if not calls.off:
                 see(args[0] if args else None)
-            return original(*args, **kwargs)
+            with passing:
+                return original(*args, **kwargs)
 
         return hidden(call)
 
@@ -44,7 +48,8 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
 
     @functools.wraps(making)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
-        making(self, *args, **kwargs)
+        with passing:
+            making(self, *args, **kwargs)
         calls.see_made(self)
 
     put(DataLoader, "__init__", hidden(__init__))
@@ -66,13 +71,8 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
         put(cls, "__init__", seeing(vars(cls)["__init__"], of(kind)))
     put(torch, "compile", seeing(torch.compile, of("compile")))
 
-    def moved(module: Any) -> None:
-        with contextlib.suppress(Exception):  # parameters() may be the script's own
-            if next(module.parameters(), None) is not None:
-                calls.see("model")
-
     for name in ("to", "cuda"):
-        put(torch.nn.Module, name, seeing(vars(torch.nn.Module)[name], hidden(moved)))
+        put(torch.nn.Module, name, seeing(vars(torch.nn.Module)[name], calls.see_moved))
 
     # Called with each class of modules: one of FSDP's is made when it is imported, the other where it is applied.
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:  # noqa: N807 - what it stands for

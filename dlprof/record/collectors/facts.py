@@ -19,7 +19,7 @@ from dlprof.plain import words_of
 from dlprof.record.calls.failure import memory_failure
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
-from dlprof.record.model.names import class_of
+from dlprof.record.model.names import class_of, modules_of, parameters_of, problems
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -88,6 +88,9 @@ class Facts:
         if observed.calls.problem:
             problem, observed.calls.problem = observed.calls.problem, ""
             recorder.warn(problem)
+        for method in [name for name, why in problems.items() if why]:
+            recorder.warn(problems[method])
+            problems[method] = ""  # it is told once
         observed.news = observed.calls.news = False
         _unanswered.clear()
         self._mark = recorder.clock.mark
@@ -239,9 +242,8 @@ def _cpu() -> dict[str, Any]:
 
 def _model(model: Any) -> dict[str, Any]:
     torch = _torch()
-    parameters: list[Any] = _ask(lambda: list(model.parameters()), name="parameters") or []
-    modules: list[Any] = _ask(lambda: list(model.modules()), name="modules") or []
-    images = [m.weight for m in modules if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))]
+    parameters, modules = parameters_of(model), modules_of(model)
+    images = [m.weight for m in modules if issubclass(type(m), (torch.nn.Conv2d, torch.nn.Conv3d))]
     names = [type(m).__name__ for m in modules]
     ddp = next((m for m in modules if type(m).__name__ == "DistributedDataParallel"), None)
     fsdp = any("FSDP" in name or name == "FullyShardedDataParallel" for name in names)

@@ -17,10 +17,12 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
+from dlprof.record.calls.attribution import passed_over, passing
 from dlprof.record.calls.frames import Place
 from dlprof.record.captured import capture_test
 from dlprof.record.device.traffic import Traffic, tensors_in
 from dlprof.record.model.functions import Functions
+from dlprof.record.model.names import modules_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, PHASES, Step
@@ -193,12 +195,12 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
         return "the script has a dispatch mode of its own"
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     frames: Mapping[str, int] = getattr(dynamo, "counters", {}).get("frames", {})
-    modules = [m for ref in recorder.observed.models if (model := ref()) is not None for m in model.modules()]
+    modules = [m for ref in recorder.observed.models if (model := ref()) is not None for m in modules_of(model)]
     names = {type(m).__name__ for m in modules}
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in modules)
     if any(frames.values()) or "OptimizedModule" in names or compiled:
         return "the script uses torch.compile, and counting would change what is compiled"
-    if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+    if any(issubclass(type(m), torch.jit.ScriptModule) for m in modules):
         return "the model is TorchScript, and counting would change how it runs"
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         return "the script captures a CUDA graph"
@@ -352,6 +354,7 @@ def _mode(counts: _Counts) -> Any:
 
     is_captured = capture_test()
 
+    @passed_over
     def dispatch(_mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_captured():  # the modes below ours work on tensors of their own kinds
             return func(*args, **(kwargs or {}))
@@ -359,7 +362,8 @@ def _mode(counts: _Counts) -> Any:
         for kind in types:
             if kind.__torch_dispatch__ is not plain:
                 return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        with passing:
+            out = func(*args, **(kwargs or {}))
         if not counts.over:
             try:
                 if hasattr(func, "_schema"):

@@ -17,6 +17,7 @@ from dlprof import marks
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.batches import UNSEEN, BatchSize
+from dlprof.record.calls.attribution import passing
 from dlprof.record.device.kernel_counters import KernelCounters, used_between
 from dlprof.record.hooks import Patch, hidden, put, watch_method
 from dlprof.record.loaders import Pass, adopt, worker_info
@@ -164,10 +165,12 @@ class Loader:
             def _shutdown_workers(iterator: Any) -> Any:
                 # Also called by __del__, when the interpreter may be half gone.
                 if self._recorder is None or getattr(iterator, "_shutdown", True):
-                    return ending(iterator)
+                    with passing:
+                        return ending(iterator)
                 began = perf_counter_ns()
                 try:
-                    return ending(iterator)
+                    with passing:
+                        return ending(iterator)
                 finally:
                     self._ended(iterator, began, perf_counter_ns() - began)
 
@@ -277,7 +280,8 @@ class Fetches:
         def timed(samples: Any) -> Any:
             began = perf_counter_ns()
             try:
-                batch = original(samples)
+                with passing:
+                    batch = original(samples)
             finally:
                 self.collate_ns += perf_counter_ns() - began
             try:
@@ -307,10 +311,12 @@ class Fetches:
         def fetch(fetcher: Any, index: Any) -> Any:
             began = 0 if self.busy else self._begin(fetcher)
             if not began:
-                return original(fetcher, index)
+                with passing:
+                    return original(fetcher, index)
             self.busy = True
             try:
-                data = original(fetcher, index)
+                with passing:
+                    data = original(fetcher, index)
             finally:
                 self.busy = False
             self._end(began)

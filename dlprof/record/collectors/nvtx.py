@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
@@ -88,7 +89,8 @@ class Nvtx:
                     return original(*args, **kwargs)
                 library.push(name)
                 try:
-                    return original(*args, **kwargs)
+                    with passing:
+                        return original(*args, **kwargs)
                 finally:
                     library.pop()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
+from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.device.device import Events
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
@@ -135,11 +136,13 @@ class Pipeline:
         @functools.wraps(original)
         def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._begin(schedule):
-                return original(schedule, *args, **kwargs)
+                with passing:
+                    return original(schedule, *args, **kwargs)
             try:
                 result = original(schedule, *args, **kwargs)
-            except BaseException:
+            except BaseException as e:
                 self._call = None  # half a step has no meaning
+                passed(e)
                 raise
             self._end()
             return result
@@ -151,7 +154,8 @@ class Pipeline:
         def run(*args: Any, **kwargs: Any) -> Any:
             call = self._call
             if call is None or get_ident() != self._thread:
-                return original(*args, **kwargs)
+                with passing:
+                    return original(*args, **kwargs)
             try:
                 chunk = chunk_of(*args, **kwargs)
                 began = self._now() if chunk is not None else None
@@ -159,9 +163,11 @@ class Pipeline:
                 self.fail(e)
                 chunk = None
             if chunk is None:
-                return original(*args, **kwargs)
+                with passing:
+                    return original(*args, **kwargs)
             try:
-                return original(*args, **kwargs)
+                with passing:
+                    return original(*args, **kwargs)
             finally:
                 try:
                     call.chunks.append((chunk, began, self._now()))

@@ -16,6 +16,7 @@ from typing import Any
 from dlprof import redaction
 from dlprof.plain import words_of
 from dlprof.record import guarded
+from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
@@ -197,12 +198,14 @@ class Stalls:
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
             if self._recorder is None or self._saving or get_ident() != self._thread:
-                return original(*args, **kwargs)
+                with passing:
+                    return original(*args, **kwargs)
             self._saving = True
             self._recorder.observed.calls.see("save")
             began = time.perf_counter_ns()
             try:
-                return original(*args, **kwargs)
+                with passing:
+                    return original(*args, **kwargs)
             finally:
                 self._saving = False
                 self._saved(began, path_of, args, kwargs)

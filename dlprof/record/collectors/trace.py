@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
+from dlprof.record.calls.attribution import passing
 from dlprof.record.calls.sharded import name_exchanges
 from dlprof.record.captured import unseen_range
 from dlprof.record.device.profiler import Kineto
@@ -68,7 +70,7 @@ class Trace:
         # errors: what Kineto and CUPTI reported; None: nobody listened, as on a CPU.
         self.window.update(extended=0, cupti_torn_down=None, errors=None, modules=None)
         self._profiler: Any = None
-        self._thread = 0  # that the profiler was prepared in
+        self._thread = threading.local()  # what the thread that the profiler was prepared in has alone
         self._range: Any = None  # of the step that is under way
         self._recording = False
         self._exchanges: list[Patch] = []  # while it records
@@ -118,13 +120,15 @@ class Trace:
 
     def stop(self) -> None:
         """Leave what the open window has."""
+        # The script ends while a thread of it still trains: only that thread could stop the profiler.
+        self._end("" if hasattr(self._thread, "end") else "with its training thread still running")
+
+    def _end(self, why: str) -> None:
+        """Close the window early, unless there is a reason why that cannot be."""
+        recorder = self._recorder
         if self._profiler is None:
             return
-        recorder, why = self._recorder, ""
-        if get_ident() != self._thread:
-            # The script ends while a thread of it still trains: only that thread could stop the profiler.
-            why = "with its training thread still running"
-        elif recorder.clock.capturing or recorder.device.capturing():
+        if not why and (recorder.clock.capturing or recorder.device.capturing()):
             why = "while it captured a CUDA graph"
         if why:
             self.window["state"] = "failed"
@@ -248,7 +252,7 @@ class Trace:
         # torch 2.10 to 2.12 warn on the script's stderr of every profiler that does not accumulate events. Ours passes
         # for one that does while it is prepared, and no longer: it would parse all its events where it stops.
         profiler.acc_events = True
-        self._kineto = Kineto(self._on_device)
+        self._kineto = Kineto(self._on_device, elsewhere=get_ident() != self._recorder.made_in)
         self._recorder.clock.row.profiled = 1
         self._recorder.profiler_woken = True
         try:
@@ -259,7 +263,7 @@ class Trace:
             self._report()
             raise
         self._profiler = profiler
-        self._thread = get_ident()
+        self._thread.end = _End(functools.partial(self._thread_ends, profiler))
 
     def _close(self, state: str) -> None:
         """Stop the profiler and, if it recorded a step, write the file; the window ends in that state."""
@@ -298,6 +302,19 @@ class Trace:
         finally:
             recorder.observed.news = True
             self._report()
+
+    def _thread_ends(self, profiler: Any) -> None:
+        """Close the window with the thread that it was opened in, which alone can; another may have its number then."""
+        clock = self._recorder.clock
+        if profiler is self._profiler and not clock.off:
+            try:
+                if clock.row.worked:
+                    clock.row.first = 1  # cut off, as a step is by the end of the job
+                    clock.end_step(time.perf_counter_ns())
+                self._end("")
+            except Exception as e:  # noqa: BLE001 - nobody would hear of it
+                self._recorder.drop(self, e)
+            self._done, self._profiler = True, None
 
     def _end_modules(self) -> None:
         """Name no more modules, and keep how often and at what cost it was done."""
@@ -359,17 +376,29 @@ class Trace:
                         self._close("yielded")
                     except Exception as e:  # noqa: BLE001 - the script's profiler comes first
                         self._recorder.drop(self, e)
-            return prepare(profiler, *args, **kwargs)
+            with passing:
+                return prepare(profiler, *args, **kwargs)
 
         @functools.wraps(leave)
         def __exit__(profiler: Any, *args: Any) -> Any:  # noqa: N807 - what it stands for
             try:
-                return leave(profiler, *args)
+                with passing:
+                    return leave(profiler, *args)
             finally:
                 self._theirs.discard(id(profiler))
 
         put(profile, "_prepare_trace", _prepare_trace)
         put(profile, "__exit__", __exit__)
+
+
+class _End:
+    """Calls a function when the thread ends that has it among its own."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call()
 
 
 def _export(profiler: Any, path: Path) -> None:

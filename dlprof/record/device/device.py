@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dlprof.plain import words_of
+from dlprof.record.model.names import parameters_of
 
 if TYPE_CHECKING:
     from dlprof.record.recorder import Recorder
@@ -37,7 +38,7 @@ class RankDevice:
         if (len(models), len(optimizers)) == self._seen:
             return
         self._seen = (len(models), len(optimizers))
-        trained = (p for ref in models if (model := ref()) is not None for p in model.parameters())
+        trained = (p for ref in models if (model := ref()) is not None for p in parameters_of(model))
         stepped = (
             p for ref in optimizers if (o := ref()) is not None for group in o.param_groups for p in group["params"]
         )

@@ -42,14 +42,16 @@ class Kineto:
     `errors` is what it reported; None: nobody listened.
     """
 
-    def __init__(self, on_device: bool) -> None:
+    def __init__(self, on_device: bool, *, elsewhere: bool = False) -> None:
+        """Make ready for it; `elsewhere`: in another thread than the one that has imported torch."""
         self.errors: list[str] | None = None
         self._relay: _Relay | None = None
         self._users_level = _LEVEL in os.environ
         self._tearing_down = False
         # Without the relay Kineto's warnings would be on the script's stderr, and without that function for good.
-        wanted = on_device and (self._users_level or _default_level() is not None)
-        if wanted and file_of(2) is not None and sys.executable:
+        self._listens = on_device and (self._users_level or _default_level() is not None)
+        # Kineto has a line for stderr, whatever its level, where it begins elsewhere.
+        if (self._listens or elsewhere) and file_of(2) is not None and sys.executable:
             with contextlib.suppress(OSError):  # this system cannot have one
                 self._relay = _Relay(everything=self._users_level)
 
@@ -57,14 +59,14 @@ class Kineto:
     def preparing(self) -> Iterator[None]:
         """Have Kineto begin, which sets how much it reports; afterwards it reports as much as without us."""
         if not self._users_level:
-            os.environ[_LEVEL] = _WARNINGS if self._relay is not None else _SILENCE
+            os.environ[_LEVEL] = _WARNINGS if self._relay is not None and self._listens else _SILENCE
         try:
             with self.listening():
                 yield
         finally:
             if not self._users_level:
                 del os.environ[_LEVEL]
-                default = _default_level() if self._relay is not None else None
+                default = _default_level() if self._relay is not None and self._listens else None
                 if default is not None:
                     default()
 
@@ -126,7 +128,8 @@ class Kineto:
     def close(self) -> None:
         """End the relay, and keep its messages in `errors`."""
         if self._relay is not None:
-            self.errors = self._relay.close()
+            kept = self._relay.close()
+            self.errors = kept if self._listens else None
             self._relay = None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from dlprof.files import write
 from dlprof.plain import words_of
+from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import put
 from dlprof.record.model.generated import Call, Code, around, innermost, kept, parameters_of, read
 from dlprof.record.model.names import names_of_all
@@ -105,9 +106,11 @@ class Compiled:
         @functools.wraps(original)
         def __call__(compiler: Any, model: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
             if not self._begin(model):
-                return original(compiler, model, *args, **kwargs)
+                with passing:
+                    return original(compiler, model, *args, **kwargs)
             try:
-                return original(compiler, model, *args, **kwargs)
+                with passing:
+                    return original(compiler, model, *args, **kwargs)
             finally:
                 self._open.graphs.pop()
 
@@ -147,7 +150,8 @@ class Compiled:
 
         @functools.wraps(original)
         def post_compile(made: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(made, *args, **kwargs)
+            with passing:
+                result = original(made, *args, **kwargs)
             try:
                 key, text = made._fx_graph_cache_key, str(made.source_code)
                 if key and self._open.graphs:

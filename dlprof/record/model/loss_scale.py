@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dlprof.record import guarded
+from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.log import WRITE_EVERY_NS, Log
@@ -104,21 +105,27 @@ class LossScale:
         def begun(original: Callable[..., Any]) -> Any:
             @functools.wraps(original)
             def method(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-                result = original(scaler, *args, **kwargs)
-                if not is_traced():
-                    self._begin(scaler)
+                if is_traced():
+                    return original(scaler, *args, **kwargs)
+                with passing:
+                    result = original(scaler, *args, **kwargs)
+                self._begin(scaler)
                 return result
 
             return hidden(method)
 
         @functools.wraps(stepped)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = None if is_traced() or is_captured() else self._recorder
-            if recorder is None or get_ident() != recorder.clock.owner or not scaler.is_enabled():
+            if is_traced():
                 return stepped(scaler, optimizer, *args, **kwargs)
+            recorder = None if is_captured() else self._recorder
+            if recorder is None or get_ident() != recorder.clock.owner or not scaler.is_enabled():
+                with passing:
+                    return stepped(scaler, optimizer, *args, **kwargs)
             row, now = recorder.clock.row, time.perf_counter_ns()
             before = row.number, row.optimizer_steps
-            result = stepped(scaler, optimizer, *args, **kwargs)
+            with passing:
+                result = stepped(scaler, optimizer, *args, **kwargs)
             row = recorder.clock.row
             happened = (row.number, row.optimizer_steps) != before
             self._stepped(scaler, optimizer, happened, (recorder.unix(now), before[0]))
@@ -126,12 +133,16 @@ class LossScale:
 
         @functools.wraps(updated)
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (is_traced() or is_captured()) and self._recorder is not None and scaler.is_enabled():
+            if is_traced():
+                return updated(scaler, *args, **kwargs)
+            counts = not is_captured() and self._recorder is not None and scaler.is_enabled()
+            if counts:
                 self._look(scaler)
+            with passing:
                 result = updated(scaler, *args, **kwargs)
+            if counts:
                 self._updated(scaler, *args, **kwargs)
-                return result
-            return updated(scaler, *args, **kwargs)
+            return result
 
         put(kind, "_lazy_init_scale_growth_tracker", begun(made))
         put(kind, "load_state_dict", begun(loaded))

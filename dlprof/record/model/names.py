@@ -1,10 +1,12 @@
-"""Names modules by their path in the script's model, as in `named_modules`, without wrappers of the model."""
+"""What a script's model consists of, and the names of its modules: as in `named_modules`, without wrappers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+
+from dlprof.plain import words_of
 
 # Wrappers of PyTorch and others, and the attribute that holds the wrapped module.
 _WRAPPERS = {
@@ -15,6 +17,51 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
+
+
+# What methods of the script's own classes have raised, by their name, until it is told.
+problems: dict[str, str] = {}
+
+
+def modules_of(model: Any) -> list[Any]:
+    """Return a model and what it consists of, as its own modules() says or, where that fails, as torch has it."""
+    if (said := _asked(model, "modules")) is not None:
+        return said
+    found = {id(model): model}
+    for module in (modules := [model]):
+        new = {id(one): one for one in _registered(module, "_modules").values() if one is not None}
+        modules += [one for key, one in new.items() if key not in found]
+        found |= new
+    return modules
+
+
+def parameters_of(model: Any, *, recurse: bool = True) -> list[Any]:
+    """Return the parameters of a model, as its own parameters() says or, where that fails, as torch has them."""
+    if (said := _asked(model, "parameters", recurse=recurse)) is not None:
+        return said
+    modules = modules_of(model) if recurse else [model]
+    every = (one for module in modules for one in _registered(module, "_parameters").values())
+    return list({id(one): one for one in every if one is not None}.values())
+
+
+def _children_of(module: Any) -> list[tuple[str, Any]]:
+    if (said := _asked(module, "named_children")) is not None:
+        return said
+    return [(name, one) for name, one in _registered(module, "_modules").items() if one is not None]
+
+
+def _asked(module: Any, method: str, **options: Any) -> list[Any] | None:
+    try:
+        return list(getattr(module, method)(**options))
+    except Exception as e:  # noqa: BLE001 - the script's own class
+        if method not in problems:
+            problems[method] = f"{type(module).__name__}.{method}() fails ({words_of(e)}): read as torch has it instead"
+        return None
+
+
+def _registered(module: Any, name: str) -> dict[str, Any]:
+    """Return the modules or parameters that torch keeps for a module, without a call of the script's code."""
+    return object.__getattribute__(module, "__dict__").get(name) or {}
 
 
 def names_of(model: Any) -> dict[int, tuple[str, str]]:
@@ -34,7 +81,7 @@ def names_of(model: Any) -> dict[int, tuple[str, str]]:
         if kept is not None:
             open_modules.append((kept, path))
             continue
-        children = [(child, f"{path}.{name}" if path else name) for name, child in module.named_children()]
+        children = [(child, f"{path}.{name}" if path else name) for name, child in _children_of(module)]
         open_modules.extend(reversed(children))
     return names
 

@@ -15,7 +15,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof.plain import words_of
-from dlprof.record.model.names import below, class_of, named, names_of, names_of_all
+from dlprof.record.model.names import below, class_of, modules_of, named, names_of, names_of_all
 from dlprof.record.stepping import FETCH, Phases
 
 # Ranges to measure the cost of one with, after the window's last step.
@@ -137,7 +137,7 @@ class Ranges:
         return self._names[id(module)]
 
     def _know(self, model: Any, names: dict[int, tuple[str, str]]) -> None:
-        for module in model.modules():
+        for module in modules_of(model):
             if id(module) in names:
                 path, kind = names[id(module)]
                 self._names[id(module)] = (weakref.ref(module), named(path, kind))

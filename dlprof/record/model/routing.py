@@ -5,10 +5,12 @@ Only while the profiler records. "dlprof::all_to_all 3,5>4,1": 3 and 5 rows go t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
@@ -54,9 +56,7 @@ class Routing:
             if is_compiling() or self._recorder is None or not profiler._is_profiler_enabled or is_captured():
                 return original(*args, **kwargs)
             name = self._name(*args, **kwargs)
-            if name is None:
-                return original(*args, **kwargs)
-            with named(name):
+            with passing, contextlib.nullcontext() if name is None else named(name):
                 return original(*args, **kwargs)
 
         watched = hidden(all_to_all_single)

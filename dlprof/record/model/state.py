@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dlprof.record.model.names import class_of, names_of, names_of_all
+from dlprof.record.model.names import class_of, modules_of, names_of, names_of_all
 from dlprof.record.model.storages import Owner, Storages, dtype_of, tensors_in
 from dlprof.record.observed import Observed
 
@@ -34,7 +34,7 @@ class Model:
         self._kept: list[tuple[Any, Owner]] = []
         self._shared: list[tuple[Any, Owner]] = []  # by these modules, beside those that they are counted for
         self.modules: list[tuple[Any, Owner]] = []
-        for one in module.modules() if module is not None else ():
+        for one in modules_of(module) if module is not None else ():
             owner = self.names.get(id(one), ("", type(one).__name__))
             self.modules.append((one, owner))
             self.replicates = self.replicates or type(one).__name__ == "DataParallel"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlprof.record.model.functions import PARTS
-from dlprof.record.model.names import named, names_of_all
+from dlprof.record.model.names import modules_of, named, names_of_all, parameters_of
 
 # Modules beyond this number are left out.
 _MOST = 50_000
@@ -29,14 +29,14 @@ def rows_of(
     own: dict[tuple[str, str], dict[int, list[int]]] = {}
     sharded: set[tuple[str, str]] = set()
     seen: set[int] = set()
-    for module in (module for model in known for module in model.modules()):
+    for module in (module for model in known for module in modules_of(model)):
         name = names.get(id(module))
         if name is None or len(own) >= _MOST:
             continue
         sizes = own.setdefault(name, defaultdict(lambda: [0, 0]))
         if any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__):
             sharded.add(name)
-        for parameter in module.parameters(recurse=False):
+        for parameter in parameters_of(module, recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 sums = sizes[bucket_of.get(id(parameter), -1)]
@@ -56,7 +56,7 @@ def rows_of(
 def _buckets(models: Iterable[Any]) -> dict[int, int]:
     """Return the place of each parameter's bucket in the order in which DistributedDataParallel reduces them."""
     found: dict[int, int] = {}
-    for module in (module for model in models for module in model.modules()):
+    for module in (module for model in models for module in modules_of(model)):
         if type(module).__name__ != "DistributedDataParallel":
             continue
         reduced = [p for p in module._module_parameters if p.requires_grad]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record import handlers
+from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.overrides.effects import Effects
 
 
@@ -54,12 +56,14 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
     @functools.wraps(original)
     def __init__(made: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
         if id(made) in making:
-            return original(made, *args, **kwargs)
+            with passing:
+                return original(made, *args, **kwargs)
         try:
             bound = signature.bind(made, *args, **kwargs)
             bound.apply_defaults()
         except TypeError:
-            return original(made, *args, **kwargs)  # which says what is wrong
+            with passing:
+                return original(made, *args, **kwargs)  # which says what is wrong
         given = dict(bound.arguments)
         making.append(id(made))
         try:
@@ -69,15 +73,19 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
                 kind.fail(e)
                 changed = {}
             bound.arguments.update(changed)
+            before = handlers.runs()
             try:
                 original(*bound.args, **bound.kwargs)
-            except Exception as e:
-                if not changed:
+            except BaseException as e:
+                # What a signal's handler raises refuses nothing.
+                if not changed or not isinstance(e, Exception) or handlers.runs() != before:
+                    passed(e)
                     raise
                 kind.fail(e)
                 kind.refused(made, bound.arguments)
                 bound.arguments.update({name: given[name] for name in changed if name in kind.wanted})
-                original(*bound.args, **bound.kwargs)
+                with passing:
+                    original(*bound.args, **bound.kwargs)
                 return None
         finally:
             making.remove(id(made))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import put
 from dlprof.record.overrides.effects import Effects
@@ -39,7 +40,8 @@ def _watched(original: Any, target: Any, value: bool, effects: Effects) -> Any:
                 args, kwargs, before = _changed(args, kwargs, value)
         except Exception as e:  # noqa: BLE001 - the copy is made as the script says
             effects.failed(_NAME, e)
-        result = original(tensor, *args, **kwargs)
+        with passing:
+            result = original(tensor, *args, **kwargs)
         if before is not None:
             effects.took(_NAME, before)
         return result

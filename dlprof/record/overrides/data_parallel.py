@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import put
 from dlprof.record.overrides.constructors import Kind, wanted, watched
 from dlprof.record.overrides.effects import Effects
@@ -66,7 +67,8 @@ class _Wrapping(Kind):
         @functools.wraps(original)
         def register(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             if not getattr(wrapper, "_comm_hooks", None):
-                return original(wrapper, *args, **kwargs)
+                with passing:
+                    return original(wrapper, *args, **kwargs)
             theirs = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
             self.effects.took(_HOOK, getattr(theirs, "__name__", str(theirs)))
             return None

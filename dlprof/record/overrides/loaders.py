@@ -12,6 +12,8 @@ from types import CodeType
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record import handlers
+from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.hooks import watch_method
 from dlprof.record.loaders import worker_info
 from dlprof.record.overrides.constructors import Kind, wanted, watched
@@ -69,17 +71,21 @@ class _Loaders(Kind):
 
         @functools.wraps(original)
         def _get_iterator(loader: Any) -> Any:
+            before = handlers.runs()
             try:
                 return original(loader)
-            except Exception as e:
-                given = self._given.pop(loader, None) if self._given else None
+            except BaseException as e:
+                refused = isinstance(e, Exception) and handlers.runs() == before
+                given = self._given.pop(loader, None) if self._given and refused else None
                 if given is None:
+                    passed(e)
                     raise
                 for setting in self.wanted:
                     if setting in given:
                         self.effects.failed(f"loader.{setting}", e, undone=True)
                 _give(loader, given)
-                return original(loader)
+                with passing:
+                    return original(loader)
 
         return _get_iterator
 

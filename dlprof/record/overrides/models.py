@@ -13,8 +13,9 @@ from threading import local
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.captured import capture_test
-from dlprof.record.hooks import hidden, put
+from dlprof.record.hooks import hidden, hide, put
 from dlprof.record.overrides.effects import Effects
 from dlprof.record.overrides.switches import by_torch
 
@@ -36,18 +37,22 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
 
     def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
         # In a backward pass: a part of the model that is computed again, as it was at first.
-        passes = is_traced() or getattr(state, "inside", False) or within_backward() != -1
-        if passes or is_captured() or not _is_model(module):
+        if is_traced():
             return original(module, *args, **kwargs)
+        passes = getattr(state, "inside", False) or within_backward() != -1 or is_captured() or not _is_model(module)
+        if passes:
+            with passing:
+                return original(module, *args, **kwargs)
         state.inside = True
         try:
-            return models.call(original, module, args, kwargs)
+            with passing:
+                return models.call(original, module, args, kwargs)
         finally:
             state.inside = False
 
-    for method in vars(_Models).values():
+    for name, method in vars(_Models).items():
         if hasattr(method, "__code__"):
-            hidden(method)
+            (hidden if name in ("call", "_called") else hide)(method)
     put(torch.nn.Module, "__call__", hidden(__call__))
     if _COMPILE in asked:
         put(torch, "compile", models.compiling(torch.compile))
@@ -88,8 +93,9 @@ class _Models:
             args = tuple(map(self._laid_out, args))
             kwargs = {name: self._laid_out(value) for name, value in kwargs.items()}
         if self._autocast is None:
-            return self._called(original, module, args, kwargs)
-        with self._context(module):
+            with passing:
+                return self._called(original, module, args, kwargs)
+        with passing, self._context(module):
             result = self._called(original, module, args, kwargs)
         return result if self._autocast == "off" else self._in_float32(result)
 
@@ -165,16 +171,19 @@ class _Models:
     def _called(self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a model; one that cannot be compiled is called as it is."""
         if not self._ours or module not in self._ours:
-            return original(module, *args, **kwargs)
+            with passing:
+                return original(module, *args, **kwargs)
         try:
             result = original(module, *args, **kwargs)
-        except Exception as e:
+        except BaseException as e:
             if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                passed(e)
                 raise
             self._ours.discard(module)
             module._compiled_call_impl = None
             self._effects.failed(_COMPILE, e, undone=module in self._ran)
-            return original(module, *args, **kwargs)
+            with passing:
+                return original(module, *args, **kwargs)
         if module not in self._ran:
             self._ran.add(module)
             self._effects.took(_COMPILE, "off")
