@@ -262,8 +262,8 @@ class Trace:
         except Exception:
             self._report()
             raise
+        self._thread.end = _End(functools.partial(self._thread_ends, profiler))  # in this order: one before it goes
         self._profiler = profiler
-        self._thread.end = _End(functools.partial(self._thread_ends, profiler))
 
     def _close(self, state: str) -> None:
         """Stop the profiler and, if it recorded a step, write the file; the window ends in that state."""
