@@ -3,7 +3,7 @@
     python -m benchmarks.torture.signals                    10,000 signals, plain and recorded
     python -m benchmarks.torture.signals --count 500 --seed 7
 
-A loop of short steps (signals_job.py) gets SIGALRM at random moments. Its handler raises, and the loop catches and
+A loop of short steps (scripts/signals_job.py) gets SIGALRM at random moments. Its handler raises, and the loop catches and
 counts. The signals are shared out over kinds of handlers, of exceptions and of loops. Exits with 1 where the recorded
 job has lost more than the plain one, has a frame of dlprof in a traceback, or has fewer steps in its recording than
 have ended.
@@ -49,7 +49,8 @@ class Result:
 def run(case: tuple[str, str, str], count: int, seed: int, folder: Path | None, options: Sequence[str] = ()) -> Result:
     """Run a job of a case, recorded into a folder unless that is None; raises CalledProcessError where it fails."""
     names = zip(("--handler", "--error", "--loop"), case, strict=True)
-    job = [sys.executable, str(Path(__file__).with_name("signals_job.py")), *itertools.chain(*names)]
+    # In a folder of its own: this one has a secrets.py, which Python would take for its own.
+    job = [sys.executable, str(Path(__file__).with_name("scripts") / "signals_job.py"), *itertools.chain(*names)]
     job += ["--count", str(count), "--seed", str(seed)]
     wrap = [sys.executable, "-m", "dlprof", "wrap", "--quiet", "--no-report", "-o", str(folder), *options]
     done = subprocess.run(job if folder is None else [*wrap, *job], check=True, capture_output=True, text=True)
