@@ -3,8 +3,8 @@
     python -m benchmarks.torture.signals                    10,000 signals, plain and recorded
     python -m benchmarks.torture.signals --count 500 --seed 7
 
-A loop of short steps (scripts/signals_job.py) gets SIGALRM at random moments. Its handler raises, and the loop catches and
-counts. The signals are shared out over kinds of handlers, of exceptions and of loops. Exits with 1 where the recorded
+A loop of short steps (scripts/signals_job.py) gets SIGALRM at random moments. Its handler raises, and the loop catches
+and counts. The signals are shared out over kinds of handlers, of exceptions and of loops. Exits with 1 where the recorded
 job has lost more than the plain one, has a frame of dlprof in a traceback, or has fewer steps in its recording than
 have ended.
 """
