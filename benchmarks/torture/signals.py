@@ -4,9 +4,9 @@
     python -m benchmarks.torture.signals --count 500 --seed 7
 
 A loop of short steps (scripts/signals_job.py) gets SIGALRM at random moments. Its handler raises, and the loop catches
-and counts. The signals are shared out over kinds of handlers, of exceptions and of loops. Exits with 1 where the recorded
-job has lost more than the plain one, has a frame of dlprof in a traceback, or has fewer steps in its recording than
-have ended.
+and counts. The signals are shared out over kinds of handlers, of exceptions and of loops. Exits with 1 where the
+recorded job has lost more than the plain one, has a frame of dlprof in a traceback, or has fewer steps in its recording
+than have ended.
 """
 
 from __future__ import annotations
