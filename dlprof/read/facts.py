@@ -37,7 +37,7 @@ RUN: Mapping[str, Shape] = {**_COMMAND, "dlprof": str, "hosts": [str], "options"
 
 RANK: Mapping[str, Shape] = {
     **_all(int, "rank local_rank world_size pid restart graphs ended_ns"),
-    **_all(str, "backend host boot script"),
+    **_all(str, "backend host boot"),
     **_all({}, "env versions matmul"),
     "launch": _all(str, "batch PMIX_NAMESPACE TORCHELASTIC_RUN_ID MASTER_PORT"),
     **_all([str], "argv warnings"),
