@@ -69,7 +69,8 @@ class _Seen:
 
 def first_lines(bench: Bench) -> None:
     """Time each script plain and fixed, record it, and judge the first cure that the report names."""
-    left = [case for case in CASES if case.script in (bench.scripts or [c.script for c in CASES])]
+    known = {case.script: case for case in CASES}
+    left = [known[script] for script in bench.scripts or known]
     for case in left:
         if missing := [name for name in case.needs if importlib.util.find_spec(name) is None]:
             bench.add(skipped(f"{case.script}: gain", f"needs {', '.join(missing)}, which is not here"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 WORKLOADS = jobs.ROOT / "workloads"
 
 # Each has processes of its own.
-REPORTS_AT_ONCE = 4
+REPORTS_AT_ONCE = max(4, (os.cpu_count() or 1) * 3 // 4)
 
 # What a check keeps of its time for writing down what it found.
 _RESERVE_S = 2.0

@@ -38,9 +38,9 @@ class Case:
         return [n for n, line in enumerate(text.splitlines(), start=1) if line.endswith(MARK)]
 
 
-# In the order of their worth, as a lent machine has minutes: first what no GPU has shown yet, then further scripts of
-# the kinds that one has. Of graphs joined to one, batches padded to match them at once, and compiling again, a report
-# can know where the time goes, and not how long the step is that somebody writes instead.
+# In the order of their worth, as a lent machine has minutes. Of graphs joined to one, batches padded to match them at
+# once, and compiling again, a report can know where the time goes, and not how long the step is that somebody writes
+# instead.
 CASES: tuple[Case, ...] = (
     Case("ema_loop", "torch._foreach_lerp_", _HOST, ("_foreach", "AveragedModel")),
     Case(
@@ -89,4 +89,15 @@ CASES: tuple[Case, ...] = (
         ("num_workers",),
         needs=("torchvision", "PIL"),
     ),
+    Case("anomaly", "no anomaly mode", (), ("anomaly",), promised=False),
+    Case("hooks", "every 50th step", _HOST, ("every k steps",)),
+    Case("norm_by_hand", "F.rms_norm and F.gelu", ("unfused_norm",), ("rms_norm", "RMSNorm", "layer_norm")),
+    Case("masks", "one comparison on the GPU", _HOST, ("once", "in one", "mask"), promised=False),
+    Case("embedding", "sparse=True and SparseAdam", (), ("sparse",), promised=False),
+    Case("numpy_metrics", "counted on the GPU", _HOST, ("every k steps", "on the GPU"), needs=("torchvision",)),
+    Case(
+        "augment", "all pictures at once", _HOST, ("at once", "batched", "all "), promised=False, needs=("torchvision",)
+    ),
+    Case("epochs", "persistent_workers", ("worker_restart",), ("persistent_workers",), needs=("torchvision",)),
+    Case("attention", "scaled_dot_product_attention", ("unfused_attention",), ("scaled_dot_product", "sdpa")),
 )

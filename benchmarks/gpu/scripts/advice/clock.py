@@ -16,10 +16,10 @@ _MOST_S = 75
 
 
 def options(steps: int) -> argparse.Namespace:
-    """Read the command line; the libraries are imported by then, and nothing was asked of the GPU yet.
+    """Read the command line; the libraries are imported by then.
 
-    Where START is set, the script says in START.ready that it has come so far, and goes on once START.go is there:
-    several scripts import at once, and train one after the other.
+    Where START is set, the script says in START.ready that it has come so far and has woken its GPU, and goes on once
+    START.go is there: several scripts import at once, and train one after the other.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--fixed", action="store_true", help="with the change that the script is about")
@@ -28,6 +28,8 @@ def options(steps: int) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     args = parser.parse_args()
     if start := os.environ.get("START"):
+        if torch.cuda.is_available() and args.device != "cpu":
+            torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
         Path(f"{start}.ready").touch()
         while not Path(f"{start}.go").exists():
             time.sleep(0.02)
