@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, TextIO
 
 from benchmarks.gpu import cases, fixtures, jobs, machine, outcome, page
@@ -47,6 +47,7 @@ class Proof:
         self.out, self.work, self.about, self.rehearsal = out, work, about, rehearsal
         self.source, self.commit = CHECKS, "not told"
         self.scripts: Sequence[str] = ()
+        self.measured: Sequence[str] = ()
         self.rows: list[Row] = []
         self._log = log
         self._secrets = fixtures.secrets(about, work)
@@ -77,6 +78,7 @@ class Proof:
         words += ["--checks", self.source]
         words += ["--ends", f"{began + limit:.3f}", *["--rehearse"] * self.rehearsal]
         words += ["--scripts", *self.scripts] if self.scripts else []
+        words += ["--measured", *self.measured] if self.measured else []
 
         def hear(text: str) -> None:
             self.say(f"  {text}")
@@ -167,11 +169,18 @@ def judged(check: str, folder: Path, ended: jobs.Ended) -> Row:
     return outcome.row_of(check, parts, jobs.how(ended))
 
 
-def child(check: Check, work: Path, ends: float, rehearsal: bool, scripts: Sequence[str] = ()) -> None:
+def child(
+    check: Check,
+    work: Path,
+    ends: float,
+    rehearsal: bool,
+    scripts: Sequence[str] = (),
+    measured: Mapping[str, Sequence[float]] = MappingProxyType({}),
+) -> None:
     """Run one check in this process and write down what became of it."""
     name = check.name
     about = json.loads((work / "machine.json").read_text())
-    bench = Bench(name, work / name, "cpu" if rehearsal else "cuda", ends, about, scripts)
+    bench = Bench(name, work / name, "cpu" if rehearsal else "cuda", ends, about, scripts, measured)
     broken = ""
     try:
         check.run(bench)
@@ -238,6 +247,13 @@ def scripts_left(asked: Sequence[str], earlier: Path | None) -> list[str]:
     return [name for name in asked or known if name not in done]
 
 
+def _measured(text: str) -> tuple[str, tuple[float, ...]]:
+    """Read NAME=PLAIN,FIXED; raise ValueError where it is none."""
+    name, _, steps = text.partition("=")
+    plain, fixed = map(float, steps.split(","))
+    return name, (plain, fixed)
+
+
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
@@ -255,6 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--only", nargs="+", metavar="NAME", help="only these checks, in this order")
     options.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not these checks")
     options.add_argument("--scripts", nargs="+", metavar="NAME", default=[], help="of the check advice only these")
+    options.add_argument(
+        "--measured",
+        nargs="+",
+        metavar="NAME=PLAIN,FIXED",
+        default=[],
+        help="the ms a step of scripts that an earlier call has timed on such a machine: they are only recorded",
+    )
     options.add_argument("--resume", type=Path, metavar="DIR", help="without the scripts that a call into DIR judged")
     options.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of them (default: {MINUTES:g})")
     options.add_argument("--commit", help="which commit this is, where no repository tells")
@@ -267,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     listed = checks_of(args.checks)
     if args.child:
-        child(chosen(listed, [args.child])[0], args.work, args.ends, args.rehearse, args.scripts)
+        measured = dict(map(_measured, args.measured))
+        child(chosen(listed, [args.child])[0], args.work, args.ends, args.rehearse, args.scripts, measured)
         return 0
     if args.list:
         for check in listed:
@@ -276,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         checks = chosen(listed, args.only, args.skip)
         scripts = scripts_left(args.scripts, args.resume)
+        dict(map(_measured, args.measured))
     except (OSError, ValueError) as e:
         options.error(str(e))
     if not scripts:
@@ -297,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with (args.out / ("rehearsal-log.txt" if args.rehearse else "log.txt")).open("w") as log:
             proof = Proof(args.out.absolute(), work, about, args.rehearse, log)
             proof.source, proof.commit = args.checks, args.commit or commit()
-            proof.scripts = scripts
+            proof.scripts, proof.measured = scripts, args.measured
             proof.say(f"{fixtures.about(about)}")
             return prove(checks, proof, 60 * args.minutes - (time.monotonic() - began))
     finally:

@@ -1,15 +1,18 @@
 """The first line of a report, on scripts with one mistake each: plain and fixed, by their own clock, and recorded.
 
-Importing torch and its libraries takes longer than training these scripts. So the runs of some scripts import at once,
-while nothing is timed; each then waits until it is its turn, and trains alone.
+Importing torch and its libraries, and a first step, take longer than training these scripts. So the runs begin at once,
+while nothing is timed; each then waits until it is its turn, and trains alone: the plain ones come so far as their
+clock's first step before, those that are recorded up to training. A run's end, which writes what was recorded, may fall
+into the first steps of the next.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,18 +26,20 @@ from benchmarks.gpu.jobs import Ended, JobFailedError, how, python, tail
 from benchmarks.gpu.judges import Recording
 from benchmarks.gpu.outcome import Part, holds, named, skipped
 
-# Runs that import at once: 18 of them took 29 s on 16 cores, and 15 took 27.
-_AT_ONCE = 30
+# Runs that begin at once: 30 of them took 29 s to import on 16 cores.
+_AT_ONCE = 34
 
 # What a script takes at least: three runs, its share of importing, and its report. Where the time that is left allows
 # so much for each script that is left, it runs twice each way, and its fixed variant is recorded, too.
-_LEAST_S, _ALL_S = 18.0, 34.0
+_LEAST_S, _ALL_S = 14.0, 30.0
 
-# With less than this left no report is begun.
-_REPORT_S = 10.0
+# With less than this left no run begins, and with less than that no report.
+_RUN_S, _REPORT_S = 20.0, 10.0
 
 # So long all of them may import.
 _IMPORT_S = 90.0
+
+_KEEPERS = 3  # processes that scrub recordings while others are made
 
 
 @dataclass(frozen=True)
@@ -76,49 +81,74 @@ def first_lines(bench: Bench) -> None:
             bench.add(skipped(f"{case.script}: gain", f"needs {', '.join(missing)}, which is not here"))
     left = [case for case in left if all(importlib.util.find_spec(name) for name in case.needs)]
     while left:
-        if bench.left_s < _LEAST_S:
+        if bench.left_s < _LEAST_S + _RUN_S:
             bench.add(*(skipped(f"{case.script}: gain", "no time left") for case in left))
             return
         whole = bench.rehearsal or bench.left_s / len(left) >= _ALL_S
         rounds = bench.pick(2, 1) if whole else 1
-        each = 2 * rounds + 1 + whole
-        count = bench.pick(max(1, _AT_ONCE // each), 1)
-        group, left = left[:count], left[count:]
-        _judge(bench, _made(bench, group, rounds, whole))
+        runs: list[_Run] = []
+        while left and (not runs or len(runs) + 2 * rounds + 1 + whole <= bench.pick(_AT_ONCE, 1)):
+            runs += _runs(bench, left.pop(0), rounds, whole)
+        _judge(bench, _made(bench, runs))
 
 
-def _made(bench: Bench, group: Sequence[Case], rounds: int, whole: bool) -> dict[Case, _Seen]:
-    """Run the scripts of a group, and return what each gave."""
+def _runs(bench: Bench, case: Case, rounds: int, whole: bool) -> list[_Run]:
+    """List the runs of a script: plain and fixed ones in turn, unless an earlier call has timed it, and recorded."""
+    ways = [] if case.script in bench.measured else [(False, False), (True, False)] * rounds
     runs = []
-    for case in group:
-        ways = [(False, False), (True, False)] * rounds + [(False, True)] + [(True, True)] * whole
-        for n, (fixed, recorded) in enumerate(ways):
-            name = f"{case.script}{'-fixed' if fixed else ''}{'' if recorded else f'-{n}'}"
-            runs.append(_Run(case, fixed, recorded, bench.work / f"{name}.start"))
-    seen = {case: _Seen() for case in group}
-    with _imported(bench, runs) as ends:
-        for run, end in zip(runs, ends, strict=True):
-            run.start.with_suffix(".start.go").touch()
-            _note(run, end.result(), seen[run.case])
+    for n, (fixed, recorded) in enumerate([*ways, (False, True), *[(True, True)] * whole]):
+        name = f"{case.script}{'-fixed' if fixed else ''}{'' if recorded else f'-{n}'}"
+        runs.append(_Run(case, fixed, recorded, bench.work / f"{name}.start"))
+    return runs
+
+
+def _made(bench: Bench, runs: Sequence[_Run]) -> dict[Case, _Seen]:
+    """Make these runs, keep what was recorded, and return what each script gave."""
+    seen = {run.case: _Seen() for run in runs}
+    for case, one in seen.items():
+        for ms, known in zip(bench.measured.get(case.script, ()), (one.plain_ms, one.fixed_ms), strict=False):
+            known.append(ms)
+    kept: dict[str, Future[None]] = {}
+
+    def note(run: _Run, ended: Ended) -> None:
+        one = seen[run.case]
+        _note(run, ended, one)
+        if run in one.recorded and one.complete:
+            name, oracle = f"advice-{run.folder.name}", oracle_of(run.case, one.plain_ms, one.fixed_ms)
+            kept[name] = bench.keep_beside(keepers, name, run.folder, _judge_of(run), oracle)
+
+    left = sorted(runs, key=lambda run: run.recorded)
+    with ProcessPoolExecutor(_KEEPERS, multiprocessing.get_context("spawn")) as keepers, _begun(bench, runs) as ends:
+        for run in tuple(left):
+            run.start.with_suffix(".start.go").write_text("" if bench.left_s > _RUN_S else "no time left")
+            while not (ends[run].done() or run.start.with_suffix(".start.done").exists()):
+                time.sleep(0.02)
+            while left and ends[left[0]].done():
+                note(left[0], ends[left.pop(0)].result())
+        for run in left:
+            note(run, ends[run].result())
+    for name, future in kept.items():
+        if error := future.exception():
+            print(f"  not kept: {name}: {error}", flush=True)
     return seen
 
 
 @contextmanager
-def _imported(bench: Bench, runs: Sequence[_Run]) -> Iterator[list[Future[Ended]]]:
-    """Start all runs, wait until each has imported its libraries, or has ended, and yield how each will end."""
+def _begun(bench: Bench, runs: Sequence[_Run]) -> Iterator[dict[_Run, Future[Ended]]]:
+    """Begin all runs, wait until each has come to where it waits, or has ended, and yield how each will end."""
     with ThreadPoolExecutor(len(runs)) as pool:
-        ends = [pool.submit(_start, bench, run) for run in runs]
+        ends = {run: pool.submit(_start, bench, run) for run in runs}
         until = time.monotonic() + min(_IMPORT_S, bench.left_s)
-        ready = [run.start.with_suffix(".start.ready") for run in runs]
         while time.monotonic() < until:
-            if all(end.done() or path.exists() for end, path in zip(ends, ready, strict=True)):
+            if all(end.done() or run.start.with_suffix(".start.ready").exists() for run, end in ends.items()):
                 break
             time.sleep(0.05)
         try:
             yield ends
         finally:
             for run in runs:
-                run.start.with_suffix(".start.go").touch()
+                if not (go := run.start.with_suffix(".start.go")).exists():
+                    go.write_text("no time left")
 
 
 def _start(bench: Bench, run: _Run) -> Ended:
@@ -126,7 +156,7 @@ def _start(bench: Bench, run: _Run) -> Ended:
     words += ["--fixed"] * run.fixed + bench.pick([], ["--tiny", "--steps", "40"])
     changes = {"START": str(run.start)}
     if not run.recorded:
-        return bench.run(words, limit_s=3600.0, changes=changes)
+        return bench.run(words, limit_s=3600.0, changes=changes | {"START_WARM": "1"})
     return bench.record(run.folder.name, words, limit_s=3600.0, changes=changes)[1]
 
 
@@ -146,12 +176,8 @@ def _note(run: _Run, ended: Ended, seen: _Seen) -> None:
 
 
 def _judge(bench: Bench, seen: dict[Case, _Seen]) -> None:
-    """Keep the recordings of a group, then report on each and judge it, as far as there is time for that."""
+    """Report on each recording and judge it, as far as there is time for that."""
     runs = [run for one in seen.values() if one.complete for run in one.recorded]
-    for run in runs:
-        one = seen[run.case]
-        oracle = oracle_of(run.case, one.plain_ms, one.fixed_ms)
-        bench.keep(f"advice-{run.folder.name}", run.folder, _judge_of(run), oracle)
     in_time = bench.left_s > _REPORT_S
     reports = dict(zip(runs, bench.tried_reports([run.folder for run in runs]) if in_time else [], strict=False))
     for case, one in seen.items():

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ class Bench:
     ends: float
     machine: Mapping[str, Any]
     scripts: Sequence[str] = ()  # of the check `advice`; (): all
+    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)  # ms plain and fixed, of an earlier call
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -141,12 +142,20 @@ class Bench:
         `judge` names the function of benchmarks.gpu.judges that says what must hold of the result. One that cannot be
         kept costs nothing but itself.
         """
-        if self.rehearsal:
-            oracle = {**oracle, "rehearsal": True}
         try:
-            fixtures.keep(folder, self.work / "kept" / name, {"judge": judge, **oracle}, self.machine)
+            fixtures.keep(folder, self.work / "kept" / name, self._oracle(judge, oracle), self.machine)
         except (OSError, ValueError) as e:
             print(f"  not kept: {name}: {e}", flush=True)
+
+    def keep_beside(
+        self, keepers: ProcessPoolExecutor, name: str, folder: Path, judge: str, oracle: Mapping[str, Any]
+    ) -> Future[None]:
+        """Keep a recording in another process, as that takes seconds; what went wrong is the future's exception."""
+        where = self.work / "kept" / name
+        return keepers.submit(fixtures.keep, folder, where, self._oracle(judge, oracle), self.machine)
+
+    def _oracle(self, judge: str, oracle: Mapping[str, Any]) -> dict[str, Any]:
+        return {"judge": judge, **oracle, **({"rehearsal": True} if self.rehearsal else {})}
 
 
 def oracle_of(path: Path) -> dict[str, Any]:
