@@ -84,7 +84,6 @@ class Trace:
         self._traced: list[int] = []
         if not self._done:
             self._watch_profilers()
-            os.register_at_fork(after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
         """Open the window at once if it skips nothing."""
@@ -123,13 +122,6 @@ class Trace:
         """Leave what the open window has."""
         # The script ends while a thread of it still trains: only that thread could stop the profiler.
         self._end("" if hasattr(self._thread, "end") else "with its training thread still running")
-
-    def _forked(self) -> None:
-        """Run in a fork's child: operators there would call CUPTI, which ends a loader's worker with SIGABRT."""
-        if self._profiler is not None:
-            import torch
-
-            torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
 
     def _end(self, why: str) -> None:
         """Close the window early, unless there is a reason why that cannot be."""

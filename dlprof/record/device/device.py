@@ -7,6 +7,8 @@ in every rank of a script that never calls `torch.cuda.set_device`. On ROCm torc
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -98,6 +100,24 @@ def most_on(parameters: Iterable[Any]) -> int | None:
     return max(elements, key=lambda index: (elements[index], -index)) if elements else None
 
 
+# Every event of ours.
+_events: list[Any] = []
+
+
+def _leak() -> None:
+    """Run in a fork's child: let no event be destroyed there, not even as the child ends.
+
+    Where CUDA cannot be used, as in a fork of a process that has used it, torch 2.11's destructor of an event throws
+    (c10/cuda/CUDAEvent.h), and what a destructor throws ends the process: a loader's worker, in the second epoch.
+    """
+    for event in _events:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
+    _events.clear()
+
+
+os.register_at_fork(after_in_child=_leak)
+
+
 class Events:
     """Timing events of one GPU, from a pool. An event is recorded on the stream that the calling thread uses there."""
 
@@ -120,7 +140,11 @@ class Events:
                 return self.record()
         if cuda.is_current_stream_capturing():
             return None
-        event = self._pool.pop() if self._pool else cuda.Event(enable_timing=True)
+        if self._pool:
+            event = self._pool.pop()
+        else:
+            event = cuda.Event(enable_timing=True)
+            _events.append(event)
         event.record()
         return event
 

@@ -274,6 +274,59 @@ SLEEPS = """
 """
 
 
+# An event as torch 2.11 has it where CUDA can be used no more: in a fork's child its destructor ends the process.
+FORKS = """
+    import os
+    import sys
+
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    class Event:
+        def __init__(self, **_):
+            self.made_in = os.getpid()
+
+        def record(self):
+            pass
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, end):
+            return 1.0
+
+        def __del__(self):
+            if os.getpid() != self.made_in:
+                os.abort()
+
+    if not torch.cuda.is_available():
+        torch.version.cuda, torch.cuda.Event = "13.0", Event
+        torch.cuda.is_initialized = torch._C._cuda_hasPrimaryContext = lambda *_: True
+        torch.cuda.current_device, torch.cuda.is_current_stream_capturing = lambda: 0, lambda: False
+    model = nn.Linear(8, 1).to("cuda" if torch.cuda.is_available() else "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(5):
+        for rows in DataLoader(torch.randn(12, 8), 2, num_workers=1):
+            model(rows.to(model.weight.device)).sum().backward()
+            optimizer.step()
+    if not (child := os.fork()):
+        sys.exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_no_event_of_ours_is_destroyed_in_a_forks_child(tmp_path: Path, on: str) -> None:
+    if (on == "gpu") != torch.cuda.is_available():
+        pytest.skip("needs a CUDA device" if on == "gpu" else "has a CUDA device")
+    job = tmp_path / "job.py"
+    job.write_text(dedent(FORKS))
+    done = record(job, folder=tmp_path / "run")
+    assert done.stdout == "7\n"
+    assert any(row["device_step_ns"] > 0 for row in rows(tmp_path / "run/ranks/00000"))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_devices_steps_are_as_long_as_events_of_the_script_say(tmp_path: Path) -> None:
