@@ -24,6 +24,7 @@ from dlprof.analysis.compute.rules import (
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.experts.rules import expert_imbalance
 from dlprof.analysis.host.rules import (
+    anomaly_mode,
     host_bound,
     host_embedding,
     host_sync,
@@ -61,6 +62,7 @@ from dlprof.analysis.stragglers.rules import straggler
 RULES: tuple[Rule, ...] = (
     activation_memory.RULE,
     allocator_retries.RULE,
+    anomaly_mode.RULE,
     blocking_copy.RULE,
     checkpoint_stall.RULE,
     data_parallel.RULE,

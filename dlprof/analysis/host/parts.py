@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, per_rank
-from dlprof.analysis.host.segments import Loop, Segments
+from dlprof.analysis.host.hooks import ANOMALY
+from dlprof.analysis.host.segments import HOOK, Loop, Segments
 from dlprof.analysis.source.operator_lines import busiest
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.launches import Launches
@@ -54,6 +55,7 @@ MOST_NAMES = 4
 def host_parts(
     what_if: WhatIf,
     segments: Segments,
+    hook_loops: list[Loop],
     model_calls: float,
     launches: Launches,
     in_optimizer: Maybe[iv.Intervals],
@@ -86,7 +88,7 @@ def host_parts(
     begins = np.array([wait.begin for wait in replay.waits], dtype=np.int64)
     stepping, fused = in_optimizer.or_none(), fused_gain_ns.or_none() or 0.0
     optimizer = iv.EMPTY if stepping is None else iv.intersect(stepping, iv.merge(*what_if.phases.values()))
-    looping = segments.looping
+    looping = iv.merge(segments.looping, *(loop.times for loop in hook_loops))
     own = _waits_of_script(what_if, sync_waits, looping)
     python = iv.intersect(what_if.host.python, what_if.phases["rest"])
     if what_if.marked:
@@ -113,7 +115,10 @@ def host_parts(
         rows.append((part, *of, waits / replay.steps, kernels / replay.steps, inside, gain, in_graph))
 
     everything: list[Kept] = []
-    for loop in segments.loops:
+    for loop in (*segments.loops, *hook_loops):
+        if ANOMALY[1] in loop.inner:  # of no line of the script's: see the rule anomaly_mode
+            everything.append((loop.times, 0.0))
+            continue
         free = np.flatnonzero(own & iv.holds(loop.whole, begins)).tolist()
         gain = what_if.gain_ns(durations=without(loop.whole), other=((loop.whole, LOOP_LEFT),), free=free)
         row(LOOP, loop.whole, gain, loop)
@@ -171,9 +176,13 @@ def places_of(
     if found := busiest(facts, "", row["after"], row["inner"].split()):
         seen = {(str(f), str(path)): (-n, alone) for f, path, n, alone in between[_CALLED].itertuples(index=False)}
         return tuple(sorted(found, key=lambda place: seen.get((place.function, place.file), (0, 0))))
-    reads = [call for call in call_sites.or_none() or () if call.kind == "sync"]
+    sites = {(call.file, call.line): call for call in call_sites.or_none() or () if call.kind == "sync"}
+    reads = list(sites.values())
+    if row["after"] == HOOK:
+        reads = sorted(reads, key=lambda call: -call.count)[:1]
     if row["waits"] >= row["turns"] / 2 and len(reads) == 1:
-        return (Place(reads[0].file, reads[0].line, reads[0].function, what=reads[0].source),)
+        (read,) = reads
+        return (Place(read.file, read.line, read.function, what=read.source),)
     likely = between[between["alone"] >= (_MOSTLY * between["samples"]).clip(lower=_FEW)]
     # Of two that are seen as often, the one that is not the script's main part.
     likely = likely.sort_values(

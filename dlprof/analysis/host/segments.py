@@ -21,6 +21,9 @@ LEAST_TURNS = 16
 
 _MODULE = "nn.Module: "
 
+# Instead of a phase: operators around the functions of the backward pass.
+HOOK = "hook"
+
 # After these phases operators are called whose gradients the step wants: of the loss, or of what the model gets.
 IN_GRAPH = ("fetch", "forward")
 

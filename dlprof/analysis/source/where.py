@@ -48,6 +48,7 @@ _SAME_LINES = ("host_bound", "host_sync", "parameter_loop", "step_python")
 _LOADER = ("loader", "iteration")
 _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
 CONCERNS: Mapping[str, Concern] = {
+    "anomaly_mode": Concern(("anomaly", "backward")),
     "blocking_copy": Concern(("copy",)),
     "checkpoint_stall": Concern(("save",)),
     "data_parallel": Concern(("data_parallel",), ("forward",)),

@@ -52,7 +52,8 @@ class Call:
 class Calls:
     """Keeps the places that calls of each kind came from.
 
-    What is made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, compile. What is called: model
+    What is made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's anomaly mode),
+    compile. What is called: model
     (`to` or `cuda` of a module with parameters), iteration (a loop over a loader), forward (of an outermost module),
     backward, optimizer_step, save (of a checkpoint), synchronize and empty_cache (torch.cuda's); and in the step whose
     operators are counted: sync (the host gets a value), copy (to a device), and of the forward pass and the loss norm

@@ -65,6 +65,8 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
 
     for name in ("synchronize", "empty_cache"):
         put(torch.cuda, name, seeing(getattr(torch.cuda, name), by_script(name)))
+    for mode in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
+        put(mode, "__init__", seeing(vars(mode)["__init__"], by_script("anomaly")))
     made = {"ddp": DistributedDataParallel, "data_parallel": DataParallel, "optimizer": Optimizer}
     made |= {"autocast": autocast, "grad_scaler": GradScaler}
     for kind, cls in made.items():

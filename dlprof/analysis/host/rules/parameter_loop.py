@@ -5,9 +5,9 @@ few µs between two phases of the step. The host takes some 10 µs to call and l
 computes. Where it reads each result (`.item()`), it waits for the device every time as well.
 
 Needs a trace of a GPU that links launches to kernels. A loop is the time between two phases in which an operator that
-launches work is called 16 times or more. What the backward pass does for it is part of it: then it is one over samples,
-if it does not turn as often as the optimizer has parameters. Loops inside a model's forward pass and inside an
-optimizer's step are not looked for here.
+launches work is called 16 times or more; so are that many hooks of the backward pass that each read a value. What the
+backward pass does for it is part of it: then it is one over samples, if it does not turn as often as the optimizer has
+parameters. Loops inside a model's forward pass and inside an optimizer's step are not looked for here.
 
 Saving: the traced steps replayed with a twentieth of the loop, on the host and on the device, and without its waits:
 then the host runs ahead again.
@@ -26,6 +26,7 @@ from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.parts import LOOP, gains_of, places_of
+from dlprof.analysis.host.segments import HOOK
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.patches import Call
 from dlprof.result import Change
@@ -36,6 +37,7 @@ _AFTER = {
     "forward": "between the forward and the backward pass",
     "backward": "between the backward pass and the optimizer",
     "optimizer": "after the optimizer's step",
+    HOOK: "in hooks of the backward pass",
 }
 _COLUMNS = {"names": "operators", "turns": "turns a step", "waits": "waits a step", "host_ns": "host a step_ns"}
 _OF_STACKS = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
@@ -106,6 +108,13 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
             change(
                 "compute it for all samples of the batch at once: pad them to the longest (`torch.nn.utils.rnn"
                 f".pad_sequence`) and mask what is padding{masked}"
+            )
+        ]
+    if loop["after"] == HOOK:
+        return [
+            change(
+                "look at the gradients every k steps, and let the hooks return at once in the others; or at all of them"
+                " together after `backward()` (`torch._foreach_norm`), read with one `.tolist()`"
             )
         ]
     names = {name.removeprefix("aten::").rstrip("_") for name in str(loop["names"]).split()}
