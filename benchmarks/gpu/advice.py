@@ -209,4 +209,5 @@ def oracle_of(case: Case, plain_ms: Sequence[float], fixed_ms: Sequence[float]) 
         "lines": case.lines,
         "remedy": list(case.remedy),
         "promised": case.promised,
+        **({"together": True} if case.together else {}),
     }

@@ -21,7 +21,7 @@ class Case:
 
     `rules`: of which one must come first; none: any, as several may see it. `remedy`: of these words the first change
     must have one. `promised`: whether a report can know what the change gives. `needs`: libraries that the script
-    imports besides torch.
+    imports besides torch. `together`: that `--fixed` makes the changes of all findings.
     """
 
     script: str
@@ -30,6 +30,7 @@ class Case:
     remedy: tuple[str, ...]
     promised: bool = True
     needs: tuple[str, ...] = ()
+    together: bool = False
 
     @property
     def lines(self) -> list[int]:
@@ -75,7 +76,7 @@ CASES: tuple[Case, ...] = (
     Case("optimizer_loop", "fused=True", ("unfused_optimizer", "host_bound"), ("fused",)),
     Case(
         "padding_trainer",
-        "padded to the longest",
+        "padded to the longest, in multiples of 64",
         (),
         ("longest", "padding", "pad to", "bucket", "pack"),
         needs=("transformers",),
@@ -91,9 +92,14 @@ CASES: tuple[Case, ...] = (
     ),
     Case("anomaly", "no anomaly mode", (), ("anomaly",), promised=False),
     Case("hooks", "every 50th step", _HOST, ("every k steps",)),
-    Case("norm_by_hand", "F.rms_norm and F.gelu", ("unfused_norm",), ("rms_norm", "RMSNorm", "layer_norm")),
+    Case(
+        "norm_by_hand",
+        "F.rms_norm and F.gelu",
+        ("unfused_norm", "unfused_activation"),
+        ("rms_norm", "gelu"),
+        together=True,
+    ),
     Case("masks", "one comparison on the GPU", _HOST, ("once", "in one", "mask"), promised=False),
-    Case("embedding", "sparse=True and SparseAdam", (), ("sparse",), promised=False),
     Case("numpy_metrics", "counted on the GPU", _HOST, ("every k steps", "on the GPU"), needs=("torchvision",)),
     Case(
         "augment", "all pictures at once", _HOST, ("at once", "batched", "all "), promised=False, needs=("torchvision",)

@@ -288,7 +288,8 @@ def advice(of: Recording) -> list[Part]:
 
     The oracle holds the mean step of the script, `plain_ms`, and of its fixed variant, `fixed_ms`; the `rules` of which
     one must come first (none: any), the `lines` that it must point at, and the words of which the change must have one,
-    the `remedy`. `promised`: whether the change can be priced. Where it gains nothing, nothing may be promised of it.
+    the `remedy`. `promised`: whether the change can be priced. `together`: that of all findings was measured. Where it
+    gains nothing, nothing may be promised of it.
     """
     oracle, gain = of.oracle, of.oracle["plain_ms"] / of.oracle["fixed_ms"]
     told = f"{oracle['plain_ms']:.2f} → {oracle['fixed_ms']:.2f} ms ({gain:.2f} ×)"
@@ -308,6 +309,8 @@ def advice(of: Recording) -> list[Part]:
         if _names(change, oracle["remedy"])
         else Part("change", "failed", f"“{change}”, where {oracle['change']} was measured", change, oracle["change"]),
     ]
+    if oracle.get("together") and of.said["together"]:
+        first = {**first, **of.said["together"], "error_ns": 0.0}
     return [*parts, *_after(of, first, parts[-1].state == "passed"), *_sound(of.said)]
 
 

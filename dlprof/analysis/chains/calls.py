@@ -52,6 +52,7 @@ _OPERATORS = {
     "1": "linear matmul mm addmm bmm baddbmm",
     "2": "cat concat",
     "0": "max amax",
+    "@": "erf",
     "4": "embedding embedding_bag _embedding_bag",
     "7": "sigmoid sigmoid_",
     "8": "tanh tanh_",
@@ -194,7 +195,7 @@ def _letter(name: str) -> str:
 
 
 def _capital(letter: str) -> str:
-    return {"1": "3", "2": "6", "4": "5", "7": "!", "8": "#", "9": "$", "0": "%"}.get(letter, letter.upper())
+    return {"1": "3", "2": "6", "4": "5", "7": "!", "8": "#", "9": "$", "0": "%", "@": "="}.get(letter, letter.upper())
 
 
 def _as_many(text: str, functions: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -36,6 +36,7 @@ CONCERNED: Mapping[str, str] = {
     "queued_wait": "queued",
     "slow_link": "exchanges",
     "small_collectives": "exchanges",
+    "unfused_activation": "activations",
     "unfused_attention": "attention",
     "unfused_loss": "losses",
     "unfused_norm": "norms",
@@ -59,12 +60,19 @@ def concerned_rows(
 def of_chains(
     calls: Calls,
     norm_chains: list[Chain],
+    gelu_chains: list[Chain],
     loss_chains: list[Chain],
     one_hot_chains: list[Chain],
     growing_chains: list[Chain],
 ) -> dict[str, Rows]:
     """Return the operators of unfused chains."""
-    found = {"norms": norm_chains, "losses": loss_chains, "one-hot": one_hot_chains, "growing": growing_chains}
+    found = {
+        "norms": norm_chains,
+        "activations": gelu_chains,
+        "losses": loss_chains,
+        "one-hot": one_hot_chains,
+        "growing": growing_chains,
+    }
     return {name: _operators(calls, chains) for name, chains in found.items()}
 
 

@@ -45,6 +45,9 @@ class Concern:
 # Rules that see the Python between the phases.
 _SAME_LINES = ("host_bound", "host_sync", "parameter_loop", "step_python")
 
+# Calls that are looked at each time (up to a limit): those that were seen a few times are not of every step.
+_EACH_TIME, _FEW = ("synchronize", "empty_cache"), 4
+
 _LOADER = ("loader", "iteration")
 _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
 CONCERNS: Mapping[str, Concern] = {
@@ -86,6 +89,7 @@ CONCERNS: Mapping[str, Concern] = {
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
     "thread_oversubscription": Concern(),
     "throttled_clock": Concern(),
+    "unfused_activation": Concern(("forward",), ("forward",)),
     "unfused_attention": Concern(("softmax", "forward"), ("forward",)),
     "unfused_loss": Concern(("loss",)),
     "unfused_norm": Concern(("norm",)),
@@ -168,6 +172,8 @@ def _concerned(calls: Sequence[Call], concern: Concern) -> list[Call]:
         of_kind = [c for c in calls if c.kind == kind]
         if kind in _LOADER:
             of_kind = [c for c in of_kind if concern.role in c.roles] or [c for c in of_kind if not c.roles]
+        if kind in _EACH_TIME:
+            of_kind = [c for c in of_kind if c.count > _FEW]
         of_kind.sort(key=lambda call: (bool(call.via), -call.count))
         found += of_kind[:MOST_CALLS]
     return found

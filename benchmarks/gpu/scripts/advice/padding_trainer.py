@@ -1,4 +1,4 @@
-"""Short texts, all padded to 512 tokens, with transformers' Trainer. --fixed: to the longest of the batch."""
+"""Short texts, all padded to 512 tokens, with transformers' Trainer. --fixed: to the longest of each batch, in multiples of 64."""
 
 import random
 import tempfile
@@ -34,7 +34,7 @@ class Texts(Dataset[tuple[list[int], int]]):
 
 
 def collate(rows: list[tuple[list[int], int]]) -> dict[str, Tensor]:
-    longest = max(len(tokens) for tokens, _ in rows) if args.fixed else most  # the cause
+    longest = -(-max(len(tokens) for tokens, _ in rows) // 64) * 64 if args.fixed else most  # the cause
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in rows])
     return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.tensor([label for _, label in rows])}
 
