@@ -20,7 +20,7 @@ from benchmarks.gpu.judges import JUDGES, Recording
 from tests.fixtures.places import TRACES
 
 REPORTS = jobs.ROOT / "reports" / "gpu"
-ARCHIVES = [*fixtures.archives(REPORTS), *fixtures.archives(REPORTS / "h100")]
+ARCHIVES = [archive for folder in (REPORTS, *sorted(REPORTS.glob("*/"))) for archive in fixtures.archives(folder)]
 
 # Of a recording, the parts that fail, and why.
 FAILS: dict[str, tuple[tuple[str, ...], str]] = {
