@@ -154,12 +154,14 @@ def change_of(outcome: Mapping[str, Any]) -> str:
 def after_ms(said: Result, outcome: Mapping[str, Any]) -> tuple[float, float, float] | None:
     """Return the step after a finding's change, and the least and most that the report's ± allows; None: no step.
 
-    A bound allows any step between it and the present one.
+    A bound allows any step between it and the present one. What an epoch's beginning takes is no part of the steady
+    step: of such a finding it is the step of the whole training loop.
     """
-    step = step_ms(said)
+    saving, share = float(outcome["saving_ns"]) / 1e6, float(outcome["share"])
+    step = saving / share if share > 0 else step_ms(said)
     if step is None:
         return None
-    after, margin = step - float(outcome["saving_ns"]) / 1e6, float(outcome["error_ns"]) / 1e6
+    after, margin = step - saving, float(outcome["error_ns"]) / 1e6
     if outcome["at_most"]:
         return after, after, step
     return after, max(after - margin, 0.0), after + margin
