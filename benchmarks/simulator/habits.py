@@ -101,6 +101,15 @@ def norms(job: Job, shop: Shop, key_of: _Keys) -> Iterator[Instruction]:
         yield from item(job, key)
 
 
+def hook(job: Job, shop: Shop, key: int) -> Iterator[Instruction]:
+    """Return what a hook on a gradient does: it reads its norm."""
+    if job.script.hooks:
+        size = job.model.parameters / job.model.tensors
+        yield Spend(_LOOP, "python", key)
+        yield in_place(job, "linalg_vector_norm", shop.moved("void reduce_kernel<512, 1, NormTwoOps>", size, 1, 4), key)
+        yield from item(job, key)
+
+
 def average(job: Job, shop: Shop, key_of: _Keys) -> Iterator[Instruction]:
     """Return the update of the parameters' average: `e.mul_(d).add_(p, alpha=1 - d)` for each, or `_foreach_lerp_`."""
     model = job.model

@@ -36,6 +36,7 @@ class Script:
     laps: bool = False  # torch.cuda.synchronize() behind forward, backward and the optimizer, to time them
     values: str = ""  # loss and accuracy of each step: "read" where they come to be, "kept" in tensors; "": none
     norms: str = ""  # of the gradients, behind the backward pass: "items", read one by one, "total", as one, not read
+    hooks: bool = False  # on each gradient, which read its norm
     ema: str = ""  # of the parameters, behind the optimizer: "loop" over them, "foreach"
     opening: int = 0  # ns that the first forward pass takes longer: libraries load and kernels are chosen
     masks: int = 0  # boolean masks as an index, in what it computes of the outputs at the end of a step

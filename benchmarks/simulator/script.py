@@ -117,6 +117,10 @@ def _above(job: Job) -> Iterator[Line]:
         text = "p.grad.detach().norm(2).item()"
         yield Line(f"        total += {text} ** 2", "each norm", (("sync", text),), "grad_norm")
         yield Line("    return total ** 0.5")
+    if script.hooks:
+        yield Line("def watch(gradient):")
+        text = "gradient.norm().item()"
+        yield Line(f"    norms.append({text})", "each gradient", (("sync", text),), "watch")
     if script.ema == "loop":
         yield Line("def average(averages, parameters, decay=0.999):")
         yield Line("    for e, p in zip(averages, parameters):")
@@ -130,6 +134,9 @@ def _setup(job: Job) -> Iterator[Line]:
     kind = {"fused": ", fused=True", "foreach": "", "single": ", foreach=False"}[job.optimizer.kind]
     made = f"torch.optim.{job.optimizer.name}(model.parameters(), lr=3e-4{kind})"
     yield Line(f"opt = {made}", "optimizer", (("optimizer", made),))
+    if job.script.hooks:
+        yield Line("for p in model.parameters():")
+        yield Line("    p.register_hook(watch)")
     if job.loader is not None:
         made = _loader(job, job.loader)
         yield Line(f"loader = {made}", "loader", (("loader", made),))

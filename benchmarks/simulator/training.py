@@ -167,7 +167,8 @@ class Training:
             yield End(300, key)
             yield from self.exchanges.after_function(module, f.name, "backward")
             if f.parameters:
-                yield from self.layers.accumulate(self.exchanges.gradient(module, f.name, f.parameters))
+                hook = habits.hook(self.job, self.shop, key_of(module, f.name, "hook"))
+                yield from self.layers.accumulate(chain(hook, self.exchanges.gradient(module, f.name, f.parameters)))
         yield from self.layers.accumulate(self.exchanges.after_backward())
 
     # -- steps

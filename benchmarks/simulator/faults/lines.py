@@ -70,6 +70,10 @@ def _norms(seed: int) -> Job:
     return with_script(_layers(seed, 0.6, 1.3, blocks=(4, 25)), norms="items")
 
 
+def _hooks(seed: int) -> Job:
+    return with_script(_layers(seed, 0.6, 1.3, blocks=(4, 25)), hooks=True)
+
+
 def _total(job: Job) -> Job:
     return with_script(job, norms="total")
 
@@ -166,6 +170,10 @@ FAULTS = (
     Fault(
         "norm_items", "parameter_loop", "the norm of each gradient is read by itself", _norms, _total,
         recorded=_long, accepted=("host_bound",), line="norm",
+    ),
+    Fault(
+        "read_hooks", "parameter_loop", "a hook on each gradient reads its norm", _hooks,
+        lambda job: with_script(job, hooks=False), recorded=_long, accepted=("host_bound",), line="each gradient",
     ),
     Fault(
         "values_read", "host_sync", "loss and accuracy are read where they come to be", _values,

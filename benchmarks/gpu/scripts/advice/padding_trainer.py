@@ -1,4 +1,4 @@
-"""Short texts, all padded to 512 tokens, with transformers' Trainer. --fixed: to the longest of each batch, in multiples of 64."""
+"""Short texts, all padded to 512 tokens, with transformers' Trainer. --fixed: to the longest, in multiples of 64."""
 
 import random
 import tempfile
