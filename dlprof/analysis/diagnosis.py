@@ -88,7 +88,9 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
         saving, before = o.saving_ns, []
         if by_id[o.id].generic and on_gpu:
             before = [cause.saving_ns for cause in causes if cause.share >= LEAST_CAUSE]
-            saving *= 1.0 if not o.at_most else 0.5  # of what is only bounded, half is to be expected
+            # Of what is only bounded half is to be expected, unless most of it is seen in one place of the script's.
+            in_place = max((place.share or 0.0 for place in o.where[:1]), default=0.0) > 0.5
+            saving *= 1.0 if not o.at_most or in_place else 0.5
         elif by_id[o.id].generic:
             before = [cause.saving_ns for cause in causes if cause.saving_ns >= BESIDES * saving]
         keys[o.id] = (-min([saving, *before]), bool(before))

@@ -19,7 +19,7 @@ from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import Run, open_run
-from dlprof.result import CATEGORIES, MOST_RANKS, Panel
+from dlprof.result import CATEGORIES, MOST_RANKS, Panel, Place
 from dlprof.result.stored import to_json
 from tests.fixtures import asking, runs, traces
 from tests.fixtures.asking import STEP_NS, Check, finding, raising, rule, two_ranks
@@ -142,6 +142,21 @@ ORDERS: dict[str, tuple[list[tuple[str, float, dict[str, Any], dict[str, Any]]],
     # Of a bound half is to be expected.
     "a bound": (
         [("python", 0.4, {"generic": True}, {"at_most": True}), ("copy", 0.3, {"of_host": False}, {})],
+        ["copy", "python"],
+    ),
+    # But not where most of it is in one place of the script's.
+    "a bound in one place": (
+        [
+            ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.6),)}),
+            ("copy", 0.3, {"of_host": False}, {}),
+        ],
+        ["python", "copy"],
+    ),
+    "a bound in many places": (
+        [
+            ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.4),)}),
+            ("copy", 0.3, {"of_host": False}, {}),
+        ],
         ["copy", "python"],
     ),
     "of another time": (

@@ -34,7 +34,10 @@ _COLUMNS = {
     "left_ns": "predicted as one kernel_ns",
 }
 _CHANGES = {
-    TANH: change('`torch.nn.functional.gelu(x, approximate="tanh")` instead of power, tanh and products'),
+    TANH: change(
+        '`torch.nn.functional.gelu(x, approximate="tanh")` instead of power, tanh and products (transformers:'
+        ' "gelu_pytorch_tanh" instead of "gelu_new" in the configuration)'
+    ),
     ERF: change("`torch.nn.functional.gelu(x)` instead of erf and products"),
 }
 

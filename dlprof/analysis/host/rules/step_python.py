@@ -144,6 +144,7 @@ def _on_device(
         changes=(change(f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"),),
         evidence=evidence,
         at_most=True,
+        where=() if place is None else (place,),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without it: the most"
         " that any change can give.",
     )
