@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -100,8 +101,8 @@ def most_on(parameters: Iterable[Any]) -> int | None:
     return max(elements, key=lambda index: (elements[index], -index)) if elements else None
 
 
-# Every event of ours.
-_events: list[Any] = []
+# Every event of ours that is there.
+_events: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
 def _leak() -> None:
@@ -110,12 +111,11 @@ def _leak() -> None:
     Where CUDA cannot be used, as in a fork of a process that has used it, torch 2.11's destructor of an event throws
     (c10/cuda/CUDAEvent.h), and what a destructor throws ends the process: a loader's worker, in the second epoch.
     """
-    for event in _events:
+    for event in _events.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
-    _events.clear()
 
 
-os.register_at_fork(after_in_child=_leak)
+os.register_at_fork(after_in_child=_leak)  # before what drops them there, which the recorder registers
 
 
 class Events:
@@ -144,7 +144,7 @@ class Events:
             event = self._pool.pop()
         else:
             event = cuda.Event(enable_timing=True)
-            _events.append(event)
+            _events[id(event)] = event
         event.record()
         return event
 
