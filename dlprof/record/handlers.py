@@ -100,15 +100,18 @@ class _Waiting:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Return whether a frame runs code of ours, or was called by it: not where a wrapper has passed a call on."""
+    """Return whether a frame runs code of ours, or was called by it; what a wrapper passes on is the script's.
+
+    Ours calls what has wrappers too.
+    """
     # Wrappers ask torch whether it compiles: that is no call that they pass on.
     asked = getattr(sys.modules.get("torch.compiler"), "__file__", None)
     while frame is not None and frame.f_code.co_filename == asked:
         frame = frame.f_back
     if frame is not None and (is_wrapper(frame.f_code) or any(frame.f_code is code for code in _DROPPING)):
         return True
-    while frame is not None and not is_wrapper(frame.f_code):
-        if frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OURS) and not is_wrapper(frame.f_code):
             return True
         frame = frame.f_back
     return False
