@@ -39,6 +39,9 @@ MOST_OTHERS = 5_000
 MOST_MEMBERS = 20_000
 MOST_OF_ARCHIVE = 4 << 30
 
+# Seconds that the ranks of one run are read for: those begun by then are the last. A thousand ranks take minutes.
+MOST_SECONDS = 3_600
+
 # Traces of one job began within an hour of each other; clocks of hosts are seconds apart.
 MOST_APART_NS = 3_600 * 10**9
 
