@@ -27,7 +27,6 @@ _BESIDE = {
     "marker_api_trace.csv": ("annotation", "Function"),
 }
 _TOOL = "rocprofiler-sdk-tool"
-_MOST_JSON = 1 << 30
 
 
 class _Row(NamedTuple):
@@ -96,9 +95,9 @@ def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
     from dlprof.read.kineto.json_stream import NOT_JSON
 
     with opening.open_file(path) as file:
-        data = file.read(limits.limit(_MOST_JSON) + 1)
-    if len(data) > limits.limit(_MOST_JSON):
-        raise DlprofError(f"{path}: larger than {_MOST_JSON >> 20} MB: not read (--no-limits reads it)")
+        data = file.read(limits.limit(limits.MOST_WHOLE) + 1)
+    if len(data) > limits.limit(limits.MOST_WHOLE):
+        raise DlprofError(f"{path}: larger than {limits.MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")
     try:
         whole = msgspec.json.decode(data)
     except NOT_JSON as e:
