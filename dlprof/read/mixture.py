@@ -306,7 +306,7 @@ def _chosen(
     return {rank: by_path[rank, path] for rank, path in sorted(chosen.items())}, warnings
 
 
-def _of_one_time(chosen: Mapping[int, _Found], left: dict[Path, str]) -> tuple[Mapping[int, _Found], list[str]]:
+def _of_one_time(chosen: Mapping[int, _Found], left: dict[Path, str]) -> tuple[dict[int, _Found], list[str]]:
     """Return the ranks whose traces began together, most of them, and warn of those that are left.
 
     Of groups as large it is the one that began last. What began further apart is of several jobs, or in other units.
@@ -320,7 +320,7 @@ def _of_one_time(chosen: Mapping[int, _Found], left: dict[Path, str]) -> tuple[M
             first = at
         groups[-1].append(rank)
     if len(groups) < 2:
-        return chosen, []
+        return dict(chosen), []
     *_, read = sorted(groups, key=len)
     others = sorted(began.keys() - read)
     apart = max(began.values()) - min(began.values())

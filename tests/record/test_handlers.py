@@ -203,7 +203,12 @@ def test_while_it_waits_long_our_code_is_not_asked_at_each_turn(
 ) -> None:
     asked: list[bool] = []
     is_ours = handlers._is_ours
-    monkeypatch.setattr(handlers, "_is_ours", lambda frame: [asked.append(True)] and is_ours(frame))
+
+    def looked(frame: types.FrameType | None) -> bool:
+        asked.append(True)
+        return is_ours(frame)
+
+    monkeypatch.setattr(handlers, "_is_ours", looked)
     kept(handler)
     with pytest.raises(StopError):
         any(map(lambda _: hooks.loops(), range(10_000)))  # noqa: C417 - a frame of the script's around each
