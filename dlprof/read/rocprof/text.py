@@ -67,7 +67,7 @@ def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterato
     bad = count = 0
     with opening.open_file(path) as file:
         lines = (line.decode(errors="replace") for some in opening.lines_of(file) for line in some)
-        for row in csv.DictReader(lines, skipinitialspace=True):
+        for row in _dicts(lines):
             start, end = _whole(row.get("Start_Timestamp")), _whole(row.get("End_Timestamp"))
             name = row.get(named) or ""
             if start < 0 or end < start or not name:
@@ -86,6 +86,18 @@ def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterato
             yield _Row(kind, name, agent, queue, _whole(row.get("Correlation_Id")), start, end)
     if bad > 1:
         warnings.append(f"{path.name}: {bad:,} malformed lines are left out")
+
+
+def _dicts(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """Return the rows by column; an empty one for a line that is none, as with a carriage return within it."""
+    reader = csv.DictReader(lines, skipinitialspace=True)
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:  # noqa: PERF203 - the rows after a bad one are read
+            return
+        except csv.Error:
+            yield {}
 
 
 def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
