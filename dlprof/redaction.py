@@ -196,7 +196,8 @@ def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
     if word in ("-", "--", "-c") or _is_option(word):
         return word
     is_file = os.path.isfile  # Path's raises OSError for what is too long
-    if program and (_PATH.fullmatch(word) or is_file(word)) and not word.startswith("-"):
+    plainly = _PATH.fullmatch(word) or is_file(word) or word.endswith(".ipynb")  # Jupyter may know it by another path
+    if program and plainly and not word.startswith("-"):
         return word
     if _PATH.fullmatch(word) and (word.endswith(_SCRIPTS) or _is_python(word) or _begins(found, word)):
         return word

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Handlers, what they raise, and what marks the steps.
+# Handlers, what they raise, and the loop: what marks the steps, or what makes its objects anew.
 CASES = (
     ("function", "StopError", "loader"),
     ("function", "TimeoutError", "optimizer"),
@@ -31,6 +31,12 @@ CASES = (
     ("partial", "RuntimeError", "loader"),
     ("once", "StopError", "optimizer"),
     ("function", "KeyboardInterrupt", "loader"),
+    ("function", "RuntimeError", "made"),
+)
+# Of the loop that makes its objects anew.
+_SETTINGS = (
+    *("--allow-numerics", "--set", "loader.pin_memory=False", "--set", "optimizer.foreach=True"),
+    *("--set", "copy.non_blocking=True", "--set", "torch.autocast=bf16", "--set", "model.memory_format=channels_last"),
 )
 
 
@@ -52,6 +58,7 @@ def run(case: tuple[str, str, str], count: int, seed: int, folder: Path | None, 
     # In a folder of its own: this one has a secrets.py, which Python would take for its own.
     job = [sys.executable, str(Path(__file__).with_name("scripts") / "signals_job.py"), *itertools.chain(*names)]
     job += ["--count", str(count), "--seed", str(seed)]
+    options = (*options, *(_SETTINGS if case[2] == "made" else ()))
     wrap = [sys.executable, "-m", "dlprof", "wrap", "--quiet", "--no-report", "-o", str(folder), *options]
     done = subprocess.run(job if folder is None else [*wrap, *job], check=True, capture_output=True, text=True)
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

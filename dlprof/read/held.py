@@ -11,12 +11,10 @@ import pandas as pd
 from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read import facts
-from dlprof.read.limits import limit
+from dlprof.read.limits import MOST_LISTED, limit
 from dlprof.read.sources import Reading
 
-# Each part of each module of a large model is some ten thousand rows. Names and numbers are far shorter.
-_MOST_ROWS = 200_000
-_MOST_TEXT = 400
+_MOST_TEXT = 400  # names and numbers are far shorter
 
 _ROW: Mapping[str, facts.Shape] = {n: str if d == schema.CATEGORY else int for n, d in schema.HELD.items()}
 
@@ -54,7 +52,7 @@ def read(path: Path) -> Reading:
     rows = told.pop("rows", None)
     if rows is None:
         raise DlprofError(f"{path.name} is broken (it has no rows)")
-    whole = [row for row in rows[: limit(_MOST_ROWS)] if all(row.get(name) is not None for name in _ROW)]
+    whole = [row for row in rows[: limit(MOST_LISTED)] if all(row.get(name) is not None for name in _ROW)]
     frame = pd.DataFrame({name: [_short(row[name]) for row in whole] for name in _ROW})
     warnings = list(reading.warnings)
     if odd := len(rows) - len(whole):

@@ -15,6 +15,20 @@ NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the processes that
 MOST_TEXT = 64 << 20
 MOST_LINE = 16 << 20
 
+# Bytes of a dump or a JSON file that is held in memory as a whole, unpacked; and lists, dicts, tuples of a dump, each
+# of which takes about 100 bytes. A snapshot of a million events of the allocator has 200 MB and 2 million of these.
+MOST_WHOLE = 1 << 30
+MOST_CONTAINERS = 20_000_000
+MOST_MARKS = 200  # of these, that are open within each other; dumps have 8
+MOST_INTEGER = 9  # bytes of an integer of a dump: 64 bits with a sign
+MOST_MEMO = 1 << 24  # what can be referred to again in a dump
+MOST_ENTRIES = 1_000_000  # of the flight recorder, whose ring has 2,000 by default
+
+# Rows of what a rank's memory holds, of which each part of each module of a large model makes some ten thousand, and
+# lines of timed functions; settings of `--set`, of which a command line holds fewer.
+MOST_LISTED = 200_000
+MOST_SETTINGS = 1_000
+
 # Rows of a trace or a log: 10 million events are about 2 GB of JSON and take as much memory. Unpacked bytes for each
 # packed one: real traces have 10 to 20.
 MOST_ROWS = 10_000_000
@@ -38,6 +52,9 @@ MOST_OTHERS = 5_000
 # Files of one archive, and the bytes that all of them together unpack to.
 MOST_MEMBERS = 20_000
 MOST_OF_ARCHIVE = 4 << 30
+
+# Seconds that the ranks of one run are read for: those begun by then are the last. A thousand ranks take minutes.
+MOST_SECONDS = 3_600
 
 # Traces of one job began within an hour of each other; clocks of hosts are seconds apart.
 MOST_APART_NS = 3_600 * 10**9

@@ -22,7 +22,7 @@ from dlprof.read.formats import JOINED, Format, Head, Part, format_named, format
 from dlprof.read.limits import DEPTH, MOST_APART_NS, MOST_FILES, MOST_OTHERS, MOST_RANKS
 from dlprof.read.opening import Inside
 from dlprof.read.unpacking import unpacked
-from dlprof.units import count, duration, few
+from dlprof.units import count, duration, few, listed
 
 _TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
 
@@ -139,7 +139,8 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
         warnings += odd
         chosen, odd = _chosen(by_rank, folder, window, ranks.left)
         warnings += odd
-        warnings += _apart(chosen)
+        chosen, odd = _of_one_time(chosen, ranks.left)
+        warnings += odd
         for rank, each in chosen.items():
             ranks.put(rank, each)
     for f in found:
@@ -305,18 +306,28 @@ def _chosen(
     return {rank: by_path[rank, path] for rank, path in sorted(chosen.items())}, warnings
 
 
-def _apart(chosen: Mapping[int, _Found]) -> list[str]:
-    """Say where traces began so far apart that they can hardly be of one job, or their clocks of one kind."""
+def _of_one_time(chosen: Mapping[int, _Found], left: dict[Path, str]) -> tuple[dict[int, _Found], list[str]]:
+    """Return the ranks whose traces began together, most of them, and warn of those that are left.
+
+    Of groups as large it is the one that began last. What began further apart is of several jobs, or in other units.
+    """
+    groups: list[list[int]] = []
+    first = 0
     began = {rank: one.part.began_ns for rank, one in chosen.items() if one.part.began_ns is not None}
-    if len(began) < 2:
-        return []
-    first, last = min(began, key=lambda r: began[r]), max(began, key=lambda r: began[r])
-    apart = began[last] - began[first]
-    if apart <= MOST_APART_NS:
-        return []
-    return [
-        f"the trace of rank {last} begins {duration(apart)} after that of rank {first}: they are of several jobs, or"
-        " their clocks have different zeros or units; what is said of all ranks holds for no one job"
+    for rank, at in sorted(began.items(), key=lambda item: item[1]):
+        if not groups or at - first > MOST_APART_NS:
+            groups.append([])
+            first = at
+        groups[-1].append(rank)
+    if len(groups) < 2:
+        return dict(chosen), []
+    *_, read = sorted(groups, key=len)
+    others = sorted(began.keys() - read)
+    apart = max(began.values()) - min(began.values())
+    left |= {chosen[rank].path: f"it began too far apart from the traces of ranks {listed(read)}" for rank in others}
+    return {rank: one for rank, one in chosen.items() if rank not in others}, [
+        f"traces began {duration(apart)} apart: they are of several jobs, or their clocks have different zeros or"
+        f" units; read are ranks {listed(read)}, left out are {listed(others)}"
     ]
 
 

@@ -9,12 +9,11 @@ import pandas as pd
 
 from dlprof import overrides, schema
 from dlprof.errors import DlprofError
+from dlprof.read.limits import MOST_SETTINGS, limit
 from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
 
-# More than a command line holds of them, and more of one's text than anybody reads.
-_MOST = 1_000
-_MOST_TEXT = 400
+_MOST_TEXT = 400  # more of one's text than anybody reads
 _MOST_APPLIED = 1 << 62
 
 
@@ -28,7 +27,7 @@ def read(path: Path) -> Reading:
         raise DlprofError(f"{path.name} is broken (it holds no object)")
     known = {name: entry for name, entry in data.items() if isinstance(entry, dict) and "value" in entry}
     rows = []
-    for name, one in list(overrides.outcomes((), [known]).items())[:_MOST]:
+    for name, one in list(overrides.outcomes((), [known]).items())[: limit(MOST_SETTINGS)]:
         before = ", ".join(map(str, one.before))
         of_all = (name, str(known[name]["value"]), before, min(one.applied, _MOST_APPLIED))
         for file, line, function in one.places or (("", -1, ""),):

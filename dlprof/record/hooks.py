@@ -172,7 +172,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
-    is_traced, is_captured = _is_traced(), clock.is_captured
+    is_traced, is_captured, passing_on = _is_traced(), clock.is_captured, passing
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == ("_compiled_call_impl", "_call_impl")
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
@@ -186,13 +186,17 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
-            return original(self, *args, **kwargs)
+            if is_traced():
+                return original(self, *args, **kwargs)
+            with passing_on:
+                return original(self, *args, **kwargs)
         opened = ranges.open(self) if clock.naming else None
         seen = watcher if (watcher := clock.watcher) is not None and watcher.enter(self, args, kwargs) else None
         try:
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
-            return original(self, *args, **kwargs)
+            with passing_on:
+                return original(self, *args, **kwargs)
         finally:
             if seen is not None:
                 seen.leave()

@@ -14,6 +14,7 @@ from dlprof.errors import DlprofError
 from dlprof.read import mixture
 from dlprof.read.mixture import gather, one_file
 from dlprof.read.run import TRACE, open_run
+from dlprof.units import listed
 from tests.fixtures import dialects, dumps, runs, traces
 
 SMI = "timestamp, index, utilization.gpu [%]\n2026/03/04 05:06:07.250, 0, 87 %\n"
@@ -160,12 +161,23 @@ def test_a_rank_that_no_job_has_is_named_and_makes_nothing_large(tmp_path: Path,
     assert sorted(one_file(tmp_path / "b.json").files) == [0]
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(5, False), (86_400, True)])
-def test_traces_that_began_far_apart_are_named(tmp_path: Path, seconds: int, said: bool) -> None:
-    traces.write(tmp_path / "rank0.json", traces.training(rank=0))
-    traces.write(tmp_path / "rank1.json", traces.training(rank=1, base_ns=traces.BASE_NS + seconds * 10**9))
-    warnings = gather(tmp_path).warnings
-    assert [w.startswith("the trace of rank 1 begins 86,400 s after that of rank 0") for w in warnings] == [True] * said
+@pytest.mark.parametrize(
+    ("seconds", "read"),
+    [((0, 5, 10), [0, 1, 2]), ((0, 86_400), [1]), ((0, 5, 86_400), [0, 1]), ((86_400, 0, 172_800, 5), [1, 3])],
+)
+def test_of_traces_that_began_far_apart_the_largest_group_is_read(
+    tmp_path: Path, seconds: tuple[int, ...], read: list[int]
+) -> None:
+    for rank, after in enumerate(seconds):
+        base = traces.BASE_NS + after * 10**9
+        traces.write(tmp_path / f"rank{rank}.json", traces.training(rank=rank, base_ns=base))
+    found = gather(tmp_path)
+    others = sorted(set(range(len(seconds))) - set(read))
+    assert sorted(found.files) == read
+    assert [one.path.name for one in found.taken if one.left] == [f"rank{rank}.json" for rank in others]
+    assert len(found.warnings) == bool(others)
+    if others:
+        assert found.warnings[0].endswith(f"left out are {listed(others)}")
 
 
 def test_a_folder_without_anything_to_read_says_what_it_saw(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
@@ -23,7 +25,7 @@ NUMBER = signal.SIGUSR1
 # Stands for a hook of ours, as its file says: a guard that would take an exception for our own failure, a wrapper with
 # a hook before and behind what it passes on, and what the interpreter calls and drops exceptions of.
 HOOKS = f"""
-import signal, sys, time, weakref
+import os, signal, sys, time, weakref
 def guard():
     try:
         signal.raise_signal({NUMBER:d})
@@ -39,6 +41,14 @@ def long():
     while time.monotonic() < until:
         str(1)
     done.append("long")
+def loops():
+    signal.raise_signal({NUMBER:d})
+    for _ in range(20_000):
+        str(1)
+    done.append("loops")
+def hangs(end):
+    signal.raise_signal({NUMBER:d})
+    done.append(os.read(end, 1))
 def wrapping(original):
     def wrapper(*args):
         signal.raise_signal({NUMBER:d})
@@ -169,6 +179,50 @@ def test_it_waits_for_a_second_and_no_longer(kept: Any, hooks: Any, monkeypatch:
         hooks.long()
     assert 0.1 <= time.monotonic() - began < 0.9
     assert hooks.done == []
+
+
+def test_it_ends_a_system_call_that_hangs(kept: Any, hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_WAITS_NS", 100_000_000)
+    kept(handler)
+    reads, writes = os.pipe()
+    rescue = threading.Timer(20, os.write, (writes, b"1"))
+    rescue.start()
+    try:
+        with pytest.raises(StopError):
+            hooks.hangs(reads)
+        assert rescue.is_alive()
+    finally:
+        rescue.cancel()
+        rescue.join()
+        os.close(reads)
+        os.close(writes)
+
+
+def test_while_it_waits_long_our_code_is_not_asked_at_each_turn(
+    kept: Any, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    is_ours = handlers._is_ours
+
+    def looked(frame: types.FrameType | None) -> bool:
+        asked.append(True)
+        return is_ours(frame)
+
+    monkeypatch.setattr(handlers, "_is_ours", looked)
+    kept(handler)
+    with pytest.raises(StopError):
+        any(map(lambda _: hooks.loops(), range(10_000)))  # noqa: C417 - a frame of the script's around each
+    assert hooks.done[0] == "loops"
+    assert len(asked) < 2_000
+
+
+def test_it_runs_before_the_script_takes_it_away(kept: Any, hooks: Any) -> None:
+    kept(handler)
+    with pytest.raises(StopError) as raised:
+        (hooks.loops(), signal.signal(NUMBER, signal.SIG_IGN))
+    assert signal.getsignal(NUMBER) is handler
+    if sys.version_info >= (3, 11):
+        assert not [at for at in traceback.extract_tb(raised.value.__traceback__) if "/dlprof/" in at.filename]
 
 
 def test_handlers_look_as_the_script_has_set_them(kept: Any) -> None:

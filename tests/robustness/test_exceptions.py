@@ -89,8 +89,43 @@ for name, case in CASES.items():
 """
 
 
+# A signal comes while a model is compiled that only `--set` compiles.
+COMPILED = """
+import signal
+import torch
+from torch._inductor import config
+
+class StopError(Exception):
+    pass
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return torch.relu(self.inner(x))
+
+def handler(*_):
+    raise StopError
+
+signal.signal(signal.SIGUSR1, handler)
+config.pre_grad_custom_pass = lambda _: signal.raise_signal(signal.SIGUSR1)
+try:
+    Net()(torch.ones(2, 4))
+except StopError:
+    print("stopped")
+"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case", [("once", "TimeoutError", "loader"), ("object", "AttributeError", "optimizer")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("once", "TimeoutError", "loader"),
+        ("object", "AttributeError", "optimizer"),
+        ("function", "RuntimeError", "made"),
+    ],
+)
 def test_no_exception_of_a_signals_handler_is_lost_and_the_recording_goes_on(
     case: tuple[str, str, str], tmp_path: Path
 ) -> None:
@@ -98,9 +133,19 @@ def test_no_exception_of_a_signals_handler_is_lost_and_the_recording_goes_on(
     assert (done.raised, done.lost) == (250, 0)
     assert done.steps >= done.ended > 50
     assert " is off" not in done.said
+    assert "did not apply" not in done.said
     assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "exported"
     if sys.version_info >= (3, 11):
         assert done.ours == {}
+
+
+@pytest.mark.long
+def test_what_a_handler_raises_while_a_model_is_compiled_arrives(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(COMPILED)
+    options = ("--no-trace", "--allow-numerics", "--set", "torch.compile=default")
+    done = launch(wrapped(tmp_path / "run", [sys.executable, str(script)], *options), tmp_path)
+    assert done.stdout == "stopped\n", done.stderr
 
 
 @pytest.mark.long

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--handler", choices=HANDLERS, default="function")
     parser.add_argument("--error", choices=ERRORS, default="StopError")
-    parser.add_argument("--loop", choices=("loader", "optimizer"), default="loader", help="what marks the steps")
+    parser.add_argument("--loop", choices=("loader", "optimizer", "made"), default="loader")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -87,8 +87,13 @@ def main() -> None:
     frames: Counter[str] = Counter()
 
     def train() -> None:
-        nonlocal began, ended, lost
-        for (batch,) in loader if args.loop == "loader" else [(torch.ones(4, 8),)] * 16:
+        nonlocal began, ended, lost, model, optimizer, loader
+        if args.loop == "made":  # anew, as `--set` changes what constructors get, and models at their first call
+            model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            loader = DataLoader(TensorDataset(torch.ones(16, 1, 4, 4)), batch_size=4)
+            [batch.to("cpu") for (batch,) in loader]
+        for (batch,) in loader if args.loop != "optimizer" else [(torch.ones(4, 8),)] * 16:
             began += 1
             loss = model(batch).sum()
             loss.backward()
@@ -103,9 +108,11 @@ def main() -> None:
         train()
     while raising.count < args.count:
         try:
-            signal.signal(signal.SIGALRM, handler)
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(20e-6, 2e-3))
-            train()
+            while raising.count < args.count:  # within, as the signal may come between two passes
+                signal.setitimer(signal.ITIMER_REAL, 0)  # the last one's signal comes before the next one's time begins
+                signal.signal(signal.SIGALRM, handler)
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(20e-6, 2e-3))
+                train()
         except raising.error as e:  # noqa: PERF203 - that is what it is about
             caught += 1
             torch.set_grad_enabled(True)  # an exception may leave torch's no_grad without its end

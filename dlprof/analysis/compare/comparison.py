@@ -12,6 +12,7 @@ from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.rates import Rates, rates
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
+from dlprof.redaction import DROPPED
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
 from dlprof.result.stored import plain
 from dlprof.units import count, digits, used_by_others
@@ -194,6 +195,8 @@ def _doubts(a: Result, b: Result, other_work: Iterable[str], by: Rates | None) -
         if result.run.missing_ranks:
             n = len(result.run.missing_ranks)
             yield f"{n} of {result.run.world_size} ranks of {name} are missing; means are over the others"
+    if all(any(DROPPED in word for word in result.run.command) for result in (a, b)):
+        yield f"what the commands show as {DROPPED} was not recorded, and may differ (--keep-arguments records it)"
     if a.window.noise_ns is None or b.window.noise_ns is None:
         yield "the noise of a run with one measured step, or from an older dlprof, is not known"
 

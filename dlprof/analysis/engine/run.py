@@ -6,11 +6,14 @@ import multiprocessing
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
+from time import monotonic
 from typing import Any, Protocol
 
 import pandas as pd
@@ -20,10 +23,11 @@ from dlprof.analysis.engine.ranks import Failure, Measured, RankAnswer, RankData
 from dlprof.analysis.engine.shards import left_out, not_there
 from dlprof.analysis.engine.store import Kept, Store
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.read import limits
 from dlprof.read.kineto import prefetch
 from dlprof.read.kineto.split.shares import free_bytes
 from dlprof.read.run import TRACE, Rank, Run
-from dlprof.units import count
+from dlprof.units import count, listed
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,28 @@ def measure(
     `also` is called with each rank while its tables exist; its frame is that of the measure ALSO. `jobs` bounds the
     processes; by default cores and memory do. What `store` has is not read again, and the rest is kept there; with
     `only_kept` the rest is left out, with a warning of the run. `backend` reads the ranks; by default this process
-    does, or others beside it. `tell` gets a line for each thing that a user should know meanwhile. Raises DlprofError
-    where no file of foreign traces could be read; a recorded run still has its facts.
+    does, or others beside it. What is left when the time for reading is up is named in a warning of the run, too.
+    `tell` gets a line for each thing that a user should know meanwhile. Raises DlprofError where no file of foreign
+    traces could be read; a recorded run still has its facts.
     """
+    within_s = limits.limit(limits.MOST_SECONDS)
     answers = answers_of(
-        run, wanted, jobs, progress, also, store=store, backend=backend, only_kept=only_kept, tell=tell
+        run,
+        wanted,
+        jobs,
+        progress,
+        also,
+        store=store,
+        backend=backend,
+        only_kept=only_kept,
+        tell=tell,
+        until=monotonic() + within_s,
     )
     if only_kept:
         run = left_out(run, answers)
+    elif unread := [rank.index for rank in run.ranks if rank.index not in answers]:
+        text = f"not read within {within_s:,} s: ranks {listed(unread)} (--no-limits reads all)"
+        run = replace(run, warnings=(*run.warnings, text))
     if answers and not run.recorded and not any(a.tables for a in answers.values()):
         why = answers[min(answers)].warnings[0]
         raise DlprofError(why if len(answers) == 1 else f"none of {len(answers)} traces can be read: {why}")
@@ -130,8 +148,9 @@ def answers_of(
     backend: Backend | None = None,
     only_kept: bool = False,
     tell: Callable[[str], None] | None = None,
+    until: float = inf,
 ) -> dict[int, RankAnswer]:
-    """Return the answer of each rank, as for `measure`, whatever could be read."""
+    """Return the answer of each rank, as for `measure`, whatever could be read until a time of `monotonic`."""
     todo = travelling(wanted)
     if also:
         store = None  # what it returns is not among the measures
@@ -145,11 +164,14 @@ def answers_of(
         progress(far(answers))
     left = [] if only_kept else [rank for rank in run.largest_first if rank.index not in answers]
     unkept = Counter[str]()
-    for index, answer in _read(run, left, todo, jobs, also, store, backend):
-        answers[index] = answer
-        unkept[answer.unkept] += 1
-        if progress:
-            progress(far(answers))
+    with closing(_read(run, left, todo, jobs, also, store, backend)) as reading:
+        for index, answer in reading:
+            answers[index] = answer
+            unkept[answer.unkept] += 1
+            if progress:
+                progress(far(answers))
+            if monotonic() > until:
+                break
     del unkept[""]
     if tell and unkept and store:
         tell(f"{count(unkept.total(), 'rank')} could not be kept in {store.folder}: {', '.join(unkept)}")
@@ -164,7 +186,7 @@ def _read(
     also: Also | None,
     store: Store | None,
     backend: Backend | None,
-) -> Iterator[tuple[int, RankAnswer]]:
+) -> Generator[tuple[int, RankAnswer], None, None]:
     workers = at_once(ranks, jobs)
     prefetch.stop()
     replace(run, ranks=tuple(ranks)).share_out(jobs)
@@ -173,9 +195,11 @@ def _read(
         backend = processes if workers > 1 or (store and len(ranks) > 1) else serial
     # Traces that are decoded already take least: they go last, where they even out the processes.
     order = sorted(ranks, key=lambda rank: prefetch.is_begun(rank.files.get(TRACE)))
-    if order:
-        yield from backend(order, todo, workers, also, store)
-    prefetch.forget()
+    try:
+        if order:
+            yield from backend(order, todo, workers, also, store)
+    finally:
+        prefetch.forget()
 
 
 def so_far(run: Run, known: Collection[int] = ()) -> Callable[[Collection[int]], Done]:
@@ -226,6 +250,8 @@ def processes(
                 yield index, answer
         except BrokenProcessPool:
             pass
+        finally:
+            pool.shutdown(cancel_futures=True)  # of what nobody waits for any more
     # A pool that lost a process (most likely out of memory) is broken: the remaining ranks are measured one at a time,
     # each in a process of its own, so that only the culprit is lost.
     for rank in pending.values():

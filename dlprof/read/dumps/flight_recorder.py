@@ -18,10 +18,9 @@ from dlprof.errors import DlprofError
 from dlprof.read.dumps import plain_pickle
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
-from dlprof.read.limits import MOST_RANKS, limit
+from dlprof.read.limits import MOST_ENTRIES, MOST_RANKS, limit
 from dlprof.read.sources import Reading
 
-MOST_ENTRIES = 1_000_000  # the recorder's ring has 2,000 by default
 _LARGEST = 1 << 62
 _STATES = ("scheduled", "started", "completed")
 _LONGEST = 200  # characters of a name or of the sizes of tensors

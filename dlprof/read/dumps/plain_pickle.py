@@ -15,16 +15,16 @@ from struct import Struct, error
 from typing import Any
 
 from dlprof.errors import DlprofError
-from dlprof.read.limits import limit, most_unpacked
+from dlprof.read.limits import (
+    MOST_CONTAINERS,
+    MOST_INTEGER,
+    MOST_MARKS,
+    MOST_MEMO,
+    MOST_WHOLE,
+    limit,
+    most_unpacked,
+)
 from dlprof.read.opening import open_file
-
-# Bytes of a dump, unpacked, and lists, dicts and tuples in it: each takes about 100 bytes of memory. A snapshot of a
-# million events of the allocator has 200 MB and 2 million of these.
-MOST_BYTES = 1 << 30
-MOST_CONTAINERS = 20_000_000
-MOST_MARKS = 200  # collections that are open within each other; dumps have 8
-MOST_INTEGER = 9  # bytes of an integer: 64 bits with a sign
-MOST_MEMO = 1 << 24  # what can be referred to again
 
 # A list of nothing but references, as stacks are: most of a snapshot. Each is made once and then used again.
 _REFERENCES = re.compile(rb"\](\x94?)\(((?:j[\s\S]{4}|h[\s\S]){1,2000})e(?!\()")
@@ -49,13 +49,13 @@ class NotPlain(DlprofError):  # noqa: N818 - what a file is
 def bytes_of(path: Path) -> tuple[bytes, bool]:
     """Return what a file holds, unpacked if it is a gzip file, and whether its end is missing.
 
-    Raises DlprofError where it cannot be read, is larger than MOST_BYTES, or unpacks to far more than real dumps do.
+    Raises DlprofError where it cannot be read, is larger than MOST_WHOLE, or unpacks to far more than real dumps do.
     """
-    most = limit(MOST_BYTES)
+    most = limit(MOST_WHOLE)
     with open_file(path) as file:
         raw = file.read(most + 1 if most < 1 << 62 else -1)
     if len(raw) > most:
-        raise DlprofError(f"{path}: larger than {MOST_BYTES >> 20} MB: not read (--no-limits reads it)")
+        raise DlprofError(f"{path}: larger than {MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")
     if not raw.startswith(b"\x1f\x8b"):
         return raw, False
     most = min(most, most_unpacked(len(raw)))

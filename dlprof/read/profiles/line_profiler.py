@@ -20,13 +20,12 @@ from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
-from dlprof.read.limits import limit
+from dlprof.read.limits import MOST_LISTED, limit
 from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
 
 _MODULES = ("line_profiler.line_profiler", "line_profiler._line_profiler", "line_profiler", "_line_profiler")
 _CLASS = "LineStats"
-_MOST_ROWS = 200_000
 _MOST_TEXT = 300
 _LONGEST_NS = 1 << 62
 
@@ -68,7 +67,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     source: dict[tuple[str, str, int], str] = {}
     for function, file, line, times, ns, text in rows:
         key = (function[:_MOST_TEXT], file[:_MOST_TEXT], line)
-        if key not in source and len(source) >= limit(_MOST_ROWS):
+        if key not in source and len(source) >= limit(MOST_LISTED):
             break
         source[key] = text[:_MOST_TEXT]
         hits[key] = min(hits[key] + times, _LONGEST_NS)

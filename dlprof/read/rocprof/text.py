@@ -27,7 +27,6 @@ _BESIDE = {
     "marker_api_trace.csv": ("annotation", "Function"),
 }
 _TOOL = "rocprofiler-sdk-tool"
-_MOST_JSON = 1 << 30
 
 
 class _Row(NamedTuple):
@@ -68,7 +67,7 @@ def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterato
     bad = count = 0
     with opening.open_file(path) as file:
         lines = (line.decode(errors="replace") for some in opening.lines_of(file) for line in some)
-        for row in csv.DictReader(lines, skipinitialspace=True):
+        for row in _dicts(lines):
             start, end = _whole(row.get("Start_Timestamp")), _whole(row.get("End_Timestamp"))
             name = row.get(named) or ""
             if start < 0 or end < start or not name:
@@ -89,6 +88,18 @@ def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterato
         warnings.append(f"{path.name}: {bad:,} malformed lines are left out")
 
 
+def _dicts(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """Return the rows by column; an empty one for a line that is none, as with a carriage return within it."""
+    reader = csv.DictReader(lines, skipinitialspace=True)
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:  # noqa: PERF203 - the rows after a bad one are read
+            return
+        except csv.Error:
+            yield {}
+
+
 def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return the spans of a process by its JSON."""
     import msgspec
@@ -96,9 +107,9 @@ def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
     from dlprof.read.kineto.json_stream import NOT_JSON
 
     with opening.open_file(path) as file:
-        data = file.read(limits.limit(_MOST_JSON) + 1)
-    if len(data) > limits.limit(_MOST_JSON):
-        raise DlprofError(f"{path}: larger than {_MOST_JSON >> 20} MB: not read (--no-limits reads it)")
+        data = file.read(limits.limit(limits.MOST_WHOLE) + 1)
+    if len(data) > limits.limit(limits.MOST_WHOLE):
+        raise DlprofError(f"{path}: larger than {limits.MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")
     try:
         whole = msgspec.json.decode(data)
     except NOT_JSON as e:

@@ -118,7 +118,7 @@ def models_of(observed: Observed) -> list[Model]:
     return kept
 
 
-# Looking at so many takes about a second.
+# Looking at so many takes a quarter of a second.
 _MOST_OBJECTS = 3_000_000
 
 

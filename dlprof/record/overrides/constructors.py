@@ -46,6 +46,18 @@ def wanted(asked: Mapping[str, Value], group: str) -> dict[str, Value]:
     return {name.partition(".")[2]: value for name, value in asked.items() if name.startswith(f"{group}.")}
 
 
+def _bound(
+    signature: inspect.Signature, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments | None:
+    """Return the arguments by name, with the defaults; None: they do not fit."""
+    try:
+        bound = signature.bind(made, *args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    return bound
+
+
 def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Callable[..., None]:
     """Return the constructor that makes objects of a kind with changed arguments.
 
@@ -58,10 +70,8 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
         if id(made) in making:
             with passing:
                 return original(made, *args, **kwargs)
-        try:
-            bound = signature.bind(made, *args, **kwargs)
-            bound.apply_defaults()
-        except TypeError:
+        bound = _bound(signature, made, args, kwargs)
+        if bound is None:
             with passing:
                 return original(made, *args, **kwargs)  # which says what is wrong
         given = dict(bound.arguments)

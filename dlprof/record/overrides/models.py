@@ -5,7 +5,6 @@ Only modules with parameters count: a loss function stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from threading import local
 from typing import Any
 
 from dlprof.overrides import Value
+from dlprof.record import handlers
 from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, hide, put
@@ -87,17 +87,31 @@ class _Models:
 
     def call(self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an outermost model."""
+        args, kwargs, context = self._prepare(module, args, kwargs)
+        try:
+            with passing:
+                result = self._called(original, module, args, kwargs)
+        finally:
+            self._leave(context)
+        return self._in_float32(result) if context is not None and self._autocast != "off" else result
+
+    def _prepare(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Return what to call a model with, and the context that has been entered for it."""
         if module not in self._seen:
             self._see(module)
         if module in self._images:
             args = tuple(map(self._laid_out, args))
             kwargs = {name: self._laid_out(value) for name, value in kwargs.items()}
-        if self._autocast is None:
-            with passing:
-                return self._called(original, module, args, kwargs)
-        with passing, self._context(module):
-            result = self._called(original, module, args, kwargs)
-        return result if self._autocast == "off" else self._in_float32(result)
+        context = None if self._autocast is None else self._context(module)
+        if context is not None:
+            context.__enter__()
+        return args, kwargs, context
+
+    def _leave(self, context: Any) -> None:
+        if context is not None:
+            context.__exit__(None, None, None)
 
     def _see(self, module: Any) -> None:
         self._seen.add(module)
@@ -120,7 +134,7 @@ class _Models:
             self._effects.took(_AUTOCAST, before)
         except Exception as e:  # noqa: BLE001 - the model is called as the script does
             self._effects.failed(_AUTOCAST, e)
-            return contextlib.nullcontext()
+            return None
         return context
 
     def _in_float32(self, result: Any) -> Any:
@@ -170,24 +184,36 @@ class _Models:
 
     def _called(self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a model; one that cannot be compiled is called as it is."""
-        if not self._ours or module not in self._ours:
-            with passing:
-                return original(module, *args, **kwargs)
+        before = handlers.runs()
         try:
             result = original(module, *args, **kwargs)
         except BaseException as e:
-            if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raised = self._raised(module, e, before)
+            if raised is e:
                 passed(e)
                 raise
-            self._ours.discard(module)
-            module._compiled_call_impl = None
-            self._effects.failed(_COMPILE, e, undone=module in self._ran)
+            if raised is not None:
+                raise raised from None
             with passing:
                 return original(module, *args, **kwargs)
-        if module not in self._ran:
+        self._ran_compiled(module)
+        return result
+
+    def _raised(self, module: Any, error: BaseException, before: int) -> BaseException | None:
+        """Return what a model's call raises; None: it could not be compiled, and is called as it is from now on."""
+        if module not in self._ours or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            return error
+        if handlers.runs() != before:  # the compiler's error is around what a signal's handler has raised
+            return getattr(error, "inner_exception", None) or error.__cause__ or error.__context__ or error
+        self._ours.discard(module)
+        module._compiled_call_impl = None
+        self._effects.failed(_COMPILE, error, undone=module in self._ran)
+        return None
+
+    def _ran_compiled(self, module: Any) -> None:
+        if module in self._ours and module not in self._ran:
             self._ran.add(module)
             self._effects.took(_COMPILE, "off")
-        return result
 
     def compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return torch.compile as the script calls it: with the mode asked for where it compiles a model, or off."""

@@ -120,6 +120,20 @@ def test_another_number_of_ranks_leaves_the_means() -> None:
     assert c.time
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (("train.py", "--data", "…"), ("train.py", "--data", "…"), True),
+        (("train.py", "--tag=…"), ("train.py", "--data", "…"), True),
+        (("train.py", "--data", "…"), ("train.py",), False),  # which is a difference
+        (("train.py",), ("train.py",), False),
+    ],
+)
+def test_values_that_were_not_recorded_may_differ(a: tuple[str, ...], b: tuple[str, ...], said: bool) -> None:
+    one, other = (replace(run(100), run=replace(run(100).run, command=command)) for command in (a, b))
+    assert any("(--keep-arguments records it)" in doubt for doubt in compare(one, other).doubts) == said
+
+
 def test_doubts_are_listed() -> None:
     a = run(100, noise=None, facts=(Fact("Loader", "batch size", "32"),))
     b = replace(run(100, facts=(Fact("Loader", "batch size", "64"),)), window=Window(3, "trace", 100 * MS))

@@ -23,8 +23,10 @@ from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.device import device_time
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.read import limits
 from dlprof.read.kineto import prefetch, torch_trace
 from dlprof.read.run import TRACE, Rank, Run
+from dlprof.units import listed
 from tests.fixtures.measures import RANKS, broken, deadly, rows, silent, total
 
 
@@ -210,3 +212,17 @@ def test_what_also_is_asked_for_is_never_kept(job: Run, tmp_path: Path) -> None:
     run = engine.measure(job, [rows], store=store, backend=engine_run.serial, also=also)
     assert run.frame(engine.ALSO)["mine"].to_list() == [0, 1, 2, 3]
     assert len(store.read(job.ranks, [rows]).answers) == RANKS
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_is_left_when_the_time_for_reading_is_up_is_named(
+    job: Run, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 0)
+    measured = engine.measure(job, [rows], jobs=jobs)
+    read = set(measured.frame(rows)["rank"])
+    left = sorted(set(range(RANKS)) - read)
+    assert read
+    assert measured.run.warnings[-1] == f"not read within 0 s: ranks {listed(left)} (--no-limits reads all)"
+    monkeypatch.setenv(limits.NO_LIMITS, "1")
+    assert set(engine.measure(job, [rows], jobs=jobs).frame(rows)["rank"]) == set(range(RANKS))

@@ -147,7 +147,7 @@ def test_packed_files_are_unpacked_and_a_bomb_is_refused(tmp_path: Path) -> None
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_pickle, "MOST_BYTES", 100)
+    monkeypatch.setattr(plain_pickle, "MOST_WHOLE", 100)
     (tmp_path / "plain").write_bytes(b"x" * 101)
     (tmp_path / "packed").write_bytes(gzip.compress(b"x" * 101))
     for name in ("plain", "packed"):

@@ -100,7 +100,9 @@ def test_broken_json_is_one_line(tmp_path: Path, text: str) -> None:
 
 def test_malformed_lines_are_counted(tmp_path: Path) -> None:
     path = dialects.rocprof_csv(tmp_path)
-    path.write_text(path.read_text() + "nonsense\n" + '"a","b"\n' * 3)
+    head, *below = path.read_text().splitlines(keepends=True)
+    odd = f"a\rb\n{'c' * 200_000}\n"
+    path.write_bytes("".join([head, odd, *below, "nonsense\n", '"a","b"\n' * 3]).encode())
     reading = read_csv(path)
     assert len(reading.tables["spans"]) == 6
-    assert any("4 malformed lines" in w for w in reading.warnings)
+    assert any("6 malformed lines" in w for w in reading.warnings)
