@@ -15,7 +15,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis import engine
+from dlprof.analysis import (
+    engine,
+    subjects,  # noqa: F401 - so that the engine knows all measures
+)
 from dlprof.analysis.engine import Done, RankData, open_store
 from dlprof.analysis.engine import run as engine_run
 from dlprof.analysis.step.breakdown import breakdown
