@@ -43,6 +43,15 @@ def test_hooks_that_read_values(tmp_path: Path) -> None:
     assert {"aten::linalg_vector_norm", "aten::item"} == set(loop.names)
 
 
+def test_hooks_on_modules_do_so_too(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(20)))
+    for module in model:
+        module.register_full_backward_hook(lambda _module, _inputs, outputs: reads(outputs[0]))
+    x = torch.randn(4, 16, requires_grad=True)
+    (loop,) = operators.profiled(torch, tmp_path, lambda: model(x).sum().backward()).once(hook_loops)
+    assert loop.turns == 20
+
+
 @pytest.mark.parametrize(
     ("hook", "hooked"), [(None, 0), (reads, 15), (lambda gradient: gradient.clamp(-1, 1), 2 * LAYERS)]
 )
