@@ -114,6 +114,11 @@ def _large(seed: int, **habits: object) -> Job:
     return with_script(replace(job, model=replace(job.model, tokens=tokens)), **habits)
 
 
+def _wide(seed: int) -> Job:
+    job = _without_loader(_large(seed, ema="loop"))
+    return replace(job, model=replace(job.model, blocks=6, hidden=1_536, heads=24, vocabulary=16_000, tokens=6_656))
+
+
 # -- many small operators
 
 
@@ -223,5 +228,9 @@ FAULTS = (
     Fault(
         "hidden_average_loop", "parameter_loop", "an average of the parameters, one by one, while the device has work",
         lambda seed: _large(seed, ema="loop"), _together, recorded=_long, harmless=True,
+    ),
+    Fault(
+        "wide_average_loop", "parameter_loop", "an average of large parameters: the bytes take as long in one go",
+        _wide, _together, recorded=_long, harmless=True,
     ),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from dlprof.analysis.host.hooks import ANOMALY
 from dlprof.analysis.host.segments import HOOK, Loop, Segments
 from dlprof.analysis.source.operator_lines import busiest
 from dlprof.analysis.source.patches import Call
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
 from dlprof.analysis.timeline.launches import Launches
 from dlprof.analysis.timeline.replay import Kept
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, REPRODUCED, WhatIf
@@ -28,9 +29,8 @@ from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import duration
 
-# What is left of a loop over parameters where one call takes them all: a foreach function launches a kernel for some
-# tens of tensors, and its kernels move the same bytes without the start of each. An upper bound: of 180 norms, read one
-# by one, on an H200 no more than this was left.
+# What is left on the host of a loop over parameters where one call takes them all: a foreach function launches a kernel
+# for some tens of tensors. An upper bound: of 180 norms, read one by one, on an H200 no more than this was left.
 LOOP_LEFT = 0.05
 
 # What the host still does for captured passes: modules are called, inputs copied, two graphs launched (0.5 ms of a step
@@ -72,7 +72,7 @@ def host_parts(
     `after`: the phase before a loop. `names`: its operators, and `inner`: these and all that they call. `turns`,
     `waits` and `kernels` a step. `in_graph`: 1 for a loop that the backward pass goes through again, which is then part
     of it. `host_ns`: how long the host is in it, its waits included, at the pace of the steps that were not traced.
-    `gain_ns`: how much shorter the mean steady step would be without it (a loop: with LOOP_LEFT of it; the optimizer:
+    `gain_ns`: how much shorter the mean steady step would be without it (a loop: all at once; the optimizer:
     fused; LAUNCHES: as a captured graph, or, of a model that is called MANY_CALLS times or more, as those of one call;
     ALL: all of these). Raises NotMeasured where the trace cannot be replayed, or
     its replay is not as long as the untraced steps.
@@ -102,8 +102,11 @@ def host_parts(
     between = iv.subtract(iv.subtract(between, looping), _asked(sync_waits, copying=True))
     rows = []
 
-    def without(times: iv.Intervals) -> NDArray[np.int64]:
-        return np.where(iv.holds(times, called), -1, replay.durations)
+    def at_once(times: iv.Intervals) -> NDArray[np.int64]:
+        """Return the durations with kernels that move the same bytes without the start of each."""
+        long = replay.durations > 2 * LEAST_KERNEL_NS
+        left = np.where(long, replay.durations - LEAST_KERNEL_NS, -1)
+        return np.where(iv.holds(times, called), left, replay.durations)
 
     def row(part: str, times: iv.Intervals, gain: float, loop: Loop | None = None) -> None:
         inside = float(what_if.host_ns(times))
@@ -120,7 +123,7 @@ def host_parts(
             everything.append((loop.times, 0.0))
             continue
         free = np.flatnonzero(own & iv.holds(loop.whole, begins)).tolist()
-        gain = what_if.gain_ns(durations=without(loop.whole), other=((loop.whole, LOOP_LEFT),), free=free)
+        gain = what_if.gain_ns(durations=at_once(loop.whole), other=((loop.whole, LOOP_LEFT),), free=free)
         row(LOOP, loop.whole, gain, loop)
         everything.append((loop.whole, LOOP_LEFT))
     waiting = np.flatnonzero(own & ~iv.holds(looping, begins))
@@ -148,7 +151,7 @@ def host_parts(
             row(LAUNCHES, in_calls, what_if.gain_ns(other=((in_calls, left),), gap_ns=GRAPH_GAP_NS))
         everything.append((in_calls, 0.0))
     total = what_if.gain_ns(
-        durations=without(looping), other=everything, free=np.flatnonzero(own).tolist(), gap_ns=GRAPH_GAP_NS
+        durations=at_once(looping), other=everything, free=np.flatnonzero(own).tolist(), gap_ns=GRAPH_GAP_NS
     )
     row(ALL, iv.merge(what_if.host.calls, what_if.host.python), total)
     columns = ["part", "after", "names", "inner", "turns", "waits", "kernels", "host_ns", "gain_ns", "in_graph"]

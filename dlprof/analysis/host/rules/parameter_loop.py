@@ -9,8 +9,8 @@ launches work is called 16 times or more; so are that many hooks of the backward
 backward pass does for it is part of it: then it is one over samples, if it does not turn as often as the optimizer has
 parameters. Loops inside a model's forward pass and inside an optimizer's step are not looked for here.
 
-Saving: the traced steps replayed with a twentieth of the loop, on the host and on the device, and without its waits:
-then the host runs ahead again.
+Saving: the traced steps replayed with a twentieth of the loop on the host, without its waits, and with its kernels that
+move the same bytes without the start of each: then the host runs ahead again.
 
 What to change: one call for all tensors: `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, functions of
 `torch._foreach_*`, `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`; and read values every k steps. Of
@@ -82,7 +82,7 @@ def explain(
         evidence=table(f"Loops between the phases of a step, rank {rank}", mine, _COLUMNS),
         where=tuple(place for row in rows for place in places_of(row, job.facts.get(rank, {}), call_sites, seen)),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, with a twentieth of"
-        " the loop and without its waits.",
+        " the loop on the host, its kernels in one go, and without its waits.",
     )
 
 
