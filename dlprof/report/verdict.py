@@ -240,7 +240,7 @@ def _at(first: Outcome) -> str:
 
 # What a part of the host's time is called.
 _HOST_PARTS: Mapping[str, str] = {
-    "loop": "a loop between the phases",
+    "loop": "a loop over parameters or samples",
     "waits": "waits for the device",
     "optimizer": "the optimizer",
     "between": "Python between the phases",

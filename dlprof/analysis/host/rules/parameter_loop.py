@@ -53,11 +53,12 @@ def check(host_parts: Frame, waits: Maybe[Frame]) -> Estimate:
         return nothing("no operator is called in a loop between the phases of the step")
     gains = gains_of(host_parts, LOOP, waits)
     longest = loops.sort_values("gain_ns", ascending=False).iloc[0]
-    return Estimate(
-        gone_ns=gains,
-        noise_of=HOST,
-        loses=f"is lost to a loop of {_number(longest['turns'])} turns {_AFTER[longest['after']]}",
-    )
+    turns = _number(longest["turns"])
+    if longest["after"] == HOOK:
+        loses = f"is lost to {turns} hooks of the backward pass that each read a value"
+    else:
+        loses = f"is lost to a loop of {turns} turns {_AFTER[longest['after']]}"
+    return Estimate(gone_ns=gains, noise_of=HOST, loses=loses)
 
 
 def explain(
@@ -73,8 +74,9 @@ def explain(
     seen = pd.DataFrame(columns=_OF_STACKS) if stacks is None else stacks[stacks["rank"] == rank]
     over = "samples" if _of_samples(rows[0], job) else "parameters"
     behind = ", with its part of the backward pass," if first["in_graph"] else ""
+    title = f"A loop over {over} calls small operators one by one"
     return Explanation(
-        title=f"A loop over {over} calls small operators one by one",
+        title="Hooks of the backward pass read values, one by one" if first["after"] == HOOK else title,
         summary=f"{_AFTER[first['after']].capitalize()}, rank {rank} calls {_named(first['names'])} in a loop of"
         f" {_number(first['turns'])} turns{reads}. That takes{behind} {duration(first['host_ns'])} of the host's time,"
         " in which the device has next to nothing to do.",
