@@ -83,18 +83,28 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     by_id = {rule.id: rule for rule in rules}
     found = [o for o in outcomes if o.state == "found" and not o.training]
     causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
+    # Of what is only bounded half is to be expected.
+    expected = {o.id: o.saving_ns * (0.5 if on_gpu and o.at_most and by_id[o.id].generic else 1.0) for o in outcomes}
     keys = {}
     for o in outcomes:
-        saving, before = o.saving_ns, []
+        saving, before = expected[o.id], []
         if by_id[o.id].generic and on_gpu:
             before = [cause.saving_ns for cause in causes if cause.share >= LEAST_CAUSE]
-            # Of what is only bounded half is to be expected, unless most of it is seen in one place of the script's.
-            in_place = max((place.share or 0.0 for place in o.where[:1]), default=0.0) > 0.5
-            saving *= 1.0 if not o.at_most or in_place else 0.5
+            # A larger one that is mostly in one place of the script's is a cause, too.
+            before += [
+                expected[one.id]
+                for one in found
+                if by_id[one.id].generic and one.saving_ns > o.saving_ns and _is_in_one_place(one)
+            ]
         elif by_id[o.id].generic:
             before = [cause.saving_ns for cause in causes if cause.saving_ns >= BESIDES * saving]
         keys[o.id] = (-min([saving, *before]), bool(before))
     return keys
+
+
+def _is_in_one_place(outcome: Outcome) -> bool:
+    """Return whether more than half of the stacks were seen in the first place that a finding names."""
+    return bool(outcome.where) and (outcome.where[0].share or 0.0) > 0.5
 
 
 def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]:

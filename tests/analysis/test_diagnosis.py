@@ -144,20 +144,28 @@ ORDERS: dict[str, tuple[list[tuple[str, float, dict[str, Any], dict[str, Any]]],
         [("python", 0.4, {"generic": True}, {"at_most": True}), ("copy", 0.3, {"of_host": False}, {})],
         ["copy", "python"],
     ),
-    # But not where most of it is in one place of the script's.
+    # But where most of it is in one place of the script's, it comes before what is left of the same time.
     "a bound in one place": (
         [
+            ("launches", 0.35, {"generic": True}, {}),
             ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.6),)}),
             ("copy", 0.3, {"of_host": False}, {}),
         ],
-        ["python", "copy"],
+        ["copy", "python", "launches"],
     ),
     "a bound in many places": (
         [
+            ("launches", 0.35, {"generic": True}, {}),
             ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.4),)}),
-            ("copy", 0.3, {"of_host": False}, {}),
         ],
-        ["copy", "python"],
+        ["launches", "python"],
+    ),
+    "a smaller one in one place": (
+        [
+            ("launches", 0.45, {"generic": True}, {}),
+            ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.6),)}),
+        ],
+        ["launches", "python"],
     ),
     "of another time": (
         [("launches", 0.6, {"generic": True}, {}), ("copy", 0.3, {"of_host": False}, {})],
