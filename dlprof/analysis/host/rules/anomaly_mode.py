@@ -7,9 +7,9 @@ and wait for the answer.
 Needs a trace of a GPU that links launches to kernels: nothing else in torch calls `aten::_is_any_true` after the
 functions of the backward pass. On a CPU most of what it costs lies inside the operators, where no trace shows it.
 
-Saving: the traced steps replayed without these questions, and without the share of the
-time in which the training thread was seen to write down stacks, where stacks were recorded. The rest of what the
-forward pass spends for it, no recording shows: the gain may be larger.
+Saving: the traced steps replayed without these questions, and without the share of the time in which the training
+thread was seen to write down stacks, where stacks were recorded. The rest of what the forward pass spends for it, no
+recording shows: the gain may be larger.
 
 What to change: `torch.autograd.set_detect_anomaly(False)`, or no such call; only around the steps that are debugged.
 """
