@@ -36,8 +36,10 @@ FAULTS = {
     "empties_cache": "device_allocations",  # memory that PyTorch keeps for the next step is given back
     "find_unused": "unused_parameters",  # DDP looks for parameters without a gradient in every step: there are none
     "full_precision": "fp32_matmul",  # neither autocast nor TF32
+    "gelu_by_hand": "unfused_activation",  # power, tanh, products: an operator each
     "logits_by_cat": "growing_cat",  # each sequence's logits are added to those before by cat
     "loss_by_hand": "unfused_loss",  # a softmax, its logarithm, and an index
+    "looks_for_nan": "anomaly_mode",  # autograd's anomaly mode is on
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
     "norms_by_hand": "unfused_norm",  # mean, variance, root: an operator each
     "odd_shapes": "misaligned_shapes",  # widths and lengths that are no multiple of 8
@@ -62,7 +64,8 @@ OTHER_STEP = ("restless_scale", "tiny_batch")
 # A CPU has neither tensor cores, nor launches, nor memory that is asked for and given back; beside its computing the
 # search for unused parameters is nothing.
 NEEDS_GPU = (
-    "averages_by_hand", "blocks_again", "empties_cache", "find_unused", "full_precision", "odd_shapes", "tiny_batch",
+    "averages_by_hand", "blocks_again", "empties_cache", "find_unused", "full_precision", "looks_for_nan", "odd_shapes",
+    "tiny_batch",
 )  # fmt: skip
 NEEDS_TWO_RANKS = ("find_unused",)
 # What `dlprof run amp_transformer --ladder` records: options, each on top of those before; "ranks": on all ranks.
@@ -79,6 +82,7 @@ def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
     healthy = {"adamw": {"fused": args.fused}, "attend": causal_attention, "data_parallel": False, "find_unused": False}
     healthy |= {"norm": nn.LayerNorm, "embedding": nn.Embedding, "loss": F.cross_entropy, "predict": at_once}
+    healthy |= {"activate": F.gelu, "anomalies": False}
     healthy |= {"scaler": {}, "through": nn.Module.__call__, "after_step": lambda _: None}
     heads = max(1, args.heads - 1)
     odd_width = heads * ((args.width // heads - 1) | 1)
@@ -89,7 +93,9 @@ def plant(args: argparse.Namespace) -> None:
         "empties_cache": {"after_step": lambda _: torch.cuda.empty_cache()},
         "find_unused": {"find_unused": True},
         "full_precision": {"precision": "fp32"},
+        "gelu_by_hand": {"activate": by_hand.gelu},
         "logits_by_cat": {"predict": by_hand.in_pieces},
+        "looks_for_nan": {"anomalies": True},
         "loss_by_hand": {"loss": by_hand.cross_entropy},
         "loop_optimizer": {"adamw": {"foreach": False}},
         "norms_by_hand": {"norm": by_hand.LayerNorm},
@@ -159,7 +165,9 @@ class Transformer(nn.Module):
         super().__init__()
         width, layers = args.width, args.layers
         self.token, self.place = args.embedding(args.vocabulary, width), nn.Embedding(args.length, width)
-        self.blocks = nn.ModuleList(Block(width, args.heads, args.attend, args.norm) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, args.heads, args.attend, args.norm, args.activate) for _ in range(layers)
+        )
         self.norm, self.head = args.norm(width), nn.Linear(width, args.vocabulary, bias=False)
         self.predict, self.through = args.predict, args.through
         for name, parameter in self.named_parameters():
@@ -240,6 +248,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 def train(args: argparse.Namespace) -> None:
     in_precision = autocast(args)
+    torch.autograd.set_detect_anomaly(args.anomalies)
     model = build_model(args)
     announce(
         args,

@@ -50,6 +50,8 @@ GROUPS: tuple[Group, ...] = (
             "odd_shapes",
             "scores_in_memory",
             "norms_by_hand",
+            "gelu_by_hand",
+            "looks_for_nan",
             "blocks_again",
             "empties_cache",
         ),

@@ -172,7 +172,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
-    is_traced, is_captured, passing_on = _is_traced(), clock.is_captured, passing
+    is_traced, is_captured, passed_on = _is_traced(), clock.is_captured, passed
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == ("_compiled_call_impl", "_call_impl")
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
@@ -188,15 +188,21 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
                 return self._call_impl(*args, **kwargs)
             if is_traced():
                 return original(self, *args, **kwargs)
-            with passing_on:
+            try:  # not `with passing`, which Dynamo would compile
                 return original(self, *args, **kwargs)
+            except BaseException as e:
+                passed_on(e)
+                raise
         opened = ranges.open(self) if clock.naming else None
         seen = watcher if (watcher := clock.watcher) is not None and watcher.enter(self, args, kwargs) else None
         try:
             if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
-            with passing_on:
+            try:
                 return original(self, *args, **kwargs)
+            except BaseException as e:
+                passed_on(e)
+                raise
         finally:
             if seen is not None:
                 seen.leave()

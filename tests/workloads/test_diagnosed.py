@@ -135,6 +135,7 @@ def test_an_optimizer_that_loops_is_found_beside_accumulation_too(tmp_path: Path
         ("blocks_again", "needless_recompute"),
         ("empties_cache", "device_allocations"),
         ("full_precision", "fp32_matmul"),
+        ("looks_for_nan", "anomaly_mode"),
         ("loop_optimizer", "unfused_optimizer"),
         ("odd_shapes", "misaligned_shapes"),
         ("tiny_batch", "host_bound"),

@@ -33,6 +33,11 @@ class OneHot(nn.Module):
         return F.one_hot(tokens, self.words).to(self.weight.dtype) @ self.weight
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU with tanh, as the first code of GPT-2 has it."""
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return what F.cross_entropy returns, by a softmax and its logarithm."""
     chances = torch.softmax(logits, -1)

@@ -28,9 +28,10 @@ class Block(nn.Module):
         heads: int,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention,
         norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        activate: Callable[[Tensor], Tensor] = F.gelu,
     ) -> None:
         super().__init__()
-        self.heads, self.attend = heads, attend
+        self.heads, self.attend, self.activate = heads, attend, activate
         self.norm1, self.norm2 = norm(width), norm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -41,7 +42,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         x = x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(batch, length, width))
-        down: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        down: Tensor = self.down(self.activate(self.up(self.norm2(x))))
         return x + down
 
 
