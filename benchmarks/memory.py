@@ -38,7 +38,6 @@ from benchmarks.simulator.job import Job, Memory, Optimizer, Recording
 from dlprof.analysis.engine import measure
 from dlprof.analysis.memory.changes import memory_changes, memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.subjects import every_measure
 from dlprof.read.run import open_run
 
 ROOT = Path(__file__).parent.parent
@@ -186,7 +185,6 @@ def simulated(seed: int, folder: Path) -> list[Predicted]:
     """Record a job, and compare what is predicted of it with what the changed jobs take."""
     job = drawn(seed)
     recordings.write(folder, job, Recording(steps=30, skip=5, active=3))
-    every_measure()
     measured = measure(open_run(folder), (memory_changes, memory_composition), jobs=1)
     frame, parts = measured.frame(memory_changes), measured.frame(memory_composition)
     seen = float(parts.loc[parts["part"] == "libraries", "bytes"].sum())  # of what is outside of the allocator
@@ -272,7 +270,6 @@ def checkpoints(batch: int, folder: Path) -> tuple[float, float]:
     script.write_text(_STEPS.format(parts=str(ROOT / "workloads"), batch=batch))
     wrap = [sys.executable, "-m", "dlprof", "wrap", "-o", str(run), "--no-report", "--window", "10,1,5", "--"]
     _done([*wrap, sys.executable, str(script)])
-    every_measure()
     frame = measure(open_run(run), (memory_what_if,), jobs=1).frame(memory_what_if)
     row = frame[frame["change"] == "checkpoint"].iloc[0]
     return float(row["then_ns"] / row["now_ns"]), float(_done([sys.executable, str(script), "both"]))

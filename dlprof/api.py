@@ -52,9 +52,10 @@ class Run:
 
     @cached_property
     def _frames(self) -> dict[str, Measure[pd.DataFrame]]:
-        from dlprof.analysis.subjects import every_measure
+        from dlprof.analysis.diagnosis import every_frame
+        from dlprof.analysis.rules import RULES
 
-        return {m.name: m for m in every_measure() if m.is_frame and m.travels}
+        return {m.name: m for m in every_frame(RULES)}
 
     @cached_property
     def result(self) -> Result:

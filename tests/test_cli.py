@@ -74,8 +74,7 @@ def test_version() -> None:
         ["report", "x", "--jobs", "0"],
         ["check", "x"],
         ["check", "x", "--max", "nonsense"],
-        ["explain"],
-        ["rules", "x"],
+        ["explain", "rules", "x"],
         ["wrap"],
         ["run"],
     ],
@@ -104,7 +103,7 @@ def test_the_exit_code_reaches_the_shell(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "dlprof: no/such: no such file or folder\n")
 
 
-@pytest.mark.parametrize("words", ["rules", "report rank0.json --format json --quiet"])
+@pytest.mark.parametrize("words", ["explain", "report rank0.json --format json --quiet"])
 def test_a_reader_who_leaves_early_gets_no_traceback(tmp_path: Path, words: str) -> None:
     traces.write(tmp_path / "rank0.json", traces.training())
     # The reader is gone before the first word: whatever is written meets a closed pipe.
@@ -127,7 +126,7 @@ def test_a_reader_who_leaves_early_gets_no_traceback(tmp_path: Path, words: str)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
-        command = [*jobs.DLPROF, "rules"]
+        command = [*jobs.DLPROF, "explain"]
         done = subprocess.run(
             command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
         )

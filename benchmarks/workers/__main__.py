@@ -21,8 +21,7 @@ from pathlib import Path
 
 from benchmarks.workers.job import KINDS, TUNED
 from dlprof.analysis.engine import measure
-from dlprof.analysis.input.input_waits import forecasts
-from dlprof.analysis.input.paces import Paces, paces
+from dlprof.analysis.input.input_waits import Paces, forecasts, paces
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
 

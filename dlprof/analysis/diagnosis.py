@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
+import pandas as pd
+
 from dlprof.analysis import notices, overview, settings
-from dlprof.analysis.engine import Job, Measured, MeasureFailed, Progress, measure
+from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, Progress, all_needed, measure
 from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
@@ -44,10 +45,15 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
 def wanted(rules: Iterable[Rule]) -> list[Any]:
     """Return what must be measured for a diagnosis."""
     asked: list[Any] = [r.check for r in rules]
-    asked += [partial(r.explain, None) for r in rules]  # the estimate is given
+    asked += [r.explain for r in rules]
     asked += [p.draw for p in PICTURES]
     asked += [Basis, Source, *FIELDS.values()]
     return [*asked, *overview.SECTIONS, notices.warnings]
+
+
+def every_frame(rules: Iterable[Rule]) -> list[Measure[pd.DataFrame]]:
+    """Return the measures that a diagnosis is made from, directly or not, as far as they are frames that travel."""
+    return [measure for measure in all_needed(wanted(rules)) if measure.is_frame and measure.travels]
 
 
 def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:

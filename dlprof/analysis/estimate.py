@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from dlprof.analysis import subjects
+from dlprof.analysis.engine import check_needs
 from dlprof.result import Change, Forecast, Panel, Place, Scope
 from dlprof.result import change as change
 
@@ -101,7 +101,7 @@ def worst(by_rank_ns: Mapping[int, float]) -> int:
 class Rule:
     """One known bottleneck. `check` returns an Estimate, or raises NotMeasured or DoesNotApply; its parameters name
     what it needs.
-    `explain` gets that estimate, and what its other parameters name, and explains a finding.
+    `explain` gets that estimate, and what its other parameters need, and explains a finding.
 
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
@@ -125,8 +125,8 @@ class Rule:
     id: str = ""  # the name of its file
 
     def __post_init__(self) -> None:
-        subjects.check(self.check)
-        subjects.check(self.explain, given=1)
+        check_needs(self.check)
+        check_needs(self.explain, given=1)
         if not self.id:
             object.__setattr__(self, "id", self.check.__module__.rpartition(".")[2])
 

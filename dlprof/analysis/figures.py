@@ -8,13 +8,32 @@ from typing import Any, TypeVar
 import msgspec
 import pandas as pd
 
-from dlprof.analysis.communication.bandwidth import size_class
-from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.host.parts import ALL, BETWEEN, LAUNCHES, LOOP, OPTIMIZER, WAITS
+from dlprof.analysis.communication.bandwidth import exchanged, size_class
+from dlprof.analysis.communication.blame import blame
+from dlprof.analysis.compute.arithmetic import arithmetic
+from dlprof.analysis.compute.device_kinds import kinds_of_work
+from dlprof.analysis.compute.top_kernels import work_means
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
+from dlprof.analysis.host.parts import ALL, BETWEEN, LAUNCHES, LOOP, OPTIMIZER, WAITS, host_parts
+from dlprof.analysis.host.profiles import profile_summaries
+from dlprof.analysis.host.queue import device_lag
+from dlprof.analysis.host.stacks import line_times
+from dlprof.analysis.machine.foreign import foreign_load
+from dlprof.analysis.machine.gpu_logs import gpu_uses
+from dlprof.analysis.memory.holdings import memory_footprint
+from dlprof.analysis.memory.memory import most_memory
+from dlprof.analysis.memory.snapshot import memory_holders, memory_peak
+from dlprof.analysis.modules.naming import module_naming
 from dlprof.analysis.modules.sums import OUTSIDE
-from dlprof.analysis.modules.tree import FLAGS
+from dlprof.analysis.modules.tree import FLAGS, module_means
 from dlprof.analysis.panel import cells
+from dlprof.analysis.step.breakdown import breakdown
+from dlprof.analysis.step.spread import lengths_ns, spread
 from dlprof.analysis.stragglers.alike import members_of
+from dlprof.analysis.throughput.rates import throughput
+from dlprof.analysis.throughput.scaling import scaling
+from dlprof.analysis.timeline.device import device_time
+from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means
 from dlprof.result import (
     CATEGORIES,
     MOST_RANKS,
@@ -47,15 +66,15 @@ def _structs(kind: type[T], frame: pd.DataFrame | None) -> tuple[T, ...]:
 
 
 def window_of(
-    step_means: Maybe[pd.DataFrame],
-    mean_step_ns: Maybe[float],
-    spread: Maybe[pd.DataFrame],
-    device_lag: Maybe[pd.DataFrame],
-    arithmetic: Maybe[pd.DataFrame],
-    phases_of_step: Maybe[pd.DataFrame],
-    throughput: Maybe[Throughput],
-    most_memory: Maybe[float],
-    lengths_ns: Maybe[tuple[float, ...]],
+    step_means: Maybe[Frame] = maybe(step_means),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
+    spread: Maybe[Frame] = maybe(spread),
+    device_lag: Maybe[Frame] = maybe(device_lag),
+    arithmetic: Maybe[Frame] = maybe(arithmetic),
+    phases_of_step: Maybe[Frame] = maybe(phases_of_step),
+    throughput: Maybe[Throughput] = maybe(throughput),
+    most_memory: Maybe[float] = maybe(most_memory),
+    lengths_ns: Maybe[tuple[float, ...]] = maybe(lengths_ns),
 ) -> Window | None:
     """Return the steps that the figures are of; None where no step is known."""
     means = step_means.or_none()
@@ -91,12 +110,12 @@ def _noise(spread: pd.DataFrame | None) -> float | None:
     return float(spread["noise_ns"].mean())
 
 
-def device_of(device_time: Maybe[pd.DataFrame]) -> tuple[DeviceTime, ...]:
+def device_of(device_time: Maybe[Frame] = maybe(device_time)) -> tuple[DeviceTime, ...]:
     """Return the partition of each rank's device span."""
     return _structs(DeviceTime, device_time.or_none())
 
 
-def time_of(breakdown: Maybe[pd.DataFrame]) -> tuple[TimePart, ...]:
+def time_of(breakdown: Maybe[Frame] = maybe(breakdown)) -> tuple[TimePart, ...]:
     """Return the parts of each rank's mean steady step, in the order of CATEGORIES."""
     frame = breakdown.or_none()
     if frame is None:
@@ -106,7 +125,7 @@ def time_of(breakdown: Maybe[pd.DataFrame]) -> tuple[TimePart, ...]:
     return _structs(TimePart, frame.assign(share=share, place=place).sort_values(["rank", "place"]))
 
 
-def steps_of(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
+def steps_of(spread: Maybe[Frame] = maybe(spread)) -> tuple[RankStep, ...]:
     """Return each rank's steady steps."""
     frame = spread.or_none()
     if frame is None:
@@ -115,23 +134,23 @@ def steps_of(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
     return _structs(RankStep, frame.assign(quantiles_ns=pd.Series(quantiles, frame.index)))
 
 
-def work_of(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
+def work_of(work_means: Maybe[Frame] = maybe(work_means)) -> tuple[Work, ...]:
     """Return the heaviest operators and kernels."""
     return _structs(Work, work_means.or_none())
 
 
-def device_work_of(kinds_of_work: Maybe[DeviceWork]) -> DeviceWork | None:
+def device_work_of(kinds_of_work: Maybe[DeviceWork] = maybe(kinds_of_work)) -> DeviceWork | None:
     """Return where the device's own time goes; None: no kernel was traced."""
     return kinds_of_work.or_none()
 
 
-def exchanges_of(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
+def exchanges_of(exchanged: Maybe[Frame] = maybe(exchanged)) -> tuple[Exchange, ...]:
     """Return the collectives by kind, ranks and class of size."""
     frame = exchanged.or_none()
     return _structs(Exchange, None if frame is None else frame.assign(size=frame["size"].map(size_class)))
 
 
-def foreign_load_of(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
+def foreign_load_of(foreign_load: Maybe[Frame] = maybe(foreign_load)) -> ForeignLoad | None:
     """Return what programs outside the job used of a host's cores; None: unknown."""
     frame = foreign_load.or_none()
     if frame is None:
@@ -139,7 +158,9 @@ def foreign_load_of(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
     return _structs(ForeignLoad, frame.head(1).assign(disturbs=frame["disturbs"].astype(bool)))[0]
 
 
-def memory_of(memory_peak: Maybe[pd.DataFrame], memory_holders: Maybe[pd.DataFrame]) -> tuple[MemoryPeak, ...]:
+def memory_of(
+    memory_peak: Maybe[Frame] = maybe(memory_peak), memory_holders: Maybe[Frame] = maybe(memory_holders)
+) -> tuple[MemoryPeak, ...]:
     """Return the most that tensors held on each rank's device, the largest first."""
     peaks, holders = memory_peak.or_none(), memory_holders.or_none()
     if peaks is None or holders is None:
@@ -153,7 +174,9 @@ def memory_of(memory_peak: Maybe[pd.DataFrame], memory_holders: Maybe[pd.DataFra
 
 
 def profiles_of(
-    profile_summaries: Maybe[pd.DataFrame], line_times: Maybe[pd.DataFrame], job: Job
+    profile_summaries: Maybe[Frame] = maybe(profile_summaries),
+    line_times: Maybe[Frame] = maybe(line_times),
+    job: Job = needs(JOB),
 ) -> tuple[Profile, ...]:
     """Return what the profiles of other tools show."""
     found = _structs(Profile, profile_summaries.or_none())
@@ -173,24 +196,26 @@ def _of_lines(told: object) -> bool:
     return isinstance(told, dict) and told.get("tool") == "line_profiler"
 
 
-def gpu_logs_of(gpu_uses: Maybe[pd.DataFrame]) -> tuple[GpuLog, ...]:
+def gpu_logs_of(gpu_uses: Maybe[Frame] = maybe(gpu_uses)) -> tuple[GpuLog, ...]:
     """Return what logs say of each GPU."""
     frame = gpu_uses.or_none()
     return _structs(GpuLog, None if frame is None else frame.rename(columns={"source": "gpu"}))
 
 
-def blame_of(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:
+def blame_of(blame: Maybe[Frame] = maybe(blame), mean_step_ns: Maybe[float] = maybe(mean_step_ns)) -> tuple[Blame, ...]:
     """Return for whom each rank's communication waits."""
     frame, step = blame.or_none(), mean_step_ns.or_none()
     return _structs(Blame, None if frame is None or step is None else frame.assign(share=frame["ns"] / step))
 
 
-def scaling_of(scaling: Maybe[Scaling]) -> Scaling | None:
+def scaling_of(scaling: Maybe[Scaling] = maybe(scaling)) -> Scaling | None:
     """Return what tells how the job scales; None: it has one rank."""
     return scaling.or_none()
 
 
-def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFrame]) -> Modules | None:
+def modules_of(
+    module_means: Maybe[Frame] = maybe(module_means), module_naming: Maybe[Frame] = maybe(module_naming)
+) -> Modules | None:
     """Return the tree of the model's modules, or why none is known."""
     frame = module_means.or_none()
     if frame is None:
@@ -206,7 +231,7 @@ def modules_of(module_means: Maybe[pd.DataFrame], module_naming: Maybe[pd.DataFr
     )
 
 
-def footprint_of(memory_footprint: Maybe[Footprint]) -> Footprint | None:
+def footprint_of(memory_footprint: Maybe[Footprint] = maybe(memory_footprint)) -> Footprint | None:
     """Return what memory is made of; None: it was not counted."""
     return memory_footprint.or_none()
 
@@ -221,7 +246,7 @@ _RULE_OF = {
 }
 
 
-def host_limited_of(host_parts: Maybe[pd.DataFrame]) -> HostLimited | None:
+def host_limited_of(host_parts: Maybe[Frame] = maybe(host_parts)) -> HostLimited | None:
     """Return how the device waits for its host, on the rank that gains most without; None where it is not known."""
     frame = host_parts.or_none()
     if frame is None or frame.empty:

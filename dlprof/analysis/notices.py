@@ -7,12 +7,18 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, Measured
-from dlprof.analysis.machine.binding import far_from_gpu
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs
+from dlprof.analysis.host.gaps import launch_means
+from dlprof.analysis.input.loader import fed_ns
+from dlprof.analysis.machine.binding import bindings, far_from_gpu
+from dlprof.analysis.machine.foreign import foreign_load
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.serving import engine_of
+from dlprof.analysis.step.spread import window_likeness
+from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
-from dlprof.analysis.timeline.what_if import REPRODUCED
+from dlprof.analysis.timeline.steps import step_means
+from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
 from dlprof.read.run import together
 from dlprof.units import count, digits, duration, few, percent, used_by_others
 
@@ -51,16 +57,16 @@ def all_warnings(run: Measured) -> list[str]:
 
 
 def warnings(
-    job: Job,
-    step_means: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    window_likeness: Maybe[pd.DataFrame],
-    foreign_load: Maybe[pd.DataFrame],
-    whole_job: Maybe[pd.DataFrame],
-    bindings: Maybe[pd.DataFrame],
-    replayed_steps: Maybe[pd.DataFrame],
-    fed_ns: Maybe[float],
-    launch_means: Maybe[pd.DataFrame],
+    job: Job = needs(JOB),
+    step_means: Maybe[Frame] = maybe(step_means),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    window_likeness: Maybe[Frame] = maybe(window_likeness),
+    foreign_load: Maybe[Frame] = maybe(foreign_load),
+    whole_job: Maybe[Frame] = maybe(whole_job),
+    bindings: Maybe[Frame] = maybe(bindings),
+    replayed_steps: Maybe[Frame] = maybe(replayed_steps),
+    fed_ns: Maybe[float] = maybe(fed_ns),
+    launch_means: Maybe[Frame] = maybe(launch_means),
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks

@@ -10,10 +10,20 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, Measured
+from dlprof.analysis.communication.matching import host_clocks
+from dlprof.analysis.compute.arithmetic import arithmetic
+from dlprof.analysis.compute.operators import tensor_cores
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs
 from dlprof.analysis.host.stacks import DOING
+from dlprof.analysis.input.loader import before_forward, loader_means
+from dlprof.analysis.machine.foreign import foreign_load
+from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.panel import MOST_RANKS
+from dlprof.analysis.step.overridden import override_effects
 from dlprof.analysis.throughput.facts import of_throughput
+from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means
+from dlprof.analysis.timeline.what_if import replayed_steps
 from dlprof.overrides import Outcome, described
 from dlprof.plain import command_line
 from dlprof.result import Fact, RunInfo
@@ -82,7 +92,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     return tuple(fact for section in SECTIONS for fact in run.call(section))
 
 
-def _of_job(job: Job) -> list[Fact]:
+def _of_job(job: Job = needs(JOB)) -> list[Fact]:
     section = _Section("Job")
     section.add("command", command_line(job.run.command))
     section.add("folder", Path(job.run.path).name)
@@ -96,7 +106,7 @@ def _of_job(job: Job) -> list[Fact]:
     return section.facts
 
 
-def _of_device(job: Job) -> list[Fact]:
+def _of_device(job: Job = needs(JOB)) -> list[Fact]:
     section = _Section("Device")
     section.add("name", _device(job))
     section.add("type", _several(job, "device", "type"))
@@ -107,7 +117,7 @@ def _of_device(job: Job) -> list[Fact]:
     return section.facts
 
 
-def _of_software(job: Job) -> list[Fact]:
+def _of_software(job: Job = needs(JOB)) -> list[Fact]:
     section = _Section("Software")
     for key in ("torch", "cuda", "cudnn", "nccl", "python", "dlprof"):
         section.add(key, _several(job, "versions", key))
@@ -118,7 +128,7 @@ def _of_software(job: Job) -> list[Fact]:
 _OF_RANK = ("replica", "reads_sequences")
 
 
-def _of_settings(job: Job) -> list[Fact]:
+def _of_settings(job: Job = needs(JOB)) -> list[Fact]:
     found = []
     recorded = {
         "Loader": settings.training_loader(job),
@@ -140,7 +150,7 @@ def _of_settings(job: Job) -> list[Fact]:
     return found + pipeline.facts
 
 
-def _of_overrides(override_effects: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_overrides(override_effects: Maybe[Frame] = maybe(override_effects)) -> list[Fact]:
     """List the settings that `--set` overrode: what was there before, where, how often, and what failed."""
     section = _Section("Overrides")
     frame = override_effects.or_none()
@@ -156,7 +166,7 @@ def _of_overrides(override_effects: Maybe[pd.DataFrame]) -> list[Fact]:
     return section.facts
 
 
-def _of_step(phases_of_step: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_step(phases_of_step: Maybe[Frame] = maybe(phases_of_step)) -> list[Fact]:
     """List what the training thread does in a mean steady step, by the step log; the mean of the ranks."""
     section = _Section("Mean step, on the training thread")
     frame = phases_of_step.or_none()
@@ -171,10 +181,10 @@ def _of_step(phases_of_step: Maybe[pd.DataFrame]) -> list[Fact]:
 
 
 def _of_loading(
-    job: Job,
-    before_forward: Maybe[tuple[int, float] | None],
-    loader_means: Maybe[pd.DataFrame],
-    mean_step_ns: Maybe[float],
+    job: Job = needs(JOB),
+    before_forward: Maybe[tuple[int, float] | None] = maybe(before_forward),
+    loader_means: Maybe[Frame] = maybe(loader_means),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
 ) -> list[Fact]:
     """List how the queue and the epochs of the training loader went, or the time before the forward without one."""
     section = _Section("Loading")
@@ -198,7 +208,7 @@ def _of_loading(
     return section.facts
 
 
-def _of_precision(job: Job) -> list[Fact]:
+def _of_precision(job: Job = needs(JOB)) -> list[Fact]:
     section = _Section("Precision")
     for key in ("enabled", "dtype"):
         section.add(f"autocast {key}", _several(job, "autocast", key))
@@ -208,14 +218,18 @@ def _of_precision(job: Job) -> list[Fact]:
     return section.facts
 
 
-def _of_environment(job: Job) -> list[Fact]:
+def _of_environment(job: Job = needs(JOB)) -> list[Fact]:
     section = _Section("Environment")
     for name in sorted({name for r in job.ranks for name in job.facts[r].get("env") or ()}):
         section.add(name, _several(job, "env", name))
     return section.facts
 
 
-def _of_arithmetic(job: Job, arithmetic: Maybe[pd.DataFrame], tensor_cores: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_arithmetic(
+    job: Job = needs(JOB),
+    arithmetic: Maybe[Frame] = maybe(arithmetic),
+    tensor_cores: Maybe[Frame] = maybe(tensor_cores),
+) -> list[Fact]:
     """List what is computed per step, how fast, and the kernels' time in products without tensor cores.
 
     Names of kernels do not say how busy tensor cores are; the samples of the GPU do.
@@ -251,7 +265,7 @@ def _between(values: list[float], unit: str) -> str:
     return ", ".join(quantity(v, unit) for v in values)
 
 
-def _of_memory(job: Job, memory_use: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_memory(job: Job = needs(JOB), memory_use: Maybe[Frame] = maybe(memory_use)) -> list[Fact]:
     """List the most memory that PyTorch's allocator took on any rank, and its retries."""
     section = _Section("Memory")
     section.add("for pytorch.org/memory_viz", _files(job, "ranks/*/memory_snapshot.pickle"))
@@ -280,7 +294,9 @@ def _files(job: Job, *patterns: str) -> list[str]:
 
 
 def _of_samples(
-    sample_means: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], foreign_load: Maybe[pd.DataFrame]
+    sample_means: Maybe[Frame] = maybe(sample_means),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
+    foreign_load: Maybe[Frame] = maybe(foreign_load),
 ) -> list[Fact]:
     """List what was sampled during steady training."""
     means = sample_means.or_none()
@@ -328,7 +344,11 @@ _MARKS = {
 }
 
 
-def _of_recording(job: Job, step_means: Maybe[pd.DataFrame], replayed_steps: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_recording(
+    job: Job = needs(JOB),
+    step_means: Maybe[Frame] = maybe(step_means),
+    replayed_steps: Maybe[Frame] = maybe(replayed_steps),
+) -> list[Fact]:
     section = _Section("Recording")
     section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
     untraced = settings.not_asked(job)
@@ -354,7 +374,7 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame], replayed_steps: May
     return section.facts
 
 
-def _of_clocks(job: Job, host_clocks: Maybe[pd.DataFrame]) -> list[Fact]:
+def _of_clocks(job: Job = needs(JOB), host_clocks: Maybe[Frame] = maybe(host_clocks)) -> list[Fact]:
     """List how far the hosts' clocks are apart, by the ends of collectives, or why waiting is not known."""
     section = _Section("Across ranks")
     if job.world_size < 2:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis import subjects
-from dlprof.analysis.engine import Measured, MeasureFailed
+from dlprof.analysis.engine import Measured, MeasureFailed, check_needs
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 
@@ -28,7 +27,7 @@ class Picture:
     draw: Callable[..., list[Panel]]
 
     def __post_init__(self) -> None:
-        subjects.check(self.draw)
+        check_needs(self.draw)
 
 
 def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
-from dlprof.analysis.host.parts import ALL
-from dlprof.analysis.step.breakdown import part, room
+from dlprof.analysis.host.parts import ALL, host_parts
+from dlprof.analysis.input.loader import fed_ns
+from dlprof.analysis.step.breakdown import breakdown, part, room
+from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.step.savings import saving as replay
+from dlprof.analysis.step.whole_job import loop_step_ns
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.result import TIMELESS, Outcome, Setting, Together
 
 # A part of a saving, ns, and the categories of `time` that it comes out of.
@@ -23,15 +25,15 @@ Piece = tuple[frozenset[str], float]
 class Basis:
     """What outcomes are judged by. Its fields are needs: the engine fills them."""
 
-    job: Job
-    mean_step_ns: Maybe[float]
-    loop_step_ns: Maybe[float]
-    of_step: Maybe[str]
-    fed_ns: Maybe[float]
-    breakdown: Maybe[pd.DataFrame]
-    own_time: Maybe[pd.DataFrame]
-    host_parts: Maybe[pd.DataFrame]
-    step_means: Maybe[pd.DataFrame]
+    job: Job = needs(JOB)
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns)
+    loop_step_ns: Maybe[float] = maybe(loop_step_ns)
+    of_step: Maybe[str] = maybe(of_step)
+    fed_ns: Maybe[float] = maybe(fed_ns)
+    breakdown: Maybe[Frame] = maybe(breakdown)
+    own_time: Maybe[Frame] = maybe(own_time)
+    host_parts: Maybe[Frame] = maybe(host_parts)
+    step_means: Maybe[Frame] = maybe(step_means)
 
     def longest(self) -> tuple[float, int]:
         """Return the longest mean step of a rank, ns, and which rank's it is."""

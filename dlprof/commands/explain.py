@@ -1,43 +1,129 @@
-"""`dlprof explain RULE`: a rule's manual; `dlprof explain settings`: what `--set` overrides."""
+"""`dlprof explain NAME`: the manual of a rule, a format or the settings, and what a rule stands on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import click
 
-SETTINGS = "settings"
+if TYPE_CHECKING:
+    from dlprof.analysis.engine.needs import Need
+
+LISTS = ("rules", "sources", "settings")
 
 
-@click.command(short_help="Print the manual of a rule, or of the settings.")
-@click.argument("rule", metavar="RULE|settings")
-def explain(rule: str) -> None:
-    """Print the manual of a RULE: what it looks at, when it finds something, what to change.
+@click.command(short_help="Print the manual of a rule, a format or the settings.")
+@click.argument("name", metavar="RULE|SOURCE|rules|sources|settings", default="rules")
+@click.option("--needs", is_flag=True, help="Print what the rule stands on: measures, tables, and what records these.")
+def explain(name: str, needs: bool) -> None:
+    """Print the manual of a RULE (what it looks at, when it finds something, what to change) or of a SOURCE.
 
-    `settings` lists what `dlprof wrap --set NAME=VALUE` overrides in a script, with values and risks.
+    `rules` lists the bottlenecks that dlprof knows, `sources` the files of other tools that it reads, alone or several
+    in one folder, and `settings` what `dlprof wrap --set NAME=VALUE` overrides in a script, with values and risks.
     """
-    if rule == SETTINGS:
-        click.echo(_settings())
-        return
-    from dlprof.analysis.diagnosis import rule_named
+    from dlprof.commands import say
+
+    for line in _needed(name) if needs else _explained(name):
+        say(line)
+
+
+def _explained(name: str) -> Iterator[str]:
+    if name in LISTS:
+        return {"rules": _rules, "sources": _sources, "settings": _settings}[name]()
+    from dlprof.analysis.rules import RULES
+    from dlprof.errors import DlprofError
+    from dlprof.read.formats import formats
+
+    for rule in RULES:
+        if rule.id == name:
+            return iter((f"{rule.id}: {rule.title}", "", *rule.manual.splitlines()))
+    for one in formats():
+        if one.name == name:
+            return (f"{label}: {text}" for label, text in one.described.items())
+    known = (*LISTS, *(rule.id for rule in RULES), *(one.name for one in formats()))
+    raise DlprofError(f"nothing is called {name!r}; there are: {', '.join(known)}")
+
+
+def _rules() -> Iterator[str]:
     from dlprof.analysis.rules import RULES
 
-    found = rule_named(RULES, rule)
-    click.echo(f"{found.id}: {found.title}\n\n{found.manual}")
+    width = max(len(r.id) for r in RULES)
+    for rule in RULES:
+        yield f"{rule.id:<{width}}  {rule.manual.splitlines()[0]}"
 
 
-def _settings() -> str:
+def _sources() -> Iterator[str]:
+    from dlprof.read.formats import formats
+
+    width = max(len(one.name) for one in formats())
+    for one in formats():
+        yield f"{one.name:<{width}}  {one.title}{'' if one.read else ' (known, and not read)'}"
+        yield f"{'':<{width}}    {one.left or one.brings}"
+        if one.record:
+            yield f"{'':<{width}}    record: {one.record}"
+
+
+def _settings() -> Iterator[str]:
     import textwrap
 
     from dlprof.overrides import ENVIRONMENT, OVERRIDES
 
-    lines = [
-        "Settings that `dlprof wrap --set NAME=VALUE` overrides in an unedited script.",
-        "Those that change numbers need --allow-numerics.",
-    ]
+    yield "Settings that `dlprof wrap --set NAME=VALUE` overrides in an unedited script."
+    yield "Those that change numbers need --allow-numerics."
     for one in (*OVERRIDES, ENVIRONMENT):
-        changes = "  (changes numbers)" if one.numerics else ""
-        texts = [one.help, *([f"Risk: {one.risk}"] if one.risk else [])]
-        lines += ["", f"{one.name} = {one.values}{changes}"]
-        lines += [
-            line for text in texts for line in textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
-        ]
-    return "\n".join(lines)
+        yield ""
+        yield f"{one.name} = {one.values}{'  (changes numbers)' if one.numerics else ''}"
+        for text in (one.help, *([f"Risk: {one.risk}"] if one.risk else [])):
+            yield from textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
+
+
+def _needed(name: str) -> Iterator[str]:
+    """Print the tree below a rule: each measure once in whole, with its file and line; at its ends the tables."""
+    from dlprof.analysis.diagnosis import rule_named
+    from dlprof.analysis.engine import needs_of
+    from dlprof.analysis.rules import RULES
+
+    rule = rule_named(RULES, name)
+    yield f"{rule.id}  {_place(rule.check)}"
+    yield from _below({**needs_of(rule.check), **needs_of(rule.explain)}, "", set())
+    yield "?: it may be lacking"
+
+
+def _below(found: dict[str, Need], indent: str, shown: set[str]) -> Iterator[str]:
+    from dlprof.analysis.engine import Measure
+    from dlprof.analysis.engine.needs import Fact
+    from dlprof.schema import Table
+
+    needed = {need.of.name: need for need in found.values() if not isinstance(need.of, Fact)}
+    for place, need in enumerate(needed.values(), 1):
+        of = need.of
+        last = place == len(needed)
+        head = f"{indent}{'└─ ' if last else '├─ '}{of.name}{'?' if need.optional else ''}"
+        if isinstance(of, Table):
+            yield f"{head}  table, {_recorded(of.name)}"
+        elif isinstance(of, Measure):
+            again = of.name in shown
+            shown.add(of.name)
+            yield f"{head}  {'see above' if again and of.needs else _place(of.function)}"
+            if not again:
+                yield from _below(dict(of.needs), f"{indent}{'   ' if last else '│  '}", shown)
+
+
+def _place(function: object) -> str:
+    import inspect
+    from pathlib import Path
+
+    import dlprof
+
+    file, code = Path(inspect.getsourcefile(function) or ""), inspect.unwrap(function).__code__  # type: ignore[arg-type]
+    return f"{file.relative_to(Path(dlprof.__file__).parent.parent).as_posix()}:{code.co_firstlineno}"
+
+
+def _recorded(table: str) -> str:
+    """Say what records a table: our recorder, or only other tools."""
+    from dlprof.read.formats import formats
+    from dlprof.read.sources import SOURCES
+
+    ours = [f"{source.files[0]} by dlprof/record/{source.recorder}" for source in SOURCES if table in source.tables]
+    return ", ".join(ours) or "of " + ", ".join(one.name for one in formats() if table in one.tables)

@@ -68,7 +68,7 @@ def report(
     show: bool,
     quiet: bool,
 ) -> None:
-    """Show where the time goes in PATH: a run, a folder of other tools' files, or one of them (`dlprof sources`).
+    """Show where the time goes in PATH: a run, a folder of other tools' files, or one (`dlprof explain sources`).
 
     Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
     """

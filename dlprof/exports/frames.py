@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from dlprof.analysis.diagnosis import every_frame
 from dlprof.analysis.engine import ALSO, MeasureFailed, Progress, RankData, measure
-from dlprof.analysis.subjects import every_measure
+from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import whole, writing
 from dlprof.read.run import Run
@@ -67,7 +68,7 @@ def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = 
     """Write a run's tables and measures; raise DlprofError where the folder does not take them."""
     with writing(str(folder)):
         (folder / "measures").mkdir(parents=True, exist_ok=True)
-        wanted = [m for m in every_measure() if m.is_frame and m.travels]
+        wanted = every_frame(RULES)
         measured = measure(run, wanted, jobs, progress, also=partial(_write_tables, folder / "tables"))
         for rank, why in measured.lacking(ALSO).items():
             raise DlprofError(f"{folder}: the tables of rank {rank} cannot be written: {why}")

@@ -21,15 +21,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis import (
-    settings,
-    subjects,  # noqa: F401 - makes the measures known that _content names
-)
-from dlprof.analysis.engine import Job, Maybe, MeasureFailed, Progress, measure
+from dlprof.analysis import settings
+from dlprof.analysis.communication.blame import blame
+from dlprof.analysis.communication.matching import host_clocks, matched
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, MeasureFailed, Progress, maybe, measure, needs
 from dlprof.analysis.timeline.host import parents
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
-from dlprof.exports.tracks import EXCHANGES, OWN, TRACKS, WAITS, WORKER
+from dlprof.exports.tracks import EXCHANGES, OWN, TRACKS, WAITS, WORKER, counters, reduced
 from dlprof.marks import __version__
 from dlprof.read.run import Run
 
@@ -102,12 +101,12 @@ def _open(path: Path, *, packed: bool) -> TextIO:
 
 
 def _content(
-    reduced: pd.DataFrame,
-    host_clocks: Maybe[pd.DataFrame],
-    matched: Maybe[pd.DataFrame],
-    blame: Maybe[pd.DataFrame],
-    counters: Maybe[pd.DataFrame],
-    job: Job,
+    reduced: Frame = needs(reduced),
+    host_clocks: Maybe[Frame] = maybe(host_clocks),
+    matched: Maybe[Frame] = maybe(matched),
+    blame: Maybe[Frame] = maybe(blame),
+    counters: Maybe[Frame] = maybe(counters),
+    job: Job = needs(JOB),
 ) -> _Content:
     hosts = {r: settings.host(job, r) for r in job.ranks}
     warnings: tuple[str, ...] = ()

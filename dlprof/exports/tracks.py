@@ -7,10 +7,14 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
-from dlprof.analysis.machine.log_clocks import OPTIONS
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
+from dlprof.analysis.machine.log_clocks import OPTIONS, placed_samples
 from dlprof.analysis.machine.samples import held
+from dlprof.analysis.step.partition import partition
+from dlprof.analysis.timeline.host import training_lane
+from dlprof.analysis.timeline.steps import step_series
 from dlprof.errors import NotMeasured
 from dlprof.units import short
 
@@ -89,12 +93,12 @@ def _most(rank: RankFacts) -> int:
 
 @within_rank
 def own_tracks(
-    step_series: Maybe[pd.DataFrame],
-    stalls: Maybe[pd.DataFrame],
-    chunks: Maybe[pd.DataFrame],
-    fetches: Maybe[pd.DataFrame],
-    partition: Maybe[dict[str, iv.Intervals]],
-    rank: RankFacts,
+    step_series: Maybe[Frame] = maybe(step_series),
+    stalls: Maybe[Frame] = maybe(schema.STALLS),
+    chunks: Maybe[Frame] = maybe(schema.CHUNKS),
+    fetches: Maybe[Frame] = maybe(schema.FETCHES),
+    partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the tracks of one rank alone: track, name, start_ns, dur_ns. Raises NotMeasured where there is none."""
     found: list[pd.DataFrame] = []
@@ -128,7 +132,12 @@ def own_tracks(
 
 
 @per_rank
-def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
+def reduced(
+    spans: Frame = needs(schema.SPANS),
+    training_lane: str = needs(training_lane),
+    own_tracks: Maybe[Frame] = maybe(own_tracks),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """Return a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
 
     `of` is how many spans there were, 0 on dlprof's own tracks.
@@ -161,7 +170,11 @@ def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: Maybe[pd.DataFr
 
 
 @per_rank
-def counters(spans: pd.DataFrame, placed_samples: Maybe[pd.DataFrame], memory: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def counters(
+    spans: Frame = needs(schema.SPANS),
+    placed_samples: Maybe[Frame] = maybe(placed_samples),
+    memory: Maybe[Frame] = maybe(schema.MEMORY),
+) -> pd.DataFrame:
     """Return what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
 
     Raises NotMeasured where nothing was.

@@ -131,7 +131,7 @@ class Format:
 
     @property
     def described(self) -> dict[str, str]:
-        """Return what is said of it, by label: for `dlprof sources` and for docs/sources.md."""
+        """Return what is said of it, by label: for `dlprof explain sources` and for docs/sources.md."""
         real = "yes" if self.seen else "no: it follows the tool's documentation or source"
         said = {
             "What it is": self.title,

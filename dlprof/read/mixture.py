@@ -95,7 +95,7 @@ def one_file(path: Path) -> Gathered:
     if known is None:
         # What is JSON may still be a trace that is cut off early: its reader says what is wrong.
         if head.opens not in ("{", "["):
-            raise DlprofError(f"{path}: {described(head)}; `dlprof sources` lists what is read")
+            raise DlprofError(f"{path}: {described(head)}; `dlprof explain sources` lists what is read")
         known = format_named("torch_trace"), (Part(),)
     found, parts = known
     if found.read is None:

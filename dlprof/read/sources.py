@@ -47,6 +47,11 @@ class Source:
     read: Callable[[Path], Reading]  # raises DlprofError where the file cannot be read or is no such log
     of_host: bool = False
 
+    @property
+    def recorder(self) -> str:
+        """The module below dlprof/record that writes it."""
+        return _RECORDERS[self.name]
+
 
 def _lazily(module: str, function: str, *args: Any) -> Callable[[Path], Reading]:
     """Return a function of a module of `dlprof.read` that is imported, with pandas, when the first file is read."""
@@ -69,6 +74,27 @@ def _samples(name: str, *, of_host: bool = False) -> Source:
     """Describe a sampler's log, read into rows of the table "samples" with its name as their source."""
     return Source(name, (f"{name}.jsonl",), ("samples",), _NOT_SAMPLED, _lazily("logs", "samples", name), of_host)
 
+
+# By the name of a source.
+_RECORDERS = {
+    "compiled": "model/compiled.py",
+    "fetches": "collectors/loader.py",
+    "gpu": "samplers/gpu.py",
+    "held": "model/held.py",
+    "host": "samplers/host.py",
+    "lines": "collectors/lines.py",
+    "loading": "collectors/loader.py",
+    "loss_scale": "model/loss_scale.py",
+    "memory": "collectors/memory.py",
+    "modules": "collectors/trace.py",
+    "overrides": "collectors/overrides.py",
+    "pipeline": "collectors/pipeline.py",
+    "processes": "samplers/host.py",
+    "stacks": "samplers/stacks.py",
+    "stalls": "collectors/stalls.py",
+    "steps": "collectors/steps.py",
+    "torch_trace": "collectors/trace.py",
+}
 
 _ONLY = "(only `dlprof wrap` and `dlprof run` leave one)"
 _NOT_SAMPLED = "nothing was sampled next to the job (only `dlprof wrap` and `dlprof run` do, without --no-sample)"

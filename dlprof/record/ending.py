@@ -23,12 +23,10 @@ from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dlprof.record.log import Descriptor, moved
-
-if TYPE_CHECKING:
-    from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Phases
 
 # How long the main thread may take to start the handler. It gets longer while a trace is open: only the main thread can
 # close it, and a step may spend that long in C.
@@ -58,10 +56,27 @@ class _Default(int):
         self.handle(number, frame)
 
 
+class Recording(Protocol):
+    """What is ended: the recorder."""
+
+    stopping: tuple[int, int]  # the thread that writes the files right now, and since when
+    has_stopped: threading.Event
+
+    @property
+    def clock(self) -> Phases:
+        """The clock of the steps."""
+
+    def save(self) -> None:
+        """Bring the last steps to the disk."""
+
+    def stop(self, ended: str, *, at_once: bool = False) -> None:
+        """End the recording."""
+
+
 class Ending:
     """Ends a recording with its process."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recording) -> None:
         self._recorder = recorder
         self._handler = _Default(signal.SIG_DFL)
         self._handler.handle = self._terminated

@@ -8,13 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dlprof.record.batches import look_at, samples_of
 from dlprof.record.loaders import LoaderSeen, Pass
-
-if TYPE_CHECKING:
-    from dlprof.record.recorder import Recorder
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _NONE = (0, 0, 0, 0)
@@ -272,11 +269,27 @@ class Watcher(Protocol):
         """See it end."""
 
 
+class Driver(Protocol):
+    """What the clock calls: the recorder."""
+
+    def begin(self) -> None:
+        """Start recording: the process has just begun to train."""
+
+    def infer(self) -> None:
+        """Start recording a process that only infers."""
+
+    def steps_due(self) -> None:
+        """Take the steps that have ended."""
+
+    def fail(self, error: Exception) -> None:
+        """Switch the recording off, since it failed."""
+
+
 @dataclass(slots=True, eq=False)
 class Phases:
     """The phases of the step that is being measured. They nest, and their times exclude each other."""
 
-    _driver: Recorder
+    _driver: Driver
     row: Row = field(default_factory=lambda: Row(0, 0))
     owner: int = 0  # the thread that trains
     off: bool = False

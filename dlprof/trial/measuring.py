@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis.engine import Job, RankData
 from dlprof.analysis.engine.ranks import RankAnswer
-from dlprof.analysis.throughput.rates import share
-from dlprof.analysis.timeline.steady import ENOUGH
+from dlprof.analysis.throughput.rates import share, work_done
+from dlprof.analysis.timeline.steady import ENOUGH, light_steps
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result.tried import Of
@@ -59,20 +58,16 @@ def _samples(run: Run) -> float | None:
     """Return the samples of a mean step of the whole job, by rank 0's; None where they are not known."""
     job = Job(run, {r.index: RankAnswer({}, r.facts, {}, ()) for r in run.ranks})
     try:
-        mine = float(RankData(run.ranks[0]).call(_work)["samples"].iloc[0])
+        mine = float(RankData(run.ranks[0]).once(work_done)["samples"].iloc[0])
     except NotMeasured:
         return None
     times = share(job).times
     return mine * times if times and math.isfinite(mine) else None
 
 
-def _work(work_done: pd.DataFrame) -> pd.DataFrame:
-    return work_done
-
-
 def steps_of_rank(rank: Rank) -> Steps:
     """Return the same of a rank."""
-    rows = RankData(rank).call(_light)
+    rows = RankData(rank).once(light_steps)
     steady = rows["steady"].to_numpy(dtype=bool)
     if steady.sum() < ENOUGH:
         raise NotMeasured(f"{int(steady.sum())} steady steps are too few")
@@ -94,10 +89,6 @@ def steps_of_rank(rank: Rank) -> Steps:
         ahead=ahead(loader),
         batch_size=loader.get("batch_size"),
     )
-
-
-def _light(light_steps: pd.DataFrame) -> pd.DataFrame:
-    return light_steps
 
 
 def training_loader(facts: Any) -> dict[str, Any]:

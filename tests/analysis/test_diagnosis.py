@@ -13,10 +13,12 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.diagnosis import diagnose, rule_named
-from dlprof.analysis.engine import needs, per_rank
+from dlprof.analysis.engine import Maybe, maybe, needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, change, nothing
+from dlprof.analysis.figures import FIELDS, device_of
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.spread import LEAST_NOISE
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import Run, open_run
 from dlprof.result import CATEGORIES, MOST_RANKS, Panel, Place
@@ -89,7 +91,7 @@ def test_ranks_that_it_costs_half_the_most_are_named(job: Run) -> None:
 
 
 def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
-    def check(mean_step_ns: float) -> Estimate:
+    def check(mean_step_ns: float = needs(mean_step_ns)) -> Estimate:
         return Estimate(saving_ns=0.01 * mean_step_ns, loses="is lost")
 
     def never(estimate: Estimate) -> Explanation:
@@ -239,7 +241,7 @@ def test_one_that_raises_costs_only_its_row(job: Run) -> None:
 
 
 def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
-    def check(breaks: pd.DataFrame) -> Estimate:
+    def check(breaks: pd.DataFrame = needs(breaks)) -> Estimate:
         return nothing(f"{len(breaks)} rows")
 
     result = diagnose(job, [rule(check, "a"), rule(finding(), "b")], jobs=1)
@@ -252,7 +254,10 @@ def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
 
 
 def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(needs._MEASURES, "device_time", breaks)
+    def device(device_time: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
+        return device_of(device_time)
+
+    monkeypatch.setitem(FIELDS, "device", device)
     result = diagnose(job, [], jobs=1)
     assert result.device == ()
     assert result.time

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis import subjects
-from dlprof.analysis.engine import measure
+from dlprof.analysis.engine import check_needs, measure
 from dlprof.analysis.figures import FIELDS
 from dlprof.read.run import open_run
 from dlprof.result import Result
@@ -17,7 +16,7 @@ from tests.fixtures import traces
 def test_each_makes_a_field_of_a_result_from_known_measures() -> None:
     assert set(FIELDS) <= set(Result.__struct_fields__)
     for make in FIELDS.values():
-        subjects.check(make)
+        check_needs(make)
 
 
 def test_a_trace_of_some_steps(tmp_path: Path) -> None:

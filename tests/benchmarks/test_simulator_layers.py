@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import dlprof.analysis.subjects  # noqa: F401 - makes all measures known
 from benchmarks.simulator import folder
 from benchmarks.simulator.faults.fault import base, step_of, with_script
 from benchmarks.simulator.job import Job, Optimizer, Recording

@@ -8,9 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from dlprof.analysis.diagnosis import every_frame
 from dlprof.analysis.engine import RankData
+from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.breakdown import breakdown
-from dlprof.analysis.subjects import every_measure
 from dlprof.errors import DlprofError
 from dlprof.exports import frames
 from dlprof.read.run import open_run
@@ -43,7 +44,7 @@ def test_what_was_not_measured_is_told_with_its_reason(tmp_path: Path) -> None:
         silent = {row["measure"]: row["why"] for row in csv.DictReader(file)}
     assert silent["matched"].startswith("one rank: ")
     assert len(silent) == made.not_measured
-    assert made.measures + made.not_measured == len([m for m in every_measure() if m.is_frame and m.travels])
+    assert made.measures + made.not_measured == len(every_frame(RULES))
     assert not (tmp_path / "csv" / "measures" / "matched.csv").exists()
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis import subjects  # noqa: F401 - makes the measures known that the tracks name
 from dlprof.errors import NotMeasured
 from dlprof.exports import tracks
 from tests.fixtures import runs, traces

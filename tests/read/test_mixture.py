@@ -92,7 +92,7 @@ def test_a_file_of_several_ranks_is_that_many(tmp_path: Path) -> None:
 
 def test_a_file_of_no_known_format_is_refused_with_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("some words\n")
-    with pytest.raises(DlprofError, match="dlprof sources"):
+    with pytest.raises(DlprofError, match="dlprof explain sources"):
         open_run(tmp_path / "notes")
     (tmp_path / "half.json").write_text('{"schemaVersion": 1')
     assert one_file(tmp_path / "half.json").files[0][TRACE].name == "half.json"

@@ -16,11 +16,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.compute.kernels import kernels
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
 from dlprof.analysis.modules.functions import forward_rows
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, timing
 
 # Operators by their letter. Views and allocations have none.
 _OPERATORS = {
@@ -137,11 +141,11 @@ class Calls:
 
 @within_rank
 def calls(
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    has_device: bool,
-    timing: Timing,
-    kernels: Maybe[pd.DataFrame],
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    has_device: bool = needs(has_device),
+    timing: Timing = needs(timing),
+    kernels: Maybe[Frame] = maybe(kernels),
 ) -> Calls:
     """Return the outermost operators of all threads."""
     names, codes = [str(name) for name in spans["name"].cat.categories], spans["name"].cat.codes.to_numpy()

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain, chains
-from dlprof.analysis.engine import per_rank, within_rank
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.work import Chain, chains, replaced
+from dlprof.analysis.engine import needs, per_rank, within_rank
+from dlprof.analysis.timeline.device import has_device
 
 TANH, ERF = "tanh", "erf"
 
@@ -25,7 +26,7 @@ _ON_CPU = {TANH: (0.33, 0.38), ERF: (0.20, 0.18)}
 
 
 @within_rank
-def gelu_chains(calls: Calls, has_device: bool) -> list[Chain]:
+def gelu_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device)) -> list[Chain]:
     """Return the chains of operators that compute GELU."""
     return [
         chain
@@ -36,6 +37,8 @@ def gelu_chains(calls: Calls, has_device: bool) -> list[Chain]:
 
 
 @per_rank
-def gelus(gelu_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def gelus(
+    gelu_chains: list[Chain] = needs(gelu_chains), replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced)
+) -> pd.DataFrame:
     """Return GELU by separate operators, with the columns of `work.replaced`; `form`: TANH or ERF."""
     return replaced(gelu_chains)

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain, chains
-from dlprof.analysis.engine import per_rank, within_rank
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.work import Chain, chains, replaced
+from dlprof.analysis.engine import needs, per_rank, within_rank
 
 FORM = "cat in a loop"
 
@@ -35,13 +35,16 @@ _READS = 0.3
 
 
 @within_rank
-def growing_chains(calls: Calls) -> list[Chain]:
+def growing_chains(calls: Calls = needs(calls)) -> list[Chain]:
     """Return the calls of `cat` in loops in which a tensor grows."""
     return list(_chains(calls))
 
 
 @per_rank
-def growing_cats(growing_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def growing_cats(
+    growing_chains: list[Chain] = needs(growing_chains),
+    replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced),
+) -> pd.DataFrame:
     """Return the time of growing tensors in loops, as `work.replaced` does; a fix leaves each loop's last call."""
     return replaced(growing_chains)
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain, chains
-from dlprof.analysis.engine import per_rank, within_rank
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.work import Chain, chains, replaced
+from dlprof.analysis.engine import needs, per_rank, within_rank
+from dlprof.analysis.timeline.device import has_device
 
 LOG, ONE_HOT, SUM, SHIFTED, EXP, COPY = (
     "the log of a softmax",
@@ -48,13 +49,15 @@ _AS_WIDE = 0.2
 
 
 @within_rank
-def loss_chains(calls: Calls, has_device: bool) -> list[Chain]:
+def loss_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device)) -> list[Chain]:
     """Return the chains of operators that compute a loss."""
     return [*_written_out(calls), *(_copied(calls) if has_device else ())]
 
 
 @per_rank
-def losses(loss_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def losses(
+    loss_chains: list[Chain] = needs(loss_chains), replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced)
+) -> pd.DataFrame:
     """Return losses that move their logits more often than cross entropy, with the columns of `work.replaced`."""
     return replaced(loss_chains)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain, chains
-from dlprof.analysis.engine import per_rank, within_rank
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.work import Chain, chains, replaced
+from dlprof.analysis.engine import needs, per_rank, within_rank
+from dlprof.analysis.timeline.device import has_device
 
 LAYER, RMS = "mean and variance", "mean of squares"
 
@@ -36,13 +37,15 @@ _AS_WIDE = 0.25
 
 
 @within_rank
-def norm_chains(calls: Calls, has_device: bool) -> list[Chain]:
+def norm_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device)) -> list[Chain]:
     """Return the chains of operators that normalise."""
     return list(_chains(calls, has_device))
 
 
 @per_rank
-def norms(norm_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def norms(
+    norm_chains: list[Chain] = needs(norm_chains), replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced)
+) -> pd.DataFrame:
     """Return normalisations by separate operators, with the columns of `work.replaced`; `form`: LAYER or RMS."""
     return replaced(norm_chains)
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain
+from dlprof import schema
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.work import Chain, replaced
 from dlprof.analysis.compute.products import operands, sizes
-from dlprof.analysis.engine import RankFacts, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank, within_rank
 
 ONE_HOT, GRADIENT = "one_hot and a product", "the product's gradient"
 
@@ -22,13 +23,18 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
 @within_rank
-def one_hot_chains(calls: Calls, spans: pd.DataFrame, rank: RankFacts) -> list[Chain]:
+def one_hot_chains(
+    calls: Calls = needs(calls), spans: Frame = needs(schema.SPANS), rank: RankFacts = needs(RANK)
+) -> list[Chain]:
     """Return products with one-hot rows, and their gradients."""
     return list(_chains(calls, spans, rank.facts))
 
 
 @per_rank
-def one_hots(one_hot_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def one_hots(
+    one_hot_chains: list[Chain] = needs(one_hot_chains),
+    replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced),
+) -> pd.DataFrame:
     """Return products with one-hot rows, and their gradients, as `work.replaced` does.
 
     An embedding takes at most the product's time × the share of bytes that it moves: N rows of h read and written, of

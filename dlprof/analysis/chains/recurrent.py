@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.chains.work import Chain
-from dlprof.analysis.engine import RankFacts, per_rank, within_rank
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.work import Chain, replaced
+from dlprof.analysis.engine import RANK, RankFacts, needs, per_rank, within_rank
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS
 from dlprof.errors import NotMeasured
@@ -29,7 +29,7 @@ _KERNELS = 2
 
 
 @within_rank
-def recurrent_chains(calls: Calls, rank: RankFacts) -> list[Chain]:
+def recurrent_chains(calls: Calls = needs(calls), rank: RankFacts = needs(RANK)) -> list[Chain]:
     """Return the written-out recurrent networks; raise NotMeasured where it is not known how many parameters there are.
 
     Layers are not a recurrence: a network of as many layers has as many parameters as products, at least.
@@ -44,7 +44,10 @@ def recurrent_chains(calls: Calls, rank: RankFacts) -> list[Chain]:
 
 
 @per_rank
-def recurrent_loops(recurrent_chains: list[Chain], replaced: Callable[[Sequence[Chain]], pd.DataFrame]) -> pd.DataFrame:
+def recurrent_loops(
+    recurrent_chains: list[Chain] = needs(recurrent_chains),
+    replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced),
+) -> pd.DataFrame:
     """Return the time of written-out recurrent networks, as `work.replaced` does; a fix leaves two kernels a turn."""
     return replaced(recurrent_chains)
 

@@ -10,12 +10,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.calls import Calls, calls
 from dlprof.analysis.compute.cpu_work import in_all_steps
-from dlprof.analysis.engine import Frame, Maybe, by_rank, within_rank
-from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
+from dlprof.analysis.compute.kernels import kernels
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, within_rank
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, device_work, has_device
+from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.analysis.timeline.what_if import LITTLE, WhatIf, what_if
 from dlprof.errors import NotMeasured
 
 
@@ -49,12 +50,12 @@ COLUMNS = ("form", "passes", "calls", "operators", "ns", "left_ns", "gain_ns")
 
 @within_rank
 def replaced(
-    calls: Calls,
-    timing: Timing,
-    has_device: bool,
-    what_if: Maybe[WhatIf],
-    kernels: Maybe[pd.DataFrame],
-    device_work: Maybe[pd.DataFrame],
+    calls: Calls = needs(calls),
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    what_if: Maybe[WhatIf] = maybe(what_if),
+    kernels: Maybe[Frame] = maybe(kernels),
+    device_work: Maybe[Frame] = maybe(device_work),
 ) -> Callable[[Sequence[Chain]], pd.DataFrame]:
     """Return a function from chains to a frame: their time in a mean steady traced step, the longest first.
 

@@ -12,12 +12,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import NOBODY
-from dlprof.analysis.communication.matching import SENT
+from dlprof.analysis.communication.collectives import NOBODY, exposed, window_steps
+from dlprof.analysis.communication.matching import SENT, instances, matched
 from dlprof.analysis.communication.waits import exposed_between
 from dlprof.analysis.compute.peaks import nvlink
-from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.errors import NotMeasured
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
@@ -25,63 +25,12 @@ CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 
 @across_ranks
-def bandwidth(transfers: pd.DataFrame, window_steps: pd.DataFrame, job: Job) -> pd.DataFrame:
-    """Sum up the collectives by kind, members and class of size, for the mean traced step.
-
-    Columns: collective, members, ranks (how many; 0: unknown), size (index into CLASSES; −1: unknown), count (a step),
-    bytes, transfer_ns (at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns (of transfer and
-    rank, in the mean steady step), algbw, busbw and the link's peak (bytes/s), culprit, late (how many collectives it
-    came last to) and matched (of how many). NaN and culprit −1: unknown.
-    """
-    steps = max(int(window_steps.groupby("rank").size().max()), 1)
-    by = transfers.groupby(["collective", "members", "ranks", "size"])
-    columns = ["bytes", "transfer_ns", "wait_ns", "bare_ns"]
-    frame = by[columns].sum(min_count=1).rename(columns={"bare_ns": "exposed_ns"}).astype(float) / steps
-    frame = frame.assign(count=by.size() / steps, matched=by.size()).reset_index()
-    frame["bytes"] = frame["bytes"].where((frame["size"] >= 0) & (frame["transfer_ns"] > 0))
-    algbw = frame["bytes"] / frame["transfer_ns"] * 1e9
-    factor = [bus_factor(*of) if of[1] else np.nan for of in zip(frame["collective"], frame["ranks"], strict=True)]
-    last = [of[of >= 0].value_counts() for _, of in by["late"]]
-    return frame.assign(
-        algbw=algbw,
-        busbw=algbw * factor,
-        peak=[_peak(job, members) for members in frame["members"]],
-        culprit=[int(of.index[0]) if len(of) else -1 for of in last],
-        late=[int(of.iloc[0]) if len(of) else 0 for of in last],
-    ).sort_values("transfer_ns", ascending=False, ignore_index=True)
-
-
-@across_ranks
-def exchanged(bandwidth: pd.DataFrame) -> pd.DataFrame:
-    """Sum up `bandwidth` over groups of as many ranks: what a rank has of each kind and class of size, longest first.
-
-    Columns: collective, ranks, size, groups (how many), count, bytes, wait_ns and transfer_ns (of a step, mean of the
-    groups), algbw and busbw (bytes/s, of all their transfers), of_peak (busbw over the link's), and of the group that
-    waits for one rank most often culprit, late and matched. NaN and culprit −1: unknown.
-    """
-    transfer = bandwidth["transfer_ns"]
-    frame = bandwidth.assign(carried=bandwidth["busbw"] * transfer, moved=bandwidth["algbw"] * transfer)
-    by = frame.groupby(["collective", "ranks", "size"])
-    # What is not known of one group is not known of their sum.
-    known = by[["carried", "moved", "peak"]].count().eq(by.size(), axis=0)
-    sums, peak = by[["carried", "moved"]].sum().where(known), by["peak"].min().where(known["peak"])
-    whole = by[["count", "bytes", "wait_ns", "transfer_ns"]].mean().assign(groups=by.size())
-    total = by["transfer_ns"].sum().replace(0.0, np.nan)
-    whole = whole.assign(algbw=sums["moved"] / total, busbw=sums["carried"] / total)
-    whole["of_peak"] = whole["busbw"] / peak
-    worst = frame.loc[by["late"].idxmax(), ["culprit", "late", "matched"]].set_index(whole.index)
-    whole = whole.join(worst).reset_index()
-    longest = (-(whole["transfer_ns"] + whole["wait_ns"].fillna(0.0))).argsort(kind="stable")
-    return whole.iloc[longest].reset_index(drop=True)
-
-
-@across_ranks
 def transfers(
-    matched: Maybe[pd.DataFrame],
-    instances: Maybe[pd.DataFrame],
-    exposed: pd.DataFrame,
-    window_steps: pd.DataFrame,
-    breakdown: pd.DataFrame,
+    matched: Maybe[Frame] = maybe(matched),
+    instances: Maybe[Frame] = maybe(instances),
+    exposed: Frame = needs(exposed),
+    window_steps: Frame = needs(window_steps),
+    breakdown: Frame = needs(breakdown),
 ) -> pd.DataFrame:
     """Return each collective of the traced steps once, whatever rank had it.
 
@@ -115,6 +64,59 @@ def transfers(
     one["transfer_ns"] = each["dur_ns"].min()
     one[["wait_ns", "bare_ns"]] = each[["wait_ns", "bare_ns"]].mean()
     return one if known else one.assign(wait_ns=np.nan)
+
+
+@across_ranks
+def bandwidth(
+    transfers: Frame = needs(transfers), window_steps: Frame = needs(window_steps), job: Job = needs(JOB)
+) -> pd.DataFrame:
+    """Sum up the collectives by kind, members and class of size, for the mean traced step.
+
+    Columns: collective, members, ranks (how many; 0: unknown), size (index into CLASSES; −1: unknown), count (a step),
+    bytes, transfer_ns (at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns (of transfer and
+    rank, in the mean steady step), algbw, busbw and the link's peak (bytes/s), culprit, late (how many collectives it
+    came last to) and matched (of how many). NaN and culprit −1: unknown.
+    """
+    steps = max(int(window_steps.groupby("rank").size().max()), 1)
+    by = transfers.groupby(["collective", "members", "ranks", "size"])
+    columns = ["bytes", "transfer_ns", "wait_ns", "bare_ns"]
+    frame = by[columns].sum(min_count=1).rename(columns={"bare_ns": "exposed_ns"}).astype(float) / steps
+    frame = frame.assign(count=by.size() / steps, matched=by.size()).reset_index()
+    frame["bytes"] = frame["bytes"].where((frame["size"] >= 0) & (frame["transfer_ns"] > 0))
+    algbw = frame["bytes"] / frame["transfer_ns"] * 1e9
+    factor = [bus_factor(*of) if of[1] else np.nan for of in zip(frame["collective"], frame["ranks"], strict=True)]
+    last = [of[of >= 0].value_counts() for _, of in by["late"]]
+    return frame.assign(
+        algbw=algbw,
+        busbw=algbw * factor,
+        peak=[_peak(job, members) for members in frame["members"]],
+        culprit=[int(of.index[0]) if len(of) else -1 for of in last],
+        late=[int(of.iloc[0]) if len(of) else 0 for of in last],
+    ).sort_values("transfer_ns", ascending=False, ignore_index=True)
+
+
+@across_ranks
+def exchanged(bandwidth: Frame = needs(bandwidth)) -> pd.DataFrame:
+    """Sum up `bandwidth` over groups of as many ranks: what a rank has of each kind and class of size, longest first.
+
+    Columns: collective, ranks, size, groups (how many), count, bytes, wait_ns and transfer_ns (of a step, mean of the
+    groups), algbw and busbw (bytes/s, of all their transfers), of_peak (busbw over the link's), and of the group that
+    waits for one rank most often culprit, late and matched. NaN and culprit −1: unknown.
+    """
+    transfer = bandwidth["transfer_ns"]
+    frame = bandwidth.assign(carried=bandwidth["busbw"] * transfer, moved=bandwidth["algbw"] * transfer)
+    by = frame.groupby(["collective", "ranks", "size"])
+    # What is not known of one group is not known of their sum.
+    known = by[["carried", "moved", "peak"]].count().eq(by.size(), axis=0)
+    sums, peak = by[["carried", "moved"]].sum().where(known), by["peak"].min().where(known["peak"])
+    whole = by[["count", "bytes", "wait_ns", "transfer_ns"]].mean().assign(groups=by.size())
+    total = by["transfer_ns"].sum().replace(0.0, np.nan)
+    whole = whole.assign(algbw=sums["moved"] / total, busbw=sums["carried"] / total)
+    whole["of_peak"] = whole["busbw"] / peak
+    worst = frame.loc[by["late"].idxmax(), ["culprit", "late", "matched"]].set_index(whole.index)
+    whole = whole.join(worst).reset_index()
+    longest = (-(whole["transfer_ns"] + whole["wait_ns"].fillna(0.0))).argsort(kind="stable")
+    return whole.iloc[longest].reset_index(drop=True)
 
 
 def bus_factor(collective: str, ranks: int) -> float:

@@ -14,11 +14,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.collectives import Nanoseconds
-from dlprof.analysis.communication.matching import SENT, SYNCHRONOUS
-from dlprof.analysis.communication.waits import culprits, places
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
-from dlprof.analysis.step.stalls import KINDS
+from dlprof.analysis.communication.collectives import Nanoseconds, collectives
+from dlprof.analysis.communication.matching import SENT, SYNCHRONOUS, matched
+from dlprof.analysis.communication.waits import culprits, exposed_waits, places
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.step.breakdown import breakdown
+from dlprof.analysis.step.partition import partition
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.timeline.stalls import KINDS, stall_means, stalled_steps
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES
 
@@ -46,7 +49,9 @@ Shares = NDArray[np.float64]
 
 
 @per_rank
-def accounts(collectives: pd.DataFrame, partition: dict[str, iv.Intervals]) -> pd.DataFrame:
+def accounts(
+    collectives: Frame = needs(collectives), partition: dict[str, iv.Intervals] = needs(partition)
+) -> pd.DataFrame:
     """Return what this rank had spent on each category when each of its `collectives`, a row each, began and had ended.
 
     In ns of the steady traced steps so far, two columns a category ("copy_start", "copy_end"); none for one that the
@@ -62,7 +67,11 @@ def accounts(collectives: pd.DataFrame, partition: dict[str, iv.Intervals]) -> p
 
 
 @across_ranks
-def charged(matched: pd.DataFrame, accounts: Maybe[pd.DataFrame], exposed_waits: Nanoseconds) -> pd.DataFrame:
+def charged(
+    matched: Frame = needs(matched),
+    accounts: Maybe[Frame] = maybe(accounts),
+    exposed_waits: Nanoseconds = needs(exposed_waits),
+) -> pd.DataFrame:
     """Charge each rank's waiting in the traced steps: rank, culprit (where the chain begins), category, ns (together).
 
     A rank's rows add up to its waiting in `waits`. Raises NotMeasured as `matched` does.
@@ -218,12 +227,12 @@ def _last_meeting(pairs: pd.DataFrame, computed: Shares) -> Rows:
 
 @across_ranks
 def blame(
-    own_time: pd.DataFrame,
-    charged: pd.DataFrame,
-    stalled_steps: Maybe[pd.DataFrame],
-    stall_means: Maybe[pd.DataFrame],
-    breakdown: pd.DataFrame,
-    job: Job,
+    own_time: Frame = needs(own_time),
+    charged: Frame = needs(charged),
+    stalled_steps: Maybe[Frame] = maybe(stalled_steps),
+    stall_means: Maybe[Frame] = maybe(stall_means),
+    breakdown: Frame = needs(breakdown),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Charge each rank's waiting in the mean steady step: rank, culprit, category, ns; of each rank the most first.
 

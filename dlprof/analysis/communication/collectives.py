@@ -15,11 +15,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
+from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.launches import UNKNOWN, Launches
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import device_work, exchanges_on_host
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.launches import UNKNOWN, Launches, launches
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.read.kineto.patterns import EXPERT_KERNEL
 
 Nanoseconds = NDArray[np.int64]
@@ -57,17 +61,41 @@ RANGE = "dlprof::all_to_all "
 _COLUMNS = ["collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
 
 
+@within_rank
+def point_to_point(
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    exchanges_on_host: bool = needs(exchanges_on_host),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
+    """Return the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
+
+    A kernel that carries several has a row for each. peer: the other rank, −1: unknown.
+    """
+    named = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], *POINT_TO_POINT, _EITHER)
+    if not named.any():
+        return spans[_COLUMNS].iloc[:0].assign(row=0)
+    calls = _texts(spans, named & ~is_on_device & (spans["peer"].to_numpy() >= 0))
+    if exchanges_on_host:
+        done = _texts(spans, named & ~is_on_device & ~host.is_named(spans, *_CALLS, "_c10d"))
+        found = _of_ranges(done[done["collective"] != _EITHER], calls)
+    else:
+        found = _of_kernels(spans, _texts(spans, named & is_on_device), calls)
+    found = found.assign(peer=found["peer"].where(found["peer"] >= 0, _only_other(rank, found["group"])))
+    return found.sort_values(["start_ns", "order"], kind="stable", ignore_index=True)[["row", *_COLUMNS]]
+
+
 @per_rank
 def collectives(
-    spans: pd.DataFrame,
-    timing: Timing,
-    point_to_point: pd.DataFrame,
-    exchanges_on_host: bool,
-    is_on_device: NDArray[np.bool_],
-    device_work: pd.DataFrame,
-    launches: Maybe[Launches],
-    launched_within: Maybe[NDArray[np.int64]],
-    rank: RankFacts,
+    spans: Frame = needs(schema.SPANS),
+    timing: Timing = needs(timing),
+    point_to_point: Frame = needs(point_to_point),
+    exchanges_on_host: bool = needs(exchanges_on_host),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    device_work: Frame = needs(device_work),
+    launches: Maybe[Launches] = maybe(launches),
+    launched_within: Maybe[NDArray[np.int64]] = maybe(launched_within),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the collectives, sends and receives of the steady traced steps, in the order in which they were issued.
 
@@ -181,7 +209,9 @@ def _experts(rank: RankFacts, groups: Mapping[str, Any]) -> str:
 
 
 @per_rank
-def exposed(timing: Timing, exposed_communication: iv.Intervals) -> pd.DataFrame:
+def exposed(
+    timing: Timing = needs(timing), exposed_communication: iv.Intervals = needs(exposed_communication)
+) -> pd.DataFrame:
     """Return the exposed communication of the steady traced steps: step, start_ns, end_ns."""
     found = iv.intersect(exposed_communication, timing.windows)
     found = found[found[:, 1] > found[:, 0]]
@@ -190,31 +220,10 @@ def exposed(timing: Timing, exposed_communication: iv.Intervals) -> pd.DataFrame
 
 
 @per_rank
-def window_steps(timing: Timing) -> pd.DataFrame:
+def window_steps(timing: Timing = needs(timing)) -> pd.DataFrame:
     """Return the steady traced steps: step, dur_ns."""
     lengths = timing.windows[:, 1] - timing.windows[:, 0]
     return pd.DataFrame({"step": _step_numbers(timing), "dur_ns": lengths})
-
-
-@within_rank
-def point_to_point(
-    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], exchanges_on_host: bool, rank: RankFacts
-) -> pd.DataFrame:
-    """Return the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
-
-    A kernel that carries several has a row for each. peer: the other rank, −1: unknown.
-    """
-    named = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], *POINT_TO_POINT, _EITHER)
-    if not named.any():
-        return spans[_COLUMNS].iloc[:0].assign(row=0)
-    calls = _texts(spans, named & ~is_on_device & (spans["peer"].to_numpy() >= 0))
-    if exchanges_on_host:
-        done = _texts(spans, named & ~is_on_device & ~host.is_named(spans, *_CALLS, "_c10d"))
-        found = _of_ranges(done[done["collective"] != _EITHER], calls)
-    else:
-        found = _of_kernels(spans, _texts(spans, named & is_on_device), calls)
-    found = found.assign(peer=found["peer"].where(found["peer"] >= 0, _only_other(rank, found["group"])))
-    return found.sort_values(["start_ns", "order"], kind="stable", ignore_index=True)[["row", *_COLUMNS]]
 
 
 def _texts(spans: pd.DataFrame, chosen: NDArray[np.bool_]) -> pd.DataFrame:

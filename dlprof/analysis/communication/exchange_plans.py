@@ -16,12 +16,22 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.bandwidth import CLASSES
+from dlprof.analysis.communication.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.analysis.communication.collectives import NO_SIZES
 from dlprof.analysis.communication.matching import SENT
-from dlprof.analysis.communication.overlap import among
-from dlprof.analysis.engine import Job, across_ranks
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.communication.overlap import (
+    accumulation,
+    activations,
+    among,
+    exposed_transfer,
+    free_to_hide,
+    gradients,
+    idle_cores,
+    overlap,
+)
+from dlprof.analysis.engine import JOB, Frame, Job, across_ranks, needs
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
@@ -56,7 +66,7 @@ class Fit:
 
 
 @across_ranks
-def fitted(transfers: pd.DataFrame) -> Fit | None:
+def fitted(transfers: Frame = needs(transfers)) -> Fit | None:
     """Tell starting from moving by the smallest and the largest class of all-reduces; None where these are alike."""
     one = transfers.query("collective == 'all_reduce' and bytes > 0 and transfer_ns > 0")
     if not len(one):
@@ -71,7 +81,9 @@ def fitted(transfers: pd.DataFrame) -> Fit | None:
 
 
 @across_ranks
-def sized_collectives(bandwidth: pd.DataFrame, fitted: Fit | None, job: Job) -> pd.DataFrame:
+def sized_collectives(
+    bandwidth: Frame = needs(bandwidth), fitted: Fit | None = needs(fitted), job: Job = needs(JOB)
+) -> pd.DataFrame:
     """Return the rows of `bandwidth` but for sends, with each_bytes (mean size), calls (a step and rank), limit_bytes.
 
     Below limit_bytes a collective is small. Sizes that the trace lacks are those of the model's parameters; NaN where
@@ -124,18 +136,18 @@ Saves = Callable[[Transfer], float]
 
 @across_ranks
 def exchange_plans(
-    exposed_transfer: pd.Series[float],
-    free_to_hide: dict[int, float],
-    overlap: pd.DataFrame,
-    idle_cores: float,
-    bandwidth: pd.DataFrame,
-    gradients: pd.DataFrame,
-    activations: str,
-    accumulation: pd.DataFrame,
-    transfers: pd.DataFrame,
-    fitted: Fit | None,
-    own_time: pd.DataFrame,
-    job: Job,
+    exposed_transfer: pd.Series[float] = needs(exposed_transfer),
+    free_to_hide: dict[int, float] = needs(free_to_hide),
+    overlap: Frame = needs(overlap),
+    idle_cores: float = needs(idle_cores),
+    bandwidth: Frame = needs(bandwidth),
+    gradients: Frame = needs(gradients),
+    activations: str = needs(activations),
+    accumulation: Frame = needs(accumulation),
+    transfers: Frame = needs(transfers),
+    fitted: Fit | None = needs(fitted),
+    own_time: Frame = needs(own_time),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Predict what each change of the exchange gains: change, key, gain_ns (NaN: unknown), why, bucket_cap_mb.
 
@@ -187,7 +199,10 @@ def exchange_plans(
 
 @across_ranks
 def best_plan(
-    exchange_plans: pd.DataFrame, exposed_transfer: pd.Series[float], own_time: pd.DataFrame, mean_step_ns: float
+    exchange_plans: Frame = needs(exchange_plans),
+    exposed_transfer: pd.Series[float] = needs(exposed_transfer),
+    own_time: Frame = needs(own_time),
+    mean_step_ns: float = needs(mean_step_ns),
 ) -> pd.Series[Any]:
     """Return the plan to go by: exchanges for nothing go first, where they are notable; else what gains most.
 

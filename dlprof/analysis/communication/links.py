@@ -11,9 +11,10 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.bandwidth import CLASSES, bus_factor, size_classes
+from dlprof.analysis.communication.bandwidth import CLASSES, bandwidth, bus_factor, size_classes
 from dlprof.analysis.communication.collectives import NO_SIZES
-from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.communication.matching import matched
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Setting
 from dlprof.units import size
@@ -60,9 +61,7 @@ _SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 
 @across_ranks
 def links(
-    matched: Maybe[pd.DataFrame],
-    bandwidth: Maybe[pd.DataFrame],
-    job: Job,
+    matched: Maybe[Frame] = maybe(matched), bandwidth: Maybe[Frame] = maybe(bandwidth), job: Job = needs(JOB)
 ) -> pd.DataFrame:
     """Return the rows of `bandwidth` that judge a link, the most exposed first.
 

@@ -12,8 +12,15 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import NO_COLLECTIVES, NO_GROUP, NOBODY, ONE_RANK, POINT_TO_POINT
-from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.communication.collectives import (
+    NO_COLLECTIVES,
+    NO_GROUP,
+    NOBODY,
+    ONE_RANK,
+    POINT_TO_POINT,
+    collectives,
+)
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.errors import DoesNotApply, NotMeasured
 
 # They end at one instant for every member: no rank has the result before the last has given its part.
@@ -46,7 +53,45 @@ _NEVER = np.iinfo(np.int64).max
 
 
 @across_ranks
-def matched(instances: Maybe[pd.DataFrame], collectives: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
+def instances(collectives: Frame = needs(collectives), job: Job = needs(JOB)) -> pd.DataFrame:
+    """Return the rows of `collectives` with instance, the same number for the same collective on all ranks.
+
+    They match by their number in their process group (torch counts alike on all its ranks); where the trace lacks it,
+    by step, process group, kind and order, and where no group is known by stream too, if all ranks use their streams
+    alike. A send and its receive match by step, the two ranks, process group and order, if both ranks have as many of
+    them (is_sender: which is which). `row` is a row's place in `collectives`, `present` how many ranks have the
+    instance, `wanted` how many took part in it (0: unknown). Raises NotMeasured where nothing could match.
+    """
+    if not len(collectives):
+        raise NotMeasured(NO_COLLECTIVES) if job.world_size > 1 else DoesNotApply(ONE_RANK)
+    frame = _paired(collectives.assign(row=np.arange(len(collectives))))
+    if not len(frame):
+        raise NotMeasured(NO_PEERS if (collectives["peer"] < 0).all() else NO_PAIRS)
+    counted = (frame["sequence"] >= 0) & (frame["collective"] != SENT)
+    named = (frame["group"] != "") | (frame["members"] != "")
+    by_stream = ~counted & ~named
+    frame = frame.assign(
+        # Of a numbered collective neither the step nor the stream matters.
+        in_step=frame["step"].where(~counted, -1),
+        number=frame["sequence"].where(counted, -1),
+        stream=_streams(frame).where(by_stream, -1) if by_stream.any() else -1,
+        communicator=frame["communicator"].where(~named, ""),
+    )
+    key = ["in_step", "number", "communicator", "stream", "group", "members", "collective"]
+    frame = frame.assign(order=frame.groupby(["rank", *key], sort=False).cumcount())
+    instance = frame.groupby([*key, "order"]).ngroup()
+    size = frame["members"].str.count(",") + 1
+    return frame.assign(
+        instance=instance,
+        present=instance.map(instance.value_counts()),
+        wanted=np.select([frame["members"] == "", frame["members"] == NOBODY], [job.world_size, 0], size),
+    )
+
+
+@across_ranks
+def matched(
+    instances: Maybe[Frame] = maybe(instances), collectives: Maybe[Frame] = maybe(collectives), job: Job = needs(JOB)
+) -> pd.DataFrame:
     """Match the collectives of all ranks: the rows of `instances`, with wait_ns, and last (whether it arrived last).
 
     begin_ns and done_ns are its start and end on aligned clocks, offset_ns what the rank's clock is ahead by.
@@ -121,42 +166,6 @@ def _releases(frame: pd.DataFrame) -> tuple[pd.Series[int], pd.Series[bool]]:
     return until, is_source.where(from_one & ~stayed, begin == latest)
 
 
-@across_ranks
-def instances(collectives: pd.DataFrame, job: Job) -> pd.DataFrame:
-    """Return the rows of `collectives` with instance, the same number for the same collective on all ranks.
-
-    They match by their number in their process group (torch counts alike on all its ranks); where the trace lacks it,
-    by step, process group, kind and order, and where no group is known by stream too, if all ranks use their streams
-    alike. A send and its receive match by step, the two ranks, process group and order, if both ranks have as many of
-    them (is_sender: which is which). `row` is a row's place in `collectives`, `present` how many ranks have the
-    instance, `wanted` how many took part in it (0: unknown). Raises NotMeasured where nothing could match.
-    """
-    if not len(collectives):
-        raise NotMeasured(NO_COLLECTIVES) if job.world_size > 1 else DoesNotApply(ONE_RANK)
-    frame = _paired(collectives.assign(row=np.arange(len(collectives))))
-    if not len(frame):
-        raise NotMeasured(NO_PEERS if (collectives["peer"] < 0).all() else NO_PAIRS)
-    counted = (frame["sequence"] >= 0) & (frame["collective"] != SENT)
-    named = (frame["group"] != "") | (frame["members"] != "")
-    by_stream = ~counted & ~named
-    frame = frame.assign(
-        # Of a numbered collective neither the step nor the stream matters.
-        in_step=frame["step"].where(~counted, -1),
-        number=frame["sequence"].where(counted, -1),
-        stream=_streams(frame).where(by_stream, -1) if by_stream.any() else -1,
-        communicator=frame["communicator"].where(~named, ""),
-    )
-    key = ["in_step", "number", "communicator", "stream", "group", "members", "collective"]
-    frame = frame.assign(order=frame.groupby(["rank", *key], sort=False).cumcount())
-    instance = frame.groupby([*key, "order"]).ngroup()
-    size = frame["members"].str.count(",") + 1
-    return frame.assign(
-        instance=instance,
-        present=instance.map(instance.value_counts()),
-        wanted=np.select([frame["members"] == "", frame["members"] == NOBODY], [job.world_size, 0], size),
-    )
-
-
 def _streams(frame: pd.DataFrame) -> pd.Series[int]:
     """Return the stream of each row where all ranks have as many of its kind on it in that step; else −1."""
     by = ["step", "collective", "stream"]
@@ -182,7 +191,7 @@ def _paired(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def unmatched(collectives: Maybe[pd.DataFrame], matched: Maybe[pd.DataFrame]) -> str:
+def unmatched(collectives: Maybe[Frame] = maybe(collectives), matched: Maybe[Frame] = maybe(matched)) -> str:
     """Return why some are not matched; "" where there are none, or all are."""
     frame, pairs = collectives.or_none(), matched.or_none()
     if frame is None:
@@ -218,6 +227,6 @@ def _clocks(job: Job, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def host_clocks(matched: pd.DataFrame, job: Job) -> pd.DataFrame:
+def host_clocks(matched: Frame = needs(matched), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns)."""
     return _clocks(job, matched)

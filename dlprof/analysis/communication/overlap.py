@@ -7,15 +7,22 @@ import math
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.bandwidth import size_classes
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
-from dlprof.analysis.step.breakdown import part, part_noise
+from dlprof.analysis.communication.bandwidth import bandwidth, size_classes
+from dlprof.analysis.communication.collectives import collectives
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise
+from dlprof.analysis.step.partition import communication, cpu_computation, host_phases
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.stragglers.own_time import busy
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.steady import standard_error
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work, has_device
+from dlprof.analysis.timeline.host import training_lane
+from dlprof.analysis.timeline.steady import light_steps, standard_error
+from dlprof.analysis.timeline.steps import Timing, mean_step_ns, timing
 
 # Kernels that other threads than the training loop's launch are the backward pass, where they are so much of all.
 BACKWARD_SHARE = 0.1
@@ -29,15 +36,15 @@ _BOTH_WAYS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 @per_rank
 def overlap(
-    timing: Timing,
-    has_device: bool,
-    device_sets: Maybe[DeviceSets],
-    cpu_computation: Maybe[iv.Intervals],
-    communication: iv.Intervals,
-    spans: Maybe[pd.DataFrame],
-    training_lane: Maybe[str],
-    device_work: Maybe[pd.DataFrame],
-    host_phases: Maybe[dict[str, iv.Intervals]],
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    device_sets: Maybe[DeviceSets] = maybe(device_sets),
+    cpu_computation: Maybe[iv.Intervals] = maybe(cpu_computation),
+    communication: iv.Intervals = needs(communication),
+    spans: Maybe[Frame] = maybe(schema.SPANS),
+    training_lane: Maybe[str] = maybe(training_lane),
+    device_work: Maybe[Frame] = maybe(device_work),
+    host_phases: Maybe[dict[str, iv.Intervals]] = maybe(host_phases),
 ) -> pd.DataFrame:
     """Return a rank's computation of the mean traced step: computation_ns, beside_ns, backward_ns, backward_beside_ns.
 
@@ -74,7 +81,9 @@ def _backward(spans: pd.DataFrame, training_lane: str, device_work: pd.DataFrame
 
 
 @across_ranks
-def free_to_hide(overlap: pd.DataFrame, breakdown: pd.DataFrame, job: Job) -> dict[int, float]:
+def free_to_hide(
+    overlap: Frame = needs(overlap), breakdown: Frame = needs(breakdown), job: Job = needs(JOB)
+) -> dict[int, float]:
     """Return how much computation of the mean step hides nothing yet and could, ns a rank.
 
     Of the backward pass where that is known, for gradients are not there before it; of all in a sharded model, which
@@ -91,7 +100,9 @@ def free_to_hide(overlap: pd.DataFrame, breakdown: pd.DataFrame, job: Job) -> di
 
 
 @across_ranks
-def idle_cores(busy: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], job: Job) -> float:
+def idle_cores(
+    busy: Maybe[Frame] = maybe(busy), mean_step_ns: Maybe[float] = maybe(mean_step_ns), job: Job = needs(JOB)
+) -> float:
     """Return for how long of the mean step a CPU run's cores stand idle (the busiest host's), ns; infinity: unknown.
 
     Whatever two ranks do at the same time takes its CPU time: a step is no shorter than all of it on all cores.
@@ -110,7 +121,10 @@ def idle_cores(busy: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], job: Job) 
 
 @across_ranks
 def exposed_transfer(
-    own_time: pd.DataFrame, breakdown: pd.DataFrame, busy: Maybe[pd.DataFrame], job: Job
+    own_time: Frame = needs(own_time),
+    breakdown: Frame = needs(breakdown),
+    busy: Maybe[Frame] = maybe(busy),
+    job: Job = needs(JOB),
 ) -> pd.Series[float]:
     """Return the exposed communication of each rank less its waiting for others, ns of the mean step.
 
@@ -143,7 +157,9 @@ def _unexplained(own: pd.DataFrame, breakdown: pd.DataFrame, busy: Maybe[pd.Data
 
 
 @across_ranks
-def transfer_noise(own_time: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame]) -> float:
+def transfer_noise(
+    own_time: Frame = needs(own_time), waits: Maybe[Frame] = maybe(waits), breakdown: Maybe[Frame] = maybe(breakdown)
+) -> float:
     """Return how well the exposed transfer is known: the standard error of its mean over its mean.
 
     Waiting varies far more, for it is the difference of two ranks' jitter. A transfer is the same for all its ranks:
@@ -163,10 +179,10 @@ def transfer_noise(own_time: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown
 
 @per_rank
 def accumulation(
-    steps: Maybe[pd.DataFrame],
-    light_steps: Maybe[pd.DataFrame],
-    collectives: Maybe[pd.DataFrame],
-    timing: Maybe[Timing],
+    steps: Maybe[Frame] = maybe(schema.STEPS),
+    light_steps: Maybe[Frame] = maybe(light_steps),
+    collectives: Maybe[Frame] = maybe(collectives),
+    timing: Maybe[Timing] = maybe(timing),
 ) -> pd.DataFrame:
     """Return one row: batches for each step of the optimizer, and between.
 
@@ -192,7 +208,11 @@ def accumulation(
 
 
 @per_rank
-def in_forward(collectives: pd.DataFrame, host_phases: Maybe[dict[str, iv.Intervals]], rank: RankFacts) -> pd.DataFrame:
+def in_forward(
+    collectives: Frame = needs(collectives),
+    host_phases: Maybe[dict[str, iv.Intervals]] = maybe(host_phases),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """List what kinds of collectives the forward pass issues: collective, members, size (as in `bandwidth`), each once.
 
     Where no wrapper exchanges gradients in the backward pass, what that issues among the same ranks and of that size
@@ -212,7 +232,9 @@ def in_forward(collectives: pd.DataFrame, host_phases: Maybe[dict[str, iv.Interv
 
 
 @across_ranks
-def gradients(bandwidth: pd.DataFrame, in_forward: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
+def gradients(
+    bandwidth: Frame = needs(bandwidth), in_forward: Maybe[Frame] = maybe(in_forward), job: Job = needs(JOB)
+) -> pd.DataFrame:
     """Return the rows of `bandwidth` that may be exchanges of gradients.
 
     What the forward pass reduces are activations, and so is what the backward pass reduces of the same kind. With
@@ -235,7 +257,12 @@ def among(frame: pd.DataFrame, kinds: pd.DataFrame) -> pd.Series[bool]:
 
 
 @across_ranks
-def activations(bandwidth: pd.DataFrame, gradients: pd.DataFrame, in_forward: Maybe[pd.DataFrame], job: Job) -> str:
+def activations(
+    bandwidth: Frame = needs(bandwidth),
+    gradients: Frame = needs(gradients),
+    in_forward: Maybe[Frame] = maybe(in_forward),
+    job: Job = needs(JOB),
+) -> str:
     """Return the collective of the forward pass that makes up most of the exposed communication; else "".
 
     A sharded model gathers its parameters there, which may be gathered earlier.

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
+from dlprof import schema
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, needs, per_rank
 from dlprof.analysis.memory.snapshot import shortened
 from dlprof.units import listed
 
@@ -43,7 +44,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 
 @per_rank
-def recorded_calls(recorder_calls: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def recorded_calls(recorder_calls: Frame = needs(schema.RECORDER_CALLS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return a rank's last collectives as its recorder kept them, in order.
 
     Columns: group, about, kind, sequence, op, backend, state, open (1: the rank still waits for it), left (1: it waits
@@ -96,7 +97,7 @@ class Hang:
 
 
 @across_ranks
-def whole_calls(recorded_calls: pd.DataFrame, job: Job) -> pd.DataFrame:
+def whole_calls(recorded_calls: Frame = needs(recorded_calls), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return the calls of all ranks with `key` (which group it is), `named` (how people name it) and short sites.
 
     Two groups may have one name where their ranks differ.
@@ -119,7 +120,7 @@ def whole_calls(recorded_calls: pd.DataFrame, job: Job) -> pd.DataFrame:
 
 
 @across_ranks
-def hangs(whole_calls: pd.DataFrame, job: Job) -> tuple[Hang, ...]:
+def hangs(whole_calls: Frame = needs(whole_calls), job: Job = needs(JOB)) -> tuple[Hang, ...]:
     """Return the collectives that ranks wait in, those that others follow from first, then the earliest."""
     calls = whole_calls[whole_calls["kind"] == "collective"]
     most = calls.groupby(["key", "rank"], as_index=False)["sequence"].max()
@@ -209,7 +210,7 @@ def _place(hang: Hang, waiting: set[int]) -> tuple[object, ...]:
 
 
 @across_ranks
-def mismatches(whole_calls: pd.DataFrame) -> pd.DataFrame:
+def mismatches(whole_calls: Frame = needs(whole_calls)) -> pd.DataFrame:
     """Return the collectives of one number and group that are not the same on all ranks, a row for each variant.
 
     Columns: named, sequence, differs (operation, element type or size; the first that does), op, input, output, dtype,
@@ -237,7 +238,7 @@ def mismatches(whole_calls: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def rank_places(whole_calls: pd.DataFrame, hangs: tuple[Hang, ...]) -> pd.DataFrame:
+def rank_places(whole_calls: Frame = needs(whole_calls), hangs: tuple[Hang, ...] = needs(hangs)) -> pd.DataFrame:
     """Return where each rank is, by its dump: rank, doing, op, sequence, named, state, site, input, at_ns, and as
     text what and when.
 

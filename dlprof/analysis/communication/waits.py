@@ -9,14 +9,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.collectives import Nanoseconds
-from dlprof.analysis.engine import Job, across_ranks
+from dlprof.analysis.communication.collectives import Nanoseconds, exposed, window_steps
+from dlprof.analysis.communication.matching import matched
+from dlprof.analysis.engine import JOB, Frame, Job, across_ranks, needs
 
 _NONE = np.empty(0, dtype=np.int64)
 
 
 @across_ranks
-def bare_waits(matched: pd.DataFrame, exposed: pd.DataFrame) -> pd.DataFrame:
+def bare_waits(matched: Frame = needs(matched), exposed: Frame = needs(exposed)) -> pd.DataFrame:
     """Return the rows of `matched` with by, the rank that came last to the same collective, and waited_ns, the part of
     wait_ns in which its rank computed nothing; where waits overlap, the earliest has the time.
     """
@@ -26,7 +27,9 @@ def bare_waits(matched: pd.DataFrame, exposed: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def waiting(matched: pd.DataFrame, exposed: pd.DataFrame, job: Job) -> dict[int, iv.Intervals]:
+def waiting(
+    matched: Frame = needs(matched), exposed: Frame = needs(exposed), job: Job = needs(JOB)
+) -> dict[int, iv.Intervals]:
     """Return when, in the steady traced steps, each rank waited for another and computed nothing meanwhile."""
     waited = _by_rank(matched.assign(end_ns=matched["start_ns"] + matched["wait_ns"]))
     bare = _by_rank(exposed)
@@ -34,7 +37,7 @@ def waiting(matched: pd.DataFrame, exposed: pd.DataFrame, job: Job) -> dict[int,
 
 
 @across_ranks
-def exposed_waits(bare_waits: pd.DataFrame, exposed: pd.DataFrame) -> Nanoseconds:
+def exposed_waits(bare_waits: Frame = needs(bare_waits), exposed: Frame = needs(exposed)) -> Nanoseconds:
     """Return what waiting cost the rank of each row of `matched`, ns: waiting, and the transfers that it exposed.
 
     Waiting counts where the rank computed nothing; where waits overlap, the earliest has the time, so that they add up.
@@ -108,7 +111,10 @@ def _by_rank(frame: pd.DataFrame) -> dict[int, iv.Intervals]:
 
 @across_ranks
 def waits(
-    matched: pd.DataFrame, exposed_waits: Nanoseconds, window_steps: pd.DataFrame, exposed: pd.DataFrame
+    matched: Frame = needs(matched),
+    exposed_waits: Nanoseconds = needs(exposed_waits),
+    window_steps: Frame = needs(window_steps),
+    exposed: Frame = needs(exposed),
 ) -> pd.DataFrame:
     """Return what waiting for others cost each rank in each traced step.
 

@@ -9,12 +9,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.step.partition import exposed_communication, partition
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import device_work, exchanges_on_host
+from dlprof.analysis.timeline.host import is_on_device, on_training_thread
 from dlprof.analysis.timeline.steady import standard_error
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import DoesNotApply, NotMeasured
 
 # FSDP2 names what it does, and the module that it does it for; the outermost one has no name.
@@ -34,7 +38,9 @@ _BACKWARD = 2 / 3
 
 @per_rank
 def sharding(
-    on_training_thread: pd.DataFrame, timing: Timing, exposed_communication: Maybe[iv.Intervals]
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    exposed_communication: Maybe[iv.Intervals] = maybe(exposed_communication),
 ) -> pd.DataFrame:
     """Return one row: units (modules that FSDP2 shards by themselves), parents (modules right above them), around_ns.
 
@@ -54,12 +60,12 @@ def sharding(
 
 @per_rank
 def unused_searches(
-    on_training_thread: pd.DataFrame,
-    timing: Timing,
-    spans: pd.DataFrame,
-    exchanges_on_host: bool,
-    is_on_device: NDArray[np.bool_],
-    exposed_communication: Maybe[iv.Intervals],
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    spans: Frame = needs(schema.SPANS),
+    exchanges_on_host: bool = needs(exchanges_on_host),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    exposed_communication: Maybe[iv.Intervals] = maybe(exposed_communication),
 ) -> pd.DataFrame:
     """Return for each steady traced step: step, search_ns (DDP's search for unused parameters), flags_ns (the exposed
     part of the all_reduce that shares what was used).
@@ -79,7 +85,7 @@ def unused_searches(
 
 
 @across_ranks
-def unused_search(unused_searches: pd.DataFrame, job: Job) -> pd.DataFrame:
+def unused_search(unused_searches: Frame = needs(unused_searches), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return the same for each rank's mean steady traced step, and noise_ns, the standard error of both together.
 
     A rank that is early at the flags would else wait in the next exchange: a step's least over all ranks counts.
@@ -115,12 +121,12 @@ def _flags(spans: pd.DataFrame, on_host: bool, is_on_device: NDArray[np.bool_], 
 
 @per_rank
 def replication(
-    spans: pd.DataFrame,
-    timing: Timing,
-    is_on_device: NDArray[np.bool_],
-    device_work: pd.DataFrame,
-    what_if: Maybe[WhatIf],
-    partition: Maybe[dict[str, iv.Intervals]],
+    spans: Frame = needs(schema.SPANS),
+    timing: Timing = needs(timing),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    device_work: Frame = needs(device_work),
+    what_if: Maybe[WhatIf] = maybe(what_if),
+    partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
 ) -> pd.DataFrame:
     """Return one row, ns of a steady traced step: forward_ns (of the host inside DataParallel), copying_ns (of model,
     inputs, outputs and gradients) and its noise_ns, gain_ns (how much shorter the mean steady step would be without),

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.engine import RankFacts, per_rank
-from dlprof.analysis.timeline.steps import NOT_MARKED, Timing
+from dlprof.analysis.engine import RANK, RankFacts, needs, per_rank
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, timing
 from dlprof.errors import NotMeasured
 
 # FLOPs in precisions whose peak is not known may be this share of all; with more of them the MFU is not known.
@@ -23,7 +23,7 @@ _UNKNOWN_SHARE = 0.01
 
 
 @per_rank
-def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
+def arithmetic(timing: Timing = needs(timing), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return one row: flops (of a step), step_ns, flops_per_s, mfu (NaN: see why), backward (share of flops), peak (of
     the one precision that the step computes in, FLOP/s; NaN: of several, or not known) and why.
 

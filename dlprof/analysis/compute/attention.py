@@ -15,14 +15,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
+from dlprof.analysis.compute.kernels import kernels, shorter_kernels
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import SIXTEEN_BITS, sizes, width_of
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import SMALL_NS
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, timing
 
 # What a fused kernel reaches of the device's peak arithmetic and memory. FlashAttention 1 reaches 25 to 40 % on an
 # A100, FlashAttention 2 50 to 73 % (Dao 2023, FlashAttention-2, abstract), and 35 % on an H100 (Shah et al. 2024): the
@@ -85,11 +89,11 @@ Found = tuple[Block, NDArray[np.int64], set[str], float]
 
 @within_rank
 def attention_blocks(
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    has_device: bool,
-    kernels: Maybe[pd.DataFrame],
-    timing: Timing,
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    has_device: bool = needs(has_device),
+    kernels: Maybe[Frame] = maybe(kernels),
+    timing: Timing = needs(timing),
 ) -> list[Found]:
     """Return each attention that keeps its scores."""
     blocks = list(_blocks(spans, is_on_device))
@@ -98,13 +102,13 @@ def attention_blocks(
 
 @per_rank
 def attention(
-    has_device: bool,
-    kernels: Maybe[pd.DataFrame],
-    spans: pd.DataFrame,
-    attention_blocks: list[Found],
-    timing: Timing,
-    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], float], float]],
-    rank: RankFacts,
+    has_device: bool = needs(has_device),
+    kernels: Maybe[Frame] = maybe(kernels),
+    spans: Frame = needs(schema.SPANS),
+    attention_blocks: list[Found] = needs(attention_blocks),
+    timing: Timing = needs(timing),
+    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], float], float]] = maybe(shorter_kernels),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the attention whose scores lie in memory, in a mean steady traced step, by pass and shape, longest first.
 

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.timeline.steps import Timing
+from dlprof import schema
+from dlprof.analysis.compute.operators import operator_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 _PRODUCT = re.compile(
@@ -64,7 +67,12 @@ UNITS: Mapping[str, str] = {
 
 
 @per_rank
-def cpu_work(operator_work: pd.DataFrame, spans: pd.DataFrame, timing: Timing, has_device: bool) -> pd.DataFrame:
+def cpu_work(
+    operator_work: Frame = needs(operator_work),
+    spans: Frame = needs(schema.SPANS),
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+) -> pd.DataFrame:
     """Return one row of what operators on a CPU take of a mean traced step, each in no other.
 
     Columns: operators_ns (of all), products_ns and products (their calls), inner (those that call no other product),
@@ -101,7 +109,7 @@ def _kind(name: str) -> str:
 
 
 @across_ranks
-def cpu_parts(cpu_work: pd.DataFrame, breakdown: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def cpu_parts(cpu_work: Frame = needs(cpu_work), breakdown: Maybe[Frame] = maybe(breakdown)) -> pd.DataFrame:
     """Return the same of the mean steady step, a row a rank: its computation is divided as that of the traced steps."""
     computing = part(breakdown.get(), "computation")
     factor = cpu_work["rank"].map(computing).fillna(0.0) / cpu_work["operators_ns"].replace(0.0, np.nan)
@@ -156,7 +164,7 @@ def times_of(unit: str) -> float:
 
 
 @across_ranks
-def cpu_float32(cpu_parts: pd.DataFrame, job: Job) -> pd.DataFrame:
+def cpu_float32(cpu_parts: Frame = needs(cpu_parts), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return what ranks on a CPU multiply in float32, and would save in bfloat16, ns of the mean steady step.
 
     Columns: rank, unit ("": there is none for bfloat16), float32_ns, fp32_saved_ns. A rank whose model is called under

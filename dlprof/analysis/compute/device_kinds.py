@@ -16,13 +16,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis.compute.arithmetic import peak_of
 from dlprof.analysis.compute.kernel_names import COPY, MULTIPLY, OPTIMIZER, kind_of
-from dlprof.analysis.compute.kernels import around
+from dlprof.analysis.compute.kernels import around, kernels
+from dlprof.analysis.compute.optimizer import launched_by_optimizer
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, per_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.errors import NotMeasured
 from dlprof.result.device_work import DeviceWork, WorkKind
 from dlprof.units import percent
@@ -36,16 +41,16 @@ _REST, _COPIES = "(rest)", "(copies)"
 
 @per_rank
 def work_kinds(
-    kernels: pd.DataFrame,
-    device_work: pd.DataFrame,
-    launched_within: NDArray[np.int64],
-    launched_by_optimizer: Maybe[NDArray[np.bool_]],
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    modules: Maybe[pd.DataFrame],
-    module_rows: Maybe[pd.DataFrame],
-    timing: Timing,
-    rank: RankFacts,
+    kernels: Frame = needs(kernels),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
+    launched_by_optimizer: Maybe[NDArray[np.bool_]] = maybe(launched_by_optimizer),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    modules: Maybe[Frame] = maybe(schema.MODULES),
+    module_rows: Maybe[Frame] = maybe(module_rows),
+    timing: Timing = needs(timing),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the kernels, fills and copies within the device's memory of a mean steady traced step, a row a kind.
 
@@ -144,7 +149,7 @@ def _floors(frame: pd.DataFrame, limits: pd.DataFrame) -> tuple[pd.DataFrame, fl
 
 
 @across_ranks
-def kinds_of_work(work_kinds: pd.DataFrame) -> DeviceWork:
+def kinds_of_work(work_kinds: Frame = needs(work_kinds)) -> DeviceWork:
     """Return the device's own time by kind, mean of the ranks, with its floor where that is known."""
     by_rank = work_kinds.drop_duplicates("rank")
     sums = work_kinds.drop(columns=["rank", "unlimited", "rest_ns", "fused_ns"]).groupby("kind", sort=False).sum()

@@ -9,14 +9,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.compute.kernel_names import UNITS, in_float32, unit_of
-from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, saved_in_16_bits
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
+from dlprof import schema
+from dlprof.analysis.compute.kernel_names import UNITS, unit_of
+from dlprof.analysis.compute.optimizer import launched_by_optimizer
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
+from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.analysis.timeline.what_if import LITTLE, WhatIf, what_if
 from dlprof.errors import NotMeasured
 
 # A backward pass computes twice what its forward pass does (Kaplan et al., Scaling Laws, 2020, section 2.1): the
@@ -34,11 +35,11 @@ _BISECTIONS = 9  # to a hundredth of a batch
 
 @within_rank
 def kernels(
-    device_sets: DeviceSets,  # noqa: ARG001 - required: without a device in the trace nothing is known
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    device_work: pd.DataFrame,
-    launched_within: NDArray[np.int64],
+    device_sets: DeviceSets = needs(device_sets),  # noqa: ARG001 - required: without a device in the trace nothing is known
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
 ) -> pd.DataFrame:
     """Return the device's kernels that compute, with their row in the spans as index.
 
@@ -105,7 +106,10 @@ def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], asked: NDArray[n
 
 @within_rank
 def shorter_kernels(
-    kernels: pd.DataFrame, what_if: Maybe[WhatIf], timing: Timing, device_work: pd.DataFrame
+    kernels: Frame = needs(kernels),
+    what_if: Maybe[WhatIf] = maybe(what_if),
+    timing: Timing = needs(timing),
+    device_work: Frame = needs(device_work),
 ) -> Callable[[NDArray[np.bool_], float | NDArray[np.float64]], float]:
     """Return a function of flags, one for each of `kernels`, and a share, or one for each: how much shorter the mean
     steady step would be, ns, were only that share left of the time of the kernels that are flagged.
@@ -131,56 +135,11 @@ def shorter_kernels(
 
 
 @per_rank
-def tensor_cores(
-    kernels: pd.DataFrame,
-    timing: Timing,
-    operators: pd.DataFrame,
-    shorter_kernels: Callable[[NDArray[np.bool_], float], float],
-    rank: RankFacts,
-) -> pd.DataFrame:
-    """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
-    float32_ns (products without them), unknown_ns (products on units that no name shows), and what the step would
-    gain: fp32_saved_ns, were those in float32 in 16 bits; misaligned_ns and misaligned_saved_ns of products whose sizes
-    do not suit tensor cores (NaN: peaks or sizes not known); aligned (1: sizes were looked at, 0: no shape is known).
-
-    Only the names of kernels show these units, so tensor_ns is the least that it can be.
-    Raises NotMeasured where the trace holds no work of a device.
-    """
-    took = kernels[kernels["step"] >= 0].groupby("unit", observed=False)["dur_ns"].sum() / len(timing.windows)
-    _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
-    half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0) * TENSOR_SHARE
-    saved = saved_in_16_bits(operators, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
-    odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
-
-    def gain(saved_ns: float, chosen: NDArray[np.bool_]) -> float:
-        all_ns = float(kernels["dur_ns"][chosen & (kernels["step"].to_numpy() >= 0)].sum()) / len(timing.windows)
-        if math.isnan(saved_ns) or not all_ns:
-            return saved_ns
-        return shorter_kernels(chosen, max(0.0, 1 - saved_ns / all_ns))
-
-    return pd.DataFrame(
-        [
-            {
-                "kernel_ns": took.sum(),
-                "tensor_ns": took["tensor"] + took["tf32"],
-                "tf32_ns": took["tf32"],
-                "float32_ns": took["float32"],
-                "unknown_ns": took["unknown"],
-                "fp32_saved_ns": gain(saved, named(kernels, in_float32)),
-                "misaligned_ns": odd,
-                "misaligned_saved_ns": gain(odd_saved, host.is_one_of(kernels["unit"], "tensor", "unknown")),
-                "aligned": int(looked),
-            }
-        ]
-    )
-
-
-@per_rank
 def larger_batches(
-    memory: Maybe[pd.DataFrame],
-    what_if: WhatIf,
-    device_work: pd.DataFrame,
-    launched_by_optimizer: Maybe[NDArray[np.bool_]],
+    memory: Maybe[Frame] = maybe(schema.MEMORY),
+    what_if: WhatIf = needs(what_if),
+    device_work: Frame = needs(device_work),
+    launched_by_optimizer: Maybe[NDArray[np.bool_]] = maybe(launched_by_optimizer),
 ) -> pd.DataFrame:
     """Return for 1 and each of TIMES how much less the mean step would take for as many samples: times, gain_ns, and
     again_ns, the same where the forward pass is computed once more, as with checkpoints (below 0: it takes longer).

@@ -10,10 +10,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
+from dlprof.analysis.compute.kernels import kernels, shorter_kernels
+from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.compute.peaks import device_of, device_peaks
 from dlprof.analysis.compute.products import sizes
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import DoesNotApply, NotMeasured
 
 _CONVERSION = re.compile(r"nchwToNhwc|nhwcToNchw")
@@ -54,13 +58,13 @@ def passes_in_nhwc(kernel: str) -> float:
 
 @per_rank
 def nchw(
-    operators: pd.DataFrame,
-    spans: pd.DataFrame,
-    timing: Timing,
-    has_device: bool,
-    kernels: Maybe[pd.DataFrame],
-    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], float], float]],
-    rank: RankFacts,
+    operators: Frame = needs(operators),
+    spans: Frame = needs(schema.SPANS),
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    kernels: Maybe[Frame] = maybe(kernels),
+    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], float], float]] = maybe(shorter_kernels),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return one row of what NCHW costs a rank, ns of a mean steady traced step.
 

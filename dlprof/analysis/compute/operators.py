@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.compute.arithmetic import precision_of
 from dlprof.analysis.compute.kernel_names import in_float32
-from dlprof.analysis.compute.kernels import around, named
+from dlprof.analysis.compute.kernels import around, kernels, named, shorter_kernels
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.products import products
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
+from dlprof.analysis.compute.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, products, saved_in_16_bits
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import SMALL_NS
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 # Operators by the names under which a step's FLOPs are counted.
@@ -48,11 +51,11 @@ _KEYS = {"operator": "name", "dtype": "dtype", "shape": "shape"}
 
 @within_rank
 def operator_work(
-    has_device: bool,
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    timing: Timing,
-    kernels: Maybe[pd.DataFrame],
+    has_device: bool = needs(has_device),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    timing: Timing = needs(timing),
+    kernels: Maybe[Frame] = maybe(kernels),
 ) -> pd.DataFrame:
     """Return what operators do in the steady traced steps: on a device the rows of `kernels` there, on a CPU a row an
     operator with the time that it spends in no other: dur_ns, step, unit ("") and owner (itself), as in `kernels`.
@@ -80,7 +83,11 @@ def operator_work(
 
 @per_rank
 def operators(
-    operator_work: pd.DataFrame, spans: pd.DataFrame, timing: Timing, has_device: bool, rank: RankFacts
+    operator_work: Frame = needs(operator_work),
+    spans: Frame = needs(schema.SPANS),
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return what each operator takes in a mean steady traced step, by dtype and shape, the heaviest first.
 
@@ -175,3 +182,48 @@ def _shares(shapes: Sequence[Mapping[str, Any]], took: NDArray[np.float64]) -> N
     shares = np.zeros(len(shapes))
     shares[heaviest] = np.diff(np.append(0.0, np.cumsum(took))[ends], prepend=0.0) / took.sum()
     return shares
+
+
+@per_rank
+def tensor_cores(
+    kernels: Frame = needs(kernels),
+    timing: Timing = needs(timing),
+    operators: Frame = needs(operators),
+    shorter_kernels: Callable[[NDArray[np.bool_], float], float] = needs(shorter_kernels),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
+    """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
+    float32_ns (products without them), unknown_ns (products on units that no name shows), and what the step would
+    gain: fp32_saved_ns, were those in float32 in 16 bits; misaligned_ns and misaligned_saved_ns of products whose sizes
+    do not suit tensor cores (NaN: peaks or sizes not known); aligned (1: sizes were looked at, 0: no shape is known).
+
+    Only the names of kernels show these units, so tensor_ns is the least that it can be.
+    Raises NotMeasured where the trace holds no work of a device.
+    """
+    took = kernels[kernels["step"] >= 0].groupby("unit", observed=False)["dur_ns"].sum() / len(timing.windows)
+    _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
+    half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0) * TENSOR_SHARE
+    saved = saved_in_16_bits(operators, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
+    odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
+
+    def gain(saved_ns: float, chosen: NDArray[np.bool_]) -> float:
+        all_ns = float(kernels["dur_ns"][chosen & (kernels["step"].to_numpy() >= 0)].sum()) / len(timing.windows)
+        if math.isnan(saved_ns) or not all_ns:
+            return saved_ns
+        return shorter_kernels(chosen, max(0.0, 1 - saved_ns / all_ns))
+
+    return pd.DataFrame(
+        [
+            {
+                "kernel_ns": took.sum(),
+                "tensor_ns": took["tensor"] + took["tf32"],
+                "tf32_ns": took["tf32"],
+                "float32_ns": took["float32"],
+                "unknown_ns": took["unknown"],
+                "fp32_saved_ns": gain(saved, named(kernels, in_float32)),
+                "misaligned_ns": odd,
+                "misaligned_saved_ns": gain(odd_saved, host.is_one_of(kernels["unit"], "tensor", "unknown")),
+                "aligned": int(looked),
+            }
+        ]
+    )

@@ -8,17 +8,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
+from dlprof.analysis.step.partition import exposed_communication, in_optimizer, partition
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steady import standard_error
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steady import light_steps, standard_error
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
-
-RANGES = ("Optimizer.step#", "dlprof::optimizer")
-_OF_CLOSURES = ("dlprof::forward", "dlprof::backward")
 
 # What a fused step takes of an unfused one's time, on a CPU and on a GPU. On a CPU as measured with torch 2.13 on one
 # core, over 50 to 200 small parameters and over 8 of a million values: 0.15 to 0.27 of a loop for Adam (0.27 to 0.30 of
@@ -36,21 +37,11 @@ _OF_BANDWIDTH = 0.85
 
 
 @within_rank
-def in_optimizer(on_training_thread: pd.DataFrame) -> iv.Intervals:
-    """Return when the training thread was in its optimizer's step, as far as the trace marks it.
-
-    A closure that the step calls, as Lightning's does, computes the loss and the gradients: that is none of it.
-    """
-    stepping = host.cover(on_training_thread, host.is_named(on_training_thread, *RANGES))
-    return iv.subtract(stepping, host.cover(on_training_thread, host.is_named(on_training_thread, *_OF_CLOSURES)))
-
-
-@within_rank
 def launched_by_optimizer(
-    on_training_thread: pd.DataFrame,
-    in_optimizer: iv.Intervals,
-    device_work: pd.DataFrame,
-    launched_within: NDArray[np.int64],
+    on_training_thread: Frame = needs(on_training_thread),
+    in_optimizer: iv.Intervals = needs(in_optimizer),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
 ) -> NDArray[np.bool_]:
     """Return which rows of the device's work are kernels that the training thread launched in its optimizer.
 
@@ -66,36 +57,44 @@ def launched_by_optimizer(
     return chosen & (launched_within >= 0)
 
 
-@per_rank
-def optimizer_work(
-    has_device: bool,
-    optimizer_on_device: Maybe[pd.DataFrame],
-    optimizer_on_cpu: Maybe[pd.DataFrame],
-    rank: RankFacts,
-) -> pd.DataFrame:
-    """Return one row, of a mean steady step: ns that optimizer takes, noise_ns, of it idle_ns in which a device waits
-    for it, calls (of kernels; on the CPU of operators; NaN: not traced), and fused_gain_ns (how much shorter the
-    device's step would be with FUSED_LEFT of it; NaN: no device, or not known).
+@within_rank
+def fused_gain_ns(
+    what_if: WhatIf = needs(what_if),
+    in_optimizer: iv.Intervals = needs(in_optimizer),
+    launched_by_optimizer: NDArray[np.bool_] = needs(launched_by_optimizer),
+    rank: RankFacts = needs(RANK),
+) -> float:
+    """Return how much shorter the mean step would be, ns, with a fused optimizer.
 
-    What it exchanges with other ranks (Horovod, ZeRO) is none of it, as far as a trace shows that; the rest is then no
-    longer than in the traced steps, since what varies is the waiting. On a GPU `ns` is the time of the kernels that the
-    optimizer launched, and that idle time. Raises NotMeasured where the optimizer's time is not known.
+    Its kernels take FUSED_LEFT of their time, or what their bytes take, its host what it was measured to take for as
+    many parameters. Raises NotMeasured where no fused one of its kind is known, or the trace cannot be replayed.
     """
-    if has_device:
-        return optimizer_on_device.get()
-    if (rank.facts.get("device") or {}).get("type") not in ("cpu", None):
-        raise NotMeasured("without a trace of its device, what the optimizer's kernels take is not known")
-    return optimizer_on_cpu.get()
+    optimizers: list[dict[str, Any]] = rank.facts.get("optimizers") or []
+    largest = max(optimizers, key=lambda o: o.get("parameters") or 0, default={})
+    name, tensors = str(largest.get("class")), int(largest.get("parameters") or 0)
+    left = FUSED_LEFT.get(name, (0.0, 0.0))[1]
+    mine = np.flatnonzero(launched_by_optimizer[what_if.replay.rows])
+    now_ns = what_if.host_ns(in_optimizer)
+    if not left or not len(mine) or not now_ns:
+        raise NotMeasured("no fused optimizer of this class is known, or none of its kernels was traced")
+    durations = what_if.replay.durations.copy()
+    # Some of the kernels are left, evenly spread, and take all of the time that is left.
+    chosen = np.linspace(0, len(mine) - 1, max(round(len(mine) * left), 1)).astype(int)
+    device_ns = min(left * durations[mine].sum() / what_if.replay.steps, _moved_ns(rank, _FUSED_VALUES[name]))
+    durations[mine] = -1
+    durations[mine[chosen]] = device_ns * what_if.replay.steps / len(chosen)
+    host_left = min((_FUSED_HOST_NS + _FUSED_TENSOR_NS * tensors) / now_ns, 1.0)
+    return what_if.gain_ns(durations=durations, other=((in_optimizer, host_left),))
 
 
 @within_rank
 def optimizer_on_device(
-    timing: Timing,
-    device_work: pd.DataFrame,
-    launched_within: NDArray[np.int64],
-    launched_by_optimizer: NDArray[np.bool_],
-    partition: dict[str, iv.Intervals],
-    fused_gain_ns: Maybe[float],
+    timing: Timing = needs(timing),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
+    launched_by_optimizer: NDArray[np.bool_] = needs(launched_by_optimizer),
+    partition: dict[str, iv.Intervals] = needs(partition),
+    fused_gain_ns: Maybe[float] = maybe(fused_gain_ns),
 ) -> pd.DataFrame:
     """Return the row of `optimizer_work` on a device."""
     n = max(len(timing.windows), 1)
@@ -108,12 +107,12 @@ def optimizer_on_device(
 
 @within_rank
 def optimizer_on_cpu(
-    timing: Timing,
-    spans: Maybe[pd.DataFrame],
-    in_optimizer: Maybe[iv.Intervals],
-    on_training_thread: Maybe[pd.DataFrame],
-    exposed_communication: Maybe[iv.Intervals],
-    light_steps: Maybe[pd.DataFrame],
+    timing: Timing = needs(timing),
+    spans: Maybe[Frame] = maybe(schema.SPANS),
+    in_optimizer: Maybe[iv.Intervals] = maybe(in_optimizer),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
+    exposed_communication: Maybe[iv.Intervals] = maybe(exposed_communication),
+    light_steps: Maybe[Frame] = maybe(light_steps),
 ) -> pd.DataFrame:
     """Return the row of `optimizer_work` on the CPU."""
     n = max(len(timing.windows), 1)
@@ -138,36 +137,31 @@ def optimizer_on_cpu(
     return _row(float(each.mean()), each, 0.0, calls, np.nan)
 
 
+@per_rank
+def optimizer_work(
+    has_device: bool = needs(has_device),
+    optimizer_on_device: Maybe[Frame] = maybe(optimizer_on_device),
+    optimizer_on_cpu: Maybe[Frame] = maybe(optimizer_on_cpu),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
+    """Return one row, of a mean steady step: ns that optimizer takes, noise_ns, of it idle_ns in which a device waits
+    for it, calls (of kernels; on the CPU of operators; NaN: not traced), and fused_gain_ns (how much shorter the
+    device's step would be with FUSED_LEFT of it; NaN: no device, or not known).
+
+    What it exchanges with other ranks (Horovod, ZeRO) is none of it, as far as a trace shows that; the rest is then no
+    longer than in the traced steps, since what varies is the waiting. On a GPU `ns` is the time of the kernels that the
+    optimizer launched, and that idle time. Raises NotMeasured where the optimizer's time is not known.
+    """
+    if has_device:
+        return optimizer_on_device.get()
+    if (rank.facts.get("device") or {}).get("type") not in ("cpu", None):
+        raise NotMeasured("without a trace of its device, what the optimizer's kernels take is not known")
+    return optimizer_on_cpu.get()
+
+
 def _row(ns: float, each: NDArray[np.float64], idle_ns: float, calls: float, gain_ns: float) -> pd.DataFrame:
     row = {"ns": ns, "noise_ns": standard_error(each), "idle_ns": idle_ns, "calls": calls, "fused_gain_ns": gain_ns}
     return pd.DataFrame([row])
-
-
-@within_rank
-def fused_gain_ns(
-    what_if: WhatIf, in_optimizer: iv.Intervals, launched_by_optimizer: NDArray[np.bool_], rank: RankFacts
-) -> float:
-    """Return how much shorter the mean step would be, ns, with a fused optimizer.
-
-    Its kernels take FUSED_LEFT of their time, or what their bytes take, its host what it was measured to take for as
-    many parameters. Raises NotMeasured where no fused one of its kind is known, or the trace cannot be replayed.
-    """
-    optimizers: list[dict[str, Any]] = rank.facts.get("optimizers") or []
-    largest = max(optimizers, key=lambda o: o.get("parameters") or 0, default={})
-    name, tensors = str(largest.get("class")), int(largest.get("parameters") or 0)
-    left = FUSED_LEFT.get(name, (0.0, 0.0))[1]
-    mine = np.flatnonzero(launched_by_optimizer[what_if.replay.rows])
-    now_ns = what_if.host_ns(in_optimizer)
-    if not left or not len(mine) or not now_ns:
-        raise NotMeasured("no fused optimizer of this class is known, or none of its kernels was traced")
-    durations = what_if.replay.durations.copy()
-    # Some of the kernels are left, evenly spread, and take all of the time that is left.
-    chosen = np.linspace(0, len(mine) - 1, max(round(len(mine) * left), 1)).astype(int)
-    device_ns = min(left * durations[mine].sum() / what_if.replay.steps, _moved_ns(rank, _FUSED_VALUES[name]))
-    durations[mine] = -1
-    durations[mine[chosen]] = device_ns * what_if.replay.steps / len(chosen)
-    host_left = min((_FUSED_HOST_NS + _FUSED_TENSOR_NS * tensors) / now_ns, 1.0)
-    return what_if.gain_ns(durations=durations, other=((in_optimizer, host_left),))
 
 
 def _moved_ns(rank: RankFacts, values: float) -> float:

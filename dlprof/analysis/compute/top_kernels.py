@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import across_ranks, per_rank
+from dlprof import schema
+from dlprof.analysis.compute.operators import operator_work, operators
+from dlprof.analysis.engine import Frame, across_ranks, needs, per_rank
+from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.steady import standard_errors
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 from dlprof.result import MOST_WORK
 from dlprof.units import short
@@ -20,8 +23,29 @@ MOST_KERNELS, MOST_OPERATORS = 40, 30
 LONGEST_NAME, _LONGEST_SHOWN = 300, 200
 
 
+@per_rank
+def work(
+    operator_work: Frame = needs(operator_work),
+    spans: Frame = needs(schema.SPANS),
+    has_device: bool = needs(has_device),
+    timing: Timing = needs(timing),
+) -> pd.DataFrame:
+    """Return what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
+
+    And of a kernel its unit, what it multiplies on; of all that are of its kind total_ns, and how many names there are.
+    On a device an operator has the kernels that it launched, each counts as a call; on a CPU the time that it spends in
+    no other. noise_ns is the standard error over the traced steps, 0 of a single one. The heaviest first, MOST_WORK of
+    each kind. Raises NotMeasured where no operator's work was traced.
+    """
+    launched = operator_work[operator_work["owner"] >= 0]
+    found = [_by_name("operator", spans["name"].array[launched["owner"]], launched, len(timing.windows))]
+    if has_device:
+        found.append(_by_name("kernel", spans["name"].array[operator_work.index], operator_work, len(timing.windows)))
+    return pd.concat(found, ignore_index=True)
+
+
 @across_ranks
-def heaviest_kernels(work: pd.DataFrame) -> pd.DataFrame:
+def heaviest_kernels(work: Frame = needs(work)) -> pd.DataFrame:
     """Return the kernels that take longest, the longest first: name, kind, calls and ns (a step, mean of the ranks),
     call_ns (of one), share (of the time in all kernels), most_on (a rank), most_ns (there), and known, how many there
     are on a rank. Raises NotMeasured where the trace holds no kernel.
@@ -43,7 +67,7 @@ def kernels_of(work: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def heaviest_operators(operators: pd.DataFrame) -> pd.DataFrame:
+def heaviest_operators(operators: Frame = needs(operators)) -> pd.DataFrame:
     """Return the operators that take longest, by dtype and shape, the longest first.
 
     Columns: operator, dtype, shape ("": of several, among which its time was only shared out, or not known), shapes
@@ -78,22 +102,6 @@ def of_ranks(ranks: Sequence[int]) -> tuple[str, dict[str, str]]:
     return f"mean of {len(ranks)} ranks", {"most_on": "most on rank", "most_ns": "there_ns"}
 
 
-@per_rank
-def work(operator_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool, timing: Timing) -> pd.DataFrame:
-    """Return what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
-
-    And of a kernel its unit, what it multiplies on; of all that are of its kind total_ns, and how many names there are.
-    On a device an operator has the kernels that it launched, each counts as a call; on a CPU the time that it spends in
-    no other. noise_ns is the standard error over the traced steps, 0 of a single one. The heaviest first, MOST_WORK of
-    each kind. Raises NotMeasured where no operator's work was traced.
-    """
-    launched = operator_work[operator_work["owner"] >= 0]
-    found = [_by_name("operator", spans["name"].array[launched["owner"]], launched, len(timing.windows))]
-    if has_device:
-        found.append(_by_name("kernel", spans["name"].array[operator_work.index], operator_work, len(timing.windows)))
-    return pd.concat(found, ignore_index=True)
-
-
 def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd.DataFrame:
     """Add up the work of n steps by name."""
     place, found = pd.factorize(names)
@@ -115,7 +123,7 @@ def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd
 
 
 @across_ranks
-def work_means(work: pd.DataFrame) -> pd.DataFrame:
+def work_means(work: Frame = needs(work)) -> pd.DataFrame:
     """Return the rows of `work` as the mean of the ranks, the heaviest first, MOST_WORK of each kind.
 
     What a rank does not have is nothing there. The noise is the mean of the ranks': what holds one of them up holds up

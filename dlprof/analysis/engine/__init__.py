@@ -6,21 +6,20 @@ failed, that travels in place of its frame.
 """
 
 from dlprof.analysis.engine.needs import (
-    JOB,
-    RANK,
     Frame,
     Maybe,
     Measure,
     MeasureFailed,
     across_ranks,
-    check_measures,
+    all_needed,
     check_needs,
-    known_measures,
+    maybe,
+    needs,
     needs_of,
     per_rank,
     within_rank,
 )
-from dlprof.analysis.engine.ranks import Job, Measured, RankData, RankFacts, by_rank
+from dlprof.analysis.engine.ranks import JOB, RANK, Job, Measured, RankData, RankFacts, by_rank
 from dlprof.analysis.engine.run import ALSO, Done, Progress, answers_of, measure, so_far
 from dlprof.analysis.engine.store import Store, find, open_store
 
@@ -40,13 +39,14 @@ __all__ = [
     "RankFacts",
     "Store",
     "across_ranks",
+    "all_needed",
     "answers_of",
     "by_rank",
-    "check_measures",
     "check_needs",
     "find",
-    "known_measures",
+    "maybe",
     "measure",
+    "needs",
     "needs_of",
     "open_store",
     "per_rank",

@@ -1,31 +1,34 @@
-"""Measures: functions whose parameters name what they are made from, and their registry."""
+"""Measures: functions whose parameters' defaults name what they are made from.
+
+    @across_ranks
+    def own_time(means: Frame = needs(step_means), waits: Maybe[Frame] = maybe(input_waits), job: Job = needs(JOB)): ...
+
+What is named is imported, so that an editor leads from a measure to what it stands on and back, mypy checks its type,
+and a cycle of needs cannot be written.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast, overload
 
 import pandas as pd
 
-from dlprof import schema
 from dlprof.errors import NotMeasured
+from dlprof.schema import Table
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 Frame: TypeAlias = pd.DataFrame  # what most measures are
 
-# The parameters that are facts and no measures.
-RANK = "rank"
-JOB = "job"
-
 
 class Maybe(Generic[T_co]):
-    """A need that may be lacking, computed on first use: the annotation of a parameter that is not required."""
+    """A need that may be lacking, computed on first use."""
 
     def __init__(self, ask: Callable[[], T_co], lacking: Mapping[int, str] | None = None) -> None:
         self._ask = ask
@@ -67,27 +70,6 @@ class Maybe(Generic[T_co]):
         return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a parameter needs: the name of a measure, a table or facts, and whether it may be lacking."""
-
-    name: str
-    optional: bool
-
-
-def needs_of(function: Callable[..., Any], given: int = 0) -> tuple[Need, ...]:
-    """Return what the parameters of a function need, but for the first `given`, which its caller passes."""
-    if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
-        # What inspect.signature takes a tenth of the imports of all measures for.
-        code = function.__code__
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        annotations = [(name, function.__annotations__.get(name, "")) for name in names]
-    else:
-        annotations = [(p.name, p.annotation) for p in inspect.signature(function).parameters.values()]
-    # With postponed evaluation an annotation is a text.
-    return tuple(Need(name, "Maybe[" in str(annotation)) for name, annotation in annotations[given:])
-
-
 class Scope(Enum):
     """Where a measure is computed."""
 
@@ -97,18 +79,68 @@ class Scope(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Measure(Generic[T_co]):
-    """A function that the engine calls: its parameters name what it is made from.
+class Fact(Generic[T_co]):
+    """What is known apart from tables and measures: of one rank, or of the job."""
 
-    For one rank these are tables (`schema.TABLES`), other measures of a rank, and `rank`, its facts. Across ranks they
-    are per-rank measures, each as the frames of all ranks with a column `rank`; measures across ranks; and `job`, the
-    facts of all ranks.
+    name: str
+    across: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Need:
+    """What a parameter needs, and whether it may be lacking: the parameter's default."""
+
+    of: Measure[Any] | Table | Fact[Any]
+    optional: bool
+
+
+@overload
+def needs(of: Measure[T]) -> T: ...
+@overload
+def needs(of: Fact[T]) -> T: ...
+@overload
+def needs(of: Table) -> pd.DataFrame: ...
+def needs(of: Measure[Any] | Table | Fact[Any]) -> Any:
+    """Return the default of a parameter that needs a measure, a table of `schema`, RANK or JOB."""
+    return cast("Any", Need(of, optional=False))
+
+
+@overload
+def maybe(of: Measure[T]) -> Maybe[T]: ...
+@overload
+def maybe(of: Table) -> Maybe[pd.DataFrame]: ...
+def maybe(of: Measure[Any] | Table) -> Any:
+    """Return the same where it may be lacking; the function gets a Maybe."""
+    return cast("Any", Need(of, optional=True))
+
+
+def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
+        return {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    # What inspect.signature takes a tenth of the imports of all measures for.
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    by_place = zip(names[code.co_argcount - len(defaults) :], defaults, strict=False)
+    return dict.fromkeys(names) | dict(by_place) | (function.__kwdefaults__ or {})
+
+
+def needs_of(function: Callable[..., Any]) -> dict[str, Need]:
+    """Return what the parameters of a function, or the fields of a dataclass, need, by name."""
+    return {name: default for name, default in _defaults_of(function).items() if isinstance(default, Need)}
+
+
+@dataclass(frozen=True, eq=False)
+class Measure(Generic[T_co]):
+    """A function that the engine calls with what its parameters need.
+
+    For one rank these are tables, other measures of a rank, and RANK. Across ranks they are per-rank measures, each as
+    the frames of all ranks with a column `rank`; measures across ranks; and JOB.
     """
 
     name: str
     function: Callable[..., T_co] = field(repr=False)
     scope: Scope
-    needs: tuple[Need, ...]
+    needs: Mapping[str, Need] = field(repr=False)
 
     @property
     def across(self) -> bool:
@@ -129,97 +161,84 @@ class Measure(Generic[T_co]):
         return _measure_of, (self.function.__module__, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> T_co:
-        """Call the function with what its parameters name."""
+        """Call the function."""
         return self.function(*args, **kwargs)
 
 
-_MEASURES: dict[str, Measure[Any]] = {}
-_checked: set[str] = set()  # measures with all that they need: a graph of a hundred has millions of paths
-_complete: list[bool] = []  # filled once all measures of the subjects are known
+_measures: dict[str, Measure[Any]] = {}  # answers are kept by name: each must be one measure's
 
 
 def _measure_of(module: str, name: str) -> Measure[Any]:
-    # A fresh process knows no measures yet; the first import registers those of all subjects.
-    importlib.import_module("dlprof.analysis.subjects")
     importlib.import_module(module)
-    return _MEASURES[name]
+    return _measures[name]
 
 
 def _register(function: Callable[..., T], scope: Scope) -> Measure[T]:
     name = function.__name__
-    if name in _MEASURES or name in schema.TABLES or name in (RANK, JOB):
-        raise TypeError(f"{function.__module__}: there already is a measure or a table {name!r}")
-    measure = Measure(name, function, scope, needs_of(function))
-    if _complete:
-        _check_measure(measure)
-    _MEASURES[name] = measure
+    if name in _measures:
+        raise TypeError(f"{function.__module__}: there already is a measure {name!r}")
+    check_needs(function, scope)
+    _measures[name] = measure = Measure(name, function, scope, needs_of(function))
     return measure
 
 
 def within_rank(function: Callable[..., T]) -> Measure[T]:
-    """Register a measure of one rank's tables that only other measures of a rank use."""
+    """Make a measure of one rank's tables that only other measures of a rank use."""
     return _register(function, Scope.WITHIN_RANK)
 
 
 def per_rank(function: Callable[..., pd.DataFrame]) -> Measure[pd.DataFrame]:
-    """Register a measure of one rank's tables: a small frame that rules, panels and measures across ranks may name."""
+    """Make a measure of one rank's tables: a small frame that rules, panels and measures across ranks may need."""
     return _register(function, Scope.PER_RANK)
 
 
 def across_ranks(function: Callable[..., T]) -> Measure[T]:
-    """Register a measure of the per-rank measures of all ranks."""
+    """Make a measure of the per-rank measures of all ranks."""
     return _register(function, Scope.ACROSS_RANKS)
 
 
 def check_needs(function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, given: int = 0) -> None:
-    """Raise TypeError where a parameter names an unknown or forbidden need, or where needs form a cycle."""
-    _check(f"{function.__module__}.{function.__qualname__}", needs_of(function, given), scope, ())
-
-
-def _check(who: str, needs: Sequence[Need], scope: Scope, path: tuple[str, ...]) -> None:
-    across = scope is Scope.ACROSS_RANKS
-    for need in needs:
-        known = _MEASURES.get(need.name)
-        if need.name in path:
-            raise TypeError(f"{who}: {' needs '.join((*path, need.name))}")
-        if known is not None and (known.scope is not Scope.WITHIN_RANK if across else not known.across):
-            _check_measure(known, path)
-        elif need.name not in ((JOB,) if across else (RANK, *schema.TABLES)):
-            raise TypeError(f"{who}: nothing {scope.value} is {need.name!r}")
-
-
-def _check_measure(measure: Measure[Any], path: tuple[str, ...] = ()) -> None:
-    if measure.name not in _checked:
-        _check(f"{measure.function.__module__}.{measure.name}", measure.needs, measure.scope, (*path, measure.name))
-        _checked.add(measure.name)
-
-
-def check_measures() -> None:
-    """Raise TypeError where the needs of a measure are wrong; from now on each is checked where it is registered."""
-    for measure in _MEASURES.values():
-        _check_measure(measure)
-    _complete.append(True)
-
-
-def known_measures() -> tuple[Measure[Any], ...]:
-    """Return the measures that were imported so far, by name."""
-    return tuple(_MEASURES[name] for name in sorted(_MEASURES))
+    """Raise TypeError where a parameter, but for the first `given`, needs nothing, or what is not known there."""
+    who = f"{function.__module__}.{function.__qualname__}"
+    for name, need in [*_defaults_of(function).items()][given:]:
+        if not isinstance(need, Need):
+            raise TypeError(f"{who}: the parameter {name!r} needs no measure, table or fact")
+        of = need.of
+        if scope is Scope.ACROSS_RANKS:
+            known = of.travels if isinstance(of, Measure) else isinstance(of, Fact) and of.across
+        else:
+            known = isinstance(of, Table) or not of.across
+        if not known:
+            raise TypeError(f"{who}: {of.name!r} is not known {scope.value}")
 
 
 class MeasureFailed(Exception):  # noqa: N818 - what became of a measure, as NotMeasured is
     """A measure failed, which is a bug of dlprof; with its message."""
 
 
-def named(name: str) -> Measure[Any]:
-    """Return the measure of a name."""
-    return _MEASURES[name]
-
-
-def measures_among(needs: Sequence[Need]) -> list[Measure[Any]]:
+def measures_among(found: Mapping[str, Need]) -> list[Measure[Any]]:
     """Return the measures among these needs; the others are tables and facts."""
-    return [_MEASURES[need.name] for need in needs if need.name in _MEASURES]
+    return [need.of for need in found.values() if isinstance(need.of, Measure)]
 
 
-def call_with(function: Callable[..., T], needs: Sequence[Need], value: Callable[[Need], Any], *given: Any) -> T:
+def all_needed(
+    wanted: Iterable[Measure[Any] | Callable[..., Any]], *, into_ranks: bool = True
+) -> tuple[Measure[Any], ...]:
+    """Return the measures among these and all that they need, by name; of per-rank ones only `into_ranks`."""
+    found: dict[str, Measure[Any]] = {}
+    todo, seen = list(wanted), set()
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if isinstance(one, Measure):
+            found[one.name] = one
+        if into_ranks or not isinstance(one, Measure) or one.across:
+            todo += measures_among(one.needs if isinstance(one, Measure) else needs_of(one))
+    return tuple(found[name] for name in sorted(found))
+
+
+def call_with(function: Callable[..., T], found: Mapping[str, Need], value: Callable[[Need], Any], *given: Any) -> T:
     """Call a function with `given` and its needs; `value` returns the value of each."""
-    return function(*given, **{need.name: value(need) for need in needs})
+    return function(*given, **{name: value(need) for name, need in found.items()})

@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.analysis.engine.needs import JOB, RANK, Maybe, Measure, MeasureFailed, Need, call_with, named, needs_of
+from dlprof.analysis.engine.needs import Fact, Maybe, Measure, MeasureFailed, Need, call_with, needs_of
 from dlprof.analysis.engine.packed import Packed, packed, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.formats import Format, format_named
@@ -36,6 +36,9 @@ class RankFacts:
     facts: dict[str, Any]  # the recorder's
     resumed_ns: NDArray[np.int64]  # when the job was resumed after a suspension
     trace_facts: dict[str, Any]  # the trace's own
+
+
+RANK: Fact[RankFacts] = Fact("rank", across=False)
 
 
 class RankData:
@@ -116,14 +119,13 @@ class RankData:
         return self._tables[name]
 
     def call(self, function: Callable[..., T]) -> T:
-        """Call a function with what its parameters name."""
+        """Call a function with what its parameters need."""
         return call_with(function, needs_of(function), self._value)
 
     def _value(self, need: Need) -> Any:
-        if need.name == RANK:
+        if isinstance(need.of, Fact):
             return self.facts
-        is_table = need.name in schema.TABLES
-        ask = partial(self.table, need.name) if is_table else partial(self.once, named(need.name))
+        ask = partial(self.once, need.of) if isinstance(need.of, Measure) else partial(self.table, need.of.name)
         return Maybe(ask) if need.optional else ask()
 
     def once(self, measure: Measure[T]) -> T:
@@ -225,6 +227,9 @@ class Job:
         return tuple(sorted(set(range(self.world_size)) - set(self.ranks)))
 
 
+JOB: Fact[Job] = Fact("job", across=True)
+
+
 class Measured(Job):
     """The measures of all ranks, from which rules, panels and across-ranks measures are made."""
 
@@ -237,16 +242,16 @@ class Measured(Job):
         self._together: dict[str, Answer] = {}
 
     def call(self, function: Callable[..., T], *given: Any) -> T:
-        """Call a function with `given` and what its other parameters name.
+        """Call a function with `given` and what its other parameters need.
 
         Raises NotMeasured where a required need is not known, and MeasureFailed where its measure failed.
         """
-        return call_with(function, needs_of(function, len(given)), self._value, *given)
+        return call_with(function, needs_of(function), self._value, *given)
 
     def _value(self, need: Need) -> Any:
-        if need.name == JOB:
+        if not isinstance(need.of, Measure):
             return self.job
-        measure = named(need.name)
+        measure = need.of
         if not need.optional:
             return self.frame(measure)
         return Maybe(partial(self.frame, measure), None if measure.across else self.lacking(measure))

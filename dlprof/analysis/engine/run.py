@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import pandas as pd
 
-from dlprof.analysis.engine.needs import Measure, Scope, measures_among, needs_of
+from dlprof.analysis.engine.needs import Measure, Scope, all_needed
 from dlprof.analysis.engine.ranks import Failure, Measured, RankAnswer, RankData, answered
 from dlprof.analysis.engine.shards import left_out, not_there
 from dlprof.analysis.engine.store import Kept, Store
@@ -88,7 +88,7 @@ def _also() -> pd.DataFrame:
 
 
 # The measure whose frames are those of the `also` of measure().
-ALSO = Measure("also", _also, Scope.PER_RANK, ())
+ALSO = Measure("also", _also, Scope.PER_RANK, {})
 Also = Callable[[RankData], pd.DataFrame]
 
 
@@ -263,19 +263,8 @@ def processes(
 
 
 def travelling(wanted: Iterable[Measure[Any] | Callable[..., Any]]) -> tuple[Measure[Any], ...]:
-    """Return the per-rank measures that these need to be computed or called."""
-    found: dict[str, Measure[Any]] = {}
-    todo, seen = list(wanted), set()
-    while todo:
-        one = todo.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if isinstance(one, Measure) and not one.across:
-            found[one.name] = one
-        else:
-            todo += measures_among(one.needs if isinstance(one, Measure) else needs_of(one))
-    return tuple(found[name] for name in sorted(found))
+    """Return the per-rank measures that these need to be computed or called, by name."""
+    return tuple(measure for measure in all_needed(wanted, into_ranks=False) if not measure.across)
 
 
 def at_once(ranks: Sequence[Rank], jobs: int | None = None) -> int:

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.collectives import NO_SIZES
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
+from dlprof.analysis.communication.collectives import NO_SIZES, collectives, window_steps
+from dlprof.analysis.communication.matching import instances, matched
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
 
 ALL_TO_ALL = "all_to_all"
@@ -50,7 +54,7 @@ class Balance:
 
 
 @per_rank
-def expert_lists(modules: pd.DataFrame) -> pd.DataFrame:
+def expert_lists(modules: Frame = needs(schema.MODULES)) -> pd.DataFrame:
     """Return how many experts the rank holds, a row for each list of them: path, experts.
 
     A list is a ModuleList whose name ends in "experts", as Mixtral, DeepSpeed and Megatron-LM's SequentialMLP call it.
@@ -65,7 +69,9 @@ def expert_lists(modules: pd.DataFrame) -> pd.DataFrame:
 
 
 @per_rank
-def dispatches(collectives: pd.DataFrame, partition: Maybe[dict[str, iv.Intervals]]) -> pd.DataFrame:
+def dispatches(
+    collectives: Frame = needs(collectives), partition: Maybe[dict[str, iv.Intervals]] = maybe(partition)
+) -> pd.DataFrame:
     """Return the dispatches of the steady traced steps: all-to-alls whose pieces the next one sends back.
 
     Columns: row (its place among the rank's `collectives`), step, place (among those of its step), pieces, given and
@@ -104,7 +110,7 @@ def _sum(text: str) -> int:
 
 
 @across_ranks
-def routed(dispatches: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
+def routed(dispatches: Frame = needs(dispatches), collectives: Frame = needs(collectives)) -> pd.DataFrame:
     """Return the rows of `dispatches` if they send tokens to experts; raise NotMeasured or DoesNotApply if not.
 
     The router decides where tokens go: sizes change from step to step, and a rank receives more or less than it sends.
@@ -123,14 +129,14 @@ def routed(dispatches: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
 
 @across_ranks
 def expert_balance(
-    routed: pd.DataFrame,
-    collectives: pd.DataFrame,
-    instances: Maybe[pd.DataFrame],
-    matched: Maybe[pd.DataFrame],
-    expert_lists: Maybe[pd.DataFrame],
-    window_steps: pd.DataFrame,
-    mean_step_ns: float,
-    job: Job,
+    routed: Frame = needs(routed),
+    collectives: Frame = needs(collectives),
+    instances: Maybe[Frame] = maybe(instances),
+    matched: Maybe[Frame] = maybe(matched),
+    expert_lists: Maybe[Frame] = maybe(expert_lists),
+    window_steps: Frame = needs(window_steps),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> Balance:
     """Return how evenly tokens are spread over the ranks' experts.
 
@@ -247,7 +253,11 @@ def _waits(matched: Maybe[pd.DataFrame], steps: float) -> pd.Series[float]:
 
 
 @per_rank
-def destinations(dispatches: pd.DataFrame, collectives: pd.DataFrame, window_steps: pd.DataFrame) -> pd.DataFrame:
+def destinations(
+    dispatches: Frame = needs(dispatches),
+    collectives: Frame = needs(collectives),
+    window_steps: Frame = needs(window_steps),
+) -> pd.DataFrame:
     """Return how many tokens the rank sends to each place in its group: members, to, tokens a step. Empty: unknown."""
     rows = dispatches.assign(members=collectives["members"].to_numpy()[dispatches["row"]])
     rows = rows.assign(give=rows["pieces"].str.partition(">")[0] if len(rows) else "")

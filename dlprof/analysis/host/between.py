@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
-from dlprof.analysis.host.gaps import HOST
-from dlprof.analysis.step.breakdown import part, part_least
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs
+from dlprof.analysis.host.gaps import HOST, host_work
+from dlprof.analysis.host.parts import host_gains
+from dlprof.analysis.step.breakdown import breakdown, part, part_least
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.step.unused import lines_between
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply
 
 # A line that takes less of the step is not named (estimate.LEAST_SHARE).
@@ -20,7 +23,11 @@ LEAST_SHARE = 0.02
 
 @across_ranks
 def between_twice(
-    lines_between: pd.DataFrame, host_work: pd.DataFrame, breakdown: pd.DataFrame, mean_step_ns: float, job: Job
+    lines_between: Frame = needs(lines_between),
+    host_work: Frame = needs(host_work),
+    breakdown: Frame = needs(breakdown),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Return what of the mean steady step two rules see, a row a rank: rank, both_ns, and lines_first (0 or 1).
 
@@ -57,10 +64,10 @@ class HeldUp:
 
 @across_ranks
 def held_up(
-    host_gains: Mapping[str, float],
-    breakdown: pd.DataFrame,
-    between_twice: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
+    host_gains: Mapping[str, float] = needs(host_gains),
+    breakdown: Frame = needs(breakdown),
+    between_twice: Maybe[Frame] = maybe(between_twice),
+    own_time: Frame = needs(own_time),
 ) -> HeldUp:
     """Return the larger of what a faster host would gain, and what it holds up on each rank."""
     ((where, gain),) = host_gains.items()

@@ -8,15 +8,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank, within_rank
-from dlprof.analysis.host.parts import LAUNCHES, gains_of
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import NOT_IN_STEPS
-from dlprof.analysis.timeline.steps import Timing, check_marked
+from dlprof.analysis.timeline.device import NOT_IN_STEPS, device_work
+from dlprof.analysis.timeline.host import in_calls, on_training_thread
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.analysis.timeline.what_if import PAUSE_NS
 from dlprof.errors import NotMeasured
 from dlprof.units import digits
@@ -41,14 +40,26 @@ _PHASES = {
 }
 
 
+# The categories of the step in which the host is late; and what is shorter with a host that is not: it waits for its
+# data while the device works.
+HOST = ("host", "optimizer_host")
+
+
+SAVES_FROM = ("input_wait", *HOST, "launch_latency")
+
+
 @within_rank
-def host_gaps(partition: dict[str, iv.Intervals]) -> iv.Intervals:
+def host_gaps(partition: dict[str, iv.Intervals] = needs(partition)) -> iv.Intervals:
     """Return when, in the steady traced steps, nothing is computed because the host is late."""
     return iv.merge(*(partition.get(category, iv.EMPTY) for category in HOST))
 
 
 @within_rank
-def python_gaps(host_gaps: iv.Intervals, in_calls: iv.Intervals, spans: pd.DataFrame) -> iv.Intervals:
+def python_gaps(
+    host_gaps: iv.Intervals = needs(host_gaps),
+    in_calls: iv.Intervals = needs(in_calls),
+    spans: Frame = needs(schema.SPANS),
+) -> iv.Intervals:
     """Return when the host is late and no thread is in an operator or a runtime call for longer than PAUSE_NS."""
     start = spans["start_ns"].to_numpy()
     whole = np.array([[start[0], (start + spans["dur_ns"].to_numpy()).max()]], dtype=np.int64)
@@ -57,7 +68,11 @@ def python_gaps(host_gaps: iv.Intervals, in_calls: iv.Intervals, spans: pd.DataF
 
 
 @per_rank
-def host_work(on_training_thread: pd.DataFrame, timing: Timing, host_gaps: iv.Intervals) -> pd.DataFrame:
+def host_work(
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    host_gaps: iv.Intervals = needs(host_gaps),
+) -> pd.DataFrame:
     """Split the host's part of the steady traced steps by what ran on the training thread: name, phase, ns a step.
 
     `name` is the outermost operator or runtime call, or PYTHON where none ran; `phase` the range around it (forward,
@@ -83,7 +98,11 @@ def host_work(on_training_thread: pd.DataFrame, timing: Timing, host_gaps: iv.In
 
 
 @per_rank
-def own_python(on_training_thread: pd.DataFrame, python_gaps: iv.Intervals, timing: Timing) -> pd.DataFrame:
+def own_python(
+    on_training_thread: Frame = needs(on_training_thread),
+    python_gaps: iv.Intervals = needs(python_gaps),
+    timing: Timing = needs(timing),
+) -> pd.DataFrame:
     """List the script's own functions that the device waited for, where the trace has Python's stacks: function, ns.
 
     `ns` is the time a steady traced step in which the host was late, in no operator, and in this function or in a
@@ -107,7 +126,11 @@ def own_python(on_training_thread: pd.DataFrame, python_gaps: iv.Intervals, timi
 
 
 @per_rank
-def launch_means(device_work: pd.DataFrame, launched_within: Maybe[NDArray[np.int64]], timing: Timing) -> pd.DataFrame:
+def launch_means(
+    device_work: Frame = needs(device_work),
+    launched_within: Maybe[NDArray[np.int64]] = maybe(launched_within),
+    timing: Timing = needs(timing),
+) -> pd.DataFrame:
     """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
     kernels = host.is_kind(device_work, "kernel")
     dur = device_work["dur_ns"].to_numpy()[kernels]
@@ -130,34 +153,3 @@ def check_launches(launch_means: pd.DataFrame) -> None:
     if kernels < FEWEST_KERNELS:
         few = f"{digits(kernels)} kernel{'' if kernels == 1 else 's'} a step"
         raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")
-
-
-# The categories of the step in which the host is late; and what is shorter with a host that is not: it waits for its
-# data while the device works.
-HOST = ("host", "optimizer_host")
-SAVES_FROM = ("input_wait", *HOST, "launch_latency")
-
-# What a faster host is worth: on a CPU all of its time, on a device that of launches.
-ON_CPU, ON_DEVICE = "cpu", "device"
-
-
-@across_ranks
-def host_gains(
-    step_means: pd.DataFrame,
-    launch_means: Maybe[pd.DataFrame],
-    host_parts: Maybe[pd.DataFrame],
-    waits: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    breakdown: pd.DataFrame,
-    job: Job,
-) -> dict[str, float]:
-    """Return how much shorter the mean steady step would be with a faster host, ns: ON_CPU without its time, or
-    ON_DEVICE with the launches of the forward and backward pass captured in a graph.
-
-    Raises NotMeasured where steps are not marked, a device does not train, or its trace does not link launches.
-    """
-    check_marked(step_means)
-    if settings.on_cpu(job):
-        return {ON_CPU: saving(own_time, part(breakdown, *HOST))}
-    check_launches(launch_means.get())
-    return {ON_DEVICE: saving(own_time, gains_of(host_parts.get(), LAUNCHES, waits))}

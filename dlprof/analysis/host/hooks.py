@@ -6,12 +6,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import within_rank
+from dlprof.analysis.engine import Frame, needs, within_rank
 from dlprof.analysis.host.segments import HOOK, LEAST_TURNS, Loop
 from dlprof.analysis.modules.functions import ENGINE
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, timing
 
 # What anomaly mode asks of every result of the backward pass (`evaluate_function` in torch/csrc/autograd/engine.cpp);
 # nothing else in torch calls the second one.
@@ -24,7 +26,11 @@ _SUMS = ("aten::add", "aten::add_")
 
 
 @within_rank
-def hook_loops(timing: Timing, spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> list[Loop]:
+def hook_loops(
+    timing: Timing = needs(timing),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+) -> list[Loop]:
     """Return the operators that are called around the functions of the backward pass, where each turn reads a value:
     those of anomaly mode, and of the script's hooks.
     """

@@ -7,13 +7,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.chains.calls import Calls
-from dlprof.analysis.engine import Maybe, per_rank
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank
+from dlprof.analysis.step.partition import in_optimizer
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
-from dlprof.analysis.timeline.launches import Launches
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, device_work
+from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 
 # An operator of the optimizer that launches nothing and takes this long updates weights on the host.
 _CHANGES_NS = 20_000
@@ -30,12 +31,12 @@ COLUMNS = ("lookups", "lookup_ns", "gradient_ns", "optimizer_ns", "copies", "cop
 
 @per_rank
 def host_tables(
-    calls: Calls,
-    timing: Timing,
-    what_if: WhatIf,
-    launches: Launches,
-    device_work: pd.DataFrame,
-    in_optimizer: Maybe[iv.Intervals],
+    calls: Calls = needs(calls),
+    timing: Timing = needs(timing),
+    what_if: WhatIf = needs(what_if),
+    launches: Launches = needs(launches),
+    device_work: Frame = needs(device_work),
+    in_optimizer: Maybe[iv.Intervals] = maybe(in_optimizer),
 ) -> pd.DataFrame:
     """Return one row: the cost of embeddings in host memory in a mean steady traced step; no row: there are none.
 

@@ -16,15 +16,25 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, per_rank
-from dlprof.analysis.host.hooks import ANOMALY
-from dlprof.analysis.host.segments import HOOK, Loop, Segments
+from dlprof.analysis import settings
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.compute.optimizer import fused_gain_ns
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.host.gaps import HOST, check_launches, launch_means
+from dlprof.analysis.host.hooks import ANOMALY, hook_loops
+from dlprof.analysis.host.segments import HOOK, Loop, Segments, model_calls, segments
+from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.memory.copies import freeing_ns
 from dlprof.analysis.source.operator_lines import busiest
 from dlprof.analysis.source.patches import Call
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.partition import in_optimizer
+from dlprof.analysis.step.savings import own_time, saving
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
-from dlprof.analysis.timeline.launches import Launches
+from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.replay import Kept
-from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, REPRODUCED, WhatIf
+from dlprof.analysis.timeline.steps import check_marked, step_means
+from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, REPRODUCED, WhatIf, replayed_steps, what_if
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import duration
@@ -53,16 +63,16 @@ MOST_NAMES = 4
 
 @per_rank
 def host_parts(
-    what_if: WhatIf,
-    segments: Segments,
-    hook_loops: list[Loop],
-    model_calls: float,
-    launches: Launches,
-    in_optimizer: Maybe[iv.Intervals],
-    fused_gain_ns: Maybe[float],
-    sync_waits: pd.DataFrame,
-    replayed_steps: pd.DataFrame,
-    freeing_ns: Maybe[tuple[float, float]],
+    what_if: WhatIf = needs(what_if),
+    segments: Segments = needs(segments),
+    hook_loops: list[Loop] = needs(hook_loops),
+    model_calls: float = needs(model_calls),
+    launches: Launches = needs(launches),
+    in_optimizer: Maybe[iv.Intervals] = maybe(in_optimizer),
+    fused_gain_ns: Maybe[float] = maybe(fused_gain_ns),
+    sync_waits: Frame = needs(sync_waits),
+    replayed_steps: Frame = needs(replayed_steps),
+    freeing_ns: Maybe[tuple[float, float]] = maybe(freeing_ns),
 ) -> pd.DataFrame:
     """Return what the host does in a mean steady step, a row for each part.
 
@@ -213,3 +223,29 @@ def _asked(sync_waits: pd.DataFrame, *, copying: bool) -> iv.Intervals:
     """Return when the training thread waits, in operators that copy to the device or in others."""
     mine = sync_waits[(sync_waits["copied"] != "") == copying]
     return iv.union(mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy())
+
+
+# What a faster host is worth: on a CPU all of its time, on a device that of launches.
+ON_CPU, ON_DEVICE = "cpu", "device"
+
+
+@across_ranks
+def host_gains(
+    step_means: Frame = needs(step_means),
+    launch_means: Maybe[Frame] = maybe(launch_means),
+    host_parts: Maybe[Frame] = maybe(host_parts),
+    waits: Maybe[Frame] = maybe(waits),
+    own_time: Frame = needs(own_time),
+    breakdown: Frame = needs(breakdown),
+    job: Job = needs(JOB),
+) -> dict[str, float]:
+    """Return how much shorter the mean steady step would be with a faster host, ns: ON_CPU without its time, or
+    ON_DEVICE with the launches of the forward and backward pass captured in a graph.
+
+    Raises NotMeasured where steps are not marked, a device does not train, or its trace does not link launches.
+    """
+    check_marked(step_means)
+    if settings.on_cpu(job):
+        return {ON_CPU: saving(own_time, part(breakdown, *HOST))}
+    check_launches(launch_means.get())
+    return {ON_DEVICE: saving(own_time, gains_of(host_parts.get(), LAUNCHES, waits))}

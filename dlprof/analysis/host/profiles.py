@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 
 import pandas as pd
 
-from dlprof.analysis.engine import RankFacts, across_ranks, per_rank
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, RankFacts, across_ranks, needs, per_rank
 from dlprof.analysis.host.stacks import MOST_LIBRARY, MOST_OWN, frames_of, is_own, tree
 from dlprof.errors import NotMeasured
 
@@ -35,7 +36,7 @@ def _frames(stack: str) -> list[str]:
 
 
 @per_rank
-def profile_flame(stacks: pd.DataFrame) -> pd.DataFrame:
+def profile_flame(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
     """Return the trees of calls: profile, unit, doing, parent (its row of the profile, -1: none), name, own, samples.
 
     `doing`: the phase of a step in PyTorch, worker, or "" in none of them.
@@ -50,7 +51,7 @@ def profile_flame(stacks: pd.DataFrame) -> pd.DataFrame:
 
 
 @per_rank
-def profile_functions(stacks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return the functions of each profile: profile, tool, unit, function, file, line, own, alone, total, of.
 
     `alone`: in the function; in one of the user's also in library code that it had called. `total`: with all that it
@@ -86,7 +87,7 @@ MOST_COUNTED = 40
 
 
 @per_rank
-def counted_functions(functions: pd.DataFrame) -> pd.DataFrame:
+def counted_functions(functions: Frame = needs(schema.FUNCTIONS)) -> pd.DataFrame:
     """Return the functions of each profile that took longest by themselves: the table "functions", with `of_ns`.
 
     `of_ns`: what all functions of the profile took. Raises NotMeasured where none was read.
@@ -100,7 +101,7 @@ def counted_functions(functions: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def profile_summaries(profile_functions: pd.DataFrame) -> pd.DataFrame:
+def profile_summaries(profile_functions: Frame = needs(profile_functions)) -> pd.DataFrame:
     """Return the function of each profile with most of it: name, tool, unit, total, function, file, line, share, own.
 
     The user's own with most of it, where there is one; `counted`: of a deterministic profiler.

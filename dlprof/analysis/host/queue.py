@@ -8,14 +8,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, per_rank
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.idle import Idle, first_after
-from dlprof.analysis.timeline.launches import NOT_LINKED, Launches, Queue
-from dlprof.analysis.timeline.steps import NOT_MARKED, Timing
-from dlprof.analysis.timeline.traced import TracedSteps
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.idle import Idle, first_after, idle
+from dlprof.analysis.timeline.launches import NOT_LINKED, Launches, Queue, launch_queue, launches
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, timing
+from dlprof.analysis.timeline.traced import TracedSteps, trace_window
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.units import short
 
@@ -46,7 +48,11 @@ _WAIT = ["ended_by", "stream", "launched_by", "waits_for"]
 
 
 @per_rank
-def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Queue]) -> pd.DataFrame:
+def device_lag(
+    trace_window: TracedSteps = needs(trace_window),
+    timing: Timing = needs(timing),
+    launch_queue: Maybe[Queue] = maybe(launch_queue),
+) -> pd.DataFrame:
     """Return one row: lag_ns, how far the device is behind the host where a steady traced step begins; queued (launches
     that wait to start, the mean over those steps).
 
@@ -63,7 +69,11 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
 
 
 @per_rank
-def queue_series(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Queue]) -> pd.DataFrame:
+def queue_series(
+    trace_window: TracedSteps = needs(trace_window),
+    timing: Timing = needs(timing),
+    launch_queue: Maybe[Queue] = maybe(launch_queue),
+) -> pd.DataFrame:
     """Return how many launches wait to start over the steady traced steps: at_ns, queued (the mean until the next)."""
     if timing.unit != "step":
         raise NotMeasured(NOT_MARKED)
@@ -80,12 +90,12 @@ def queue_series(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[
 
 @per_rank
 def queued_waits(
-    timing: Timing,
-    idle: Idle,
-    device_work: pd.DataFrame,
-    spans: pd.DataFrame,
-    launches: Launches,
-    what_if: Maybe[WhatIf],
+    timing: Timing = needs(timing),
+    idle: Idle = needs(idle),
+    device_work: Frame = needs(device_work),
+    spans: Frame = needs(schema.SPANS),
+    launches: Launches = needs(launches),
+    what_if: Maybe[WhatIf] = maybe(what_if),
 ) -> pd.DataFrame:
     """Return what waits in the device's queue while the device idles, in the steady traced steps, the longest first.
 

@@ -8,12 +8,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import within_rank
+from dlprof.analysis.engine import Frame, needs, within_rank
 from dlprof.analysis.modules.functions import ENGINE, forward_rows
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.launches import Launches
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.host import is_on_device, on_training_thread
+from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 
 # An operator that is called so often between two phases of one step is called in a loop: a model has tens of
 # parameters, and a loss or a metric is a few operators.
@@ -59,7 +61,7 @@ class Segments:
 
 
 @within_rank
-def model_calls(what_if: WhatIf, on_training_thread: pd.DataFrame) -> float:
+def model_calls(what_if: WhatIf = needs(what_if), on_training_thread: Frame = needs(on_training_thread)) -> float:
     """Return how often one model is called for each backward pass of the replayed steps; 1 where that is not known."""
     thread, (first, last) = on_training_thread, what_if.replay.host
     named = [name for name in thread["name"].cat.categories if str(name).startswith(_MODULE)]
@@ -76,11 +78,11 @@ def model_calls(what_if: WhatIf, on_training_thread: pd.DataFrame) -> float:
 
 @within_rank
 def segments(
-    what_if: WhatIf,
-    on_training_thread: pd.DataFrame,
-    launches: Launches,
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
+    what_if: WhatIf = needs(what_if),
+    on_training_thread: Frame = needs(on_training_thread),
+    launches: Launches = needs(launches),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
 ) -> Segments:
     """Divide what lies between the phases of the replayed steps by the phase before it, and find the loops in it: those
     that launch work, as other ones are no shorter with one call for all.

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, per_rank
+from dlprof import schema
+from dlprof.analysis.engine import Frame, Maybe, needs, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import percent
@@ -57,7 +58,7 @@ PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\
 
 
 @per_rank
-def hottest(stacks: pd.DataFrame) -> pd.DataFrame:
+def hottest(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
     """Return the functions that were seen most: doing, function, file, line, own, alone, total, samples.
 
     `doing`: what the training thread was doing (fetch, forward, backward, optimizer; rest: none of these), or worker.
@@ -88,7 +89,7 @@ def hottest(stacks: pd.DataFrame) -> pd.DataFrame:
 
 
 @per_rank
-def flame(stacks: pd.DataFrame) -> pd.DataFrame:
+def flame(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
     """Return the tree of calls: doing, parent (its row, -1: none), name, own, samples; each parent before its children.
 
     Small frames, and those deeper than a screen shows, are left out: what is missing of a parent was there, or its own.
@@ -156,7 +157,7 @@ def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
 
 
 @per_rank
-def line_times(lines: pd.DataFrame) -> pd.DataFrame:
+def line_times(lines: Frame = needs(schema.LINES)) -> pd.DataFrame:
     """Return the table "lines" without what never ran: the function that took longest first, its lines in order.
 
     Of a function too long to travel whole, the lines that took longest. Raises NotMeasured where nothing was counted.
@@ -186,7 +187,7 @@ MOST_CALLS = 60
 
 
 @per_rank
-def own_lines(stacks: pd.DataFrame) -> pd.DataFrame:
+def own_lines(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
     """Return the user's lines that the training thread was seen in: doing, function, file, line, trains, seen, samples.
 
     In a phase, the line that called what begins it; between the phases the innermost one. `trains`: it was in a

@@ -10,14 +10,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank, within_rank
-from dlprof.analysis.host.segments import Segments
+from dlprof.analysis.engine import Frame, Job, Maybe, across_ranks, maybe, needs, per_rank, within_rank
+from dlprof.analysis.host.gaps import host_gaps
+from dlprof.analysis.host.segments import Segments, segments
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.idle import Idle
+from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.idle import Idle, idle
 from dlprof.analysis.timeline.launched_work import SYNCHRONISING
 from dlprof.analysis.timeline.launches import NOT_LINKED
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 
 # What reads GradScaler's flag, in the place of an operator of the script.
@@ -35,7 +38,11 @@ _KIND = [*_WAIT, "looped"]
 
 
 @within_rank
-def sync_waits(on_training_thread: pd.DataFrame, device_work: pd.DataFrame, timing: Timing) -> pd.DataFrame:
+def sync_waits(
+    on_training_thread: Frame = needs(on_training_thread),
+    device_work: Frame = needs(device_work),
+    timing: Timing = needs(timing),
+) -> pd.DataFrame:
     """Return each wait of the training thread for the device in the steady traced steps, as `_waits` does."""
     waits = _waits(on_training_thread, _operators(on_training_thread), device_work)
     return waits[iv.holds(iv.merge(timing.host_windows), waits["start_ns"].to_numpy())]
@@ -43,14 +50,14 @@ def sync_waits(on_training_thread: pd.DataFrame, device_work: pd.DataFrame, timi
 
 @per_rank
 def syncs(
-    on_training_thread: pd.DataFrame,
-    timing: Timing,
-    has_device: bool,
-    sync_waits: Maybe[pd.DataFrame],
-    idle: Maybe[Idle],
-    host_gaps: Maybe[iv.Intervals],
-    what_if: Maybe[WhatIf],
-    segments: Maybe[Segments],
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    sync_waits: Maybe[Frame] = maybe(sync_waits),
+    idle: Maybe[Idle] = maybe(idle),
+    host_gaps: Maybe[iv.Intervals] = maybe(host_gaps),
+    what_if: Maybe[WhatIf] = maybe(what_if),
+    segments: Maybe[Segments] = maybe(segments),
 ) -> pd.DataFrame:
     """Return what made the training thread wait in the steady traced steps, the longest first.
 
@@ -95,7 +102,7 @@ def syncs(
 
 
 @across_ranks
-def linked(syncs: pd.DataFrame) -> pd.DataFrame:
+def linked(syncs: Frame = needs(syncs)) -> pd.DataFrame:
     """Return `syncs`; raise NotMeasured where what the waits cost is not known."""
     if len(syncs) and syncs["together_ns"].isna().all():
         raise NotMeasured(f"{NOT_LINKED}, or holds no device work")

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.analysis.input.fetch_replay import Forecast, replayed
-from dlprof.analysis.input.input_waits import MOST_RANKS, WORTH, forecasts
-from dlprof.analysis.input.paces import Paces
-from dlprof.errors import NotMeasured
+from dlprof.analysis.input.input_waits import MOST_RANKS, WORTH, Paces, forecasts, paces
+from dlprof.analysis.input.loader import loader_calls
+from dlprof.errors import DoesNotApply, NotMeasured
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,19 @@ class FewerWorkers:
 
 
 @across_ranks
-def fewer_workers(loader_calls: pd.DataFrame, paces: Maybe[Paces], job: Job) -> FewerWorkers | None:
-    """Predict the step with fewer workers than there are; None: there are none, or training is on a device.
+def fewer_workers(
+    loader_calls: Frame = needs(loader_calls), paces: Maybe[Paces] = maybe(paces), job: Job = needs(JOB)
+) -> FewerWorkers:
+    """Predict the step with fewer workers than there are.
 
-    Raises NotMeasured where no loader was seen, its batches were not recorded, or do not explain the step.
+    Raises DoesNotApply where there are none, or training is on a device; NotMeasured where no loader was seen, its
+    batches were not recorded, or do not explain the step.
     """
     if not loader_calls["calls"].any():
         raise NotMeasured("no DataLoader was seen")
     workers = {r: settings.training_loader(job, r).get("num_workers") for r in job.ranks}
     if not settings.on_cpu(job) or not any(workers.values()):
-        return None
+        raise DoesNotApply("training is on a device, or its loader has no workers")
     recorded, found = paces.get(), []
     slowest = sorted((r for r in job.ranks if workers[r]), key=lambda r: -recorded.step_ns(r))[:MOST_RANKS]
     for rank in slowest:

@@ -11,16 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import pandas as pd
-
-from dlprof.analysis import settings
-from dlprof.analysis.engine import RankFacts, per_rank
-from dlprof.analysis.input.loader import in_steady
-from dlprof.analysis.timeline.steady import STARVED, device_type
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.errors import DoesNotApply
-
 _MS, _MB = 1e6, 1e6
 
 # CPU time of the training thread and of the worker: of a batch, of each of its tensors, and of each megabyte. Measured
@@ -39,9 +29,6 @@ _USUAL, _MANY = 2, 32
 # milliseconds (workloads/ddp_resnet.py, two threads on two cores), 1.6 for those of one (pytorch/examples mnist).
 BARRIER = 1.4
 LEAST_BARRIER, MOST_BARRIER = 1.0, 2.0
-
-# A loop that waits, though its workers make batches in less than this share of the time, waits for what is between.
-_FASTER = 0.8
 
 
 @dataclass(frozen=True)
@@ -87,34 +74,3 @@ def told(tensors: float, size: float, taken_ns: float) -> Told:
     if taken_ns >= 0:
         usual, least, most = (Handover(taken_ns, one.sending_ns) for one in (usual, least, most))
     return Told(usual, least, most)
-
-
-@per_rank
-def pinning(
-    loading: pd.DataFrame,
-    loader_means: pd.DataFrame,
-    worker_means: pd.DataFrame,
-    fetch_series: pd.DataFrame,
-    light_steps: pd.DataFrame,
-    timing: Timing,
-    rank: RankFacts,
-) -> pd.DataFrame:
-    """Return what a batch takes the one thread that receives and pins all, one row: pin_ns, batch_bytes, known.
-
-    known: 1 where the thread was timed, or is what the loop waits for: then it takes as long as a batch comes after
-    another. 0: the usual time for so many bytes (−1: unknown). Raises DoesNotApply where no thread pins.
-    """
-    loader, means = settings.loader_of(rank.facts), loader_means.iloc[0]
-    workers = loader.get("num_workers")
-    if device_type(rank) in (None, "cpu") or loader.get("pin_memory") is not True or not workers:
-        raise DoesNotApply("no thread of a loader pins batches")
-    tensors, size = (float(fetch_series[name].mean()) for name in ("tensors", "tensor_bytes"))
-    timed = loading[(loading["pin_ns"] >= 0) & in_steady(light_steps, loading["start_ns"].to_numpy())]
-    each = timing.step_ns * means["loaders"] / max(means["step_batches"], 1.0)
-    made, waits = float(worker_means["dur_ns"].max()) / workers, timing.phases.get("fetch", 0.0)
-    pin = told(tensors, size, np.nan).usual.taking_ns
-    if len(timed):
-        pin = float(timed["pin_ns"].sum() / timed["dur_ns"].sum()) * each
-    limits = waits >= STARVED * timing.step_ns and made < _FASTER * each and each <= HOSTS_DIFFER * pin
-    known = int(limits or len(timed) > 0)
-    return pd.DataFrame({"pin_ns": [each if limits else min(pin, each)], "batch_bytes": [size], "known": [known]})

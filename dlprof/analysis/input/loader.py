@@ -8,11 +8,28 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank, within_rank
+from dlprof.analysis.engine import (
+    JOB,
+    RANK,
+    Frame,
+    Job,
+    Maybe,
+    RankFacts,
+    across_ranks,
+    maybe,
+    needs,
+    per_rank,
+    within_rank,
+)
+from dlprof.analysis.input.handover import HOSTS_DIFFER, told
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steady import standard_error, suspended
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steady import STARVED, device_type, light_steps, standard_error, suspended
+from dlprof.analysis.timeline.steps import Timing, step_means, timing
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import DoesNotApply, NotMeasured
 
 # What travels of the batches: enough for a replay, a few kilobytes.
@@ -35,7 +52,9 @@ _TIMES = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")
 
 @per_rank
 def loader_calls(
-    spans: Maybe[pd.DataFrame], steps: Maybe[pd.DataFrame], on_training_thread: Maybe[pd.DataFrame]
+    spans: Maybe[Frame] = maybe(schema.SPANS),
+    steps: Maybe[Frame] = maybe(schema.STEPS),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
 ) -> pd.DataFrame:
     """Count next() on a DataLoader (one row): calls, and in_process (the loader is known to have no workers).
 
@@ -53,7 +72,9 @@ def loader_calls(
 
 
 @across_ranks
-def before_forward(loader_calls: Maybe[pd.DataFrame], step_means: Maybe[pd.DataFrame]) -> tuple[int, float] | None:
+def before_forward(
+    loader_calls: Maybe[Frame] = maybe(loader_calls), step_means: Maybe[Frame] = maybe(step_means)
+) -> tuple[int, float] | None:
     """Return the rank, and how long it is before its first forward in a mean steady step, ns, where that is longest.
 
     That is from the end of the optimizer's step, or from where a step begins, with no loader seen: data that comes in
@@ -67,7 +88,7 @@ def before_forward(loader_calls: Maybe[pd.DataFrame], step_means: Maybe[pd.DataF
 
 
 @within_rank
-def loader_numbers(loading: pd.DataFrame, light_steps: pd.DataFrame) -> tuple[int, ...]:
+def loader_numbers(loading: Frame = needs(schema.LOADING), light_steps: Frame = needs(light_steps)) -> tuple[int, ...]:
     """Return the numbers of the loaders that the training steps take batches from, the most frequent first.
 
     One that gives less than half as many as that is none of them.
@@ -79,11 +100,11 @@ def loader_numbers(loading: pd.DataFrame, light_steps: pd.DataFrame) -> tuple[in
 
 @within_rank
 def training_fetches(
-    fetches: pd.DataFrame,
-    loading: pd.DataFrame,
-    loader_numbers: tuple[int, ...],
-    light_steps: pd.DataFrame,
-    rank: RankFacts,
+    fetches: Frame = needs(schema.FETCHES),
+    loading: Frame = needs(schema.LOADING),
+    loader_numbers: tuple[int, ...] = needs(loader_numbers),
+    light_steps: Frame = needs(light_steps),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the fetches for the most frequent training loader in the run's steady part, each worker's first left out.
 
@@ -111,7 +132,10 @@ def _steady_fetches(
 
 @per_rank
 def loader_means(
-    loading: pd.DataFrame, loader_numbers: Maybe[tuple[int, ...]], light_steps: Maybe[pd.DataFrame], rank: RankFacts
+    loading: Frame = needs(schema.LOADING),
+    loader_numbers: Maybe[tuple[int, ...]] = maybe(loader_numbers),
+    light_steps: Maybe[Frame] = maybe(light_steps),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return one row of the training loader in the steady steps, and of what the process used meanwhile.
 
@@ -151,7 +175,7 @@ def loader_means(
 
 
 @per_rank
-def worker_means(training_fetches: pd.DataFrame) -> pd.DataFrame:
+def worker_means(training_fetches: Frame = needs(training_fetches)) -> pd.DataFrame:
     """Return what a batch takes each worker of the training loader, one row a worker; −1 is the training thread.
 
     Columns: worker, batches, and means a batch: dur_ns (of fetching, with collating), collate_ns, cpu_ns (of the
@@ -167,7 +191,7 @@ def worker_means(training_fetches: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def slowest_workers(worker_means: pd.DataFrame) -> pd.DataFrame:
+def slowest_workers(worker_means: Frame = needs(worker_means)) -> pd.DataFrame:
     """Return the slowest worker of each loader that has two or more, one row a rank.
 
     Columns: worker, dur_ns (of a batch), others_ns (the median of the others'), workers (how many). Raises NotMeasured
@@ -186,11 +210,11 @@ def slowest_workers(worker_means: pd.DataFrame) -> pd.DataFrame:
 
 @per_rank
 def fetch_series(
-    fetches: pd.DataFrame,
-    loading: pd.DataFrame,
-    loader_numbers: tuple[int, ...],
-    light_steps: pd.DataFrame,
-    rank: RankFacts,
+    fetches: Frame = needs(schema.FETCHES),
+    loading: Frame = needs(schema.LOADING),
+    loader_numbers: tuple[int, ...] = needs(loader_numbers),
+    light_steps: Frame = needs(light_steps),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the last fetches of the loaders that steps take batches from, in order: dur_ns, collate_ns, cpu_ns,
     delay_ns, loader (its place among these; 0 without workers), worker and gap_ns; and of what the batch is made:
@@ -213,7 +237,7 @@ def fetch_series(
 
 
 @per_rank
-def fetch_gains(what_if: WhatIf) -> pd.DataFrame:
+def fetch_gains(what_if: WhatIf = needs(what_if)) -> pd.DataFrame:
     """Return what a rank with a device gains when its loader waits for less: left (a share of LEFT), gain_ns a step.
 
     By replaying the traced steps, which wait there as long as those that were not traced: a wait behind which the
@@ -235,13 +259,48 @@ def gained(fetch_gains: Maybe[pd.DataFrame], rank: int, wait_ns: float, freed: f
     return wait_ns * (float(np.interp(1 - freed, left, gain)) / gain[0] if gain[0] > 0 else freed)
 
 
+# A loop that waits, though its workers make batches in less than this share of the time, waits for what is between.
+_FASTER = 0.8
+
+
+@per_rank
+def pinning(
+    loading: Frame = needs(schema.LOADING),
+    loader_means: Frame = needs(loader_means),
+    worker_means: Frame = needs(worker_means),
+    fetch_series: Frame = needs(fetch_series),
+    light_steps: Frame = needs(light_steps),
+    timing: Timing = needs(timing),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
+    """Return what a batch takes the one thread that receives and pins all, one row: pin_ns, batch_bytes, known.
+
+    known: 1 where the thread was timed, or is what the loop waits for: then it takes as long as a batch comes after
+    another. 0: the usual time for so many bytes (−1: unknown). Raises DoesNotApply where no thread pins.
+    """
+    loader, means = settings.loader_of(rank.facts), loader_means.iloc[0]
+    workers = loader.get("num_workers")
+    if device_type(rank) in (None, "cpu") or loader.get("pin_memory") is not True or not workers:
+        raise DoesNotApply("no thread of a loader pins batches")
+    tensors, size = (float(fetch_series[name].mean()) for name in ("tensors", "tensor_bytes"))
+    timed = loading[(loading["pin_ns"] >= 0) & in_steady(light_steps, loading["start_ns"].to_numpy())]
+    each = timing.step_ns * means["loaders"] / max(means["step_batches"], 1.0)
+    made, waits = float(worker_means["dur_ns"].max()) / workers, timing.phases.get("fetch", 0.0)
+    pin = told(tensors, size, np.nan).usual.taking_ns
+    if len(timed):
+        pin = float(timed["pin_ns"].sum() / timed["dur_ns"].sum()) * each
+    limits = waits >= STARVED * timing.step_ns and made < _FASTER * each and each <= HOSTS_DIFFER * pin
+    known = int(limits or len(timed) > 0)
+    return pd.DataFrame({"pin_ns": [each if limits else min(pin, each)], "batch_bytes": [size], "known": [known]})
+
+
 @across_ranks
 def fed_ns(
-    worker_means: Maybe[pd.DataFrame],
-    loader_means: Maybe[pd.DataFrame],
-    step_means: Maybe[pd.DataFrame],
-    pinning: Maybe[pd.DataFrame],
-    job: Job,
+    worker_means: Maybe[Frame] = maybe(worker_means),
+    loader_means: Maybe[Frame] = maybe(loader_means),
+    step_means: Maybe[Frame] = maybe(step_means),
+    pinning: Maybe[Frame] = maybe(pinning),
+    job: Job = needs(JOB),
 ) -> float:
     """Return the mean step that the loaders of a job on devices can feed at the best, ns: the slowest rank's; 0: any.
 
@@ -266,11 +325,11 @@ def fed_ns(
 
 @per_rank
 def restarts(
-    loading: pd.DataFrame,
-    light_steps: Maybe[pd.DataFrame],
-    has_device: bool,
-    fetches: Maybe[pd.DataFrame],
-    rank: RankFacts,
+    loading: Frame = needs(schema.LOADING),
+    light_steps: Maybe[Frame] = maybe(light_steps),
+    has_device: bool = needs(has_device),
+    fetches: Maybe[Frame] = maybe(schema.FETCHES),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return what epochs cost that begin with new workers, one row a loader with workers.
 

@@ -8,12 +8,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.attention import Found
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.compute.attention import Found, attention_blocks
+from dlprof.analysis.compute.kernels import kernels, shorter_kernels
+from dlprof.analysis.compute.operators import operator_work
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 NOW, LONGEST, ROUNDED = "as it is", "to the longest row of each batch", "to a multiple of 64 above that"
@@ -25,16 +29,16 @@ _MOST_OF_PLANS_NS = 1e9
 
 @per_rank
 def padding(
-    spans: pd.DataFrame,
-    on_training_thread: pd.DataFrame,
-    kernels: Maybe[pd.DataFrame],
-    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], NDArray[np.float64]], float]],
-    operator_work: pd.DataFrame,
-    attention_blocks: Maybe[list[Found]],
-    steps: Maybe[pd.DataFrame],
-    timing: Timing,
-    has_device: bool,
-    rank: RankFacts,
+    spans: Frame = needs(schema.SPANS),
+    on_training_thread: Frame = needs(on_training_thread),
+    kernels: Maybe[Frame] = maybe(kernels),
+    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], NDArray[np.float64]], float]] = maybe(shorter_kernels),
+    operator_work: Frame = needs(operator_work),
+    attention_blocks: Maybe[list[Found]] = maybe(attention_blocks),
+    steps: Maybe[Frame] = maybe(schema.STEPS),
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return ways to pad the batches that were looked at: way, length (of the mean row, padded), share (of the tokens
     that are padding), gain_ns, step_ns, plans_ns (of one new length; 0: it needs none).

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, across_ranks
+from dlprof.analysis.engine import JOB, Job, across_ranks, needs
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import ranks_named
 
@@ -25,7 +25,7 @@ def cores_of(text: object) -> frozenset[int]:
 
 
 @across_ranks
-def bindings(job: Job) -> pd.DataFrame:
+def bindings(job: Job = needs(JOB)) -> pd.DataFrame:
     """Return a row for each rank that is bound to some of its host's cores.
 
     Columns: rank, host, cores (that it may use), shared (of these with other ranks), left (cores of the host that no

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks, per_rank
-from dlprof.analysis.machine.log_clocks import OPTIONS
-from dlprof.analysis.machine.samples import ENOUGH
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.machine.log_clocks import OPTIONS, placed_samples
+from dlprof.analysis.machine.samples import ENOUGH, steady_span
 from dlprof.errors import NotMeasured
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), and of nvidia-smi's clocks_event_reasons.active. What slows
@@ -37,7 +37,9 @@ _METRICS = ("sm_clock_mhz", "sm_clock_max_mhz", "clock_reasons_bits", "power_lim
 
 
 @per_rank
-def clocks(placed_samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.DataFrame:
+def clocks(
+    placed_samples: Frame = needs(placed_samples), steady_span: Maybe[tuple[int, int]] = maybe(steady_span)
+) -> pd.DataFrame:
     """Return one row a GPU that was read: its clock while it was not idle, in steady steps where those are recorded.
 
     Columns: source (gpu: the rank's own; "nvidia-smi ID": one of a log, which names no rank), readings, clock_mhz (the
@@ -91,7 +93,7 @@ def _without_clock(samples: pd.DataFrame) -> list[str]:
 
 
 @across_ranks
-def held_down(clocks: pd.DataFrame) -> list[tuple[dict[Any, Any], str, float]]:
+def held_down(clocks: Frame = needs(clocks)) -> list[tuple[dict[Any, Any], str, float]]:
     """Return each row of `clocks` with what holds its clock down ("": nothing) and the share of the clock that is lost.
 
     What: heat, power_brake, hardware, set, locked, limit.

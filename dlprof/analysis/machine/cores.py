@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.cpu_work import split_share
-from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.machine.samples import OTHERS_WAITED, WAITED
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.compute.cpu_work import cpu_parts, split_share
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.machine.samples import OTHERS_WAITED, WAITED, sample_means
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 
 _OF_PROCESS = ("cpu_cores", "involuntary_switches_per_s", "children_cpu_cores")
@@ -21,11 +22,11 @@ _OF_PROCESS = ("cpu_cores", "involuntary_switches_per_s", "children_cpu_cores")
 
 @across_ranks
 def core_waits(
-    sample_means: pd.DataFrame,
-    mean_step_ns: float,
-    breakdown: Maybe[pd.DataFrame],
-    cpu_parts: Maybe[pd.DataFrame],
-    job: Job,
+    sample_means: Frame = needs(sample_means),
+    mean_step_ns: float = needs(mean_step_ns),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Return how the ranks' threads wait for a core, a row a rank.
 
@@ -80,7 +81,7 @@ def _lost(row: Mapping[Any, float], split: float) -> float:
 
 
 @across_ranks
-def spare_cores(sample_means: pd.DataFrame, job: Job) -> pd.DataFrame:
+def spare_cores(sample_means: Frame = needs(sample_means), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return how many cores each rank could use and nobody does, a row a rank.
 
     Columns: rank, threads (of PyTorch's pool), cores (that the rank has to itself), idle (of the host's, its share),

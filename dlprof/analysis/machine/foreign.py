@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.machine.samples import WAITED
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.machine.samples import WAITED, sample_means
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 
 # Less than this share of a host's cores is what its own services use.
@@ -29,7 +30,10 @@ _OF_HOST = ("host", "optimizer_host", "launch_latency", "input_wait")
 
 @across_ranks
 def foreign_load(
-    sample_means: pd.DataFrame, breakdown: Maybe[pd.DataFrame], mean_step_ns: float, job: Job
+    sample_means: Frame = needs(sample_means),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Return what programs outside the job use of each host's cores while training is steady, the most disturbed first.
 

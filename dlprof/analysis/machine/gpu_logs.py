@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks, per_rank
-from dlprof.analysis.machine.log_clocks import OPTIONS, Clock
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.machine.clocks import held_down
+from dlprof.analysis.machine.log_clocks import OPTIONS, Clock, log_clocks, placed_samples, run_span
 from dlprof.analysis.machine.samples import ENOUGH
 from dlprof.errors import NotMeasured
 
@@ -17,7 +18,11 @@ _MOST = ("sm_clock_max_mhz", "memory_used_bytes", "memory_total_bytes", "tempera
 
 
 @per_rank
-def gpu_logs(placed_samples: pd.DataFrame, log_clocks: dict[str, Clock], run_span: tuple[int, int]) -> pd.DataFrame:
+def gpu_logs(
+    placed_samples: Frame = needs(placed_samples),
+    log_clocks: dict[str, Clock] = needs(log_clocks),
+    run_span: tuple[int, int] = needs(run_span),
+) -> pd.DataFrame:
     """Return one row a GPU of a log: source, readings, seconds, at, why, and the figures of the log.
 
     `at`: "run" where they are the readings during the run's steps or trace, "log" where all of the log; `why` that
@@ -59,7 +64,9 @@ def gpu_logs(placed_samples: pd.DataFrame, log_clocks: dict[str, Clock], run_spa
 
 
 @across_ranks
-def gpu_uses(gpu_logs: pd.DataFrame, held_down: Maybe[list[tuple[dict[str, object], str, float]]]) -> pd.DataFrame:
+def gpu_uses(
+    gpu_logs: Frame = needs(gpu_logs), held_down: Maybe[list[tuple[dict[str, object], str, float]]] = maybe(held_down)
+) -> pd.DataFrame:
     """Return `gpu_logs` with what holds each clock down (`held_by`; "": not known) and the share of it lost."""
     held = {(row["rank"], row["source"]): (why, lost) for row, why, lost in held_down.or_none() or ()}
     of = [

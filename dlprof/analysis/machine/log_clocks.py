@@ -8,7 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, RankFacts, within_rank
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, within_rank
+from dlprof.analysis.timeline.steady import light_steps
 
 # How the source of each tool's log begins, and which of its options brings a metric.
 OPTIONS: dict[str, dict[str, str]] = {
@@ -58,7 +60,9 @@ class Clock(NamedTuple):
 
 
 @within_rank
-def run_span(light_steps: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame]) -> tuple[int, int]:
+def run_span(
+    light_steps: Maybe[Frame] = maybe(light_steps), spans: Maybe[Frame] = maybe(schema.SPANS)
+) -> tuple[int, int]:
     """Return when the rank's steps, else its trace, began and ended, Unix ns; (0, 0) where that is not known."""
     steps, traced = light_steps.or_none(), spans.or_none()
     frame = steps if steps is not None and len(steps) else traced
@@ -69,7 +73,9 @@ def run_span(light_steps: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame]) -> tu
 
 
 @within_rank
-def log_clocks(samples: pd.DataFrame, run_span: tuple[int, int], rank: RankFacts) -> dict[str, Clock]:
+def log_clocks(
+    samples: Frame = needs(schema.SAMPLES), run_span: tuple[int, int] = needs(run_span), rank: RankFacts = needs(RANK)
+) -> dict[str, Clock]:
     """Return the clock of each source of the samples that is of another tool's log."""
     found: dict[str, Clock] = {}
     for name, told in rank.trace_facts.items():
@@ -129,7 +135,9 @@ def _named(zone: int) -> str:
 
 
 @within_rank
-def placed_samples(samples: pd.DataFrame, log_clocks: dict[str, Clock]) -> pd.DataFrame:
+def placed_samples(
+    samples: Frame = needs(schema.SAMPLES), log_clocks: dict[str, Clock] = needs(log_clocks)
+) -> pd.DataFrame:
     """Return the table "samples" with the times of logs moved to Unix time; what has no times stays as it is."""
     moved = {source: clock.shift_ns for source, clock in log_clocks.items() if clock.shift_ns}
     if not moved:

@@ -18,10 +18,14 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
+from dlprof.analysis.compute.operators import tensor_cores
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.machine.clocks import REASONS
-from dlprof.analysis.machine.samples import ENOUGH
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.machine.log_clocks import placed_samples
+from dlprof.analysis.machine.samples import ENOUGH, steady_span
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result.throughput import PowerLimit
 
@@ -42,7 +46,9 @@ _METRICS = ("power_w", "power_limit_w", "sm_clock_mhz", "clock_reasons_bits")
 
 
 @per_rank
-def power_draw(placed_samples: pd.DataFrame, steady_span: tuple[int, int]) -> pd.DataFrame:
+def power_draw(
+    placed_samples: Frame = needs(placed_samples), steady_span: tuple[int, int] = needs(steady_span)
+) -> pd.DataFrame:
     """Return one row for the rank's GPU in steady steps: power_w, limit_w, k and k_noise (NaN: not fitted), readings.
 
     Raises NotMeasured where power or its limit were not read.
@@ -116,12 +122,12 @@ class PowerModel:
 
 @across_ranks
 def power_model(
-    power_draw: pd.DataFrame,
-    breakdown: pd.DataFrame,
-    tensor_cores: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    mean_step_ns: float,
-    job: Job,
+    power_draw: Frame = needs(power_draw),
+    breakdown: Frame = needs(breakdown),
+    tensor_cores: Maybe[Frame] = maybe(tensor_cores),
+    own_time: Frame = needs(own_time),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> PowerModel:
     """Return the model; raise NotMeasured where no trace shows what computes, or a rank's power is not known."""
     if not settings.on_gpu(job):
@@ -158,6 +164,6 @@ def _products(tensor_cores: Maybe[pd.DataFrame], ranks: pd.Index) -> pd.Series[f
 
 
 @across_ranks
-def power_limits(power_model: PowerModel) -> tuple[PowerLimit, ...]:
+def power_limits(power_model: PowerModel = needs(power_model)) -> tuple[PowerLimit, ...]:
     """Return what the step would be at each of SHARES of the power limit."""
     return tuple(power_model.at(share) for share in SHARES)

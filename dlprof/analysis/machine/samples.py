@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import RankFacts, per_rank, within_rank
-from dlprof.analysis.machine.log_clocks import Clock
-from dlprof.analysis.timeline.steady import standard_error, suspended
+from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank, within_rank
+from dlprof.analysis.machine.log_clocks import Clock, log_clocks, placed_samples
+from dlprof.analysis.timeline.steady import light_steps, standard_error, suspended
 from dlprof.errors import NotMeasured
 
 # Metrics that only grow → the name of their rate, and its unit: CPU seconds a second are cores, joules a second are
@@ -85,7 +85,9 @@ def _spans(at: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 @per_rank
-def sample_series(placed_samples: pd.DataFrame, log_clocks: dict[str, Clock]) -> pd.DataFrame:
+def sample_series(
+    placed_samples: Frame = needs(placed_samples), log_clocks: dict[str, Clock] = needs(log_clocks)
+) -> pd.DataFrame:
     """Return the readings in order, thinned to means, what only grows as rates: source, metric, at_ns, value.
 
     Raises NotMeasured where nothing was sampled.
@@ -125,7 +127,7 @@ def held(samples: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
 
 
 @within_rank
-def steady_span(light_steps: pd.DataFrame) -> tuple[int, int]:
+def steady_span(light_steps: Frame = needs(light_steps)) -> tuple[int, int]:
     """Return when the first steady step began and the last one ended, ns; raise NotMeasured where none was recorded."""
     steady = light_steps[light_steps["steady"]]
     if steady.empty:
@@ -134,7 +136,11 @@ def steady_span(light_steps: pd.DataFrame) -> tuple[int, int]:
 
 
 @per_rank
-def sample_means(placed_samples: pd.DataFrame, steady_span: tuple[int, int], rank: RankFacts) -> pd.DataFrame:
+def sample_means(
+    placed_samples: Frame = needs(placed_samples),
+    steady_span: tuple[int, int] = needs(steady_span),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """Return each metric while training was steady, what only grows as rates.
 
     Columns: source, metric, mean, its standard error noise, largest, readings.

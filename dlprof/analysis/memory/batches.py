@@ -7,12 +7,14 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES
-from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, by_rank, per_rank
+from dlprof import schema
+from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES, larger_batches
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, by_rank, maybe, needs, per_rank
+from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.memory.footprint import growth, main_device, of_device
-from dlprof.analysis.memory.memory import total_bytes
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.memory.memory import memory_use, total_bytes
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time, saving
 from dlprof.errors import NotMeasured
 
 # Memory monitors warn above 92 %. A larger batch may use up to that.
@@ -28,7 +30,10 @@ MOST_TIMES = 64.0  # no step is extrapolated further
 
 @per_rank
 def batch_room(
-    memory_use: Maybe[pd.DataFrame], held: Maybe[pd.DataFrame], memory_composition: Maybe[pd.DataFrame], rank: RankFacts
+    memory_use: Maybe[Frame] = maybe(memory_use),
+    held: Maybe[Frame] = maybe(schema.HELD),
+    memory_composition: Maybe[Frame] = maybe(memory_composition),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return how much of the memory of the rank's GPU grows with the batch, one row.
 
@@ -81,7 +86,7 @@ def even(times: float, batch: object) -> float:
 
 
 @across_ranks
-def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[int, float]:
+def same_for_any_batch(breakdown: Frame = needs(breakdown), own_time: Frame = needs(own_time)) -> dict[int, float]:
     """Return each rank's time of the mean step that is the same for any batch, ns.
 
     That is host work and the exchange of gradients, without waiting for other ranks.
@@ -92,10 +97,10 @@ def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[
 
 @across_ranks
 def larger_batch_steps(
-    same_for_any_batch: dict[int, float],
-    larger_batches: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    breakdown: pd.DataFrame,
+    same_for_any_batch: dict[int, float] = needs(same_for_any_batch),
+    larger_batches: Maybe[Frame] = maybe(larger_batches),
+    own_time: Frame = needs(own_time),
+    breakdown: Frame = needs(breakdown),
 ) -> pd.DataFrame:
     """Return the time that larger batches save, per present number of samples, a row for 1 and for each of TIMES.
 

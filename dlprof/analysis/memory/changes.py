@@ -14,17 +14,35 @@ from math import isnan, nan
 
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import settings
+from dlprof.analysis.compute.attention import attention
+from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.compute.peaks import PCIE_REACHED, device_of, host_link
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, by_rank, per_rank
+from dlprof.analysis.engine import (
+    JOB,
+    RANK,
+    Frame,
+    Job,
+    Maybe,
+    RankFacts,
+    across_ranks,
+    by_rank,
+    maybe,
+    needs,
+    per_rank,
+)
 from dlprof.analysis.memory import footprint as fp
-from dlprof.analysis.memory.batches import HIGH, MOST_TIMES, even, gain_at
+from dlprof.analysis.memory.batches import HIGH, MOST_TIMES, even, gain_at, larger_batch_steps
+from dlprof.analysis.memory.composition import held_names, memory_composition
 from dlprof.analysis.memory.footprint import Footprint, main_device, of_device
 from dlprof.analysis.memory.memory import total_bytes
 from dlprof.analysis.memory.places import WIDTH, largest_unit, units, with_modules_inside
+from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.pipeline.held import most_held
-from dlprof.analysis.pipeline.pipeline_plans import Model
+from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 
 # Multiples of the batch that are listed, besides the largest that fits.
@@ -33,11 +51,11 @@ MULTIPLES = (0.5, 2.0, 4.0, 8.0)
 
 @per_rank
 def memory_changes(
-    held: pd.DataFrame,
-    held_names: pd.DataFrame,
-    memory_composition: pd.DataFrame,
-    attention: Maybe[pd.DataFrame],
-    rank: RankFacts,
+    held: Frame = needs(schema.HELD),
+    held_names: Frame = needs(held_names),
+    memory_composition: Frame = needs(memory_composition),
+    attention: Maybe[Frame] = maybe(attention),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return what each change makes of the rank's peak, a row each: change, value, device, now_bytes, then_bytes (of
     all that is held there), least_bytes and most_bytes (for any cache of the allocator), total_bytes (that there are;
@@ -213,14 +231,14 @@ def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> Forwa
 
 @across_ranks
 def memory_what_if(
-    memory_changes: pd.DataFrame,
-    mean_step_ns: Maybe[float],
-    larger_batch_steps: Maybe[pd.DataFrame],
-    tensor_cores: Maybe[pd.DataFrame],
-    attention: Maybe[pd.DataFrame],
-    pipeline_models: Maybe[list[Model]],
-    module_means: Maybe[pd.DataFrame],
-    job: Job,
+    memory_changes: Frame = needs(memory_changes),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
+    larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
+    tensor_cores: Maybe[Frame] = maybe(tensor_cores),
+    attention: Maybe[Frame] = maybe(attention),
+    pipeline_models: Maybe[list[Model]] = maybe(pipeline_models),
+    module_means: Maybe[Frame] = maybe(module_means),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Return `memory_changes` of the rank with the highest peak, with the step's time.
 

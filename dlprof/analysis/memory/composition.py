@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
+from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.errors import NotMeasured
 
@@ -24,11 +26,11 @@ _KEYS = ["module", "kind", "part", "device"]
 
 @per_rank
 def memory_composition(
-    held: pd.DataFrame,
-    memory_use: Maybe[pd.DataFrame],
-    memory: Maybe[pd.DataFrame],
-    samples: Maybe[pd.DataFrame],
-    rank: RankFacts,
+    held: Frame = needs(schema.HELD),
+    memory_use: Maybe[Frame] = maybe(memory_use),
+    memory: Maybe[Frame] = maybe(schema.MEMORY),
+    samples: Maybe[Frame] = maybe(schema.SAMPLES),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the parts of each device's memory at its peak: device, part, bytes, known (the source), moment.
 
@@ -60,7 +62,7 @@ def memory_composition(
 
 
 @per_rank
-def held_by_module(held: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def held_by_module(held: Frame = needs(schema.HELD), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return the memory of each module without the modules inside it, the largest first.
 
     Columns: module (path), kind (class), part, device, tensors, bytes and full_bytes (before sharding). Beyond
@@ -77,7 +79,7 @@ def held_by_module(held: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
 
 
 @per_rank
-def held_names(held: pd.DataFrame, modules: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def held_names(held: Frame = needs(schema.HELD), modules: Maybe[Frame] = maybe(schema.MODULES)) -> pd.DataFrame:
     """Return of each module that holds something, and of those around it: module (path), name (folded) and kind.
 
     Modules fold by all that is inside them, as in the tree of the step's time: the first layer of a stack holds less

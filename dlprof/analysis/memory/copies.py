@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.compute.peaks import PCIE_REACHED, device_of, host_link
-from dlprof.analysis.engine import RankFacts, by_rank, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, RankFacts, by_rank, needs, per_rank, within_rank
 from dlprof.analysis.host.syncs import copying_waits
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
+from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.analysis.timeline.what_if import LITTLE, WhatIf, what_if
 
 TINY_BYTES = 4_096  # scalars (a loss, a counter) are smaller; what they cost is a wait, not a copy
 _RATE_BYTES = 1 << 20  # smaller copies take as long to start as to run, and do not show the rate of their link
@@ -33,7 +34,10 @@ NOTABLE_SHARE = 0.03  # from where the analysis tools of NVIDIA and AMD advise a
 
 @per_rank
 def copies(
-    device_sets: DeviceSets, timing: Timing, device_work: pd.DataFrame, launched_within: NDArray[np.int64]
+    device_sets: DeviceSets = needs(device_sets),
+    timing: Timing = needs(timing),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
 ) -> pd.DataFrame:
     """Return the copies of the steady traced steps, one row a direction and host memory, per mean step.
 
@@ -55,7 +59,7 @@ def copies(
 
 
 @within_rank
-def freeing_ns(copies: pd.DataFrame, rank: RankFacts) -> tuple[float, float]:
+def freeing_ns(copies: Frame = needs(copies), rank: RankFacts = needs(RANK)) -> tuple[float, float]:
     """Return between which times the training thread frees workers' batches, ns a step; it calls nothing meanwhile."""
     moved = float(copies.loc[from_pageable(copies), "bytes"].clip(lower=0).sum())
     least, most = _FREEING if settings.loader_of(rank.facts).get("num_workers") else (0.0, 0.0)
@@ -64,12 +68,12 @@ def freeing_ns(copies: pd.DataFrame, rank: RankFacts) -> tuple[float, float]:
 
 @per_rank
 def copy_gains(
-    what_if: WhatIf,
-    device_work: pd.DataFrame,
-    device_sets: DeviceSets,
-    on_training_thread: pd.DataFrame,
-    freeing_ns: tuple[float, float],
-    rank: RankFacts,
+    what_if: WhatIf = needs(what_if),
+    device_work: Frame = needs(device_work),
+    device_sets: DeviceSets = needs(device_sets),
+    on_training_thread: Frame = needs(on_training_thread),
+    freeing_ns: tuple[float, float] = needs(freeing_ns),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return how much shorter the mean steady step would be with changed copies: copy, memory, gain_ns, pinning_ns.
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.memory.fragments import memory_state
 from dlprof.analysis.memory.snapshot import shortened
+from dlprof.analysis.timeline.steady import light_steps
 
 SNAPSHOT, ERROR, KERNEL, KILLED = "snapshot", "error", "kernel", "killed"
 
@@ -41,7 +44,10 @@ COLUMNS = (
 
 @per_rank
 def last_memory(
-    memory: Maybe[pd.DataFrame], samples: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], rank: RankFacts
+    memory: Maybe[Frame] = maybe(schema.MEMORY),
+    samples: Maybe[Frame] = maybe(schema.SAMPLES),
+    light_steps: Maybe[Frame] = maybe(light_steps),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the last readings of a rank's memory, one row; NaN: not read.
 
@@ -76,7 +82,11 @@ def last_memory(
 
 
 @across_ranks
-def memory_failures(memory_state: Maybe[pd.DataFrame], last_memory: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
+def memory_failures(
+    memory_state: Maybe[Frame] = maybe(memory_state),
+    last_memory: Maybe[Frame] = maybe(last_memory),
+    job: Job = needs(JOB),
+) -> pd.DataFrame:
     """Return a row for each device of a rank that ran out of memory; no row where nothing shows that.
 
     Columns: rank, device ("0" for a GPU, "host"), how it is known (SNAPSHOT: from the allocator's events; ERROR: from

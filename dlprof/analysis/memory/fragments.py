@@ -8,15 +8,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import per_rank
-from dlprof.analysis.memory.snapshot import Replay, shortened
+from dlprof import schema
+from dlprof.analysis.engine import Frame, needs, per_rank
+from dlprof.analysis.memory.snapshot import Replay, memory_replay, shortened
 from dlprof.errors import NotMeasured
 
 Ints = NDArray[np.int64]
 
 
 @per_rank
-def memory_state(memory_blocks: pd.DataFrame, memory_replay: list[Replay]) -> pd.DataFrame:
+def memory_state(
+    memory_blocks: Frame = needs(schema.MEMORY_BLOCKS), memory_replay: list[Replay] = needs(memory_replay)
+) -> pd.DataFrame:
     """Return the allocator's state when the snapshot was taken ("end"), and at the last failed request ("oom").
 
     Columns: device, moment, allocated_bytes, reserved_bytes, free_bytes (reserved and not allocated), split_bytes (free

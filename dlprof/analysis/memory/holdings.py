@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.memory.composition import around
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.memory.changes import memory_what_if
+from dlprof.analysis.memory.composition import around, held_by_module, held_names, memory_composition
 from dlprof.analysis.memory.footprint import PARTS
 from dlprof.result import MOST_RANKS
 from dlprof.result.memory import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
@@ -22,11 +23,11 @@ OF_NONE = "(no module)"  # the same where there are several models
 
 @across_ranks
 def memory_footprint(
-    memory_composition: pd.DataFrame,
-    held_by_module: Maybe[pd.DataFrame],
-    held_names: Maybe[pd.DataFrame],
-    memory_what_if: Maybe[pd.DataFrame],
-    job: Job,
+    memory_composition: Frame = needs(memory_composition),
+    held_by_module: Maybe[Frame] = maybe(held_by_module),
+    held_names: Maybe[Frame] = maybe(held_names),
+    memory_what_if: Maybe[Frame] = maybe(memory_what_if),
+    job: Job = needs(JOB),
 ) -> Footprint:
     """Return each rank's memory by part, and of the rank with the highest peak its modules and predicted peaks."""
     sums = memory_composition.groupby(["rank", "device"], sort=False)["bytes"].sum().sort_values(ascending=False)

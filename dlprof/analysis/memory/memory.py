@@ -8,9 +8,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
-from dlprof.analysis.timeline.steady import ENOUGH, standard_error
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.timeline.steady import ENOUGH, light_steps, standard_error
 from dlprof.errors import NotMeasured
 
 MOST_ROWS = 500  # readings of the series that travel: enough for any screen
@@ -33,7 +35,7 @@ _SAMPLED = {"process": ("anonymous_bytes", "rss_bytes"), "workers": ("children_a
 
 
 @per_rank
-def memory_use(memory: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def memory_use(memory: Frame = needs(schema.MEMORY), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return one row: peak_allocated_bytes, peak_reserved_bytes, kept_bytes, total_bytes (NaN: unknown), retries, ooms
     and late.
 
@@ -57,14 +59,14 @@ def memory_use(memory: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
 
 
 @per_rank
-def memory_series(memory: pd.DataFrame) -> pd.DataFrame:
+def memory_series(memory: Frame = needs(schema.MEMORY)) -> pd.DataFrame:
     """Return the readings in order, thinned: step, allocated_bytes, reserved_bytes."""
     frame = _readings(memory)
     return frame[["step", "allocated_bytes", "reserved_bytes"]].iloc[:: -(-len(frame) // MOST_ROWS)]
 
 
 @per_rank
-def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
+def retry_cost(memory: Frame = needs(schema.MEMORY), light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
     """Return one row: the cost of steps in which the allocator had to empty its cache and retry.
 
     Columns: retries and ooms (failed allocations) while training was steady; retried and plain, the steady steps around
@@ -98,7 +100,10 @@ def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
 
 @per_rank
 def memory_growth(
-    light_steps: pd.DataFrame, memory: Maybe[pd.DataFrame], samples: Maybe[pd.DataFrame], rank: RankFacts
+    light_steps: Frame = needs(light_steps),
+    memory: Maybe[Frame] = maybe(schema.MEMORY),
+    samples: Maybe[Frame] = maybe(schema.SAMPLES),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return one row for each memory that was read while training was steady: whether, and how fast, it grows.
 
@@ -132,7 +137,7 @@ def memory_growth(
 
 
 @across_ranks
-def memory_ends(memory_growth: pd.DataFrame, job: Job) -> pd.DataFrame:
+def memory_ends(memory_growth: Frame = needs(memory_growth), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return the rows of `memory_growth` with what they share: a host's memory is that of all its ranks.
 
     `left_bytes` is what its first rank read; `steps`, after how many it is used up by all that grows in it, NaN for
@@ -155,7 +160,9 @@ def _readings(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def most_memory(memory_use: Maybe[pd.DataFrame], sample_means: Maybe[pd.DataFrame]) -> float:
+def most_memory(
+    memory_use: Maybe[Frame] = maybe(memory_use), sample_means: Maybe[Frame] = maybe(sample_means)
+) -> float:
     """Return the most that a rank held on its GPU, else in its process, in bytes; raise NotMeasured without either."""
     allocated, means = memory_use.or_none(), sample_means.or_none()
     if allocated is not None and len(allocated):

@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, per_rank, within_rank
+from dlprof import schema
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
 from dlprof.errors import NotMeasured
 
 Ints = NDArray[np.int64]
@@ -71,7 +72,9 @@ class Replay:
 
 
 @within_rank
-def memory_replay(memory_blocks: pd.DataFrame, memory_events: Maybe[pd.DataFrame]) -> list[Replay]:
+def memory_replay(
+    memory_blocks: Frame = needs(schema.MEMORY_BLOCKS), memory_events: Maybe[Frame] = maybe(schema.MEMORY_EVENTS)
+) -> list[Replay]:
     """Replay the events of each device that holds or held memory."""
     events = memory_events.or_none()
     devices = set(memory_blocks["device"].tolist()) | (set() if events is None else set(events["device"].tolist()))
@@ -196,7 +199,7 @@ def _segments(segments: pd.DataFrame, events: pd.DataFrame | None, n: int) -> pd
 
 
 @per_rank
-def memory_peak(memory_replay: list[Replay]) -> pd.DataFrame:
+def memory_peak(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFrame:
     """Return one row a device: device, peak_bytes, reserved_bytes, at_ns (all at the peak), events, end_bytes.
 
     `peak_bytes` is what tensors held at the moment when they held most, of those that the snapshot covers. `events`:
@@ -219,7 +222,7 @@ def memory_peak(memory_replay: list[Replay]) -> pd.DataFrame:
 
 
 @per_rank
-def memory_holders(memory_replay: list[Replay]) -> pd.DataFrame:
+def memory_holders(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFrame:
     """Return which lines' memory was held: device, moment, site, via, bytes, blocks, share; the most first.
 
     Moments: "peak", and "oom" where memory ran out, the last time. `share`: of all that was held. `via`: what the line
@@ -252,7 +255,7 @@ def memory_holders(memory_replay: list[Replay]) -> pd.DataFrame:
 
 
 @per_rank
-def memory_curve(memory_replay: list[Replay]) -> pd.DataFrame:
+def memory_curve(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFrame:
     """Return what each line's memory was over time: device, moment, at_ns, site, bytes; thinned, the peak kept.
 
     The lines that hold most at the peak, and OTHERS. A point stands for several moments: that of the most allocated.

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, within_rank
-from dlprof.analysis.modules.frames import PARTS, Frames
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
+from dlprof.analysis.modules.exchanges import bucket_shares
+from dlprof.analysis.modules.frames import PARTS, Frames, module_frames
 from dlprof.analysis.modules.host_time import apart
+from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.modules.sums import Sums, shared, sums
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.analysis.timeline.traced import main_stream
 
 # Calls that launch all nodes of a graph together.
 _GRAPHS = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
@@ -41,11 +45,11 @@ class Belongs:
 
 @within_rank
 def device_belongs(
-    spans: pd.DataFrame,
-    device_work: pd.DataFrame,
-    module_rows: pd.DataFrame,
-    module_frames: Frames,
-    bucket_shares: Maybe[NDArray[np.float64]],
+    spans: Frame = needs(schema.SPANS),
+    device_work: Frame = needs(device_work),
+    module_rows: Frame = needs(module_rows),
+    module_frames: Frames = needs(module_frames),
+    bucket_shares: Maybe[NDArray[np.float64]] = maybe(bucket_shares),
 ) -> Belongs:
     """Return what each row of device work belongs to; a graph's replay outside modules is one piece."""
     rows = device_work.index.to_numpy()
@@ -62,7 +66,10 @@ def device_belongs(
 
 @within_rank
 def module_device(
-    device_work: pd.DataFrame, device_belongs: Belongs, launched_within: NDArray[np.int64], module_frames: Frames
+    device_work: Frame = needs(device_work),
+    device_belongs: Belongs = needs(device_belongs),
+    launched_within: NDArray[np.int64] = needs(launched_within),
+    module_frames: Frames = needs(module_frames),
 ) -> tuple[Sums, Sums]:
     """Return the time of the device work that each module launched in the traced steps, and the bytes of its copies."""
     mine = launched_within >= 0
@@ -74,11 +81,11 @@ def module_device(
 
 @within_rank
 def device_exposed(
-    device_work: pd.DataFrame,
-    device_belongs: Belongs,
-    main_stream: NDArray[np.bool_],
-    timing: Timing,
-    module_frames: Frames,
+    device_work: Frame = needs(device_work),
+    device_belongs: Belongs = needs(device_belongs),
+    main_stream: NDArray[np.bool_] = needs(main_stream),
+    timing: Timing = needs(timing),
+    module_frames: Frames = needs(module_frames),
 ) -> Sums:
     """Return each module's part of the device's steps: the time in which its work runs.
 

@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import within_rank
-from dlprof.analysis.modules.frames import Frames
+from dlprof import schema
+from dlprof.analysis.engine import Frame, needs, within_rank
+from dlprof.analysis.modules.frames import Frames, module_frames
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.paths import around
 from dlprof.errors import NotMeasured
@@ -22,7 +23,9 @@ CALLS = ("c10d", "_c10d", "record_param_comms")
 
 
 @within_rank
-def bucket_shares(modules: pd.DataFrame, module_frames: Frames) -> NDArray[np.float64]:
+def bucket_shares(
+    modules: Frame = needs(schema.MODULES), module_frames: Frames = needs(module_frames)
+) -> NDArray[np.float64]:
     """Return for each bucket (a row, in the order in which they are reduced) the share of each of the trace's modules.
 
     A module that is not called in the trace counts to the one around it. Raises NotMeasured where no bucket is known.

@@ -15,10 +15,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, within_rank
+from dlprof import schema
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
 from dlprof.analysis.modules.compiled import GRAPH, Pieces, pieces
 from dlprof.analysis.modules.functions import forward_rows
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.host import is_on_device
 from dlprof.errors import NotMeasured
 
 # The kind of a frame: the part of the step that its own time counts to.
@@ -92,10 +94,10 @@ class Frames:
 
 @within_rank
 def module_frames(
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    compiled: Maybe[pd.DataFrame],
-    modules: Maybe[pd.DataFrame],
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    compiled: Maybe[Frame] = maybe(schema.COMPILED),
+    modules: Maybe[Frame] = maybe(schema.MODULES),
 ) -> Frames:
     """Return the frames of a rank's host; raise NotMeasured where the trace has no names of modules.
 

@@ -8,13 +8,17 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, within_rank
-from dlprof.analysis.modules.exchanges import CALLS
-from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, Frames
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
+from dlprof.analysis.modules.exchanges import CALLS, bucket_shares
+from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, Frames, module_frames
+from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.modules.sums import Sums, shared, sums
+from dlprof.analysis.step.partition import cpu_computation
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.host import is_on_device, training_lane
+from dlprof.analysis.timeline.steps import Timing, timing
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,11 @@ class Pieces:
 
 @within_rank
 def host_pieces(
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    module_frames: Frames,
-    module_rows: pd.DataFrame,
-    timing: Timing,
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    module_frames: Frames = needs(module_frames),
+    module_rows: Frame = needs(module_rows),
+    timing: Timing = needs(timing),
 ) -> Pieces:
     """Return the host's time in pieces."""
     lanes, starts, ends, inner = [], [], [], []
@@ -99,7 +103,11 @@ def outside_calls(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], module_r
 
 
 @within_rank
-def module_host(host_pieces: Pieces, module_frames: Frames, timing: Timing) -> Sums:
+def module_host(
+    host_pieces: Pieces = needs(host_pieces),
+    module_frames: Frames = needs(module_frames),
+    timing: Timing = needs(timing),
+) -> Sums:
     """Return the time of the traced steps that threads spend in each module itself, and the training thread outside."""
     steps = iv.merge(timing.host_windows)
     took = iv.within(steps, host_pieces.start, host_pieces.end)
@@ -113,15 +121,15 @@ def _outside(module_frames: Frames, ns: int) -> Sums:
 
 @within_rank
 def cpu_exposed(
-    host_pieces: Pieces,
-    module_frames: Frames,
-    timing: Timing,
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    module_rows: pd.DataFrame,
-    training_lane: str,
-    cpu_computation: iv.Intervals,
-    bucket_shares: Maybe[NDArray[np.float64]],
+    host_pieces: Pieces = needs(host_pieces),
+    module_frames: Frames = needs(module_frames),
+    timing: Timing = needs(timing),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    module_rows: Frame = needs(module_rows),
+    training_lane: str = needs(training_lane),
+    cpu_computation: iv.Intervals = needs(cpu_computation),
+    bucket_shares: Maybe[NDArray[np.float64]] = maybe(bucket_shares),
 ) -> Sums:
     """Return what the training thread's steps consist of: its pieces, but for exchanges with nothing computed beside.
 

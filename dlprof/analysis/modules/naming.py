@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import RankFacts, per_rank
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.engine import RANK, RankFacts, needs, per_rank
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 
 @per_rank
-def module_naming(timing: Timing, rank: RankFacts) -> pd.DataFrame:
+def module_naming(timing: Timing = needs(timing), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return one row: ranges (named calls of modules in a traced step), ns (their cost on the host), share of the step.
 
     The recorder measures the cost of a range in its own process while the profiler records. Raises NotMeasured where no

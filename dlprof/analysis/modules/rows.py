@@ -6,21 +6,23 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, RankFacts, within_rank
-from dlprof.analysis.modules.exchanges import buckets_of, common, frames_of_calls
-from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, PARTS, Frames
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, within_rank
+from dlprof.analysis.modules.exchanges import bucket_shares, buckets_of, common, frames_of_calls
+from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, PARTS, Frames, module_frames
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.traced import TracedSteps
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 
 
 @within_rank
 def module_rows(
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    module_frames: Frames,
-    bucket_shares: Maybe[NDArray[np.float64]],
-    trace_window: TracedSteps,
-    rank: RankFacts,
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    module_frames: Frames = needs(module_frames),
+    bucket_shares: Maybe[NDArray[np.float64]] = maybe(bucket_shares),
+    trace_window: TracedSteps = needs(trace_window),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return each span's module (a place in the paths of `module_frames`; −1: none), part of the step (one of PARTS),
     frame (a place in `module_frames`; −1: none) and bucket (a row of `bucket_shares`; −1: none), with the spans' index.

@@ -9,11 +9,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, across_ranks, per_rank
+from dlprof.analysis.compute.arithmetic import arithmetic
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.memory.composition import held_by_module
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
+from dlprof.analysis.modules.work import module_work
+from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.paths import folded, parent
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import Timing, timing
 
 # The parts of a module's time, and parts outside modules.
 PARTS = ("forward", "recompute", "backward", "communication")
@@ -39,11 +44,11 @@ _SPREAD: dict[str, Any] = {"modules": 1, "slowest": "", "slowest_ns": 0.0, "typi
 
 @per_rank
 def module_tree(
-    module_work: pd.DataFrame,
-    modules: Maybe[pd.DataFrame],
-    held_by_module: Maybe[pd.DataFrame],
-    has_device: bool,
-    timing: Timing,
+    module_work: Frame = needs(module_work),
+    modules: Maybe[Frame] = maybe(schema.MODULES),
+    held_by_module: Maybe[Frame] = maybe(held_by_module),
+    has_device: bool = needs(has_device),
+    timing: Timing = needs(timing),
 ) -> pd.DataFrame:
     """Return the time of each module in a rank's mean steady traced step, with all modules inside it, largest first.
 
@@ -202,7 +207,7 @@ def largest(tree: pd.DataFrame, most: int) -> pd.DataFrame:
 
 
 @across_ranks
-def module_means(module_tree: pd.DataFrame, arithmetic: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def module_means(module_tree: Frame = needs(module_tree), arithmetic: Maybe[Frame] = maybe(arithmetic)) -> pd.DataFrame:
     """Return the tree of the model's modules, mean of the ranks: each module above those inside it, the largest first.
 
     Columns: those of `module_tree`, and depth, own_ns (in none of the rows below it), share (of the step), flops_per_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks
-from dlprof.analysis.pipeline.pipes import Pipe
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.pipeline.pipes import Pipe, pipelines, pipes
 from dlprof.analysis.pipeline.schedules import closed_form
 
 _SHARES = ("simulated", "scheduled")
@@ -14,7 +14,7 @@ _COLUMNS = ("rank", "step_ns", "busy_ns", *_SHARES, "schedule_ns", "imbalance_ns
 
 
 @across_ranks
-def bubbles(pipelines: pd.DataFrame, pipes: Maybe[list[Pipe]]) -> pd.DataFrame:
+def bubbles(pipelines: Frame = needs(pipelines), pipes: Maybe[list[Pipe]] = maybe(pipes)) -> pd.DataFrame:
     """Return the bubble of each rank: the columns of `pipeline`, its share of which step, and what it comes from.
 
     `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
@@ -57,7 +57,7 @@ def _parts(pipe: Pipe) -> list[tuple[float, ...]]:
 
 
 @across_ranks
-def stage_lengths(pipes: list[Pipe]) -> pd.DataFrame:
+def stage_lengths(pipes: list[Pipe] = needs(pipes)) -> pd.DataFrame:
     """Return how long each stage works on a micro-batch, and what even ones would save their pipeline.
 
     Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their

@@ -9,9 +9,11 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, per_rank
+from dlprof.analysis.communication.wrappers import replication
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import DoesNotApply
 
 # Micro-batches a device from which on a pipeline's bubble is called negligible (Huang et al., GPipe, 2019).
@@ -22,7 +24,11 @@ _PART = 0.02
 
 
 @per_rank
-def device_turns(device_work: pd.DataFrame, timing: Timing, replication: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def device_turns(
+    device_work: Frame = needs(device_work),
+    timing: Timing = needs(timing),
+    replication: Maybe[Frame] = maybe(replication),
+) -> pd.DataFrame:
     """Return a row for each device of the process that computes, ns of a mean steady traced step: device, busy_ns.
 
     Also the same in each row: any_ns, in which at least one of them computes. Raises DoesNotApply where fewer than two

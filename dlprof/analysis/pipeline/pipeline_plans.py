@@ -15,11 +15,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
 from dlprof.analysis.pipeline.chunks import inside_chunks
-from dlprof.analysis.pipeline.pipes import Pipe
+from dlprof.analysis.pipeline.pipes import Pipe, pipes
 from dlprof.analysis.pipeline.schedules import (
     FAMILIES,
     INTERLEAVED,
@@ -31,9 +32,13 @@ from dlprof.analysis.pipeline.schedules import (
     runs,
     short,
 )
+from dlprof.analysis.step.breakdown import breakdown
+from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline import device, host
+from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.idle import LATENCY_NS
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.analysis.timeline.traced import main_stream
 from dlprof.errors import NotMeasured
 
 # What a send between GPUs is taken to need before its bytes move: a choice, rather too much than too little.
@@ -61,7 +66,11 @@ class _Plan:
 
 
 @per_rank
-def python_in_chunks(partition: dict[str, iv.Intervals], chunks: pd.DataFrame, breakdown: pd.DataFrame) -> pd.DataFrame:
+def python_in_chunks(
+    partition: dict[str, iv.Intervals] = needs(partition),
+    chunks: Frame = needs(schema.CHUNKS),
+    breakdown: Frame = needs(breakdown),
+) -> pd.DataFrame:
     """Return one row, ns: the host's own time of a mean steady step within chunks, as far as the traced ones show."""
     own = partition.get("host", iv.EMPTY)
     if not iv.total(own):
@@ -72,7 +81,10 @@ def python_in_chunks(partition: dict[str, iv.Intervals], chunks: pd.DataFrame, b
 
 @per_rank
 def least_of_kernels(
-    device_work: pd.DataFrame, launched_within: NDArray[np.int64], main_stream: NDArray[np.bool_], timing: Timing
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
+    main_stream: NDArray[np.bool_] = needs(main_stream),
+    timing: Timing = needs(timing),
 ) -> pd.DataFrame:
     """Return one row, ns: what a steady traced step's kernels take however little they compute.
 
@@ -91,7 +103,10 @@ def least_of_kernels(
 
 @across_ranks
 def pipeline_models(
-    pipes: list[Pipe], python_in_chunks: Maybe[pd.DataFrame], least_of_kernels: Maybe[pd.DataFrame], job: Job
+    pipes: list[Pipe] = needs(pipes),
+    python_in_chunks: Maybe[Frame] = maybe(python_in_chunks),
+    least_of_kernels: Maybe[Frame] = maybe(least_of_kernels),
+    job: Job = needs(JOB),
 ) -> list[Model]:
     """Return the model of each pipeline whose schedule is known; raise NotMeasured where there is none."""
     on_cpu = settings.on_cpu(job)
@@ -104,7 +119,7 @@ def pipeline_models(
 
 
 @across_ranks
-def pipeline_plans(pipeline_models: list[Model], job: Job) -> pd.DataFrame:
+def pipeline_plans(pipeline_models: list[Model] = needs(pipeline_models), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
     Columns: ranks (of the pipeline, as `pipeline` has them), change (in words), schedule, microbatches, chunks (stages

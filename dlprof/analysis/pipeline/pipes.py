@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.pipeline import pipeline_ranges
-from dlprof.analysis.pipeline.chunks import SCHEDULE
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.pipeline.chunks import SCHEDULE, WHICH, pipeline, pipeline_chunks
 from dlprof.analysis.pipeline.schedules import Action, grid, replay, runs
 from dlprof.errors import NotMeasured
 from dlprof.units import few
@@ -115,7 +114,7 @@ class Pipe:
 
 
 @across_ranks
-def pipelines(pipeline: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
+def pipelines(pipeline: Maybe[Frame] = maybe(pipeline), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return rows of `pipeline`; of traces from elsewhere, of those pipelines whose ranks all show the same.
 
     Raises NotMeasured where none do: several may run side by side, and nothing shows which ranks are one.
@@ -126,12 +125,12 @@ def pipelines(pipeline: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
     here = set(job.ranks)
     alike = [of for of, mine in frame.groupby("ranks") if here & set(_ranks(of)) == set(mine["rank"])]
     if not alike:
-        raise NotMeasured(next(iter(pipeline.lacking.values()), pipeline_ranges.WHICH))
+        raise NotMeasured(next(iter(pipeline.lacking.values()), WHICH))
     return frame[frame["ranks"].isin(alike)]
 
 
 @across_ranks
-def pipes(pipelines: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Pipe]:
+def pipes(pipelines: Frame = needs(pipelines), pipeline_chunks: Frame = needs(pipeline_chunks)) -> list[Pipe]:
     """Return the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common.
 
     Of many, MOST_PIPES. Raises NotMeasured with the reason where there is none.

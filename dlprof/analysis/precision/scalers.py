@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
+from dlprof.analysis.timeline.steady import light_steps
 from dlprof.errors import DoesNotApply, NotMeasured
 
 # Changes of the scale that travel between processes; of more, so many are chosen evenly.
@@ -18,7 +20,11 @@ ON_DEVICE = (
 
 
 @per_rank
-def scalers(loss_scale: Maybe[pd.DataFrame], light_steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def scalers(
+    loss_scale: Maybe[Frame] = maybe(schema.LOSS_SCALE),
+    light_steps: Frame = needs(light_steps),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """Return a row for each gradient scaler.
 
     Columns: scaler, known (whether the host saw the skipped steps), interval (steps after which the scale grows),
@@ -70,7 +76,7 @@ def _scaler(rows: pd.DataFrame, inside: np.ndarray, steady: int) -> dict[str, fl
 
 
 @per_rank
-def scale_changes(loss_scale: pd.DataFrame) -> pd.DataFrame:
+def scale_changes(loss_scale: Frame = needs(schema.LOSS_SCALE)) -> pd.DataFrame:
     """Return the changes of each scaler's scale, in order: scaler, step, scale, skipped (whether a step was)."""
     frame = loss_scale[loss_scale["scale"].notna()]
     if not len(frame):

@@ -16,15 +16,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis import subjects
-from dlprof.analysis.engine import ALSO, Maybe, MeasureFailed, RankData, RankFacts, measure
+from dlprof.analysis.engine import ALSO, RANK, Frame, Maybe, MeasureFailed, RankData, RankFacts, maybe, measure, needs
 from dlprof.analysis.scaling.transfers import Fits
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
-
-subjects.check(lambda: None)  # whose import makes all measures known, in a fresh process too
 
 # Ranks of a run that are replayed.
 MOST_RANKS = 8
@@ -50,7 +48,11 @@ def replays(
     cannot be replayed.
     """
 
-    def ratios(what_if: Maybe[WhatIf], device_work: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
+    def ratios(
+        what_if: Maybe[WhatIf] = maybe(what_if),
+        device_work: Maybe[Frame] = maybe(device_work),
+        rank: RankFacts = needs(RANK),
+    ) -> pd.DataFrame:
         steps = what_if.or_none()
         if steps is None or steps.measured_ns <= 0:
             return pd.DataFrame({c: pd.Series(dtype=float) for c in COLUMNS})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from contextlib import suppress
 
-from dlprof.analysis.engine import Job, across_ranks
+from dlprof.analysis.engine import JOB, Job, across_ranks, needs
 from dlprof.analysis.source.patches import Call, calls_of
 
 
 @across_ranks
-def call_sites(job: Job) -> list[Call]:
+def call_sites(job: Job = needs(JOB)) -> list[Call]:
     """Return the calls of the script that were recorded, each once over all ranks; none of foreign traces."""
     return calls_of(job.facts[rank] for rank in job.ranks)
 

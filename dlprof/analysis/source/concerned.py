@@ -8,17 +8,30 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.chains.calls import Calls
+from dlprof.analysis.chains.calls import Calls, calls
+from dlprof.analysis.chains.gelus import gelu_chains
+from dlprof.analysis.chains.growing import growing_chains
+from dlprof.analysis.chains.losses import loss_chains
+from dlprof.analysis.chains.norms import norm_chains
+from dlprof.analysis.chains.one_hot import one_hot_chains
 from dlprof.analysis.chains.work import Chain
-from dlprof.analysis.compute.attention import Found
+from dlprof.analysis.compute.attention import Found, attention_blocks
 from dlprof.analysis.compute.cpu_work import is_product
+from dlprof.analysis.compute.kernels import kernels
+from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.compute.products import misaligned_sizes
-from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
+from dlprof.analysis.host.gaps import host_gaps
+from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.modules.work import traced_exchanges
+from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.idle import Idle, first_after
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work, has_device
+from dlprof.analysis.timeline.host import training_lane
+from dlprof.analysis.timeline.idle import Idle, first_after, idle
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 
 # What a finding of each rule is about, as `concerned_rows` names it.
 CONCERNED: Mapping[str, str] = {
@@ -46,24 +59,13 @@ Rows = tuple[NDArray[np.int64], NDArray[np.float64]]  # of the spans, and ns of 
 
 
 @within_rank
-def concerned_rows(
-    of_computation: dict[str, Rows],
-    of_chains: Maybe[dict[str, Rows]],
-    of_waiting: dict[str, Rows],
-    of_transfers: dict[str, Rows],
-) -> dict[str, Rows]:
-    """Return the rows of the spans that findings are about, with the ns that each costs the steady traced steps."""
-    return of_computation | (of_chains.or_none() or {}) | of_waiting | of_transfers
-
-
-@within_rank
 def of_chains(
-    calls: Calls,
-    norm_chains: list[Chain],
-    gelu_chains: list[Chain],
-    loss_chains: list[Chain],
-    one_hot_chains: list[Chain],
-    growing_chains: list[Chain],
+    calls: Calls = needs(calls),
+    norm_chains: list[Chain] = needs(norm_chains),
+    gelu_chains: list[Chain] = needs(gelu_chains),
+    loss_chains: list[Chain] = needs(loss_chains),
+    one_hot_chains: list[Chain] = needs(one_hot_chains),
+    growing_chains: list[Chain] = needs(growing_chains),
 ) -> dict[str, Rows]:
     """Return the operators of unfused chains."""
     found = {
@@ -76,18 +78,13 @@ def of_chains(
     return {name: _operators(calls, chains) for name, chains in found.items()}
 
 
-def _operators(calls: Calls, chains: Sequence[Chain]) -> Rows:
-    places = np.concatenate([np.empty(0, dtype=np.int64), *(chain.places for chain in chains)])
-    return calls.rows[places], calls.ns[places]
-
-
 @within_rank
 def of_computation(
-    spans: pd.DataFrame,
-    kernels: Maybe[pd.DataFrame],
-    operator_work: Maybe[pd.DataFrame],
-    attention_blocks: Maybe[list[Found]],
-    has_device: bool,
+    spans: Frame = needs(schema.SPANS),
+    kernels: Maybe[Frame] = maybe(kernels),
+    operator_work: Maybe[Frame] = maybe(operator_work),
+    attention_blocks: Maybe[list[Found]] = maybe(attention_blocks),
+    has_device: bool = needs(has_device),
 ) -> dict[str, Rows]:
     """Return what computes in float32, in sizes that do not suit tensor cores, and in attention that is not fused."""
     if not has_device:
@@ -114,14 +111,14 @@ def of_computation(
 
 @within_rank
 def of_waiting(
-    spans: pd.DataFrame,
-    host_gaps: Maybe[iv.Intervals],
-    idle: Maybe[Idle],
-    sync_waits: Maybe[pd.DataFrame],
-    device_work: Maybe[pd.DataFrame],
-    has_device: bool,
-    timing: Timing,
-    training_lane: str,
+    spans: Frame = needs(schema.SPANS),
+    host_gaps: Maybe[iv.Intervals] = maybe(host_gaps),
+    idle: Maybe[Idle] = maybe(idle),
+    sync_waits: Maybe[Frame] = maybe(sync_waits),
+    device_work: Maybe[Frame] = maybe(device_work),
+    has_device: bool = needs(has_device),
+    timing: Timing = needs(timing),
+    training_lane: str = needs(training_lane),
 ) -> dict[str, Rows]:
     """Return what the device, or on a CPU the training thread, waited for: launches, and queued work."""
     late = host_gaps.or_none()
@@ -141,12 +138,12 @@ def of_waiting(
 
 @within_rank
 def of_transfers(
-    spans: pd.DataFrame,
-    exposed_communication: Maybe[iv.Intervals],
-    device_sets: Maybe[DeviceSets],
-    traced_exchanges: NDArray[np.int64],
-    device_work: pd.DataFrame,
-    launched_within: NDArray[np.int64],
+    spans: Frame = needs(schema.SPANS),
+    exposed_communication: Maybe[iv.Intervals] = maybe(exposed_communication),
+    device_sets: Maybe[DeviceSets] = maybe(device_sets),
+    traced_exchanges: NDArray[np.int64] = needs(traced_exchanges),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
 ) -> dict[str, Rows]:
     """Return exchanges and copies, each as long as nothing is computed beside it."""
     start, end = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
@@ -163,6 +160,22 @@ def of_transfers(
             rows = device_work.index.to_numpy()[chosen]
             found[name] = rows, iv.within(sets.exposed_copy, start[rows], end[rows]).astype(float)
     return found
+
+
+@within_rank
+def concerned_rows(
+    of_computation: dict[str, Rows] = needs(of_computation),
+    of_chains: Maybe[dict[str, Rows]] = maybe(of_chains),
+    of_waiting: dict[str, Rows] = needs(of_waiting),
+    of_transfers: dict[str, Rows] = needs(of_transfers),
+) -> dict[str, Rows]:
+    """Return the rows of the spans that findings are about, with the ns that each costs the steady traced steps."""
+    return of_computation | (of_chains.or_none() or {}) | of_waiting | of_transfers
+
+
+def _operators(calls: Calls, chains: Sequence[Chain]) -> Rows:
+    places = np.concatenate([np.empty(0, dtype=np.int64), *(chain.places for chain in chains)])
+    return calls.rows[places], calls.ns[places]
 
 
 def _taken(work: pd.DataFrame, chosen: NDArray[np.bool_]) -> Rows:

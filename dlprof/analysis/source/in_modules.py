@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, per_rank
-from dlprof.analysis.modules.frames import Frames
+from dlprof import schema
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank
+from dlprof.analysis.modules.frames import Frames, module_frames
+from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import around_of, built, inclusive
-from dlprof.analysis.source.concerned import CONCERNED, Rows
+from dlprof.analysis.source.concerned import CONCERNED, Rows, concerned_rows
 from dlprof.analysis.timeline.paths import folded
 from dlprof.result.modules import InModule
 
@@ -23,10 +25,10 @@ LEAST_SHARE, INSIDE_SHARE = 0.1, 0.8
 
 @per_rank
 def found_in_modules(
-    module_rows: pd.DataFrame,
-    module_frames: Frames,
-    modules: Maybe[pd.DataFrame],
-    concerned_rows: dict[str, Rows],
+    module_rows: Frame = needs(module_rows),
+    module_frames: Frames = needs(module_frames),
+    modules: Maybe[Frame] = maybe(schema.MODULES),
+    concerned_rows: dict[str, Rows] = needs(concerned_rows),
 ) -> pd.DataFrame:
     """Return in which modules the rows are that findings are about: about (as CONCERNED names it), path (folded; of
     what is in none, OUTSIDE), kind, ns (with what is inside the module), total_ns (of all those rows).

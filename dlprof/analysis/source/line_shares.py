@@ -7,7 +7,8 @@ from collections import Counter
 
 import pandas as pd
 
-from dlprof.analysis.engine import RankFacts, per_rank
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank
 from dlprof.analysis.host.stacks import FRAME, PLACE, is_own, seen_doing
 
 # What travels of each phase: lines of the user's, and functions of libraries where none of the user's is above them.
@@ -21,7 +22,7 @@ _LINE = ["doing", "own", "file", "line", "function"]
 
 
 @per_rank
-def line_shares(stacks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def line_shares(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return the lines that were seen: doing, own, file, line, function, library, samples, of.
 
     `doing`: fetch, forward, backward, optimizer, rest (none of these), or worker. A stack counts for the innermost line

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import pandas as pd
 from msgspec.structs import replace
 
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe
 from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
-from dlprof.analysis.source.in_modules import in_modules
-from dlprof.analysis.source.line_shares import over_ranks
+from dlprof.analysis.source.calls import call_sites
+from dlprof.analysis.source.in_modules import found_in_modules, in_modules
+from dlprof.analysis.source.line_shares import line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.overrides import changes_numbers as numeric
 from dlprof.overrides import named
@@ -114,11 +115,11 @@ _PHASES: Mapping[str, Concern] = {
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of the user's lines and modules: the parameters name measures."""
+    """What is known of the user's lines and modules. Its fields are needs: the engine fills them."""
 
-    call_sites: Maybe[list[Call]]
-    line_shares: Maybe[pd.DataFrame]
-    found_in_modules: Maybe[pd.DataFrame]
+    call_sites: Maybe[list[Call]] = maybe(call_sites)
+    line_shares: Maybe[Frame] = maybe(line_shares)
+    found_in_modules: Maybe[Frame] = maybe(found_in_modules)
 
 
 def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outcome:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
-from dlprof.analysis.input.loader import in_steady
-from dlprof.analysis.timeline.steady import ENOUGH, device_type, standard_error
-from dlprof.analysis.timeline.steps import Timing
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
+from dlprof.analysis.input.loader import in_steady, training_fetches
+from dlprof.analysis.timeline.steady import ENOUGH, device_type, light_steps, standard_error, steady_steps
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 
 @within_rank
-def steady_usage(loading: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
+def steady_usage(loading: Frame = needs(schema.LOADING), light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
     """Return the rows of `loading` of what a rank's process used of its cores within steady steps."""
     usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
     begin, took = usage["start_ns"].to_numpy(), usage["dur_ns"].to_numpy()
@@ -20,7 +21,7 @@ def steady_usage(loading: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFra
 
 
 @within_rank
-def alone_usage(steady_usage: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
+def alone_usage(steady_usage: Maybe[Frame] = maybe(steady_usage), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return that of a rank whose training thread computes alone; raise NotMeasured of any other.
 
     Of another its standing still means little: a thread that shares its work with others waits for those, one on a GPU
@@ -36,7 +37,9 @@ def alone_usage(steady_usage: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFr
 
 
 @within_rank
-def blocked(alone_usage: Maybe[pd.DataFrame], timing: Timing) -> tuple[float, float] | None:
+def blocked(
+    alone_usage: Maybe[Frame] = maybe(alone_usage), timing: Timing = needs(timing)
+) -> tuple[float, float] | None:
     """Return the time in which the training thread neither ran nor was ready to, and its standard error, ns a step.
 
     That it waits for another rank, its loader, or a disk. None: not known.
@@ -51,11 +54,11 @@ def blocked(alone_usage: Maybe[pd.DataFrame], timing: Timing) -> tuple[float, fl
 
 @per_rank
 def contention(
-    alone_usage: pd.DataFrame,
-    timing: Timing,
-    loading: pd.DataFrame,
-    training_fetches: Maybe[pd.DataFrame],
-    steady_steps: pd.DataFrame,
+    alone_usage: Frame = needs(alone_usage),
+    timing: Timing = needs(timing),
+    loading: Frame = needs(schema.LOADING),
+    training_fetches: Maybe[Frame] = maybe(training_fetches),
+    steady_steps: Frame = needs(steady_steps),
 ) -> pd.DataFrame:
     """Return one row of what else than its training thread computes in a rank's mean steady step, ns.
 

@@ -20,12 +20,23 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, by_rank, per_rank, within_rank
-from dlprof.analysis.step.partition import BUBBLE
-from dlprof.analysis.step.stalls import KINDS
-from dlprof.analysis.timeline.patterns import PERIODIC, Pattern
-from dlprof.analysis.timeline.steady import STRETCHES, device_type, on_device_clock, standard_error, stretch_means
-from dlprof.analysis.timeline.steps import PHASES, Timing
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, by_rank, maybe, needs, per_rank, within_rank
+from dlprof.analysis.pipeline.chunks import outside_chunks_ns, pipeline
+from dlprof.analysis.step.blocked import blocked
+from dlprof.analysis.step.partition import BUBBLE, host_phases, partition
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.host import training_lane
+from dlprof.analysis.timeline.patterns import PERIODIC, Pattern, patterns, periodic_phases
+from dlprof.analysis.timeline.stalls import KINDS, by_phase, stall_means
+from dlprof.analysis.timeline.steady import (
+    STRETCHES,
+    device_type,
+    on_device_clock,
+    standard_error,
+    steady_steps,
+    stretch_means,
+)
+from dlprof.analysis.timeline.steps import PHASES, Timing, timing
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES
 
@@ -41,37 +52,32 @@ _WAITING = ("communication", BUBBLE, "other")
 Parts = dict[str, float]  # category → ns
 
 
-@per_rank
-def breakdown(
-    timing: Timing, step_parts: Parts, parts_noise: Parts, partition: Maybe[dict[str, iv.Intervals]]
-) -> pd.DataFrame:
-    """Return the exclusive parts of the mean steady step, which add up to it: category, ns, noise_ns, least_ns.
-
-    noise_ns is the standard error of ns over the steps that it was measured in; least_ns the least of a part in any of
-    the traced steps, 0 where one alone was traced.
-    """
-    least = dict.fromkeys(step_parts, 0.0)
-    if len(timing.windows) > 1:
-        each = {c: iv.per_slot(partition.get().get(c, iv.EMPTY), timing.edges) for c in step_parts}
-        least = {
-            c: float(each[c].min() / each[c].mean()) * ns if each[c].any() else 0.0 for c, ns in step_parts.items()
-        }
-    rows = [(c, ns, parts_noise.get(c, 0.0), least[c]) for c, ns in step_parts.items()]
-    columns: dict[str, Any] = {"category": "str", "ns": float, "noise_ns": float, "least_ns": float}
-    return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+@within_rank
+def recorded(
+    by_phase: dict[tuple[str, str], float] = needs(by_phase),
+    outside_chunks_ns: Maybe[float] = maybe(outside_chunks_ns),
+    periodic_phases: Maybe[dict[str, float]] = maybe(periodic_phases),
+    rank: RankFacts = needs(RANK),
+) -> dict[tuple[str, str], float]:
+    """Return what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
+    bubble = outside_chunks_ns.get() if device_type(rank) == "cpu" else 0.0
+    found = {**by_phase, (BUBBLE, "rest"): bubble} if bubble else dict(by_phase)
+    for phase, ns in (periodic_phases.or_none() or {}).items():
+        found[PERIODIC, phase] = ns
+    return found
 
 
 @within_rank
 def step_parts(
-    timing: Timing,
-    partition: Maybe[dict[str, iv.Intervals]],
-    has_device: bool,
-    recorded: Maybe[dict[tuple[str, str], float]],
-    host_phases: Maybe[dict[str, iv.Intervals]],
-    steady_steps: Maybe[pd.DataFrame],
-    blocked: tuple[float, float] | None,
-    training_lane: Maybe[str],
-    rank: RankFacts,
+    timing: Timing = needs(timing),
+    partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
+    has_device: bool = needs(has_device),
+    recorded: Maybe[dict[tuple[str, str], float]] = maybe(recorded),
+    host_phases: Maybe[dict[str, iv.Intervals]] = maybe(host_phases),
+    steady_steps: Maybe[Frame] = maybe(steady_steps),
+    blocked: tuple[float, float] | None = needs(blocked),
+    training_lane: Maybe[str] = maybe(training_lane),
+    rank: RankFacts = needs(RANK),
 ) -> Parts:
     """Return the parts of the mean steady step, ns, in the order of CATEGORIES.
 
@@ -98,18 +104,68 @@ def step_parts(
 
 
 @within_rank
-def recorded(
-    by_phase: dict[tuple[str, str], float],
-    outside_chunks_ns: Maybe[float],
-    periodic_phases: Maybe[dict[str, float]],
-    rank: RankFacts,
-) -> dict[tuple[str, str], float]:
-    """Return what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
-    bubble = outside_chunks_ns.get() if device_type(rank) == "cpu" else 0.0
-    found = {**by_phase, (BUBBLE, "rest"): bubble} if bubble else dict(by_phase)
-    for phase, ns in (periodic_phases.or_none() or {}).items():
-        found[PERIODIC, phase] = ns
-    return found
+def parts_noise(
+    timing: Timing = needs(timing),
+    step_parts: Parts = needs(step_parts),
+    partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
+    has_device: bool = needs(has_device),
+    recorded: Maybe[dict[tuple[str, str], float]] = maybe(recorded),
+    stall_means: Maybe[Frame] = maybe(stall_means),
+    pipeline: Maybe[Frame] = maybe(pipeline),
+    steady_steps: Maybe[Frame] = maybe(steady_steps),
+    blocked: tuple[float, float] | None = needs(blocked),
+    patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns),
+) -> Parts:
+    """Return the standard error of each part's mean over the steps that it was measured in, ns."""
+    traced = {c: iv.per_slot(p, timing.edges).astype(float) for c, p in (partition.or_none() or {}).items()}
+    if timing.usual.sum() > 1:
+        traced = {c: ns[timing.usual] for c, ns in traced.items()}
+    noise = {c: standard_error(ns) for c, ns in traced.items()}
+    if timing.source == "trace":
+        return noise
+    categories = {category for category, _ in recorded.get()}
+    if categories.intersection(KINDS):
+        noise |= dict(zip(stall_means.get()["kind"], stall_means.get()["noise_ns"], strict=True))
+    if BUBBLE in categories:
+        noise[BUBBLE] = float(pipeline.get()["noise_ns"].iloc[0])
+    if PERIODIC in categories:
+        noise[PERIODIC] = math.hypot(*(one.noise_ns for one in patterns.get() if not one.trains))
+    noise["input_wait"] = _wait_noise(timing, step_parts.get("input_wait", 0.0), has_device, steady_steps.get())
+    if has_device and traced:
+        # What the host takes of a device's step is the step without the device's work and without the host's other
+        # parts: all steps show the first, and the traced ones the second, which hardly varies.
+        busy = standard_error(np.sum([ns for c, ns in traced.items() if c in _ON_DEVICE], axis=0))
+        of_host = {c: noise[c] for c in traced if c not in _ON_DEVICE}
+        for c in of_host:
+            others = (ns for other, ns in of_host.items() if other != c)
+            noise[c] = min(of_host[c], math.hypot(timing.noise_ns, busy, *others))
+    bounds = _communication_bounds(step_parts, blocked)
+    if bounds and blocked:
+        noise["communication"] = min(noise.get("communication", np.inf), (bounds[1] - bounds[0]) / 2 + blocked[1])
+    return noise
+
+
+@per_rank
+def breakdown(
+    timing: Timing = needs(timing),
+    step_parts: Parts = needs(step_parts),
+    parts_noise: Parts = needs(parts_noise),
+    partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
+) -> pd.DataFrame:
+    """Return the exclusive parts of the mean steady step, which add up to it: category, ns, noise_ns, least_ns.
+
+    noise_ns is the standard error of ns over the steps that it was measured in; least_ns the least of a part in any of
+    the traced steps, 0 where one alone was traced.
+    """
+    least = dict.fromkeys(step_parts, 0.0)
+    if len(timing.windows) > 1:
+        each = {c: iv.per_slot(partition.get().get(c, iv.EMPTY), timing.edges) for c in step_parts}
+        least = {
+            c: float(each[c].min() / each[c].mean()) * ns if each[c].any() else 0.0 for c, ns in step_parts.items()
+        }
+    rows = [(c, ns, parts_noise.get(c, 0.0), least[c]) for c, ns in step_parts.items()]
+    columns: dict[str, Any] = {"category": "str", "ns": float, "noise_ns": float, "least_ns": float}
+    return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
 
 def _without_trace(t: Timing, recorded: Maybe[dict[tuple[str, str], float]], rank: RankFacts) -> Parts:
@@ -257,48 +313,6 @@ def _to(total: float, parts: Mapping[str, float]) -> Parts:
     """Scale parts so that they add up to a total."""
     have = sum(parts.values())
     return {c: ns * total / have for c, ns in parts.items()} if have else {"other": total}
-
-
-@within_rank
-def parts_noise(
-    timing: Timing,
-    step_parts: Parts,
-    partition: Maybe[dict[str, iv.Intervals]],
-    has_device: bool,
-    recorded: Maybe[dict[tuple[str, str], float]],
-    stall_means: Maybe[pd.DataFrame],
-    pipeline: Maybe[pd.DataFrame],
-    steady_steps: Maybe[pd.DataFrame],
-    blocked: tuple[float, float] | None,
-    patterns: Maybe[tuple[Pattern, ...]],
-) -> Parts:
-    """Return the standard error of each part's mean over the steps that it was measured in, ns."""
-    traced = {c: iv.per_slot(p, timing.edges).astype(float) for c, p in (partition.or_none() or {}).items()}
-    if timing.usual.sum() > 1:
-        traced = {c: ns[timing.usual] for c, ns in traced.items()}
-    noise = {c: standard_error(ns) for c, ns in traced.items()}
-    if timing.source == "trace":
-        return noise
-    categories = {category for category, _ in recorded.get()}
-    if categories.intersection(KINDS):
-        noise |= dict(zip(stall_means.get()["kind"], stall_means.get()["noise_ns"], strict=True))
-    if BUBBLE in categories:
-        noise[BUBBLE] = float(pipeline.get()["noise_ns"].iloc[0])
-    if PERIODIC in categories:
-        noise[PERIODIC] = math.hypot(*(one.noise_ns for one in patterns.get() if not one.trains))
-    noise["input_wait"] = _wait_noise(timing, step_parts.get("input_wait", 0.0), has_device, steady_steps.get())
-    if has_device and traced:
-        # What the host takes of a device's step is the step without the device's work and without the host's other
-        # parts: all steps show the first, and the traced ones the second, which hardly varies.
-        busy = standard_error(np.sum([ns for c, ns in traced.items() if c in _ON_DEVICE], axis=0))
-        of_host = {c: noise[c] for c in traced if c not in _ON_DEVICE}
-        for c in of_host:
-            others = (ns for other, ns in of_host.items() if other != c)
-            noise[c] = min(of_host[c], math.hypot(timing.noise_ns, busy, *others))
-    bounds = _communication_bounds(step_parts, blocked)
-    if bounds and blocked:
-        noise["communication"] = min(noise.get("communication", np.inf), (bounds[1] - bounds[0]) / 2 + blocked[1])
-    return noise
 
 
 def _wait_noise(t: Timing, counted_ns: float, has_device: bool, steady_steps: pd.DataFrame) -> float:

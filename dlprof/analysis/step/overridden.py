@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import per_rank
+from dlprof import schema
+from dlprof.analysis.engine import Frame, needs, per_rank
 from dlprof.errors import NotMeasured
 
 
 @per_rank
-def override_effects(overrides: pd.DataFrame) -> pd.DataFrame:
+def override_effects(overrides: Frame = needs(schema.OVERRIDES)) -> pd.DataFrame:
     """Return the table "overrides"; raises NotMeasured where nothing was overridden."""
     if not len(overrides):
         raise NotMeasured("no setting was overridden")

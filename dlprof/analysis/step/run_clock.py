@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.machine.samples import sample_series
+from dlprof.analysis.timeline.steps import step_series
 
 # Clocks that lie so far apart have nothing to do with each other: a log next to somebody else's traces.
 _ANOTHER_CLOCK_NS = 7 * 86_400 * 10**9
 
 
 @across_ranks
-def first_times(step_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame]) -> tuple[int, ...]:
+def first_times(
+    step_series: Maybe[Frame] = maybe(step_series), sample_series: Maybe[Frame] = maybe(sample_series)
+) -> tuple[int, ...]:
     """Return when the first step and the first sample were, as far as there are any, in ns of Unix time."""
     known = ((step_series.or_none(), "start_ns"), (sample_series.or_none(), "at_ns"))
     return tuple(int(frame[column].min()) for frame, column in known if frame is not None)
@@ -26,7 +30,9 @@ def began_ns(first_times: tuple[int, ...], own: float) -> int:
 
 
 @across_ranks
-def step_times(step_series: pd.DataFrame, first_times: tuple[int, ...]) -> pd.Series[float]:
+def step_times(
+    step_series: Frame = needs(step_series), first_times: tuple[int, ...] = needs(first_times)
+) -> pd.Series[float]:
     """Return when each step began on the first rank that did, in ns from the run's beginning, by its number."""
     starts = step_series.groupby("step")["start_ns"].min()
     return starts - began_ns(first_times, step_series["start_ns"].min())

@@ -14,15 +14,20 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.stalls import KINDS
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.timeline.stalls import KINDS, stall_means, stalled_steps
+from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured
 
 
 @across_ranks
 def own_time(
-    step_means: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], job: Job
+    step_means: Frame = needs(step_means),
+    waits: Maybe[Frame] = maybe(waits),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Split the mean steady step into each rank's own time and its waiting for others.
 
@@ -98,7 +103,10 @@ def saving_input(step_series: pd.DataFrame, own_time: pd.DataFrame, removed: Map
 
 @across_ranks
 def stall_savings(
-    breakdown: pd.DataFrame, stall_means: pd.DataFrame, stalled_steps: pd.DataFrame, own_time: pd.DataFrame
+    breakdown: Frame = needs(breakdown),
+    stall_means: Frame = needs(stall_means),
+    stalled_steps: Frame = needs(stalled_steps),
+    own_time: Frame = needs(own_time),
 ) -> dict[str, float]:
     """Return the same for each kind of stall: kind → ns.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Job, Maybe, per_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, maybe, needs, per_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.traced import TracedSteps
+from dlprof.analysis.timeline.device import DeviceSets, device_sets
+from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 from dlprof.errors import DoesNotApply
 from dlprof.read.kineto.serving import serving_step
 
@@ -23,7 +24,10 @@ def engine_of(job: Job) -> str:
 
 @per_rank
 def serving_steps(
-    spans: pd.DataFrame, traced_steps: pd.DataFrame, trace_window: TracedSteps, device_sets: Maybe[DeviceSets]
+    spans: Frame = needs(schema.SPANS),
+    traced_steps: Frame = needs(schema.TRACED_STEPS),
+    trace_window: TracedSteps = needs(trace_window),
+    device_sets: Maybe[DeviceSets] = maybe(device_sets),
 ) -> pd.DataFrame:
     """Return a row for each traced step of an inference server.
 

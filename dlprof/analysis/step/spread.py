@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks, per_rank
-from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, standard_error, stretch_means, widened
-from dlprof.analysis.timeline.steps import PHASES, Timing
-from dlprof.analysis.timeline.traced import TracedSteps
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.timeline.device import has_device
+from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, light_steps, standard_error, stretch_means, widened
+from dlprof.analysis.timeline.steps import PHASES, Timing, timing
+from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 from dlprof.result import MOST_LENGTHS, QUANTILES
 
 # The steps before and after the traced ones are divided into stretches: the fewer of them into so many.
@@ -21,7 +22,7 @@ LEAST_NOISE = 2.0
 
 
 @per_rank
-def spread(timing: Timing) -> pd.DataFrame:
+def spread(timing: Timing = needs(timing)) -> pd.DataFrame:
     """Return one row: steps, step_ns (their mean), noise_ns, its standard error (NaN: of a single step), and quantiles.
 
     noise_ns is the larger one of what the single steps show and what the means of consecutive stretches show. The
@@ -35,7 +36,7 @@ def spread(timing: Timing) -> pd.DataFrame:
 
 
 @per_rank
-def step_lengths(timing: Timing) -> pd.DataFrame:
+def step_lengths(timing: Timing = needs(timing)) -> pd.DataFrame:
     """Return steady steps in their order: place, length_ns. Of many, MOST_LENGTHS are drawn, the same on all ranks."""
     place = np.arange(timing.steps, dtype=np.uint64)
     # By a hash of the place: steps that are periodically longer are neither all drawn nor all left out.
@@ -44,7 +45,7 @@ def step_lengths(timing: Timing) -> pd.DataFrame:
 
 
 @across_ranks
-def lengths_ns(step_lengths: pd.DataFrame) -> tuple[float, ...]:
+def lengths_ns(step_lengths: Frame = needs(step_lengths)) -> tuple[float, ...]:
     """Return the lengths of the steps that all ranks have, the mean over the ranks, in ns."""
     by = step_lengths.groupby("place")["length_ns"].agg(["mean", "size"])
     return tuple(by.loc[by["size"] == step_lengths["rank"].nunique(), "mean"].round().tolist())
@@ -52,7 +53,10 @@ def lengths_ns(step_lengths: pd.DataFrame) -> tuple[float, ...]:
 
 @per_rank
 def window_likeness(
-    has_device: bool, timing: Maybe[Timing], trace_window: TracedSteps, light_steps: Maybe[pd.DataFrame]
+    has_device: bool = needs(has_device),
+    timing: Maybe[Timing] = maybe(timing),
+    trace_window: TracedSteps = needs(trace_window),
+    light_steps: Maybe[Frame] = maybe(light_steps),
 ) -> pd.DataFrame:
     """Return one row of a rank with a device: ratio, after, after_noise, longer, linked, left_out, without_work.
 

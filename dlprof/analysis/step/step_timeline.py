@@ -7,11 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, per_rank, within_rank
-from dlprof.analysis.step.partition import BUBBLE
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.step.partition import BUBBLE, partition
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 from dlprof.units import short
 
@@ -38,15 +41,21 @@ _PHASES = (
 Row = tuple[str, int, int, str, str]  # as the columns of `excerpt` from lane on
 
 
+@within_rank
+def in_phases(on_training_thread: Frame = needs(on_training_thread)) -> list[iv.Intervals]:
+    """Return when the training thread is in each of the phases that are drawn."""
+    return [host.cover(on_training_thread, host.is_named(on_training_thread, *ranges)) for _, _, ranges in _PHASES]
+
+
 @per_rank
 def excerpt(
-    timing: Timing,
-    in_phases: Maybe[list[iv.Intervals]],
-    device_work: Maybe[pd.DataFrame],
-    partition: Maybe[dict[str, iv.Intervals]],
-    has_device: bool,
-    on_training_thread: Maybe[pd.DataFrame],
-    fetches: Maybe[pd.DataFrame],
+    timing: Timing = needs(timing),
+    in_phases: Maybe[list[iv.Intervals]] = maybe(in_phases),
+    device_work: Maybe[Frame] = maybe(device_work),
+    partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
+    has_device: bool = needs(has_device),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
+    fetches: Maybe[Frame] = maybe(schema.FETCHES),
 ) -> pd.DataFrame:
     """Return two steady traced steps: shown (middle, slowest), step, step_ns, begin_ns; lane, start_ns, dur_ns, name,
     category.
@@ -74,12 +83,6 @@ def excerpt(
         step = int(timing.numbers[chosen]) if len(timing.numbers) else 0
         parts.append(frame.assign(shown=which, step=step, step_ns=end - begin, begin_ns=begin))
     return pd.concat(parts, ignore_index=True)
-
-
-@within_rank
-def in_phases(on_training_thread: pd.DataFrame) -> list[iv.Intervals]:
-    """Return when the training thread is in each of the phases that are drawn."""
-    return [host.cover(on_training_thread, host.is_named(on_training_thread, *ranges)) for _, _, ranges in _PHASES]
 
 
 def _on_thread(in_phases: list[iv.Intervals], begin: int, end: int) -> list[Row]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks, per_rank
-from dlprof.analysis.host.stacks import LEAST_SAMPLES
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.host.stacks import LEAST_SAMPLES, own_lines
+from dlprof.analysis.source.calls import call_sites
 from dlprof.analysis.source.patches import Call
-from dlprof.analysis.timeline.patterns import Pattern
-from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.timeline.patterns import Pattern, patterns, periodic
+from dlprof.analysis.timeline.stalls import stall_means
+from dlprof.analysis.timeline.steady import standard_error, steady_steps
+from dlprof.analysis.timeline.steps import phases_of_step
 from dlprof.errors import NotMeasured
 
 
 @per_rank
-def unused_forward(steady_steps: pd.DataFrame, patterns: Maybe[tuple[Pattern, ...]]) -> pd.DataFrame:
+def unused_forward(
+    steady_steps: Frame = needs(steady_steps), patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns)
+) -> pd.DataFrame:
     """Return one row: what forward passes that no backward pass uses take of a steady step, and how many there are.
 
     Columns: ns and its standard error noise_ns, share (of the time in forward passes), forwards (of a step), backwards.
@@ -40,11 +45,11 @@ def unused_forward(steady_steps: pd.DataFrame, patterns: Maybe[tuple[Pattern, ..
 
 @across_ranks
 def lines_between(
-    own_lines: pd.DataFrame,
-    phases_of_step: pd.DataFrame,
-    stall_means: Maybe[pd.DataFrame],
-    periodic: Maybe[pd.DataFrame],
-    call_sites: Maybe[list[Call]],
+    own_lines: Frame = needs(own_lines),
+    phases_of_step: Frame = needs(phases_of_step),
+    stall_means: Maybe[Frame] = maybe(stall_means),
+    periodic: Maybe[Frame] = maybe(periodic),
+    call_sites: Maybe[list[Call]] = maybe(call_sites),
 ) -> pd.DataFrame:
     """Return what the script's lines between the phases take of the mean steady step: rank, function, file, line, ns.
 

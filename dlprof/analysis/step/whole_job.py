@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
-from dlprof.analysis.step.stalls import KINDS
-from dlprof.analysis.timeline.steady import standard_error
+from dlprof import schema
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.timeline.stalls import KINDS
+from dlprof.analysis.timeline.steady import light_steps, standard_error
 from dlprof.errors import NotMeasured
 
 # A training step validates if so much of it is forward passes that no backward pass uses.
@@ -23,7 +24,9 @@ PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "oth
 
 
 @per_rank
-def whole_job(light_steps: pd.DataFrame, stalls: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
+def whole_job(
+    light_steps: Frame = needs(light_steps), stalls: Maybe[Frame] = maybe(schema.STALLS), rank: RankFacts = needs(RANK)
+) -> pd.DataFrame:
     """Return one row for each part: part, steps, ns. The PARTS add up to the rank's time from importing torch on.
 
     setup: up to the first recorded step; warmup: training steps before they have settled; traced: those slowed by the
@@ -55,7 +58,16 @@ def whole_job(light_steps: pd.DataFrame, stalls: Maybe[pd.DataFrame], rank: Rank
 
 
 @across_ranks
-def loop_step_ns(whole_job: pd.DataFrame, training_steps: pd.Series[float]) -> float:
+def training_steps(whole_job: Frame = needs(whole_job)) -> pd.Series[float]:
+    """Count each rank's training steps, in whatever part of the job; by rank."""
+    trained = whole_job["part"].isin(("warmup", "steady", "traced", "epoch_ends"))
+    return whole_job[trained].groupby("rank")["steps"].sum()
+
+
+@across_ranks
+def loop_step_ns(
+    whole_job: Frame = needs(whole_job), training_steps: pd.Series[float] = needs(training_steps)
+) -> float:
     """Return what the training loop takes for each training step with all that lies between them: the ranks' mean, ns.
 
     As in a job that runs for long: steps that warm up or are traced count as steady ones, and setting up not at all.
@@ -71,15 +83,8 @@ def loop_step_ns(whole_job: pd.DataFrame, training_steps: pd.Series[float]) -> f
     return float((loop / training_steps).mean())
 
 
-@across_ranks
-def training_steps(whole_job: pd.DataFrame) -> pd.Series[float]:
-    """Count each rank's training steps, in whatever part of the job; by rank."""
-    trained = whole_job["part"].isin(("warmup", "steady", "traced", "epoch_ends"))
-    return whole_job[trained].groupby("rank")["steps"].sum()
-
-
 @per_rank
-def validation(light_steps: pd.DataFrame) -> pd.DataFrame:
+def validation(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
     """Return one row of the phases of validation: validation steps with no training step between them.
 
     Columns: phases, steps (of validation), every (training steps between the starts of two phases, the median; NaN: of
@@ -109,7 +114,11 @@ def validation(light_steps: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks
-def validation_cost(validation: pd.DataFrame, training_steps: pd.Series[float], job: Job) -> pd.DataFrame:
+def validation_cost(
+    validation: Frame = needs(validation),
+    training_steps: pd.Series[float] = needs(training_steps),
+    job: Job = needs(JOB),
+) -> pd.DataFrame:
     """Return `validation` with what a rank's validation takes for each training step: cost_ns, its error cost_noise_ns.
 
     `among` is over how many ranks it could be shared out that it is not (1: it is, or that is not known), and `samples`

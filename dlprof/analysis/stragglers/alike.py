@@ -12,7 +12,10 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.pipeline.pipes import pipelines
+from dlprof.analysis.step.breakdown import breakdown
+from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.stragglers.late_ranks import own_parts, stages_of
 from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
@@ -35,7 +38,10 @@ _WAITING = ("pipeline_bubble",)
 
 @across_ranks
 def members(
-    breakdown: pd.DataFrame, own_time: pd.DataFrame, pipelines: Maybe[pd.DataFrame], job: Job
+    breakdown: Frame = needs(breakdown),
+    own_time: Frame = needs(own_time),
+    pipelines: Maybe[Frame] = maybe(pipelines),
+    job: Job = needs(JOB),
 ) -> tuple[Member, ...]:
     """Return which ranks are alike, and in what the others differ; raise DoesNotApply with fewer than MANY ranks."""
     if len(job.ranks) < MANY:
@@ -94,6 +100,6 @@ def _far(parts: pd.DataFrame, step: float) -> tuple[pd.Series[float], pd.Series[
     return middle, (away > near).any(axis=1)
 
 
-def members_of(members: Maybe[tuple[Member, ...]]) -> tuple[Member, ...]:
+def members_of(members: Maybe[tuple[Member, ...]] = maybe(members)) -> tuple[Member, ...]:
     """Return them for the result; () where the ranks are shown one by one, or it is not known."""
     return members.or_none() or ()

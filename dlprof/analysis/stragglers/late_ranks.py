@@ -14,14 +14,17 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import SENT
-from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
-from dlprof.analysis.experts.tokens import Balance
-from dlprof.analysis.machine.samples import WAITED, outside
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.communication.matching import SENT, matched
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs
+from dlprof.analysis.experts.tokens import Balance, expert_balance
+from dlprof.analysis.machine.clocks import held_down
+from dlprof.analysis.machine.samples import WAITED, outside, sample_means
+from dlprof.analysis.pipeline.pipes import pipelines
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.stragglers import own_time as own
-from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, Lead, lead, steps_of
-from dlprof.analysis.stragglers.workload import Reason, longer_because
+from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, Lead, lead, own_steps, steps_of
+from dlprof.analysis.stragglers.workload import Reason, longer_because, workload
 from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
 from dlprof.units import percent, ranks_named
@@ -87,12 +90,12 @@ class LateRanks:
 
 @across_ranks
 def late_ranks(
-    matched: pd.DataFrame,
-    breakdown: pd.DataFrame,
-    own_time: pd.DataFrame,
-    own_steps: pd.DataFrame,
-    pipelines: Maybe[pd.DataFrame],
-    job: Job,
+    matched: Frame = needs(matched),
+    breakdown: Frame = needs(breakdown),
+    own_time: Frame = needs(own_time),
+    own_steps: Frame = needs(own_steps),
+    pipelines: Maybe[Frame] = maybe(pipelines),
+    job: Job = needs(JOB),
 ) -> LateRanks:
     """Return the ranks whose own time is longest, or all ranks of one host or pipeline, and what they cost in all.
 
@@ -177,14 +180,14 @@ def own_parts(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> pd.DataFrame:
 
 @across_ranks
 def straggling(
-    late_ranks: LateRanks,
-    breakdown: pd.DataFrame,
-    own_time: pd.DataFrame,
-    workload: Maybe[pd.DataFrame],
-    sample_means: Maybe[pd.DataFrame],
-    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
-    expert_balance: Maybe[Balance],
-    job: Job,
+    late_ranks: LateRanks = needs(late_ranks),
+    breakdown: Frame = needs(breakdown),
+    own_time: Frame = needs(own_time),
+    workload: Maybe[Frame] = maybe(workload),
+    sample_means: Maybe[Frame] = maybe(sample_means),
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]] = maybe(held_down),
+    expert_balance: Maybe[Balance] = maybe(expert_balance),
+    job: Job = needs(JOB),
 ) -> LateRanks:
     """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
     cuts: tuple[Callable[[LateRanks], LateRanks], ...] = (

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, across_ranks
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.communication.collectives import window_steps
+from dlprof.analysis.communication.matching import instances
+from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.errors import NotMeasured
 
 # Dixon's Q, the gap below the shortest over the whole range, exceeds these by chance in one case of twenty: the 95th
@@ -28,7 +30,9 @@ ENOUGH = 3
 
 
 @across_ranks
-def short_collectives(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def short_collectives(
+    instances: Frame = needs(instances), window_steps: Maybe[Frame] = maybe(window_steps)
+) -> pd.DataFrame:
     """Count for each rank in how many collectives its own was abnormally short: rank, short, counted, waited_ns.
 
     `counted` are the collectives of which three ranks or more are here; waited_ns is by how much a rank's collectives
@@ -64,7 +68,7 @@ class Outlier:
 
 
 @across_ranks
-def outlier(short_collectives: pd.DataFrame, breakdown: pd.DataFrame) -> Outlier:
+def outlier(short_collectives: Frame = needs(short_collectives), breakdown: Frame = needs(breakdown)) -> Outlier:
     """Return the late rank; raise NotMeasured where no rank has the majority of the collectives."""
     short = short_collectives.set_index("rank")
     late = int(str(short["short"].idxmax()))

@@ -21,13 +21,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.communication.waits import waiting, waits
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.step.blocked import alone_usage, steady_usage
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.partition import host_phases
+from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.timeline.steady import standard_error
-from dlprof.analysis.timeline.steps import PHASES
+from dlprof.analysis.timeline.steps import PHASES, step_series
 from dlprof.errors import NotMeasured
 
 # Ranks wait in a phase where at least this share of all their waiting falls into it.
@@ -50,7 +55,7 @@ BUSY, TRACED, LOGGED = "busy", "traced", "logged"
 
 
 @per_rank
-def phases(host_phases: dict[str, iv.Intervals]) -> pd.DataFrame:
+def phases(host_phases: dict[str, iv.Intervals] = needs(host_phases)) -> pd.DataFrame:
     """Return when the training thread was in which phase of the steady traced steps: phase, start_ns, end_ns."""
     found = np.concatenate(list(host_phases.values()))
     names = np.repeat(list(host_phases), [len(during) for during in host_phases.values()])
@@ -58,7 +63,7 @@ def phases(host_phases: dict[str, iv.Intervals]) -> pd.DataFrame:
 
 
 @across_ranks
-def who_waits(waits: pd.DataFrame, breakdown: pd.DataFrame) -> pd.DataFrame:
+def who_waits(waits: Frame = needs(waits), breakdown: Frame = needs(breakdown)) -> pd.DataFrame:
     """Return a row a rank, the slowest first: its traced steps' mean own_ns and wait_ns, and their collectives.
 
     Columns: rank, own_ns, wait_ns, last (how many of the matched collectives it came to last), matched, and of the mean
@@ -74,7 +79,11 @@ def who_waits(waits: pd.DataFrame, breakdown: pd.DataFrame) -> pd.DataFrame:
 
 
 @per_rank
-def busy(steady_usage: pd.DataFrame, alone_usage: Maybe[pd.DataFrame], steps: pd.DataFrame) -> pd.DataFrame:
+def busy(
+    steady_usage: Frame = needs(steady_usage),
+    alone_usage: Maybe[Frame] = maybe(alone_usage),
+    steps: Frame = needs(schema.STEPS),
+) -> pd.DataFrame:
     """Return how long a rank was busy in the steady steps: step, time_ns, cpu_ns (of its process), busy_ns, alone.
 
     `alone`: its training thread computes alone; busy_ns is then the time in which that ran, or was ready to run and had
@@ -93,14 +102,14 @@ def busy(steady_usage: pd.DataFrame, alone_usage: Maybe[pd.DataFrame], steps: pd
 
 @across_ranks
 def own_steps(
-    waits: pd.DataFrame,
-    own_time: pd.DataFrame,
-    breakdown: pd.DataFrame,
-    busy: Maybe[pd.DataFrame],
-    step_series: Maybe[pd.DataFrame],
-    waiting: Maybe[dict[int, iv.Intervals]],
-    phases: Maybe[pd.DataFrame],
-    job: Job,
+    waits: Frame = needs(waits),
+    own_time: Frame = needs(own_time),
+    breakdown: Frame = needs(breakdown),
+    busy: Maybe[Frame] = maybe(busy),
+    step_series: Maybe[Frame] = maybe(step_series),
+    waiting: Maybe[dict[int, iv.Intervals]] = maybe(waiting),
+    phases: Maybe[Frame] = maybe(phases),
+    job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Return each rank's own time in each step, or mean of some steps: step, rank, own_ns, source (as above).
 

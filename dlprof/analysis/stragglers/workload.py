@@ -12,22 +12,25 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, per_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, maybe, needs, per_rank
 from dlprof.analysis.experts.tokens import Balance
 from dlprof.analysis.machine.samples import WAITED
+from dlprof.analysis.step.partition import cpu_computation
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.errors import NotMeasured
 
 
 @per_rank
 def workload(
-    timing: Timing,
-    has_device: bool,
-    device_work: Maybe[pd.DataFrame],
-    launched_within: Maybe[NDArray[np.int64]],
-    on_training_thread: Maybe[pd.DataFrame],
-    cpu_computation: Maybe[iv.Intervals],
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    device_work: Maybe[Frame] = maybe(device_work),
+    launched_within: Maybe[NDArray[np.int64]] = maybe(launched_within),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
+    cpu_computation: Maybe[iv.Intervals] = maybe(cpu_computation),
 ) -> pd.DataFrame:
     """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
 

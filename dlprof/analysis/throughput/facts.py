@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Maybe, maybe
+from dlprof.analysis.throughput.rates import throughput
 from dlprof.result import Fact
 from dlprof.result.throughput import Cost, Throughput
 from dlprof.units import digits, duration, quantity
@@ -16,7 +17,7 @@ _COUNTED_BY = {
 }
 
 
-def of_throughput(throughput: Maybe[Throughput]) -> list[Fact]:
+def of_throughput(throughput: Maybe[Throughput] = maybe(throughput)) -> list[Fact]:
     """List a job's throughput; of a job without one, why."""
     t = throughput.or_none()
     if t is None:

@@ -13,7 +13,12 @@ from typing import NamedTuple
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.machine.power import power_limits
+from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.step.whole_job import loop_step_ns
+from dlprof.analysis.timeline.steady import steady_steps
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result.throughput import PowerLimit, Throughput
 
@@ -27,7 +32,7 @@ NOT_COUNTED = (
 
 
 @per_rank
-def work_done(steady_steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def work_done(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return one row: samples, tokens (of the mean steady step; NaN: not known), source (script, loader, model).
 
     The loaders count where each steady step took a batch that could be counted, else the model's input does, if its
@@ -99,12 +104,12 @@ _ENGINES = ("DeepSpeedEngine",)
 
 @across_ranks
 def throughput(
-    work_done: pd.DataFrame,
-    mean_step_ns: float,
-    loop_step_ns: Maybe[float],
-    sample_means: Maybe[pd.DataFrame],
-    power_limits: Maybe[tuple[PowerLimit, ...]],
-    job: Job,
+    work_done: Frame = needs(work_done),
+    mean_step_ns: float = needs(mean_step_ns),
+    loop_step_ns: Maybe[float] = maybe(loop_step_ns),
+    sample_means: Maybe[Frame] = maybe(sample_means),
+    power_limits: Maybe[tuple[PowerLimit, ...]] = maybe(power_limits),
+    job: Job = needs(JOB),
 ) -> Throughput:
     """Return the job's throughput; raises NotMeasured where neither samples nor tokens are known."""
     ranks = share(job)

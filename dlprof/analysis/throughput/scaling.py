@@ -9,8 +9,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import NOBODY
-from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.communication.bandwidth import transfers
+from dlprof.analysis.communication.collectives import NOBODY, window_steps
+from dlprof.analysis.communication.overlap import exposed_transfer
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.stragglers.own_time import own_steps
 from dlprof.errors import DoesNotApply
 from dlprof.result.scale import Scaling, Transfers
 
@@ -26,12 +30,12 @@ MOST_TRANSFERS = 64
 
 @across_ranks
 def scaling(
-    transfers: Maybe[pd.DataFrame],
-    window_steps: Maybe[pd.DataFrame],
-    exposed_transfer: Maybe[pd.Series[float]],
-    own_time: Maybe[pd.DataFrame],
-    own_steps: Maybe[pd.DataFrame],
-    job: Job,
+    transfers: Maybe[Frame] = maybe(transfers),
+    window_steps: Maybe[Frame] = maybe(window_steps),
+    exposed_transfer: Maybe[pd.Series[float]] = maybe(exposed_transfer),
+    own_time: Maybe[Frame] = maybe(own_time),
+    own_steps: Maybe[Frame] = maybe(own_steps),
+    job: Job = needs(JOB),
 ) -> Scaling:
     """Return what tells how a job of several ranks scales; raise DoesNotApply of one rank."""
     if job.world_size < 2:

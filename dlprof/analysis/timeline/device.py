@@ -8,9 +8,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, per_rank, within_rank
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.host import is_on_device
 from dlprof.errors import NotMeasured
 
 # What a kernel takes that computes next to nothing, on V100s, A100s and an RTX 2080 Ti: a tenth of the kernels of their
@@ -45,13 +47,25 @@ class DeviceSets:
 
 
 @within_rank
-def has_device(spans: Maybe[pd.DataFrame], device_work: Maybe[pd.DataFrame]) -> bool:
+def device_work(
+    spans: Frame = needs(schema.SPANS), is_on_device: NDArray[np.bool_] = needs(is_on_device)
+) -> pd.DataFrame:
+    """Return the spans of device work, in order of their start."""
+    return spans[is_on_device & host.is_kind(spans, *WORK)]
+
+
+@within_rank
+def has_device(spans: Maybe[Frame] = maybe(schema.SPANS), device_work: Maybe[Frame] = maybe(device_work)) -> bool:
     """Return whether the trace holds work of a device."""
     return bool(spans) and len(device_work.get()) > 0
 
 
 @within_rank
-def exchanges_on_host(spans: Maybe[pd.DataFrame], is_on_device: Maybe[NDArray[np.bool_]], has_device: bool) -> bool:
+def exchanges_on_host(
+    spans: Maybe[Frame] = maybe(schema.SPANS),
+    is_on_device: Maybe[NDArray[np.bool_]] = maybe(is_on_device),
+    has_device: bool = needs(has_device),
+) -> bool:
     """Return whether ranks exchange on the host: on a CPU, and with gloo or MPI also between devices.
 
     These copy a device's tensors to the host and send them from there: no kernel of the device communicates.
@@ -63,13 +77,7 @@ def exchanges_on_host(spans: Maybe[pd.DataFrame], is_on_device: Maybe[NDArray[np
 
 
 @within_rank
-def device_work(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> pd.DataFrame:
-    """Return the spans of device work, in order of their start."""
-    return spans[is_on_device & host.is_kind(spans, *WORK)]
-
-
-@within_rank
-def device_sets(device_work: pd.DataFrame) -> DeviceSets:
+def device_sets(device_work: Frame = needs(device_work)) -> DeviceSets:
     """Return the device's time; raises NotMeasured where the trace holds none."""
     if not len(device_work):
         raise NotMeasured(NO_DEVICE_WORK)
@@ -84,7 +92,7 @@ def device_sets(device_work: pd.DataFrame) -> DeviceSets:
 
 
 @per_rank
-def device_time(device_sets: DeviceSets) -> pd.DataFrame:
+def device_time(device_sets: DeviceSets = needs(device_sets)) -> pd.DataFrame:
     """Partition the device's span over the whole trace, from first event's start to last one's end (ns, one row).
 
     computation = |U(comp)|, exposed communication = |U(comm) − U(comp)|, exposed copy = |U(copy ∪ set) − U(comp) −

@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import within_rank
+from dlprof.analysis.engine import Frame, needs, within_rank
 
 # The script's own loop marks itself in these ways, the surest first.
 _MARKS = (
@@ -34,7 +35,7 @@ _PYTHON_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*(?<!\d)")
 
 
 @within_rank
-def is_on_device(spans: pd.DataFrame) -> NDArray[np.bool_]:
+def is_on_device(spans: Frame = needs(schema.SPANS)) -> NDArray[np.bool_]:
     """Return for each span whether it lies on a device lane."""
     lane = spans["lane"]
     return _are(lane, [c.startswith("device") for c in _texts(lane)])
@@ -98,7 +99,7 @@ def is_among(values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np
 
 
 @within_rank
-def training_lane(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> str:
+def training_lane(spans: Frame = needs(schema.SPANS), is_on_device: NDArray[np.bool_] = needs(is_on_device)) -> str:
     """Return the lane of the thread that runs the training loop; "" where there is no host lane."""
     host = ~is_on_device
     for mark in _MARKS:
@@ -112,7 +113,7 @@ def training_lane(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> str:
 
 
 @within_rank
-def on_training_thread(spans: pd.DataFrame, training_lane: str) -> pd.DataFrame:
+def on_training_thread(spans: Frame = needs(schema.SPANS), training_lane: str = needs(training_lane)) -> pd.DataFrame:
     """Return the spans of the training thread: kind, name, start_ns, dur_ns, launch and collective."""
     # Not all columns: choosing their rows takes three times as long.
     return spans[["kind", "name", "start_ns", "dur_ns", "launch", "collective"]][
@@ -130,7 +131,7 @@ def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.In
 
 
 @within_rank
-def in_calls(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> iv.Intervals:
+def in_calls(spans: Frame = needs(schema.SPANS), is_on_device: NDArray[np.bool_] = needs(is_on_device)) -> iv.Intervals:
     """Return when any thread was in an operator, a runtime call or a collective."""
     return cover(spans, ~is_on_device & is_kind(spans, "op", "runtime", "communication"))
 

@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import within_rank
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.launches import UNKNOWN, Launches
+from dlprof.analysis.engine import Frame, needs, within_rank
+from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work
+from dlprof.analysis.timeline.launches import UNKNOWN, Launches, launches
 
 # From one queued kernel to the next a device takes a few µs, tens where a trace's clock is coarse. What lasts longer is
 # a wait. From a launch on an idle device to the start of its kernel it takes somewhat more.
@@ -40,7 +41,12 @@ class Idle:
 
 
 @within_rank
-def idle(device_sets: DeviceSets, spans: pd.DataFrame, device_work: pd.DataFrame, launches: Launches) -> Idle:
+def idle(
+    device_sets: DeviceSets = needs(device_sets),
+    spans: Frame = needs(schema.SPANS),
+    device_work: Frame = needs(device_work),
+    launches: Launches = needs(launches),
+) -> Idle:
     """Return why the device idles; raise NotMeasured where the trace holds no work of a device."""
     busy = device_sets.busy
     start = spans["start_ns"].to_numpy()

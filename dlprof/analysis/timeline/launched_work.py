@@ -8,15 +8,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import within_rank
+from dlprof import schema
+from dlprof.analysis.engine import Frame, needs, within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import NO_DEVICE_WORK, NOT_IN_STEPS
+from dlprof.analysis.timeline.device import NO_DEVICE_WORK, NOT_IN_STEPS, device_work
 from dlprof.analysis.timeline.idle import LATENCY_NS
-from dlprof.analysis.timeline.launches import NOT_LINKED, UNKNOWN, Launches
+from dlprof.analysis.timeline.launches import NOT_LINKED, UNKNOWN, Launches, launches
 from dlprof.analysis.timeline.replay import NEVER, WAIT_NS, Replay, Wait
 from dlprof.analysis.timeline.steady import ENOUGH
-from dlprof.analysis.timeline.steps import NOT_MARKED, Timing
-from dlprof.analysis.timeline.traced import TracedSteps
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, timing
+from dlprof.analysis.timeline.traced import TracedSteps, main_stream, trace_window
 from dlprof.errors import NotMeasured
 
 # So much device work is replayed at most: whole steps, at least one.
@@ -47,12 +48,12 @@ _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad
 
 @within_rank
 def replay_of(
-    trace_window: TracedSteps,
-    timing: Timing,
-    device_work: pd.DataFrame,
-    launches: Launches,
-    spans: pd.DataFrame,
-    main_stream: NDArray[np.bool_],
+    trace_window: TracedSteps = needs(trace_window),
+    timing: Timing = needs(timing),
+    device_work: Frame = needs(device_work),
+    launches: Launches = needs(launches),
+    spans: Frame = needs(schema.SPANS),
+    main_stream: NDArray[np.bool_] = needs(main_stream),
 ) -> Replay:
     """Return a rank's settled traced steps, ready to be replayed.
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import within_rank
+from dlprof import schema
+from dlprof.analysis.engine import Frame, needs, within_rank
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import device_work
 
 # The time of a launch that the trace does not hold.
 UNKNOWN = np.iinfo(np.int64).max
@@ -36,7 +37,7 @@ class Launches:
 
 
 @within_rank
-def launches(spans: pd.DataFrame, device_work: pd.DataFrame) -> Launches:
+def launches(spans: Frame = needs(schema.SPANS), device_work: Frame = needs(device_work)) -> Launches:
     """Return the launches of a rank's device work; of several calls with one id the first counts."""
     ids, launch = spans["launch"].to_numpy(), device_work["launch"].to_numpy()
     calls = np.flatnonzero(host.is_kind(spans, "runtime") & (ids >= 0))
@@ -65,7 +66,7 @@ class Queue:
 
 
 @within_rank
-def launch_queue(launches: Launches, device_work: pd.DataFrame) -> Queue:
+def launch_queue(launches: Launches = needs(launches), device_work: Frame = needs(device_work)) -> Queue:
     """Return the length of a rank's launch queue: +1 at each launch, −1 when the work begins.
 
     Work whose launch is unknown is not counted. A graph is one launch, which begins with its first node.

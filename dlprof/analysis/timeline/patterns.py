@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
-from dlprof.analysis.timeline.steady import device_type, on_device_clock, standard_error
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
+from dlprof.analysis.timeline.stalls import steady_stalls
+from dlprof.analysis.timeline.steady import device_type, light_steps, on_device_clock, standard_error
 from dlprof.errors import NotMeasured
 
 PERIODIC = "periodic_work"
@@ -61,7 +62,11 @@ class Pattern:
 
 
 @within_rank
-def patterns(light_steps: pd.DataFrame, steady_stalls: Maybe[pd.DataFrame], rank: RankFacts) -> tuple[Pattern, ...]:
+def patterns(
+    light_steps: Frame = needs(light_steps),
+    steady_stalls: Maybe[Frame] = maybe(steady_stalls),
+    rank: RankFacts = needs(RANK),
+) -> tuple[Pattern, ...]:
     """Return the patterns of a rank's steady steps, the costliest first; none on a device that has no clock.
 
     Without its clock, a host that waits for its device now and then shows long steps that are none.
@@ -170,7 +175,7 @@ def _pattern(
 
 
 @within_rank
-def periodic_phases(patterns: tuple[Pattern, ...]) -> dict[str, float]:
+def periodic_phases(patterns: tuple[Pattern, ...] = needs(patterns)) -> dict[str, float]:
     """Return what comes between the steps' own work every n-th step: phase → ns of the mean steady step."""
     found: dict[str, float] = {}
     for one in patterns:
@@ -180,7 +185,11 @@ def periodic_phases(patterns: tuple[Pattern, ...]) -> dict[str, float]:
 
 
 @per_rank
-def periodic(patterns: tuple[Pattern, ...], light_steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def periodic(
+    patterns: tuple[Pattern, ...] = needs(patterns),
+    light_steps: Frame = needs(light_steps),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """Return a row for each pattern that is not training's: every, steps, extra_ns, cost_ns, noise_ns, forwards, phase.
 
     `steps`: how many long ones were seen. `phase`: where most of what they take longer is. Raises NotMeasured where

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, RankFacts, within_rank
+from dlprof import schema
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, within_rank
 
 # Fewer steady steps than this say less than the traced ones do.
 ENOUGH = 5
@@ -49,7 +50,9 @@ def device_type(rank: RankFacts) -> str | None:
 
 
 @within_rank
-def light_steps(steps: pd.DataFrame, loading: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
+def light_steps(
+    steps: Frame = needs(schema.STEPS), loading: Maybe[Frame] = maybe(schema.LOADING), rank: RankFacts = needs(RANK)
+) -> pd.DataFrame:
     """Return the step log with columns `steady` and `length_ns`; steps in which the job was stopped are "suspended".
 
     `length_ns` is the step's length on the device's own clock where that measured nearly all steps: a host that runs
@@ -76,7 +79,7 @@ def light_steps(steps: pd.DataFrame, loading: Maybe[pd.DataFrame], rank: RankFac
 
 
 @within_rank
-def steady_steps(light_steps: pd.DataFrame) -> pd.DataFrame:
+def steady_steps(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
     """Return the steady rows of `light_steps`."""
     return light_steps[light_steps["steady"]]
 

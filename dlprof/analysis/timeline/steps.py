@@ -16,13 +16,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.patterns import Pattern
-from dlprof.analysis.timeline.steady import ENOUGH, standard_error, suspended
-from dlprof.analysis.timeline.traced import TracedSteps
+from dlprof.analysis.timeline.device import DeviceSets, device_sets, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.patterns import Pattern, patterns
+from dlprof.analysis.timeline.steady import ENOUGH, light_steps, standard_error, steady_steps, suspended
+from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 from dlprof.errors import NotMeasured
 
 # Traced kernels may take a little longer than others.
@@ -84,14 +86,14 @@ class Timing:
 
 @within_rank
 def timing(
-    trace_window: TracedSteps,
-    traced_steps: Maybe[pd.DataFrame],
-    steps: Maybe[pd.DataFrame],
-    has_device: bool,
-    device_sets: Maybe[DeviceSets],
-    steady_steps: Maybe[pd.DataFrame],
-    patterns: Maybe[tuple[Pattern, ...]],
-    rank: RankFacts,
+    trace_window: TracedSteps = needs(trace_window),
+    traced_steps: Maybe[Frame] = maybe(schema.TRACED_STEPS),
+    steps: Maybe[Frame] = maybe(schema.STEPS),
+    has_device: bool = needs(has_device),
+    device_sets: Maybe[DeviceSets] = maybe(device_sets),
+    steady_steps: Maybe[Frame] = maybe(steady_steps),
+    patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns),
+    rank: RankFacts = needs(RANK),
 ) -> Timing:
     """Return the timing of a rank; raise NotMeasured where neither a step log nor a trace was recorded."""
     found = patterns.or_none() or ()
@@ -179,7 +181,9 @@ def _chosen(
 
 
 @within_rank
-def launched_within(trace_window: TracedSteps, timing: Timing) -> NDArray[np.int64]:
+def launched_within(
+    trace_window: TracedSteps = needs(trace_window), timing: Timing = needs(timing)
+) -> NDArray[np.int64]:
     """Return for each row of `device.device_work` the place of its step among `timing.windows`; −1: none of them.
 
     Counts of a step (kernels, collectives, bytes) go by this: the step that launched the work.
@@ -192,7 +196,7 @@ def launched_within(trace_window: TracedSteps, timing: Timing) -> NDArray[np.int
 
 
 @per_rank
-def step_means(timing: Timing, steady_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def step_means(timing: Timing = needs(timing), steady_steps: Maybe[Frame] = maybe(steady_steps)) -> pd.DataFrame:
     """Return one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases.
 
     lead_ns is from the start of a step to its first forward, fetching not counted. NaN: not known.
@@ -212,7 +216,7 @@ def step_means(timing: Timing, steady_steps: Maybe[pd.DataFrame]) -> pd.DataFram
 
 
 @per_rank
-def phases_of_step(timing: Timing, steady_steps: pd.DataFrame) -> pd.DataFrame:
+def phases_of_step(timing: Timing = needs(timing), steady_steps: Frame = needs(steady_steps)) -> pd.DataFrame:
     """Return a row for each of PHASES and "rest": phase, ns of the mean steady step, share of it, micro_batches.
 
     micro_batches: backward passes of a step that takes one optimizer step for several batches, the median. Raises
@@ -229,7 +233,9 @@ def phases_of_step(timing: Timing, steady_steps: pd.DataFrame) -> pd.DataFrame:
 
 @per_rank
 def step_series(
-    light_steps: Maybe[pd.DataFrame], timing: Maybe[Timing], on_training_thread: Maybe[pd.DataFrame]
+    light_steps: Maybe[Frame] = maybe(light_steps),
+    timing: Maybe[Timing] = maybe(timing),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
 ) -> pd.DataFrame:
     """Return the run's steps in order, thinned alike on all ranks: step, kind, times and phases in ns, and three flags.
 
@@ -268,12 +274,12 @@ def check_marked(step_means: pd.DataFrame) -> None:
 
 
 @across_ranks
-def mean_step_ns(step_means: pd.DataFrame) -> float:
+def mean_step_ns(step_means: Frame = needs(step_means)) -> float:
     """Return the mean steady step of the run: the mean over its ranks, in ns."""
     return float(step_means["step_ns"].mean())
 
 
 @across_ranks
-def of_step(step_means: pd.DataFrame) -> str:
+def of_step(step_means: Frame = needs(step_means)) -> str:
     """Return what shares are of: "of each step", or of the whole trace where nothing marks a step."""
     return "of each step" if (step_means["unit"] == "step").all() else "of the traced time"

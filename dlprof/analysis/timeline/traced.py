@@ -20,10 +20,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.launches import UNKNOWN, Launches
+from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.launches import UNKNOWN, Launches, launches
 from dlprof.errors import NotMeasured
 
 # Marks of consecutive steps leave some µs between them; a gap longer than this share of a step separates steps that do
@@ -81,7 +84,11 @@ class TracedSteps:
 
 
 @within_rank
-def step_marks(spans: pd.DataFrame, traced_steps: pd.DataFrame, on_training_thread: pd.DataFrame) -> Marks:
+def step_marks(
+    spans: Frame = needs(schema.SPANS),
+    traced_steps: Frame = needs(schema.TRACED_STEPS),
+    on_training_thread: Frame = needs(on_training_thread),
+) -> Marks:
     """Find the steps on the host: by the trace's marks, else from one loader call to the next, else the whole trace."""
     start = traced_steps["start_ns"].to_numpy()
     # Where two steps overlap (they are marked in a hook), the later one's start ends the earlier.
@@ -100,13 +107,23 @@ def step_marks(spans: pd.DataFrame, traced_steps: pd.DataFrame, on_training_thre
 
 
 @within_rank
+def main_stream(device_work: Frame = needs(device_work)) -> NDArray[np.bool_]:
+    """Return which rows of the device's work lie on the stream that computes most."""
+    lane = device_work["lane"].cat.codes.to_numpy()
+    dur = device_work["dur_ns"].to_numpy(dtype=float)
+    took = np.bincount(lane, weights=np.where(host.is_kind(device_work, "kernel"), dur, dur * 1e-6))
+    main: NDArray[np.bool_] = lane == (int(np.argmax(took)) if len(took) else -1)
+    return main
+
+
+@within_rank
 def trace_window(
-    step_marks: Maybe[Marks],
-    traced_steps: Maybe[pd.DataFrame],
-    has_device: bool,
-    launches: Maybe[Launches],
-    device_work: Maybe[pd.DataFrame],
-    main_stream: Maybe[NDArray[np.bool_]],
+    step_marks: Maybe[Marks] = maybe(step_marks),
+    traced_steps: Maybe[Frame] = maybe(schema.TRACED_STEPS),
+    has_device: bool = needs(has_device),
+    launches: Maybe[Launches] = maybe(launches),
+    device_work: Maybe[Frame] = maybe(device_work),
+    main_stream: Maybe[NDArray[np.bool_]] = maybe(main_stream),
 ) -> TracedSteps:
     """Return the traced steps of a rank; none of them where it has no trace."""
     none = np.empty(0, dtype=np.int64)
@@ -158,16 +175,6 @@ def _step_at(marks: iv.Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
     near = np.where(next_mark - marks[:, 1] <= _GAP_SHARE * length, next_mark, marks[:, 1])
     beyond = (step >= 0) & (at >= near[np.maximum(step, 0)])
     return np.where(beyond, np.where(step == len(marks) - 1, len(marks), NO_STEP), step)
-
-
-@within_rank
-def main_stream(device_work: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows of the device's work lie on the stream that computes most."""
-    lane = device_work["lane"].cat.codes.to_numpy()
-    dur = device_work["dur_ns"].to_numpy(dtype=float)
-    took = np.bincount(lane, weights=np.where(host.is_kind(device_work, "kernel"), dur, dur * 1e-6))
-    main: NDArray[np.bool_] = lane == (int(np.argmax(took)) if len(took) else -1)
-    return main
 
 
 def _on_device(

@@ -15,12 +15,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import RankFacts, per_rank, within_rank
+from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank, within_rank
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.host import in_calls, is_on_device, on_training_thread
 from dlprof.analysis.timeline.host_clock import HostClock, calibrated, traced_calls, usual_ns
+from dlprof.analysis.timeline.launched_work import replay_of
 from dlprof.analysis.timeline.replay import Kept, Replay
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import Timing, timing
 
 # From one operator to the next Python takes 5 to 50 µs in a model's code. Where no thread is in an operator or in a
 # call of the runtime for longer than this, the script does something else.
@@ -127,13 +130,13 @@ class WhatIf:
 
 @within_rank
 def what_if(
-    replay_of: Replay,
-    timing: Timing,
-    on_training_thread: pd.DataFrame,
-    in_calls: iv.Intervals,
-    spans: pd.DataFrame,
-    is_on_device: NDArray[np.bool_],
-    rank: RankFacts,
+    replay_of: Replay = needs(replay_of),
+    timing: Timing = needs(timing),
+    on_training_thread: Frame = needs(on_training_thread),
+    in_calls: iv.Intervals = needs(in_calls),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    rank: RankFacts = needs(RANK),
 ) -> WhatIf:
     """Return a rank's steps, ready for changes; raise NotMeasured as `replay_of` does."""
     did, phases = _host_time(on_training_thread, in_calls, replay_of), _phases(on_training_thread, replay_of.host)
@@ -155,7 +158,7 @@ def what_if(
 
 
 @per_rank
-def replayed_steps(what_if: WhatIf, timing: Timing) -> pd.DataFrame:
+def replayed_steps(what_if: WhatIf = needs(what_if), timing: Timing = needs(timing)) -> pd.DataFrame:
     """Return one row: replay_ns, the mean step of the replay without any change; step_ns, that of the steady steps; and
     off, by which share the first is longer, as far as the error of the second does not explain it.
     """

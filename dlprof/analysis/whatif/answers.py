@@ -14,16 +14,32 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis import settings, subjects
-from dlprof.analysis.communication.exchange_plans import Fit
-from dlprof.analysis.engine import ALSO, Job, Maybe, Measured, MeasureFailed, Progress, by_rank, measure
+from dlprof.analysis import settings
+from dlprof.analysis.communication.bandwidth import transfers
+from dlprof.analysis.communication.exchange_plans import Fit, fitted
+from dlprof.analysis.communication.overlap import exposed_transfer
+from dlprof.analysis.engine import (
+    ALSO,
+    JOB,
+    Frame,
+    Job,
+    Maybe,
+    Measured,
+    MeasureFailed,
+    Progress,
+    by_rank,
+    maybe,
+    measure,
+    needs,
+)
 from dlprof.analysis.input.fetch_replay import Pace, replayed
-from dlprof.analysis.input.input_waits import correction, trusted
-from dlprof.analysis.input.paces import Paces
-from dlprof.analysis.machine.power import PowerModel
-from dlprof.analysis.pipeline.pipeline_plans import Model
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.savings import saving, saving_input
+from dlprof.analysis.input.input_waits import Paces, correction, input_waits, paces, trusted
+from dlprof.analysis.machine.power import PowerModel, power_model
+from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time, saving, saving_input
+from dlprof.analysis.throughput.rates import throughput
+from dlprof.analysis.timeline.steps import mean_step_ns, step_series
 from dlprof.analysis.whatif.asked import PERFECT, Asked
 from dlprof.analysis.whatif.replays import COLUMNS, replays
 from dlprof.errors import NotMeasured
@@ -31,8 +47,6 @@ from dlprof.read.run import Run
 from dlprof.result.throughput import Throughput
 from dlprof.result.whatif import Answer, Answers
 from dlprof.units import duration
-
-subjects.check(lambda: None)  # whose import makes all measures known
 
 # Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.
 _MOST_RANKS = 32
@@ -45,19 +59,19 @@ _COMPUTED = ("computation", "optimizer_host", "host")
 class Known:
     """What of a run the answers are made from. Its fields are needs: the engine fills them."""
 
-    job: Job
-    mean_step_ns: float
-    own_time: pd.DataFrame
-    step_series: Maybe[pd.DataFrame]
-    breakdown: Maybe[pd.DataFrame]
-    input_waits: Maybe[pd.DataFrame]
-    paces: Maybe[Paces]
-    exposed_transfer: Maybe[pd.Series[float]]
-    fitted: Maybe[Fit | None]
-    transfers: Maybe[pd.DataFrame]
-    pipeline_models: Maybe[list[Model]]
-    throughput: Maybe[Throughput]
-    power_model: Maybe[PowerModel]
+    job: Job = needs(JOB)
+    mean_step_ns: float = needs(mean_step_ns)
+    own_time: Frame = needs(own_time)
+    step_series: Maybe[Frame] = maybe(step_series)
+    breakdown: Maybe[Frame] = maybe(breakdown)
+    input_waits: Maybe[Frame] = maybe(input_waits)
+    paces: Maybe[Paces] = maybe(paces)
+    exposed_transfer: Maybe[pd.Series[float]] = maybe(exposed_transfer)
+    fitted: Maybe[Fit | None] = maybe(fitted)
+    transfers: Maybe[Frame] = maybe(transfers)
+    pipeline_models: Maybe[list[Model]] = maybe(pipeline_models)
+    throughput: Maybe[Throughput] = maybe(throughput)
+    power_model: Maybe[PowerModel] = maybe(power_model)
 
 
 def answers(run: Run, asked: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:

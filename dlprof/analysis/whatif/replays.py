@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, RankData
+from dlprof.analysis.engine import Frame, Maybe, RankData, maybe
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.analysis.whatif.asked import Asked
 
 # Shares of the collectives' length that are left.
@@ -31,7 +32,7 @@ def replays(asked: Sequence[Asked], rank: RankData) -> pd.DataFrame:
     share of the collectives' length that is left), ratio. No rows where the trace cannot be replayed.
     """
 
-    def ratios(what_if: Maybe[WhatIf], device_work: Maybe[pd.DataFrame]) -> pd.DataFrame:
+    def ratios(what_if: Maybe[WhatIf] = maybe(what_if), device_work: Maybe[Frame] = maybe(device_work)) -> pd.DataFrame:
         steps = what_if.or_none()
         if steps is None or steps.measured_ns <= 0:
             return pd.DataFrame({c: pd.Series(dtype=float) for c in COLUMNS})

@@ -60,7 +60,7 @@ class Steps:
         """Open the file."""
         self._log = Log(recorder.folder / "steps.jsonl")
         self._offset_ns = recorder.unix(0)
-        self._device = DeviceClock(recorder)
+        self._device = DeviceClock(recorder.clock, recorder.device, recorder.warn)
 
     def step(self, done: Sequence[Step]) -> None:
         """Add each step's line, once its device time is known, and write what has gathered."""

@@ -12,13 +12,11 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlprof.plain import words_of
 from dlprof.record.model.names import parameters_of
-
-if TYPE_CHECKING:
-    from dlprof.record.recorder import Recorder
+from dlprof.record.step_clock import StepClock
 
 UNKNOWN = -1
 
@@ -164,15 +162,15 @@ class DeviceClock:
     synchronises is timed as its device works, however far the host runs ahead.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, clock: StepClock, device: RankDevice, warn: Callable[[str], None]) -> None:
         import torch
 
         self._cuda: Any = torch.cuda
-        self._recorder = recorder
+        self._clock, self._device, self._warn = clock, device, warn
         self._events: Events | None = None
         self._ended: Any = None  # at the end of the step before the one that is under way
         if torch.version.cuda is not None or torch.version.hip is not None:
-            recorder.clock.end_of_step = self._end_step
+            clock.end_of_step = self._end_step
 
     def _end_step(self) -> Span | None:
         """Return the events of the step that ends here; None: one of them is missing."""
@@ -188,9 +186,9 @@ class DeviceClock:
         # Only where the script itself has woken CUDA.
         if not self._cuda.is_initialized():
             return None
-        index = self._recorder.device.index
+        index = self._device.index
         if self._events is None or (index is not None and index != self._events.index):
-            used = self._recorder.device.in_use()
+            used = self._device.in_use()
             if used is None:
                 return None
             # Events are of one device: those of another cannot be compared with them.
@@ -216,5 +214,5 @@ class DeviceClock:
         return max(ns, UNKNOWN)
 
     def _give_up(self, error: Exception) -> None:
-        self._recorder.clock.end_of_step = self._ended = None
-        self._recorder.warn(f"no device times from here on: {words_of(error)}")
+        self._clock.end_of_step = self._ended = None
+        self._warn(f"no device times from here on: {words_of(error)}")

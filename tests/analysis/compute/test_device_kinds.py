@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.compute.device_kinds import kinds_of_work
 from dlprof.result.device_work import DeviceWork, WorkKind
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
@@ -74,7 +75,7 @@ def work_of(folder: Path, made: dict[str, Any], facts: dict[str, Any], modules: 
 
 
 def work_at(path: Path) -> DeviceWork:
-    work = runs.called(path, lambda kinds_of_work: kinds_of_work)
+    work = runs.measured(path, kinds_of_work).frame(kinds_of_work)
     assert isinstance(work, DeviceWork)
     return work
 

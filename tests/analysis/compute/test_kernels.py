@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.kernels import around, kernels, larger_batches, tensor_cores
+from dlprof.analysis.compute.kernels import around, kernels, larger_batches
+from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured

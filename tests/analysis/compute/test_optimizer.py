@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.optimizer import in_optimizer, optimizer_work
+from dlprof.analysis.compute.optimizer import optimizer_work
 from dlprof.analysis.engine import RankData
+from dlprof.analysis.step.partition import in_optimizer
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces

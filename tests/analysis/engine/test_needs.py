@@ -8,52 +8,68 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import dlprof.analysis.step.breakdown  # noqa: F401 - whose name is taken
 from dlprof.analysis import engine
-from dlprof.analysis.engine import Job, Maybe, across_ranks, needs_of, per_rank
+from dlprof.analysis.engine import JOB, Job, Maybe, across_ranks, check_needs, maybe, needs, needs_of, per_rank
 from dlprof.analysis.estimate import Estimate, Rule
+from dlprof.analysis.timeline.steps import timing
 from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
 from tests.fixtures.measures import (
     RANKS,
+    broken,
+    mute,
     rows,
     total,
 )
 
 
-def test_a_parameter_that_names_nothing_fails_where_it_is_defined() -> None:
-    def typo(step_meens: pd.DataFrame) -> pd.DataFrame:
-        return step_meens
+def test_a_parameter_that_needs_nothing_known_fails_where_it_is_defined() -> None:
+    def bare(means: pd.DataFrame) -> pd.DataFrame:
+        return means
 
-    def of_a_process(timing: Any) -> Any:
+    def of_a_process(timing: Any = needs(timing)) -> Any:
         return timing
 
-    def asks(step_meens: pd.DataFrame) -> Estimate:
-        raise AssertionError(len(step_meens))
+    def of_all(means: pd.DataFrame = needs(total)) -> pd.DataFrame:
+        return means
 
-    with pytest.raises(TypeError, match="step_meens"):
-        across_ranks(typo)
-    with pytest.raises(TypeError, match="step_meens"):
-        per_rank(typo)
-    with pytest.raises(TypeError, match="timing"):  # which does not travel
+    def asks(means: pd.DataFrame) -> Estimate:
+        raise AssertionError(len(means))
+
+    for make in (across_ranks, per_rank):
+        with pytest.raises(TypeError, match="'means' needs no measure"):
+            make(bare)
+    with pytest.raises(TypeError, match="'timing' is not known across ranks"):  # it does not travel
         across_ranks(of_a_process)
-    with pytest.raises(TypeError, match="step_meens"):
+    with pytest.raises(TypeError, match="'total' is not known per rank"):
+        per_rank(of_all)
+    with pytest.raises(TypeError, match="'means' needs no measure"):
         Rule("Some state", asks, asks)  # type: ignore[arg-type] # it fails before that is called
+
+
+def test_what_a_caller_gives_needs_nothing() -> None:
+    def given(means: pd.DataFrame, sums: pd.DataFrame = needs(total)) -> int:
+        return len(means) + len(sums)
+
+    check_needs(given, given=1)
+    assert [need.of for need in needs_of(given).values()] == [total]
 
 
 def test_two_measures_of_one_name_fail_where_the_second_is_defined() -> None:
     def breakdown() -> pd.DataFrame:
         return pd.DataFrame()
 
-    def spans() -> pd.DataFrame:
-        return pd.DataFrame()
-
-    for taken in (breakdown, spans):
-        with pytest.raises(TypeError, match=taken.__name__):
-            per_rank(taken)
+    with pytest.raises(TypeError, match="breakdown"):
+        per_rank(breakdown)
 
 
 def test_a_need_that_may_be_lacking_says_why(job: Run) -> None:
-    def known(rows: Maybe[pd.DataFrame], mute: Maybe[pd.DataFrame], broken: Maybe[pd.DataFrame]) -> list[Any]:
+    def known(
+        rows: Maybe[pd.DataFrame] = maybe(rows),
+        mute: Maybe[pd.DataFrame] = maybe(mute),
+        broken: Maybe[pd.DataFrame] = maybe(broken),
+    ) -> list[Any]:
         assert silent_ranks(mute) == silent_ranks(broken) == list(range(RANKS))
         return [(bool(need), need.or_none() is None, need.why(), need.broke) for need in (rows, mute, broken)]
 
@@ -68,7 +84,7 @@ def test_a_need_that_may_be_lacking_says_why(job: Run) -> None:
 
 
 def test_a_required_need_that_is_lacking_raises_before_the_function_is_called(job: Run) -> None:
-    def never(mute: pd.DataFrame) -> None:
+    def never(mute: pd.DataFrame = needs(mute)) -> None:
         raise AssertionError("it was called")
 
     with pytest.raises(NotMeasured, match="rank 0 cannot say"):
@@ -76,7 +92,7 @@ def test_a_required_need_that_is_lacking_raises_before_the_function_is_called(jo
 
 
 def test_a_function_gets_facts_and_no_frames_that_it_did_not_name(job: Run) -> None:
-    def facts(job: Job) -> bool:
+    def facts(job: Job = needs(JOB)) -> bool:
         return hasattr(job, "frame") or hasattr(job, "call")
 
     assert not engine.measure(job, [facts], jobs=1).call(facts)
@@ -87,12 +103,3 @@ def test_measures_travel_by_name(measure: engine.Measure[Any]) -> None:
     make, args = measure.__reduce__()
     travelled: Callable[..., Any] = make
     assert travelled(*args) is measure
-
-
-def test_an_annotation_may_be_its_text_or_the_type_itself() -> None:
-    def asks(spans: Any) -> Any:
-        return spans
-
-    for annotation in ("Maybe[pd.DataFrame]", Maybe[pd.DataFrame]):
-        asks.__annotations__["spans"] = annotation
-        assert [(need.name, need.optional) for need in needs_of(asks)] == [("spans", True)]

@@ -17,7 +17,6 @@ import pytest
 
 from dlprof.analysis import (
     engine,
-    subjects,  # noqa: F401 - so that the engine knows all measures
 )
 from dlprof.analysis.engine import Done, RankData, open_store
 from dlprof.analysis.engine import run as engine_run

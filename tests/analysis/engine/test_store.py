@@ -18,7 +18,7 @@ import pytest
 
 from dlprof.analysis import engine
 from dlprof.analysis.diagnosis import wanted
-from dlprof.analysis.engine import Measure, RankFacts, frames, per_rank
+from dlprof.analysis.engine import RANK, Measure, RankFacts, frames, needs, per_rank
 from dlprof.analysis.engine import store as stores
 from dlprof.analysis.engine.ranks import Failure, RankAnswer
 from dlprof.analysis.engine.run import measure_rank, serial, travelling
@@ -35,7 +35,7 @@ EVERY: tuple[Measure[Any], ...] = (rows, broken, silent, nowhere)
 
 
 @per_rank
-def strange(rank: RankFacts) -> pd.DataFrame:
+def strange(rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return what no file holds."""
     return pd.DataFrame({"it": [object()]})
 

@@ -4,15 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.host.gaps import (
-    ON_CPU,
-    ON_DEVICE,
-    PYTHON,
-    check_launches,
-    host_gains,
-    host_work,
-    launch_means,
-)
+from dlprof.analysis.host.gaps import PYTHON, check_launches, host_work, launch_means
+from dlprof.analysis.host.parts import ON_CPU, ON_DEVICE, host_gains
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS, asked

@@ -12,7 +12,7 @@ from dlprof.errors import NotMeasured
 from tests.fixtures import traces
 from tests.fixtures.hosts import SEEN, with_stacks
 from tests.fixtures.logged import GOLDEN
-from tests.fixtures.runs import asked, foreign, measured
+from tests.fixtures.runs import foreign, measured
 
 FOLDED = "main (t.py:1);f (t.py:5);dumps (json/__init__.py:9) 30\nmain (t.py:1);f (t.py:6) 50\nmain (t.py:2) 20\n"
 
@@ -27,7 +27,7 @@ def test_of_folded_stacks(tmp_path: Path) -> None:
     assert [rows["dumps"][c] for c in ("own", "alone")] == [False, 30]
     tree = made.frame(profile_flame)
     assert tree.loc[tree["name"] == "f (t.py)", "samples"].tolist() == [80]
-    summary = asked(made, lambda profile_summaries: profile_summaries).iloc[0]
+    summary = made.frame(profile_summaries).iloc[0]
     assert (summary["function"], summary["share"], summary["total"], summary["tool"]) == ("f", 0.8, 100, "py-spy")
 
 
@@ -36,7 +36,7 @@ def test_of_cprofile_the_counts_are_exact() -> None:
     first = made.frame(counted_functions).iloc[0]
     assert (first["function"], first["calls"]) == ("decode", 300)
     assert first["own_ns"] / first["of_ns"] > 0.85
-    summary = asked(made, lambda profile_summaries: profile_summaries).iloc[0]
+    summary = made.frame(profile_summaries).iloc[0]
     assert summary["counted"]
     assert summary["total"] == first["of_ns"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.input.fewer_workers import fewer_workers
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.loaders import held_up, needless, recorded
 from tests.fixtures.runs import MS
@@ -55,7 +55,8 @@ def test_without_workers_and_on_a_device_there_is_nothing_to_leave_out(tmp_path:
     path = recorded(tmp_path, fetch=4, cpu=4, workers=0 if device == "cpu" else 2)
     file = path / "ranks/00000/facts.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"device": {"type": device}}))
-    assert runs.measured(path, fewer_workers).frame(fewer_workers) is None
+    with pytest.raises(DoesNotApply):
+        runs.measured(path, fewer_workers).frame(fewer_workers)
 
 
 def test_batches_that_were_not_recorded_predict_nothing(tmp_path: Path) -> None:

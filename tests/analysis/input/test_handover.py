@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.engine import RankFacts
-from dlprof.analysis.input.handover import HOSTS_DIFFER, handover, pinning, told
+from dlprof.analysis.input.handover import HOSTS_DIFFER, handover, told
+from dlprof.analysis.input.loader import pinning
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import DoesNotApply
 from tests.fixtures.runs import MS

@@ -10,12 +10,12 @@ from dlprof.analysis.input.input_waits import (
     forecasts,
     input_cost_ns,
     input_waits,
+    paces,
     planned,
     proposed,
     starving,
     step_with_cheaper,
 )
-from dlprof.analysis.input.paces import paces
 from dlprof.analysis.step.savings import own_time
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs

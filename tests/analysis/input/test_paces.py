@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.input.fetch_replay import replayed
-from dlprof.analysis.input.paces import Paces, in_turn, paces
+from dlprof.analysis.input.input_waits import Paces, in_turn, paces
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.loaders import held_up, recorded

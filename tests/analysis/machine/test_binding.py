@@ -25,12 +25,8 @@ def job(folder: Path, *cores: str, count: int = 8, **device: Any) -> Path:
 
 def found(path: Path) -> list[dict[str, Any]]:
     columns = ["rank", "cores", "shared", "left", "node", "gpu_node"]
-    rows: list[dict[str, Any]] = runs.measured(path, bindings).call(_given)[columns].to_dict("records")
-    return rows
-
-
-def _given(bindings: Any) -> Any:
-    return bindings
+    rows: Any = runs.measured(path, bindings).frame(bindings)[columns].to_dict("records")
+    return list(rows)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dlprof.commands.report import analyse
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.logged import smi
-from tests.fixtures.runs import asked, measured
+from tests.fixtures.runs import measured
 
 BEGIN = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -21,7 +21,7 @@ BEGIN = datetime(2026, 3, 4, 5, 6, 7)
 def test_a_log_alone_is_judged_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "gpus.csv").write_text(smi(BEGIN, 30, 1980, 1300, reasons=0x40))
     made = measured(tmp_path / "gpus.csv", gpu_logs, gpu_uses)
-    uses = asked(made, lambda gpu_uses: gpu_uses).set_index("source")
+    uses = made.frame(gpu_uses).set_index("source")
     hot = uses.loc["nvidia-smi 1"]
     assert (hot["readings"], hot["seconds"], hot["at"]) == (30, 29.0, "log")
     assert (hot["busy_share"], hot["power_w"], hot["sm_clock_mhz"]) == (pytest.approx(0.9), 400, 1300)

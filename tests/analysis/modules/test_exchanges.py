@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dlprof.analysis.subjects  # noqa: F401 - makes all measures known
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.modules.exchanges import bucket_shares
 from dlprof.analysis.modules.frames import module_frames

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-import dlprof.analysis.subjects  # noqa: F401 - makes all measures known
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.modules.rows import module_rows

@@ -47,7 +47,7 @@ def test_lines_share_the_time_between_the_phases(tmp_path: Path) -> None:
         f"{MAIN};main (/me/train.py:70) 60\n{MAIN};main (/me/train.py:50);{loss} 20\n{MAIN};main (/me/train.py:71) 20\n"
     )
     made = runs.measured(recorded(tmp_path, steps, stacks), lines_between)
-    frame = asked(made, lambda lines_between: lines_between)
+    frame = made.frame(lines_between)
     assert list(zip(frame["line"], frame["ns"], strict=True)) == [(70, 6 * MS), (71, 2 * MS)]
     assert frame["noise_ns"].iloc[0] == pytest.approx((0.6 * 0.4 / 100) ** 0.5 * 10 * MS)
 

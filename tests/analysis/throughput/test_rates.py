@@ -11,7 +11,6 @@ import pytest
 
 from dlprof.analysis.throughput.rates import throughput, work_done
 from dlprof.errors import NotMeasured
-from dlprof.result.throughput import Throughput
 from tests.fixtures import jobs, readings, runs
 from tests.fixtures.runs import MS
 
@@ -26,11 +25,7 @@ def job(folder: Path, steps: Mapping[str, Any], *facts: Mapping[str, Any]) -> Pa
 
 
 def told(folder: Path, steps: Mapping[str, Any], *facts: Mapping[str, Any]) -> Any:
-    return runs.measured(job(folder, steps, *facts), throughput).call(_given)
-
-
-def _given(throughput: Throughput) -> Throughput:
-    return throughput
+    return runs.measured(job(folder, steps, *facts), throughput).frame(throughput)
 
 
 def test_the_loaders_batches_count_first(tmp_path: Path) -> None:
@@ -73,7 +68,7 @@ def test_integers_are_tokens_of_a_model_that_reads_sequences_alone(tmp_path: Pat
 def test_nothing_counted_is_not_known(tmp_path: Path) -> None:
     path = job(tmp_path, {"samples": -1, "inputs": -1}, {})
     with pytest.raises(NotMeasured, match=r"dlprof\.step"):
-        runs.measured(path, throughput).call(_given)
+        runs.measured(path, throughput).frame(throughput)
     with pytest.raises(NotMeasured, match=r"dlprof\.step"):  # as an older dlprof wrote it
         told(tmp_path / "old", {}, {})
 
@@ -87,7 +82,7 @@ def test_a_single_step_without_a_batch_makes_it_unknown(tmp_path: Path) -> None:
 
 def test_batches_of_varying_size_count_by_their_mean(tmp_path: Path) -> None:
     rows = [runs.light(n, 100 * MS, n * 100 * MS, samples=4 + n % 2 * 8) for n in range(44)]
-    t = runs.measured(runs.recorded(tmp_path, (None, rows, runs.CPU)), throughput).call(_given)
+    t = runs.measured(runs.recorded(tmp_path, (None, rows, runs.CPU)), throughput).frame(throughput)
     assert t.samples_per_s == pytest.approx(80, rel=0.05)
 
 
@@ -129,7 +124,7 @@ def test_ranks_that_count_nothing_count_as_the_others(tmp_path: Path) -> None:
     rows = [[runs.light(n, 100 * MS, n * 100 * MS, samples=s) for n in range(20)] for s in (16, -1)]
     pipe = {"pipeline": {"ranks": [0, 1], "stages": [0]}}
     path = runs.recorded(tmp_path, *((None, r, {**runs.CPU, **pipe}) for r in rows))
-    assert runs.measured(path, throughput).call(_given).samples_per_s == pytest.approx(160)
+    assert runs.measured(path, throughput).frame(throughput).samples_per_s == pytest.approx(160)
 
 
 def test_gpus_are_counted_where_each_rank_has_one(tmp_path: Path) -> None:
@@ -190,7 +185,7 @@ def test_a_real_job_counts_what_it_trains_on(tmp_path: Path, name: str) -> None:
     script = jobs.tiny(tmp_path, body)
     done = jobs.launch(jobs.wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"), tmp_path)
     assert done.returncode == 0, done.stderr
-    t = runs.measured(tmp_path / "run", throughput).call(_given)
+    t = runs.measured(tmp_path / "run", throughput).frame(throughput)
     assert (t.source, t.samples_per_step, t.tokens_per_step) == (source, samples, tokens)
     assert t.samples_per_s is not None
     assert t.samples_per_s > samples  # a step takes far less than a second
@@ -202,7 +197,7 @@ def test_the_energy_of_an_epoch_is_that_of_all_gpus(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", *((None, rows, f) for f in facts))
     for rank, watts in enumerate((300, 500)):
         readings.write(path / f"ranks/{rank:05d}/gpu.jsonl", ({"power_w": watts} for _ in range(40)))
-    t: Any = runs.measured(path, throughput).call(_given)
+    t: Any = runs.measured(path, throughput).frame(throughput)
     assert (t.gpus, t.power_w) == (2, pytest.approx(800))
     epoch = t.epoch
     assert epoch.seconds == pytest.approx(4000 / 16 * 0.9, rel=0.01)

@@ -14,7 +14,6 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
-import dlprof.analysis.subjects  # noqa: F401 - makes all measures known
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.modules.frames import module_frames
 from dlprof.analysis.modules.rows import module_rows

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
-from dlprof.analysis.communication.bandwidth import size_class
-from dlprof.analysis.communication.matching import SENT
+from dlprof.analysis.communication.bandwidth import bandwidth, exchanged, size_class
+from dlprof.analysis.communication.matching import SENT, unmatched
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.panel import Picture, table
 from dlprof.result import Panel
 
@@ -28,7 +27,9 @@ _COLUMNS = {
 }
 
 
-def draw(exchanged: pd.DataFrame, unmatched: str, bandwidth: pd.DataFrame) -> list[Panel]:
+def draw(
+    exchanged: Frame = needs(exchanged), unmatched: str = needs(unmatched), bandwidth: Frame = needs(bandwidth)
+) -> list[Panel]:
     """List the collectives by kind, ranks and size, the longest first; groups of as many ranks are one row."""
     known = exchanged["culprit"] >= 0
     shown = exchanged.assign(

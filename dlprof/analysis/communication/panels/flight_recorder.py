@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
+from dlprof.analysis.communication.recorder import rank_places, whole_calls
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.panel import Picture, table
 from dlprof.result import Panel
 
@@ -14,7 +14,7 @@ _COLUMNS |= {"when": "since, UTC"}
 _KINDS = {"named": "group", "op": "collective", "calls": "calls", "ranks": "ranks", "input": "sizes, most often"}
 
 
-def draw(rank_places: pd.DataFrame, whole_calls: pd.DataFrame) -> list[Panel]:
+def draw(rank_places: Frame = needs(rank_places), whole_calls: Frame = needs(whole_calls)) -> list[Panel]:
     """List the ranks with what they wait in, and which collectives the recorders hold."""
     where = table("Where each rank is, by its flight recorder", rank_places, _COLUMNS, most=MOST)
     kinds = whole_calls.groupby(["named", "op"], sort=False, as_index=False).agg(

@@ -18,9 +18,11 @@ What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.communication.wrappers import replication
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration
@@ -29,7 +31,9 @@ from dlprof.units import duration
 NOTABLE_SHARE = 0.05
 
 
-def check(replication: Maybe[Frame], own_time: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    replication: Maybe[Frame] = maybe(replication), own_time: Maybe[Frame] = maybe(own_time), job: Job = needs(JOB)
+) -> Estimate:
     model = settings.model(job)
     if model and not model.get("data_parallel"):
         raise DoesNotApply("the model is not in nn.DataParallel")
@@ -50,7 +54,9 @@ def check(replication: Maybe[Frame], own_time: Maybe[Frame], job: Job) -> Estima
     )
 
 
-def explain(estimate: Estimate, replication: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, replication: Frame = needs(replication), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     rank, copying = estimate.worst, estimate.by_rank_ns[estimate.worst]
     inside = float(estimate.rows(replication)["forward_ns"].iloc[0])
     parts = (("the host, inside DataParallel's forward", inside), ("copying, in forward and backward", copying))

@@ -27,13 +27,19 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK
+from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK, collectives
 from dlprof.analysis.communication.exchange_advice import advice, new_bucket
-from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE, best_plan, exchange_plans
+from dlprof.analysis.communication.overlap import activations, exposed_transfer, transfer_noise
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.communication.wrappers import replication
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule
+from dlprof.analysis.experts.tokens import routed
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Forecast, Panel
 from dlprof.units import count, duration, percent
@@ -53,15 +59,15 @@ _ESTIMATES = {
 
 
 def check(
-    collectives: Frame,
-    replication: Maybe[Frame],
-    exposed_transfer: Maybe[pd.Series[float]],
-    mean_step_ns: float,
-    best_plan: Maybe[pd.Series[Any]],
-    own_time: Maybe[Frame],
-    transfer_noise: Maybe[float],
-    of_step: str,
-    job: Job,
+    collectives: Frame = needs(collectives),
+    replication: Maybe[Frame] = maybe(replication),
+    exposed_transfer: Maybe[pd.Series[float]] = maybe(exposed_transfer),
+    mean_step_ns: float = needs(mean_step_ns),
+    best_plan: Maybe[pd.Series[Any]] = maybe(best_plan),
+    own_time: Maybe[Frame] = maybe(own_time),
+    transfer_noise: Maybe[float] = maybe(transfer_noise),
+    of_step: str = needs(of_step),
+    job: Job = needs(JOB),
 ) -> Estimate:
     if not len(collectives):
         raise NotMeasured(NO_COLLECTIVES) if job.world_size > 1 else DoesNotApply(ONE_RANK)
@@ -94,17 +100,17 @@ def check(
 
 def explain(
     estimate: Estimate,
-    own_time: Frame,
-    collectives: Frame,
-    mean_step_ns: float,
-    step_means: Frame,
-    waits: Maybe[Frame],
-    exchange_plans: Frame,
-    best_plan: pd.Series[Any],
-    activations: str,
-    routed: Maybe[Frame],
-    breakdown: Frame,
-    job: Job,
+    own_time: Frame = needs(own_time),
+    collectives: Frame = needs(collectives),
+    mean_step_ns: float = needs(mean_step_ns),
+    step_means: Frame = needs(step_means),
+    waits: Maybe[Frame] = maybe(waits),
+    exchange_plans: Frame = needs(exchange_plans),
+    best_plan: pd.Series[Any] = needs(best_plan),
+    activations: str = needs(activations),
+    routed: Maybe[Frame] = maybe(routed),
+    breakdown: Frame = needs(breakdown),
+    job: Job = needs(JOB),
 ) -> Explanation:
     best, worst, step = best_plan, estimate.worst, mean_step_ns
     mine = estimate.rows(collectives)

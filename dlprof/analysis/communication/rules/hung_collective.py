@@ -20,8 +20,17 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.communication.recorder import NO_DUMP, Hang, any_dump, has_one_rank, moment
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.communication.recorder import (
+    NO_DUMP,
+    Hang,
+    any_dump,
+    hangs,
+    has_one_rank,
+    moment,
+    rank_places,
+    whole_calls,
+)
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -34,7 +43,9 @@ _COLUMNS = {"rank": "rank", "doing": "it", "what": "collective", "state": "state
 _COLUMNS |= {"when": "since, UTC"}
 
 
-def check(whole_calls: Maybe[pd.DataFrame], hangs: Maybe[tuple[Hang, ...]], job: Job) -> Estimate:
+def check(
+    whole_calls: Maybe[Frame] = maybe(whole_calls), hangs: Maybe[tuple[Hang, ...]] = maybe(hangs), job: Job = needs(JOB)
+) -> Estimate:
     """Find the ranks that others wait for in a collective."""
     if not any_dump(whole_calls):
         if has_one_rank(job):
@@ -54,7 +65,7 @@ def check(whole_calls: Maybe[pd.DataFrame], hangs: Maybe[tuple[Hang, ...]], job:
     return Estimate(scope="failure", by_rank_ns=dict.fromkeys(guilty, 1.0), seen=found)
 
 
-def explain(estimate: Estimate, rank_places: pd.DataFrame) -> Explanation:
+def explain(estimate: Estimate, rank_places: Frame = needs(rank_places)) -> Explanation:
     """Say who never came, who waits where and since when, and where the missing ranks were seen last."""
     found: tuple[Hang, ...] = estimate.seen
     first = found[0]

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.communication.recorder import NO_DUMP, any_dump, has_one_rank
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.communication.recorder import NO_DUMP, any_dump, has_one_rank, mismatches, whole_calls
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -31,7 +31,9 @@ _COLUMNS |= {"input": "takes", "output": "gives", "dtype": "elements", "site": "
 _PART = {"operation": "op", "element type": "dtype", "size": "input"}
 
 
-def check(whole_calls: Maybe[pd.DataFrame], mismatches: Maybe[pd.DataFrame], job: Job) -> Estimate:
+def check(
+    whole_calls: Maybe[Frame] = maybe(whole_calls), mismatches: Maybe[Frame] = maybe(mismatches), job: Job = needs(JOB)
+) -> Estimate:
     """Find the ranks that are fewest in the first collective that differs."""
     if not any_dump(whole_calls):
         if has_one_rank(job):

@@ -27,11 +27,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.links import ATTAINABLE, SLOW_OF_PEAK, slowing_settings
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.communication.links import ATTAINABLE, SLOW_OF_PEAK, links, slowing_settings
+from dlprof.analysis.communication.overlap import transfer_noise
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving_in_pipelines
+from dlprof.analysis.pipeline.pipes import pipelines
+from dlprof.analysis.step.breakdown import breakdown
+from dlprof.analysis.step.savings import own_time, saving_in_pipelines
 from dlprof.result import Change, Panel
 from dlprof.units import UNKNOWN, digits, duration, listed, percent, ranks_named, size
 
@@ -40,12 +43,12 @@ MOST_ROWS = 12
 
 
 def check(
-    links: Frame,
-    own_time: Maybe[Frame],
-    breakdown: Maybe[Frame],
-    pipelines: Maybe[Frame],
-    transfer_noise: Maybe[float],
-    job: Job,
+    links: Frame = needs(links),
+    own_time: Maybe[Frame] = maybe(own_time),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    pipelines: Maybe[Frame] = maybe(pipelines),
+    transfer_noise: Maybe[float] = maybe(transfer_noise),
+    job: Job = needs(JOB),
 ) -> Estimate:
     slow = links[links["better_ns"].notna()]
     if not len(slow):
@@ -68,7 +71,7 @@ def check(
     )
 
 
-def explain(estimate: Estimate, links: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, links: Frame = needs(links), job: Job = needs(JOB)) -> Explanation:
     slow, owner = estimate.seen
     worst = slow.iloc[0]
     below = bool((slow["of_peak"] < SLOW_OF_PEAK).any())

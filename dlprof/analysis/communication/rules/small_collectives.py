@@ -26,11 +26,15 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.exchange_advice import fewer_collectives
-from dlprof.analysis.communication.exchange_plans import DDP_BUCKET, Fit
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.communication.exchange_plans import DDP_BUCKET, Fit, fitted, sized_collectives
+from dlprof.analysis.communication.overlap import exposed_transfer, transfer_noise
+from dlprof.analysis.communication.wrappers import sharding
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.blocked import contention
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Panel
 from dlprof.units import count, digits, duration, size
 
@@ -42,14 +46,14 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 
 def check(
-    sized_collectives: Frame,
-    fitted: Fit | None,
-    sharding: Maybe[Frame],
-    exposed_transfer: Maybe[pd.Series[float]],
-    own_time: Maybe[Frame],
-    contention: Maybe[Frame],
-    transfer_noise: Maybe[float],
-    job: Job,
+    sized_collectives: Frame = needs(sized_collectives),
+    fitted: Fit | None = needs(fitted),
+    sharding: Maybe[Frame] = maybe(sharding),
+    exposed_transfer: Maybe[pd.Series[float]] = maybe(exposed_transfer),
+    own_time: Maybe[Frame] = maybe(own_time),
+    contention: Maybe[Frame] = maybe(contention),
+    transfer_noise: Maybe[float] = maybe(transfer_noise),
+    job: Job = needs(JOB),
 ) -> Estimate:
     every, on_cpu = sized_collectives, settings.on_cpu(job)
     small = every[every["each_bytes"] < every["limit_bytes"]]
@@ -96,7 +100,7 @@ def _crowded_out(contention: Maybe[Frame], gone: float) -> float:
     return float((found["delay_ns"] - left).clip(lower=0.0).clip(upper=less).min())
 
 
-def explain(estimate: Estimate, mean_step_ns: float, job: Job) -> Explanation:
+def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns), job: Job = needs(JOB)) -> Explanation:
     small, n, total, mean, fewer, fit, exposed, around, meets, crowd = estimate.seen
     moving = "moving the bytes is taken to cost nothing at this size"
     if fit is not None:

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import ONE_RANK
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.communication.wrappers import unused_search
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, size
 
 
-def check(unused_search: Maybe[Frame], job: Job) -> Estimate:
+def check(unused_search: Maybe[Frame] = maybe(unused_search), job: Job = needs(JOB)) -> Estimate:
     model = settings.model(job)
     ddp = model.get("ddp") or {}
     if model and not ddp:
@@ -48,7 +49,7 @@ def check(unused_search: Maybe[Frame], job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, unused_search: Frame) -> Explanation:
+def explain(estimate: Estimate, unused_search: Frame = needs(unused_search)) -> Explanation:
     rank = estimate.worst
     search, flags = map(float, estimate.rows(unused_search)[["search_ns", "flags_ns"]].iloc[0])
     parts = (("search of the graph", search), ("sharing it with the other ranks", flags))

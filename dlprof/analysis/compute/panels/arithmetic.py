@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 
+from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.top_kernels import of_ranks
-from dlprof.analysis.engine import Job
+from dlprof.analysis.compute.top_kernels import heaviest_operators, of_ranks
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.panel import Picture, table
 from dlprof.result import Panel
 from dlprof.units import quantity, short, size
@@ -24,7 +24,9 @@ _COLUMNS = {
 }
 
 
-def draw(heaviest_operators: pd.DataFrame, operators: pd.DataFrame, job: Job) -> list[Panel]:
+def draw(
+    heaviest_operators: Frame = needs(heaviest_operators), operators: Frame = needs(operators), job: Job = needs(JOB)
+) -> list[Panel]:
     """Return the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
     frame, ranks = heaviest_operators, operators["rank"].unique().tolist()
     names = [short(name.removeprefix("aten::"), 80) for name in frame["operator"]]

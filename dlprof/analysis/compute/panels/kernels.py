@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.compute.kernel_names import UNITS
-from dlprof.analysis.compute.top_kernels import kernels_of, of_ranks
-from dlprof.analysis.engine import Maybe, MeasureFailed
+from dlprof.analysis.compute.top_kernels import heaviest_kernels, kernels_of, of_ranks, work
+from dlprof.analysis.engine import Frame, Maybe, MeasureFailed, maybe
+from dlprof.analysis.memory.copies import copies
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -34,7 +35,11 @@ _COPY_COLUMNS = {
 }
 
 
-def draw(heaviest_kernels: Maybe[pd.DataFrame], work: Maybe[pd.DataFrame], copies: Maybe[pd.DataFrame]) -> list[Panel]:
+def draw(
+    heaviest_kernels: Maybe[Frame] = maybe(heaviest_kernels),
+    work: Maybe[Frame] = maybe(work),
+    copies: Maybe[Frame] = maybe(copies),
+) -> list[Panel]:
     """List the kernels, as the mean of the ranks, and the copies of the rank whose are least hidden."""
     panels = []
     with suppress(NotMeasured, MeasureFailed):

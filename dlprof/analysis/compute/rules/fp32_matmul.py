@@ -25,14 +25,16 @@ from __future__ import annotations
 import numpy as np
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.cpu_work import UNITS, is_product, times_of
+from dlprof.analysis.compute.cpu_work import UNITS, cpu_float32, is_product, times_of
+from dlprof.analysis.compute.operators import operators, tensor_cores
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.precision_advice import autocast, tf32
 from dlprof.analysis.compute.products import TENSOR_SHARE
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, worst
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import digits, duration, percent
 
@@ -43,11 +45,11 @@ MOST_ROWS = 12
 
 
 def check(
-    tensor_cores: Maybe[Frame],
-    cpu_float32: Maybe[Frame],
-    mean_step_ns: float,
-    own_time: Frame,
-    job: Job,
+    tensor_cores: Maybe[Frame] = maybe(tensor_cores),
+    cpu_float32: Maybe[Frame] = maybe(cpu_float32),
+    mean_step_ns: float = needs(mean_step_ns),
+    own_time: Frame = needs(own_time),
+    job: Job = needs(JOB),
 ) -> Estimate:
     on_cpu = settings.on_cpu(job)
     frame = (cpu_float32 if on_cpu else tensor_cores).get()
@@ -82,11 +84,11 @@ def check(
 
 def explain(
     estimate: Estimate,
-    tensor_cores: Maybe[Frame],
-    cpu_float32: Maybe[Frame],
-    mean_step_ns: float,
-    operators: Frame,
-    job: Job,
+    tensor_cores: Maybe[Frame] = maybe(tensor_cores),
+    cpu_float32: Maybe[Frame] = maybe(cpu_float32),
+    mean_step_ns: float = needs(mean_step_ns),
+    operators: Frame = needs(operators),
+    job: Job = needs(JOB),
 ) -> Explanation:
     rank, on_cpu = estimate.seen, settings.on_cpu(job)
     name, peaks, _ = device_peaks(job.facts[rank], job.trace_facts[rank])

@@ -15,10 +15,13 @@ tensor of the final size, `out[i] = x`.
 from __future__ import annotations
 
 from dlprof.analysis import settings
+from dlprof.analysis.chains.growing import growing_cats
 from dlprof.analysis.chains.work import gains
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, often
 
 _COLUMNS = {"passes": "pass", "calls": "calls a step", "ns": "takes_ns", "left_ns": "predicted as one call_ns"}
@@ -26,7 +29,12 @@ _LIST = change("append the pieces to a list, and call `torch.cat(pieces)` once a
 _BUFFER = change("or write them into a tensor of the final size: `out[i] = x`")
 
 
-def check(growing_cats: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    growing_cats: Frame = needs(growing_cats),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
+) -> Estimate:
     if growing_cats.empty:
         return nothing("no tensor grows by cat in a loop")
     return Estimate(
@@ -36,7 +44,9 @@ def check(growing_cats: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], 
     )
 
 
-def explain(estimate: Estimate, growing_cats: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, growing_cats: Frame = needs(growing_cats), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     mine = estimate.rows(growing_cats)
     forward = mine[mine["passes"] == "forward"]
     return Explanation(

@@ -21,12 +21,14 @@ from __future__ import annotations
 import math
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.cpu_work import in_all_steps
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
+from dlprof.analysis.compute.layouts import nchw
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.calls import names_in
+from dlprof.analysis.source.calls import call_sites, names_in
 from dlprof.analysis.source.patches import Call
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, percent
@@ -38,7 +40,13 @@ _NORM_NOISE, _CPU_NOISE = 0.1, 0.5
 _COLUMNS = {"norm_ns": "norms in NCHW_ns", "left_ns": "in channels_last_ns", "convert_ns": "conversion_ns"}
 
 
-def check(nchw: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
+def check(
+    nchw: Frame = needs(nchw),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Estimate:
     if settings.model(job).get("channels_last"):
         return nothing("the model is in channels_last")
     on_cpu, saved = settings.on_cpu(job), by_rank(nchw, "saved_ns")
@@ -59,7 +67,13 @@ def check(nchw: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_ste
     )
 
 
-def explain(estimate: Estimate, nchw: Frame, call_sites: list[Call], mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    nchw: Frame = needs(nchw),
+    call_sites: list[Call] = needs(call_sites),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     mine, on_cpu = estimate.rows(nchw), settings.on_cpu(job)
     row = mine.iloc[0]
     norm = "batch norm and max pooling take" if on_cpu else "batch norm takes"

@@ -17,11 +17,13 @@ words).
 
 from __future__ import annotations
 
+from dlprof.analysis.compute.operators import operators, tensor_cores
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import misaligned_sizes, multiple_of
-from dlprof.analysis.engine import Frame, Job, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, percent
@@ -32,7 +34,9 @@ _MOST_NAMED = 3
 _COLUMNS = {"operator": "operator", "shape": "shapes", "dtype": "type", "calls": "times a step", "ns": "takes_ns"}
 
 
-def check(tensor_cores: Frame, mean_step_ns: float, job: Job) -> Estimate:
+def check(
+    tensor_cores: Frame = needs(tensor_cores), mean_step_ns: float = needs(mean_step_ns), job: Job = needs(JOB)
+) -> Estimate:
     if not tensor_cores["aligned"].any():
         if not tensor_cores["tensor_ns"].sum() - tensor_cores["tf32_ns"].sum():
             return nothing("nothing is known to be multiplied in 16 or 8 bits")
@@ -54,7 +58,9 @@ def check(tensor_cores: Frame, mean_step_ns: float, job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, operators: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, operators: Frame = needs(operators), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     rank, took = estimate.seen
     mine = operators[(operators["rank"] == rank) & (operators["shape"] != "")]
     products = zip(mine["operator"], mine["shape"], mine["dtype"], strict=True)

@@ -18,10 +18,13 @@ What to change: `nn.Embedding`, or `torch.nn.functional.embedding(index, weight)
 from __future__ import annotations
 
 from dlprof.analysis import settings
+from dlprof.analysis.chains.one_hot import one_hots
 from dlprof.analysis.chains.work import gains
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, often
 
 _COLUMNS = {
@@ -37,7 +40,12 @@ _EMBEDDING = change(
 )
 
 
-def check(one_hots: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    one_hots: Frame = needs(one_hots),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
+) -> Estimate:
     if one_hots.empty:
         return nothing("no one-hot rows are multiplied by a matrix")
     return Estimate(
@@ -47,7 +55,9 @@ def check(one_hots: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job:
     )
 
 
-def explain(estimate: Estimate, one_hots: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, one_hots: Frame = needs(one_hots), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     mine = estimate.rows(one_hots)
     times = float(mine.loc[mine["passes"] == "forward", "calls"].sum())
     return Explanation(

@@ -16,12 +16,13 @@ What to change: `nn.LSTM`, `nn.GRU` or `nn.RNN` over the whole sequence. Where t
 
 from __future__ import annotations
 
-from dlprof.analysis.chains.recurrent import CELLS, GRU, LSTM, RNN
-from dlprof.analysis.engine import Frame, Job, by_rank
+from dlprof.analysis.chains.recurrent import CELLS, GRU, LSTM, RNN, recurrent_loops
+from dlprof.analysis.engine import JOB, Frame, Job, by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration
 
 _COLUMNS = {
@@ -45,7 +46,7 @@ _GRAPH = change(
 )
 
 
-def check(recurrent_loops: Frame) -> Estimate:
+def check(recurrent_loops: Frame = needs(recurrent_loops)) -> Estimate:
     if recurrent_loops.empty:
         return nothing("no recurrent network is written out")
     return Estimate(
@@ -55,7 +56,12 @@ def check(recurrent_loops: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, recurrent_loops: Frame, mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    recurrent_loops: Frame = needs(recurrent_loops),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     mine = estimate.rows(recurrent_loops)
     forms = mine.groupby("form", sort=False)["operators"].sum().sort_values(ascending=False).index.tolist()
     operators = float((mine["operators"] * mine["calls"]).sum())

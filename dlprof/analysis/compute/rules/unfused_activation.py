@@ -17,12 +17,14 @@ What to change: `torch.nn.functional.gelu(x, approximate="tanh")` for the form w
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.chains.gelus import ERF, TANH
+from dlprof.analysis.chains.gelus import ERF, TANH, gelus
 from dlprof.analysis.chains.work import gains
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, often, percent
 
 _COLUMNS = {
@@ -42,7 +44,12 @@ _CHANGES = {
 }
 
 
-def check(gelus: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    gelus: Frame = needs(gelus),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
+) -> Estimate:
     if gelus.empty:
         return nothing("no GELU is computed by separate operators")
     return Estimate(
@@ -52,7 +59,9 @@ def check(gelus: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Jo
     )
 
 
-def explain(estimate: Estimate, gelus: Frame, mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate, gelus: Frame = needs(gelus), mean_step_ns: float = needs(mean_step_ns), job: Job = needs(JOB)
+) -> Explanation:
     mine = estimate.rows(gelus)
     times = float(mine.loc[mine["passes"] == "forward", "calls"].sum())
     forms = mine.groupby("form", sort=False)["ns"].sum().sort_values(ascending=False).index.tolist()

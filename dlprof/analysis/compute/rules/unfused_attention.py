@@ -27,11 +27,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.cpu_work import in_all_steps
+from dlprof.analysis.compute.attention import attention
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
 from dlprof.analysis.compute.products import sizes
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Change
 from dlprof.units import duration, often, percent
 
@@ -73,7 +75,13 @@ _OF_TRANSFORMERS = (
 )
 
 
-def check(attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
+def check(
+    attention: Frame = needs(attention),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Estimate:
     frame = attention
     if frame.empty:
         return nothing("no attention over long sequences keeps its scores in memory")
@@ -99,7 +107,12 @@ def check(attention: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], mea
     )
 
 
-def explain(estimate: Estimate, attention: Frame, mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    attention: Frame = needs(attention),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank = estimate.seen
     mine = attention[attention["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
     return Explanation(

@@ -21,11 +21,13 @@ their memory too.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.chains.losses import COPY
+from dlprof.analysis.chains.losses import COPY, losses
 from dlprof.analysis.chains.work import gains
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, often
 
 _COLUMNS = {
@@ -43,7 +45,12 @@ _COPIED = (
 )
 
 
-def check(losses: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    losses: Frame = needs(losses),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
+) -> Estimate:
     if losses.empty:
         return nothing("no loss reads and writes its logits more often than cross_entropy does")
     return Estimate(
@@ -53,7 +60,9 @@ def check(losses: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: J
     )
 
 
-def explain(estimate: Estimate, losses: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, losses: Frame = needs(losses), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     mine = estimate.rows(losses)
     times = float(mine.loc[mine["passes"] == "forward", "calls"].sum())
     forms = mine["form"].unique().tolist()

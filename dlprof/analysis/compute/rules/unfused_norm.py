@@ -18,11 +18,13 @@ functions in `torch.nn.functional`. For any other formula: `torch.compile` of th
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.chains.norms import LAYER, RMS
+from dlprof.analysis.chains.norms import LAYER, RMS, norms
 from dlprof.analysis.chains.work import gains
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, often, percent
 
 _COLUMNS = {
@@ -46,7 +48,12 @@ _CHANGES = {
 _COMPILED = change("or `torch.compile` the module: its operators become one kernel forward and one backward")
 
 
-def check(norms: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    norms: Frame = needs(norms),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
+) -> Estimate:
     if norms.empty:
         return nothing("no normalisation is computed by separate operators")
     return Estimate(
@@ -56,7 +63,7 @@ def check(norms: Frame, cpu_parts: Maybe[Frame], cpu_work: Maybe[Frame], job: Jo
     )
 
 
-def explain(estimate: Estimate, norms: Frame, mean_step_ns: float) -> Explanation:
+def explain(estimate: Estimate, norms: Frame = needs(norms), mean_step_ns: float = needs(mean_step_ns)) -> Explanation:
     mine = estimate.rows(norms)
     times = float(mine.loc[mine["passes"] == "forward", "calls"].sum())
     forms = mine.groupby("form", sort=False)["ns"].sum().sort_values(ascending=False).index.tolist()

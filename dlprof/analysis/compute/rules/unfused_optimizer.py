@@ -19,15 +19,15 @@ from __future__ import annotations
 import math
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.optimizer import FUSED_LEFT
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.compute.optimizer import FUSED_LEFT, optimizer_work
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import current, duration, percent
 
 
-def check(optimizer_work: Maybe[Frame], job: Job) -> Estimate:
+def check(optimizer_work: Maybe[Frame] = maybe(optimizer_work), job: Job = needs(JOB)) -> Estimate:
     optimizer = settings.optimizer(job)
     if not optimizer:
         if any("optimizers" in facts for facts in job.facts.values()):
@@ -53,7 +53,7 @@ def check(optimizer_work: Maybe[Frame], job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, optimizer_work: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, optimizer_work: Frame = needs(optimizer_work), job: Job = needs(JOB)) -> Explanation:
     optimizer, on_cpu, rank = settings.optimizer(job), settings.on_cpu(job), estimate.worst
     name, fused, foreach, parameters = (optimizer.get(key) for key in ("class", "fused", "foreach", "parameters"))
     took, calls = map(float, estimate.rows(optimizer_work)[["ns", "calls"]].iloc[0])

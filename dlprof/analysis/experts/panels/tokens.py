@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Maybe
-from dlprof.analysis.experts.tokens import Balance
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
+from dlprof.analysis.experts.tokens import Balance, destinations, expert_balance, routed
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -50,7 +50,11 @@ def tokens_of(found: Balance) -> Panel:
     return table(title, ranks.sort_values("ratio", ascending=False, kind="stable"), columns, MOST_ROWS, note)
 
 
-def draw(expert_balance: Maybe[Balance], destinations: Frame, routed: Frame) -> list[Panel]:
+def draw(
+    expert_balance: Maybe[Balance] = maybe(expert_balance),
+    destinations: Frame = needs(destinations),
+    routed: Frame = needs(routed),
+) -> list[Panel]:
     """List what each rank receives; where ranks are missing, what the recorded ones send to each rank."""
     found = expert_balance.or_none()
     if found is not None:

@@ -21,17 +21,17 @@ last change what the model learns.
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import by_rank
+from dlprof.analysis.engine import by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.experts.panels.tokens import tokens_of
-from dlprof.analysis.experts.tokens import Balance
+from dlprof.analysis.experts.tokens import Balance, expert_balance
 from dlprof.units import duration
 
 # As of a straggler, which a full rank is: no router is even in every step.
 NOTABLE_SHARE = 0.05
 
 
-def check(expert_balance: Balance) -> Estimate:
+def check(expert_balance: Balance = needs(expert_balance)) -> Estimate:
     ranks = expert_balance.ranks
     over = ((ranks["ratio"] - 1) * ranks["routed_ns"]).clip(lower=0.0)
     cost = expert_balance.saving_ns

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dlprof.analysis.engine import Frame, needs
+from dlprof.analysis.host.stacks import line_times
 from dlprof.analysis.panel import Picture
 from dlprof.result import Panel
 from dlprof.units import duration
@@ -16,7 +18,7 @@ MOST_LINES = 50
 _FUNCTION = ["role", "function", "file"]
 
 
-def draw(line_times: pd.DataFrame) -> list[Panel]:
+def draw(line_times: Frame = needs(line_times)) -> list[Panel]:
     """Return the source of each function that --lines named, with the time of each line over all ranks."""
     ranks = line_times["rank"].nunique()
     lines = line_times.groupby([*_FUNCTION, "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()

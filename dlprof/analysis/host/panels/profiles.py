@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.host.flames import flame_rows
+from dlprof.analysis.host.profiles import counted_functions, profile_flame, profile_functions
 from dlprof.analysis.host.stacks import DOING, is_own, shown
 from dlprof.analysis.panel import PHASES, Picture, table
 from dlprof.result import Panel
@@ -34,7 +35,9 @@ _COUNTED = {
 
 
 def draw(
-    profile_flame: pd.DataFrame, profile_functions: pd.DataFrame, counted_functions: Maybe[pd.DataFrame]
+    profile_flame: Frame = needs(profile_flame),
+    profile_functions: Frame = needs(profile_functions),
+    counted_functions: Maybe[Frame] = maybe(counted_functions),
 ) -> list[Panel]:
     """Show each profile: the tree of calls over all ranks that have it, and its functions, the user's own first."""
     panels = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, by_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import worst
-from dlprof.analysis.host.queue import FULL
+from dlprof.analysis.host.queue import FULL, device_lag, queue_series, queued_waits
 from dlprof.analysis.panel import MOST_RANKS, Picture, points, table
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Panel
 from dlprof.units import duration
 
@@ -26,10 +27,10 @@ _COLUMNS = {
 
 
 def draw(
-    queued_waits: Maybe[pd.DataFrame],
-    mean_step_ns: float,
-    queue_series: Maybe[pd.DataFrame],
-    device_lag: Maybe[pd.DataFrame],
+    queued_waits: Maybe[Frame] = maybe(queued_waits),
+    mean_step_ns: float = needs(mean_step_ns),
+    queue_series: Maybe[Frame] = maybe(queue_series),
+    device_lag: Maybe[Frame] = maybe(device_lag),
 ) -> list[Panel]:
     """Draw the length of the queue, and list what waits in it on the rank where most does."""
     panels = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.host.flames import flame_rows
-from dlprof.analysis.host.stacks import DOING, shown
+from dlprof.analysis.host.stacks import DOING, flame, hottest, shown
 from dlprof.analysis.panel import PHASES, Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -31,7 +32,7 @@ _COLUMNS = {
 }
 
 
-def draw(flame: pd.DataFrame, hottest: pd.DataFrame) -> list[Panel]:
+def draw(flame: Frame = needs(flame), hottest: Frame = needs(hottest)) -> list[Panel]:
     """Show the Python functions seen most, the user's own first, and how they call each other, over all ranks."""
     return [_flame(flame), *_hottest(hottest)]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import by_rank
+from dlprof.analysis.engine import Frame, by_rank, needs
+from dlprof.analysis.host.syncs import syncs
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -18,7 +19,7 @@ COLUMNS = {
 }
 
 
-def draw(syncs: pd.DataFrame) -> list[Panel]:
+def draw(syncs: Frame = needs(syncs)) -> list[Panel]:
     """List what makes the host wait for its device, on the rank that waits longest."""
     if not len(syncs):
         raise NotMeasured("the training thread waits for no device")

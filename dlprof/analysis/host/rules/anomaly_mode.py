@@ -19,16 +19,17 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Frame, Maybe, by_rank, per_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.hooks import ANOMALY
+from dlprof.analysis.host.hooks import ANOMALY, hook_loops
 from dlprof.analysis.host.segments import Loop
 from dlprof.analysis.host.stacks import of_training
 from dlprof.analysis.panel import table
-from dlprof.analysis.timeline.launches import Launches
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.units import digits, duration
 
 _COLUMNS = {"checks": "results checked a step", "host_ns": "host a step_ns", "kept_ns": "writing down stacks_ns"}
@@ -36,7 +37,10 @@ _COLUMNS = {"checks": "results checked a step", "host_ns": "host a step_ns", "ke
 
 @per_rank
 def anomaly_checks(
-    hook_loops: list[Loop], what_if: WhatIf, launches: Launches, stacks: Maybe[pd.DataFrame]
+    hook_loops: list[Loop] = needs(hook_loops),
+    what_if: WhatIf = needs(what_if),
+    launches: Launches = needs(launches),
+    stacks: Maybe[Frame] = maybe(schema.STACKS),
 ) -> pd.DataFrame:
     """Return what anomaly mode costs in a mean steady step, one row: checks, host_ns (of them), kept_ns (in which the
     training thread wrote down stacks; 0: not known) and gain_ns. No row where it is off.
@@ -69,7 +73,7 @@ def _writing(stacks: Maybe[pd.DataFrame]) -> float:
     return float(mine["samples"][in_traceback].sum() / max(mine["samples"].sum(), 1))
 
 
-def check(anomaly_checks: Frame) -> Estimate:
+def check(anomaly_checks: Frame = needs(anomaly_checks)) -> Estimate:
     if anomaly_checks.empty:
         return nothing("anomaly mode is off")
     return Estimate(
@@ -77,7 +81,7 @@ def check(anomaly_checks: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, anomaly_checks: Frame) -> Explanation:
+def explain(estimate: Estimate, anomaly_checks: Frame = needs(anomaly_checks)) -> Explanation:
     mine = estimate.rows(anomaly_checks)
     row = mine.iloc[0]
     return Explanation(

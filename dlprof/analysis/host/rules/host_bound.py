@@ -25,17 +25,23 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, RankFacts, per_rank
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.host.between import HeldUp
-from dlprof.analysis.host.gaps import HOST, ON_CPU, ON_DEVICE, PYTHON, SAVES_FROM
-from dlprof.analysis.host.parts import MANY_CALLS
-from dlprof.analysis.host.stacks import COMPUTING, hottest_own
+from dlprof.analysis.host.between import HeldUp, held_up
+from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means
+from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE
+from dlprof.analysis.host.segments import model_calls
+from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own
+from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.steady import light_steps
+from dlprof.analysis.timeline.steps import mean_step_ns, step_means
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import current, digits, duration, often, percent, short
@@ -53,12 +59,12 @@ _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 
 @per_rank
 def capturing(
-    what_if: WhatIf,
-    light_steps: Maybe[Frame],
-    sync_waits: Frame,
-    spans: Frame,
-    model_calls: float,
-    rank: RankFacts,
+    what_if: WhatIf = needs(what_if),
+    light_steps: Maybe[Frame] = maybe(light_steps),
+    sync_waits: Frame = needs(sync_waits),
+    spans: Frame = needs(schema.SPANS),
+    model_calls: float = needs(model_calls),
+    rank: RankFacts = needs(RANK),
 ) -> Frame:
     """Return one row on whether forward and backward can be captured as a graph.
 
@@ -75,7 +81,12 @@ def capturing(
     return pd.DataFrame([row])
 
 
-def check(held_up: HeldUp, host_work: Frame, capturing: Maybe[Frame], mean_step_ns: float) -> Estimate:
+def check(
+    held_up: HeldUp = needs(held_up),
+    host_work: Frame = needs(host_work),
+    capturing: Maybe[Frame] = maybe(capturing),
+    mean_step_ns: float = needs(mean_step_ns),
+) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
     if held_up.where == ON_CPU:
         return Estimate(
@@ -115,12 +126,12 @@ def _obstacle(frame: Frame) -> str:
 
 def explain(
     estimate: Estimate,
-    step_means: Frame,
-    mean_step_ns: float,
-    launch_means: Maybe[Frame],
-    before_forward: tuple[int, float] | None,
-    hottest: Maybe[Frame],
-    job: Job,
+    step_means: Frame = needs(step_means),
+    mean_step_ns: float = needs(mean_step_ns),
+    launch_means: Maybe[Frame] = maybe(launch_means),
+    before_forward: tuple[int, float] | None = needs(before_forward),
+    hottest: Maybe[Frame] = maybe(hottest),
+    job: Job = needs(JOB),
 ) -> Explanation:
     rank, (where, work, more) = estimate.worst, estimate.seen
     phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""

@@ -16,9 +16,10 @@ rows ahead of time on another thread.
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Frame, by_rank
+from dlprof.analysis.engine import Frame, by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
+from dlprof.analysis.host.host_tables import host_tables
 from dlprof.result import Panel
 from dlprof.units import duration, often, size
 
@@ -34,7 +35,7 @@ _PARTS = {
 }
 
 
-def check(host_tables: Frame) -> Estimate:
+def check(host_tables: Frame = needs(host_tables)) -> Estimate:
     if host_tables.empty:
         return nothing("no embedding table is in host memory")
     return Estimate(
@@ -44,7 +45,7 @@ def check(host_tables: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, host_tables: Frame) -> Explanation:
+def explain(estimate: Estimate, host_tables: Frame = needs(host_tables)) -> Explanation:
     rank = estimate.worst
     row = estimate.rows(host_tables).iloc[0]
     parts = tuple((name, float(row[column])) for column, name in _PARTS.items())

@@ -20,14 +20,15 @@ optimizer behind a `GradScaler`.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
-from dlprof.analysis.host.parts import WAITS, gains_of
-from dlprof.analysis.host.syncs import GRAD_SCALER
+from dlprof.analysis.host.parts import WAITS, gains_of, host_parts
+from dlprof.analysis.host.syncs import GRAD_SCALER, linked
 from dlprof.analysis.panel import table
-from dlprof.analysis.timeline.steps import check_marked
+from dlprof.analysis.timeline.steps import check_marked, step_means
 from dlprof.result import Change
 from dlprof.units import duration, often
 
@@ -63,7 +64,12 @@ _CURES: dict[str, Change] = {
 }
 
 
-def check(step_means: Frame, linked: Maybe[Frame], host_parts: Maybe[Frame], waits: Maybe[Frame]) -> Estimate:
+def check(
+    step_means: Frame = needs(step_means),
+    linked: Maybe[Frame] = maybe(linked),
+    host_parts: Maybe[Frame] = maybe(host_parts),
+    waits: Maybe[Frame] = maybe(waits),
+) -> Estimate:
     check_marked(step_means)
     linked.get()  # raises where what the waits cost is not known
     return Estimate(
@@ -73,7 +79,7 @@ def check(step_means: Frame, linked: Maybe[Frame], host_parts: Maybe[Frame], wai
     )
 
 
-def explain(estimate: Estimate, linked: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(JOB)) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(linked[(linked["copied"] == "") & (linked["looped"] == 0)]).sort_values("ns", ascending=False)
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()

@@ -22,12 +22,15 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.parts import LOOP, gains_of, places_of
+from dlprof.analysis.host.parts import LOOP, gains_of, host_parts, places_of
 from dlprof.analysis.host.segments import HOOK
+from dlprof.analysis.host.stacks import hottest
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.calls import call_sites
 from dlprof.analysis.source.patches import Call
 from dlprof.result import Change
 from dlprof.units import digits, duration
@@ -47,7 +50,7 @@ _COLUMNS |= {"gain_ns": "saved without_ns"}
 _TOTAL_NORM = (2, 6)
 
 
-def check(host_parts: Frame, waits: Maybe[Frame]) -> Estimate:
+def check(host_parts: Frame = needs(host_parts), waits: Maybe[Frame] = maybe(waits)) -> Estimate:
     loops = host_parts[host_parts["part"] == LOOP]
     if not len(loops):
         return nothing("no operator is called in a loop between the phases of the step")
@@ -62,7 +65,11 @@ def check(host_parts: Frame, waits: Maybe[Frame]) -> Estimate:
 
 
 def explain(
-    estimate: Estimate, host_parts: Frame, call_sites: Maybe[list[Call]], hottest: Maybe[Frame], job: Job
+    estimate: Estimate,
+    host_parts: Frame = needs(host_parts),
+    call_sites: Maybe[list[Call]] = maybe(call_sites),
+    hottest: Maybe[Frame] = maybe(hottest),
+    job: Job = needs(JOB),
 ) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(host_parts[host_parts["part"] == LOOP]).sort_values("gain_ns", ascending=False)

@@ -18,13 +18,14 @@ callbacks), or make it do less; no allocations that synchronise in the loop. For
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Frame, by_rank
+from dlprof.analysis.engine import Frame, by_rank, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.panels.queue import waits_table
-from dlprof.analysis.host.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM
+from dlprof.analysis.host.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM, queued_waits
 from dlprof.analysis.settings import EXPANDABLE
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import duration
 
@@ -49,7 +50,12 @@ _CHANGES = {
 }
 
 
-def check(queued_waits: Frame, mean_step_ns: float, breakdown: Frame, own_time: Frame) -> Estimate:
+def check(
+    queued_waits: Frame = needs(queued_waits),
+    mean_step_ns: float = needs(mean_step_ns),
+    breakdown: Frame = needs(breakdown),
+    own_time: Frame = needs(own_time),
+) -> Estimate:
     waits = part(breakdown, _CATEGORY)
     most = waits[worst(waits)]
     mine = queued_waits[queued_waits["rank"] == worst(waits)]
@@ -80,7 +86,9 @@ def check(queued_waits: Frame, mean_step_ns: float, breakdown: Frame, own_time: 
     )
 
 
-def explain(estimate: Estimate, queued_waits: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, queued_waits: Frame = needs(queued_waits), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     rank, reason = estimate.worst, estimate.seen
     first = estimate.rows(queued_waits[queued_waits["waits_for"] == reason]).iloc[0]
     return Explanation(

@@ -23,12 +23,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.parts import BETWEEN, gains_of
-from dlprof.analysis.host.stacks import hottest_own, hottest_place, shown
+from dlprof.analysis.host.between import between_twice
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM, host_work, own_python
+from dlprof.analysis.host.parts import BETWEEN, gains_of, host_parts
+from dlprof.analysis.host.stacks import hottest, hottest_own, hottest_place, shown
+from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
+from dlprof.analysis.step.unused import lines_between
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, percent, short
 
 # A step of training always does a little between its phases: from this share on it is worth a look.
@@ -38,12 +43,12 @@ MOST_LINES = 3
 
 
 def check(
-    lines_between: Maybe[Frame],
-    between_twice: Maybe[Frame],
-    host_parts: Maybe[Frame],
-    waits: Maybe[Frame],
-    mean_step_ns: float,
-    job: Job,
+    lines_between: Maybe[Frame] = maybe(lines_between),
+    between_twice: Maybe[Frame] = maybe(between_twice),
+    host_parts: Maybe[Frame] = maybe(host_parts),
+    waits: Maybe[Frame] = maybe(waits),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> Estimate:
     if settings.on_gpu(job):
         return Estimate(
@@ -76,12 +81,12 @@ def _left(lines: Frame, told: Mapping[int, float]) -> Frame:
 
 def explain(
     estimate: Estimate,
-    mean_step_ns: float,
-    host_parts: Maybe[Frame],
-    own_python: Maybe[Frame],
-    host_work: Maybe[Frame],
-    hottest: Maybe[Frame],
-    before_forward: tuple[int, float] | None,
+    mean_step_ns: float = needs(mean_step_ns),
+    host_parts: Maybe[Frame] = maybe(host_parts),
+    own_python: Maybe[Frame] = maybe(own_python),
+    host_work: Maybe[Frame] = maybe(host_work),
+    hottest: Maybe[Frame] = maybe(hottest),
+    before_forward: tuple[int, float] | None = needs(before_forward),
 ) -> Explanation:
     rank = estimate.worst
     if estimate.seen is None:

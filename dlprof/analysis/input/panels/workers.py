@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
+from dlprof.analysis.engine import Frame, needs
+from dlprof.analysis.input.loader import worker_means
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import DoesNotApply
 from dlprof.result import Panel
@@ -24,7 +24,7 @@ _COLUMNS = {
 MOST_WORKERS = 64
 
 
-def draw(worker_means: pd.DataFrame) -> list[Panel]:
+def draw(worker_means: Frame = needs(worker_means)) -> list[Panel]:
     """List what a mean batch takes each loader worker."""
     if not (worker_means["worker"] >= 0).any():
         raise DoesNotApply("no loader has workers")

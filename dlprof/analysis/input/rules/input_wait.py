@@ -28,11 +28,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
-from dlprof.analysis.host.stacks import hottest_own
+from dlprof.analysis.host.stacks import hottest, hottest_own
 from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES
-from dlprof.analysis.input.input_waits import NOTABLE_SHARE, SAVES_FROM, FasterLoader, Starving
+from dlprof.analysis.input.input_waits import (
+    NOTABLE_SHARE,
+    SAVES_FROM,
+    FasterLoader,
+    Starving,
+    faster_loader,
+    input_cost_ns,
+    input_waits,
+    starving,
+)
+from dlprof.analysis.input.loader import loader_means, pinning, worker_means
 from dlprof.analysis.input.loader_advice import (
     CHEAPER,
     changes,
@@ -41,18 +51,20 @@ from dlprof.analysis.input.loader_advice import (
     predicted_steps,
     recorded_waits,
 )
-from dlprof.analysis.step.breakdown import part_least, part_noise
+from dlprof.analysis.step.breakdown import breakdown, part_least, part_noise
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.timeline.steps import step_series
 from dlprof.units import count, duration, percent, ranks_named, size
 
 _ASSUMED = " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
 
 
 def check(
-    input_waits: Frame,
-    input_cost_ns: float,
-    starving: Starving,
-    faster_loader: FasterLoader,
-    breakdown: Frame,
+    input_waits: Frame = needs(input_waits),
+    input_cost_ns: float = needs(input_cost_ns),
+    starving: Starving = needs(starving),
+    faster_loader: FasterLoader = needs(faster_loader),
+    breakdown: Frame = needs(breakdown),
 ) -> Estimate:
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
     loses = "waits for the thread that pins batches" if faster_loader.part == PINNING else "waits for data"
@@ -81,15 +93,15 @@ def check(
 
 def explain(
     _: Estimate,
-    starving: Starving,
-    faster_loader: FasterLoader,
-    step_series: Frame,
-    own_time: Frame,
-    loader_means: Maybe[Frame],
-    worker_means: Maybe[Frame],
-    pinning: Maybe[Frame],
-    hottest: Maybe[Frame],
-    job: Job,
+    starving: Starving = needs(starving),
+    faster_loader: FasterLoader = needs(faster_loader),
+    step_series: Frame = needs(step_series),
+    own_time: Frame = needs(own_time),
+    loader_means: Maybe[Frame] = maybe(loader_means),
+    worker_means: Maybe[Frame] = maybe(worker_means),
+    pinning: Maybe[Frame] = maybe(pinning),
+    hottest: Maybe[Frame] = maybe(hottest),
+    job: Job = needs(JOB),
 ) -> Explanation:
     rank, plan, victims = starving.rank, faster_loader.plan, starving.victims
     held_up = _pinned(pinning, rank)

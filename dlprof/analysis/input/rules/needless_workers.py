@@ -21,17 +21,15 @@ What to change: `num_workers=0`, or the smaller number that is named. PyTorch ta
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.input.fewer_workers import FewerWorkers
-from dlprof.errors import DoesNotApply
+from dlprof.analysis.input.fewer_workers import FewerWorkers, fewer_workers
+from dlprof.analysis.input.loader import loader_means, worker_means
 from dlprof.result import Change, Forecast, Panel, Scalar
 from dlprof.units import count, duration, percent
 
 
-def check(fewer_workers: FewerWorkers | None) -> Estimate:
-    if fewer_workers is None:
-        raise DoesNotApply("training is on a device, or its loader has no workers")
+def check(fewer_workers: FewerWorkers = needs(fewer_workers)) -> Estimate:
     return Estimate(
         saving_ns=fewer_workers.gain_ns,
         by_rank_ns=fewer_workers.by_rank_ns,
@@ -42,10 +40,10 @@ def check(fewer_workers: FewerWorkers | None) -> Estimate:
 
 def explain(
     estimate: Estimate,
-    fewer_workers: FewerWorkers,
-    loader_means: Maybe[Frame],
-    worker_means: Maybe[Frame],
-    job: Job,
+    fewer_workers: FewerWorkers = needs(fewer_workers),
+    loader_means: Maybe[Frame] = maybe(loader_means),
+    worker_means: Maybe[Frame] = maybe(worker_means),
+    job: Job = needs(JOB),
 ) -> Explanation:
     rank, (now, *fewer), chosen = fewer_workers.rank, fewer_workers.forecasts, fewer_workers.chosen
     rows = tuple(

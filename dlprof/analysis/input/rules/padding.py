@@ -23,11 +23,12 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change
-from dlprof.analysis.input.padded import GROUPED, LONGEST, NOW, PACKED, ROUNDED
+from dlprof.analysis.input.padded import GROUPED, LONGEST, NOW, PACKED, ROUNDED, padding
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply
 from dlprof.result import Change, Place, Scalar
 from dlprof.units import duration, percent
@@ -36,7 +37,12 @@ from dlprof.units import duration, percent
 NOTABLE_SHARE = 0.10
 
 
-def check(padding: Maybe[Frame], own_time: Frame, mean_step_ns: float, job: Job) -> Estimate:
+def check(
+    padding: Maybe[Frame] = maybe(padding),
+    own_time: Frame = needs(own_time),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Estimate:
     if all(job.facts[rank].get("padding") == [] for rank in job.ranks):
         raise DoesNotApply("no batch with rows of tokens was seen on the host")
     frame = padding.get()
@@ -53,7 +59,7 @@ def check(padding: Maybe[Frame], own_time: Frame, mean_step_ns: float, job: Job)
     )
 
 
-def explain(estimate: Estimate, padding: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, padding: Frame = needs(padding), job: Job = needs(JOB)) -> Explanation:
     rank, mine, changes = estimate.worst, estimate.rows(padding), list[Change]()
     by_way = {str(row["way"]): row for row in mine.to_dict("records")}
     now, place = by_way[NOW], _collating(job, rank)

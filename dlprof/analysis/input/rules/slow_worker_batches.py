@@ -17,12 +17,13 @@ training runs. `in_order=False` (torch 2.6 or later) takes whichever batch is re
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.input.input_waits import freed_by_equal_workers
-from dlprof.analysis.input.paces import Paces
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.savings import saving_input
+from dlprof.analysis.input.input_waits import Paces, freed_by_equal_workers, paces
+from dlprof.analysis.input.loader import slowest_workers, worker_means
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import own_time, saving_input
+from dlprof.analysis.timeline.steps import step_series
 from dlprof.result import Panel
 from dlprof.units import duration
 
@@ -34,11 +35,11 @@ MOST_BARS = 60
 
 
 def check(
-    slowest_workers: Frame,
-    breakdown: Maybe[Frame],
-    paces: Maybe[Paces],
-    step_series: Maybe[Frame],
-    own_time: Maybe[Frame],
+    slowest_workers: Frame = needs(slowest_workers),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    paces: Maybe[Paces] = maybe(paces),
+    step_series: Maybe[Frame] = maybe(step_series),
+    own_time: Maybe[Frame] = maybe(own_time),
 ) -> Estimate:
     slow = slowest_workers[slowest_workers["others_ns"] < SCORE * slowest_workers["dur_ns"]]
     if not len(slow):
@@ -56,7 +57,12 @@ def check(
     )
 
 
-def explain(estimate: Estimate, slowest_workers: Frame, worker_means: Frame, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    slowest_workers: Frame = needs(slowest_workers),
+    worker_means: Frame = needs(worker_means),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank = estimate.worst
     slow = estimate.rows(slowest_workers).iloc[0]
     bars = estimate.rows(worker_means[worker_means["worker"] >= 0]).head(MOST_BARS)

@@ -24,9 +24,11 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.input.loader import restarts
 from dlprof.analysis.panel import table
+from dlprof.analysis.step.whole_job import training_steps
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import count, duration
 
@@ -42,7 +44,7 @@ _COLUMNS = {
 }
 
 
-def check(restarts: Frame, training_steps: pd.Series[float]) -> Estimate:
+def check(restarts: Frame = needs(restarts), training_steps: pd.Series[float] = needs(training_steps)) -> Estimate:
     if not len(restarts):
         raise DoesNotApply("no loader has workers")
     if not restarts["anew"].any():
@@ -61,7 +63,7 @@ def check(restarts: Frame, training_steps: pd.Series[float]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, restarts: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, restarts: Frame = needs(restarts), job: Job = needs(JOB)) -> Explanation:
     rank, loaders = estimate.worst, job.facts[estimate.worst].get("loaders") or []
     mine = estimate.rows(restarts[restarts["anew"] > 0]).sort_values("gain_ns", ascending=False)
     known = [loaders[number] if number < len(loaders) else {} for number in mine["loader"]]

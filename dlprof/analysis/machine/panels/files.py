@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import JOB, Job, needs
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import DoesNotApply
 from dlprof.read.mixture import Taken
@@ -27,7 +27,7 @@ _COLUMNS = {
 }
 
 
-def draw(job: Job) -> list[Panel]:
+def draw(job: Job = needs(JOB)) -> list[Panel]:
     """List the files of a folder that dlprof did not record, those that are read first."""
     taken = job.run.taken
     if len(taken) < 2 and not (job.run.recorded and taken):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
+from dlprof.analysis.engine import Frame, needs
+from dlprof.analysis.machine.gpu_logs import gpu_uses
 from dlprof.analysis.panel import Picture, table
 from dlprof.result import Panel
 
@@ -24,7 +24,7 @@ _COLUMNS = {
 }
 
 
-def draw(gpu_uses: pd.DataFrame) -> list[Panel]:
+def draw(gpu_uses: Frame = needs(gpu_uses)) -> list[Panel]:
     """List what each GPU did on the mean, and say which readings that is of and what the log lacks."""
     known = {name: title for name, title in _COLUMNS.items() if gpu_uses[name].notna().any()}
     whole = gpu_uses[gpu_uses["at"] == "log"]

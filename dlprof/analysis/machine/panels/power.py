@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Maybe
-from dlprof.analysis.machine.power import PowerModel
+from dlprof.analysis.engine import Maybe, maybe, needs
+from dlprof.analysis.machine.power import PowerModel, power_limits, power_model
 from dlprof.analysis.panel import Picture
+from dlprof.analysis.throughput.rates import throughput
 from dlprof.result import Panel
 from dlprof.result.throughput import PowerLimit, Throughput
 from dlprof.units import digits
@@ -12,7 +13,11 @@ from dlprof.units import digits
 _COLUMNS = ("power limit_share", "limit of each GPU, W", "predicted step_ns", "at least_ns", "at most_ns")
 
 
-def draw(power_model: PowerModel, power_limits: tuple[PowerLimit, ...], throughput: Maybe[Throughput]) -> list[Panel]:
+def draw(
+    power_model: PowerModel = needs(power_model),
+    power_limits: tuple[PowerLimit, ...] = needs(power_limits),
+    throughput: Maybe[Throughput] = maybe(throughput),
+) -> list[Panel]:
     """List the predicted step and energy at the present power limit and at lower ones."""
     known = throughput.or_none()
     samples = known.samples_per_step if known is not None and known.of == "job" else None

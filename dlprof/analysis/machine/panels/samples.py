@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.machine.log_clocks import OPTIONS
-from dlprof.analysis.machine.samples import ENOUGH
+from dlprof.analysis.machine.samples import ENOUGH, sample_series
 from dlprof.analysis.panel import MOST_RANKS, Picture, points
-from dlprof.analysis.step.run_clock import began_ns
+from dlprof.analysis.step.run_clock import began_ns, first_times
 from dlprof.result import Panel
 
 # As many points of what was sampled as a chart of this size can show.
@@ -32,7 +32,11 @@ _OF_GPUS = (
 )
 
 
-def draw(sample_series: pd.DataFrame, first_times: tuple[int, ...], job: Job) -> list[Panel]:
+def draw(
+    sample_series: Frame = needs(sample_series),
+    first_times: tuple[int, ...] = needs(first_times),
+    job: Job = needs(JOB),
+) -> list[Panel]:
     """Draw what was sampled over the run: cores, memory, and what of the GPUs was read."""
     begin, end = began_ns(first_times, sample_series["at_ns"].min()), sample_series["at_ns"].max()
     # Wide enough that none is left empty between two readings of a rank.

@@ -17,11 +17,13 @@ What to change: as many threads as a rank has cores to itself, less those that i
 
 from __future__ import annotations
 
-from dlprof.analysis.compute.cpu_work import by_threads
-from dlprof.analysis.engine import Frame, Maybe, by_rank
+from dlprof.analysis.compute.cpu_work import by_threads, cpu_parts
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.machine.cores import spare_cores
 from dlprof.analysis.panel import named, table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import count, digits, duration, percent
 
@@ -40,7 +42,7 @@ _COLUMNS = {
 }
 
 
-def check(spare_cores: Frame, cpu_parts: Maybe[Frame]) -> Estimate:
+def check(spare_cores: Frame = needs(spare_cores), cpu_parts: Maybe[Frame] = maybe(cpu_parts)) -> Estimate:
     frame = spare_cores.assign(expected_ns=0.0, most_ns=0.0)
     few = frame[frame["more"] > frame["threads"]]
     if few.empty:
@@ -69,7 +71,9 @@ def check(spare_cores: Frame, cpu_parts: Maybe[Frame]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, own_time: Frame, mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate, own_time: Frame = needs(own_time), mean_step_ns: float = needs(mean_step_ns)
+) -> Explanation:
     frame: Frame = estimate.seen
     row = estimate.rows(frame).iloc[0]
     threads, more = int(row["threads"]), int(row["more"])

@@ -21,12 +21,13 @@ import math
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.binding import far_from_gpu
-from dlprof.analysis.machine.samples import outside
+from dlprof.analysis.machine.binding import bindings, far_from_gpu
+from dlprof.analysis.machine.cores import core_waits
+from dlprof.analysis.machine.samples import outside, sample_means
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import own_time, saving
 from dlprof.errors import NotMeasured
 from dlprof.units import count, duration, ranks_named
 
@@ -45,7 +46,12 @@ _SHOWN = {
 }
 
 
-def check(bindings: Frame, core_waits: Maybe[Frame], sample_means: Maybe[Frame], own_time: Frame) -> Estimate:
+def check(
+    bindings: Frame = needs(bindings),
+    core_waits: Maybe[Frame] = maybe(core_waits),
+    sample_means: Maybe[Frame] = maybe(sample_means),
+    own_time: Frame = needs(own_time),
+) -> Estimate:
     crowded = bindings[(bindings["shared"] > 0) & (bindings["left"] > 0)]
     if crowded.empty:
         if far := far_from_gpu(bindings):
@@ -68,7 +74,9 @@ def check(bindings: Frame, core_waits: Maybe[Frame], sample_means: Maybe[Frame],
     )
 
 
-def explain(estimate: Estimate, bindings: Frame, core_waits: Frame) -> Explanation:
+def explain(
+    estimate: Estimate, bindings: Frame = needs(bindings), core_waits: Frame = needs(core_waits)
+) -> Explanation:
     crowded: pd.DataFrame = estimate.seen
     row = crowded[crowded["rank"] == estimate.worst].iloc[0]
     waits = by_rank(core_waits, "waits_ns")

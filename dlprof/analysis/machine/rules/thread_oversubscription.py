@@ -28,11 +28,14 @@ import math
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.samples import LITTLE, outside
+from dlprof.analysis.machine.cores import core_waits
+from dlprof.analysis.machine.foreign import foreign_load
+from dlprof.analysis.machine.samples import LITTLE, outside, sample_means
 from dlprof.analysis.panel import named, table
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.savings import own_time, saving
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, digits, duration, percent
@@ -53,7 +56,13 @@ _COLUMNS = {
 }
 
 
-def check(core_waits: Frame, sample_means: Frame, own_time: Frame, foreign_load: Maybe[Frame], job: Job) -> Estimate:
+def check(
+    core_waits: Frame = needs(core_waits),
+    sample_means: Frame = needs(sample_means),
+    own_time: Frame = needs(own_time),
+    foreign_load: Maybe[Frame] = maybe(foreign_load),
+    job: Job = needs(JOB),
+) -> Estimate:
     crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
     row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
     if crowded.empty and row["waited"] >= NOTABLE_SHARE:
@@ -84,7 +93,13 @@ def check(core_waits: Frame, sample_means: Frame, own_time: Frame, foreign_load:
     )
 
 
-def explain(estimate: Estimate, core_waits: Frame, sample_means: Frame, mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    core_waits: Frame = needs(core_waits),
+    sample_means: Frame = needs(sample_means),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank = estimate.seen
     row = core_waits[core_waits["rank"] == rank].iloc[0]
     threads, cores, used = int(row["threads"]), int(row["cores"]), float(row["cpu_cores"])

@@ -23,11 +23,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Maybe
+from dlprof.analysis.compute.operators import tensor_cores
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.machine.clocks import clocks, held_down
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part, part_noise
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise
+from dlprof.analysis.step.savings import own_time, saving
 from dlprof.errors import NotMeasured
 from dlprof.units import digits, duration, percent
 
@@ -66,10 +68,10 @@ _COLUMNS = {
 
 
 def check(
-    held_down: list[tuple[dict[Any, Any], str, float]],
-    breakdown: Maybe[Frame],
-    tensor_cores: Maybe[Frame],
-    own_time: Frame,
+    held_down: list[tuple[dict[Any, Any], str, float]] = needs(held_down),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    tensor_cores: Maybe[Frame] = maybe(tensor_cores),
+    own_time: Frame = needs(own_time),
 ) -> Estimate:
     row, why, share = max(held_down, key=lambda gpu: gpu[2])
     if not why:
@@ -102,7 +104,7 @@ def _multiplied(breakdown: Frame, tensor_cores: Maybe[Frame]) -> dict[int, float
     return {rank: ns * float(share.get(rank, 1.0)) for rank, ns in computed.items()}
 
 
-def explain(estimate: Estimate, clocks: Frame) -> Explanation:
+def explain(estimate: Estimate, clocks: Frame = needs(clocks)) -> Explanation:
     row, why, share, computed_ns = estimate.seen
     cause, remedy = _CAUSES[why]
     names = [f"rank {r}" if of == "gpu" else of for r, of in zip(clocks["rank"], clocks["source"], strict=True)]

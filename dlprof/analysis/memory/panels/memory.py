@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from dlprof.analysis.engine import Frame, needs
+from dlprof.analysis.memory.memory import memory_series
 from dlprof.analysis.panel import MOST_RANKS, Picture, points
+from dlprof.analysis.step.run_clock import step_times
 from dlprof.result import Panel
 
 
-def draw(memory_series: pd.DataFrame, step_times: pd.Series[float]) -> list[Panel]:
+def draw(memory_series: Frame = needs(memory_series), step_times: pd.Series[float] = needs(step_times)) -> list[Panel]:
     """Draw the memory allocated and reserved over the run, in bytes."""
     lines: dict[str, pd.Series[float]] = {}
     for kind in ("reserved", "allocated"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe
-from dlprof.analysis.memory.snapshot import OTHERS
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
+from dlprof.analysis.memory.fragments import memory_state
+from dlprof.analysis.memory.snapshot import OTHERS, memory_curve, memory_holders, memory_peak
 from dlprof.analysis.panel import Picture, points, table
 from dlprof.result import Panel
 from dlprof.units import size
@@ -17,10 +18,10 @@ _COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share":
 
 
 def draw(
-    memory_peak: pd.DataFrame,
-    memory_holders: pd.DataFrame,
-    memory_curve: Maybe[pd.DataFrame],
-    memory_state: pd.DataFrame,
+    memory_peak: Frame = needs(memory_peak),
+    memory_holders: Frame = needs(memory_holders),
+    memory_curve: Maybe[Frame] = maybe(memory_curve),
+    memory_state: Frame = needs(memory_state),
 ) -> list[Panel]:
     """Draw the allocated bytes of each device by line, stacked, and list the lines at the peak."""
     panels = []

@@ -24,11 +24,15 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.kernels import larger_batches
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.batches import HOST, even, gain_at, most_times
+from dlprof.analysis.memory.batches import HOST, batch_room, even, gain_at, larger_batch_steps, most_times
+from dlprof.analysis.memory.changes import memory_changes
+from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_noise
+from dlprof.analysis.step.breakdown import breakdown, part_noise
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import digits, duration, percent, size
 
 # A different batch size changes training: the same threshold as `memory_headroom`.
@@ -47,14 +51,14 @@ _COLUMNS |= {"step_ns": "time for the same samples_ns", "speed": "samples a seco
 
 
 def check(
-    memory_changes: Frame,
-    memory_composition: Frame,
-    batch_room: Frame,
-    larger_batch_steps: Maybe[Frame],
-    larger_batches: Maybe[Frame],
-    breakdown: Maybe[Frame],
-    mean_step_ns: float,
-    job: Job,
+    memory_changes: Frame = needs(memory_changes),
+    memory_composition: Frame = needs(memory_composition),
+    batch_room: Frame = needs(batch_room),
+    larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
+    larger_batches: Maybe[Frame] = maybe(larger_batches),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> Estimate:
     """Find how to store fewer activations so that the batch that then fits is the fastest per sample."""
     kept, most = activations(memory_composition)
@@ -104,7 +108,9 @@ def activations(memory_composition: Frame) -> tuple[float, bool]:
     return found
 
 
-def explain(estimate: Estimate, memory_composition: Frame, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate, memory_composition: Frame = needs(memory_composition), job: Job = needs(JOB)
+) -> Explanation:
     """Name the change, and the batch that then fits."""
     ways = estimate.seen
     batch = settings.training_loader(job).get("batch_size")

@@ -16,8 +16,9 @@ sizes (pad to buckets); no tensors kept beyond their step.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.memory.memory import memory_use, retry_cost
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.errors import NotMeasured
@@ -27,7 +28,7 @@ _COLUMNS = {"rank": "rank", "retries": "retries", "ooms": "failed", "retried": "
 _COLUMNS |= {"plain": "other steps", "ns": "longer, a mean step_ns"}
 
 
-def check(retry_cost: Frame) -> Estimate:
+def check(retry_cost: Frame = needs(retry_cost)) -> Estimate:
     retries = int(retry_cost["retries"].sum())
     if not retries:
         return nothing("no allocation had to be tried again")
@@ -46,7 +47,12 @@ def check(retry_cost: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, retry_cost: Frame, memory_use: Frame, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    retry_cost: Frame = needs(retry_cost),
+    memory_use: Frame = needs(memory_use),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank = estimate.worst
     cost, use = (estimate.rows(frame).iloc[0] for frame in (retry_cost, memory_use))
     of = f" of {size(use['total_bytes'])}" if use["total_bytes"] > 0 else ""

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Frame, Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.syncs import together
+from dlprof.analysis.host.syncs import linked, together
+from dlprof.analysis.memory.copies import copies
 from dlprof.units import duration, often
 
 
-def check(linked: Frame, job: Job) -> Estimate:
+def check(linked: Frame = needs(linked), job: Job = needs(JOB)) -> Estimate:
     waits = linked[linked["copied"] == "pinned"]
     if not len(waits):
         return nothing("no copy from pinned memory is waited for")
@@ -37,7 +38,7 @@ def check(linked: Frame, job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, copies: Frame = needs(copies), job: Job = needs(JOB)) -> Explanation:
     rank = estimate.worst
     calls, ns, idle_ns = estimate.rows(estimate.seen)[["calls", "ns", "idle_ns"]].sum()
     pin = settings.training_loader(job, rank).get("pin_memory")

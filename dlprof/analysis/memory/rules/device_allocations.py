@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, by_rank, per_rank
+from dlprof.analysis.engine import JOB, Frame, Job, by_rank, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.units import duration, often
 
 _ASKS = ("cudaMalloc", "hipMalloc", "cuMemCreate", "cuMemMap")
@@ -35,7 +36,9 @@ _COLUMNS = {"call": "call", "calls": "times a step", "ns": "takes_ns"}
 
 
 @per_rank
-def allocating(what_if: WhatIf, spans: Frame, timing: Timing) -> Frame:
+def allocating(
+    what_if: WhatIf = needs(what_if), spans: Frame = needs(schema.SPANS), timing: Timing = needs(timing)
+) -> Frame:
     """Return how often memory of the device is asked for and given back in a steady traced step: call, calls, ns, and
     gain_ns, how much shorter the mean steady step would be without all of these calls.
     """
@@ -49,7 +52,7 @@ def allocating(what_if: WhatIf, spans: Frame, timing: Timing) -> Frame:
     return frame
 
 
-def check(allocating: Frame) -> Estimate:
+def check(allocating: Frame = needs(allocating)) -> Estimate:
     each = allocating.groupby(["rank", allocating["call"].str.startswith(_FREES)])["calls"].sum()
     both = each[each >= 1].groupby("rank").size()
     ranks = both[both == 2].index
@@ -63,7 +66,7 @@ def check(allocating: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, allocating: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, allocating: Frame = needs(allocating), job: Job = needs(JOB)) -> Explanation:
     rank, mine = estimate.worst, estimate.rows(allocating).sort_values("ns", ascending=False)
     variable, conf = settings.allocator(job, rank)
     text = f"where sizes vary from step to step: `{variable}={EXPANDABLE}` (is {conf or 'not set'})"

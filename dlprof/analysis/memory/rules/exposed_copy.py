@@ -20,9 +20,10 @@ from __future__ import annotations
 from typing import Any
 
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Frame, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.copies import NOTABLE_SHARE, from_pageable, hideable
+from dlprof.analysis.memory.copies import NOTABLE_SHARE, copies, copy_gains, from_pageable, hideable
+from dlprof.analysis.step.breakdown import breakdown
 from dlprof.units import count, duration
 
 _WAY = {"HtoD": "to the device", "DtoH": "from the device", "DtoD": "within the device", "PtoP": "between devices"}
@@ -33,7 +34,11 @@ _CHANGES = {
 }
 
 
-def check(copies: Frame, copy_gains: Maybe[Frame], breakdown: Maybe[Frame]) -> Estimate:
+def check(
+    copies: Frame = needs(copies),
+    copy_gains: Maybe[Frame] = maybe(copy_gains),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+) -> Estimate:
     able = copies[~from_pageable(copies)]
     if not len(able):
         return nothing("no copies of more than a few bytes but those from pageable memory")
@@ -49,7 +54,7 @@ def check(copies: Frame, copy_gains: Maybe[Frame], breakdown: Maybe[Frame]) -> E
     )
 
 
-def explain(estimate: Estimate, copies: Frame) -> Explanation:
+def explain(estimate: Estimate, copies: Frame = needs(copies)) -> Explanation:
     way, copied = estimate.seen
     number, ns, exposed = estimate.rows(copied)[["count", "copy_ns", "exposed_ns"]].sum()
     settings: Any = {"non_blocking": (None, True)} if way in _CHANGES else {}

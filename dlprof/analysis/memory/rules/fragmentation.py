@@ -17,11 +17,10 @@ requests.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.memory.fragments import memory_state
 from dlprof.analysis.memory.snapshot import NO_SNAPSHOT
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -33,7 +32,7 @@ _COLUMNS |= {"largest_bytes": "largest free block_bytes", "requested_bytes": "re
 _MOMENTS = {"end": "snapshot", "oom": "failed request"}
 
 
-def check(memory_state: Maybe[pd.DataFrame], job: Job) -> Estimate:
+def check(memory_state: Maybe[Frame] = maybe(memory_state), job: Job = needs(JOB)) -> Estimate:
     """Find devices on which a request failed although the free blocks together were large enough."""
     frame = memory_state.or_none()
     if frame is None:
@@ -55,7 +54,7 @@ def check(memory_state: Maybe[pd.DataFrame], job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explanation:
+def explain(estimate: Estimate, memory_state: Frame = needs(memory_state), job: Job = needs(JOB)) -> Explanation:
     """Compare the free memory with the request, on the first rank."""
     row = estimate.seen.to_dict("records")[0]
     rank = row["rank"]

@@ -20,9 +20,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlprof.analysis.engine import Frame, Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.machine.samples import sample_series
+from dlprof.analysis.memory.memory import memory_ends, memory_series
 from dlprof.analysis.panel import points
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import count, digits, duration, size
@@ -48,7 +51,7 @@ _CURES = {
 }
 
 
-def check(memory_ends: Frame, mean_step_ns: Maybe[float]) -> Estimate:
+def check(memory_ends: Frame = needs(memory_ends), mean_step_ns: Maybe[float] = maybe(mean_step_ns)) -> Estimate:
     grows = memory_ends[memory_ends["grows"] == 1]
     if not len(grows):
         most = memory_ends.groupby("what", sort=False)["last_bytes"].max()
@@ -73,7 +76,10 @@ def check(memory_ends: Frame, mean_step_ns: Maybe[float]) -> Estimate:
 
 
 def explain(
-    estimate: Estimate, mean_step_ns: float, memory_series: Maybe[Frame], sample_series: Maybe[Frame]
+    estimate: Estimate,
+    mean_step_ns: float = needs(mean_step_ns),
+    memory_series: Maybe[Frame] = maybe(memory_series),
+    sample_series: Maybe[Frame] = maybe(sample_series),
 ) -> Explanation:
     row, on_device = estimate.seen, estimate.seen["what"] == "device"
     when = _when(row["steps"] * mean_step_ns / 1e9)

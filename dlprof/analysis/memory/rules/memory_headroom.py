@@ -23,13 +23,16 @@ import math
 from typing import Any
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.kernels import TIMES
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.compute.kernels import TIMES, larger_batches
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.batches import HIGH, HOST, batch_need, even, gain_at, up_to
+from dlprof.analysis.memory.batches import HIGH, HOST, batch_need, batch_room, even, gain_at, larger_batch_steps, up_to
+from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
-from dlprof.analysis.step.breakdown import part_noise
+from dlprof.analysis.step.breakdown import breakdown, part_noise
+from dlprof.analysis.throughput.rates import throughput
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result.throughput import Throughput
 from dlprof.units import duration, is_now, percent, size
@@ -47,12 +50,12 @@ _HELD |= {"total_bytes": "GPU memory_bytes", "reserved": "reserved_share"}
 
 
 def check(
-    memory_use: Frame,
-    batch_room: Frame,
-    larger_batch_steps: Maybe[Frame],
-    larger_batches: Maybe[Frame],
-    breakdown: Maybe[Frame],
-    job: Job,
+    memory_use: Frame = needs(memory_use),
+    batch_room: Frame = needs(batch_room),
+    larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
+    larger_batches: Maybe[Frame] = maybe(larger_batches),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    job: Job = needs(JOB),
 ) -> Estimate:
     gpus = memory_use[memory_use["total_bytes"] > 0]
     if not len(gpus):
@@ -82,12 +85,12 @@ def check(
 
 def explain(
     estimate: Estimate,
-    batch_room: Frame,
-    larger_batch_steps: Maybe[Frame],
-    larger_batches: Maybe[Frame],
-    mean_step_ns: Maybe[float],
-    throughput: Maybe[Throughput],
-    job: Job,
+    batch_room: Frame = needs(batch_room),
+    larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
+    larger_batches: Maybe[Frame] = maybe(larger_batches),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
+    throughput: Maybe[Throughput] = maybe(throughput),
+    job: Job = needs(JOB),
 ) -> Explanation:
     if estimate.scope == "risk":
         return _nearly_full(estimate.seen, batch_need(batch_room, 1), job)

@@ -21,15 +21,19 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Frame, Maybe, by_rank, per_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.memory.batches import HIGH
-from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames
+from dlprof.analysis.memory.memory import memory_use
+from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames, module_frames
+from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.paths import folded, parent
-from dlprof.analysis.timeline.what_if import WhatIf
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, size
@@ -50,7 +54,12 @@ _SAVES = "_NoopSaveInputs"
 
 @per_rank
 def recomputed(
-    what_if: WhatIf, module_rows: Frame, module_frames: Frames, spans: Frame, device_work: Frame, modules: Maybe[Frame]
+    what_if: WhatIf = needs(what_if),
+    module_rows: Frame = needs(module_rows),
+    module_frames: Frames = needs(module_frames),
+    spans: Frame = needs(schema.SPANS),
+    device_work: Frame = needs(device_work),
+    modules: Maybe[Frame] = maybe(schema.MODULES),
 ) -> Frame:
     """Return what is computed again in a mean steady step, one row: ns (of its kernels), gain_ns (how much shorter the
     step would be without), most_bytes (the most that keeping it takes; NaN: not counted), blocks (modules, as text).
@@ -111,7 +120,7 @@ def _widened(start: NDArray[np.int64], end: NDArray[np.int64], edges: NDArray[np
     )
 
 
-def check(recomputed: Frame, memory_use: Maybe[Frame]) -> Estimate:
+def check(recomputed: Frame = needs(recomputed), memory_use: Maybe[Frame] = maybe(memory_use)) -> Estimate:
     if recomputed.empty:
         return nothing("nothing is computed again in the backward pass")
     use = memory_use.get().set_index("rank")
@@ -130,7 +139,9 @@ def check(recomputed: Frame, memory_use: Maybe[Frame]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, recomputed: Frame, memory_use: Frame) -> Explanation:
+def explain(
+    estimate: Estimate, recomputed: Frame = needs(recomputed), memory_use: Frame = needs(memory_use)
+) -> Explanation:
     row, use = estimate.rows(recomputed).iloc[0], estimate.rows(memory_use).iloc[0]
     free = use["total_bytes"] - use["peak_reserved_bytes"]
     parts = (("reserved at the peak", float(use["peak_reserved_bytes"])), ("activations, at most", row["most_bytes"]))

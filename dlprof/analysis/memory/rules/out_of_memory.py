@@ -19,14 +19,16 @@ from __future__ import annotations
 from math import isnan
 from typing import Any
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.memory.changes import memory_what_if
+from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.memory.cures import Cure, cures
-from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT
-from dlprof.analysis.memory.snapshot import NO_SNAPSHOT
+from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, memory_failures
+from dlprof.analysis.memory.fragments import memory_state
+from dlprof.analysis.memory.memory import memory_use
+from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_holders
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
@@ -45,7 +47,10 @@ _SURE = {
 
 
 def check(
-    memory_failures: pd.DataFrame, memory_state: Maybe[pd.DataFrame], memory_use: Maybe[pd.DataFrame], job: Job
+    memory_failures: Frame = needs(memory_failures),
+    memory_state: Maybe[Frame] = maybe(memory_state),
+    memory_use: Maybe[Frame] = maybe(memory_use),
+    job: Job = needs(JOB),
 ) -> Estimate:
     """Find devices on which a request failed because too little was free, and processes that were killed."""
     failed = memory_failures
@@ -66,10 +71,10 @@ def check(
 
 def explain(
     estimate: Estimate,
-    memory_holders: Maybe[pd.DataFrame],
-    memory_composition: Maybe[pd.DataFrame],
-    memory_what_if: Maybe[pd.DataFrame],
-    job: Job,
+    memory_holders: Maybe[Frame] = maybe(memory_holders),
+    memory_composition: Maybe[Frame] = maybe(memory_composition),
+    memory_what_if: Maybe[Frame] = maybe(memory_what_if),
+    job: Job = needs(JOB),
 ) -> Explanation:
     """Show what held the first rank's memory when it ran out, and which changes would have fitted."""
     row: dict[Any, Any] = estimate.seen.to_dict("records")[0]

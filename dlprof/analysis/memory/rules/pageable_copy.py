@@ -18,14 +18,19 @@ from __future__ import annotations
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
-from dlprof.analysis.memory.copies import NOTABLE_SHARE, from_pageable
+from dlprof.analysis.memory.copies import NOTABLE_SHARE, copies, copy_gains, from_pageable
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import count, duration, is_now, size
 
 
-def check(copies: Frame, copy_gains: Maybe[Frame], mean_step_ns: float) -> Estimate:
+def check(
+    copies: Frame = needs(copies),
+    copy_gains: Maybe[Frame] = maybe(copy_gains),
+    mean_step_ns: float = needs(mean_step_ns),
+) -> Estimate:
     if not from_pageable(copies).any():
         number = copies.loc[copies["copy"] == "HtoD", "count"].sum()
         return nothing(f"{count(number, 'copy')} a step to the device, none from pageable memory")
@@ -45,7 +50,7 @@ def check(copies: Frame, copy_gains: Maybe[Frame], mean_step_ns: float) -> Estim
     )
 
 
-def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
+def explain(estimate: Estimate, copies: Frame = needs(copies), job: Job = needs(JOB)) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(copies[from_pageable(copies)])
     copied, ns, moved, exposed = mine[["count", "copy_ns", "bytes", "exposed_ns"]].sum()

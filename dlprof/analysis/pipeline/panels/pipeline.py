@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.panel import MOST_RANKS, Picture, table
-from dlprof.analysis.pipeline.chunks import SCHEDULE
+from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
+from dlprof.analysis.pipeline.chunks import SCHEDULE, pipeline_chunks
 from dlprof.analysis.pipeline.held import schedules
 from dlprof.analysis.pipeline.schedules import short
 from dlprof.analysis.timeline import host
@@ -32,7 +33,9 @@ _STAGES = {c: c for c in ("stage", "rank", "forward_ns", "backward_ns")} | {"rel
 
 
 def draw(
-    bubbles: pd.DataFrame, pipeline_chunks: Maybe[pd.DataFrame], stage_lengths: Maybe[pd.DataFrame]
+    bubbles: Frame = needs(bubbles),
+    pipeline_chunks: Maybe[Frame] = maybe(pipeline_chunks),
+    stage_lengths: Maybe[Frame] = maybe(stage_lengths),
 ) -> list[Panel]:
     """Draw one step of the first pipeline, and tabulate every rank's bubble and its causes, and the stages' lengths."""
     chunks, stages = pipeline_chunks.or_none(), stage_lengths.or_none()

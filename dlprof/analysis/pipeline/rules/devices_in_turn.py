@@ -18,11 +18,11 @@ a process a device. A model that fits on one device is better off with Distribut
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Frame
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.pipeline.device_turns import ENOUGH, overlapped_ns
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.pipeline.device_turns import ENOUGH, device_turns, overlapped_ns
+from dlprof.analysis.step.savings import own_time, saving
 from dlprof.units import count, duration, percent
 
 # As of a pipeline's bubble with few micro-batches.
@@ -31,7 +31,7 @@ NOTABLE_SHARE = 0.10
 _SHOWN = {"device": "device", "busy_ns": "computes_ns", "idle": "idle_share"}
 
 
-def check(device_turns: Frame, own_time: Frame) -> Estimate:
+def check(device_turns: Frame = needs(device_turns), own_time: Frame = needs(own_time)) -> Estimate:
     gains = {}
     for rank, mine in device_turns.groupby("rank"):
         then = overlapped_ns(mine["busy_ns"], ENOUGH * len(mine))
@@ -43,7 +43,7 @@ def check(device_turns: Frame, own_time: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, device_turns: Frame) -> Explanation:
+def explain(estimate: Estimate, device_turns: Frame = needs(device_turns)) -> Explanation:
     mine = estimate.rows(device_turns)
     n, together = len(mine), float(mine["any_ns"].iloc[0])
     shown = mine.assign(idle=1 - mine["busy_ns"] / together)

@@ -25,11 +25,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.pipeline.pipeline_plans import ASSUMED
+from dlprof.analysis.pipeline.bubbles import bubbles
+from dlprof.analysis.pipeline.pipeline_plans import ASSUMED, pipeline_plans
 from dlprof.analysis.pipeline.schedules import short
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change, Forecast
 from dlprof.units import duration, percent
@@ -45,7 +47,12 @@ _CAUSES = ("schedule_ns", "imbalance_ns", "communication_ns", "launch_ns")
 _PLANS = {"change": "", "step_ns": "pipeline's step_ns", "gain_ns": "shorter by_ns", "bubble": "idle_share"}
 
 
-def check(bubbles: Frame, pipeline_plans: Maybe[Frame], mean_step_ns: Maybe[float], of_step: Maybe[str]) -> Estimate:
+def check(
+    bubbles: Frame = needs(bubbles),
+    pipeline_plans: Maybe[Frame] = maybe(pipeline_plans),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
+    of_step: Maybe[str] = maybe(of_step),
+) -> Estimate:
     if (bubbles["size"] < 2).all():
         raise DoesNotApply("the pipeline has one rank")
     idle = _idle(bubbles)
@@ -77,7 +84,7 @@ def check(bubbles: Frame, pipeline_plans: Maybe[Frame], mean_step_ns: Maybe[floa
     )
 
 
-def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
+def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Explanation:
     ranks, plans, best = estimate.seen
     pipe = ranks.to_dict("records")[0]
     schedule, uneven, handing_over, launching = map(percent, ranks[[*_CAUSES]].div(ranks["step_ns"], axis=0).mean())

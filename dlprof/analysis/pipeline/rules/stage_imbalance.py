@@ -17,8 +17,10 @@ is split; a small vocabulary's head takes little, a large one's as much as sever
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Frame, Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
+from dlprof.analysis.pipeline.chunks import pipeline_chunks
 from dlprof.analysis.pipeline.panels.pipeline import gantt
 from dlprof.errors import DoesNotApply
 from dlprof.units import duration, percent
@@ -27,7 +29,7 @@ from dlprof.units import duration, percent
 NOTABLE_SHARE = 0.05
 
 
-def check(stage_lengths: Frame, bubbles: Maybe[Frame]) -> Estimate:
+def check(stage_lengths: Frame = needs(stage_lengths), bubbles: Maybe[Frame] = maybe(bubbles)) -> Estimate:
     if (stage_lengths.groupby("ranks")["stage"].count() < 2).all():
         raise DoesNotApply("the pipeline has one stage")
     gains = (stage_lengths["saved_ns"] * stage_lengths["calls_a_step"]).groupby(stage_lengths["ranks"]).first()
@@ -47,7 +49,9 @@ def check(stage_lengths: Frame, bubbles: Maybe[Frame]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, bubbles: Frame, pipeline_chunks: Frame) -> Explanation:
+def explain(
+    estimate: Estimate, bubbles: Frame = needs(bubbles), pipeline_chunks: Frame = needs(pipeline_chunks)
+) -> Explanation:
     shortest, *_, longest = estimate.seen.to_dict("records")
     name, ns, mean = longest["stage"], longest["stage_ns"], float(estimate.seen["stage_ns"].mean())
     changes = [

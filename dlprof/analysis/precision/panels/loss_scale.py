@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Maybe
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.panel import Picture, points
-from dlprof.analysis.precision.scalers import ON_DEVICE
+from dlprof.analysis.precision.scalers import ON_DEVICE, scale_changes, scalers
 from dlprof.result import Panel
 
 
-def draw(scale_changes: Frame, scalers: Maybe[Frame]) -> list[Panel]:
+def draw(scale_changes: Frame = needs(scale_changes), scalers: Maybe[Frame] = maybe(scalers)) -> list[Panel]:
     """Draw the scale of each scaler over the steps; all ranks have the same, so one is drawn."""
     rank = scale_changes["rank"].min()
     mine = scale_changes[scale_changes["rank"] == rank]

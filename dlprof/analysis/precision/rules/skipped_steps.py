@@ -21,10 +21,11 @@ import math
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.precision.scalers import ON_DEVICE
+from dlprof.analysis.precision.scalers import ON_DEVICE, scalers
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES, Change
 from dlprof.units import count, percent
@@ -48,7 +49,7 @@ _COLUMNS = {
 }
 
 
-def check(scalers: Frame, mean_step_ns: float) -> Estimate:
+def check(scalers: Frame = needs(scalers), mean_step_ns: float = needs(mean_step_ns)) -> Estimate:
     if not scalers["known"].any():
         raise NotMeasured(ON_DEVICE)
     known = scalers[scalers["known"]]

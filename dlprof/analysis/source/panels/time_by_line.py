@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.host.stacks import DOING
 from dlprof.analysis.panel import Picture, table
-from dlprof.analysis.source.line_shares import over_ranks
+from dlprof.analysis.source.line_shares import line_shares, over_ranks
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 
@@ -25,7 +24,7 @@ _COLUMNS = {
 }
 
 
-def draw(line_shares: pd.DataFrame) -> list[Panel]:
+def draw(line_shares: Frame = needs(line_shares)) -> list[Panel]:
     """Show in which lines of the user's files the training thread and the loader's workers were seen."""
     lines = over_ranks(line_shares)
     totals = lines.groupby("doing")["of"].first()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.panel import Picture, table
-from dlprof.analysis.step.serving import engine_of
+from dlprof.analysis.step.serving import engine_of, serving_steps
 from dlprof.result import Panel
 
 _COLUMNS = {
@@ -21,7 +21,7 @@ _COLUMNS = {
 }
 
 
-def draw(serving_steps: pd.DataFrame, job: Job) -> list[Panel]:
+def draw(serving_steps: Frame = needs(serving_steps), job: Job = needs(JOB)) -> list[Panel]:
     """Show for each phase how many steps there are, how long, with how many requests and tokens, and how busy."""
     rows = []
     ranks = serving_steps["rank"].nunique()

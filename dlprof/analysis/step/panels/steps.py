@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points
-from dlprof.analysis.step.run_clock import began_ns
+from dlprof.analysis.step.run_clock import began_ns, first_times, step_times
+from dlprof.analysis.timeline.stalls import stalled_steps
+from dlprof.analysis.timeline.steps import step_series
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import count, duration
@@ -24,11 +26,11 @@ Mark = tuple[float, str, str]
 
 
 def draw(
-    step_series: pd.DataFrame,
-    step_times: Maybe[pd.Series[float]],
-    first_times: Maybe[tuple[int, ...]],
-    stalled_steps: Maybe[pd.DataFrame],
-    job: Job,
+    step_series: Frame = needs(step_series),
+    step_times: Maybe[pd.Series[float]] = maybe(step_times),
+    first_times: Maybe[tuple[int, ...]] = maybe(first_times),
+    stalled_steps: Maybe[Frame] = maybe(stalled_steps),
+    job: Job = needs(JOB),
 ) -> list[Panel]:
     """Draw the duration of each step, a line a rank, and what the steps were made of."""
     train = step_series[step_series["kind"] == "train"]

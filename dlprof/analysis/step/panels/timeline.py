@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.communication.waits import bare_waits
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.panel import MOST_RANKS, Picture, rows
+from dlprof.analysis.step.step_timeline import excerpt
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import count, duration
@@ -22,7 +24,7 @@ Arrow = tuple[float, str, str, str]
 _TITLES = {"middle": "One traced step (step {})", "slowest": "The slowest traced step (step {})"}
 
 
-def draw(excerpt: pd.DataFrame, bare_waits: Maybe[pd.DataFrame]) -> list[Panel]:
+def draw(excerpt: Frame = needs(excerpt), bare_waits: Maybe[Frame] = maybe(bare_waits)) -> list[Panel]:
     """Draw what ran in one traced step of a few ranks, and in the slowest one."""
     if not len(excerpt):
         raise NotMeasured("nothing ran in the traced step")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
+from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.panel import Picture, table
-from dlprof.analysis.step.whole_job import PARTS
+from dlprof.analysis.step.whole_job import PARTS, whole_job
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 
@@ -24,7 +23,7 @@ _PARTS = {
 }
 
 
-def draw(whole_job: pd.DataFrame) -> list[Panel]:
+def draw(whole_job: Frame = needs(whole_job)) -> list[Panel]:
     """Return what the job's time went into besides its steady steps, as the mean over the ranks."""
     ranks = whole_job["rank"].nunique()
     sums = whole_job.groupby("part")[["steps", "ns"]].sum() / ranks

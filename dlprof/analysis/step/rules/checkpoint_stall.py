@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dlprof.analysis.engine import Frame, Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.step.breakdown import part, part_noise, room
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
 from dlprof.analysis.step.panels.steps import stall_bars
+from dlprof.analysis.step.savings import stall_savings
 from dlprof.analysis.step.spread import LEAST_NOISE
-from dlprof.analysis.step.stalls import stalls_of
+from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, every, percent, typed
 
 # What saving less often is to bring checkpoints down to: below it they are no finding.
@@ -37,7 +39,12 @@ GOAL_SHARE = LEAST_SHARE
 _KIND = "checkpoint"
 
 
-def check(stall_means: Frame, breakdown: Frame, mean_step_ns: float, stall_savings: Mapping[str, float]) -> Estimate:
+def check(
+    stall_means: Frame = needs(stall_means),
+    breakdown: Frame = needs(breakdown),
+    mean_step_ns: float = needs(mean_step_ns),
+    stall_savings: Mapping[str, float] = needs(stall_savings),
+) -> Estimate:
     saved = part(breakdown, _KIND)
     stalls = min(stall_savings[_KIND], room(breakdown, (_KIND,)))
     longer, noise = stalls_of(stall_means, _KIND, worst(saved))[["longer_ns", "longer_noise_ns"]].iloc[0].astype(float)
@@ -57,7 +64,13 @@ def check(stall_means: Frame, breakdown: Frame, mean_step_ns: float, stall_savin
     )
 
 
-def explain(estimate: Estimate, stall_means: Frame, stalled_steps: Frame, mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    stall_means: Frame = needs(stall_means),
+    stalled_steps: Frame = needs(stalled_steps),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank, by_rank = estimate.worst, estimate.by_rank_ns
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     apart, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)

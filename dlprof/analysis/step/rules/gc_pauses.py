@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.panels.steps import stall_bars
-from dlprof.analysis.step.stalls import stalls_of
+from dlprof.analysis.step.savings import stall_savings
+from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import count, duration, every, percent, typed
 
 # What pauses may cost once they come at a fixed interval: an interval is proposed that brings them to this.
@@ -33,7 +35,7 @@ GOAL_SHARE = 0.005
 _KIND = "garbage_collection"
 
 
-def check(breakdown: Frame, stall_savings: Mapping[str, float]) -> Estimate:
+def check(breakdown: Frame = needs(breakdown), stall_savings: Mapping[str, float] = needs(stall_savings)) -> Estimate:
     return Estimate(
         saving_ns=stall_savings[_KIND],
         by_rank_ns=part(breakdown, _KIND),
@@ -42,7 +44,13 @@ def check(breakdown: Frame, stall_savings: Mapping[str, float]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, stall_means: Frame, stalled_steps: Frame, mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    stall_means: Frame = needs(stall_means),
+    stalled_steps: Frame = needs(stalled_steps),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank = estimate.worst
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     steps, longest = stalls_of(stalled_steps, _KIND, rank), float(mine["longest_ns"])

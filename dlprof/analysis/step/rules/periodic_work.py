@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.stacks import hottest_own
+from dlprof.analysis.host.stacks import hottest, hottest_own
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.timeline.patterns import PERIODIC
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.timeline.patterns import PERIODIC, periodic
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import count, digits, duration, percent
 
 # The phase in which steps are longer, in words.
@@ -38,7 +39,7 @@ _COLUMNS = {"every": "one step in", "steps": "such steps", "extra_ns": "longer b
 _COLUMNS |= {"cost_ns": "of the mean step_ns", "phase": "mostly"}
 
 
-def check(periodic: Frame, breakdown: Frame) -> Estimate:
+def check(periodic: Frame = needs(periodic), breakdown: Frame = needs(breakdown)) -> Estimate:
     if not len(periodic):
         return nothing("no steps at a fixed interval are longer than the others")
     costs = part(breakdown, PERIODIC)
@@ -50,7 +51,13 @@ def check(periodic: Frame, breakdown: Frame) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, periodic: Frame, hottest: Maybe[Frame], mean_step_ns: float, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    periodic: Frame = needs(periodic),
+    hottest: Maybe[Frame] = maybe(hottest),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank, mine = estimate.worst, estimate.rows(periodic)
     first = mine.iloc[0]
     every, extra = int(first["every"]), float(first["extra_ns"])

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job
+from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.stalls import stalls_of
+from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.savings import stall_savings
+from dlprof.analysis.timeline.stalls import compilations, stall_means, stalls_of
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, duration, short
@@ -36,7 +37,11 @@ _COLUMNS = {"path": "function", "reason": "compiled because", "steady": "times",
 
 
 def check(
-    stall_means: Frame, compilations: Frame, breakdown: Frame, stall_savings: Mapping[str, float], job: Job
+    stall_means: Frame = needs(stall_means),
+    compilations: Frame = needs(compilations),
+    breakdown: Frame = needs(breakdown),
+    stall_savings: Mapping[str, float] = needs(stall_savings),
+    job: Job = needs(JOB),
 ) -> Estimate:
     if not len(compilations) and settings.model(job).get("compiled"):
         raise NotMeasured("the model is compiled, but this version of torch does not tell when")
@@ -49,7 +54,12 @@ def check(
     )
 
 
-def explain(estimate: Estimate, stall_means: Frame, compilations: Frame, job: Job) -> Explanation:
+def explain(
+    estimate: Estimate,
+    stall_means: Frame = needs(stall_means),
+    compilations: Frame = needs(compilations),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank = estimate.worst
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     found = estimate.rows(compilations[compilations["steady"] > 0])

@@ -18,10 +18,12 @@ outputs computed once and kept.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.stacks import shown
+from dlprof.analysis.host.stacks import own_lines, shown
 from dlprof.analysis.panel import table
+from dlprof.analysis.step.unused import unused_forward
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import count, digits, duration, percent
 
@@ -29,7 +31,7 @@ from dlprof.units import count, digits, duration, percent
 _LEAST_SEEN = 0.05
 
 
-def check(unused_forward: Frame, job: Job) -> Estimate:
+def check(unused_forward: Frame = needs(unused_forward), job: Job = needs(JOB)) -> Estimate:
     costs = by_rank(unused_forward, "ns")
     if not any(costs.values()):
         return nothing("a backward pass uses every forward pass")
@@ -42,7 +44,12 @@ def check(unused_forward: Frame, job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, unused_forward: Frame, own_lines: Maybe[Frame], mean_step_ns: float) -> Explanation:
+def explain(
+    estimate: Estimate,
+    unused_forward: Frame = needs(unused_forward),
+    own_lines: Maybe[Frame] = maybe(own_lines),
+    mean_step_ns: float = needs(mean_step_ns),
+) -> Explanation:
     (mine,) = estimate.rows(unused_forward).to_dict("records")
     takes_ns = estimate.by_rank_ns[estimate.worst]
     lines = own_lines.or_none()

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.step.whole_job import validation_loader
+from dlprof.analysis.step.whole_job import loop_step_ns, validation_cost, validation_loader
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Panel
 from dlprof.units import count, digits, duration, is_now, percent
@@ -34,7 +34,9 @@ NOTABLE_SHARE = 0.05
 WAITS = 0.2
 
 
-def check(validation_cost: Frame, loop_step_ns: Maybe[float]) -> Estimate:
+def check(
+    validation_cost: Frame = needs(validation_cost), loop_step_ns: Maybe[float] = maybe(loop_step_ns)
+) -> Estimate:
     if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
         raise NotMeasured(
             f"the script validates without a loader, within {count(inside, 'training step')}: see periodic_work and"
@@ -61,7 +63,7 @@ def check(validation_cost: Frame, loop_step_ns: Maybe[float]) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, loop_step_ns: float, job: Job) -> Explanation:
+def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: Job = needs(JOB)) -> Explanation:
     mine: dict[str, Any] = estimate.seen
     rank, among, share = estimate.worst, int(mine["among"]), mine["cost_ns"] / loop_step_ns
     why = " The other ranks wait for it." if among > 1 else ""

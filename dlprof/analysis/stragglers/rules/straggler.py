@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks
-from dlprof.analysis.stragglers.outliers import Outlier
-from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE
+from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks, straggling
+from dlprof.analysis.stragglers.outliers import Outlier, outlier
+from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, who_waits
+from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
 
@@ -58,11 +60,11 @@ _SHORT = {
 
 
 def check(
-    waits: Maybe[Frame],
-    straggling: Maybe[LateRanks],
-    outlier: Maybe[Outlier],
-    mean_step_ns: Maybe[float],
-    job: Job,
+    waits: Maybe[Frame] = maybe(waits),
+    straggling: Maybe[LateRanks] = maybe(straggling),
+    outlier: Maybe[Outlier] = maybe(outlier),
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> Estimate:
     if waits.or_none() is None and not waits.broke:
         return _without_all(waits, outlier, job)
@@ -90,7 +92,7 @@ def _without_all(waits: Maybe[Frame], outlier: Maybe[Outlier], job: Job) -> Esti
     return Estimate(saving_ns=found.gain_ns, by_rank_ns={found.rank: found.gain_ns}, loses=loses, seen=found)
 
 
-def explain(estimate: Estimate, who_waits: Maybe[Frame], job: Job) -> Explanation:
+def explain(estimate: Estimate, who_waits: Maybe[Frame] = maybe(who_waits), job: Job = needs(JOB)) -> Explanation:
     if isinstance(estimate.seen, Outlier):
         return _explain_outlier(estimate.seen, job)
     late: LateRanks = estimate.seen

@@ -8,19 +8,23 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, per_rank, within_rank
-from dlprof.analysis.timeline.steady import ENOUGH, on_device_clock, standard_error
+from dlprof import schema
+from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.timeline.steady import ENOUGH, light_steps, on_device_clock, standard_error, steady_steps
 from dlprof.errors import NotMeasured
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
+
 # What travels between processes: the most expensive compilations, and the longest of the steps that stalled.
 MOST_COMPILATIONS = 200
+
+
 MOST_STEPS = 10_000
 
 
 @within_rank
-def steady_stalls(stalls: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
+def steady_stalls(stalls: Frame = needs(schema.STALLS), light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
     """Return the stalls of the steady steps, with the step log's `step` and no longer than to its end.
 
     Raises NotMeasured where stalls were not recorded, or no steady step was.
@@ -38,7 +42,7 @@ def steady_stalls(stalls: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFra
 
 
 @per_rank
-def stall_means(steady_stalls: pd.DataFrame, steady_steps: pd.DataFrame) -> pd.DataFrame:
+def stall_means(steady_stalls: Frame = needs(steady_stalls), steady_steps: Frame = needs(steady_steps)) -> pd.DataFrame:
     """Return one row a kind of KINDS, zeros where there was none of it.
 
     Columns: kind, mean_ns and its standard error noise_ns (of a steady step), stalls (how many), longest_ns, every (a
@@ -88,7 +92,7 @@ def _longer(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
 
 
 @per_rank
-def stalled_steps(steady_stalls: pd.DataFrame) -> pd.DataFrame:
+def stalled_steps(steady_stalls: Frame = needs(steady_stalls)) -> pd.DataFrame:
     """Return the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
     stalls = steady_stalls.sort_values("dur_ns", ascending=False, kind="stable")
     stalls = stalls.astype({"kind": "str", "path": "str"})
@@ -104,7 +108,7 @@ def stalls_of(frame: pd.DataFrame, kind: str, rank: int) -> pd.DataFrame:
 
 
 @per_rank
-def compilations(stalls: pd.DataFrame, steady_stalls: pd.DataFrame) -> pd.DataFrame:
+def compilations(stalls: Frame = needs(schema.STALLS), steady_stalls: Frame = needs(steady_stalls)) -> pd.DataFrame:
     """Return what torch.compile compiled: path (the function), reason, again (1: not for the first time), count, ns.
 
     Over the whole job; `steady` and `steady_ns` are those of the steady steps. The most expensive first. Reasons that
@@ -132,7 +136,9 @@ def compilations(stalls: pd.DataFrame, steady_stalls: pd.DataFrame) -> pd.DataFr
 
 @within_rank
 def by_phase(
-    steady_stalls: Maybe[pd.DataFrame], steady_steps: Maybe[pd.DataFrame], stall_means: Maybe[pd.DataFrame]
+    steady_stalls: Maybe[Frame] = maybe(steady_stalls),
+    steady_steps: Maybe[Frame] = maybe(steady_steps),
+    stall_means: Maybe[Frame] = maybe(stall_means),
 ) -> dict[tuple[str, str], float]:
     """Return what stalls cost the mean steady step: (kind, phase of the training thread) → ns; empty if not recorded.
 

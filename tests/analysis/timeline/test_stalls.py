@@ -7,7 +7,7 @@ import pytest
 
 from dlprof.analysis.engine import Measured
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.analysis.step.stalls import compilations, stall_means, stalled_steps
+from dlprof.analysis.timeline.stalls import compilations, stall_means, stalled_steps
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces

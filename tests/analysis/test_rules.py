@@ -1,0 +1,44 @@
+"""The lists of rules and panels hold every file, and each rule has what the page and `dlprof explain` show of it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from dlprof.analysis.estimate import Rule
+from dlprof.analysis.panels import PICTURES
+from dlprof.analysis.rules import RULES
+from tests.fixtures.places import ROOT
+
+ANALYSIS = ROOT / "dlprof" / "analysis"
+# Command lines, names of kernels in C++, and paths and names of people.
+READ_OTHERS = {"settings.py", "formatting.py", "sharing.py"}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_every_rule_and_every_panel_is_listed_once() -> None:
+    rules = sorted(ANALYSIS.glob("*/rules/[!_]*.py"), key=lambda path: path.stem)
+    assert list(RULES) == [importlib.import_module(module_of(path)).RULE for path in rules]
+    panels = [importlib.import_module(module_of(path)).PICTURE for path in ANALYSIS.glob("*/panels/[!_]*.py")]
+    assert sorted(map(id, PICTURES)) == sorted(map(id, panels))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_manual_says_what_would_be_saved_and_what_to_change(rule: Rule) -> None:
+    assert "Saving" in rule.manual
+    assert "What to change" in rule.manual
+    assert rule.title
+    assert not rule.title.endswith(".")
+
+
+def test_no_regular_expression_reads_our_own_sentences() -> None:
+    """Figures are passed as figures; what a sentence means is for people."""
+    writers = [*ANALYSIS.glob("*.py"), *ANALYSIS.glob("*/rules/*.py"), *ANALYSIS.glob("*/panels/*.py")]
+    writers += [*ANALYSIS.glob("compare/*.py"), *(ROOT / "dlprof" / "report").rglob("*.py")]
+    found = {path.name for path in writers if "\nimport re\n" in path.read_text()}
+    assert found <= READ_OTHERS
