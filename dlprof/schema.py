@@ -149,41 +149,32 @@ STALLS = Table(
     count="int64",
 )
 
-# What the training thread waited for in its loaders, in order of time. A row stands for `count` of its kind, and what
-# is measured is their sum. -1: not measured.
+# What the training thread waited for in its loaders, and what made the batches, each in order of time. A row stands for
+# `count` of its kind, and what is measured is their sum. -1: not measured.
 LOADING = Table(
     "loading",
     # start: iter() of a loader. first: its first next(), in which workers start and fetch; batch: each further one.
-    # end: workers leave. usage: nothing of a loader's, but what the process used meanwhile.
+    # end: workers leave. fetch: a worker makes a batch. usage: nothing of a loader's, but what the process used.
     kind=CATEGORY,
     start_ns="int64",
-    dur_ns="int64",  # that the training thread was in the call
+    dur_ns="int64",  # that the training thread was in the call; of a fetch, reading the samples and collating them
     count="int64",
     step="int64",  # that a batch begins, as the recorder counts them
     loader="int64",  # its place among the facts' loaders, -1: not known
-    worker="int64",  # that the batch was due from, -1: there is none, or unknown
+    worker="int64",  # that the batch was due from, or that fetched it; -1: there is none, or unknown
+    pid="int64",  # of a fetch, the worker's
     workers=CATEGORY,  # process ids of those that an epoch started with, "": there are none
     empty="int64",  # how often no batch was ready when asked for, -1: no queue
     ready="int64",  # batches that were ready when asked
     outstanding="int64",  # batches that workers were to fetch
-    cpu_ns="int64",  # CPU time of the whole process
-    delay_ns="int64",  # that the training thread was ready to run and had no core
+    # CPU time of the whole process; of a fetch, the worker's since its batch before; of a batch that the training
+    # thread fetches itself, that thread's.
+    cpu_ns="int64",
+    delay_ns="int64",  # that the training thread, or the worker, was ready to run and had no core
     thread_ns="int64",  # CPU time of the training thread alone
     pin_ns="int64",  # CPU time of the thread that pins a loader's batches
-)
-
-# A batch that was fetched, by a worker or in the training thread, in order of time; rows and -1 as in LOADING.
-FETCHES = Table(
-    "fetches",
-    worker="int64",  # its number among the loader's, -1: the training thread
-    pid="int64",
-    start_ns="int64",
-    count="int64",
-    dur_ns="int64",  # reading the samples and collating them; of the training thread, all that its next() took
+    # Of a fetch, and of a batch that the training thread fetches itself:
     collate_ns="int64",
-    # Since the batch before, of a worker; of the training thread, while it fetched:
-    cpu_ns="int64",  # CPU time of the worker's whole process, or of the training thread alone
-    delay_ns="int64",  # that the one who fetches was ready to run and had no core
     stored_bytes="int64",  # that came from storage
     read_bytes="int64",  # that were read at all: from files, from memory's copies of them, and through pipes
     tensors="int64",  # that the batch is made of, and
@@ -351,7 +342,6 @@ TABLES: Mapping[str, Table] = {
     for table in (
         CHUNKS,
         COMPILED,
-        FETCHES,
         FUNCTIONS,
         HELD,
         LINES,

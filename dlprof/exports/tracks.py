@@ -10,6 +10,7 @@ import pandas as pd
 from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
+from dlprof.analysis.input.loader import fetches
 from dlprof.analysis.machine.log_clocks import OPTIONS, placed_samples
 from dlprof.analysis.machine.samples import held
 from dlprof.analysis.step.partition import partition
@@ -96,7 +97,7 @@ def own_tracks(
     step_series: Maybe[Frame] = maybe(step_series),
     stalls: Maybe[Frame] = maybe(schema.STALLS),
     chunks: Maybe[Frame] = maybe(schema.CHUNKS),
-    fetches: Maybe[Frame] = maybe(schema.FETCHES),
+    fetches: Maybe[Frame] = maybe(fetches),
     partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:

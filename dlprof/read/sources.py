@@ -63,11 +63,10 @@ def _read(module: str, function: str, args: tuple[Any, ...], path: Path) -> Read
     return reading
 
 
-def _log(table: str, absent: str, *required: str, name: str = "", **default: str | int) -> Source:
+def _log(table: str, absent: str, *required: str, name: str = "", file: str = "", **default: str | int) -> Source:
     """Describe a log of a table's rows; `required` and `default`: see `logs.rows`."""
-    return Source(
-        name or table, (f"{table}.jsonl",), (table,), absent, _lazily("logs", "rows", table, required, default)
-    )
+    files = (f"{file or table}.jsonl",)
+    return Source(name or table, files, (table,), absent, _lazily("logs", "rows", table, required, default))
 
 
 def _samples(name: str, *, of_host: bool = False) -> Source:
@@ -97,6 +96,7 @@ _RECORDERS = {
 }
 
 _ONLY = "(only `dlprof wrap` and `dlprof run` leave one)"
+_NO_LOADING = f"no record of every batch {_ONLY}"
 _NOT_SAMPLED = "nothing was sampled next to the job (only `dlprof wrap` and `dlprof run` do, without --no-sample)"
 
 # What is read of a rank. To add a source: its line here, its tables in dlprof/schema.py, and its reader where it is
@@ -107,7 +107,8 @@ SOURCES: tuple[Source, ...] = (
         "no graph of torch.compile was recorded (a job with torch.compile under `dlprof wrap` leaves them)",
         *("graph", "operator", "module"),
     ),
-    _log("fetches", f"no record of the time that each batch took {_ONLY}", "pid", "start_ns", "dur_ns", "count"),
+    # What workers write of the table "loading".
+    _log("loading", _NO_LOADING, "pid", "start_ns", "dur_ns", "count", name="fetches", file="fetches", kind="fetch"),
     _samples("gpu"),
     Source(
         "held",
@@ -124,7 +125,7 @@ SOURCES: tuple[Source, ...] = (
         "no lines were counted (`--lines MODULE:FUNCTION` counts them)",
         _lazily("lines", "read"),
     ),
-    _log("loading", f"no record of every batch {_ONLY}", "kind", "start_ns", "dur_ns", "count", "step"),
+    _log("loading", _NO_LOADING, "kind", "start_ns", "dur_ns", "count", "step"),
     _log(
         "loss_scale",
         "no record of a gradient scaler (a job with torch.amp.GradScaler under `dlprof wrap` leaves one)",

@@ -12,7 +12,7 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.read.logs import samples
 from dlprof.read.sources import SOURCES, Reading, Source
-from dlprof.schema import MEMORY
+from dlprof.schema import LOADING, MEMORY
 
 
 def read_as(kind: str) -> list[Source]:
@@ -20,7 +20,7 @@ def read_as(kind: str) -> list[Source]:
     return [s for s in SOURCES if isinstance(s.read, partial) and s.read.args[:2] == ("logs", kind)]
 
 
-LOGS = {s.tables[0]: s for s in read_as("rows")}
+LOGS = {s.name: s for s in read_as("rows")}
 SAMPLERS = {s.name: s for s in read_as("samples")}
 LINE = '{"at_ns":%d,"perf_ns":5,"power_w":%s,"energy_j":7}\n'
 
@@ -43,18 +43,18 @@ def read(folder: Path, table: str, *lines: dict[str, Any] | str) -> Reading:
 def test_fetches_of_several_workers_are_in_order_and_one_that_a_kill_cut_is_told(tmp_path: Path) -> None:
     of = [{"worker": w, "pid": 70 + w, "start_ns": start, "dur_ns": 4, "count": 1} for w, start in ((1, 9), (0, 5))]
     reading = read(tmp_path, "fetches", of[0], '{"worker": 0, "pi' + json.dumps(of[1]), of[1])
-    assert reading.tables["fetches"]["pid"].to_list() == [70, 71]
-    assert reading.tables["fetches"]["cpu_ns"].to_list() == [-1, -1]
+    assert reading.tables["loading"][["pid", "kind"]].to_numpy().tolist() == [[70, "fetch"], [71, "fetch"]]
+    assert reading.tables["loading"]["cpu_ns"].to_list() == [-1, -1]
     assert reading.warnings == ("fetches.jsonl: 1 malformed lines are left out",)
 
 
 def test_what_does_not_apply_to_a_kind_of_loading_is_marked(tmp_path: Path) -> None:
     start = {"kind": "start", "start_ns": 5, "dur_ns": 3, "count": 1, "step": 0, "loader": 0, "workers": "7 8"}
     batch = {"kind": "batch", "start_ns": 9, "dur_ns": 4, "count": 2, "step": 1, "loader": 0, "empty": 1, "ready": 3}
-    none = {"worker": -1, "outstanding": -1, "cpu_ns": -1, "delay_ns": -1, "thread_ns": -1, "pin_ns": -1}
+    none: dict[str, Any] = {**dict.fromkeys(LOADING, -1), "workers": ""}
     assert read(tmp_path, "loading", batch, start).tables["loading"].to_dict("records") == [
-        {**start, "empty": -1, "ready": -1, **none},
-        {**batch, "workers": "", **none},
+        {**none, **start},
+        {**none, **batch},
     ]
 
 
@@ -70,7 +70,7 @@ def test_memory_is_in_order_of_time_and_what_another_pytorch_does_not_know_is_ma
 
 
 def test_calls_and_chunks_are_in_order_of_time(tmp_path: Path) -> None:
-    reading = read(tmp_path, "chunks", CHUNK, {**CALL, "new": 1})
+    reading = read(tmp_path, "pipeline", CHUNK, {**CALL, "new": 1})
     assert reading.tables["chunks"].to_dict("records") == [
         {**CALL, "stage": -1, "microbatch": -1},
         {**CHUNK, "busy_ns": -1},
@@ -79,9 +79,9 @@ def test_calls_and_chunks_are_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_a_cut_last_chunk_is_dropped_without_a_word_and_a_bad_one_with(tmp_path: Path) -> None:
-    path = write(tmp_path, "chunks", CALL, {**CHUNK, "dur_ns": -1}, CHUNK)
+    path = write(tmp_path, "pipeline", CALL, {**CHUNK, "dur_ns": -1}, CHUNK)
     path.write_bytes(path.read_bytes()[:-9])
-    reading = LOGS["chunks"].read(path)
+    reading = LOGS["pipeline"].read(path)
     assert reading.tables["chunks"]["action"].to_list() == ["schedule"]
     assert reading.warnings == ("chunks.jsonl: 1 malformed lines are left out",)
 
@@ -118,20 +118,20 @@ def test_a_bad_stall_in_the_middle_is_dropped_with_a_word(tmp_path: Path, bad: A
 
 
 def test_every_log_is_tested() -> None:
-    assert set(LOGS) >= {"fetches", "loading", "memory", "chunks", "stalls"}
+    assert set(LOGS) >= {"fetches", "loading", "memory", "pipeline", "stalls"}
     assert set(SAMPLERS) >= {"gpu", "host", "processes"}
 
 
 @pytest.mark.parametrize("table", LOGS)
 def test_no_line_is_a_job_in_which_nothing_of_it_happened(tmp_path: Path, table: str) -> None:
     reading = read(tmp_path, table)
-    assert (len(reading.tables[table]), reading.warnings) == (0, ())
+    assert (len(reading.tables[LOGS[table].tables[0]]), reading.warnings) == (0, ())
 
 
 @pytest.mark.parametrize("table", LOGS)
 @pytest.mark.parametrize("lines", [("a", "b"), ("1", "2"), ('{"kind": "batch"}', '{"kind": "batch"}')])
 def test_what_is_no_such_log_is_refused(tmp_path: Path, table: str, lines: tuple[str, ...]) -> None:
-    with pytest.raises(DlprofError, match=f"not a log of {table}: none of its lines is one"):
+    with pytest.raises(DlprofError, match=f"not a log of {LOGS[table].tables[0]}: none of its lines is one"):
         read(tmp_path, table, *lines)
     with pytest.raises(DlprofError, match="no such file"):
         LOGS[table].read(tmp_path / "none.jsonl")

@@ -99,8 +99,20 @@ def loader_numbers(loading: Frame = needs(schema.LOADING), light_steps: Frame = 
 
 
 @within_rank
+def fetches(loading: Frame = needs(schema.LOADING)) -> pd.DataFrame:
+    """Return the rows of `loading` of the batches that were fetched, by a worker or, worker −1, the training thread.
+
+    Raises NotMeasured where there is none.
+    """
+    fetched: pd.DataFrame = loading[(loading["kind"] == "fetch") | (loading["collate_ns"] >= 0)]
+    if not len(fetched):
+        raise NotMeasured("no record of the time that each batch took (only `dlprof wrap` and `dlprof run` leave one)")
+    return fetched
+
+
+@within_rank
 def training_fetches(
-    fetches: Frame = needs(schema.FETCHES),
+    fetches: Frame = needs(fetches),
     loading: Frame = needs(schema.LOADING),
     loader_numbers: tuple[int, ...] = needs(loader_numbers),
     light_steps: Frame = needs(light_steps),
@@ -210,7 +222,7 @@ def slowest_workers(worker_means: Frame = needs(worker_means)) -> pd.DataFrame:
 
 @per_rank
 def fetch_series(
-    fetches: Frame = needs(schema.FETCHES),
+    fetches: Frame = needs(fetches),
     loading: Frame = needs(schema.LOADING),
     loader_numbers: tuple[int, ...] = needs(loader_numbers),
     light_steps: Frame = needs(light_steps),
@@ -328,7 +340,7 @@ def restarts(
     loading: Frame = needs(schema.LOADING),
     light_steps: Maybe[Frame] = maybe(light_steps),
     has_device: bool = needs(has_device),
-    fetches: Maybe[Frame] = maybe(schema.FETCHES),
+    fetches: Maybe[Frame] = maybe(fetches),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return what epochs cost that begin with new workers, one row a loader with workers.

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.input.loader import fetches
 from dlprof.analysis.step.partition import BUBBLE, partition
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.device import device_work, has_device
@@ -55,7 +55,7 @@ def excerpt(
     partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
     has_device: bool = needs(has_device),
     on_training_thread: Maybe[Frame] = maybe(on_training_thread),
-    fetches: Maybe[Frame] = maybe(schema.FETCHES),
+    fetches: Maybe[Frame] = maybe(fetches),
 ) -> pd.DataFrame:
     """Return two steady traced steps: shown (middle, slowest), step, step_ns, begin_ns; lane, start_ns, dur_ns, name,
     category.

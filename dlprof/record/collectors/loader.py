@@ -1,8 +1,9 @@
 """How batches come to the training thread: what it waited for in its loaders, and what each worker did for a batch.
 
-The rank writes loading.jsonl: the wait for every batch, starting and ending an epoch, and what the process itself used
-of its cores. Whoever fetches (a worker process, or the training thread where there are none) writes fetches.jsonl. A
-worker starts before its rank knows its own folder, so it keeps its lines until the rank has named the folder.
+The rank writes loading.jsonl: the wait for every batch, what it took where the training thread fetches it itself,
+starting and ending an epoch, and what the process itself used of its cores. Workers write fetches.jsonl, rows of the
+same table. A worker starts before its rank knows its own folder, so it keeps its lines until the rank has named the
+folder.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ _MOST_ROWS = 4_096
 # Where the training thread fetches itself, the kernel is asked what it used only if fetching takes this long.
 _WORTH_ASKING_NS = 2_000_000
 
-# Batches ready, batches being made and the worker whose turn it is, or what a process used of the cores: not known.
+# Batches ready, batches being made and the worker whose turn it is: not known.
 _UNKNOWN = (-1, -1, -1)
+
+# What a process and its thread that pins used of the cores, and what a batch took to fetch: nothing of the row's.
+_UNUSED = (-1, -1, -1, -1)
+_UNFETCHED = (-1, -1, -1, -1, -1)
 
 # What the kernel has counted of a fetch, where it was not asked.
 _UNASKED = (-1, -1, -1, -1)
@@ -43,7 +48,7 @@ _UNLIKE_OURS = (AttributeError, LookupError, NotImplementedError, OSError, TypeE
 
 
 class Loader:
-    """Writes loading.jsonl, and of the training thread's own fetches fetches.jsonl: units as in those tables."""
+    """Writes loading.jsonl: units as in that table."""
 
     name = "loader"
 
@@ -67,7 +72,7 @@ class Loader:
         """Open the files; the recorder passes on the batches that this process fetches itself."""
         self._recorder = recorder
         self._loading.open(recorder.folder)
-        self._fetches.start(recorder)
+        self._fetches.start()
         self._counters = self._counters or KernelCounters(whole_process=False)
         self._usage = (perf_counter_ns(), *self._counters.cores(), -1)
 
@@ -187,27 +192,30 @@ class Loader:
             return
         self._add_batches()
         at = (recorder.unix(began), recorder.clock.row.number)
-        self._loading.rows.append(("end", over.place, *at, -1, "", 1, took, *_UNKNOWN, *_UNKNOWN))
+        self._loading.rows.append(("end", over.place, *at, -1, "", 1, took, *_UNKNOWN, *_UNUSED, *_UNFETCHED))
 
     def _add_batches(self) -> None:
         """Make rows of the batches that have none yet."""
         recorder = marks.recorder
         batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
-        unix, loading, fetched, pid = recorder.unix(0), self._loading.rows, self._fetches.log.rows, os.getpid()
+        unix, loading = recorder.unix(0), self._loading.rows
         for over, step, began, took, asked, of_fetch in batches:
             kind, at = "batch", began + unix
             if not over.reported:
                 over.reported, kind = True, "first"
                 over.place = next((n for n, s in enumerate(recorder.observed.loaders) if s is over.loader), -1)
                 at_iter = (over.began_ns + unix, step)
-                loading.append(("start", over.place, *at_iter, -1, over.workers, 1, over.took_ns, *_UNKNOWN, *_UNKNOWN))
+                began_with = ("start", over.place, *at_iter, -1, over.workers, 1, over.took_ns)
+                loading.append((*began_with, *_UNKNOWN, *_UNUSED, *_UNFETCHED))
             ready, outstanding, worker = _UNKNOWN if over.fetches else asked
             empty = -1 if ready < 0 else 0 if ready else 1
-            loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, *_UNKNOWN))
+            waited = (kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding)
+            collate, cpu, delay, *read = of_fetch
             if over.fetches:
-                fetched.append((-1, pid, at, 1, took, *of_fetch))
+                loading.append((*waited, cpu, delay, -1, -1, collate, *read))
+            else:
+                loading.append((*waited, *_UNUSED, *_UNFETCHED))
         self._loading.fit()
-        self._fetches.log.fit()
 
     def _write(self, now: int, *, last: bool = False) -> None:
         recorder, counters = self._recorder, self._counters
@@ -218,9 +226,8 @@ class Loader:
         used = used_between(before, self._usage[1:])
         self._add_batches()
         at = (recorder.unix(began), recorder.clock.row.number)
-        self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used))
+        self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used, *_UNFETCHED))
         self._loading.write(now, last=last)
-        self._fetches.log.write(now, last=last)
 
     def _forked(self) -> None:
         """Begin anew in a fork's child, which may be a worker."""
@@ -232,7 +239,7 @@ class Loader:
 
 
 class Fetches:
-    """Writes fetches.jsonl: what each batch took to fetch. In a loader's worker it watches PyTorch's fetchers."""
+    """What each batch took to fetch. In a loader's worker it watches PyTorch's fetchers, and writes fetches.jsonl."""
 
     def __init__(self) -> None:
         self.log = BudgetLog("fetches.jsonl", _FETCH.__mod__, keys=2, sums=3)
@@ -246,10 +253,9 @@ class Fetches:
         self._patches: list[Patch] = []
         self._watch()
 
-    def start(self, recorder: Recorder) -> None:
-        """Open the file: this process trains, and is no worker."""
+    def start(self) -> None:
+        """Watch no fetcher: this process trains, and is no worker."""
         self._unwatch()
-        self.log.open(recorder.folder)
 
     def stop(self) -> None:
         """Close the file; what is fetched from now on is not watched."""
@@ -384,6 +390,7 @@ class Fetches:
 
 
 # In %-format, which takes half the time that f-strings take.
+_FETCHED = ',"collate_ns":%s,"cpu_ns":%s,"delay_ns":%s,"stored_bytes":%s,"read_bytes":%s,"tensors":%s,"tensor_bytes":%s'
 _BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"count":%s,"dur_ns":%s'
 _QUEUE = ',"worker":%s,"empty":%s,"ready":%s,"outstanding":%s'
 _FETCH = (
@@ -393,12 +400,14 @@ _FETCH = (
 
 
 def _loading_line(row: Row) -> str:
-    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran, *pinned = row
+    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran, pin = row[:15]
     line = _BATCH % (kind, loader, start, step, count, dur)
     if ready >= 0:
         line += _QUEUE % (worker if count == 1 else -1, empty, ready, outstanding)
     if kind == "start":
         line += f',"workers":"{pids}"'
     elif kind == "usage":
-        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran},"pin_ns":{max(*pinned, -1)}'
+        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran},"pin_ns":{max(pin, -1)}'
+    elif row[15] >= 0:
+        line += _FETCHED % (row[15], cpu, delay, *row[16:])
     return line + "}\n"

@@ -109,7 +109,7 @@ def test_without_a_loader_nothing_is_told(tmp_path: Path) -> None:
     run = runs.measured(path, loader_means, worker_means)
     with pytest.raises(NotMeasured, match="no DataLoader"):
         run.frame(loader_means)
-    with pytest.raises(NotMeasured, match="no batch"):
+    with pytest.raises(NotMeasured, match="no record of the time"):
         run.frame(worker_means)
 
 

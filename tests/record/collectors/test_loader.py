@@ -64,7 +64,14 @@ def recorded(folder: Path, body: str) -> tuple[list[dict[str, Any]], list[dict[s
     record(script, folder=folder / "run", options=["--no-trace", "--no-sample"])
     rank = folder / "run/ranks/00000"
     assert facts(rank)["warnings"] == []
-    return lines(rank / "loading.jsonl"), lines(rank / "fetches.jsonl")
+    return lines(rank / "loading.jsonl"), fetched(rank)
+
+
+def fetched(rank: Path) -> list[dict[str, Any]]:
+    """Return the batches that workers fetched, or the training thread, whose worker is −1."""
+    own = [{"worker": -1, **row} for row in lines(rank / "loading.jsonl") if "collate_ns" in row]
+    workers = rank / "fetches.jsonl"
+    return [*own, *(lines(workers) if workers.exists() else [])]
 
 
 def counts(loading: list[dict[str, Any]]) -> dict[str, int]:
@@ -114,7 +121,7 @@ def test_workers_of_every_kind(tmp_path: Path, dataset: str, method: str, worker
 def test_the_training_thread_itself(tmp_path: Path) -> None:
     loading, fetches = recorded(tmp_path, "train(DataLoader(Slow(), 4))")
     assert counts(loading) == {"start": 2, "first": 2, "batch": 22}
-    assert {f["pid"] for f in fetches} == {facts(tmp_path / "run/ranks/00000")["pid"]}
+    assert {f["worker"] for f in fetches} == {-1}
     assert {f["worker"] for f in fetches} == {-1}
     waits = {row["step"]: row for row in loading if row["kind"] == "batch"}
     assert all(row.get("ready", -1) == -1 for row in waits.values())
@@ -247,7 +254,7 @@ def test_a_worker_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> N
     # Which error torch raises depends on what the worker was sending when it was killed.
     assert done.returncode == 1, done.stderr
     assert " is off" not in done.stderr
-    fetches = lines(tmp_path / "run/ranks/00000/fetches.jsonl")
+    fetches = fetched(tmp_path / "run/ranks/00000")
     assert len({f["pid"] for f in fetches}) == 2
     assert sum(f["count"] for f in fetches) > 60
 
