@@ -88,6 +88,7 @@ field: $(VENV)/.ready
 
 # The generated parts of docs/: the rules' manuals, and pictures of the page (which need Chromium).
 docs: $(VENV)/.ready
+	$(BIN)/python docs/make_architecture.py
 	$(BIN)/python docs/make_rules.py
 	$(BIN)/python docs/make_sources.py
 	$(BIN)/python docs/make_pictures.py

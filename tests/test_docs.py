@@ -47,7 +47,7 @@ def test_every_page_and_picture_can_be_reached() -> None:
     assert there - linked == set()
 
 
-@pytest.mark.parametrize("name", ["make_rules", "make_sources"])
+@pytest.mark.parametrize("name", ["make_architecture", "make_rules", "make_sources"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     spec = util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
