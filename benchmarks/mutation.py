@@ -113,7 +113,7 @@ def _mutant(path: Path, text: str, node: ast.AST, changed: ast.expr) -> Mutant:
     return Mutant(path, node.lineno, ast.unparse(node), ast.unparse(changed), whole.decode())
 
 
-def tests_of(path: Path) -> tuple[list[str], list[str]]:
+def test_files(path: Path) -> tuple[list[str], list[str]]:
     """Return the test files that import a module, and the others of its subject, relative to the repository."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     package, _, leaf = module.rpartition(".")
@@ -135,7 +135,7 @@ def survives(mutant: Mutant, tree: Path) -> bool:
     place = tree / mutant.path.relative_to(ROOT)
     place.write_text(mutant.text)
     try:
-        return all(_passes(tree, tests) for tests in tests_of(mutant.path) if tests)
+        return all(_passes(tree, tests) for tests in test_files(mutant.path) if tests)
     finally:
         shutil.copy(mutant.path, place)
 

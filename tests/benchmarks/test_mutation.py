@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from benchmarks.mutation import ROOT, mutants, tests_of
+from benchmarks import mutation
+from benchmarks.mutation import ROOT, mutants
 
 TEXT = '''"""A module: 1 + 1."""
 
@@ -39,7 +40,7 @@ def test_each_operator_and_number_of_a_function_is_changed_once(tmp_path: Path) 
 
 
 def test_the_tests_of_a_module_are_those_that_import_it_and_then_those_of_its_subject() -> None:
-    near, far = tests_of(ROOT / "dlprof/analysis/timeline/stalls.py")
+    near, far = mutation.test_files(ROOT / "dlprof/analysis/timeline/stalls.py")
     assert "tests/analysis/timeline/test_stalls.py" in near
     assert "tests/analysis/timeline/test_patterns.py" in far
     assert not set(near) & set(far)
