@@ -206,9 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         print(f"{row['file']}:{row['line']}: {row['was']}  →  {row['becomes']}")
     killed = len(chosen) - len(survived)
-    print(
-        f"{killed} of {len(chosen)} mutants were killed ({killed / max(len(chosen), 1):.0%}), of {len(every):,} there are"
-    )
+    share = killed / max(len(chosen), 1)
+    print(f"{killed} of {len(chosen)} mutants were killed ({share:.0%}), of {len(every):,} there are")
     if args.out:
         args.out.write_text(json.dumps({"tried": len(chosen), "killed": killed, "survived": rows}, indent=1) + "\n")
     return 0
