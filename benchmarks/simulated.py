@@ -26,15 +26,15 @@ from pathlib import Path
 
 from benchmarks import simulated_table, summary
 from benchmarks.simulated_table import ANY, Case, First
-from benchmarks.simulator import folder, healthy, play, script
-from benchmarks.simulator.faults import FAULTS, FILES
-from benchmarks.simulator.faults.fault import Fault
-from benchmarks.simulator.job import Job, Recording
-from benchmarks.simulator.truth import Share, Truth
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result import Outcome, Result
+from simulator import folder, healthy, play, script
+from simulator.faults import FAULTS, FILES
+from simulator.faults.fault import Fault
+from simulator.job import Job, Recording
+from simulator.truth import Share, Truth
 
 FAILED = "it failed:"  # in a warning of a measure that broke
 

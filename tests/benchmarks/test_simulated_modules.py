@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import dlprof
-from benchmarks.simulator import folder
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import base
-from benchmarks.simulator.job import Job, Recording
-from benchmarks.simulator.layers import truth
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import IDLE
 from dlprof.result.modules import InModule
+from simulator import folder
+from simulator.faults import FAULTS
+from simulator.faults.fault import base
+from simulator.job import Job, Recording
+from simulator.layers import truth
 
 
 def test_a_transformer_is_its_blocks_and_its_head(tmp_path: Path) -> None:
