@@ -34,7 +34,7 @@ from simulator import folder, healthy, play, script
 from simulator.faults import FAULTS, FILES
 from simulator.faults.fault import Fault
 from simulator.job import Job, Recording
-from simulator.truth import Share, Truth
+from simulator.play import Share, Truth
 
 FAILED = "it failed:"  # in a warning of a measure that broke
 

@@ -1,7 +1,9 @@
-"""A simulator of training jobs on GPUs whose truth is known, to test the diagnosis with.
+"""A simulator of training jobs on GPUs whose truth is known: docs/simulator.md says what it simulates, and how.
 
-It knows the few rules by which CUDA runs work (program.py, process.py, streams.py), makes jobs of them (job.py,
-training.py, …), and writes what PyTorch's profiler and dlprof's recorder would have left of them on disk (kineto.py,
-folder.py). What the job really does, and what a fix really gains, it knows by simulating the job, and the fixed job,
-without a profiler (truth.py). It imports nothing of dlprof: what it says must not depend on what it tests.
+It imports nothing of dlprof: what it says must not depend on what it tests.
+
+What stands on what: hardware.py has what things cost, and program.py what a rank can do; streams.py, loading.py,
+recorder.py and machine.py run that. job.py and model.py describe a job; training.py, exchanges.py, parallel.py and
+habits.py make its program. play.py plays it, and knows what is true of it. script.py, memory.py, facts.py, kineto.py,
+nsys.py and folder.py write its recording. healthy.py draws healthy jobs, faults/ has jobs with a fault each.
 """

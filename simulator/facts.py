@@ -7,14 +7,13 @@ from typing import Any
 
 from simulator import script
 from simulator.exchanges import FIRST_BUCKET
-from simulator.forms import FORMS
 from simulator.hardware import DEVICES
-from simulator.job import Job, Recording
+from simulator.job import EPOCH_NS, Job, Place, Recording
+from simulator.kineto import FORMS
 from simulator.memory import total_bytes
 from simulator.model import Shop
-from simulator.places import EPOCH_NS, Place
 from simulator.program import WIDTHS
-from simulator.records import Window
+from simulator.recorder import Window
 
 UUID = "{:08x}-0000-4000-8000-{:012x}"
 

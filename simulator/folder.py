@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from simulator import facts, kineto, logs, memory, stacks
-from simulator.forms import FORMS
-from simulator.groups import groups
-from simulator.job import Job, Recording
-from simulator.places import EPOCH_NS, Clock, Place, places
+import numpy as np
+
+from simulator import facts, kineto, memory, script
+from simulator.hardware import DEVICES, power_w
+from simulator.job import EPOCH_NS, Clock, Job, Place, Recording, groups, places
+from simulator.kineto import FORMS
+from simulator.machine import Simulated, Simulation
+from simulator.memory import Step, total_bytes
 from simulator.play import record
-from simulator.records import Row
-from simulator.simulation import Simulated, Simulation
+from simulator.recorder import Chunked, Row
 from simulator.streams import UNKNOWN, Work
 
 MOST_BEHIND = 1_024  # a device further behind than so many steps loses its times
@@ -49,15 +51,15 @@ def write_logs(folder: Path, rank: Simulated, job: Job, recording: Recording, pl
     _lines(at / "steps.jsonl", _steps(rank, place.clock, job, recording))
     _lines(at / "stalls.jsonl", _stalls(rank, place.clock))
     ran = None if job.memory is None else memory.simulated(job)
-    _lines(at / "memory.jsonl", logs.memory(rank, job, place, ran))
-    _lines(at / "gpu.jsonl", logs.gpu(rank, job, place, ran))
+    _lines(at / "memory.jsonl", _memory(rank, job, place, ran))
+    _lines(at / "gpu.jsonl", _gpu(rank, job, place, ran))
     if rank.records.lines:
-        text = stacks.text(rank, job, place).encode()
+        text = script.stacks(rank, job, place).encode()
         (at / "stacks.txt.gz").write_bytes(gzip.compress(text, 1, mtime=0))
     if ran is not None:
         (at / "held.json").write_text(json.dumps(memory.held(job, ran)))
     if job.pipeline is not None:
-        _lines(at / "chunks.jsonl", logs.chunks(rank, place))
+        _lines(at / "chunks.jsonl", _chunks(rank, place))
     if rank.queue is not None:
         _lines(at / "loading.jsonl", _loading(rank, place.clock))
         _lines(at / "fetches.jsonl", _fetches(rank, job, place.clock))
@@ -186,3 +188,89 @@ def _fetches(rank: Simulated, job: Job, clock: Clock) -> Iterable[dict[str, Any]
             "collate_ns": rank.queue.loader.collate, "cpu_ns": f.cpu, "delay_ns": 0, "stored_bytes": 0,
             "read_bytes": 4_096, "tensors": 2, "tensor_bytes": job.batch.size,
         }  # fmt: skip
+
+
+# -- what is sampled: the allocator's counters, the GPU's clocks, a pipeline's chunks
+
+
+MEMORY_EVERY_NS = 250_000_000
+SAMPLE_EVERY_NS = 500_000_000
+
+# Bits of NVML's reasons for a clock (nvml.h, nvmlClocksEventReason...).
+HW_THERMAL = 0x40
+
+# Bytes of a parameter with its gradient and AdamW's two moments, in float32.
+_KEPT = 16
+
+
+def _memory(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Iterator[dict[str, Any]]:
+    """Return the lines of memory.jsonl: what the allocator holds, and how often it had to empty its cache."""
+    reserved = round(job.used_memory * DEVICES[job.device].memory_bytes)
+    kept, most = min(job.model.parameters * _KEPT, round(0.8 * reserved)), round(0.97 * reserved)
+    if ran is not None:
+        kept, most, reserved = ran.kept_bytes, ran.allocator.peak_allocated, ran.allocator.reserved
+    pauses = job.pauses
+    retries, read = 0, 0
+    for row in rank.records.rows:
+        if pauses.retry and row.number % pauses.retry_every == pauses.retry_every - 1:
+            retries += 1
+        if row.end - read < MEMORY_EVERY_NS:
+            continue
+        read = row.end
+        yield {
+            "at_ns": place.clock.at(row.end), "step": row.number, "device": place.device_index,
+            "allocated_bytes": kept, "reserved_bytes": reserved, "peak_allocated_bytes": most,
+            "peak_reserved_bytes": reserved, "retries": retries, "ooms": 0,
+            "device_allocs": 40 + 6 * retries, "device_frees": 6 * retries,
+        }  # fmt: skip
+
+
+def _gpu(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Iterator[dict[str, Any]]:
+    """Return the lines of gpu.jsonl: clock, temperature, power, and why the clock is what it is."""
+    device, used = DEVICES[job.device], round(job.used_memory * DEVICES[job.device].memory_bytes)
+    if ran is not None:
+        used = ran.allocator.reserved + ran.of.context
+    share = dict(job.clocks).get(rank.rank, 1.0)
+    rng = np.random.default_rng((job.seed, rank.rank, 1 << 29))
+    end = rank.records.rows[-1].end
+    hot = share < 1.0
+    for at in range(SAMPLE_EVERY_NS // 2, end, SAMPLE_EVERY_NS):
+        clock = device.max_clock_mhz * (share if hot else 1.0) * (1 - abs(float(rng.normal(0, 0.003))))
+        yield {
+            "at_ns": place.clock.at(at),
+            "perf_ns": at,
+            "busy_share": 0.99,
+            "memory_busy_share": 0.5,
+            "memory_used_bytes": used,
+            "memory_total_bytes": total_bytes(job),
+            "power_w": round(power_w(device, clock / device.max_clock_mhz), 1),
+            "power_limit_w": float(device.power_w),
+            "power_limit_default_w": float(device.power_w),
+            "sm_clock_mhz": round(clock / 15) * 15,
+            "memory_clock_mhz": 1_593,
+            "sm_clock_max_mhz": device.max_clock_mhz,
+            "temperature_c": 91 if hot else 64,
+            "clock_reasons_bits": HW_THERMAL if hot else 0,
+        }
+
+
+def _chunks(rank: Simulated, place: Place) -> Iterator[dict[str, Any]]:
+    """Return the lines of chunks.jsonl: the device's time, put where the host's call began."""
+    by_step: dict[int, list[Chunked]] = {}
+    for chunk in rank.records.chunks:
+        by_step.setdefault(chunk.step, []).append(chunk)
+    for step, made in sorted(by_step.items()):
+        whole = next((c for c in made if c.action == "schedule"), None)
+        if whole is None or whole.ended is None:
+            continue
+        began = place.clock.at(whole.called)
+        rows = []
+        for c in made:
+            if c is not whole and c.ended is not None:
+                start = began + c.begun.end - whole.begun.end
+                rows.append((c.stage, c.microbatch, c.action, start, c.ended.end - c.begun.end))
+        busy, dur = sum(r[4] for r in rows), whole.ended.end - whole.begun.end
+        yield {"step": step, "action": "schedule", "start_ns": began, "dur_ns": dur, "busy_ns": busy}
+        for stage, microbatch, action, start, took in rows:
+            made_of = {"step": step, "action": action, "stage": stage, "microbatch": microbatch}
+            yield made_of | {"start_ns": start, "dur_ns": took}

@@ -12,21 +12,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from simulator.habits import ADAMW, FUSED
 from simulator.hardware import DEVICES, MS, US, Host
 from simulator.job import Batch, Gradients, Job, Optimizer, Pauses, Recording, Script
 from simulator.loading import Loader
 from simulator.model import Model, Shop
-from simulator.optimizers import ADAMW, FUSED
-from simulator.play import true
+from simulator.play import Truth, true
 from simulator.program import Function
-from simulator.truth import Truth
 
 LEAST_COMPUTATION = 0.95
 
 CUDA_FORMS = ("torch-2.13", "torch-2.13-syncs", "torch-2.8", "torch-2.4", "torch-2.0")
 POOR_FORMS = ("no-correlations", "device-only")  # of which little can be said
 
-# What the profiler costs the host for each event: as measured, with some room (records.Window).
+# What the profiler costs the host for each event: as measured, with some room (recorder.Window).
 EVENT_NS = (500, 2_500)
 
 # Draws that are tried before a seed is given up; about two in three are healthy.

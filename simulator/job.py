@@ -1,13 +1,14 @@
-"""A training job as data: the model, the machine, the script's habits, and how its ranks exchange gradients.
+"""A job as data: model, machine, the script's habits, how ranks exchange gradients; its process groups, and its places.
 
 A fault is a job, and its fix another one that differs from it in nothing but what the advice names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from simulator.hardware import MS, US, Host, Link
+from simulator.hardware import DEVICES, MS, US, Device, Host, Link, bus_factor
 from simulator.loading import Loader
 from simulator.model import Model
 
@@ -189,7 +190,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Recording:
-    """How a job is recorded, and what its files look like: see forms.py for the traces' forms."""
+    """How a job is recorded, and what its files look like: kineto.FORMS are the traces' forms."""
 
     steps: int = 40
     skip: int = 10
@@ -204,3 +205,123 @@ class Recording:
     shapes: bool = False
     after: float = 1.0
     pause: int = 20 * MS
+
+
+# -- process groups: all ranks, those that share a layer, those that hold the same part of it
+
+
+WORLD = "0"  # the default group
+
+
+def groups(job: Job) -> Mapping[str, tuple[tuple[int, ...], Link]]:
+    """Return each group's ranks and what it exchanges over; nothing where a rank is alone.
+
+    Groups are numbered as PyTorch numbers them: in the order in which they are made, the same on all ranks.
+    """
+    if job.ranks == 1:
+        return {}
+    world = tuple(range(job.ranks))
+    made = {WORLD: (world, job.link)}
+    if job.pipeline is not None:
+        link = Link(start=12_000, bandwidth=job.pipeline.bus)
+        firsts = [rank for rank in range(job.ranks) if (rank + 1) % job.stages]
+        made |= {pair(rank): ((rank, rank + 1), link) for rank in firsts}
+        if job.pipeline.replicas > 1:
+            for stage in range(job.stages):
+                made[str(1 + stage)] = (world[stage :: job.stages], _between_replicas(job, str(1 + stage)))
+        return made
+    if job.tensor > 1:
+        for first in range(0, job.ranks, job.tensor):
+            made[str(len(made))] = (tuple(range(first, first + job.tensor)), job.link)
+        if job.ranks > job.tensor:
+            for part in range(job.tensor):
+                made[str(len(made))] = (world[part :: job.tensor], job.link)
+    return made
+
+
+def _between_replicas(job: Job, group: str) -> Link:
+    """Return what a stage's gradients go over: as slow as with all the ranks that those of the job stand for."""
+    assert job.pipeline is not None
+    ranks, link = job.pipeline.replicas, job.link
+    whole = round(ranks * job.pipeline.stand_for)
+    factor = dict(job.links).get(group, 1.0) * bus_factor("all_reduce", ranks) / bus_factor("all_reduce", whole)
+    return Link(link.start + link.hop * (whole - ranks), link.hop, link.bandwidth * factor)
+
+
+def tensor_group(job: Job, rank: int) -> str:
+    """Return the group of the ranks that share each layer with this one."""
+    return str(1 + rank // job.tensor)
+
+
+def data_group(job: Job, rank: int) -> str:
+    """Return the group that exchanges gradients with this rank; "" where nobody does."""
+    if job.pipeline is not None:
+        return str(1 + rank % job.stages) if job.pipeline.replicas > 1 else ""
+    if job.tensor == 1:
+        return WORLD
+    return "" if job.ranks == job.tensor else str(1 + job.ranks // job.tensor + rank % job.tensor)
+
+
+def pair(rank: int) -> str:
+    """Return the name of the link between a rank of a pipeline and the next; the trace names the group of all."""
+    return f"stages {rank} and {rank + 1}"
+
+
+def described(group: str) -> str:
+    """Return a group's description, as a trace tells it."""
+    return "default_pg" if group == WORLD else f"mesh_{group}"
+
+
+# -- where ranks run, and what their hosts' clocks show
+
+
+# Kineto's bases are whole multiples of three months since 1970 (ChromeTraceBaseTime).
+BASE_NS = 1_735_632_360_000_000_000
+# When simulated time is 0: some weeks later.
+EPOCH_NS = BASE_NS + 40 * 86_400 * 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A host's clock against the true one."""
+
+    offset: int = 0
+    drift: float = 0.0
+
+    def at(self, ns: int) -> int:
+        """Return the Unix time, in ns, that the host's clock shows at a true time."""
+        return EPOCH_NS + self.offset + ns + round(ns * self.drift)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and what its trace says of the job."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    device_index: int
+    devices: int  # of the host
+    device: Device
+    clock: Clock
+    groups: Mapping[str, tuple[int, ...]]
+    base_ns: int = BASE_NS  # that relative times count from
+
+
+def places(job: Job, recording: Recording, groups: Mapping[str, tuple[int, ...]]) -> list[Place]:
+    """Return where each rank runs."""
+    made: list[Place] = []
+    per_host = max(-(-job.ranks // job.hosts), job.devices)
+    for rank in range(job.ranks):
+        host = job.host_of(rank)
+        index = sum(job.host_of(r) == host for r in range(rank))
+        offset = recording.clock_offsets[host] if recording.clock_offsets else 0
+        drift = recording.clock_drift[host] if recording.clock_drift else 0.0
+        made.append(
+            Place(
+                rank, job.ranks, f"node-{host + 1}", 4_000 + 1_000 * rank, index, per_host, DEVICES[job.device],
+                Clock(offset, drift), groups,
+            )
+        )  # fmt: skip
+    return made

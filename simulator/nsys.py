@@ -12,14 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.forms import FORMS, kernel_name
-from simulator.groups import groups
-from simulator.job import Job, Recording
-from simulator.kineto import AUTOGRAD_TID, DEVICE_STREAMS
-from simulator.places import EPOCH_NS, Place, places
+from simulator.job import EPOCH_NS, Job, Place, Recording, groups, places
+from simulator.kineto import AUTOGRAD_TID, FORMS, kernel_name
+from simulator.machine import Simulated, Simulation
 from simulator.play import record
-from simulator.records import Call
-from simulator.simulation import Simulated, Simulation
+from simulator.program import APART
+from simulator.recorder import Call
 from simulator.streams import Work
 
 # Versions by year: product, schema.
@@ -264,9 +262,9 @@ class _Rank:
         return kernel_name(FORMS["torch-2.13"], work.exchange) if work.exchange is not None else work.name
 
     def _row(self, work: Work, kind: str, name: str, start: int, end: int, size: int) -> dict[str, Any]:
-        device = self.place.device_index + work.stream // DEVICE_STREAMS
+        device = self.place.device_index + work.stream // APART
         row = {"start": self._at(start), "end": self._at(end), "deviceId": device, "contextId": 1}
-        row |= {"streamId": work.stream % DEVICE_STREAMS, "correlationId": work.correlation}
+        row |= {"streamId": work.stream % APART, "correlationId": work.correlation}
         row |= {"globalPid": _process(self.place), "bytes": size, "value": 0}
         if kind == "copy":
             way = name.split()[1]

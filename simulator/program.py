@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 COMPUTE = 7  # CUDA's default stream, as CUPTI numbers it
 EXCHANGE = 20  # NCCL's
 SIDE = 24  # a stream that copies batches ahead
+APART = 1_000  # what tells the streams of a process's second device from those of its first
 
 MAIN, AUTOGRAD = 0, 1  # threads
 

@@ -3,7 +3,7 @@
 Nothing here waits for a clock. A piece of work has its times as soon as all is known that it depends on: when the host
 had launched it, when the work before it in its stream ends, when the event is that its stream waits for, and for a
 collective, when the other ranks' streams come to theirs. What a host must wait for may not be known yet; then another
-rank goes on (simulation.py).
+rank goes on (machine.py).
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 What PyTorch launches where is as in its own sources: DistributedDataParallel hands a bucket to NCCL's stream as soon as
 its gradients are there, and the compute stream waits for all buckets behind the backward pass; an operator of the
 backward pass runs in a thread of the autograd engine while the training thread waits for it.
+
+A block is a module, and so is each function of it that has parameters. What is for which module is noted on the device
+work itself (Belongs), apart from all that a trace says.
 """
 
 from __future__ import annotations
@@ -13,13 +16,12 @@ from functools import cached_property
 from itertools import chain
 from zlib import crc32
 
-from simulator import habits, tables
-from simulator.exchanges import Exchanges
+from simulator import habits
+from simulator.exchanges import VARIANTS, Exchanges, got
+from simulator.habits import optimizer_step, step_end, zero_grad
 from simulator.hardware import DEVICES, US
 from simulator.job import Job, Tables
-from simulator.layers import OUTSIDE, Layers
 from simulator.model import Shop
-from simulator.optimizers import optimizer_step, step_end, zero_grad
 from simulator.program import (
     AUTOGRAD,
     COMPUTE,
@@ -27,6 +29,7 @@ from simulator.program import (
     MAIN,
     SIDE,
     Allocate,
+    Args,
     Begin,
     Belongs,
     Copy,
@@ -48,7 +51,72 @@ from simulator.program import (
     Thread,
     WaitFor,
 )
-from simulator.routing import VARIANTS, got
+
+OUTSIDE = "(outside of modules)"
+ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+
+
+class Layers:
+    """Makes the numbers of a model's functions, and their ranges where its modules have names."""
+
+    def __init__(self, functions: Sequence[tuple[str, Function]], named: bool) -> None:
+        self._named = named
+        self._number = {(module, f.name): n for n, (module, f) in enumerate(functions)}
+        self._open = ""
+
+    def path(self, module: str, f: Function) -> str:
+        """Return the path of the module that a function is of."""
+        return f"{module}.{f.name}" if f.parameters else module
+
+    def args(self, module: str, f: Function, kind: str, told: Args | None = None) -> Args:
+        """Return what a function's operator ("made") or its backward function ("of") says, with what it said before."""
+        return {**(told or {}), kind: self._number[module, f.name]}
+
+    def model(self) -> Iterator[Instruction]:
+        """Enter the model."""
+        if self._named:
+            yield _range("", "Transformer")
+
+    def enter(self, module: str, f: Function) -> Iterator[Instruction]:
+        """Enter the module of a function, which is not left before another one is entered."""
+        yield Belongs(self.path(module, f), "forward")
+        if not self._named:
+            return
+        if module != self._open:
+            yield from self.leave_all()
+            self._open = module
+            yield _range(module, "Block")
+        if f.parameters:
+            yield _range(self.path(module, f), "Linear")
+
+    def leave(self, f: Function) -> Iterator[Instruction]:
+        """Leave a function's own module."""
+        if self._named and f.parameters:
+            yield End(500)
+
+    def leave_all(self) -> Iterator[Instruction]:
+        """Leave the block that was entered last."""
+        if self._named and self._open:
+            yield End(500)
+        self._open = ""
+
+    def leave_model(self) -> Iterator[Instruction]:
+        """Leave the model."""
+        if self._named:
+            yield End(500)
+
+    def accumulate(self, made: Iterator[Instruction]) -> Iterator[Instruction]:
+        """Return what is done where a gradient is added up, in the engine's function that does it."""
+        if self._named:
+            yield Begin(ACCUMULATE, 1 * US)
+        yield from made
+        if self._named:
+            yield End(500)
+
+
+def _range(path: str, kind: str) -> Begin:
+    return Begin(f"nn.Module: {path} ({kind})", 500, category="module")
+
 
 _SEGMENTS = 6  # that the allocator gives back and takes again when memory has run out
 
@@ -116,7 +184,7 @@ class Training:
         job = self.job
         made = [("embedding", f) for f in self.shop.embedding(self.tokens)]
         if job.tables.on == "device":
-            made += [("tables", f) for f in tables.on_device(self.shop, job.tables)]
+            made += [("tables", f) for f in habits.lookups_on_device(self.shop, job.tables)]
         for block in (f"block{n}" for n in range(job.model.blocks)):
             routed = sum(got(job, self.rank, block, number)) if job.routing else None
             made += [(block, f) for f in self.shop.block(self.tokens, routed)]
@@ -235,7 +303,7 @@ class Training:
         yield from self.exchanges.before_all()
         yield from self._waiting()
         on_host = job.tables if job.tables.on == "host" else Tables()
-        yield from tables.lookups(on_host, key_of)
+        yield from habits.lookups_on_host(on_host, key_of)
         half = len(self.functions) // 2 if garbage or retries else len(self.functions)
         if job.script.captured:
             yield self._graph(self._forward(self.functions), "forward")
@@ -261,7 +329,7 @@ class Training:
             yield self._graph(self._backward(self.functions), "backward")
         else:
             yield from self._backward(self.functions)
-        yield from tables.gradients(on_host, key_of, MAIN, AUTOGRAD)
+        yield from habits.gradients_on_host(on_host, key_of, MAIN, AUTOGRAD)
         yield Thread(MAIN)
         yield Spend(15 * US, "launch", key_of("backward", "end"))
         yield Phase("")

@@ -21,13 +21,11 @@ from isal import igzip
 
 from benchmarks.thousand.jobs import RANKS_A_HOST, Many
 from simulator import folder, kineto, play
-from simulator.forms import FORMS, Form, metadata
-from simulator.groups import groups, pair
 from simulator.hardware import DEVICES, MS
-from simulator.job import Recording
-from simulator.places import BASE_NS, Clock, Place
+from simulator.job import BASE_NS, Clock, Place, Recording, groups, pair
+from simulator.kineto import FORMS, Form, metadata
+from simulator.machine import Simulated
 from simulator.program import Exchange
-from simulator.simulation import Simulated
 from simulator.streams import Work
 
 CLOCKS_NS = (-37 * MS, 0, 52 * MS)  # what the hosts' clocks are ahead by, in turn

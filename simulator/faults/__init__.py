@@ -8,23 +8,18 @@ validation.
 
 from collections.abc import Mapping
 
-from simulator.faults import compute, host, lines, loading, memory, queue, ranks
+from simulator.faults import device, host, loading, ranks
 from simulator.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *loading.FAULTS,
     *host.FAULTS,
-    *lines.FAULTS,
-    *queue.FAULTS,
     *ranks.FAULTS,
-    *compute.FAULTS,
-    *memory.FAULTS,
+    *device.FAULTS,
 )
 
 FILES: Mapping[str, str] = {
-    fault.name: file.__name__.rpartition(".")[2]
-    for file in (loading, host, lines, queue, ranks, compute, memory)
-    for fault in file.FAULTS
+    fault.name: file.__name__.rpartition(".")[2] for file in (loading, host, ranks, device) for fault in file.FAULTS
 }
 
 __all__ = ["FAULTS", "FILES", "Fault"]

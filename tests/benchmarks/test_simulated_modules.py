@@ -15,7 +15,7 @@ from simulator import folder
 from simulator.faults import FAULTS
 from simulator.faults.fault import base
 from simulator.job import Job, Recording
-from simulator.layers import truth
+from simulator.play import work_by_module
 
 
 def test_a_transformer_is_its_blocks_and_its_head(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_transformer_is_its_blocks_and_its_head(tmp_path: Path) -> None:
     numbers = run.frame("window_steps")["step"]
     (rank,) = simulation.ranks
     launched = [work for stream in rank.work.values() for work in stream]
-    expected = truth(launched, range(int(numbers.min()), int(numbers.max()) + 1))
+    expected = work_by_module(launched, range(int(numbers.min()), int(numbers.max()) + 1))
 
     def within(start: str, part: str = "") -> float:
         return sum(ns for (path, of), ns in expected.items() if path.startswith(start) and part in ("", of))

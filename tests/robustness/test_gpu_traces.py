@@ -14,7 +14,7 @@ from dlprof.result import Result
 from simulator import folder, healthy, play
 from simulator.faults import FAULTS
 from simulator.job import Job, Recording
-from simulator.truth import Truth
+from simulator.play import Truth
 
 # One rank of an H100 that its host is a step ahead of.
 JOB = healthy.draw(3, ranks=1)

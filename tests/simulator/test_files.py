@@ -15,11 +15,11 @@ import pytest
 
 from simulator import folder
 from simulator.faults.fault import base, small, with_script
-from simulator.forms import FORMS
 from simulator.hardware import MS
 from simulator.job import Gradients, Job, Pipeline, Recording
+from simulator.kineto import FORMS
+from simulator.machine import Simulation
 from simulator.program import COMPUTE
-from simulator.simulation import Simulation
 
 FIRST = 12  # traced step
 

@@ -16,7 +16,7 @@ from dlprof.read.run import open_run
 from simulator import folder
 from simulator.faults.fault import base, step_of, with_script
 from simulator.job import Job, Optimizer, Recording
-from simulator.layers import truth
+from simulator.play import work_by_module
 
 NAMED = replace(base(3), modules=True)
 
@@ -38,7 +38,7 @@ def test_the_work_of_each_module_is_what_was_launched_for_it(tmp_path: Path, job
         found, steps = data.once(module_work), data.once(timing)
         numbers = steps.numbers.tolist()
         launched = [work for stream in simulated.work.values() for work in stream]
-        expected = truth(launched, range(numbers[0], numbers[-1] + 1))
+        expected = work_by_module(launched, range(numbers[0], numbers[-1] + 1))
         taken = found[found["device_ns"] > 0].groupby(["path", "part"])["device_ns"].sum().to_dict()
         assert taken.keys() == expected.keys()
         assert taken == pytest.approx(expected, rel=1e-6)

@@ -16,8 +16,7 @@ from simulator import folder, script
 from simulator.faults import FAULTS, FILES
 from simulator.faults.fault import Fault, step_of
 from simulator.job import Job
-from simulator.play import play, true
-from simulator.truth import Truth
+from simulator.play import Truth, play, true
 
 NEW = {f.name: f for f in FAULTS if FILES[f.name] in ("lines", "queue")}
 COSTLY = [name for name, f in NEW.items() if not f.harmless]

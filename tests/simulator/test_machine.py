@@ -8,9 +8,20 @@ from itertools import pairwise
 
 import pytest
 
-from simulator.hardware import A100, PAGEABLE_SHARE, PINNED_COPY_START, QUEUE_LENGTH, Host, Link, transfer_ns
+from simulator.hardware import (
+    A100,
+    BUSY,
+    PAGEABLE_SHARE,
+    PINNED_COPY_START,
+    QUEUE_LENGTH,
+    Host,
+    Link,
+    clock_at,
+    power_w,
+    transfer_ns,
+)
 from simulator.loading import Loader
-from simulator.power import BUSY, clock_at, power_w
+from simulator.machine import END_SPREAD, LINK_JITTER, Deadlock, Setup, Simulation, simulate
 from simulator.program import (
     COMPUTE,
     SIDE,
@@ -29,7 +40,6 @@ from simulator.program import (
     Synchronize,
     WaitFor,
 )
-from simulator.simulation import END_SPREAD, LINK_JITTER, Deadlock, Setup, Simulation, simulate
 
 # The recorder's own event at the end of each step costs nothing here.
 HOST = Host(jitter=0.0, step_jitter=0.0, event_call=0)

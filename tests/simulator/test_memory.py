@@ -13,9 +13,9 @@ from benchmarks import memory as benchmark
 from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.memory.rules import activation_memory, out_of_memory
 from simulator import folder, healthy, memory
-from simulator.allocator import Allocator, OutOfMemoryError
-from simulator.faults.memory import FAULTS
+from simulator.faults.device import FAULTS
 from simulator.job import Job, Memory, Recording
+from simulator.memory import Allocator, OutOfMemoryError
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import measured
 

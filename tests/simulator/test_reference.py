@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from simulator.hardware import V100, Host
+from simulator.machine import Setup, simulate
 from simulator.program import Instruction, Kernel, Operator, Record, Spend, Step
-from simulator.simulation import Setup, simulate
 from tests.fixtures.places import TRACES
 
 TRACE = TRACES / "gpu_async" / "v100_ns.json.gz"

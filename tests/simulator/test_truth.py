@@ -11,8 +11,7 @@ from simulator.faults.fault import base, step_of, with_script
 from simulator.hardware import MS, Host
 from simulator.healthy import compute_ns, healthy, is_healthy
 from simulator.job import Job, Pauses, Script
-from simulator.play import WARM, cycle, play, true
-from simulator.truth import Truth
+from simulator.play import WARM, Truth, cycle, play, true
 
 STEPS = 25
 SMALL = base(3)

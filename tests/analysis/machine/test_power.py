@@ -12,10 +12,9 @@ from dlprof.analysis.machine.power import K_RANGE, PowerModel, power_limits, pow
 from dlprof.errors import DoesNotApply, NotMeasured
 from simulator import folder
 from simulator.faults.fault import base
-from simulator.hardware import DEVICES
+from simulator.hardware import DEVICES, clock_at
 from simulator.job import Recording
 from simulator.play import true
-from simulator.power import clock_at
 from tests.fixtures import runs
 from tests.fixtures.readings import NORMAL, clocked
 from tests.fixtures.runs import MS
