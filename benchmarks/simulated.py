@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulated --healthy 1000 --jobs 2 --out reports
     python -m benchmarks.simulated --only item_every_step --why
-    python -m benchmarks.simulated --only lines queue --each --fixed
+    python -m benchmarks.simulated --only host loading --each --fixed
 
 Of each fault: whether its rule found it and named it first, what else was found, and how near the step, the share of
 computation and the predicted step came to those of the simulation without a profiler, and of the fixed job. Even seeds
