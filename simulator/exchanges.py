@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from zlib import crc32
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from simulator.program import (
     Record,
     Spend,
     WaitFor,
+    key_of,
 )
 
 # Steps differ: after so many they begin again, so that few programs are made.
@@ -116,7 +116,7 @@ class Exchanges:
         pieces: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> Iterator[Instruction]:  # fmt: skip
         """Return the issue of a collective on NCCL's stream, once the compute stream (or event `after`) is there."""
-        key = crc32(name.encode()) % 65_536
+        key = key_of(name)
         exchange = Exchange(kind, group or self._group, elements, dtype, stream, key, give=pieces[0], take=pieces[1])
         yield Begin(f"c10d::{CALLS[kind]}", 8 * US, key)
         yield Begin("record_param_comms", 4 * US, key, args={"exchange": exchange})
@@ -185,7 +185,7 @@ class Exchanges:
         """Return the kernel of a compression hook, which makes 16 bits of 32."""
         ns = 3_000 + round(elements * 6 / 1.4e12 * 1e9)
         made = Kernel("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", ns)
-        return Operator(("aten::to", "aten::copy_"), (made,), crc32(f"cast {name}".encode()) % 65_536, 3 * US, 1 * US)
+        return Operator(("aten::to", "aten::copy_"), (made,), key_of(f"cast {name}"), 3 * US, 1 * US)
 
     def after_forward(self) -> Iterator[Instruction]:
         """Return what DDP does behind the forward pass: it may look for unused parameters."""

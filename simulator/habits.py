@@ -7,13 +7,15 @@ operators, their nesting and their calls are as PyTorch 2.11 was recorded with s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from simulator.hardware import US
 from simulator.job import Job, Tables
 from simulator.model import Shop
 from simulator.program import (
+    AUTOGRAD,
     COMPUTE,
+    MAIN,
     Begin,
     Copy,
     End,
@@ -26,6 +28,7 @@ from simulator.program import (
     Spend,
     Synchronize,
     Thread,
+    key_of,
 )
 
 # -- the optimizer
@@ -69,7 +72,7 @@ _IN_PLACE = 0.4
 TENSORS = 36
 
 
-def optimizer_step(job: Job, shop: Shop, key_of: Callable[..., int]) -> Iterator[Instruction]:
+def optimizer_step(job: Job, shop: Shop) -> Iterator[Instruction]:
     """Return optimizer.step() but for the end of PyTorch's range of it, which is around the recorder's."""
     model, kind = job.model, job.optimizer.kind
     launches = -(-model.tensors // TENSORS)
@@ -97,7 +100,7 @@ def optimizer_step(job: Job, shop: Shop, key_of: Callable[..., int]) -> Iterator
     yield Phase("")
 
 
-def step_end(key_of: Callable[..., int]) -> Iterator[Instruction]:
+def step_end() -> Iterator[Instruction]:
     """Return the end of optimizer.step().
 
     Where the optimizer's step marks the recorder's steps, the next one begins before that, in the optimizer's hooks.
@@ -111,7 +114,7 @@ def in_place(job: Job, operator: str, kernel: Kernel, key: int) -> Operator:
     return Operator((f"aten::{operator}",), (kernel,), key, before, after)
 
 
-def zero_grad(job: Job, key_of: Callable[..., int]) -> Iterator[Instruction]:
+def zero_grad(job: Job) -> Iterator[Instruction]:
     """Return optimizer.zero_grad(), which sets gradients to None."""
     model = job.model
     yield Begin(
@@ -138,7 +141,7 @@ def lookups_on_device(shop: Shop, tables: Tables) -> list[Function]:
     return made
 
 
-def lookups_on_host(tables: Tables, key_of: Callable[..., int]) -> Iterator[Instruction]:
+def lookups_on_host(tables: Tables) -> Iterator[Instruction]:
     """Return lookups on the host, each copied to the device at once."""
     for n in range(tables.count):
         key = key_of("table", n)
@@ -147,8 +150,8 @@ def lookups_on_host(tables: Tables, key_of: Callable[..., int]) -> Iterator[Inst
         yield from _copied("HtoD", tables.size, key)
 
 
-def gradients_on_host(tables: Tables, key_of: Callable[..., int], main: int, autograd: int) -> Iterator[Instruction]:
-    """Return how gradients come back to the host, and are added up there; the last thread is `autograd`."""
+def gradients_on_host(tables: Tables) -> Iterator[Instruction]:
+    """Return how gradients come back to the host, and are added up there; the last thread is autograd's."""
     for n in reversed(range(tables.count)):
         key = key_of("table", n, "backward")
         for name in (f"{_ENGINE} ToCopyBackward0", "ToCopyBackward0"):
@@ -156,13 +159,13 @@ def gradients_on_host(tables: Tables, key_of: Callable[..., int], main: int, aut
         yield from _copied("DtoH", tables.size, key)
         for _ in range(2):
             yield End(300, key)
-        yield Thread(main)
+        yield Thread(MAIN)
         for name in (f"{_ENGINE} EmbeddingBackward0", "EmbeddingBackward0"):
             yield Begin(name, 1 * US, key)
         yield Begin("aten::embedding_dense_backward", tables.gradient, key)
         for _ in range(3):
             yield End(500, key)
-        yield Thread(autograd)
+        yield Thread(AUTOGRAD)
 
 
 def _copied(way: str, size: int, key: int) -> Iterator[Instruction]:
@@ -175,8 +178,6 @@ def _copied(way: str, size: int, key: int) -> Iterator[Instruction]:
 
 # -- between the phases
 
-
-_Keys = Callable[..., int]
 
 _LOOP = 1_500  # ns of Python for one turn of a loop: an assumption
 
@@ -198,14 +199,14 @@ def lap(job: Job, phase: str) -> Iterator[Instruction]:
         yield Synchronize("device")
 
 
-def loss_value(job: Job, key_of: _Keys) -> Iterator[Instruction]:
+def loss_value(job: Job) -> Iterator[Instruction]:
     """Return how the loss is read, or added to a tensor."""
     if job.script.values:
         yield Line("loss value")
         yield from _value(job, key_of("loss value"))
 
 
-def accuracy_value(job: Job, shop: Shop, key_of: _Keys) -> Iterator[Instruction]:
+def accuracy_value(job: Job, shop: Shop) -> Iterator[Instruction]:
     """Return how the accuracy is computed of the logits, and read or added to a tensor."""
     if job.script.values:
         yield Line("accuracy value")
@@ -229,7 +230,7 @@ def _value(job: Job, key: int) -> Iterator[Instruction]:
     yield Operator(("aten::add_",), (one,), key, job.host.before_op, job.host.after_op)
 
 
-def norms(job: Job, shop: Shop, key_of: _Keys) -> Iterator[Instruction]:
+def norms(job: Job, shop: Shop) -> Iterator[Instruction]:
     """Return the norm of the gradients: of each by itself, read at once, or of all together, which is not read."""
     model, host = job.model, job.host
     if not job.script.norms:
@@ -262,7 +263,7 @@ def hook(job: Job, shop: Shop, key: int) -> Iterator[Instruction]:
         yield from item(job, key)
 
 
-def average(job: Job, shop: Shop, key_of: _Keys) -> Iterator[Instruction]:
+def average(job: Job, shop: Shop) -> Iterator[Instruction]:
     """Return the update of the parameters' average: `e.mul_(d).add_(p, alpha=1 - d)` for each, or `_foreach_lerp_`."""
     model = job.model
     if not job.script.ema:

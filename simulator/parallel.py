@@ -47,8 +47,8 @@ from simulator.program import (
     Step,
     Thread,
     WaitFor,
+    key_of,
 )
-from simulator.training import key_of
 
 _BROADCAST = "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 _REDUCE = "ncclDevKernel_Reduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -108,9 +108,9 @@ class Replicas:
         yield from self._everywhere("BroadcastBackward", _REDUCE)
         yield Thread(MAIN)
         yield Phase("")
-        yield from optimizer_step(replace(job, model=self.model), self.shop, key_of)
-        yield from step_end(key_of)
-        yield from zero_grad(self.job, key_of)
+        yield from optimizer_step(replace(job, model=self.model), self.shop)
+        yield from step_end()
+        yield from zero_grad(self.job)
         yield Spend(job.script.after, "python", key_of("after"))
 
     def _everywhere(self, name: str, kernel: str) -> Iterator[Instruction]:
@@ -265,9 +265,9 @@ class Stage:
         yield Chunk("")
         yield from self.exchanges.after_backward()
         own = replace(self.job, model=replace(self.model, blocks=max(len(functions) // 10, 1)))
-        yield from optimizer_step(own, self.shop, key_of)
-        yield from step_end(key_of)
-        yield from zero_grad(own, key_of)
+        yield from optimizer_step(own, self.shop)
+        yield from step_end()
+        yield from zero_grad(own)
         yield Spend(self.job.script.after, "python", key_of("after"))
 
     # -- schedules

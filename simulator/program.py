@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from zlib import crc32
 
 COMPUTE = 7  # CUDA's default stream, as CUPTI numbers it
 EXCHANGE = 20  # NCCL's
@@ -18,6 +19,11 @@ APART = 1_000  # what tells the streams of a process's second device from those 
 MAIN, AUTOGRAD = 0, 1  # threads
 
 Args: TypeAlias = Mapping[str, Any]
+
+
+def key_of(*names: object) -> int:
+    """Return the key of an instruction: the same whatever else the program holds."""
+    return crc32(".".join(map(str, names)).encode()) % 65_536
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from zlib import crc32
 
 from simulator import habits
 from simulator.exchanges import VARIANTS, Exchanges, got
@@ -50,6 +49,7 @@ from simulator.program import (
     Synchronize,
     Thread,
     WaitFor,
+    key_of,
 )
 
 OUTSIDE = "(outside of modules)"
@@ -119,11 +119,6 @@ def _range(path: str, kind: str) -> Begin:
 
 
 _SEGMENTS = 6  # that the allocator gives back and takes again when memory has run out
-
-
-def key_of(*names: object) -> int:
-    """Return the key of an instruction: the same whatever else the program holds."""
-    return crc32(".".join(map(str, names)).encode()) % 65_536
 
 
 class Training:
@@ -269,12 +264,12 @@ class Training:
         job, script = self.job, self.job.script
         yield Belongs(OUTSIDE, "other")
         if steps and script.captured != "all":
-            yield from step_end(key_of)
+            yield from step_end()
             yield from habits.lap(job, "step")
             yield Line("zero_grad")
-            yield from zero_grad(job, key_of)
-        yield from habits.average(job, self.shop, key_of)
-        yield from habits.accuracy_value(job, self.shop, key_of)
+            yield from zero_grad(job)
+        yield from habits.average(job, self.shop)
+        yield from habits.accuracy_value(job, self.shop)
         yield Line("values")
         if reads:
             for n in range(script.items):
@@ -303,7 +298,7 @@ class Training:
         yield from self.exchanges.before_all()
         yield from self._waiting()
         on_host = job.tables if job.tables.on == "host" else Tables()
-        yield from habits.lookups_on_host(on_host, key_of)
+        yield from habits.lookups_on_host(on_host)
         half = len(self.functions) // 2 if garbage or retries else len(self.functions)
         if job.script.captured:
             yield self._graph(self._forward(self.functions), "forward")
@@ -319,7 +314,7 @@ class Training:
             yield from self.exchanges.after_forward()
             yield End(10 * US)
         yield Phase("")
-        yield from habits.loss_value(job, key_of)
+        yield from habits.loss_value(job)
         yield from habits.lap(job, "forward")
         yield Line("backward")
         yield Phase("backward")
@@ -329,18 +324,18 @@ class Training:
             yield self._graph(self._backward(self.functions), "backward")
         else:
             yield from self._backward(self.functions)
-        yield from habits.gradients_on_host(on_host, key_of, MAIN, AUTOGRAD)
+        yield from habits.gradients_on_host(on_host)
         yield Thread(MAIN)
         yield Spend(15 * US, "launch", key_of("backward", "end"))
         yield Phase("")
         yield from habits.lap(job, "backward")
         yield from self.exchanges.by_script()
         yield Belongs(OUTSIDE, "other")
-        yield from habits.norms(job, self.shop, key_of)
+        yield from habits.norms(job, self.shop)
         if steps:
             yield Line("step")
             yield Belongs(OUTSIDE, "optimizer")
-            yield from optimizer_step(job, self.shop, key_of)
+            yield from optimizer_step(job, self.shop)
 
     def _replay(self) -> Iterator[Instruction]:
         """Return the whole step as one captured graph: the kernels are the same, launches and their Python are gone."""
@@ -350,7 +345,7 @@ class Training:
         everything = chain(
             self._forward(self.functions),
             self._backward(self.functions),
-            optimizer_step(self.job, self.shop, key_of),
+            optimizer_step(self.job, self.shop),
         )
         yield self._graph(everything, "all")
 
