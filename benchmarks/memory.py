@@ -32,13 +32,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.simulator import folder as recordings
-from benchmarks.simulator import healthy, memory
-from benchmarks.simulator.job import Job, Memory, Optimizer, Recording
 from dlprof.analysis.engine import measure
 from dlprof.analysis.memory.changes import memory_changes, memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
 from dlprof.read.run import open_run
+from simulator import folder as recordings
+from simulator import healthy, memory
+from simulator.job import Job, Memory, Optimizer, Recording
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.simulator import folder, play
-from benchmarks.simulator.faults.fault import base, recording, step_of
-from benchmarks.simulator.job import Gradients, Job
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.replayed import replays_of
 from dlprof.analysis.scaling.study import Named, sizes
 from dlprof.commands.report import analyse
 from dlprof.result.scale import Study
+from simulator import folder, play
+from simulator.faults.fault import base, recording, step_of
+from simulator.job import Gradients, Job
 
 MEASURED, TARGET = (2, 4, 8), 64
 EARLIER = 60  # steps of the simulations that tell the truth

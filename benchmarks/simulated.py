@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulated --healthy 1000 --jobs 2 --out reports
     python -m benchmarks.simulated --only item_every_step --why
-    python -m benchmarks.simulated --only lines queue --each --fixed
+    python -m benchmarks.simulated --only host loading --each --fixed
 
 Of each fault: whether its rule found it and named it first, what else was found, and how near the step, the share of
 computation and the predicted step came to those of the simulation without a profiler, and of the fixed job. Even seeds
@@ -26,15 +26,15 @@ from pathlib import Path
 
 from benchmarks import simulated_table, summary
 from benchmarks.simulated_table import ANY, Case, First
-from benchmarks.simulator import folder, healthy, play, script
-from benchmarks.simulator.faults import FAULTS, FILES
-from benchmarks.simulator.faults.fault import Fault
-from benchmarks.simulator.job import Job, Recording
-from benchmarks.simulator.truth import Share, Truth
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result import Outcome, Result
+from simulator import folder, healthy, play, script
+from simulator.faults import FAULTS, FILES
+from simulator.faults.fault import Fault
+from simulator.job import Job, Recording
+from simulator.play import Share, Truth
 
 FAILED = "it failed:"  # in a warning of a measure that broke
 

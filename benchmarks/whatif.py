@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.simulator import folder, play
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import base, recording
-from benchmarks.simulator.job import Job
 from dlprof.analysis.whatif.answers import answers
 from dlprof.analysis.whatif.asked import PERFECT, Asked
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
+from simulator import folder, play
+from simulator.faults import FAULTS
+from simulator.faults.fault import base, recording
+from simulator.job import Job
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _tight(seed: int) -> Job:
     """A job whose loader just keeps up."""
     job = base(seed)
     assert job.loader is not None
-    from benchmarks.simulator.healthy import compute_ns
+    from simulator.healthy import compute_ns
 
     step = compute_ns(job.model, job.device)
     fetch = round(0.85 * job.loader.workers * step)

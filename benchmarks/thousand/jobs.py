@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.simulator.hardware import DEVICES
-from benchmarks.simulator.job import Gradients, Job, Pipeline, Recording
-from benchmarks.simulator.model import Model
+from simulator.hardware import DEVICES
+from simulator.job import Gradients, Job, Pipeline, Recording
+from simulator.model import Model
 
 STAGES, RANKS_A_HOST = 4, 8
 HEALTHY = 3  # hosts that are simulated without a fault of their own

@@ -19,16 +19,14 @@ from typing import Any
 
 from isal import igzip
 
-from benchmarks.simulator import folder, kineto, play
-from benchmarks.simulator.forms import FORMS, Form, metadata
-from benchmarks.simulator.groups import groups, pair
-from benchmarks.simulator.hardware import DEVICES, MS
-from benchmarks.simulator.job import Recording
-from benchmarks.simulator.places import BASE_NS, Clock, Place
-from benchmarks.simulator.program import Exchange
-from benchmarks.simulator.simulation import Simulated
-from benchmarks.simulator.streams import Work
 from benchmarks.thousand.jobs import RANKS_A_HOST, Many
+from simulator import folder, kineto, play
+from simulator.hardware import DEVICES, MS
+from simulator.job import BASE_NS, Clock, Place, Recording, groups, pair
+from simulator.kineto import FORMS, Form, metadata
+from simulator.machine import Simulated
+from simulator.program import Exchange
+from simulator.streams import Work
 
 CLOCKS_NS = (-37 * MS, 0, 52 * MS)  # what the hosts' clocks are ahead by, in turn
 

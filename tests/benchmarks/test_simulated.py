@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks.simulated import main, of_fault, of_fixed, of_healthy
 from benchmarks.simulated_table import ANY, NOTABLE, Case, First, each, failures, table
-from benchmarks.simulator import folder, healthy
-from benchmarks.simulator.faults import FAULTS
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
+from simulator import folder, healthy
+from simulator.faults import FAULTS
 
 MS = 1e6
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.simulated import of_fault
 from benchmarks.simulated_table import false_of
-from benchmarks.simulator.faults import FAULTS
 from dlprof.analysis.rules import RULES
+from simulator.faults import FAULTS
 
 SEED = 1
 NEAR = 0.15

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import dlprof
-from benchmarks.simulator import folder
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import base
-from benchmarks.simulator.job import Job, Recording
-from benchmarks.simulator.layers import truth
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import IDLE
 from dlprof.result.modules import InModule
+from simulator import folder
+from simulator.faults import FAULTS
+from simulator.faults.fault import base
+from simulator.job import Job, Recording
+from simulator.play import work_by_module
 
 
 def test_a_transformer_is_its_blocks_and_its_head(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_transformer_is_its_blocks_and_its_head(tmp_path: Path) -> None:
     numbers = run.frame("window_steps")["step"]
     (rank,) = simulation.ranks
     launched = [work for stream in rank.work.values() for work in stream]
-    expected = truth(launched, range(int(numbers.min()), int(numbers.max()) + 1))
+    expected = work_by_module(launched, range(int(numbers.min()), int(numbers.max()) + 1))
 
     def within(start: str, part: str = "") -> float:
         return sum(ns for (path, of), ns in expected.items() if path.startswith(start) and part in ("", of))

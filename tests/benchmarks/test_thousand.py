@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator.places import BASE_NS
 from benchmarks.thousand import stamp
 from benchmarks.thousand.jobs import RECORDING, Planted, job
 from benchmarks.thousand.measure import named
@@ -20,6 +19,7 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result.stored import to_json
+from simulator.job import BASE_NS
 from tests.fixtures import runs
 
 SHORT = replace(RECORDING, steps=16, skip=4, active=3)

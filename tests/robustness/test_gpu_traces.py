@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator import folder, healthy, play
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.job import Job, Recording
-from benchmarks.simulator.truth import Truth
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result import Result
+from simulator import folder, healthy, play
+from simulator.faults import FAULTS
+from simulator.job import Job, Recording
+from simulator.play import Truth
 
 # One rank of an H100 that its host is a step ahead of.
 JOB = healthy.draw(3, ranks=1)

@@ -23,7 +23,7 @@ SCRIPTS = sorted(FOLDER.glob("*.py"))
 FAULTS = [(script, fault) for script in SCRIPTS for fault in constant(script, "FAULTS")]
 
 # A script cannot lower a clock: workloads/README.md says how an administrator does. Nor has PyTorch a call that makes
-# queued work wait while its device idles: that is simulated (benchmarks/simulator).
+# queued work wait while its device idles: that is simulated (simulator).
 NO_SCRIPT_CAN = {"queued_wait", "throttled_clock"}
 # Needs a GPU whose memory is full, whatever GPU that is: simulated too.
 NO_SCRIPT_CAN |= {"activation_memory"}

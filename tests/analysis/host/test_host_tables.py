@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator import folder, play
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import recording
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.host.host_tables import host_tables
 from dlprof.read.run import open_run
+from simulator import folder, play
+from simulator.faults import FAULTS
+from simulator.faults.fault import recording
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator import folder
-from benchmarks.simulator.faults.fault import base
-from benchmarks.simulator.hardware import DEVICES
-from benchmarks.simulator.job import Recording
-from benchmarks.simulator.play import true
-from benchmarks.simulator.power import clock_at
 from dlprof.analysis.machine.power import K_RANGE, PowerModel, power_limits, power_model
 from dlprof.errors import DoesNotApply, NotMeasured
+from simulator import folder
+from simulator.faults.fault import base
+from simulator.hardware import DEVICES, clock_at
+from simulator.job import Recording
+from simulator.play import true
 from tests.fixtures import runs
 from tests.fixtures.readings import NORMAL, clocked
 from tests.fixtures.runs import MS

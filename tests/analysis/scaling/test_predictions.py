@@ -99,7 +99,7 @@ def test_one_size_with_collectives_bounds_their_growth() -> None:
 
 def test_all_of_it_from_simulated_gpus(tmp_path: Path) -> None:
     from benchmarks.scaling import FAMILIES, study
-    from benchmarks.simulator import play
+    from simulator import play
 
     family = next(f for f in FAMILIES if "behind" in f.name)
     made = study(family, 1, tmp_path, (2, 4), 16)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator import folder
-from benchmarks.simulator.faults.fault import base, recording, step_of
-from benchmarks.simulator.hardware import transfer_ns
 from dlprof.analysis.engine import measure
 from dlprof.analysis.throughput.scaling import MOST_TRANSFERS, scaling
 from dlprof.errors import DoesNotApply
 from dlprof.read.run import open_run
 from dlprof.result.scale import Scaling
+from simulator import folder
+from simulator.faults.fault import base, recording, step_of
+from simulator.hardware import transfer_ns
 
 
 def of(path: Path, ranks: int, hosts: int = 1) -> Scaling:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.simulator import folder
-from benchmarks.simulator.faults.fault import base, recording
 from dlprof.cli import cli
 from dlprof.files import compact
 from dlprof.result.stored import to_json
+from simulator import folder
+from simulator.faults.fault import base, recording
 from tests.fixtures import jobs
 from tests.fixtures.jobs import environment, running, tiny
 from tests.fixtures.scaling import weak

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulator import nsys
 from dlprof.analysis.timeline.device import device_time
 from dlprof.commands.report import analyse
 from dlprof.errors import DlprofError
 from dlprof.read.kineto import torch_trace
 from dlprof.read.nsys import export
 from dlprof.read.run import open_run
+from simulator import nsys
 from tests.fixtures import exports
 from tests.fixtures.exports import PID, kernel, mark, text
 from tests.fixtures.runs import measured

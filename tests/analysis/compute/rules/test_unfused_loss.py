@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator import folder
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import recording
 from dlprof.analysis.compute.rules.unfused_loss import RULE
+from simulator import folder
+from simulator.faults import FAULTS
+from simulator.faults.fault import recording
 from tests.fixtures import operators
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator import folder, play
-from benchmarks.simulator.faults import FAULTS
-from benchmarks.simulator.faults.fault import recording
 from dlprof.analysis.host.rules.host_embedding import RULE
+from simulator import folder, play
+from simulator.faults import FAULTS
+from simulator.faults.fault import recording
 from tests.fixtures import runs
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
