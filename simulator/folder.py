@@ -14,6 +14,7 @@ from simulator import facts, kineto, memory, script
 from simulator.hardware import DEVICES, power_w
 from simulator.job import EPOCH_NS, Clock, Job, Place, Recording, groups, places
 from simulator.kineto import FORMS
+from simulator.loading import Fetched
 from simulator.machine import Simulated, Simulation
 from simulator.memory import Step, total_bytes
 from simulator.play import record
@@ -61,8 +62,9 @@ def write_logs(folder: Path, rank: Simulated, job: Job, recording: Recording, pl
     if job.pipeline is not None:
         _lines(at / "chunks.jsonl", _chunks(rank, place))
     if rank.queue is not None:
-        _lines(at / "loading.jsonl", _loading(rank, place.clock))
-        _lines(at / "fetches.jsonl", _fetches(rank, job, place.clock))
+        _lines(at / "loading.jsonl", _loading(rank, job, place.clock))
+        if fetches := list(_fetches(rank, job, place.clock)):
+            _lines(at / "fetches.jsonl", fetches)
     return at
 
 
@@ -135,8 +137,9 @@ def _stalls(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:
         }
 
 
-def _loading(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:
+def _loading(rank: Simulated, job: Job, clock: Clock) -> Iterable[dict[str, Any]]:
     assert rank.queue is not None
+    own = iter([f for f in rank.queue.fetched if f.worker < 0])
     for w in rank.queue.waited:
         row: dict[str, Any] = {
             "kind": w.kind,
@@ -150,6 +153,8 @@ def _loading(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:
             row |= {"worker": w.worker, "empty": int(not w.ready), "ready": w.ready, "outstanding": w.outstanding}
         if w.kind == "start":
             row["workers"] = " ".join(map(str, w.pids))
+        if w.kind in ("first", "batch") and (fetched := next(own, None)) is not None:
+            row |= _used(fetched, rank, job)
         yield row
     yield from _usage(rank, clock)
 
@@ -183,11 +188,19 @@ def _usage(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:
 def _fetches(rank: Simulated, job: Job, clock: Clock) -> Iterable[dict[str, Any]]:
     assert rank.queue is not None
     for f in rank.queue.fetched:
-        yield {
-            "worker": f.worker, "pid": f.pid, "start_ns": clock.at(f.start), "count": 1, "dur_ns": f.end - f.start,
-            "collate_ns": rank.queue.loader.collate, "cpu_ns": f.cpu, "delay_ns": 0, "stored_bytes": 0,
-            "read_bytes": 4_096, "tensors": 2, "tensor_bytes": job.batch.size,
-        }  # fmt: skip
+        if f.worker >= 0:
+            yield {
+                "worker": f.worker, "pid": f.pid, "start_ns": clock.at(f.start), "count": 1, "dur_ns": f.end - f.start,
+                **_used(f, rank, job),
+            }  # fmt: skip
+
+
+def _used(fetched: Fetched, rank: Simulated, job: Job) -> dict[str, Any]:
+    assert rank.queue is not None
+    return {
+        "collate_ns": rank.queue.loader.collate, "cpu_ns": fetched.cpu, "delay_ns": 0, "stored_bytes": 0,
+        "read_bytes": 4_096, "tensors": 2, "tensor_bytes": job.batch.size,
+    }  # fmt: skip
 
 
 # -- what is sampled: the allocator's counters, the GPU's clocks, a pipeline's chunks
