@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulator.hardware import DEVICES
+from benchmarks.simulator.hardware import DEVICES, Device
 from benchmarks.simulator.job import Job
 from benchmarks.simulator.memory import Step, total_bytes
 from benchmarks.simulator.places import Place
-from benchmarks.simulator.power import power_w
 from benchmarks.simulator.records import Chunked
 from benchmarks.simulator.simulation import Simulated
 
@@ -20,6 +19,12 @@ SAMPLE_EVERY_NS = 500_000_000
 
 # Bits of NVML's reasons for a clock (nvml.h, nvmlClocksEventReason...).
 HW_THERMAL = 0x40
+
+# What a busy GPU takes of its limit at its highest clock, and how much of that switches: the rest leaks, or is the
+# memory's. Switching takes c·f·V²; the voltage falls with the clock until it is at its least.
+_BUSY = 0.8
+_SWITCHING = 0.7
+_LEAST_VOLTAGE = 0.75  # of that at the highest clock
 
 # Bytes of a parameter with its gradient and AdamW's two moments, in float32.
 _KEPT = 16
@@ -47,6 +52,12 @@ def memory(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> 
         }  # fmt: skip
 
 
+def _power_w(device: Device, clock: float) -> float:
+    """Return what a busy GPU takes at a share of its highest clock, W."""
+    voltage = max(clock, _LEAST_VOLTAGE)
+    return _BUSY * device.power_w * (1 - _SWITCHING + _SWITCHING * clock * voltage**2)
+
+
 def gpu(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Iterator[dict[str, Any]]:
     """Return the lines of gpu.jsonl: clock, temperature, power, and why the clock is what it is."""
     device, used = DEVICES[job.device], round(job.used_memory * DEVICES[job.device].memory_bytes)
@@ -65,7 +76,7 @@ def gpu(rank: Simulated, job: Job, place: Place, ran: Step | None = None) -> Ite
             "memory_busy_share": 0.5,
             "memory_used_bytes": used,
             "memory_total_bytes": total_bytes(job),
-            "power_w": round(power_w(device, clock / device.max_clock_mhz), 1),
+            "power_w": round(_power_w(device, clock / device.max_clock_mhz), 1),
             "power_limit_w": float(device.power_w),
             "power_limit_default_w": float(device.power_w),
             "sm_clock_mhz": round(clock / 15) * 15,

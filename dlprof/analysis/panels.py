@@ -5,7 +5,7 @@ from dlprof.analysis.compute.panels import arithmetic, kernels
 from dlprof.analysis.experts.panels import tokens
 from dlprof.analysis.host.panels import lines, profiles, queue, stacks, syncs
 from dlprof.analysis.input.panels import workers
-from dlprof.analysis.machine.panels import files, gpu_logs, power, samples
+from dlprof.analysis.machine.panels import files, gpu_logs, samples
 from dlprof.analysis.memory.panels import memory, memory_snapshot
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
@@ -35,7 +35,6 @@ PICTURES: tuple[Picture, ...] = (
     workers.PICTURE,
     gpu_logs.PICTURE,
     samples.PICTURE,
-    power.PICTURE,
     lines.PICTURE,
     files.PICTURE,
 )
