@@ -11,10 +11,9 @@ from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
 from dlprof.analysis.precision.panels import loss_scale
 from dlprof.analysis.source.panels import time_by_line
-from dlprof.analysis.step.panels import serving, steps, timeline, whole_job
+from dlprof.analysis.step.panels import steps, timeline, whole_job
 
 PICTURES: tuple[Picture, ...] = (
-    serving.PICTURE,
     steps.PICTURE,
     whole_job.PICTURE,
     loss_scale.PICTURE,

@@ -184,11 +184,9 @@ def element_type(text: str) -> tuple[str, int]:
 
 
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)", re.I)
-# SGLang's: 1719400000.12-TP-3.trace.json.gz, with -DP-, -PP- or -EP- where there are several of these.
-_TENSOR_RANK = re.compile(r"-TP-(\d{1,7})(?!-[DP]P-)(?!\d)(?:-EP-\d+)?(?:-[A-Z]+)?\.trace\.json")
 
 
 def rank_in(file_name: str) -> int | None:
     """Return the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
-    found = _RANK_IN_NAME.search(file_name) or _TENSOR_RANK.search(file_name)
+    found = _RANK_IN_NAME.search(file_name)
     return int(found[1]) if found else None
