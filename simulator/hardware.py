@@ -137,14 +137,3 @@ def power_w(device: Device, clock: float) -> float:
     """Return what a busy GPU takes at a share of its highest clock, W."""
     voltage = max(clock, _LEAST_VOLTAGE)
     return BUSY * device.power_w * (1 - _SWITCHING + _SWITCHING * clock * voltage**2)
-
-
-def clock_at(device: Device, share: float) -> float:
-    """Return the clock at which a busy GPU takes no more than so much of its limit; 1: the highest."""
-    low, high = 0.05, 1.0
-    if power_w(device, high) <= share * device.power_w:
-        return 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if power_w(device, middle) <= share * device.power_w else (low, middle)
-    return low

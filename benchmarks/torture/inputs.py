@@ -61,7 +61,6 @@ def sources(folder: Path) -> dict[str, Path]:
         "bz2": bz2.compress(traces.dump(made)),
         "merged": traces.dump(dialects.merged(made, traces.training(rank=1), named=True)),
         "horovod": dialects.horovod().encode(),
-        "ascend": json.dumps(dialects.ascend()).encode(),
         "rocprof_json": json.dumps(dialects.rocprof_json()).encode(),
         "execution_trace": dialects.execution_trace().encode(),
     }.items():

@@ -23,7 +23,6 @@ from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.source.where import Source, placed, told_once
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.analysis.step.serving import engine_of
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -139,8 +138,8 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
 
 def _check_applies(rule: Rule, job: Job) -> None:
     """Raise DoesNotApply where the job is not of the kind that the rule is about; NotMeasured: that is not known."""
-    if rule.of_training and (engine := engine_of(job)):
-        raise DoesNotApply(f"the traces are of inference by {engine}, and nothing trains")
+    if settings.of_inference(job):
+        raise DoesNotApply("the traces are of inference, and nothing trains")
     if rule.only_with == "gpu" and settings.on_cpu(job):
         raise DoesNotApply("the job trains on the CPU")
     if rule.only_with == "cpu" and settings.on_gpu(job):

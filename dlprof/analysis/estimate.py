@@ -106,7 +106,7 @@ class Rule:
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
     of the step that is a finding. `only_with`: it concerns only jobs that train on a GPU, or on
-    the CPU, or read from a DataLoader. `of_training`: it concerns no inference server. `error`: see ERROR.
+    the CPU, or read from a DataLoader. `error`: see ERROR.
     `of_host`: it finds a part of the time in which a device waits for its host. `generic`: it finds what is left of
     that, and no cause: see BESIDES.
     """
@@ -118,7 +118,6 @@ class Rule:
     feeds: bool = False
     notable: float = LEAST_SHARE
     only_with: Literal["", "gpu", "cpu", "loader"] = ""
-    of_training: bool = False
     error: float = ERROR
     of_host: bool = False
     generic: bool = False

@@ -13,7 +13,6 @@ from dlprof.analysis.input.loader import fed_ns
 from dlprof.analysis.machine.binding import bindings, far_from_gpu
 from dlprof.analysis.machine.foreign import foreign_load
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.analysis.step.serving import engine_of
 from dlprof.analysis.step.spread import window_likeness
 from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
@@ -74,10 +73,8 @@ def warnings(
         are = "is" if len(missing) == 1 else "are"
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
     found += _of_untraced(job)
-    if engine := engine_of(job):
-        found.append(
-            f"the traces are of inference by {engine}: a step is one of its, and rules of training do not apply"
-        )
+    if settings.of_inference(job):
+        found.append("the traces are of inference (vLLM, SGLang): dlprof is about training, and no rule applies")
     found += _of_jobs(job)
     found += _of_others(foreign_load.or_none())
     if far := far_from_gpu(bindings.get()) if bindings.or_none() is not None else "":

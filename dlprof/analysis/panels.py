@@ -5,16 +5,15 @@ from dlprof.analysis.compute.panels import arithmetic, kernels
 from dlprof.analysis.experts.panels import tokens
 from dlprof.analysis.host.panels import lines, profiles, queue, stacks, syncs
 from dlprof.analysis.input.panels import workers
-from dlprof.analysis.machine.panels import files, gpu_logs, power, samples
+from dlprof.analysis.machine.panels import files, gpu_logs, samples
 from dlprof.analysis.memory.panels import memory, memory_snapshot
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
 from dlprof.analysis.precision.panels import loss_scale
 from dlprof.analysis.source.panels import time_by_line
-from dlprof.analysis.step.panels import serving, steps, timeline, whole_job
+from dlprof.analysis.step.panels import steps, timeline, whole_job
 
 PICTURES: tuple[Picture, ...] = (
-    serving.PICTURE,
     steps.PICTURE,
     whole_job.PICTURE,
     loss_scale.PICTURE,
@@ -35,7 +34,6 @@ PICTURES: tuple[Picture, ...] = (
     workers.PICTURE,
     gpu_logs.PICTURE,
     samples.PICTURE,
-    power.PICTURE,
     lines.PICTURE,
     files.PICTURE,
 )

@@ -135,6 +135,11 @@ def on_cpu(job: Job) -> bool:
     return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in facts)
 
 
+def of_inference(job: Job) -> bool:
+    """Return whether the traces are of an inference server, and nothing trains."""
+    return any(facts.get("inference") for facts in job.trace_facts.values())
+
+
 def through_host(job: Job) -> bool:
     """Return whether gloo exchanges what lies on GPUs."""
     return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in job.facts.values())

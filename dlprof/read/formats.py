@@ -163,14 +163,11 @@ FORMATS: tuple[str, ...] = (
     "nsys.format",
     "profiles.pstats",
     "profiles.line_profiler",
-    "profiles.mojo",
     "profiles.speedscope",
     "profiles.folded",
-    "foreign.perfetto",
     "rocprof.format",
     "foreign.left",
     "foreign.horovod",
-    "foreign.ascend",
     "kineto.format",  # any other Chrome trace
 )
 

@@ -15,34 +15,13 @@ class Cost(msgspec.Struct, frozen=True):
     joules: float | None = None
 
 
-class PowerLimit(msgspec.Struct, frozen=True):
-    """The mean steady step at another power limit, predicted, in ns, with the least and the most that it may be.
-
-    `share`: of the limit that was set. `limit_w`: of each GPU. `power_w`: the most that all GPUs of the recorded ranks
-    then take together.
-    """
-
-    share: float
-    limit_w: float
-    step_ns: float
-    least_ns: float
-    most_ns: float
-    power_w: float
-
-    @property
-    def joules(self) -> float:
-        """What the GPUs take for a step."""
-        return self.power_w * self.step_ns / 1e9
-
-
 class Throughput(msgspec.Struct, frozen=True):
     """Samples and tokens of a mean steady step, and in a second; None: not known.
 
     `source`: what counted them: dlprof.step() of the script, the batches of its loaders, or the model's input. `of`:
     the job, or its mean rank where it is not known whether ranks train on the same batches (`why`). `gpus`: of the
     job. `power_w`: the mean of all of these together while training was steady. `epoch_samples`: what the training set
-    holds; `epoch_s`: how long one pass over it takes, with validation and all else between the steps. `power_limits`:
-    what the step would be with lower ones.
+    holds; `epoch_s`: how long one pass over it takes, with validation and all else between the steps.
     """
 
     samples_per_s: float | None
@@ -56,7 +35,6 @@ class Throughput(msgspec.Struct, frozen=True):
     power_w: float | None = None
     epoch_samples: int | None = None
     epoch_s: float | None = None
-    power_limits: tuple[PowerLimit, ...] = ()
 
     def cost(self, seconds: float) -> Cost:
         """Return what so many seconds of training take of GPUs and energy."""

@@ -467,3 +467,15 @@ def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path)
 def test_a_risk_saves_nothing_and_is_found_all_the_same(job: Run) -> None:
     said = answer(job, finding(0.0, scope="risk"))
     assert (said.state, said.scope, said.saving_ns, said.share, said.speedup) == ("found", "risk", 0, 0, 1)
+
+
+def test_of_an_inference_servers_trace_no_rule_says_anything(tmp_path: Path) -> None:
+    """Marked steps that wait on the host: of a training job, several rules would find something."""
+    events = []
+    for n in range(6):
+        events += [traces.step(n, n * MS, MS), traces.annotation("step[DECODE bs=2]", n * MS, MS)]
+        events += traces.launched("gemm", n * MS, n * MS + 500_000, 200_000, n + 1)
+    result = diagnose(open_run(runs.foreign(tmp_path / "job", traces.trace(*events, world_size=1))), RULES, jobs=1)
+    assert {outcome.state for outcome in result.outcomes} == {"does_not_apply"}
+    assert all("of inference" in outcome.why for outcome in result.outcomes)
+    assert sum("dlprof is about training" in warning for warning in result.run.warnings) == 1

@@ -41,7 +41,6 @@ def test_opening_a_file_imports_nothing_heavy(tmp_path: Path) -> None:
     [
         ("torch_trace", json.dumps(traces.training())),
         ("horovod", dialects.horovod()),
-        ("ascend", json.dumps(dialects.ascend())),
         ("rocprofv3", dialects.KERNELS),
         ("rocprofv3_parts", dialects.CALLS),
         ("rocprofv3_json", json.dumps(dialects.rocprof_json())),

@@ -232,8 +232,6 @@ LAYOUTS = {
     "HTA, numbered files": ("trace_folder/rank_{rank}.json.gz", 1, False),
     "torchtitan": ("profile_trace/iteration_{window}0/rank{rank}_trace.json", 2, False),
     "Lightning": ("lightning_logs/version_0/fit-pt_profiler_{rank}.{window}.pt.trace.json", 2, True),
-    "vLLM": ("vllm_profile/node7_{pid}.{at}.pt.trace.json.gz", 2, True),
-    "SGLang": ("profile/1700000000.0-TP-{rank}.trace.json.gz", 1, False),
 }
 
 

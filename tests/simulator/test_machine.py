@@ -10,14 +10,11 @@ import pytest
 
 from simulator.hardware import (
     A100,
-    BUSY,
     PAGEABLE_SHARE,
     PINNED_COPY_START,
     QUEUE_LENGTH,
     Host,
     Link,
-    clock_at,
-    power_w,
     transfer_ns,
 )
 from simulator.loading import Loader
@@ -315,11 +312,3 @@ def test_what_was_fetched_ahead_is_used_up_and_then_the_workers_set_the_pace() -
     # 24 batches and those that come meanwhile: 24 steps of 1 ms bring 12 more, and so on.
     assert steps[1:40] == pytest.approx([1_000_000] * 39, rel=0.05)
     assert sum(steps[80:]) / 40 == pytest.approx(2_000_000, rel=0.02)
-
-
-@pytest.mark.parametrize("share", [0.75, 0.6, 0.4])
-def test_a_power_limit_leaves_the_clock_at_which_it_is_just_kept(share: float) -> None:
-    clock = clock_at(A100, share)
-    assert 0 < clock < 1
-    assert power_w(A100, clock) == pytest.approx(share * A100.power_w)
-    assert clock_at(A100, BUSY) == 1.0

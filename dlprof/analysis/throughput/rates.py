@@ -14,13 +14,12 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
-from dlprof.analysis.machine.power import power_limits
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.step.whole_job import loop_step_ns
 from dlprof.analysis.timeline.steady import steady_steps
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
-from dlprof.result.throughput import PowerLimit, Throughput
+from dlprof.result.throughput import Throughput
 
 # What wrote a step's samples down first.
 SCRIPT, LOADER, MODEL = "script", "loader", "model"
@@ -108,7 +107,6 @@ def throughput(
     mean_step_ns: float = needs(mean_step_ns),
     loop_step_ns: Maybe[float] = maybe(loop_step_ns),
     sample_means: Maybe[Frame] = maybe(sample_means),
-    power_limits: Maybe[tuple[PowerLimit, ...]] = maybe(power_limits),
     job: Job = needs(JOB),
 ) -> Throughput:
     """Return the job's throughput; raises NotMeasured where neither samples nor tokens are known."""
@@ -130,7 +128,6 @@ def throughput(
         power_w=_power(sample_means.or_none(), gpus, job) if ranks.times else None,
         epoch_samples=epoch_samples,
         epoch_s=_times(epoch_steps, step_s),
-        power_limits=power_limits.or_none() or (),
     )
 
 

@@ -34,7 +34,6 @@ from dlprof.analysis.engine import (
 )
 from dlprof.analysis.input.fetch_replay import Pace, replayed
 from dlprof.analysis.input.input_waits import Paces, correction, input_waits, paces, trusted
-from dlprof.analysis.machine.power import PowerModel, power_model
 from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time, saving, saving_input
@@ -46,7 +45,6 @@ from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
 from dlprof.result.throughput import Throughput
 from dlprof.result.whatif import Answer, Answers
-from dlprof.units import duration
 
 # Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.
 _MOST_RANKS = 32
@@ -71,7 +69,6 @@ class Known:
     transfers: Maybe[Frame] = maybe(transfers)
     pipeline_models: Maybe[list[Model]] = maybe(pipeline_models)
     throughput: Maybe[Throughput] = maybe(throughput)
-    power_model: Maybe[PowerModel] = maybe(power_model)
 
 
 def answers(run: Run, asked: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
@@ -143,8 +140,7 @@ def _step(known: Known, asked: Asked, replays: _Replayed) -> tuple[float, list[s
     """Return the mean steady step with some changes, and what is not known of it; raise NotMeasured."""
     unknown: list[str] = []
     factor = _of_pipeline(known, asked, unknown) if asked.of_pipeline else 1.0
-    factor *= _of_power(known, asked.power_limit, unknown) if asked.power_limit is not None else 1.0
-    local = replace(asked, stages=False, microbatches=None, schedule=None, power_limit=None)
+    local = replace(asked, stages=False, microbatches=None, schedule=None)
     gone: dict[int, float] = {}
     if local.named:
         own = known.own_time.set_index("rank")["own_ns"]
@@ -288,15 +284,3 @@ def _of_pipeline(known: Known, asked: Asked, unknown: list[str]) -> float:
         then = model.step_with(schedule=asked.schedule, microbatches=asked.microbatches, even=asked.stages)
         ratios.append(1 - (model.pipe.step_ns - then) * model.pipe.calls_a_step / known.mean_step_ns)
     return max(ratios, default=1.0)
-
-
-def _of_power(known: Known, share: float, unknown: list[str]) -> float:
-    """Return the step at another power limit as a multiple of what it is."""
-    then = known.power_model.get().at(share)
-    if share > 1:
-        raise NotMeasured("the effect of a higher clock than in this run is not known: ask for less than 100 %")
-    least, most = duration(then.least_ns), duration(then.most_ns)
-    unknown.append(
-        f"between {least} and {most}, by how far the clock falls and how much of the step slows down with it"
-    )
-    return then.step_ns / known.mean_step_ns

@@ -13,8 +13,6 @@ PERFECT = math.inf
 
 _FACTOR = re.compile(r"[x×]?\s*(\d+(?:\.\d+)?)\s*[x×]?")
 
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*(%)?")
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -26,7 +24,6 @@ class Asked:
     device: float | None = None  # computing: kernels, or on a CPU all operators
     host: float | None = None  # Python, operators and launches on a GPU's host
     copies: float | None = None  # between host and device
-    power_limit: float | None = None  # of each GPU: the share that is left of the one that is set
     stages: bool = False  # of a pipeline, all alike
     microbatches: int | None = None
     schedule: str | None = None  # of a pipeline
@@ -69,8 +66,6 @@ def _written(name: str, value: float | int | str | bool) -> str:
         return "even stages"
     if name in ("workers", "microbatches", "schedule"):
         return f"{name} {value}"
-    if name == "power_limit":
-        return f"power limit {100 * float(value):g} %"
     if value == PERFECT:
         return f"perfect {name}"
     return f"{name} {value:g} × as fast"
@@ -84,13 +79,4 @@ def factor(text: str) -> float:
     value = float(m[1]) if m else 0.0
     if not 0 < value < 1e6:
         raise DlprofError(f"{text!r} is no speed; write 2x, 1.5x or perfect")
-    return value
-
-
-def share(text: str) -> float:
-    """Return the share that "80%" or "0.8" stands for; raise DlprofError for any other text."""
-    m = _SHARE.fullmatch(text.strip())
-    value = (float(m[1]) / (100 if m[2] else 1)) if m else 0.0
-    if not 0 < value <= 2:
-        raise DlprofError(f"{text!r} is no share; write 80% or 0.8")
     return value

@@ -20,7 +20,6 @@ _SPEED = "2x, 1.5x, or perfect"
 @click.option("--device", metavar="SPEED", help="How fast the device computes: 2x, 1.5x.")
 @click.option("--host", metavar="SPEED", help="How fast a GPU's host runs Python and launches: 2x.")
 @click.option("--copies", metavar="SPEED", help=f"How fast copies between host and device are: {_SPEED}.")
-@click.option("--power-limit", metavar="SHARE", help="Of each GPU, of the limit that is set: 80%.")
 @click.option("--stages", type=click.Choice(["even"]), help="A pipeline's stages, all alike.")
 @click.option("--microbatches", type=click.IntRange(1, 100_000), help="Micro-batches of a pipeline, of the same batch.")
 @click.option("--schedule", metavar="NAME", help="A pipeline's schedule: 1F1B, GPipe, Interleaved1F1B, ...")
@@ -38,7 +37,6 @@ def whatif(
     device: str | None,
     host: str | None,
     copies: str | None,
-    power_limit: str | None,
     stages: str | None,
     microbatches: int | None,
     schedule: str | None,
@@ -53,7 +51,7 @@ def whatif(
     Each change alone, and all of them together. Nothing is run. What a prediction cannot know stands beside it.
     """
     from dlprof.analysis.whatif.answers import answers
-    from dlprof.analysis.whatif.asked import Asked, factor, share
+    from dlprof.analysis.whatif.asked import Asked, factor
     from dlprof.commands.report import print_summary, write_summary
     from dlprof.commands.terminal.progress import Progress
     from dlprof.read.run import open_run
@@ -62,7 +60,6 @@ def whatif(
     speeds = {"input": input_, "network": network, "device": device, "host": host, "copies": copies}
     try:
         factors = {name: None if text is None else factor(text) for name, text in speeds.items()}
-        factors["power_limit"] = None if power_limit is None else share(power_limit)
     except DlprofError as e:
         raise click.UsageError(str(e)) from None
     asked = Asked(**factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule)

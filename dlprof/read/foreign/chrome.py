@@ -1,7 +1,7 @@
-"""Chrome traces that are not PyTorch's: all events as columns, with the names of processes and threads.
+"""Chrome traces that are not PyTorch's: all events as columns, with the names of processes.
 
-In these, what an event is stands in the name of its process or thread, and not in a category. Marks of begin and end
-become one event, as deep as they are nested.
+In these, what an event is stands in the name of its process, and not in a category. Marks of begin and end become one
+event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 
 class _Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    cat: str = ""
     name: str = ""
     pid: Scalar = None
     tid: Scalar = None
@@ -60,31 +59,26 @@ _ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Place(NamedTuple):
-    """What an event is named and where it lies, as in the file."""
+    """What an event is named and its process, as in the file."""
 
-    category: str
     name: str
     pid: Scalar
-    tid: Scalar
 
 
 @dataclass
 class ChromeTrace:
-    """The events of a file in its order; `place` numbers `places`. `depth`: of those made of two marks, else 0.
+    """The events of a file in its order; `place` numbers `places`.
 
-    `processes` and `threads`: names by pid, and by pid and tid. `meta`: the other arguments of metadata, by name.
+    `processes`: names by pid. `meta`: the other arguments of metadata, by name.
     `args`: of the events for which they were asked, by row, as bytes of JSON.
     """
 
-    keys: dict[str, Any] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
     place: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     dur: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    depth: NDArray[np.int16] = field(default_factory=lambda: np.empty(0, np.int16))
     args: dict[int, bytes] = field(default_factory=dict)
     processes: dict[Scalar, str] = field(default_factory=dict)
-    threads: dict[tuple[Scalar, Scalar], str] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -124,7 +118,7 @@ def _read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
     file: TraceFile[Any] = TraceFile(path, decode)
     if not file.header():
         raise DlprofError(f"{path}: JSON without events")
-    trace = ChromeTrace(file.keys)
+    trace = ChromeTrace()
     reader = _Reader(trace, wants)
     for events in file.events():
         reader.add(events)
@@ -142,16 +136,16 @@ class _Reader:
         self.trace, self._wants = trace, wants
         self.count = 0
         self._number: dict[Place, int] = {}
-        self._columns: list[list[NDArray[Any]]] = [[], [], [], []]
+        self._columns: list[list[NDArray[Any]]] = [[], [], []]
         self._open: dict[tuple[Scalar, Scalar], list[tuple[Any, int]]] = defaultdict(list)
 
     def add(self, events: list[Any]) -> None:
         """Take the rows of some events."""
-        whole: list[tuple[Any, Any, int, bytes]] = []  # event, duration in ns or None, depth, args
+        whole: list[tuple[Any, int | None, bytes]] = []  # event, duration in ns, args of its end
         for e in events:
             kind = type(e)
             if kind is _Event:
-                whole.append((e, None, 0, b""))
+                whole.append((e, None, b""))
             elif kind is _Begin:
                 ns = int(nanoseconds([_digits(e.ts)])[0])
                 mark = msgspec.structs.replace(e, ts=msgspec.Raw(bytes(e.ts)), args=msgspec.Raw(bytes(e.args)))
@@ -161,20 +155,20 @@ class _Reader:
                 if stack:
                     begin, ns = stack.pop()
                     end = int(nanoseconds([_digits(e.ts)])[0])
-                    whole.append((begin, end - ns if NO_TIME not in (ns, end) else -1, len(stack), bytes(e.args)))
+                    whole.append((begin, end - ns if NO_TIME not in (ns, end) else -1, bytes(e.args)))
             elif kind is _Meta:
                 self._meta(e)
         if whole:
             self._rows(whole)
 
-    def _rows(self, whole: list[tuple[Any, Any, int, bytes]]) -> None:
+    def _rows(self, whole: list[tuple[Any, int | None, bytes]]) -> None:
         start = nanoseconds([_digits(e.ts) for e, *_ in whole])
         given = nanoseconds([e.dur if ns is None else 0 for e, ns, *_ in whole])
         dur = np.array([-2 if ns is None else ns for _, ns, *_ in whole], dtype=np.int64)
         dur = np.where(dur == -2, given, dur)
         numbers = []
         for e, *_ in whole:
-            place = Place(e.cat, e.name, e.pid, e.tid)
+            place = Place(e.name, e.pid)
             number = self._number.get(place)
             if number is None:
                 number = self._number[place] = len(self.trace.places)
@@ -182,38 +176,32 @@ class _Reader:
             numbers.append(number)
         keep = (start != NO_TIME) & (dur >= 0) & (dur <= _LONGEST_NS)
         number_of = np.array(numbers, dtype=np.int32)
-        depth = np.array([d for *_, d, _ in whole], dtype=np.int16)
         kept = np.flatnonzero(keep).tolist()
         for row, i in enumerate(kept, self.count):
-            e, _, _, ended = whole[i]
+            e, _, ended = whole[i]
             if self._wants(e.name):
                 said = bytes(e.args)
                 self.trace.args[row] = said if len(said) > 2 else ended
-        made: tuple[NDArray[Any], ...] = (number_of, start, dur, depth)
+        made: tuple[NDArray[Any], ...] = (number_of, start, dur)
         for column, values in zip(self._columns, made, strict=True):
             column.append(values[keep])
         self.count += len(kept)
 
     def _meta(self, e: _Meta) -> None:
         args = plain(e.args)
-        if not isinstance(args, dict) or len(self.trace.threads) > limits.limit(limits.MOST_NAMES):
+        if not isinstance(args, dict) or len(self.trace.processes) > limits.limit(limits.MOST_NAMES):
             return
         name = args.get("name")
         if e.name == "process_name" and isinstance(name, str):
             self.trace.processes[e.pid] = name
-        elif e.name == "process_labels" and isinstance(args.get("labels"), str):
-            known = self.trace.processes.get(e.pid, "")
-            self.trace.processes[e.pid] = f"{known} {args['labels']}".strip()
-        elif e.name == "thread_name" and isinstance(name, str):
-            self.trace.threads[e.pid, e.tid] = name
         elif len(self.trace.meta) < limits.limit(1_000):
             self.trace.meta.update({key: value for key, value in args.items() if key not in self.trace.meta})
 
     def end(self) -> None:
         """Join what was read."""
-        dtypes = (np.int32, np.int64, np.int64, np.int16)
+        dtypes = (np.int32, np.int64, np.int64)
         joined = [np.concatenate(c) if c else np.empty(0, d) for c, d in zip(self._columns, dtypes, strict=True)]
-        self.trace.place, self.trace.start, self.trace.dur, self.trace.depth = joined
+        self.trace.place, self.trace.start, self.trace.dur = joined
 
 
 def _digits(raw: msgspec.Raw) -> Any:

@@ -19,6 +19,14 @@ def _json(*patterns: str) -> Callable[[Head], Sequence[Part]]:
     return recognise
 
 
+# A packet, its length, and a field that packets begin with: times, processes, events, sequences, tracks, config.
+_PACKET = re.compile(rb"\n[\x80-\xff]{0,3}[\x01-\x7f](?:[\x12\x18\x32\x40\x50\x5a\x62\x68]|[\x80-\xff][\x02-\x05])")
+
+
+def _perfetto(head: Head) -> Sequence[Part]:
+    return WHOLE if not head.is_text and _PACKET.match(head.start) else ()
+
+
 FORMAT = (
     Format(
         name="execution_trace",
@@ -49,11 +57,12 @@ FORMAT = (
         record="dlprof report PATH",
     ),
     Format(
-        name="torch_logs",
-        title="JSON that a profiler wrote beside its trace",
-        recognised="JSON of profiler options: `schedule`, or Ascend's `profiler_info`",
-        recognise=_json(r'^\s*\{\s*"(?:config|profiler_info|start_info|end_info|rank_id)"\s*:'),
-        left="it holds the profiler's options, and no event",
+        name="perfetto",
+        title="Perfetto trace",
+        recognised="protobuf that begins with a packet of a trace",
+        recognise=_perfetto,
+        left="have its tool write another format (rocprofv3: `--output-format rocpd`), or make JSON of it:"
+        " `traceconv json FILE FILE.json`",
         seen=False,
     ),
 )

@@ -51,8 +51,8 @@ FORMAT = Format(
     recognise=recognise,
     read=read,
     tables=("spans", "traced_steps"),
-    brings="kernels, copies, collectives, operators and calls of a few steps; the steps, where it marks them. Of vLLM"
-    " and SGLang: prefill and decode steps. Ranks of one merged file, and windows of one rank, are told apart",
+    brings="kernels, copies, collectives, operators and calls of a few steps; the steps, where it marks them. Ranks"
+    " of one merged file, and windows of one rank, are told apart",
     record="torch.profiler.profile(...) with prof.step(), and prof.export_chrome_trace(file)",
     precedence=1,
 )

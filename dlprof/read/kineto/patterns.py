@@ -37,7 +37,7 @@ EXPERT_KERNEL = (
     r"|hybrid_ep::(?:dispatch|combine|device_sync)_kernel|\bEp(?:Dispatch|Combine)(?:Intra|Inter)Node"
 )
 COMMUNICATION_KERNEL = (
-    r"(?i:(?:^|\W)(?:nccl|rccl|oneccl|hccl|mscclpp|nvshmem))|(?i:nccl(?:dev)?kernel|rccl_|oneccl|mscclpp|nvshmem)"
+    r"(?i:(?:^|\W)(?:nccl|rccl|oneccl|mscclpp|nvshmem))|(?i:nccl(?:dev)?kernel|rccl_|oneccl|mscclpp|nvshmem)"
     r"|cross_device_reduce|(?:one|two)_shot_all_reduce|multimem_(?:one_shot_)?(?:all_reduce|all_gather|reduce_scatter)"
     rf"|(?:^|\W)k?userbuffers_|{EXPERT_KERNEL}"
 )
@@ -45,14 +45,13 @@ COMMUNICATION_KERNEL = (
 # record_param_comms is the call inside c10d that tells the profiler a collective's group, size and type;
 # horovod:all_reduce is dlprof's own mark, for Horovod makes none.
 COMMUNICATION_CALL = (
-    r"^_?c10d(?:_functional(?:_autograd)?)?::|^(?:nccl|gloo|mpi|ucc|xccl|hccl|rccl|ccl|cncl|horovod):(?!:)"
+    r"^_?c10d(?:_functional(?:_autograd)?)?::|^(?:nccl|gloo|mpi|ucc|xccl|rccl|ccl|horovod):(?!:)"
     r"|^record_param_comms$"
 )
 
 PATTERNS: tuple[Pattern, ...] = (
     Pattern("device", "communication", r"kernel", COMMUNICATION_KERNEL),
-    # Of Meta's MTIA: what its command processor ran.
-    Pattern("device", "kernel", r"kernel|mtia_ccp_events"),
+    Pattern("device", "kernel", r"kernel"),
     Pattern("device", "copy", r"gpu_memcpy|memcpy"),
     Pattern("device", "set", r"gpu_memset|memset"),
     Pattern("device", "sync", r"cuda_sync"),
@@ -70,8 +69,7 @@ PATTERNS: tuple[Pattern, ...] = (
 
 # Of no thread or stream: the profiler's own window and cost, arrows, counters. No rows, and no warning.
 NO_ROWS = re.compile(
-    r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter"
-    r"|mtia_(?:insight|counters|workloadd)",
+    r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter",
     re.I,
 )
 
@@ -186,11 +184,9 @@ def element_type(text: str) -> tuple[str, int]:
 
 
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)", re.I)
-# SGLang's: 1719400000.12-TP-3.trace.json.gz, with -DP-, -PP- or -EP- where there are several of these.
-_TENSOR_RANK = re.compile(r"-TP-(\d{1,7})(?!-[DP]P-)(?!\d)(?:-EP-\d+)?(?:-[A-Z]+)?\.trace\.json")
 
 
 def rank_in(file_name: str) -> int | None:
     """Return the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
-    found = _RANK_IN_NAME.search(file_name) or _TENSOR_RANK.search(file_name)
+    found = _RANK_IN_NAME.search(file_name)
     return int(found[1]) if found else None

@@ -23,12 +23,14 @@ from dlprof.read.kineto.autograd import Made
 from dlprof.read.kineto.event_columns import KIND, Processes, Rows
 from dlprof.read.kineto.events import label
 from dlprof.read.kineto.headers import groups_in, header_facts
-from dlprof.read.kineto.serving import PREFIXES, serving_step
+from dlprof.read.kineto.patterns import ENGINE
 from dlprof.read.kineto.split.decoding import decode
 from dlprof.read.sources import Reading
 
 _WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+# What vLLM and SGLang name the ranges around a step of inference.
+_SERVED = re.compile(r"execute_(?:new_\d+_cached_|(?:\d+_)?context_\d+\()|step\[(?:\w*EXTEND|DECODE|MIXED|IDLE) bs=\d")
 # Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
 _UNIX_US = 10**15
 
@@ -37,8 +39,9 @@ def read(path: Path, processes: Processes = None) -> Reading:
     """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
-    ranks}}, base_time_ns, schema. A file cut off anywhere gives what stands before the cut, and a warning. Raises
-    DlprofError where the file cannot be read or is no trace. `processes`: of a file of several ranks, those of one.
+    ranks}}, base_time_ns, schema, inference (True: of an inference server). A file cut off anywhere gives what stands
+    before the cut, and a warning. Raises DlprofError where the file cannot be read or is no trace. `processes`: of a
+    file of several ranks, those of one.
     """
     rows = prefetch.rows_of(path) if processes is None else None
     rows = decode(path, processes) if rows is None else rows
@@ -59,11 +62,9 @@ def read(path: Path, processes: Processes = None) -> Reading:
             spans["start_ns"] += base
         elif not unix:
             warnings.append(f"{path.name}: its times have no base: they count from an unknown zero, not from 1970")
-    steps, engine = _served(spans)
-    if engine:
-        facts["serving"] = engine
-    else:
-        steps = _steps(spans)
+    if _serves(spans):
+        facts["inference"] = True
+    steps = _steps(spans)
     return Reading(
         {"spans": schema.check("spans", spans), "traced_steps": schema.check("traced_steps", steps)},
         facts,
@@ -193,7 +194,11 @@ def _steps(spans: pd.DataFrame) -> pd.DataFrame:
     if not any(marks):
         return schema.empty("traced_steps")
     number = np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)
-    codes, rows = _marking(spans, number >= 0)
+    # By the categories' codes: looking for a name in every row, as text, takes longer than all that follows.
+    codes = spans["name"].cat.codes.to_numpy()
+    rows = np.flatnonzero((number >= 0)[codes])
+    kind, lane = spans["kind"].array[rows], spans["lane"].array[rows]
+    rows = rows[[k == "annotation" and str(of).startswith("host:") for k, of in zip(kind, lane, strict=True)]]
     step, start, dur = number[codes[rows]], spans["start_ns"].to_numpy()[rows], spans["dur_ns"].to_numpy()[rows]
     longest = np.lexsort((start, -dur, step))
     first = longest[np.diff(step[longest], prepend=-1) != 0]
@@ -201,34 +206,7 @@ def _steps(spans: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"step": step[first], "start_ns": start[first], "dur_ns": dur[first]})
 
 
-def _marking(spans: pd.DataFrame, wanted: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the names' codes, and the rows that are ranges on the host with a wanted name, by its code."""
-    # By the categories' codes: looking for a name in every row, as text, takes longer than all that follows.
-    codes = spans["name"].cat.codes.to_numpy()
-    rows = np.flatnonzero(wanted[codes])
-    kind, lane = spans["kind"].array[rows], spans["lane"].array[rows]
-    chosen = [k == "annotation" and str(of).startswith("host:") for k, of in zip(kind, lane, strict=True)]
-    return codes, rows[chosen]
-
-
-def _served(spans: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Return the steps of an inference server, numbered in their order, and which it is; "" where there is none.
-
-    A step lasts until the next one begins: what is between two of its ranges (sampling, scheduling) is part of it, but
-    for a longer wait than the range itself, for requests.
-    """
+def _serves(spans: pd.DataFrame) -> bool:
+    """Return whether a trace is of an inference server: of a job that trains and serves, both, it is not."""
     names = [str(name) for name in spans["name"].cat.categories]
-    found = [serving_step(name) if name.startswith(PREFIXES) else None for name in names]
-    engine = next((one.engine for one in found if one), "")
-    none = schema.empty("traced_steps")
-    if not engine:
-        return none, ""
-    _, rows = _marking(spans, np.array([one is not None for one in found]))
-    if not len(rows):
-        return none, ""
-    start, dur = spans["start_ns"].to_numpy()[rows], spans["dur_ns"].to_numpy()[rows]
-    outer = np.append(True, start[1:] >= np.maximum.accumulate(start + dur)[:-1])
-    start, dur = start[outer], dur[outer]
-    following = np.append(start[1:], start[-1:] + dur[-1:])
-    dur = np.where(following - start <= 2 * dur, following - start, dur)
-    return pd.DataFrame({"step": np.arange(len(start)), "start_ns": start, "dur_ns": dur}), engine
+    return any(map(_SERVED.match, names)) and not any(name.startswith(ENGINE) for name in names)

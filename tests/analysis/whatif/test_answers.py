@@ -12,7 +12,6 @@ from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from dlprof.result.whatif import Answer
 from tests.fixtures import loaders, pipelines, runs, traces
-from tests.fixtures.readings import NORMAL, clocked
 from tests.fixtures.runs import MS
 
 
@@ -94,17 +93,3 @@ def test_a_run_without_steps_has_no_answer(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", (None, [], runs.CPU))
     with pytest.raises(NotMeasured):
         answers(open_run(path), Asked(device=2.0))
-
-
-def test_a_lower_power_limit(tmp_path: Path) -> None:
-    path = clocked(tmp_path, {**NORMAL, "power_w": 700.0})
-    limit = only(path, Asked(power_limit=0.8))
-    assert limit.step_ns == pytest.approx(10 * MS / 0.8 ** (1 / 2.2), rel=1e-3)
-    assert "between 10.8 ms and 11.6 ms" in limit.unknown[0]
-
-
-def test_a_power_limit_of_a_cpu_or_above_the_one_that_is_set_is_not_known(tmp_path: Path) -> None:
-    higher = only(clocked(tmp_path / "gpu", {**NORMAL, "power_w": 700.0}), Asked(power_limit=1.2))
-    assert (higher.step_ns, "a higher clock" in higher.why) == (None, True)
-    cpu = only(loaders.recorded(tmp_path / "cpu", fetch=60, cpu=1, workers=1), Asked(power_limit=0.8))
-    assert cpu.step_ns is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.analysis.whatif.asked import PERFECT, Asked, factor, share
+from dlprof.analysis.whatif.asked import PERFECT, Asked, factor
 from dlprof.errors import DlprofError
 
 
@@ -19,18 +19,6 @@ def test_speeds(text: str, value: float) -> None:
 def test_no_speed(text: str) -> None:
     with pytest.raises(DlprofError, match=r"write 2x, 1\.5x or perfect"):
         factor(text)
-
-
-@pytest.mark.parametrize(("text", "value"), [("80%", 0.8), ("0.8", 0.8), (" 72.5 % ", 0.725), ("100%", 1.0)])
-def test_shares(text: str, value: float) -> None:
-    assert share(text) == pytest.approx(value)
-    assert Asked(power_limit=0.725).named == ("power limit 72.5 %",)
-
-
-@pytest.mark.parametrize("text", ["", "80W", "-1", "0", "80"])
-def test_no_share(text: str) -> None:
-    with pytest.raises(DlprofError, match=r"write 80% or 0\.8"):
-        share(text)
 
 
 def test_each_change_alone_and_in_words() -> None:

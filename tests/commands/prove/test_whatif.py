@@ -46,7 +46,6 @@ def test_a_page(job: Path, tmp_path: Path) -> None:
         ((), 2, "name a change"),
         (("--device", "fast"), 2, "is no speed"),
         (("--stages", "odd"), 2, "odd"),
-        (("--power-limit", "300W"), 2, "is no share"),
     ],
 )
 def test_mistakes(job: Path, words: tuple[str, ...], code: int, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Chrome traces of any tool: names of processes, marks in pairs and as deep as they are nested, exact times."""
+"""Chrome traces of any tool: names of processes, marks in pairs, exact times."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ def written(folder: Path, events: list[object]) -> Path:
 def test_marks_become_events_and_times_keep_their_digits(tmp_path: Path) -> None:
     events: list[object] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "one"}},
-        {"ph": "M", "name": "process_labels", "pid": 1, "args": {"labels": "GPU 3"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "stream"}},
         {"ph": "B", "name": "outer", "pid": 1, "tid": 2, "ts": "1735632360000000.125"},
         {"ph": "B", "name": "inner", "pid": 1, "tid": 2, "ts": 1735632360000001},
         {"ph": "E", "pid": 1, "tid": 2, "ts": 1735632360000002, "args": {"x": 1}},
@@ -45,12 +43,11 @@ def test_marks_become_events_and_times_keep_their_digits(tmp_path: Path) -> None
     ]
     trace = chrome.read(written(tmp_path, events), everything)
     rows = [
-        (trace.places[p].name, start, dur, depth)
-        for p, start, dur, depth in zip(trace.place, trace.start, trace.dur, trace.depth, strict=True)
+        (trace.places[p].name, start, dur) for p, start, dur in zip(trace.place, trace.start, trace.dur, strict=True)
     ]
     at = 1735632360000000 * 1_000
-    assert rows == [("inner", at + 1_000, 1_000, 1), ("outer", at + 125, 4_000, 0), ("whole", at + 500, 2_500, 0)]
-    assert (trace.processes[1], trace.threads[1, 2]) == ("one GPU 3", "stream")
+    assert rows == [("inner", at + 1_000, 1_000), ("outer", at + 125, 4_000), ("whole", at + 500, 2_500)]
+    assert trace.processes == {1: "one"}
     assert [chrome.fields(raw) for raw in trace.args.values()] == [{"x": 1}, {}, {"y": 2}]
 
 

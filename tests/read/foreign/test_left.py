@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,12 @@ def test_a_trace_of_torchs_is_none_of_them(tmp_path: Path) -> None:
         assert known[0].name == "torch_trace"
 
 
-def test_profiler_options_are_left(tmp_path: Path) -> None:
-    path = tmp_path / "profiler_info_0.json"
-    path.write_text(json.dumps({"config": {"common_config": {"schedule": {"wait": 1}}}}))
-    assert name_of(path) == "torch_logs"
+def test_perfettos_packets_are_left(tmp_path: Path) -> None:
+    """A clock snapshot, as traced and as rocprofv3 begin; a timestamp; text that begins with an empty line is none."""
+    path = tmp_path / "anything.bin"
+    for data in (b"\n\x06\x32\x04\x0a\x02\x08\x00", b"\n\x80\x02\x40\x00" + bytes(300), b"\n\x05\xe2\x03\x02\x08\x00"):
+        path.write_bytes(data)
+        assert name_of(path) == "perfetto"
+    for data in (b"\n@ word\n", b"\n\x00\x00", b"\n\xff\xff\xff\xff\xff", bytes(50)):
+        path.write_bytes(data)
+        assert recognised(Head(path)) is None

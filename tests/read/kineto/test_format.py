@@ -15,9 +15,6 @@ from tests.fixtures import traces
     ("name", "rank"),
     [
         ("rank7.json", 7),
-        ("1719400000.12-TP-3.trace.json", 3),
-        ("1719400000.12-TP-3-EXTEND.trace.json", 3),
-        ("1719400000.12-TP-3-DP-1.trace.json", None),
         ("some.json", None),
     ],
 )

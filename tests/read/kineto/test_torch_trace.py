@@ -196,3 +196,25 @@ def test_a_gloo_job_of_two_ranks(rank: int) -> None:
     ]
     assert [name for name, _ in told[:2]] == ["broadcast", "broadcast"]
     assert set(spans["lane"].astype(str).str.partition(":")[0]) == {"host"}
+
+
+SERVED = (
+    "execute_new_2_cached_0",
+    "execute_context_2(512)_generation_3(3)",
+    "execute_77_context_9(sq4sk4)",
+    "step[EXTEND bs=17 toks=8192]",
+    "step[DECODE bs=63]",
+)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_ranges_of_an_inference_server_show_one_but_where_it_trains_too(tmp_path: Path, name: str) -> None:
+    events = [traces.annotation(name, n * 1_000_000, 900_000) for n in range(3)]
+    assert read(tmp_path, traces.trace(*events)).facts["inference"] is True
+    backward = traces.op("autograd::engine::evaluate_function: MmBackward0", 4_000_000, 1_000)
+    assert "inference" not in read(tmp_path, traces.trace(*events, backward)).facts
+
+
+@pytest.mark.parametrize("name", ["execute_context_sql", "step[1]", "step[TRAIN bs=2]", "execute_new_x", "step"])
+def test_other_ranges_show_no_inference_server(tmp_path: Path, name: str) -> None:
+    assert "inference" not in read(tmp_path, traces.trace(traces.annotation(name, 0, 900_000))).facts

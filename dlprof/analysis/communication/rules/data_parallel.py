@@ -73,4 +73,4 @@ def explain(
 
 
 _SAVES_FROM = ("computation", "communication", "copy", "host", "other")
-RULE = Rule("Several GPUs in one process", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, of_training=True)
+RULE = Rule("Several GPUs in one process", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)

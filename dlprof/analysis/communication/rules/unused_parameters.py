@@ -65,4 +65,4 @@ def explain(estimate: Estimate, unused_search: Frame = needs(unused_search)) -> 
 
 
 _SAVES_FROM = ("computation", "communication", "host")
-RULE = Rule("Search for unused parameters", check, explain, _SAVES_FROM, of_training=True)
+RULE = Rule("Search for unused parameters", check, explain, _SAVES_FROM)

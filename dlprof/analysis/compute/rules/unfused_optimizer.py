@@ -75,4 +75,4 @@ def explain(estimate: Estimate, optimizer_work: Frame = needs(optimizer_work), j
 
 
 _SAVES_FROM = ("computation", "optimizer_host", "host", "other")
-RULE = Rule("Unfused optimizer", check, explain, _SAVES_FROM, of_training=True, of_host=True)
+RULE = Rule("Unfused optimizer", check, explain, _SAVES_FROM, of_host=True)

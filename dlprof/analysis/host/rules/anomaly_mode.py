@@ -105,7 +105,6 @@ RULE = Rule(
     explain,
     (*SAVES_FROM, "computation", "copy"),
     only_with="gpu",
-    of_training=True,
     error=0.5,  # of what the forward pass spends, no recording shows all
     of_host=True,
 )

@@ -163,6 +163,4 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
 
 
 _SAVES_FROM = (*SAVES_FROM, "computation", "copy")
-RULE = Rule(
-    "Loops over parameters or samples", check, explain, _SAVES_FROM, only_with="gpu", of_training=True, of_host=True
-)
+RULE = Rule("Loops over parameters or samples", check, explain, _SAVES_FROM, only_with="gpu", of_host=True)

@@ -151,9 +151,7 @@ def _sure(job: Job, faster: FasterLoader) -> str:
     )
 
 
-RULE = Rule(
-    "Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE, of_training=True
-)
+RULE = Rule("Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE)
 
 
 def _who_waits(ranks: Sequence[int]) -> str:

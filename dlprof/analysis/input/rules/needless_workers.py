@@ -94,4 +94,4 @@ def _to(n: int, loader: settings.Settings, step_ns: float) -> Change:
 
 
 _SAVES_FROM = ("computation", "communication", "input_wait", "optimizer_host", "host", "other")
-RULE = Rule("Needless loader workers", check, explain, _SAVES_FROM, of_training=True)
+RULE = Rule("Needless loader workers", check, explain, _SAVES_FROM)

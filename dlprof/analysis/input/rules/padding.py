@@ -107,4 +107,4 @@ def _changes(place: Place | None, length: float, plans_ns: float) -> Iterator[tu
     yield PACKED, "put rows one behind the other (`packing=True` in TRL, nested tensors)", "packing", True
 
 
-RULE = Rule("Padding", check, explain, saves_from=("computation",), of_training=True)
+RULE = Rule("Padding", check, explain, saves_from=("computation",))

@@ -87,4 +87,4 @@ def explain(
     )
 
 
-RULE = Rule("One slow loader worker", check, explain, ("input_wait",), feeds=True, only_with="loader", of_training=True)
+RULE = Rule("One slow loader worker", check, explain, ("input_wait",), feeds=True, only_with="loader")

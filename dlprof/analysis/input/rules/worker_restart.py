@@ -95,4 +95,4 @@ def _name(loader: Mapping[str, Any], number: int) -> str:
     return {"train": "training", "validation": "validation"}.get(str(loader.get("role")), f"loader {number}")
 
 
-RULE = Rule("Loader workers that start anew", check, explain, only_with="loader", of_training=True)
+RULE = Rule("Loader workers that start anew", check, explain, only_with="loader")

@@ -168,7 +168,6 @@ RULE = Rule(
     explain,
     _SAVES_FROM,
     only_with="gpu",
-    of_training=True,
     error=0.3,  # what the hooks of each saved tensor take on the host, no trace shows
     of_host=True,
 )

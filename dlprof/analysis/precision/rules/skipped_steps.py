@@ -103,4 +103,4 @@ def _scale(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:,.6g}"
 
 
-RULE = Rule("Skipped optimizer steps", check, explain, CATEGORIES, of_training=True)
+RULE = Rule("Skipped optimizer steps", check, explain, CATEGORIES)

@@ -99,4 +99,4 @@ def explain(
 
 
 # Gathering the state, or replacing a file, is the host's.
-RULE = Rule("Saving checkpoints", check, explain, saves_from=(_KIND, "host", "other"), of_training=True)
+RULE = Rule("Saving checkpoints", check, explain, saves_from=(_KIND, "host", "other"))

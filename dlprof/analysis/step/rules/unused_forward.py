@@ -79,4 +79,4 @@ def explain(
     )
 
 
-RULE = Rule("Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"), of_training=True)
+RULE = Rule("Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"))

@@ -121,4 +121,4 @@ def _evidence(share: float, mine: dict[str, Any]) -> Panel:
     return Panel("table", "Shares of the training loop with less validation", rows, columns)
 
 
-RULE = Rule("Time for validation", check, explain, notable=NOTABLE_SHARE, of_training=True)
+RULE = Rule("Time for validation", check, explain, notable=NOTABLE_SHARE)
