@@ -22,8 +22,7 @@ from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.source.where import Source, placed, told_once
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.analysis.step.savings import saving
-from dlprof.analysis.step.spread import LEAST_NOISE
+from dlprof.analysis.step.savings import LEAST_NOISE, saving
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.marks import __version__

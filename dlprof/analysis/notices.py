@@ -10,10 +10,10 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs
 from dlprof.analysis.host.gaps import launch_means
 from dlprof.analysis.input.loader import fed_ns
-from dlprof.analysis.machine.binding import bindings, far_from_gpu
-from dlprof.analysis.machine.foreign import foreign_load
+from dlprof.analysis.machine.cores import bindings, far_from_gpu
+from dlprof.analysis.machine.samples import foreign_load
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.analysis.step.spread import window_likeness
+from dlprof.analysis.step.savings import window_likeness
 from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import step_means

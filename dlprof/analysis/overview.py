@@ -1,4 +1,7 @@
-"""The run as a whole: what it is, and its facts."""
+"""The run as a whole: what it is, and its facts.
+
+The settings of the job that its recording overrode (`--set`).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,21 @@ from typing import Any
 
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import settings
 from dlprof.analysis.communication.matching import host_clocks
-from dlprof.analysis.compute.arithmetic import arithmetic
 from dlprof.analysis.compute.operators import tensor_cores
-from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs
+from dlprof.analysis.compute.peaks import arithmetic
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs, per_rank
 from dlprof.analysis.host.stacks import DOING
 from dlprof.analysis.input.loader import before_forward, loader_means
-from dlprof.analysis.machine.foreign import foreign_load
-from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.machine.samples import foreign_load, sample_means
 from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.panel import MOST_RANKS
-from dlprof.analysis.step.overridden import override_effects
-from dlprof.analysis.throughput.facts import of_throughput
+from dlprof.analysis.throughput.rates import of_throughput
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means
 from dlprof.analysis.timeline.what_if import replayed_steps
+from dlprof.errors import NotMeasured
 from dlprof.overrides import Outcome, described
 from dlprof.plain import command_line
 from dlprof.result import Fact, RunInfo
@@ -148,6 +151,14 @@ def _of_settings(job: Job = needs(JOB)) -> list[Fact]:
     for key in ("schedule", "microbatches", "num_stages"):
         pipeline.add(key.replace("_", " "), _several(job, "pipeline", key))
     return found + pipeline.facts
+
+
+@per_rank
+def override_effects(overrides: Frame = needs(schema.OVERRIDES)) -> pd.DataFrame:
+    """Return the table "overrides"; raises NotMeasured where nothing was overridden."""
+    if not len(overrides):
+        raise NotMeasured("no setting was overridden")
+    return overrides.astype({"name": str, "value": str, "before": str, "file": str, "function": str, "error": str})
 
 
 def _of_overrides(override_effects: Maybe[Frame] = maybe(override_effects)) -> list[Fact]:

@@ -20,9 +20,8 @@ from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
 from dlprof.record.launch.folder import opened
 from dlprof.record.launch.signals import deaf
-from dlprof.record.launch.supervisor import end_like, must_be_linux, supervise, unrecorded
+from dlprof.record.launch.supervisor import applied, end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
-from dlprof.record.launch.unapplied import applied
 from dlprof.redaction import shown
 from dlprof.run_folder import recorded
 
@@ -152,10 +151,10 @@ def _end_rest(folder: Path) -> None:
 
     A loader's worker whose parent ends before the worker asks who that is (PyTorch's ManagerWatchdog) waits forever.
     """
-    from dlprof.trial import processes
+    from dlprof.trial import running
 
     with _in_one_line("processes of the job may be left", "stopped"):
-        processes.kill(os.getpid(), folder.absolute())
+        running.kill(os.getpid(), folder.absolute())
 
 
 @contextlib.contextmanager

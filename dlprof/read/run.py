@@ -16,7 +16,7 @@ from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
-from dlprof.read.folders.jobs import of_one_job
+from dlprof.read.folders.windows import of_one_job
 from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
@@ -81,11 +81,11 @@ class Run:
 
     def share_out(self, jobs: int | None) -> None:
         """Divide the cores, or `jobs` of them, among its traces, for those who read them (kineto/split)."""
-        from dlprof.read.kineto.split import shares
+        from dlprof.read.kineto.split import boundaries
 
         whole = (rank for rank in self.ranks if TRACE in rank.files and TRACE not in rank.pieces)
         bytes_of = {rank.files[TRACE]: rank.unpacked_bytes for rank in whole}
-        shares.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
+        boundaries.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
 
 
 def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
@@ -271,7 +271,7 @@ def _nsys_of(inside: Inside, host: Path, pid: int | None) -> tuple[Path, str] | 
     """Return the export of nsys, of those of a host, that holds the process with that number, and its piece of it."""
     for path in sorted(host.glob("nsys*.sqlite")):
         if inside.holds(path) and pid is not None:
-            from dlprof.read.nsys.processes import piece_of
+            from dlprof.read.nsys.export import piece_of
 
             if piece := piece_of(path, pid):
                 return path, piece

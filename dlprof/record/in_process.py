@@ -19,8 +19,7 @@ from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
 from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, opened
-from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded, whole_run
-from dlprof.record.launch.unapplied import applied
+from dlprof.record.launch.supervisor import Samplers, applied, must_be_linux, recorded, whole_run
 from dlprof.record.recorder import say
 from dlprof.redaction import shown
 

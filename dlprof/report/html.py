@@ -26,7 +26,7 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
-from dlprof.report import device_work, formatting, in_model, logged, looks, tried, verdict
+from dlprof.report import formatting, in_model, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
 from dlprof.result import SAVING, Outcome, Place, Result
 from dlprof.units import UNKNOWN
@@ -88,8 +88,8 @@ def render(result: Result) -> str:
         tree=tree,
         held=held,
         device=parts.device(result),
-        kinds=device_work.table(result),
-        limits=device_work.sentences(result)[0],
+        kinds=logged.table(result),
+        limits=logged.sentences(result)[0],
         host=verdict.host_limited(result),
         cards=cards,
         apart=apart,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import device_work, formatting, in_model, logged, looks, verdict
+from dlprof.report import formatting, in_model, logged, looks, verdict
 from dlprof.report.figures import memory
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import Outcome, Result, TimePart
@@ -40,7 +40,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     for sentence in verdict.blamed(result):
         lines += wrap(sentence, width, "  ")
     lines += _modules(result, width)
-    if said := device_work.sentences(result)[0]:
+    if said := logged.sentences(result)[0]:
         lines += ["", *wrap(said, width, "  ")]
     if held := memory.sentence(result.footprint):
         lines += ["", *wrap(held, width, "  ")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import device_work
+from dlprof.report import logged
 from dlprof.report.formatting import (
     all_traced,
     counted,
@@ -132,7 +132,7 @@ def headline(result: Result) -> Headline:
     second = [f"{counted(clear, 'rule')} found nothing above the threshold"]
     second += [f"{unknown} could not be measured"] if unknown else []
     second += [f"{apart} {'does' if apart == 1 else 'do'} not apply"] if apart else []
-    return Headline(first, f"{'; '.join(second)}. {device_work.sentences(result)[1]}".strip(), share)
+    return Headline(first, f"{'; '.join(second)}. {logged.sentences(result)[1]}".strip(), share)
 
 
 def _held(memory: Sequence[MemoryPeak]) -> str:

@@ -7,14 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlprof.result.device_work import DeviceWork
-from dlprof.result.members import Member
-from dlprof.result.memory import Footprint
-from dlprof.result.memory import MemoryPeak as MemoryPeak
-from dlprof.result.modules import InModule, Modules
-from dlprof.result.other_tools import GpuLog, Profile
+from dlprof.result.modules import DeviceWork, Footprint, GpuLog, InModule, Member, Modules, Profile, Throughput
+from dlprof.result.modules import MemoryPeak as MemoryPeak
 from dlprof.result.scale import Scaling
-from dlprof.result.throughput import Throughput
 from dlprof.result.tried import Tried
 
 # The exclusive parts of a step, in order of precedence, as the report draws them.

@@ -1,4 +1,7 @@
-"""What a run tells of how its job scales, and a study of runs on several numbers of ranks, which scale.json holds."""
+"""What a run tells of how its job scales, and a study of runs on several numbers of ranks, which scale.json holds.
+
+What a run's step would be with something changed: structs that `dlprof whatif` prints.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+
+from dlprof.result.modules import Throughput
 
 FILE = "scale.json"
 FORMAT = 1
@@ -127,3 +132,21 @@ class Study(msgspec.Struct, frozen=True):
 def to_json(study: Study) -> dict[str, Any]:
     """Return a study as plain data."""
     return {"format": FORMAT, **msgspec.to_builtins(study)}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What becomes of the mean steady step with some changes, ns; None: not known, and `why`. `unknown`: its limits."""
+
+    changes: tuple[str, ...]
+    step_ns: float | None
+    why: str = ""
+    unknown: tuple[str, ...] = ()
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """The run as it is, each change alone, and, of several, all of them together."""
+
+    step_ns: float
+    alone: tuple[Answer, ...]
+    together: Answer | None
+    throughput: Throughput | None

@@ -2,11 +2,19 @@
 
 The run is watched from outside, by its step log. It is detached by setsid: a Ctrl-C at the terminal is for us.
 Should this process be killed, the kernel sends the run a SIGTERM, and the run ends what it has started.
+
+A copy of the working directory for one run, so that what the script writes there is thrown away.
+
+The processes of a short run: all that descend from it or carry its mark, wherever they went; and their end.
+
+Notes a signal that asks for the end, so that what runs is ended first and what was found is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,21 +23,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from dlprof import overrides
 from dlprof.analysis.timeline.steady import SETTLED, WARMUP_STEPS
-from dlprof.errors import NotMeasured
+from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
-from dlprof.record.launch.process import tied
-from dlprof.record.launch.unapplied import outcomes
+from dlprof.record.launch.process import family, has_ended, running, stat_of, tied
+from dlprof.record.launch.supervisor import outcomes
 from dlprof.redaction import said
-from dlprof.trial import processes
-from dlprof.trial.copying import copied
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps, ahead, steps_of, training_loader
+from dlprof.units import size
 
 _POLL_S = 0.05
 
@@ -135,7 +144,7 @@ class Runner:
                 time.sleep(_POLL_S)
             ended = process.poll()
         finally:
-            processes.end(process.pid, run)
+            end(process.pid, run)
             process.wait()
         if self.stopped():
             raise Stopped
@@ -250,3 +259,128 @@ def _end_of(output: Path) -> bytes:
     with output.open("rb") as file:
         file.seek(max(0, output.stat().st_size - _MOST_READ))
         return file.read()
+
+
+# More than this is a data set or an archive of runs: copying it before each run takes longer than the run.
+MOST_BYTES = 2 << 30
+
+
+# What a script does not read, and what others have made of it.
+_LEFT_OUT = frozenset((".git", "__pycache__", ".venv", "venv", "node_modules", "runs"))
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """Copy a folder and return the copy; raise DlprofError where it holds more than MOST_BYTES, or cannot be copied.
+
+    Links are copied as links. The copy itself is left out, should it lie within the folder.
+    """
+    total = 0
+    for path, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and Path(path, name) != to.parent]
+        for name in files:
+            total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many
+            if total > MOST_BYTES:
+                raise DlprofError(
+                    f"{folder} holds more than {size(MOST_BYTES)}: too much to copy for each run (--copy)"
+                )
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        return {name for name in names if name in _LEFT_OUT or Path(path, name) == to.parent}
+
+    try:
+        shutil.copytree(folder, to, symlinks=True, ignore=left_out)
+    except (OSError, shutil.Error) as e:
+        raise DlprofError(f"{folder} cannot be copied (--copy): {str(e)[:300]}") from None
+    return to
+
+
+# How long they may take to end themselves: what they measured is on disk every half second anyway.
+GRACE_S = 5.0
+
+
+# How often it is looked again for processes that others have started meanwhile.
+_LOOKS = 20
+
+
+_PAUSE_S = 0.05
+
+
+def processes_of(root: int, folder: Path) -> set[int]:
+    """Return the live processes that `root` has started, directly or not, and those that record into the folder.
+
+    A process whose parent has ended is somebody else's child; the folder still stands in its environment.
+    """
+    mark = b"DLPROF_RUN=" + os.fsencode(folder)
+    known = running()
+    # Itself, what it leads (setsid), and what has its mark.
+    roots = [root, *(pid for pid, stat in known.items() if int(stat[3]) == root or _is_marked(pid, mark))]
+    return {pid for pid in family(roots, known) if pid in known and pid != os.getpid()}
+
+
+def _is_marked(pid: int, mark: bytes) -> bool:
+    with contextlib.suppress(OSError):  # another user's, or it has ended
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def end(root: int, folder: Path) -> None:
+    """End a run's processes: all but `root`, which then ends by itself, with SIGTERM; those that stay are killed.
+
+    On return none of them is left, but for a process that the kernel itself cannot end.
+    """
+    for pid in processes_of(root, folder) - {root}:
+        _send(pid, signal.SIGTERM)
+        _send(pid, signal.SIGCONT)  # a stopped one would hear of it never
+    until = time.monotonic() + GRACE_S
+    while not has_ended(stat_of(root)) and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    kill(root, folder)
+
+
+def kill(root: int, folder: Path) -> None:
+    """Kill a run's processes, `root` too unless it is this one, until none is left."""
+    for _ in range(_LOOKS):
+        left = processes_of(root, folder)
+        if not left:
+            return
+        for pid in left:
+            _send(pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+_ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Asked:
+    """`by`: the signal that has asked for the end; 0: none yet."""
+
+    by: int = 0
+
+    def __call__(self) -> bool:
+        """Return whether one has."""
+        return self.by != 0
+
+
+@contextmanager
+def stopping() -> Iterator[Asked]:
+    """Note signals that ask for the end, instead of ending; those that are ignored stay so."""
+    asked = Asked()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        asked.by = asked.by or number
+
+    before = {number: signal.getsignal(number) for number in _ASKS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

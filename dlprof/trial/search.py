@@ -2,6 +2,12 @@
 
 First every change alone, round by round, so that each has a figure soon; then those that helped together, the best
 first, each kept where it makes the best so far still faster.
+
+How many times faster a change makes a job, how sure that is, and what follows.
+
+A pair is a run with the change, and the runs without it just before and after: what drifts from run to run, a clock or
+a neighbour on the machine, is in both. A pair's figure is the logarithm of its ratio; the interval is Student's. Two
+pairs alone say little of how much pairs differ: how much the runs without the change differ from each other counts too.
 """
 
 from __future__ import annotations
@@ -14,7 +20,6 @@ from dataclasses import dataclass, field
 from dlprof.errors import NotMeasured
 from dlprof.overrides import Value
 from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict
-from dlprof.trial import judging
 from dlprof.trial.measuring import Steps, epochs_log_ratio, log_ratio
 from dlprof.trial.planning import Candidate
 from dlprof.trial.running import Failed, Stopped
@@ -60,21 +65,21 @@ class _Series:
     @property
     def gain(self) -> Gain | None:
         """How many times faster the change is; None before the first pair."""
-        return judging.gain(self.logs, self.spread) if self.logs else None
+        return gain_of(self.logs, self.spread) if self.logs else None
 
     @property
     def open(self) -> bool:
         """Whether another pair would tell more."""
-        return not self.failed and (self.gain is None or not judging.answered(self.gain))
+        return not self.failed and (self.gain is None or not answered(self.gain))
 
     def attempt(self) -> Attempt:
         """Return what is known so far."""
         c, gain = self.candidate, self.gain
         # Only where every pair held whole epochs are they comparable with the steps.
-        epochs = judging.gain(self.epochs, self.spread) if self.epochs and len(self.epochs) == len(self.logs) else None
-        verdict: Verdict = "not_counted" if self.failed else judging.verdict(gain) if gain else "not_tried"
+        epochs = gain_of(self.epochs, self.spread) if self.epochs and len(self.epochs) == len(self.logs) else None
+        verdict: Verdict = "not_counted" if self.failed else verdict_of(gain) if gain else "not_tried"
         why = self.failed or ("" if gain else "the time was up")
-        if verdict == "gain" and epochs is not None and judging.verdict(epochs) in ("no_gain", "slower"):
+        if verdict == "gain" and epochs is not None and verdict_of(epochs) in ("no_gain", "slower"):
             verdict, why = "no_gain", "steady steps are faster, and whole epochs are not: their start takes longer"
         return Attempt(
             c.settings,
@@ -165,7 +170,7 @@ class Search:
     def _singles(self) -> None:
         self._one({}, FIRST_SHARE * self._seconds)
         while pending := [s for s in self._series if s.open]:
-            promising = sum(1 for s in self._series if s.gain is not None and s.gain.ratio > judging.WORTH)
+            promising = sum(1 for s in self._series if s.gain is not None and s.gain.ratio > WORTH)
             share = SINGLE_SHARE if promising > 1 and self._gains() else 1.0
             for series in pending:
                 if self._left() < (1 - share) * self._seconds and share < 1:
@@ -275,3 +280,76 @@ def _words(settings: Settings) -> Words:
 def _worth(attempt: Attempt) -> float:
     measured = attempt.epochs or attempt.measured
     return measured.ratio if measured else 0.0
+
+
+# Two recordings of the same job are up to 0.9 % apart on a quiet machine (docs/cost.md): from twice that on, a change
+# is worth an edit.
+WORTH = 1.02
+
+
+# A gain is known well enough when it is known to 5 %.
+KNOWN = 1.05
+
+
+MOST_PAIRS = 8
+
+
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+# Two pairs in a row share the run without the change that is between them: of a variance of 1 + 2 / 4 of single runs
+# they have 1 / 4 in common.
+_SHARED = 1 / 6
+
+
+# Of the differences between runs without the change: one has 2 single runs' variances, and a pair 1.5. Each run is in
+# two differences, so that they count as fewer; and never as more than a few, as runs with the change may differ more.
+_OF_PAIR = 1.5 / 2
+
+
+_COUNTS, _MOST_COUNT = 2 / 3, 2.0
+
+
+def gain_of(logs: Sequence[float], spread: Sequence[float] = ()) -> Gain:
+    """Return the gain that the logarithms of pairs' ratios show; raise ValueError without one.
+
+    `spread`: by how much the logarithm of the step differs from each run without the change to the next.
+    """
+    n = len(logs)
+    if not n:
+        raise ValueError("no pair")
+    mean = math.fsum(logs) / n
+    if n == 1:
+        return Gain(math.exp(mean))
+    counts = min(_COUNTS * len(spread), _MOST_COUNT)
+    of_base = _OF_PAIR * math.fsum(x * x for x in spread) / len(spread) if spread else 0.0
+    known = n - 1 + counts
+    variance = (math.fsum((x - mean) ** 2 for x in logs) + counts * of_base) / known
+    shared = (1 + 2 * _SHARED * (n - 1) / n) / (1 - 2 * _SHARED / n)
+    half = _student(known) * math.sqrt(shared * variance / n)
+    return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
+
+
+def _student(freedom: float) -> float:
+    at = int(freedom) - 1
+    return _STUDENT[at] if at < len(_STUDENT) else 1.96 + 2.5 / freedom
+
+
+def verdict_of(g: Gain) -> Verdict:
+    """Return what a gain says: the interval is all above WORTH, or all below; of a single pair nothing."""
+    if g.low is None or g.high is None:
+        return "unclear"
+    if g.low > WORTH:
+        return "gain"
+    if g.high < 1 / WORTH:
+        return "slower"
+    return "no_gain" if g.high < WORTH else "unclear"
+
+
+def answered(g: Gain) -> bool:
+    """Return whether further pairs would tell nothing that matters: no gain, or one that is known to 5 %."""
+    found = verdict_of(g)
+    if found == "gain" and g.low is not None:
+        return g.ratio / g.low <= KNOWN or g.pairs >= MOST_PAIRS
+    return found != "unclear" or g.pairs >= MOST_PAIRS

@@ -17,7 +17,7 @@ from dlprof.analysis.engine import Maybe, maybe, needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, change, nothing
 from dlprof.analysis.figures import FIELDS, device_of
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.step.spread import LEAST_NOISE
+from dlprof.analysis.step.savings import LEAST_NOISE
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import Run, open_run

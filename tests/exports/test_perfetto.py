@@ -14,7 +14,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.exports import perfetto
-from dlprof.exports import tracks as tracks_of_ranks
+from dlprof.exports import perfetto as tracks_of_ranks
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.plain import NBSP
-from dlprof.report import device_work, verdict
+from dlprof.report import logged, verdict
 from dlprof.result import Result, Window
-from dlprof.result.device_work import DeviceWork, WorkKind
+from dlprof.result.modules import DeviceWork, WorkKind
 from tests.fixtures import results
 
 MS = 1_000_000
@@ -23,7 +23,7 @@ WORK = DeviceWork((NORM, CONVOLUTION, LAYOUT), 7.0 * MS, 0.0, 6.0 * MS)
 
 def said(work: DeviceWork | None, step_ms: float = 50, **window: Any) -> tuple[str, str]:
     result = replace(results.healthy(), device_work=work, window=Window(20, "steps", step_ms * MS, **window))
-    first, second = device_work.sentences(result)
+    first, second = logged.sentences(result)
     return first.replace(NBSP, " "), second.replace(NBSP, " ")
 
 
@@ -70,12 +70,12 @@ def test_a_bound_that_is_far_away_is_not_told() -> None:
 
 def test_the_verdict_of_a_healthy_run_ends_with_the_bound() -> None:
     healthy = replace(results.healthy(), device_work=WORK, window=Window(20, "steps", 50 * MS))
-    assert verdict.headline(healthy).gain.endswith(device_work.sentences(healthy)[1])
+    assert verdict.headline(healthy).gain.endswith(logged.sentences(healthy)[1])
     assert verdict.headline(replace(healthy, device_work=None)).gain.endswith(".")
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
-    figure = device_work.table(result)
+    figure = logged.table(result)
     assert figure is not None
     return [tuple(cell.replace(NBSP, " ") for cell in row) for row in figure.table.rows]
 
@@ -85,16 +85,16 @@ def test_the_table_has_the_rates_and_the_floor_of_each_kind() -> None:
     assert convolution == ("convolution", "216", "10.0 ms", "21 %", "311", "1.30 TB", "4.00 ms", "6.00 ms")
     assert norm[4:] == ("—", "451.6 GB", "3.00 ms", "28.0 ms")
     assert layout[4:] == ("—", "—", "0 ns", "7.00 ms")
-    assert device_work.table(results.healthy()) is None
+    assert logged.table(results.healthy()) is None
 
 
 def test_the_table_says_why_there_is_no_floor_and_what_is_shared() -> None:
     without = DeviceWork((replace(NORM, floor_ns=None),), why="the limits of Else are not known")
-    figure = device_work.table(replace(results.healthy(), device_work=without))
+    figure = logged.table(replace(results.healthy(), device_work=without))
     assert figure is not None
     assert "the limits of Else are not known" in figure.note
     shared = DeviceWork((replace(NORM, shared_ns=31.0 * MS),), 8.0 * MS, shared_floor_ns=8.0 * MS)
-    figure = device_work.table(replace(results.healthy(), device_work=shared))
+    figure = logged.table(replace(results.healthy(), device_work=shared))
     assert figure is not None
     assert "8.00" in figure.note
     assert "needs at least" not in figure.table.columns

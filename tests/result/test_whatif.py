@@ -1,7 +1,7 @@
 """Answers are plain data for whoever prints them."""
 
+from dlprof.result.scale import Answer, Answers
 from dlprof.result.stored import plain
-from dlprof.result.whatif import Answer, Answers
 
 
 def test_answers_as_plain_data() -> None:

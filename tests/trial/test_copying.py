@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.trial import copying
+from dlprof.trial import running
 
 
 def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(name)
     (here / "link").symlink_to("data")
-    made = copying.copied(here, tmp_path / "copy")
+    made = running.copied(here, tmp_path / "copy")
     assert sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()) == [
         "data/a.txt",
         "train.py",
@@ -29,7 +29,7 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
 def test_a_copy_within_the_folder_holds_no_copy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("x")
     (tmp_path / "run" / "try").mkdir(parents=True)
-    made = copying.copied(tmp_path, tmp_path / "run" / "try" / "0001-copy")
+    made = running.copied(tmp_path, tmp_path / "run" / "try" / "0001-copy")
     assert (made / "train.py").is_file()
     assert not (made / "run" / "try").exists()
 
@@ -39,7 +39,7 @@ def test_a_folder_that_is_too_large_is_refused_before_it_is_copied(
 ) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "data.bin").write_bytes(bytes(100))
-    monkeypatch.setattr(copying, "MOST_BYTES", 99)
+    monkeypatch.setattr(running, "MOST_BYTES", 99)
     with pytest.raises(DlprofError, match="--copy"):
-        copying.copied(tmp_path / "here", tmp_path / "copy")
+        running.copied(tmp_path / "here", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlprof.result.tried import Gain
-from dlprof.trial.judging import KNOWN, MOST_PAIRS, answered, gain, verdict
+from dlprof.trial.search import KNOWN, MOST_PAIRS, answered, gain_of, verdict_of
 
 DRAWN = 400
 
@@ -23,14 +23,14 @@ def drawn(true: float, noise: float, rng: np.random.Generator, drift: float = 0.
         changed = float(rng.normal(0, noise)) - math.log(true) + drift * (at + 1)
         bases.append(float(rng.normal(0, noise)) + drift * (at + 2))
         logs.append((bases[-2] + bases[-1]) / 2 - changed)
-        found = gain(logs, np.diff(bases).tolist())
+        found = gain_of(logs, np.diff(bases).tolist())
         if answered(found):
             return found
 
 
 def verdicts(true: float, noise: float, drift: float = 0.0) -> dict[str, float]:
     rng = np.random.default_rng(7)
-    counted = Counter(verdict(drawn(true, noise, rng, drift)) for _ in range(DRAWN))
+    counted = Counter(verdict_of(drawn(true, noise, rng, drift)) for _ in range(DRAWN))
     return {name: n / DRAWN for name, n in counted.items()}
 
 
@@ -76,27 +76,27 @@ def test_a_clear_gain_needs_few_pairs_and_is_known_to_5_percent() -> None:
 
 
 def test_a_single_pair_says_nothing() -> None:
-    found = gain([math.log(3)])
+    found = gain_of([math.log(3)])
     assert found.ratio == pytest.approx(3)
     assert (found.low, found.pairs) == (None, 1)
-    assert verdict(found) == "unclear"
+    assert verdict_of(found) == "unclear"
     assert not answered(found)
     with pytest.raises(ValueError, match="no pair"):
-        gain([])
+        gain_of([])
 
 
 def test_how_much_runs_without_the_change_differ_counts() -> None:
     alike = [0.1, 0.1001]
-    calm, restless = gain(alike, [0.001, -0.001, 0.001]), gain(alike, [0.2, -0.2, 0.2])
+    calm, restless = gain_of(alike, [0.001, -0.001, 0.001]), gain_of(alike, [0.2, -0.2, 0.2])
     assert calm.low is not None
     assert restless.low is not None
-    assert verdict(calm) == "gain"
-    assert verdict(restless) == "unclear"
+    assert verdict_of(calm) == "gain"
+    assert verdict_of(restless) == "unclear"
 
 
 def test_the_first_two_pairs_are_students_interval() -> None:
     # t(1) = 12.706, and the shared run widens it: (1 + 1/6) / (1 − 1/6) = 1.4.
-    found = gain([0.10, 0.12])
+    found = gain_of([0.10, 0.12])
     half = 12.706 * math.sqrt(1.4 * 0.0002 / 2)
     assert math.log(found.high or 0) == pytest.approx(0.11 + half)
     assert math.log(found.low or 0) == pytest.approx(0.11 - half)

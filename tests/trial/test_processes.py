@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.trial import processes
+from dlprof.trial import running
 from tests.fixtures.jobs import environment, until, words
 
 # A launcher whose children are hard to end: one that is detached (setsid) and ignores SIGTERM, one that is stopped, one
@@ -40,16 +40,16 @@ def marked(text: str) -> list[int]:
 
 @pytest.mark.long
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE_S", 0.5)
+    monkeypatch.setattr(running, "GRACE_S", 0.5)
     mark = str(tmp_path / "up")
     env = environment(DLPROF_RUN=str(tmp_path / "run"))
     root = subprocess.Popen([sys.executable, "-c", STARTS, mark], env=env, start_new_session=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment())
     try:
         assert until(lambda: all(Path(f"{mark}{n}").exists() for n in range(4)))
-        assert processes.processes_of(root.pid, tmp_path / "run") == set(marked(mark))
+        assert running.processes_of(root.pid, tmp_path / "run") == set(marked(mark))
         assert len(marked(mark)) == 4
-        processes.end(root.pid, tmp_path / "run")
+        running.end(root.pid, tmp_path / "run")
         root.wait(10)
         assert marked(mark) == []
         assert other.poll() is None
@@ -62,5 +62,5 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_that_has_ended_has_none(tmp_path: Path) -> None:
     root = subprocess.Popen(["true"])
     root.wait()
-    assert processes.processes_of(root.pid, tmp_path) == set()
-    processes.end(root.pid, tmp_path)
+    assert running.processes_of(root.pid, tmp_path) == set()
+    running.end(root.pid, tmp_path)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dlprof.trial.stopping import stopping
+from dlprof.trial.running import stopping
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

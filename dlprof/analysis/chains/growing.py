@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.chains.calls import Calls, calls
-from dlprof.analysis.chains.work import Chain, chains, replaced
+from dlprof.analysis.chains.calls import Calls, Chain, calls, chains, replaced
 from dlprof.analysis.engine import needs, per_rank, within_rank
 
 FORM = "cat in a loop"

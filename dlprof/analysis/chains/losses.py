@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.chains.calls import Calls, calls
-from dlprof.analysis.chains.work import Chain, chains, replaced
+from dlprof.analysis.chains.calls import Calls, Chain, calls, chains, replaced
 from dlprof.analysis.engine import needs, per_rank, within_rank
 from dlprof.analysis.timeline.device import has_device
 

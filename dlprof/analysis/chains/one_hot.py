@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof import schema
-from dlprof.analysis.chains.calls import Calls, calls
-from dlprof.analysis.chains.work import Chain, replaced
+from dlprof.analysis.chains.calls import Calls, Chain, calls, replaced
 from dlprof.analysis.compute.products import operands, sizes
 from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank, within_rank
 

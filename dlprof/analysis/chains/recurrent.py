@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.chains.calls import Calls, calls
-from dlprof.analysis.chains.work import Chain, replaced
+from dlprof.analysis.chains.calls import Calls, Chain, calls, replaced
 from dlprof.analysis.engine import RANK, RankFacts, needs, per_rank, within_rank
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS

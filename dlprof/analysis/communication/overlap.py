@@ -12,7 +12,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import bandwidth, size_classes
 from dlprof.analysis.communication.collectives import collectives
-from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.partition import communication, cpu_computation, host_phases

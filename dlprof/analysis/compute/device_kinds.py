@@ -17,11 +17,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.analysis.compute.arithmetic import peak_of
-from dlprof.analysis.compute.kernel_names import COPY, MULTIPLY, OPTIMIZER, kind_of
-from dlprof.analysis.compute.kernels import around, kernels
+from dlprof.analysis.compute.kernels import COPY, MULTIPLY, OPTIMIZER, around, kernels, kind_of
 from dlprof.analysis.compute.optimizer import launched_by_optimizer
-from dlprof.analysis.compute.peaks import device_peaks
+from dlprof.analysis.compute.peaks import device_peaks, peak_of
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.timeline import host
@@ -29,7 +27,7 @@ from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.errors import NotMeasured
-from dlprof.result.device_work import DeviceWork, WorkKind
+from dlprof.result.modules import DeviceWork, WorkKind
 from dlprof.units import percent
 
 # A floor is given where the bytes of so much of the time are known, a kind's rates where those of so much of its own.

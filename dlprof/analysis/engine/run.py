@@ -25,7 +25,7 @@ from dlprof.analysis.engine.store import Kept, Store
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read import limits
 from dlprof.read.kineto import prefetch
-from dlprof.read.kineto.split.shares import free_bytes
+from dlprof.read.kineto.split.boundaries import free_bytes
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.units import count, listed
 

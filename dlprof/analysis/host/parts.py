@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.compute.optimizer import fused_gain_ns
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.host.gaps import HOST, check_launches, launch_means
-from dlprof.analysis.host.hooks import ANOMALY, hook_loops
-from dlprof.analysis.host.segments import HOOK, Loop, Segments, model_calls, segments
+from dlprof.analysis.host.segments import ANOMALY, HOOK, Loop, Segments, hook_loops, model_calls, segments
 from dlprof.analysis.host.syncs import sync_waits
 from dlprof.analysis.memory.copies import freeing_ns
-from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.source.line_shares import busiest
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.partition import in_optimizer

@@ -23,7 +23,7 @@ from dlprof.analysis.engine import (
     per_rank,
     within_rank,
 )
-from dlprof.analysis.input.handover import HOSTS_DIFFER, told
+from dlprof.analysis.input.fetch_replay import HOSTS_DIFFER, told
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.host import on_training_thread

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.arithmetic import arithmetic
+from dlprof.analysis.compute.peaks import arithmetic
 from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.memory.composition import held_by_module
 from dlprof.analysis.modules.sums import GRAPH, OUTSIDE

@@ -1,6 +1,16 @@
-"""The time of each module in a mean step, by part: on the host, on the device, and of the step itself."""
+"""The time of each module in a mean step, by part: on the host, on the device, and of the step itself.
+
+Device time of modules.
+
+The FLOPs of each module: as counted in one step, else those of its matrix products by the trace's shapes.
+
+The cost, in the traced steps, of recording the names of modules.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,19 +18,22 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.compute.cpu_work import is_product
+from dlprof.analysis.compute.operators import operator_work
+from dlprof.analysis.compute.products import products
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
 from dlprof.analysis.modules.compiled import GRAPH
-from dlprof.analysis.modules.device_time import device_exposed, module_device
-from dlprof.analysis.modules.exchanges import CALLS
-from dlprof.analysis.modules.flops import module_flops
-from dlprof.analysis.modules.frames import COMMUNICATION, Frames, module_frames
-from dlprof.analysis.modules.host_time import cpu_exposed, module_host, outside_calls
+from dlprof.analysis.modules.exchanges import CALLS, bucket_shares, nearest
+from dlprof.analysis.modules.frames import BACKWARD, COMMUNICATION, FORWARD, PARTS, RECOMPUTE, Frames, module_frames
+from dlprof.analysis.modules.host_time import apart, cpu_exposed, module_host, outside_calls
 from dlprof.analysis.modules.rows import module_rows
-from dlprof.analysis.modules.sums import Sums, sums, table
+from dlprof.analysis.modules.sums import Sums, shared, sums, table
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import device_work, exchanges_on_host, has_device
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.analysis.timeline.traced import main_stream
+from dlprof.errors import NotMeasured
 
 
 @within_rank
@@ -64,6 +77,121 @@ def module_calls(
     calls = outside_calls(spans, is_on_device, module_rows)
     begun = iv.holds(steps, calls.start) & (calls.part != COMMUNICATION)
     return found + sums(module_frames, np.full(int(begun.sum()), -1), calls.part[begun])
+
+
+@within_rank
+def device_belongs(
+    spans: Frame = needs(schema.SPANS),
+    device_work: Frame = needs(device_work),
+    module_rows: Frame = needs(module_rows),
+    module_frames: Frames = needs(module_frames),
+    bucket_shares: Maybe[NDArray[np.float64]] = maybe(bucket_shares),
+) -> Belongs:
+    """Return what each row of device work belongs to; a graph's replay outside modules is one piece."""
+    rows = device_work.index.to_numpy()
+    module, bucket = (module_rows[name].to_numpy()[rows].astype(np.int64) for name in ("module", "bucket"))
+    launch = spans["launch"].to_numpy()
+    graphs = launch[host.is_kind(spans, "runtime") & host.is_named(spans, *_GRAPHS) & (launch >= 0)]
+    replayed = (module < 0) & host.is_among(device_work["launch"].to_numpy(), graphs)
+    part = module_rows["part"].cat.codes.to_numpy()[rows].astype(np.int64)
+    shares = bucket_shares.or_none()
+    none = np.empty((0, len(module_frames.paths)))
+    module = np.where(replayed, len(module_frames.paths), module)
+    return Belongs(module, part, bucket, none if shares is None else shares)
+
+
+@within_rank
+def module_device(
+    device_work: Frame = needs(device_work),
+    device_belongs: Belongs = needs(device_belongs),
+    launched_within: NDArray[np.int64] = needs(launched_within),
+    module_frames: Frames = needs(module_frames),
+) -> tuple[Sums, Sums]:
+    """Return the time of the device work that each module launched in the traced steps, and the bytes of its copies."""
+    mine = launched_within >= 0
+    size = device_work["bytes"].to_numpy()
+    copies = mine & host.is_kind(device_work, "copy") & (size > 0)
+    took = device_belongs.sums(module_frames, mine, device_work["dur_ns"].to_numpy()[mine])
+    return took, device_belongs.sums(module_frames, copies, size[copies])
+
+
+@within_rank
+def device_exposed(
+    device_work: Frame = needs(device_work),
+    device_belongs: Belongs = needs(device_belongs),
+    main_stream: NDArray[np.bool_] = needs(main_stream),
+    timing: Timing = needs(timing),
+    module_frames: Frames = needs(module_frames),
+) -> Sums:
+    """Return each module's part of the device's steps: the time in which its work runs.
+
+    Where several pieces overlap, computation on the stream that computes most counts first, then other computation,
+    exchanges, copies; of the same sort the one that began first.
+    """
+    start = device_work["start_ns"].to_numpy()
+    end = start + device_work["dur_ns"].to_numpy()
+    computes = host.is_kind(device_work, "kernel")
+    sorts = (
+        computes & main_stream,
+        computes & ~main_stream,
+        host.is_kind(device_work, "communication"),
+        host.is_kind(device_work, "copy", "set"),
+    )
+    left = iv.merge(timing.windows)
+    found = np.zeros((len(module_frames.paths) + 2) * len(PARTS))
+    for chosen in sorts:
+        took = iv.within(left, *apart(start[chosen], end[chosen]))
+        found += device_belongs.sums(module_frames, chosen, took)
+        left = iv.subtract(left, iv.union(start[chosen], end[chosen]))
+    return found
+
+
+@within_rank
+def shaped_flops(
+    operator_work: Frame = needs(operator_work),
+    spans: Frame = needs(schema.SPANS),
+    module_rows: Frame = needs(module_rows),
+    module_frames: Frames = needs(module_frames),
+) -> Sums:
+    """Return the FLOPs of each module's operators in the traced steps, NaN where a product's are not known: a trace has
+    no stride of a convolution, and no shape of attention. Raises NotMeasured where no shape is known.
+    """
+    owners = operator_work["owner"].to_numpy()
+    rows = np.unique(owners[owners >= 0])
+    keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
+    each, of = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
+    texts = [spans[column].cat.categories for column in ("name", "shape", "dtype")]
+    told = [[str(text[code]) for text, code in zip(texts, row, strict=True)] for row in each.tolist()]
+    flops = np.array([products(*one)[0] if one[1] else np.nan for one in told])
+    if np.isnan(flops).all():
+        raise NotMeasured("the trace has no shapes of operators (record_shapes=True)")
+    flops[np.isnan(flops) & ~np.array([is_product(operator) for operator, _, _ in told], dtype=bool)] = 0.0
+    found = flops[of.reshape(-1)]
+    module, part = module_rows["module"].to_numpy()[rows], module_rows["part"].cat.codes.to_numpy()[rows]
+    return sums(module_frames, module, part, found)
+
+
+@within_rank
+def module_flops(
+    modules: Maybe[Frame] = maybe(schema.MODULES),
+    shaped_flops: Maybe[Sums] = maybe(shaped_flops),
+    module_frames: Frames = needs(module_frames),
+    timing: Timing = needs(timing),
+) -> Sums:
+    """Return the FLOPs of each module in the traced steps; raise NotMeasured where they are not known.
+
+    The recorder's count of one step by module includes convolutions and attention; the shapes are those of products.
+    """
+    counted = modules.or_none()
+    if counted is None or not (counted["forward_flops"] > 0).any():
+        return shaped_flops.get()
+    place = {path: n for n, path in reversed(list(enumerate(module_frames.paths)))}
+    module = np.array([nearest(str(path), place) for path in counted["path"]], dtype=np.int64)
+    found = np.zeros_like(sums(module_frames, module[:0], module[:0]))
+    for column, part in _COUNTED.items():
+        each = np.maximum(counted[column].to_numpy(), 0)
+        found += sums(module_frames, module, np.full(len(module), part), each)
+    return found * len(timing.windows)
 
 
 @per_rank
@@ -124,3 +252,46 @@ def module_work(
     )
     flags = {"compiled": np.unique(module[whole]), "fused": np.unique(module[regions[first < last]])}
     return table(module_frames, flags, **{name: values / steps for name, values in columns.items()})
+
+
+# Calls that launch all nodes of a graph together.
+_GRAPHS = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+
+
+@dataclass(frozen=True)
+class Belongs:
+    """What device work belongs to: a module (their number: a graph outside modules), a part, a bucket (−1: none)."""
+
+    module: NDArray[np.int64]
+    part: NDArray[np.int64]
+    bucket: NDArray[np.int64]
+    shares: NDArray[np.float64]  # of the modules in each bucket
+
+    def sums(self, frames: Frames, chosen: NDArray[np.bool_], values: NDArray[Any]) -> Sums:
+        """Return what values of the chosen rows add up to by module and part."""
+        alone = self.bucket[chosen] < 0
+        found = sums(frames, self.module[chosen][alone], self.part[chosen][alone], values[alone])
+        if alone.all():
+            return found
+        return found + shared(frames, self.bucket[chosen][~alone], values[~alone], self.shares)
+
+
+_COUNTED = {"forward_flops": FORWARD, "recompute_flops": RECOMPUTE, "backward_flops": BACKWARD}
+
+
+@per_rank
+def module_naming(timing: Timing = needs(timing), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return one row: ranges (named calls of modules in a traced step), ns (their cost on the host), share of the step.
+
+    The recorder measures the cost of a range in its own process while the profiler records. Raises NotMeasured where no
+    module was named.
+    """
+    window = rank.facts.get("window") or {}
+    told = window.get("modules") or {}
+    first, last = window.get("first_step"), window.get("last_step")
+    if not told.get("ranges") or not told.get("ns_each") or first is None or last is None:
+        raise NotMeasured("no names of modules were recorded in the trace")
+    ranges = told["ranges"] / (last - first + 1)
+    ns = ranges * told["ns_each"]
+    step_ns = float((timing.host_windows[:, 1] - timing.host_windows[:, 0]).mean()) if len(timing.windows) else 0.0
+    return pd.DataFrame([{"ranges": ranges, "ns": ns, "share": ns / step_ns if step_ns else float("nan")}])

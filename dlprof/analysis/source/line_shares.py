@@ -1,15 +1,26 @@
-"""Which lines of the user's files py-spy saw, by what the step was doing."""
+"""Which lines of the user's files py-spy saw, by what the step was doing.
+
+Which line of the script calls which operators, as counted in the one step whose operators the recorder sees.
+
+The calls of the user's that ranks recorded.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
 
 import pandas as pd
 
 from dlprof import schema
-from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, RankFacts, across_ranks, needs, per_rank
 from dlprof.analysis.host.stacks import FRAME, PLACE, is_own, seen_doing
+from dlprof.analysis.source.patches import Call, calls_of
+from dlprof.result import Place
 
 # What travels of each phase: lines of the user's, and functions of libraries where none of the user's is above them.
 MOST_LINES = 60
@@ -71,3 +82,46 @@ def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:
     return lines.assign(share=lines["samples"] / lines["of"]).sort_values(
         ["samples", "file", "line"], ascending=[False, True, True], ignore_index=True
     )
+
+
+# A loop's work may be done in a function that it calls; a third place says no more. The second has at least this share
+# of the calls of the first.
+_MOST, _NOTABLE = 2, 0.25
+
+
+def busiest(facts: Mapping[str, Any], phase: str, after: str, names: Collection[str]) -> tuple[Place, ...]:
+    """Return the line that calls operators of these names most often, and that of the next function that calls them.
+
+    `phase`: the phase that it is in, "" between the phases; `after`: the phase that ended last before it, or that one.
+    Empty where none was recorded.
+    """
+    found: dict[tuple[str, str], tuple[int, Place]] = {}
+    for one in (facts.get("flops") or {}).get("lines") or []:
+        calls = sum(n for name, n in (one.get("operators") or {}).items() if name in names)
+        if one.get("phase") == phase and one.get("after") == after and calls:
+            place = Place(str(one["file"]), int(one["line"]), str(one["function"]), what=str(one["source"]))
+            key = (place.file, place.function)
+            found[key] = max(found.get(key, (0, place)), (calls, place), key=lambda of: of[0])
+    ordered = sorted(found.values(), key=lambda of: -of[0])
+    return tuple(place for calls, place in ordered[:_MOST] if calls >= _NOTABLE * ordered[0][0])
+
+
+@across_ranks
+def call_sites(job: Job = needs(JOB)) -> list[Call]:
+    """Return the calls of the script that were recorded, each once over all ranks; none of foreign traces."""
+    return calls_of(job.facts[rank] for rank in job.ranks)
+
+
+def names_in(call: Call) -> tuple[str, str]:
+    """Return what a call in one line calls, and its first argument if that is a name; "": not known."""
+    length = call.span.end_column - call.span.column
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(call.source)):
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and len(ast.get_source_segment(call.source, node) or "") == length
+            ):
+                given = ast.unparse(node.args[0])
+                return ast.unparse(node.func), given if given.replace(".", "").isidentifier() else ""
+    return "", ""

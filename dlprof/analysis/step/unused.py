@@ -7,7 +7,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.host.stacks import LEAST_SAMPLES, own_lines
-from dlprof.analysis.source.calls import call_sites
+from dlprof.analysis.source.line_shares import call_sites
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.patterns import Pattern, patterns, periodic
 from dlprof.analysis.timeline.stalls import stall_means

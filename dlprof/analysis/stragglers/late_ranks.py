@@ -2,6 +2,13 @@
 
 The lead of the ranks with the longest own time over the next is what they cost. What another rule answers for, what a
 short trace shows by chance, and what the others would then lack of the host's cores is taken off that, step by step.
+
+How much each rank has to do in a step, which distinguishes more work from slower work.
+
+Which rank is late, without clocks and without all ranks: the one whose collectives are abnormally short.
+
+Who comes last to a collective finds the others there and stays only for the transfer. So a late rank's collectives are
+shorter than everybody else's, whatever its clock says and whichever other ranks were not recorded.
 """
 
 from __future__ import annotations
@@ -9,23 +16,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import SENT, matched
-from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs
+from dlprof.analysis.communication.collectives import window_steps
+from dlprof.analysis.communication.matching import SENT, instances, matched
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
 from dlprof.analysis.experts.tokens import Balance, expert_balance
 from dlprof.analysis.machine.clocks import held_down
 from dlprof.analysis.machine.samples import WAITED, outside, sample_means
 from dlprof.analysis.pipeline.pipes import pipelines
 from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.partition import cpu_computation
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.stragglers import own_time as own
 from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, Lead, lead, own_steps, steps_of
-from dlprof.analysis.stragglers.workload import Reason, longer_because, workload
-from dlprof.errors import DoesNotApply
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steps import Timing, launched_within, timing
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import CATEGORIES
 from dlprof.units import percent, ranks_named
 
@@ -60,6 +76,16 @@ _SHOWN_IN: Mapping[str, str] = {
     own.TRACED: "in the traced steps",
     own.LOGGED: "in every steady step",
 }
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank computes longer than the others, what to do, and whether they have less to do for it."""
+
+    said: str = ""
+    do: str = ""
+    shared: bool = False
+    owner: str = ""  # the rule that answers for it
 
 
 @dataclass(frozen=True)
@@ -178,6 +204,40 @@ def own_parts(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> pd.DataFrame:
     return parts.assign(communication=(parts["communication"] - waiting).clip(lower=0.0))
 
 
+@per_rank
+def workload(
+    timing: Timing = needs(timing),
+    has_device: bool = needs(has_device),
+    device_work: Maybe[Frame] = maybe(device_work),
+    launched_within: Maybe[NDArray[np.int64]] = maybe(launched_within),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
+    cpu_computation: Maybe[iv.Intervals] = maybe(cpu_computation),
+) -> pd.DataFrame:
+    """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
+
+    Pieces are kernels on a device, else the outermost operators of the training thread, without their
+    waiting for collectives (in a function of the backward pass, say); copied_bytes go from the host
+    to the device, NaN without a device.
+    """
+    if not len(timing.windows):
+        raise NotMeasured("no steps were traced")
+    copied = np.nan
+    if has_device:
+        work = device_work.get()
+        inside = launched_within.get() >= 0
+        pieces = work["dur_ns"].to_numpy()[inside & host.is_kind(work, "kernel")]
+        copied = float(work["bytes"].to_numpy()[inside & host.is_one_of(work["copy"], "HtoD")].clip(min=0).sum())
+    else:
+        thread = on_training_thread.get()
+        outermost = host.outermost(thread[host.is_kind(thread, "op")])
+        start = outermost["start_ns"].to_numpy()
+        took = iv.within(cpu_computation.get(), start, start + outermost["dur_ns"].to_numpy())
+        pieces = took[iv.holds(iv.merge(timing.windows), start)]
+    n = len(timing.windows)
+    mean = float(pieces.mean()) if len(pieces) else 0.0
+    return pd.DataFrame([{"pieces": len(pieces) / n, "piece_ns": mean, "copied_bytes": copied / n}])
+
+
 @across_ranks
 def straggling(
     late_ranks: LateRanks = needs(late_ranks),
@@ -264,3 +324,133 @@ def _shared_out(late: LateRanks) -> LateRanks:
         return late
     share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
     return late.cut(share, f"{late.behind}, as {late.because.said}; shared out evenly, that saves {percent(share)}")
+
+
+def longer_because(
+    workload: pd.DataFrame,
+    sample_means: Maybe[pd.DataFrame],
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    expert_balance: Maybe[Balance],
+    job: Job,
+    late: int,
+) -> Reason:
+    """Return why a rank computes longer than the others, as far as it was recorded.
+
+    In this order: more tokens for its experts, a larger part of the model, more kernels or operators, more bytes copied
+    in, a slower clock, no free core for its main thread. Each must make up at least half of what its computation is
+    longer by.
+    """
+    frame = workload.set_index("rank")
+    mine, others = frame.loc[late], frame.drop(index=late).median()
+    least = 1 + (mine["pieces"] * mine["piece_ns"] / (others["pieces"] * others["piece_ns"]) - 1) / 2
+    if not least > 1:
+        return Reason()
+    more_ns = mine["pieces"] * mine["piece_ns"] - others["pieces"] * others["piece_ns"]
+    if (balance := expert_balance.or_none()) is not None and balance.saving_ns > 0:
+        routed = balance.ranks.set_index("rank")[["routed_ns", "ratio"]]
+        if late in routed.index and routed["routed_ns"][late] - routed["routed_ns"].drop(late).median() >= more_ns / 2:
+            said = f"its experts get {routed['ratio'][late]:.2f} × the mean rank's tokens"
+            return Reason(said, "balance the tokens over the experts", owner="expert_imbalance")
+    held = settings.held(job)
+    holds, their = held.get(late, 0), median([n for rank, n in held.items() if rank != late] or [0])
+    if holds and holds >= least * their:
+        said = f"it holds {holds:,} parameters, the others {their:,.0f}"
+        return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
+    what = "operators" if np.isnan(mine["copied_bytes"]) else "kernels"
+    if mine["pieces"] >= least * others["pieces"]:
+        said = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
+        do = "give it the same work: the same layers, the same number of batches, nothing that only it computes"
+        return Reason(said, do)
+    if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
+        said = f"{mine['copied_bytes'] / others['copied_bytes']:.2f} × the others' data a step"
+        return Reason(said, "give it batches like the others': sort or bucket by length")
+    clock, their_clock = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
+    if their_clock >= least * clock:
+        said = f"its clock runs at {clock:,.0f} MHz, the others' at {their_clock:,.0f}"
+        do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
+        down = any(why and (row["rank"], row["source"]) == (late, "gpu") for row, why, _ in held_down.or_none() or [])
+        return Reason(said, do, owner="throttled_clock" if down else "")
+    waited, they = _sampled(sample_means, "processes", WAITED, late)
+    if waited - they >= 1 - 1 / least:
+        said = f"for {100 * waited:.0f} % of the time its main thread has no core, the others' {100 * they:.0f} %"
+        return Reason(said, "find out what else runs on its host, or give its process cores of its own")
+    return Reason(
+        f"as many {what}, each {mine['piece_ns'] / others['piece_ns']:.2f} × as long",
+        "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
+    )
+
+
+def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: int) -> tuple[float, float]:
+    """Return a sampled metric's mean on the late rank, and the median of the others'; NaN where it was not sampled."""
+    means = sample_means.or_none()
+    if means is None:
+        return np.nan, np.nan
+    chosen = means[(means["source"] == source) & (means["metric"] == metric)].groupby("rank")["mean"].sum()
+    return float(chosen.get(late, np.nan)), float(chosen.drop(late, errors="ignore").median())
+
+
+# Dixon's Q, the gap below the shortest over the whole range, exceeds these by chance in one case of twenty: the 95th
+# percentiles of 400,000 simulated samples of so many normal values.
+_RANKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 80, 100)
+
+
+_Q = (0.941, 0.766, 0.641, 0.563, 0.508, 0.467, 0.411, 0.375, 0.330, 0.300, 0.280, 0.255, 0.224, 0.206, 0.195, 0.185)
+
+
+# Above a hundred ranks: so many standard deviations below the mean.
+SIGMAS = 3.0
+
+
+# Fewer collectives than this show nothing.
+ENOUGH = 3
+
+
+@across_ranks
+def short_collectives(
+    instances: Frame = needs(instances), window_steps: Maybe[Frame] = maybe(window_steps)
+) -> pd.DataFrame:
+    """Count for each rank in how many collectives its own was abnormally short: rank, short, counted, waited_ns.
+
+    `counted` are the collectives of which three ranks or more are here; waited_ns is by how much a rank's collectives
+    last longer than the shortest of the same, ns of a mean traced step. Raises NotMeasured where there are too few.
+    """
+    frame = instances[instances["wanted"] > 0]
+    frame = frame.assign(dur_ns=frame["end_ns"] - frame["start_ns"])
+    here = frame.groupby("instance")["dur_ns"].transform("size")
+    frame = frame[here >= _RANKS[0]].sort_values(["instance", "dur_ns"], kind="stable")
+    counted = frame["instance"].nunique()
+    if counted < ENOUGH:
+        raise NotMeasured(f"{counted} collectives of {_RANKS[0]} or more ranks are too few to tell by their lengths")
+    groups = frame.groupby("instance")["dur_ns"]
+    n, shortest, longest = groups.size(), groups.min(), groups.max()
+    apart = (groups.nth(1).to_numpy() - shortest) / (longest - shortest).clip(lower=1.0) > np.interp(n, _RANKS, _Q)
+    far = shortest < groups.mean() - SIGMAS * groups.std(ddof=0)
+    first = frame.groupby("instance")["rank"].first()
+    outliers = first[far.where(n > _RANKS[-1], apart)]
+    steps = window_steps.get().groupby("rank").size()
+    waited = (frame["dur_ns"] - groups.transform("min")).groupby(frame["rank"]).sum() / steps
+    short = outliers.value_counts().reindex(waited.index, fill_value=0)
+    return pd.DataFrame({"short": short, "counted": counted, "waited_ns": waited}).reset_index()
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """The rank that most collectives were abnormally short on, and what the others wait for it, ns a step."""
+
+    rank: int
+    table: pd.DataFrame  # as `short_collectives`
+    mean_ns: float  # that the others stay longer in their collectives
+    gain_ns: float  # of it, what is gone without this rank: they would still wait for the next
+
+
+@across_ranks
+def outlier(short_collectives: Frame = needs(short_collectives), breakdown: Frame = needs(breakdown)) -> Outlier:
+    """Return the late rank; raise NotMeasured where no rank has the majority of the collectives."""
+    short = short_collectives.set_index("rank")
+    late = int(str(short["short"].idxmax()))
+    if 2 * short["short"].max() <= short["counted"].iloc[0]:
+        raise NotMeasured("the collectives of those that are here last alike: if one is late, its trace is not here")
+    # What is hidden behind computation costs nothing, and is no waiting.
+    exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(short.index).fillna(0.0)
+    waited = short["waited_ns"].clip(upper=exposed_ns).drop(index=late)
+    return Outlier(late, short_collectives, float(waited.mean()), float(waited.min()))

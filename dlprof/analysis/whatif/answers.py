@@ -3,6 +3,12 @@
 A rank's own step is replayed (replays.py); where its loader was recorded, its batches are replayed beside that, so that
 a device twice as fast shows the loader that cannot keep up. Ranks are then settled as everywhere: the job is as fast as
 its slowest. What is not in the recording is said with each answer.
+
+One rank's traced steps replayed with other speeds: what travels of a rank for a what-if.
+
+Of a rank with a device, its steps are replayed with kernels, copies, the host and collectives as fast as asked. How
+much of a collective is waiting for other ranks is known only across ranks: so its length is replayed at several shares,
+and what lies between is interpolated. A rank without a device has no replay.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import transfers
@@ -27,6 +34,7 @@ from dlprof.analysis.engine import (
     Measured,
     MeasureFailed,
     Progress,
+    RankData,
     by_rank,
     maybe,
     measure,
@@ -38,13 +46,15 @@ from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time, saving, saving_input
 from dlprof.analysis.throughput.rates import throughput
+from dlprof.analysis.timeline import device, host
+from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.steps import mean_step_ns, step_series
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.analysis.whatif.asked import PERFECT, Asked
-from dlprof.analysis.whatif.replays import COLUMNS, replays
 from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
-from dlprof.result.throughput import Throughput
-from dlprof.result.whatif import Answer, Answers
+from dlprof.result.modules import Throughput
+from dlprof.result.scale import Answer, Answers
 
 # Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.
 _MOST_RANKS = 32
@@ -284,3 +294,47 @@ def _of_pipeline(known: Known, asked: Asked, unknown: list[str]) -> float:
         then = model.step_with(schedule=asked.schedule, microbatches=asked.microbatches, even=asked.stages)
         ratios.append(1 - (model.pipe.step_ns - then) * model.pipe.calls_a_step / known.mean_step_ns)
     return max(ratios, default=1.0)
+
+
+# Shares of the collectives' length that are left.
+LEFT = (0.0, 0.5, 1.0)
+
+
+COLUMNS = ("change", "fetch", "communication", "ratio")
+
+
+def replays(asked: Sequence[Asked], rank: RankData) -> pd.DataFrame:
+    """Return how long the rank's step is with each change, as a multiple of its step as it is.
+
+    Columns: change (its place in `asked`), fetch (1: with the wait for data as it is, 0: without), communication (the
+    share of the collectives' length that is left), ratio. No rows where the trace cannot be replayed.
+    """
+
+    def ratios(what_if: Maybe[WhatIf] = maybe(what_if), device_work: Maybe[Frame] = maybe(device_work)) -> pd.DataFrame:
+        steps = what_if.or_none()
+        if steps is None or steps.measured_ns <= 0:
+            return pd.DataFrame({c: pd.Series(dtype=float) for c in COLUMNS})
+        work = device_work.get().iloc[steps.replay.rows]
+        rows = []
+        for n, one in enumerate(asked):
+            for left in LEFT if one.network is not None else (1.0,):
+                durations = _durations(one, work, steps.replay.durations, left)
+                share = 1 / one.host if one.host else 1.0
+                rows += [(n, fetch, left, steps.ratio(durations, fetch=fetch, host=share)) for fetch in (0.0, 1.0)]
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    return rank.call(ratios)
+
+
+def _durations(asked: Asked, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
+    """Return how long each piece of the device's work takes; kernels keep the least that any kernel takes."""
+    then = now.astype(float)
+    if asked.device is not None:
+        least = np.minimum(now, device.LEAST_KERNEL_NS)
+        then = np.where(host.is_kind(work, "kernel"), least + (now - least) / asked.device, then)
+    if asked.copies is not None:
+        then = np.where(host.is_kind(work, "copy"), now / asked.copies, then)
+    if asked.network is not None:
+        then = np.where(host.is_kind(work, "communication"), now * left, then)
+    durations: NDArray[np.int64] = np.rint(then).astype(np.int64)
+    return durations

@@ -86,7 +86,7 @@ def scale(
     each size, which part of the step grows, and the step predicted for more ranks, with its interval. How good that is
     shows in the largest size, predicted from the others.
     """  # noqa: D301 - \b keeps these lines apart in click's help
-    from dlprof.trial.stopping import stopping
+    from dlprof.trial.running import stopping
 
     command = after_dashes(ctx)
     if gpus and procs:

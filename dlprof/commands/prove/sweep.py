@@ -63,9 +63,8 @@ def sweep(
     from dlprof.report.compare.sweep import summary
     from dlprof.result.sweep import to_json
     from dlprof.trial.job import Job
-    from dlprof.trial.stopping import stopping
-    from dlprof.trial.sweep.axes import axis, grid, placeholders, settings
-    from dlprof.trial.sweep.sweeping import Options, begun, swept
+    from dlprof.trial.running import stopping
+    from dlprof.trial.sweep.sweeping import Options, axis, begun, grid, placeholders, settings, swept
 
     words = after_dashes(ctx)
     if not words:

@@ -100,7 +100,7 @@ def try_run(
     from dlprof.commands.report import width, write_files
     from dlprof.report.tried_text import render
     from dlprof.result.tried import to_json
-    from dlprof.trial.stopping import stopping
+    from dlprof.trial.running import stopping
     from dlprof.trial.trying import prepared, tried
 
     trial = prepared(path, result, options, os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,3 +146,19 @@ def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str
     codes = np.zeros(len(texts), dtype=np.min_scalar_type(-len(chosen) - 1))
     codes[used] = [place[texts[i]] for i in used.tolist()]
     return pd.Categorical.from_codes(codes[of], categories=pd.Index(chosen))
+
+
+# What torch.autograd.profiler.emit_nvtx writes behind an operator's name.
+SAID = (", seq = ", ", op_id = ", ", sizes = ", ", input_op_ids = ")
+
+
+OPERATOR = re.compile("|".join(map(re.escape, SAID)))
+
+
+LONGEST = 2_000  # characters of a name
+
+
+def split(text: str) -> tuple[bool, str]:
+    """Return whether a text is an operator of PyTorch's, and its name."""
+    said = OPERATOR.search(text)
+    return said is not None, (text[: said.start()] if said else text)[:LONGEST]

@@ -2,6 +2,10 @@
 
 A profiler with a schedule writes a file a window and rank. Some jobs put each window into a folder
 (profiles/iteration_100/rank0.json), others all files into one.
+
+What a file is that no format knows, in a few words: so that a report says what it left, and not only that it did.
+
+Which ranks of a run folder are of one job: two jobs that were given one folder must not be averaged.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dlprof.errors import DlprofError
+from dlprof.read.formats import Head
 from dlprof.read.limits import most_unpacked
 from dlprof.read.opening import open_file
+from dlprof.units import listed
 
 _BLOCK = 1 << 20
 
@@ -101,3 +108,129 @@ def _in_order(windows: Sequence[Window]) -> list[Window]:
     if any(one.began_ns is None for one in windows):
         return list(windows)
     return sorted(windows, key=lambda one: one.began_ns or 0)
+
+
+# By the first bytes; the sizes and offsets are those of the formats' own documents.
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n", "a picture"),
+    (b"\xff\xd8\xff", "a picture"),
+    (b"GIF8", "a picture"),
+    (b"%PDF", "a PDF"),
+    (b"PK\x03\x04", "a zip file (torch.save writes checkpoints so; an archive is read where it is named itself)"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it with `7z x FILE`"),
+    (b"Rar!", "a rar archive: unpack it with `unrar x FILE`"),
+    (b"\x04\x22\x4d\x18", "packed with lz4: unpack it with `lz4 -d FILE`"),
+    (b"SQLite format 3\0", "an SQLite database without the tables of nsys"),
+    (b"\x80\x02", "a pickle"),
+    (b"\x80\x03", "a pickle"),
+    (b"\x80\x04", "a pickle"),
+    (b"\x80\x05", "a pickle"),
+    (b"\x7fELF", "a program"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"PAR1", "a Parquet file"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd: unpack it with `zstd -d FILE`"),
+)
+
+
+_TAR = (257, b"ustar")
+
+
+_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"<svg|<\?xml[^>]*>\s*<svg"), "a picture"),
+    (re.compile(r"\s*<(?:!doctype|html)", re.I), "a web page"),
+    (re.compile(r'(?s).*^(?:#!.*python|import |from \w[\w.]* import |def |"""|class )', re.M), "Python source"),
+    (re.compile(r"(?:[^,\n]*,){2,}[^,\n]*\n(?:[^,\n]*,){2,}"), "a table of no known columns"),
+)
+
+
+def described(head: Head) -> str:
+    """Return what a file without a known format seems to be."""
+    start = head.start
+    if not head.size:
+        return "empty"
+    if head.is_packed and not start:
+        return "damaged gzip data"
+    for magic, words in _MAGIC:
+        if start.startswith(magic):
+            return words
+    if start[_TAR[0] : _TAR[0] + len(_TAR[1])] == _TAR[1]:
+        return "a tar archive, which is read where it is named itself"
+    if head.opens in ("{", "["):
+        return "JSON of no known format"
+    if not head.is_text:
+        return "of no known format"
+    text = start.decode(errors="replace")
+    return next((words for shape, words in _SHAPES if shape.match(text)), "text of no known format")
+
+
+# Hosts' clocks may be so far apart: only a rank that began so long after another's end is of a later job.
+_CLOCKS_NS = 60_000_000_000
+
+
+@dataclass
+class _Job:
+    """What is known of the ranks that were taken for one job so far; None: nothing is."""
+
+    ranks: list[int] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)  # what launchers call it, by the name of the variable
+    size: int | None = None
+    ended_ns: int | None = None  # when the first of them did
+
+    def differs(self, facts: Mapping[str, Any]) -> str:
+        """Return what shows that a rank is of another job; "": nothing does."""
+        for name, value in self.named.items():
+            if _named(facts).get(name, value) != value:
+                return name
+        size, began = facts.get("world_size"), _began(facts)
+        if not facts.get("backend"):
+            return ""  # without a process group they may come and go as they like
+        if self.size and size and self.size != size:
+            return "the number of their ranks"
+        return "when they ran" if self.ended_ns and began - self.ended_ns > _CLOCKS_NS else ""
+
+    def add(self, rank: int, facts: Mapping[str, Any]) -> None:
+        """Take a rank for one of this job."""
+        self.ranks.append(rank)
+        self.named = {**_named(facts), **self.named}
+        if facts.get("backend"):
+            self.size = self.size or facts.get("world_size")
+            ended = facts.get("ended_ns")
+            self.ended_ns = min(filter(None, (self.ended_ns, ended)), default=None)
+
+
+def of_one_job(ranks: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
+    """Return which ranks, given their facts by number, are those of one job, and a warning where others are there too.
+
+    Of several jobs it is the one of most ranks, and of these the one that began last. Ranks are of two jobs where their
+    launchers say so; and those of process groups where these differ in size, or where one had ended before the other
+    began. What is not known of a rank, as of older recordings, tells nothing.
+    """
+    jobs: list[_Job] = []
+    reasons: dict[str, None] = {}
+    for rank, facts in sorted(ranks.items(), key=lambda item: (_began(item[1]), item[0])):
+        for job in jobs:
+            why = job.differs(facts)
+            if not why:
+                break
+            reasons[why] = None
+        else:
+            job = _Job()
+            jobs.append(job)
+        job.add(rank, facts)
+    if len(jobs) < 2:
+        return set(ranks), []
+    *others, read = sorted(jobs, key=lambda job: len(job.ranks))  # of those as large, the last to begin stays the last
+    left = [rank for job in others for rank in job.ranks]
+    return set(read.ranks), [
+        f"the folder holds ranks of {len(jobs)} jobs, which differ in {' and '.join(reasons)}: read are ranks"
+        f" {listed(read.ranks)}, left out are {listed(left)}"
+    ]
+
+
+def _named(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in (facts.get("launch") or {}).items() if value is not None}
+
+
+def _began(facts: Mapping[str, Any]) -> int:
+    return (facts.get("clock") or {}).get("unix_ns") or 0

@@ -2,12 +2,14 @@
 
 In these, what an event is stands in the name of its process, and not in a category. Marks of begin and end become one
 event.
+
+Makes the table "spans" of columns that name only what a format knows; all else is unknown.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read import limits
 from dlprof.read.kineto.events import NO_TIME, Scalar, nanoseconds
@@ -222,3 +226,23 @@ def fields(raw: bytes) -> dict[str, Any]:
     except NOT_JSON:
         return {}
     return said if isinstance(said, dict) else {}
+
+
+_UNKNOWN: Mapping[str, Any] = {"category": "", "int64": -1}
+
+
+def spans_of(columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> pd.DataFrame:
+    """Return the table, in order of start, the longer first, of at least lane, kind, name, start_ns and dur_ns."""
+    count = len(columns["start_ns"])
+    start = np.asarray(columns["start_ns"], dtype=np.int64)
+    order = np.lexsort((-np.asarray(columns["dur_ns"], dtype=np.int64), start))
+    made: dict[str, Any] = {}
+    for name, dtype in schema.SPANS.items():
+        values = columns.get(name)
+        if dtype == schema.CATEGORY:
+            texts = [""] * count if values is None else [str(value) for value in values]
+            made[name] = pd.Series(pd.Categorical([texts[i] for i in order.tolist()]))
+        else:
+            given = np.full(count, _UNKNOWN[dtype]) if values is None else np.asarray(values, dtype=np.int64)
+            made[name] = pd.Series(given[order])
+    return schema.check("spans", pd.DataFrame(made))

@@ -61,7 +61,7 @@ def read(path: Path, piece: str = "0") -> Reading:
 
     from dlprof import schema
     from dlprof.read.foreign import chrome
-    from dlprof.read.foreign.spans import spans_of
+    from dlprof.read.foreign.chrome import spans_of
 
     trace = chrome.read(path, _is_operation)
     base = trace.meta.get("start_time_since_epoch_in_micros")

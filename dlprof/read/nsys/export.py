@@ -2,21 +2,33 @@
 
 What differs between versions (columns, tables, names of tables of numbers) is looked up in the file. What the file
 lacks is told with the option of nsys that brings it.
+
+The NVTX ranges of a process: what people, frameworks, PyTorch's operators and NCCL name.
+
+What a process called, and what its devices did: whole columns of the tables that CUPTI fills.
+
+Which ranks an export holds: a rank is a process that works on a device, or, on a CPU, one that names ranges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.columnar import recurring
 from dlprof.read.columnar.database import MISSING, Database, open_database
-from dlprof.read.columnar.rows import Ranges, Rows, annotation_rows, spans_of
-from dlprof.read.nsys import activities, ranges
-from dlprof.read.nsys.processes import Process, processes_in
+from dlprof.read.columnar.rows import LONGEST, SAID, Ranges, Rows, annotation_rows, numbered, spans_of, split
+from dlprof.read.kineto.patterns import copy_of, kind_of
 from dlprof.read.sources import Reading
 
 # Times since 1970 in ns are larger than this; those since the start of a capture are smaller (31 years).
@@ -56,9 +68,9 @@ def read(path: Path, piece: str = "") -> Reading:
 
 
 def _read(database: Database, process: Process) -> Reading:
-    named = ranges.read(database, process.global_pid)
-    host = activities.calls(database, process.global_pid)
-    device = activities.device_rows(database, process.global_pid, process.device)
+    named = read_ranges(database, process.global_pid)
+    host = calls(database, process.global_pid)
+    device = device_rows(database, process.global_pid, process.device)
     facts, warnings = _facts(database, process), _lacking(database, named, host, device)
     every = [*device, host, annotation_rows(named)]
     base = _base(database, every)
@@ -154,3 +166,304 @@ def _complaints(database: Database) -> list[str]:
     rows = database.rows("DIAGNOSTIC_EVENT", [severity, text], most=1_000)
     told = dict.fromkeys(" ".join(str(line).split()) for level, line in rows if isinstance(level, int) and level >= 2)
     return [f"nsys said: {line}" for line in list(told)[:_MOST_COMPLAINTS]]
+
+
+TABLE = "NVTX_EVENTS"
+
+
+# Event types that are ranges, by their names in the file; the numbers are those of all versions seen (2022 to 2026).
+_RANGES = {"NvtxPushPopRange": 59, "NvtxStartEndRange": 60, "NvtxtPushPopRange": 70, "NvtxtStartEndRange": 71}
+
+
+class _Names(dict[tuple[bool, str], int]):
+    def __missing__(self, key: tuple[bool, str]) -> int:
+        self[key] = code = len(self)
+        return code
+
+
+def read_ranges(database: Database, process: int | None) -> Ranges:
+    """Return the ranges of a process; none where the export has no NVTX."""
+    condition = of_process(database, TABLE, process)
+    names = ["start", "end", "eventType", "textId", "globalTid"]
+    held = database.integers(TABLE, names, *condition)
+    count = len(held["start"])
+    known, codes = _Names(), np.full(count, -1, dtype=np.int64)
+    texts = database.columns(TABLE).get("text")
+    if texts is not None:
+        # SQLite cuts off what torch says of each call: those names are all different, and the operators' are few.
+        place = [f"ifnull(nullif(instr(\"{texts}\", '{said}'), 0), {LONGEST})" for said in SAID]
+        cut = f"min({', '.join(place)})"
+        what = [f'substr("{texts}", 1, {cut} - 1)', f"{cut} < {LONGEST}"]
+        for row, (text, is_operator) in enumerate(database.rows(TABLE, what, *condition)):
+            if text is not None and row < count:
+                codes[row] = known[bool(is_operator), str(text)]
+    of_text = held["textId"]
+    referred = np.flatnonzero((codes < 0) & (of_text != MISSING))
+    wanted = np.unique(of_text[referred])
+    registered = database.texts("StringIds", "id", "value", wanted.tolist())
+    place_of = np.array([known[split(registered[i])] if i in registered else -1 for i in wanted.tolist()], np.int64)
+    if len(referred):
+        codes[referred] = place_of[np.searchsorted(wanted, of_text[referred])]
+    is_range = np.isin(held["eventType"], _range_types(database)) & (codes >= 0) & (held["start"] != MISSING)
+    ended = (held["end"] != MISSING) & (held["end"] >= held["start"])
+    keep = np.flatnonzero(is_range & ended)
+    keep = keep[np.lexsort((-held["end"][keep], held["start"][keep]))]
+    return Ranges(
+        names=[text for _, text in known],
+        operator=[is_operator for is_operator, _ in known],
+        name=codes[keep],
+        start=held["start"][keep],
+        end=held["end"][keep],
+        thread=np.where(held["globalTid"] == MISSING, 0, held["globalTid"] % THREADS)[keep],
+        open=int((is_range & ~ended).sum()),
+    )
+
+
+def _range_types(database: Database) -> list[int]:
+    """Return the numbers of the event types that are ranges, as the file itself has them."""
+    told = {name: number for number, name in database.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items()}
+    return [told.get(name, number) for name, number in _RANGES.items()]
+
+
+KERNELS, GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+
+
+COPIES, SETS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
+
+
+SYNCS, CALLS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "CUPTI_ACTIVITY_KIND_RUNTIME"
+
+
+_COMMON = ["start", "end", "deviceId", "streamId", "correlationId"]
+
+
+# CUPTI's numbers (cupti_activity.h), for files without tables of them: copies by direction, memory, synchronisations.
+_DIRECTIONS = {1: "HTOD", 2: "DTOH", 8: "DTOD", 9: "HTOH", 10: "PTOP", 11: "UVM_HTOD", 12: "UVM_DTOH", 13: "UVM_DTOD"}
+
+
+_MEMORY = {0: "PAGEABLE", 1: "PINNED", 2: "DEVICE", 3: "ARRAY", 4: "MANAGED", 5: "DEVICE_STATIC", 6: "MANAGED_STATIC"}
+
+
+# As PyTorch's profiler names them.
+_SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}
+
+
+_NO_STREAM = 2**32 - 1
+
+
+_DIRECTION = re.compile(r"([HDAP])TO([HDAP])$")
+
+
+# cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000: the version of the call's interface.
+_VERSION = re.compile(r"(?:_ptsz|_ptds)?(?:_v\d+)?(?:_ptsz|_ptds)?$")
+
+
+def device_rows(database: Database, process: int | None, device: int) -> list[Rows]:
+    """Return the kernels, graphs, copies, sets and synchronisations of a process that works on that device."""
+    work = [read(database, process) for read in (_kernels, _graphs, _copies, _sets)]
+    return [*work, _syncs(database, process, max(device, 0))]
+
+
+def calls(database: Database, process: int | None) -> Rows:
+    """Return the calls of CUDA's runtime and driver."""
+    held = database.integers(
+        CALLS, ["start", "end", "globalTid", "correlationId", "nameId"], *of_process(database, CALLS, process)
+    )
+    texts = {i: _VERSION.sub("", text) for i, text in _strings(database, held["nameId"]).items()}
+    names, name = numbered(held["nameId"], texts, "unnamed call")
+    thread = np.where(held["globalTid"] == MISSING, 0, held["globalTid"] % THREADS)
+    host = np.full(len(name), -1, dtype=np.int64)
+    return Rows(
+        names, ["runtime"] * len(names), name, held["start"], held["end"], host, thread, _launch(held["correlationId"])
+    )
+
+
+def _kernels(database: Database, process: int | None) -> Rows:
+    named = "demangledName|shortName|mangledName|nameId|name"
+    held = database.integers(KERNELS, [*_COMMON, named], *of_process(database, KERNELS, process))
+    names, name = numbered(held[named], _strings(database, held[named]), "unnamed kernel")
+    kinds = [(kind_of("kernel", one) or ("device", "kernel"))[1] for one in names]
+    return _on_device(held, names, kinds, name)
+
+
+def _graphs(database: Database, process: int | None) -> Rows:
+    held = database.integers(GRAPHS, [*_COMMON, "graphId"], *of_process(database, GRAPHS, process))
+    ids, name = np.unique(held["graphId"], return_inverse=True)
+    names = [f"CUDA graph {i}" for i in ids.tolist()]
+    return _on_device(held, names, ["kernel"] * len(names), name)
+
+
+def _copies(database: Database, process: int | None) -> Rows:
+    more = ["bytes", "copyKind", "srcKind", "dstKind"]
+    held = database.integers(COPIES, [*_COMMON, *more], *of_process(database, COPIES, process))
+    directions = _enum(database, "ENUM_CUDA_MEMCPY_OPER", _DIRECTIONS)
+    memories = _enum(database, "ENUM_CUDA_MEM_KIND", _MEMORY)
+    what, name = np.unique(np.column_stack([held[k] for k in more[1:]]), axis=0, return_inverse=True)
+    names = [
+        _copy_name(directions.get(way, ""), memories.get(source, ""), memories.get(target, ""))
+        for way, source, target in what.tolist()
+    ]
+    rows = _on_device(held, names, ["copy"] * len(names), name.reshape(-1), held["bytes"])
+    rows.directions.extend(copy_of(one) for one in names)
+    return rows
+
+
+def _sets(database: Database, process: int | None) -> Rows:
+    held = database.integers(SETS, [*_COMMON, "bytes"], *of_process(database, SETS, process))
+    return _on_device(held, ["Memset (Device)"], ["set"], np.zeros(len(held["start"]), dtype=np.int64), held["bytes"])
+
+
+def _syncs(database: Database, process: int | None, device: int) -> Rows:
+    held = database.integers(SYNCS, [*_COMMON, "syncType"], *of_process(database, SYNCS, process))
+    types, name = np.unique(held["syncType"], return_inverse=True)
+    names = [_SYNC_NAMES.get(i, "Sync") for i in types.tolist()]
+    # nsys 2026 writes device 0 for all of them, and the stream −1 as a number of 32 bits.
+    held["deviceId"] = np.full(len(name), device, dtype=np.int64)
+    held["streamId"] = np.where(held["streamId"] == _NO_STREAM, -1, held["streamId"])
+    return _on_device(held, names, ["sync"] * len(names), name)
+
+
+def _on_device(
+    held: Mapping[str, NDArray[np.int64]],
+    names: list[str],
+    kinds: list[str],
+    name: NDArray[np.int64],
+    size: NDArray[np.int64] | None = None,
+) -> Rows:
+    device, stream = (np.where(held[key] == MISSING, 0, held[key]) for key in ("deviceId", "streamId"))
+    nothing = np.full(len(name), -1, dtype=np.int64)
+    size = nothing if size is None else np.where(size >= 0, size, -1)
+    launch = _launch(held["correlationId"])
+    return Rows(names, kinds, name, held["start"], held["end"], np.maximum(device, 0), stream, launch, size)
+
+
+def _launch(correlation: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.where(correlation > 0, correlation, -1)
+
+
+def _strings(database: Database, ids: NDArray[np.int64]) -> dict[int, str]:
+    return database.texts("StringIds", "id", "value", np.unique(ids).tolist())
+
+
+def _enum(database: Database, table: str, known: Mapping[int, str]) -> Mapping[int, str]:
+    """Return what the file calls the numbers of a kind, without their common beginning, or else what CUPTI does."""
+    told = database.texts(table, "id", "name")
+    return {**known, **{i: re.sub(r"^CUDA_MEM(?:CPY|OPR_MEMORY)_KIND_", "", name) for i, name in told.items()}}
+
+
+def _copy_name(way: str, source: str, target: str) -> str:
+    """Return the name that PyTorch's profiler gives a copy: Memcpy HtoD (Pinned -> Device)."""
+    found = _DIRECTION.search(way)
+    if not found:
+        return "Memcpy"
+    # Arrays lie on the device.
+    ends = [end.replace("A", "D") for end in found.groups()]
+    kinds = f" ({source.title()} -> {target.title()})" if source and target else ""
+    return f"Memcpy {'to'.join(ends)}{kinds}"
+
+
+# The last 24 bits of a serialized thread id are the thread's, what stands before the process's.
+THREADS = 1 << 24
+
+
+# Where an export keeps what ran on a device, and on the host, the surest first.
+DEVICE = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUPTI_ACTIVITY_KIND_MEMCPY")
+
+
+HOST = ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME", "OSRT_API")
+
+
+# Of several processes without a device, those with less than this part of what the busiest one names are its helpers.
+_HELPER = 0.1
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of an export: its serialized id (None: the version keeps none), and the device that it works on."""
+
+    global_pid: int | None
+    device: int  # -1: none
+
+    @property
+    def pid(self) -> int | None:
+        """Its number on its host."""
+        return None if self.global_pid is None else self.global_pid // THREADS % THREADS
+
+    @property
+    def key(self) -> str:
+        """The name of its part of the file; "" for all of the file."""
+        return "" if self.global_pid is None else str(self.global_pid)
+
+
+def _is_export(database: Database) -> bool:
+    return "StringIds" in database.tables and any(table in database.tables for table in (*DEVICE, *HOST))
+
+
+def processes_of(path: Path) -> list[Process]:
+    """Return the ranks of an export, in the order of their devices; raise DlprofError where it is none."""
+    with open_database(path) as database:
+        found = processes_in(database)
+    if not found:
+        raise DlprofError(f"{path}: a SQLite file, but no export of Nsight Systems")
+    return found
+
+
+def piece_of(path: Path, pid: int) -> str:
+    """Return the piece of an export that is of the process with that number; "" where it holds none."""
+    with contextlib.suppress(DlprofError):
+        return next((one.key for one in processes_of(path) if one.pid == pid), "")
+    return ""
+
+
+def processes_in(database: Database) -> list[Process]:
+    """Return the ranks of an export; none where it is none. Of a process's devices, the one with most work counts."""
+    if not _is_export(database):
+        return []
+    return _with_device(database) or _without(database) or [Process(None, -1)]
+
+
+def _with_device(database: Database) -> list[Process]:
+    took: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for table in DEVICE:
+        process, device = (database.integer(table, name) for name in ("globalPid", "deviceId"))
+        what = [process, device, f"total({database.integer(table, 'end')} - {database.integer(table, 'start')}) + 1"]
+        for pid, number, ns in database.rows(table, what, f"GROUP BY {process}, {device}", most=100_000):
+            took[pid][number] += ns
+        if took:
+            break
+    # No rank of a job works on no device and a wrong one only: nvidia-smi and the like launch nothing.
+    made = [
+        Process(None if pid == MISSING else pid, max(of.items(), key=lambda one: one[1])[0]) for pid, of in took.items()
+    ]
+    return sorted(made, key=lambda one: (one.device, one.global_pid or 0))
+
+
+def _without(database: Database) -> list[Process]:
+    for table in HOST:
+        thread = database.integer(table, "globalTid")
+        if "globaltid" not in database.columns(table):
+            continue
+        # A domain that a library makes names nothing.
+        ends = 'WHERE "end" IS NOT NULL' if "end" in database.columns(table) else ""
+        group = f"{ends} GROUP BY {thread} & ~{THREADS - 1}"
+        counts = {
+            pid: count
+            for pid, count in database.rows(table, [f"{thread} & ~{THREADS - 1}", "count(*)"], group, most=100_000)
+            if pid > 0
+        }
+        if counts:
+            least = _HELPER * max(counts.values()) if table == "NVTX_EVENTS" else max(counts.values())
+            return [Process(pid, -1) for pid, count in sorted(counts.items()) if count >= least]
+    return []
+
+
+def of_process(database: Database, table: str, process: int | None) -> tuple[str, tuple[int, ...]]:
+    """Return the condition for the rows of a process by its serialized id, and its arguments."""
+    held = database.columns(table)
+    if process is None:
+        return "", ()
+    if "globalpid" in held:
+        return f'WHERE "{held["globalpid"]}" = ?', (process,)
+    if "globaltid" in held:
+        return f'WHERE ("{held["globaltid"]}" & ~{THREADS - 1}) = ?', (process,)
+    return "", ()

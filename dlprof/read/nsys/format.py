@@ -11,7 +11,7 @@ from pathlib import Path
 from dlprof import nsys
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, Head, Part
-from dlprof.read.nsys.processes import processes_of
+from dlprof.read.nsys.export import processes_of
 from dlprof.read.sources import Reading
 
 # What a file begins with (".nsys-rep", ".qdrep" before 2021).

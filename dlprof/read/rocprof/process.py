@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.read.columnar import recurring
-from dlprof.read.columnar.rows import Ranges, Rows, annotation_rows, spans_of
+from dlprof.read.columnar.rows import Ranges, Rows, annotation_rows, spans_of, split
 from dlprof.read.kineto.patterns import kind_of
-from dlprof.read.nsys.ranges import split
 from dlprof.read.sources import Reading
 
 _MARKS = "torch.cuda.nvtx.range_push(f'step {n}') and rocprofv3 --marker-trace mark them"

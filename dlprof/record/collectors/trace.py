@@ -1,4 +1,10 @@
-"""The trace window: torch's own profiler over a few steps, and out of its way where the script profiles."""
+"""The trace window: torch's own profiler over a few steps, and out of its way where the script profiles.
+
+Names the module whose parameters an exchange of FSDP's first version moves, while the profiler records.
+
+Its own ranges do not say whose they are, and it gathers parameters ahead, while another module runs. A range is
+"dlprof::all_gather nn.Module: PATH (Class)", or "dlprof::reduce …" of gradients. FSDP2's own ranges name the module.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import functools
 import json
 import os
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -19,10 +26,10 @@ from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record.calls.attribution import passing
-from dlprof.record.calls.sharded import name_exchanges
-from dlprof.record.captured import unseen_range
+from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.device.profiler import Kineto
-from dlprof.record.hooks import Patch, put
+from dlprof.record.hooks import Patch, hidden, put
+from dlprof.record.model.ranges import Ranges
 from dlprof.record.model.tree import rows_of
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
@@ -424,3 +431,44 @@ def _export(profiler: Any, path: Path) -> None:
         for left in (unfinished, theirs):
             left.unlink(missing_ok=True)
         raise
+
+
+# By module of torch's, class there ("": none) and function: what its range is called, and which argument says whose
+# parameters it moves. None of these is in PyTorch's documentation; without them the ranges are not there.
+_MOVING = {
+    # With the views of what was gathered, whose functions are the module's as well.
+    ("_flat_param", "FlatParamHandle", "unshard"): ("all_gather", 0),
+    ("_runtime_utils", "", "_reduce_grad"): ("reduce", 1),
+    ("_runtime_utils", "", "_reduce_grad_no_shard"): ("reduce", 1),
+}
+
+
+def name_exchanges(ranges: Ranges) -> list[Patch]:
+    """Open a range around each exchange until the patches are undone; none where the script does not use this FSDP."""
+    patches = []
+    for (module, kind, name), (moves, place) in _MOVING.items():
+        owner: Any = sys.modules.get(f"torch.distributed.fsdp.{module}")
+        owner = getattr(owner, kind, None) if kind else owner
+        original = vars(owner).get(name) if owner is not None else None
+        if original is not None:
+            patches.append(put(owner, name, _named(original, ranges, moves, place)))
+    return patches
+
+
+def _named(original: Callable[..., Any], ranges: Ranges, moves: str, place: int) -> Any:
+    is_compiling, is_captured = sys.modules["torch"].compiler.is_compiling, capture_test()
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        opened = None
+        if not is_compiling() and len(args) > place and not is_captured():
+            module = getattr(args[place], "_fully_sharded_module", None)
+            opened = None if module is None else ranges.open_exchange(module, moves)
+        try:
+            with passing:
+                return original(*args, **kwargs)
+        finally:
+            if opened is not None:
+                opened.__exit__(None, None, None)
+
+    return hidden(call)

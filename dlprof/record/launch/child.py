@@ -1,4 +1,15 @@
-"""Runs the user's command as a child in the same process group, on the same terminal, with what it would inherit."""
+"""Runs the user's command as a child in the same process group, on the same terminal, with what it would inherit.
+
+Says which processes of a command still run some seconds after it was told to end; a shell waits for it as well.
+
+A parent that waits for its children, as multiprocessing's does at its end, outlives a Ctrl-C that reached it alone; and
+a child that is blocked in C never gets as far as Python's handler.
+
+Notices that this process was suspended without a signal, as `docker pause` and schedulers freeze a control group.
+
+A thread sleeps, and is woken far too late, though it has not waited for a core: for that time it could not run. A
+virtual machine that stood still shows as well, and a busy host does not.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.plain import tell
-from dlprof.record.launch.lingering import Lingering
-from dlprof.record.launch.process import tied
+from dlprof.record.device.kernel_counters import KernelCounters
+from dlprof.record.launch.process import family, running, tied
 from dlprof.record.launch.signals import PASSED_ON, Witness, pass_on
-from dlprof.record.launch.suspension import Suspensions
 
 # A suspension that both a signal and the clock have shown counts once, by its signal.
 _TOGETHER_NS = 1_000_000_000
@@ -106,3 +116,77 @@ def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any)
 
     # Inherited descriptors (a shell's <(...) or 3<file) are the command's own: keep them.
     return subprocess.Popen(command, env=dict(env), close_fds=False, preexec_fn=before_exec)
+
+
+# As long as a script may take to save a checkpoint before it ends.
+_PATIENCE_S = 15.0
+
+
+_MOST_NAMED = 8
+
+
+class Lingering:
+    """Watches one command from the first signal that tells it to end."""
+
+    def __init__(self, pid: int, patience_s: float = _PATIENCE_S) -> None:
+        self._pid, self._patience_s = pid, patience_s
+        self._timer: threading.Timer | None = None
+
+    def told_to_end(self) -> None:
+        """Start the clock, unless it runs."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._patience_s, self._say)
+            self._timer.daemon = True
+            with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+                self._timer.start()
+
+    def ended(self) -> None:
+        """Say nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _say(self) -> None:
+        processes = family([self._pid], running())
+        named = ", ".join(map(str, processes[:_MOST_NAMED]))
+        more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
+        tell(
+            f"the command was told to end {self._patience_s:.0f} s ago and still runs"
+            f" (processes {named}{more}); dlprof waits for it and ends nothing: a second Ctrl-C, or kill, does"
+        )
+
+
+# A suspension that is longer than both together is seen.
+_EVERY_S = 2.0
+
+
+_LATE_S = 1.5
+
+
+class Suspensions:
+    """Watches this process from its start() to its end()."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dlprof suspensions", daemon=True)
+        self._resumed: list[int] = []
+
+    def start(self) -> None:
+        """Begin; where no thread more is allowed, nothing will be seen."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.start()
+
+    def end(self) -> list[int]:
+        """Return when this process went on again after each suspension, Unix ns."""
+        self._over.set()
+        return self._resumed
+
+    def _watch(self) -> None:
+        counters = KernelCounters(whole_process=False)  # of this thread: among them how long it waited for a core
+        due, waited_ns = time.monotonic() + _EVERY_S, counters.cores()[1]
+        # −1: this kernel does not say it.
+        while waited_ns >= 0 and not self._over.wait(due - time.monotonic()):
+            late, before_ns = time.monotonic() - due, waited_ns
+            due, waited_ns = time.monotonic() + _EVERY_S, counters.cores()[1]
+            if late > _LATE_S and waited_ns - before_ns < late / 2 * 1e9:
+                self._resumed.append(time.time_ns())
+        counters.close()

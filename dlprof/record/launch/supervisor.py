@@ -2,32 +2,37 @@
 
 This process waits beside the command. Where DLPROF_SAMPLE asks for it, it also starts one that samples what the host
 and its GPUs do (samplers/). Linux only.
+
+Says of a command that has ended why nothing was recorded of it, and which of its ranks still run.
+
+Says of a job that has ended what its overrides (`--set`) did, and which never took effect in any rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from dlprof import run_folder
+from dlprof import overrides, run_folder
 from dlprof.errors import DlprofError
+from dlprof.overrides import Outcome
 from dlprof.plain import words_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
-from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.signals import deaf
-from dlprof.record.launch.unapplied import unapplied
+from dlprof.record.ranks import words_here
 
 # How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their
 # start than this they have measured nothing, and are not waited for.
@@ -196,3 +201,93 @@ class Samplers:
         if self._process is not None:
             wait_or_kill(self._process, _SAMPLERS_END_S)
         return [self._failed] if self._failed else []
+
+
+# How long ranks may take to end after the command, as those of a launcher that was signalled together with them.
+_LEAVING_S = 1.0
+
+
+_MOST_NAMED = 16
+
+
+_NOT_REACHED = "(python -I, -E, -S, a cleaned environment, or no Python)"
+
+
+def missing(run: RunFolder) -> list[str]:
+    """Say, in at most one line, why nothing was recorded."""
+    if any((rank / "facts.json").exists() for rank in run.ranks) or run_folder.recorded(run.path):
+        return []
+    if run.ranks:
+        return ["no report is possible: no rank could write its facts.json"]
+    hellos = _hellos(run.hosts)
+    last = {line.partition(",")[0]: line for line in hellos}  # by process
+    if not hellos:
+        why = f"the hook was never reached {_NOT_REACHED}"
+    # A process that had been here before; a fork's child that becomes another program has not.
+    elif any('"exec": true' in last[line.partition(",")[0]] for line in hellos if '"python": ' in line):
+        why = f"the command replaced itself (os.exec) by a program that the hook did not reach {_NOT_REACHED}"
+    elif not any('"torch": true' in line for line in hellos):
+        why = "the command never imported torch"
+    else:
+        why = "torch was imported, but no backward(), no optimizer step and no lasting inference was seen"
+    return [f"nothing was recorded: {why}"]
+
+
+def _hellos(hosts: Iterable[Path]) -> list[str]:
+    """Return what the interpreters of hosts have said as they started, line by line."""
+    files = (host / "hello.jsonl" for host in hosts)
+    return [line for file in files if file.is_file() for line in file.read_text(errors="replace").splitlines()]
+
+
+def left(folder: Path) -> list[str]:
+    """Say, in at most one line, which ranks run on after the command: a launcher that dies may leave its own."""
+    until = time.monotonic() + _LEAVING_S
+    while (ranks := _running(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    if not ranks:
+        return []
+    named = ", ".join(f"rank {rank} (process {pid})" for rank, pid in ranks[:_MOST_NAMED])
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return [
+        f"the command has ended and left some of its job running: {named}{more}; dlprof ends nothing,"
+        " and what is recorded from now on is in a report made later"
+    ]
+
+
+def _running(folder: Path) -> list[tuple[int, int]]:
+    """List rank and process of what still runs of this supervisor's command, and has trained.
+
+    By what each has said of itself: its environment is gone where a title was written over it (setproctitle).
+    """
+    return sorted((w.rank, w.pid) for w in words_here(folder) if w.supervisor == str(os.getpid()) and w.runs)
+
+
+def outcomes(folder: Path, asked: Iterable[str]) -> dict[str, Outcome]:
+    """Return what each override did in the ranks of a run folder, by name; a rank that left no file did nothing."""
+    reports = []
+    for path in run_folder.of_ranks(run_folder.in_ranks(folder), "overrides.json"):
+        try:
+            reports.append(json.loads(path.read_text()))
+        except (OSError, ValueError, RecursionError):  # noqa: PERF203 - of a rank that was killed, or a disk that is full
+            continue
+    found = overrides.outcomes(asked, reports)
+    return {name: found[name] for name in asked}
+
+
+def applied(folder: Path, asked: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of the overrides, by name and value, that applied everywhere: what it changed, where."""
+    found = outcomes(folder, asked).items() if asked else ()
+    return [f"{name} {overrides.described(asked[name], one)}" for name, one in found if one.applied and not one.error]
+
+
+def unapplied(folder: Path, asked: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of the overrides, by name and value, that did not apply, with the reason where known."""
+    lines = []
+    for name, outcome in outcomes(folder, asked).items():
+        said = f"--set {name}={asked[name]}"
+        why = f": {outcome.error}" if outcome.error else ""
+        if not outcome.applied:
+            lines.append(f"{said} never applied{why}")
+        elif outcome.error:
+            lines.append(f"{said} did not apply everywhere{why}")
+    return lines

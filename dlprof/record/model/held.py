@@ -21,9 +21,8 @@ from typing import Any
 from dlprof import files
 from dlprof.record.captured import unseen
 from dlprof.record.hooks import hide
-from dlprof.record.model import saved, storages
-from dlprof.record.model.state import count_idle, models_of, state_of
-from dlprof.record.model.storages import Key, Storages
+from dlprof.record.model import saved, state
+from dlprof.record.model.state import Key, Storages, count_idle, models_of, state_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FETCH, Step
 
@@ -223,14 +222,14 @@ class _Look:
         self.error = self.error or error
 
     def _see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in storages.tensors_in((args, kwargs)):
+        for tensor in state.tensors_in((args, kwargs)):
             if tensor.requires_grad or len(self._inputs) >= _MOST_INPUTS:
                 continue
-            for one in storages.plain(tensor):
-                known = storages.of(one)
+            for one in state.plain(tensor):
+                known = state.of(one)
                 if known is not None and known[0] not in self._known:
                     self._inputs.add(known[0])
-                    self._batch[known[0]] = (known[1], str(one.device), storages.dtype_of(one))
+                    self._batch[known[0]] = (known[1], str(one.device), state.dtype_of(one))
 
     def _see_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._graphs += 1
@@ -333,8 +332,8 @@ class _Look:
         rows: dict[tuple[Any, ...], list[int]] = {}
         if self._why:
             return rows
-        names: dict[int, storages.Owner] = {}
-        parameters: dict[int, storages.Owner] = {}
+        names: dict[int, state.Owner] = {}
+        parameters: dict[int, state.Owner] = {}
         for model in self._models:
             names = {**model.names, **names}
             parameters = {**model.parameters, **parameters}

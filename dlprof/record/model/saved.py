@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlprof.record.model import storages
-from dlprof.record.model.storages import Key
+from dlprof.record.model import state
+from dlprof.record.model.state import Key
 
 # A graph of more nodes, as an unrolled simulation has, would hold up its step for seconds.
 _MOST_NODES = 100_000
@@ -146,7 +146,7 @@ def _look(node: Any, graph: Graph) -> None:
             _take(one, number, graph)
     own = getattr(node, "__dict__", None)  # what a Function of Python keeps on its context
     if own:
-        for tensor in storages.tensors_in(own):
+        for tensor in state.tensors_in(own):
             _keep(tensor, number, graph)
     if kind.__name__ == "CheckpointFunctionBackward":
         graph.recomputed += 1
@@ -162,7 +162,7 @@ def _take(saved: Any, number: int, graph: Graph) -> None:
         graph.recomputed += 1
         _look_at_checkpoint(hook, number, graph)
         return
-    for tensor in storages.tensors_in(packed):
+    for tensor in state.tensors_in(packed):
         _keep(tensor, number, graph)
 
 
@@ -181,7 +181,7 @@ def _look_at_checkpoint(hook: Any, number: int, graph: Graph) -> None:
     for results in (getattr(spared, "storage", None) or {}).values():
         for result in results.values() if isinstance(results, dict) else results:
             for one in result if isinstance(result, (tuple, list)) else (result,):
-                for tensor in storages.tensors_in(getattr(one, "val", None)):
+                for tensor in state.tensors_in(getattr(one, "val", None)):
                     _keep(tensor, number, graph)
 
 
@@ -198,15 +198,15 @@ def _enclosed(function: Any, kind: str) -> Any:
 
 
 def _keep(tensor: Any, number: int, graph: Graph) -> None:
-    for one in storages.plain(tensor):
-        known = storages.of(one)
+    for one in state.plain(tensor):
+        known = state.of(one)
         if known is None:
             continue
         key, size = known
         before = graph.kept.get(key)
         if before is None or number < before.number:
             cast_of = _copied_parameter(one) if before is None else before.cast_of
-            graph.kept[key] = Kept(number, size, str(one.device), storages.dtype_of(one), cast_of)
+            graph.kept[key] = Kept(number, size, str(one.device), state.dtype_of(one), cast_of)
 
 
 def _copied_parameter(tensor: Any) -> int:

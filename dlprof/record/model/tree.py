@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dlprof.record.model.functions import PARTS
-from dlprof.record.model.names import modules_of, named, names_of_all, parameters_of
+from dlprof.record.model.names import PARTS, modules_of, named, names_of_all, parameters_of
 
 # Modules beyond this number are left out.
 _MOST = 50_000

@@ -1,15 +1,23 @@
-"""Writes the batch script of a job that is recorded: one task a rank, or one torchrun a node."""
+"""Writes the batch script of a job that is recorded: one task a rank, or one torchrun a node.
+
+What puts the ranks of a job into a container, Apptainer's or that of pyxis, with the run folder and the recorder.
+
+Hands a batch script to SLURM, and asks it what its nodes have.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Sequence
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dlprof.record.slurm.containers import Container
+from dlprof.errors import DlprofError
 
 Launcher = Literal["srun", "torchrun"]
 
@@ -125,3 +133,107 @@ def name_of(words: Sequence[str]) -> str:
     script = next((word for word in words if word.endswith(".py")), None)
     stem = Path(script).stem if script else words[1] if words[0] == "-m" else Path(words[0]).name
     return re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII) or "job"
+
+
+Runtime = Literal["apptainer", "pyxis"]
+
+
+# The recorder is found by its place, and inside a container it has the same one.
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image and what runs it.
+
+    Apptainer starts a command: dlprof stays outside, where all that it needs is installed, and its package is bound
+    into the container, where the recorder needs Python and torch alone. pyxis is srun's own: it puts all of a task into
+    the container, dlprof too, and the image must have it.
+    """
+
+    image: str
+    runtime: Runtime
+
+    @property
+    def holds_dlprof(self) -> bool:
+        """Whether dlprof itself runs inside."""
+        return self.runtime == "pyxis"
+
+    def of_srun(self, places: Iterable[Path]) -> list[str]:
+        """Return the options of srun; `places`: what is there inside as outside, the first as working directory."""
+        if self.runtime != "pyxis":
+            return []
+        first, *rest = places
+        mounts = ",".join(f"{place}:{place}" for place in _outermost([first, *rest]))
+        return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={first}"]
+
+    def of_command(self, places: Iterable[Path], gpus: bool) -> list[str]:
+        """Return the words before the command that trains."""
+        if self.runtime != "apptainer":
+            return []
+        first, *rest = places
+        binds = [word for place in _outermost([first, *rest, PACKAGE]) for word in ("--bind", str(place))]
+        return ["apptainer", "exec", *(["--nv"] if gpus else []), *binds, "--pwd", str(first), self.image]
+
+
+def _outermost(places: Sequence[Path]) -> list[Path]:
+    """Return these folders without those that are in another of them, each once."""
+    kept = list[Path]()
+    for place in places:
+        if not any(place.is_relative_to(other) for other in kept):
+            kept = [other for other in kept if not other.is_relative_to(place)] + [place]
+    return kept
+
+
+# sbatch itself asks a controller that does not answer again and again, for minutes.
+_PATIENCE_S = 180
+
+
+_ANSWER_S = 5
+
+
+def submit(script: str, file: Path | None = None) -> str:
+    """Submit a batch script, from its file where it is in one; return the number of the job.
+
+    The job's environment is this one's without what a recording has put there. Raises DlprofError where there is no
+    sbatch, or it does not take the job.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise DlprofError("sbatch is not on the PATH, nothing is submitted; without --submit the script is written")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
+    command = [sbatch, "--parsable", *([str(file)] if file else [])]
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            input=None if file else script,
+            stdin=subprocess.DEVNULL if file else None,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise DlprofError(f"sbatch has not answered for {_PATIENCE_S} s: the scheduler cannot be reached") from None
+    number = done.stdout.strip().partition(";")[0]
+    if done.returncode or not number.isdigit():
+        # sbatch: error: what is wrong.
+        lines = [line.split(": ", 2)[-1].rstrip(".") for line in done.stderr.splitlines()]
+        said = "; ".join(lines) or "it gives no reason"
+        raise DlprofError(f"sbatch did not take the job: {said}")
+    return number
+
+
+def cores_of_nodes(partition: str | None) -> int | None:
+    """Return the CPUs of the largest node of a partition, or of all; None: there is no SLURM here, or no answer."""
+    sinfo = shutil.which("sinfo")
+    if sinfo is None:
+        return None
+    command = [sinfo, "--noheader", "--Node", "--format", "%c", *([f"--partition={partition}"] if partition else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return max((int(word) for word in done.stdout.split() if word.isdigit()), default=None)

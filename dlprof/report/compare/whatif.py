@@ -8,8 +8,8 @@ from dlprof.plain import plain
 from dlprof.report import formatting
 from dlprof.report.compare.summary import Summary
 from dlprof.result import Panel
+from dlprof.result.scale import Answer, Answers
 from dlprof.result.stored import plain as data_of
-from dlprof.result.whatif import Answer, Answers
 from dlprof.units import digits
 
 FORMAT = 1

@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.chains.calls import calls
-from dlprof.analysis.chains.work import Chain, gains, replaced
+from dlprof.analysis.chains.calls import Chain, calls, gains, replaced
 from dlprof.analysis.engine import Maybe, RankData
 from dlprof.read.run import open_run
 from tests.fixtures import operators

@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.communication.exchange_advice import fewer_collectives
-from dlprof.analysis.communication.exchange_plans import exchange_plans
+from dlprof.analysis.communication.exchange_plans import exchange_plans, fewer_collectives
 from dlprof.result import Setting
 from tests.fixtures import runs, traces
 

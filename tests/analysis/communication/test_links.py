@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.communication.links import links, slowing_settings
+from dlprof.analysis.communication.bandwidth import links, slowing_settings
 from dlprof.analysis.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.result import Setting

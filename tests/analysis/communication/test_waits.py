@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.communication.waits import bare_waits, waits
+from dlprof.analysis.communication.matching import bare_waits, waits
 from dlprof.analysis.engine import by_rank
 from dlprof.analysis.step.savings import saving
 from tests.fixtures import traces

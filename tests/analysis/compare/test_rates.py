@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.compare.comparison import compare, to_json
-from dlprof.analysis.compare.rates import rates
+from dlprof.analysis.compare.comparison import compare, rates, to_json
 from dlprof.result import Fact, Result
-from dlprof.result.throughput import Throughput
+from dlprof.result.modules import Throughput
 from tests.fixtures.comparisons import found, run
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.arithmetic import allows_tf32, arithmetic
+from dlprof.analysis.compute.peaks import allows_tf32, arithmetic
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import Measured
 from dlprof.errors import NotMeasured

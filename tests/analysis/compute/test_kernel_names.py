@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.compute.kernel_names import UNITS, kind_of, unit_of
+from dlprof.analysis.compute.kernels import UNITS, kind_of, unit_of
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline import host
 from dlprof.read.run import open_run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.precision_advice import autocast, tf32
+from dlprof.analysis.compute.products import autocast, tf32
 from dlprof.result import Setting
 from tests.fixtures import runs
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.top_kernels import (
+from dlprof.analysis.compute.operators import (
     LONGEST_NAME,
     MOST_KERNELS,
     heaviest_kernels,

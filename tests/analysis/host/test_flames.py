@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.host.flames import flame_rows
+from dlprof.analysis.host.profiles import flame_rows
 
 TREE = pd.DataFrame(
     [("", -1, "main (t.py)", 9, True), ("", 0, "f (t.py)", 3, True), ("", 0, "g (t.py)", 5, True)],

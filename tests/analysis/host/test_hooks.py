@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.host.hooks import ANOMALY, hook_loops
-from dlprof.analysis.host.segments import HOOK, Loop
+from dlprof.analysis.host.segments import ANOMALY, HOOK, Loop, hook_loops
 from tests.fixtures import operators
 
 torch: Any = pytest.importorskip("torch")

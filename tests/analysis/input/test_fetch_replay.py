@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES, Pace, replayed
-from dlprof.analysis.input.handover import Handover, Told
+from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES, Handover, Pace, Told, replayed
 from tests.fixtures.loaders import pace
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.input.fewer_workers import fewer_workers
+from dlprof.analysis.input.input_waits import fewer_workers
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.loaders import held_up, needless, recorded

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.engine import RankFacts
-from dlprof.analysis.input.handover import HOSTS_DIFFER, handover, told
+from dlprof.analysis.input.fetch_replay import HOSTS_DIFFER, handover, told
 from dlprof.analysis.input.loader import pinning
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import DoesNotApply

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.machine.binding import bindings, cores_of
+from dlprof.analysis.machine.cores import bindings, cores_of
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.runs import MS

@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.machine.foreign import foreign_load
+from dlprof.analysis.machine.samples import foreign_load
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dlprof.analysis.memory.batches import batch_need, batch_room, even, gain_at, most_times
+from dlprof.analysis.memory.changes import batch_need, batch_room, even, gain_at, most_times
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import row
 

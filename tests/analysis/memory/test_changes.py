@@ -14,7 +14,7 @@ from dlprof.analysis.engine import RankData
 from dlprof.analysis.memory.changes import Forward, forward_of, held_share, memory_changes, memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.memory.footprint import checkpointed, footprint
-from dlprof.analysis.memory.places import units
+from dlprof.analysis.memory.snapshot import units
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import module_means
 from dlprof.read.run import open_run

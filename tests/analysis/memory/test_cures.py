@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.memory.cures import cures, named
+from dlprof.analysis.memory.failures import cures, named
 
 GB = 10**9
 

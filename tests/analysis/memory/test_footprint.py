@@ -10,7 +10,7 @@ import pytest
 
 from dlprof.analysis.memory import footprint as fp
 from dlprof.analysis.memory.footprint import Footprint
-from dlprof.analysis.memory.places import largest_unit, units
+from dlprof.analysis.memory.snapshot import largest_unit, units
 from tests.fixtures import counted
 from tests.fixtures.counted import Script
 from tests.fixtures.holding import row

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.memory.fragments import gaps, memory_state
+from dlprof.analysis.memory.memory import gaps, memory_state
 from tests.fixtures import dumps
 from tests.fixtures.dumps import MB, write
 from tests.fixtures.places import SNAPSHOT

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.memory.places import (
+from dlprof.analysis.memory.snapshot import (
     at_places,
     corners,
     largest_unit,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.modules.flops import module_flops
-from dlprof.analysis.modules.work import module_work
+from dlprof.analysis.modules.work import module_flops, module_work
 from dlprof.errors import NotMeasured
 from tests.fixtures import layers, runs, traces
 

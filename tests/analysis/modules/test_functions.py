@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlprof.analysis.modules.functions import forward_rows
+from dlprof.analysis.modules.frames import forward_rows
 from dlprof.analysis.timeline.host import is_on_device
 from tests.fixtures import layers, runs, traces
 

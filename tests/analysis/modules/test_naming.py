@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.modules.naming import module_naming
+from dlprof.analysis.modules.work import module_naming
 from tests.fixtures import layers, runs, traces
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.pipeline.device_turns import device_turns, overlapped_ns
+from dlprof.analysis.pipeline.bubbles import device_turns, overlapped_ns
 from dlprof.errors import DoesNotApply
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS

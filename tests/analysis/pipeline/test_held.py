@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from dlprof.analysis.pipeline.held import FORMULA, GRID, most_held, schedules
+from dlprof.analysis.pipeline.pipeline_plans import FORMULA, GRID, most_held, schedules
 
 
 def rows(ranks: int, microbatches: int) -> dict[str, pd.Series]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dlprof.analysis.scaling.lateness import Lateness, uncertainty
+from dlprof.analysis.scaling.predictions import Lateness, uncertainty
 
 
 def quantiles(values: np.ndarray) -> tuple[float, ...]:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.source.calls import call_sites, names_in
-from dlprof.analysis.source.edits import Span
-from dlprof.analysis.source.patches import Call
+from dlprof.analysis.source.line_shares import call_sites, names_in
+from dlprof.analysis.source.patches import Call, Span
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 
 ROW = {"kind": "save", "file": "train.py", "line": 7, "function": "main", "source": "torch.save(x)"}

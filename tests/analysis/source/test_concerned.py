@@ -9,8 +9,7 @@ import pytest
 
 from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.source.concerned import CONCERNED, concerned_rows
-from dlprof.analysis.source.in_modules import found_in_modules
+from dlprof.analysis.source.where import CONCERNED, concerned_rows, found_in_modules
 from tests.fixtures import layers, operators, runs, traces
 
 US = 1_000

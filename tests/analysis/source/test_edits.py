@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.source.edits import NotEditable, Span, edited
+from dlprof.analysis.source.patches import NotEditable, Span, edited
 
 IMPORT = "from torch.utils.data import DataLoader\n"
 

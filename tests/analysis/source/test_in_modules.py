@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.modules.sums import OUTSIDE
-from dlprof.analysis.source.in_modules import MOST_NAMED, in_modules
+from dlprof.analysis.source.where import MOST_NAMED, in_modules
 from dlprof.result.modules import InModule
 
 

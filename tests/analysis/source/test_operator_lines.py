@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.source.line_shares import busiest
 
 
 def line(number: int, function: str, *, after: str = "backward", phase: str = "", **operators: int) -> dict[str, Any]:

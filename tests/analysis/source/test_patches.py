@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.source.edits import Span
-from dlprof.analysis.source.patches import Call, Wanted, calls_of, edit_of, kind_of, patch, sites, wanted_of
+from dlprof.analysis.source.patches import Call, Span, Wanted, calls_of, edit_of, kind_of, patch, sites, wanted_of
 
 SCRIPT = """\
 from torch import optim

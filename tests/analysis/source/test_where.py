@@ -12,8 +12,7 @@ import pytest
 
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.source.edits import Span
-from dlprof.analysis.source.patches import Call
+from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import CONCERNS, Source, changes_numbers, placed, wanted
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES, Change, Outcome, change

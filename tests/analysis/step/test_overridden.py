@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis import overview
-from dlprof.analysis.step.overridden import override_effects
+from dlprof.analysis.overview import override_effects
 from dlprof.errors import NotMeasured
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 

@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.step.spread import spread, window_likeness
+from dlprof.analysis.step.savings import spread, window_likeness
 from dlprof.analysis.timeline.steady import STRETCHES, standard_error
 from dlprof.analysis.timeline.steps import timing
 from dlprof.read.run import open_run

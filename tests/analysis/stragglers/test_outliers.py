@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.stragglers.outliers import short_collectives
+from dlprof.analysis.stragglers.late_ranks import short_collectives
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.exchanges import late_by

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dlprof.analysis.machine.samples import sample_means
-from dlprof.analysis.stragglers.workload import Reason, longer_because, workload
+from dlprof.analysis.stragglers.late_ranks import Reason, longer_because, workload
 from tests.fixtures import runs, traces
 from tests.fixtures.exchanges import held_up
 from tests.fixtures.runs import MS, asked

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.engine import Maybe
-from dlprof.analysis.throughput.facts import described, energy, of_throughput, time_taken
+from dlprof.analysis.throughput.rates import described, energy, of_throughput, time_taken
 from dlprof.errors import NotMeasured
-from dlprof.result.throughput import Cost, Throughput
+from dlprof.result.modules import Cost, Throughput
 
 
 def listed(throughput: Throughput) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.engine import measure
-from dlprof.analysis.throughput.scaling import MOST_TRANSFERS, scaling
+from dlprof.analysis.throughput.rates import MOST_TRANSFERS, scaling
 from dlprof.errors import DoesNotApply
 from dlprof.read.run import open_run
 from dlprof.result.scale import Scaling

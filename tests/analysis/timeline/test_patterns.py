@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.analysis.engine import Measured
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
-from dlprof.analysis.step.spread import spread
+from dlprof.analysis.step.savings import spread
 from dlprof.analysis.timeline.patterns import periodic
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured

@@ -10,7 +10,7 @@ from dlprof.analysis.whatif.answers import answers, predictions
 from dlprof.analysis.whatif.asked import PERFECT, Asked
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
-from dlprof.result.whatif import Answer
+from dlprof.result.scale import Answer
 from tests.fixtures import loaders, pipelines, runs, traces
 from tests.fixtures.runs import MS
 

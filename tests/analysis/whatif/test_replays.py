@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.whatif.answers import COLUMNS, replays
 from dlprof.analysis.whatif.asked import Asked
-from dlprof.analysis.whatif.replays import COLUMNS, replays
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 

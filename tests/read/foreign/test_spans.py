@@ -1,7 +1,7 @@
 """Spans of a format that knows little: a table of the schema, in order, what is unknown as unknown."""
 
 from dlprof import schema
-from dlprof.read.foreign.spans import spans_of
+from dlprof.read.foreign.chrome import spans_of
 
 
 def test_rows_are_in_order_and_unknown_columns_say_so() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dlprof.read.columnar.database import open_database
 from dlprof.read.columnar.rows import Rows
-from dlprof.read.nsys import activities
+from dlprof.read.nsys import export
 from tests.fixtures import exports
 from tests.fixtures.exports import PID, kernel, text
 
@@ -41,7 +41,7 @@ def test_each_kind_of_work_has_its_name_kind_and_place(tmp_path: Path) -> None:
         CUPTI_ACTIVITY_KIND_SYNCHRONIZATION=[on_device(syncType=3, streamId=2**32 - 1, deviceId=0)],
     )
     with open_database(path) as database:
-        kernels, graphs, copies, sets, syncs = activities.device_rows(database, PID, 1)
+        kernels, graphs, copies, sets, syncs = export.device_rows(database, PID, 1)
     assert names(kernels) == [("void gemm<float>()", "kernel"), (NCCL, "communication"), ("unnamed kernel", "kernel")]
     assert kernels.launch.tolist() == [3, -1, 1]
     assert [name for name, _ in names(copies)] == [
@@ -73,7 +73,7 @@ def test_the_files_own_tables_of_numbers_come_first(tmp_path: Path) -> None:
         ],
     )
     with open_database(path) as database:
-        copies = activities.device_rows(database, PID, 1)[2]
+        copies = export.device_rows(database, PID, 1)[2]
     assert copies.directions == [("DtoH", "pageable")]
 
 
@@ -89,6 +89,6 @@ def test_calls_lose_the_version_of_their_interface(written: str, name: str, tmp_
     row = {"start": 1, "end": 2, "globalTid": PID | 77, "correlationId": 9, "nameId": 1}
     path = exports.tables(tmp_path / "x", StringIds=[text(1, written)], CUPTI_ACTIVITY_KIND_RUNTIME=[row])
     with open_database(path) as database:
-        calls = activities.calls(database, PID)
+        calls = export.calls(database, PID)
     assert names(calls) == [(name, "runtime")]
     assert (calls.device.tolist(), calls.stream.tolist(), calls.launch.tolist()) == ([-1], [77], [9])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlprof.read.columnar.database import open_database
-from dlprof.read.nsys import ranges
+from dlprof.read.nsys import export
 from tests.fixtures import exports
 from tests.fixtures.exports import HOST, PID, mark, text
 
@@ -25,7 +25,7 @@ def test_names_stand_in_the_row_or_among_the_texts_and_operators_lose_what_is_sa
         tmp_path / "x", StringIds=[text(7, "step 3"), text(8, "aten::add, seq = 1")], NVTX_EVENTS=rows
     )
     with open_database(path) as database:
-        found = ranges.read(database, PID)
+        found = export.read_ranges(database, PID)
     seen = [
         (found.names[n], found.operator[n], s) for n, s in zip(found.name.tolist(), found.start.tolist(), strict=True)
     ]
@@ -44,7 +44,7 @@ def test_the_file_itself_says_which_events_are_ranges(tmp_path: Path) -> None:
     rows = [mark("a", 1, 2, kind=159), mark("b", 1, 2, kind=59)]
     path = exports.tables(tmp_path / "x", StringIds=[text(1, "")], NVTX_EVENTS=rows, ENUM_NSYS_EVENT_TYPE=types)
     with open_database(path) as database:
-        found = ranges.read(database, None)
+        found = export.read_ranges(database, None)
     assert [found.names[n] for n in found.name.tolist()] == ["a"]
     with open_database(exports.tables(tmp_path / "y", StringIds=[text(1, "")])) as database:
-        assert not len(ranges.read(database, None).name)
+        assert not len(export.read_ranges(database, None).name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.read.profiles.marshalled import DamagedError, loads
+from dlprof.read.profiles.pstats import DamagedError, loads
 
 PLAIN: list[Any] = [
     {("a.py", 1, "f"): (1, 2, 0.5, 1.5, {("b.py", 2, "ü"): (1, 1, 0.25, 0.5)})},

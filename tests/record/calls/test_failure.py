@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.record.calls.failure import memory_failure
+from dlprof.record.collectors.facts import memory_failure
 
 
 @pytest.mark.parametrize(

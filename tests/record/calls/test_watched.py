@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from dlprof.record.calls.seen import Calls
-from dlprof.record.calls.watched import watch
+from dlprof.record.hooks import watch
 from tests.fixtures.jobs import facts, record, tiny
 
 torch = pytest.importorskip("torch", reason="recording needs torch")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.device.pcie import Traffic, is_countable
+from dlprof.record.samplers.gpu import Traffic, is_countable
 
 SENT, RECEIVED = "pcie_sent_bytes_per_s", "pcie_received_bytes_per_s"
 UNSIGNED, UNSIGNED_LONG_LONG = 1, 3  # nvmlValueType_t

@@ -12,7 +12,7 @@ torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from dlprof.record.device.traffic import Traffic  # noqa: E402
+from dlprof.record.collectors.flops import Traffic  # noqa: E402
 
 N = 1_000
 UNIT = 4 * N * N  # a square matrix in float32

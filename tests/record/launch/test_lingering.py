@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlprof.record.launch.lingering import Lingering
+from dlprof.record.launch.child import Lingering
 
 PARENT = """
 import subprocess, sys

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.record.launch import postmortem
+from dlprof.record.launch import supervisor
 from dlprof.record.launch.folder import RunFolder
-from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.process import started
+from dlprof.record.launch.supervisor import left, missing
 from tests.fixtures.jobs import launch, wrapped
 
 
@@ -34,7 +34,7 @@ def test_a_run_that_recorded_nothing_says_why(tmp_path: Path) -> None:
 def test_the_ranks_that_still_run_are_told_by_what_they_said_of_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postmortem, "_LEAVING_S", 0.0)
+    monkeypatch.setattr(supervisor, "_LEAVING_S", 0.0)
     host = tmp_path / "hosts" / os.uname().nodename
     host.mkdir(parents=True)
     ours = os.getpid()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.record.launch.suspension import Suspensions
+from dlprof.record.launch.child import Suspensions
 from tests.fixtures.jobs import until
 
 STARVED_S = 4.0

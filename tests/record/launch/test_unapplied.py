@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.overrides import Outcome
-from dlprof.record.launch.unapplied import outcomes, unapplied
+from dlprof.record.launch.supervisor import outcomes, unapplied
 
 ASKED = {"loader.num_workers": 4, "optimizer.fused": True}
 

@@ -12,7 +12,7 @@ torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from dlprof.record.model.functions import Functions  # noqa: E402
+from dlprof.record.model.names import Functions  # noqa: E402
 
 
 class Layer(torch.nn.Linear):  # type: ignore[misc]

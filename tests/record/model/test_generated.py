@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.record.model.generated import around, innermost, is_inside, kept, parameters_of, read
+from dlprof.record.model.compiled import around, innermost, is_inside, kept, parameters_of, read
 
 # A linear layer, a GELU and a layer norm on a GPU: the product reads a copy of its weight in 16 bits.
 FORWARD = """

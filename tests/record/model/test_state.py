@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.model.state import Model, models_of, state_of
-from dlprof.record.model.storages import Storages
+from dlprof.record.model.state import Model, Storages, models_of, state_of
 from dlprof.record.observed import Observed
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")

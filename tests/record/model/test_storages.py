@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.model.storages import Storages, of, plain, tensors_in
+from dlprof.record.model.state import Storages, of, plain, tensors_in
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 

@@ -11,7 +11,7 @@ from dlprof.files import compact
 from dlprof.report.compare.ladder import rate, summary, times, to_json
 from dlprof.report.compare.summary import page, text
 from dlprof.result import Fact, Result
-from dlprof.result.throughput import Throughput
+from dlprof.result.modules import Throughput
 from tests.fixtures.comparisons import run
 
 

@@ -9,8 +9,8 @@ import pytest
 from dlprof.files import compact
 from dlprof.report.compare.summary import page, text
 from dlprof.report.compare.whatif import summary, to_json
-from dlprof.result.throughput import Throughput
-from dlprof.result.whatif import Answer, Answers
+from dlprof.result.modules import Throughput
+from dlprof.result.scale import Answer, Answers
 
 MS = 1e6
 T = Throughput(320.0, None, 32.0, "loader")

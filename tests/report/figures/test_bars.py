@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlprof.report import looks
-from dlprof.report.figures import bars, drawing, shapes
+from dlprof.report.figures import drawing, shapes
 from dlprof.result import Panel
 
 
@@ -16,7 +16,7 @@ def test_few_bars_lie_and_many_stand() -> None:
     assert few["layout"]["xaxis"]["ticksuffix"].strip() == "ms"
     assert few["data"][0]["marker"]["color"] == [drawing.SERIES[0], looks.LOOKS["copy"].light]
     assert many["data"][0]["orientation"] == "v"
-    assert len(many["data"][0]["y"]) <= bars.BARS
+    assert len(many["data"][0]["y"]) <= shapes.BARS
     assert max(many["data"][0]["y"]) == 999
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.result.sweep import Axis
-from dlprof.trial.sweep.axes import MOST_POINTS, axis, filled, grid, placeholders, settings
+from dlprof.trial.sweep.sweeping import MOST_POINTS, axis, filled, grid, placeholders, settings
 
 
 @pytest.mark.parametrize(

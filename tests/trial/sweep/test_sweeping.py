@@ -13,8 +13,7 @@ pytest.importorskip("torch", reason="recording needs torch")
 from dlprof.errors import DlprofError
 from dlprof.result.sweep import FILE, from_json
 from dlprof.trial.job import Job
-from dlprof.trial.sweep.axes import axis
-from dlprof.trial.sweep.sweeping import Options, begun, swept
+from dlprof.trial.sweep.sweeping import Options, axis, begun, swept
 from tests.fixtures.jobs import environment, running, tiny
 
 SLEEPS = """

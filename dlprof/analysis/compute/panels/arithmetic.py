@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlprof.analysis.compute.operators import operators
+from dlprof.analysis.compute.operators import heaviest_operators, of_ranks, operators
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.top_kernels import heaviest_operators, of_ranks
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.panel import Picture, table
 from dlprof.result import Panel

@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.compute.kernel_names import UNITS
-from dlprof.analysis.compute.top_kernels import heaviest_kernels, kernels_of, of_ranks, work
+from dlprof.analysis.compute.kernels import UNITS
+from dlprof.analysis.compute.operators import heaviest_kernels, kernels_of, of_ranks, work
 from dlprof.analysis.engine import Frame, Maybe, MeasureFailed, maybe
 from dlprof.analysis.memory.copies import copies
 from dlprof.analysis.panel import Picture, table

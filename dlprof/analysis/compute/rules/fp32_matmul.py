@@ -28,8 +28,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import UNITS, cpu_float32, is_product, times_of
 from dlprof.analysis.compute.operators import operators, tensor_cores
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.precision_advice import autocast, tf32
-from dlprof.analysis.compute.products import TENSOR_SHARE
+from dlprof.analysis.compute.products import TENSOR_SHARE, autocast, tf32
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, worst
 from dlprof.analysis.panel import table

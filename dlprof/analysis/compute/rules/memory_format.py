@@ -26,7 +26,7 @@ from dlprof.analysis.compute.layouts import nchw
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.calls import call_sites, names_in
+from dlprof.analysis.source.line_shares import call_sites, names_in
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured

@@ -21,7 +21,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.source.line_shares import busiest
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration
 

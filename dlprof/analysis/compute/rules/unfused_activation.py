@@ -17,13 +17,13 @@ What to change: `torch.nn.functional.gelu(x, approximate="tanh")` for the form w
 from __future__ import annotations
 
 from dlprof.analysis import settings
+from dlprof.analysis.chains.calls import gains
 from dlprof.analysis.chains.gelus import ERF, TANH, gelus
-from dlprof.analysis.chains.work import gains
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.source.line_shares import busiest
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, often, percent
 

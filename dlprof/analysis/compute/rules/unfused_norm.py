@@ -18,8 +18,8 @@ functions in `torch.nn.functional`. For any other formula: `torch.compile` of th
 from __future__ import annotations
 
 from dlprof.analysis import settings
+from dlprof.analysis.chains.calls import gains
 from dlprof.analysis.chains.norms import LAYER, RMS, norms
-from dlprof.analysis.chains.work import gains
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing

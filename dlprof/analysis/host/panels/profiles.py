@@ -5,8 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
-from dlprof.analysis.host.flames import flame_rows
-from dlprof.analysis.host.profiles import counted_functions, profile_flame, profile_functions
+from dlprof.analysis.host.profiles import counted_functions, flame_rows, profile_flame, profile_functions
 from dlprof.analysis.host.stacks import DOING, is_own, shown
 from dlprof.analysis.panel import PHASES, Picture, table
 from dlprof.result import Panel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis.engine import Frame, needs
-from dlprof.analysis.host.flames import flame_rows
+from dlprof.analysis.host.profiles import flame_rows
 from dlprof.analysis.host.stacks import DOING, flame, hottest, shown
 from dlprof.analysis.panel import PHASES, Picture, table
 from dlprof.errors import NotMeasured

@@ -24,8 +24,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.hooks import ANOMALY, hook_loops
-from dlprof.analysis.host.segments import Loop
+from dlprof.analysis.host.segments import ANOMALY, Loop, hook_loops
 from dlprof.analysis.host.stacks import of_training
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.launches import Launches, launches

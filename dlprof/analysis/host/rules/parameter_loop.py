@@ -22,7 +22,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
@@ -30,7 +30,7 @@ from dlprof.analysis.host.parts import LOOP, gains_of, host_parts, places_of
 from dlprof.analysis.host.segments import HOOK
 from dlprof.analysis.host.stacks import hottest
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.calls import call_sites
+from dlprof.analysis.source.line_shares import call_sites
 from dlprof.analysis.source.patches import Call
 from dlprof.result import Change
 from dlprof.units import digits, duration

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.input.fewer_workers import FewerWorkers, fewer_workers
+from dlprof.analysis.input.input_waits import FewerWorkers, fewer_workers
 from dlprof.analysis.input.loader import loader_means, worker_means
 from dlprof.result import Change, Forecast, Panel, Scalar
 from dlprof.units import count, duration, percent

@@ -23,8 +23,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.binding import bindings, far_from_gpu
-from dlprof.analysis.machine.cores import core_waits
+from dlprof.analysis.machine.cores import bindings, core_waits, far_from_gpu
 from dlprof.analysis.machine.samples import outside, sample_means
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import own_time, saving

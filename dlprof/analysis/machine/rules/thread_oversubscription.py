@@ -31,8 +31,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.machine.cores import core_waits
-from dlprof.analysis.machine.foreign import foreign_load
-from dlprof.analysis.machine.samples import LITTLE, outside, sample_means
+from dlprof.analysis.machine.samples import LITTLE, foreign_load, outside, sample_means
 from dlprof.analysis.panel import named, table
 from dlprof.analysis.step.savings import own_time, saving
 from dlprof.analysis.timeline.steps import mean_step_ns

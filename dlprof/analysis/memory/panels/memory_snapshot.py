@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
-from dlprof.analysis.memory.fragments import memory_state
+from dlprof.analysis.memory.memory import memory_state
 from dlprof.analysis.memory.snapshot import OTHERS, memory_curve, memory_holders, memory_peak
 from dlprof.analysis.panel import Picture, points, table
 from dlprof.result import Panel

@@ -27,8 +27,15 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import larger_batches
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.batches import HOST, batch_room, even, gain_at, larger_batch_steps, most_times
-from dlprof.analysis.memory.changes import memory_changes
+from dlprof.analysis.memory.changes import (
+    HOST,
+    batch_room,
+    even,
+    gain_at,
+    larger_batch_steps,
+    memory_changes,
+    most_times,
+)
 from dlprof.analysis.memory.composition import memory_composition
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, part_noise

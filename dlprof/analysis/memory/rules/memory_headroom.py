@@ -26,7 +26,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import TIMES, larger_batches
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.batches import HIGH, HOST, batch_need, batch_room, even, gain_at, larger_batch_steps, up_to
+from dlprof.analysis.memory.changes import HIGH, HOST, batch_need, batch_room, even, gain_at, larger_batch_steps, up_to
 from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
@@ -34,7 +34,7 @@ from dlprof.analysis.step.breakdown import breakdown, part_noise
 from dlprof.analysis.throughput.rates import throughput
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
-from dlprof.result.throughput import Throughput
+from dlprof.result.modules import Throughput
 from dlprof.units import duration, is_now, percent, size
 
 # Memory monitors warn above 92 % (batches.HIGH), and again above 97 %. Reserved memory may be cache, so the first limit

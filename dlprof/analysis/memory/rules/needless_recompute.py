@@ -26,7 +26,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
-from dlprof.analysis.memory.batches import HIGH
+from dlprof.analysis.memory.changes import HIGH
 from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames, module_frames
 from dlprof.analysis.modules.rows import module_rows

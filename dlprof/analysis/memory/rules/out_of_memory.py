@@ -24,10 +24,8 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.changes import memory_what_if
 from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.memory.cures import Cure, cures
-from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, memory_failures
-from dlprof.analysis.memory.fragments import memory_state
-from dlprof.analysis.memory.memory import memory_use
+from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, Cure, cures, memory_failures
+from dlprof.analysis.memory.memory import memory_state, memory_use
 from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_holders
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.pipeline.device_turns import ENOUGH, device_turns, overlapped_ns
+from dlprof.analysis.pipeline.bubbles import ENOUGH, device_turns, overlapped_ns
 from dlprof.analysis.step.savings import own_time, saving
 from dlprof.units import count, duration, percent
 

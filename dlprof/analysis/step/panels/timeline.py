@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.communication.waits import bare_waits
+from dlprof.analysis.communication.matching import bare_waits
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.panel import MOST_RANKS, Picture, rows
 from dlprof.analysis.step.step_timeline import excerpt

@@ -28,12 +28,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.communication.waits import waits
+from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks, straggling
-from dlprof.analysis.stragglers.outliers import Outlier, outlier
+from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks, Outlier, outlier, straggling
 from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, who_waits
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured

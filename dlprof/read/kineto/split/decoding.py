@@ -8,6 +8,10 @@ A span counts if everything before it was decoded up to its first byte, and it e
 on that does not (the file is damaged there, something only looked like a boundary, or a process died), this process
 reads the rest as it reads any file. So it does with what follows the last span. Of a damaged file it may read more
 events than one process would: an event that never ends takes no others with it beyond the next boundary.
+
+What processes that decode one trace together share: the spans to be decoded, the memory of packed ones, the rows.
+
+Hands objects from one process to another through a file in memory: their arrays are written once and not copied.
 """
 
 from __future__ import annotations
@@ -15,21 +19,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
 import multiprocessing
 import os
+import pickle
 import signal
+import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from dlprof.errors import DlprofError
 from dlprof.read.kineto import event_columns
 from dlprof.read.kineto.event_columns import Processes, Reader, Rows, opened
 from dlprof.read.kineto.events import BlurredTimes, Event, decoder
 from dlprof.read.kineto.json_stream import BLOCK, TraceFile
-from dlprof.read.kineto.split import table
-from dlprof.read.kineto.split.boundaries import Span, fill, late_boundary, spans
-from dlprof.read.kineto.split.shares import workers_for
-from dlprof.read.kineto.split.table import IN_FILE, MOST_SPANS, Done, Table, Task
+from dlprof.read.kineto.split.boundaries import Span, fill, late_boundary, spans, workers_for
 from dlprof.read.opening import open_file
 
 
@@ -119,7 +125,7 @@ class Decoding:
     def _put_spans(self) -> None:
         with open_file(self._file.path) as raw:
             size = os.fstat(raw.fileno()).st_size
-            for number, span in enumerate(spans(raw.fileno(), self._first, max(table.AIM, size // MOST_SPANS))):
+            for number, span in enumerate(spans(raw.fileno(), self._first, max(AIM, size // MOST_SPANS))):
                 self._table.put(Task(number, IN_FILE, span))
 
     def _fork(self, work: Callable[[int], None], number: int) -> None:
@@ -173,7 +179,7 @@ class Decoding:
             if place is None:
                 return
             room = self._table.room(place)
-            size, found = fill(room, held, file.blocks, table.AIM_PACKED)
+            size, found = fill(room, held, file.blocks, AIM_PACKED)
             # Without a boundary, the file is at its end, or nothing is to be seen that looks like one.
             is_end = not found and next(file.blocks, None) is None
             found = late_boundary(room[:size]) if is_end else found
@@ -194,3 +200,190 @@ def _run(work: Callable[[int], None], number: int) -> None:
     gc.disable()
     with contextlib.suppress(Exception):
         work(number)
+
+
+# Bytes of a span, each of which costs understanding its names anew; those of a packed file are held in memory.
+AIM = 32 << 20
+
+
+AIM_PACKED = 16 << 20
+
+
+_ROOM = AIM_PACKED + (8 << 20)
+
+
+_TASK = struct.Struct("<5q")  # number, room, and the span
+
+
+_POST = struct.Struct("<3q")  # process, and where its message begins and how long it is; 0: it has done its work
+
+
+IN_FILE = -1  # in place of a room
+
+
+# A pipe holds a page at least, and all tasks of a file that is not packed are in it before a process takes one.
+MOST_SPANS = mmap.PAGESIZE // _TASK.size
+
+
+class Task(NamedTuple):
+    """A span to be decoded, the n-th of the file, and where its bytes are."""
+
+    number: int
+    room: int
+    span: Span
+
+
+class Done(NamedTuple):
+    """What became of a span: its rows; None where it is not whole.
+
+    For what follows the last span of a packed file: these bytes, and why they stop short of the file's end.
+    """
+
+    number: int
+    span: Span
+    made: Reader | bytes | None
+    stops: str = ""
+    is_blurred: bool = False
+
+
+@dataclass
+class _Pipe:
+    ends: list[int] = field(default_factory=lambda: list(os.pipe()))
+
+    def read(self, size: int) -> bytes:
+        """Return what one `write` wrote, if all write so many bytes; nothing once every process closed its writing."""
+        return os.read(self.ends[0], size)
+
+    def write(self, data: bytes) -> None:
+        os.write(self.ends[1], data)
+
+    def close(self, *, reads: bool = True, writes: bool = True) -> None:
+        for end, closes in enumerate((reads, writes)):
+            if closes and self.ends[end] >= 0:
+                os.close(self.ends[end])
+                self.ends[end] = -1
+
+
+class Table:
+    """The processes take spans from it and lay down what became of them. Made before they are forked.
+
+    `rooms`: how many spans of a packed file it holds at once.
+    """
+
+    def __init__(self, processes: int, rooms: int = 0) -> None:
+        self._tasks, self._posts, self._free = _Pipe(), _Pipe(), _Pipe()
+        self._stop = mmap.mmap(-1, 1)
+        self._rooms = memoryview(mmap.mmap(-1, rooms * _ROOM)) if rooms else memoryview(b"")
+        self._outputs = [os.memfd_create("dlprof") for _ in range(processes)]
+        self._written = 0  # by this process
+        self._free.write(bytes(range(rooms)))
+        self.lost = False  # whether a process ended before it had done its work
+
+    def put(self, task: Task) -> None:
+        """Have a span decoded."""
+        self._tasks.write(_TASK.pack(task.number, task.room, *task.span))
+
+    def take(self) -> Task | None:
+        """Return a span to be decoded, None when there is no further."""
+        data = b"" if self._stop[0] else self._tasks.read(_TASK.size)
+        if not data:
+            return None
+        number, room, *span = _TASK.unpack(data)
+        return Task(number, room, Span(*span))
+
+    def room(self, number: int) -> memoryview:
+        """Return the memory of a room."""
+        return self._rooms[number * _ROOM : (number + 1) * _ROOM]
+
+    def free_room(self) -> int | None:
+        """Return a room that nobody uses, as soon as there is one; None where nobody is left who could free one."""
+        data = b"" if self._stop[0] else self._free.read(1)
+        return data[0] if data else None
+
+    def free(self, room: int) -> None:
+        """Have a room used again."""
+        self._free.write(bytes((room,)))
+
+    def lay_down(self, process: int, done: Done | None) -> None:
+        """Have what became of a span joined with the others; None: this process has done its work."""
+        length = 0
+        if done:
+            self._written = next_page(self._written)
+            length = write(self._outputs[process], self._written, done)
+        self._posts.write(_POST.pack(process, self._written, length))
+        self._written += length
+
+    def done(self) -> Iterator[Done]:
+        """Return what became of the spans, in the file's order, up to the first that is missing."""
+        waiting: dict[int, Done] = {}
+        number, working = 0, len(self._outputs)
+        while post := self._posts.read(_POST.size):
+            process, at, length = _POST.unpack(post)
+            if not length:
+                working -= 1
+                continue
+            one: Done = read(self._outputs[process], at, length)
+            waiting[one.number] = one
+            while number in waiting:
+                yield waiting.pop(number)
+                number += 1
+        self.lost = working > 0
+
+    def leave(self, *, unpacks: bool = False, decodes: bool = False) -> None:
+        """Close what only the others use, so that each of them learns when nobody is left who could write to it."""
+        works = unpacks or decodes
+        self._tasks.close(reads=not decodes, writes=not unpacks)
+        # Rooms are freed after everything is unpacked, too.
+        self._free.close(reads=not works, writes=not decodes)
+        self._posts.close(reads=works, writes=not works)
+
+    def close(self) -> None:
+        """Drop what was decoded, and have no further span decoded."""
+        self._stop[0] = 1
+        for pipe in (self._tasks, self._posts, self._free):
+            pipe.close()
+        while self._outputs:
+            os.close(self._outputs.pop())
+
+
+_COUNT = struct.Struct("<q")
+
+
+_ALIGNED = 64
+
+
+def write(file: int, at: int, message: Any) -> int:
+    """Write a message behind the byte `at` of a file, which is a multiple of a page; return its length."""
+    arrays: list[memoryview] = []
+    head = pickle.dumps(message, 5, buffer_callback=lambda array: arrays.append(array.raw()))
+    lengths = [len(head), *map(len, arrays)]
+    parts: list[bytes | memoryview] = [_COUNT.pack(len(lengths)) + b"".join(map(_COUNT.pack, lengths)), head, *arrays]
+    end = at
+    for part in parts:
+        written = 0
+        while written < len(part):
+            written += os.pwrite(file, memoryview(part)[written:], end + written)
+        end = _after(end + len(part))
+    os.ftruncate(file, max(end, os.fstat(file).st_size))
+    return end - at
+
+
+def read(file: int, at: int, length: int) -> Any:
+    """Return the message that begins there; its arrays are read-only and keep the file's memory."""
+    view = memoryview(mmap.mmap(file, length, offset=at, access=mmap.ACCESS_READ))
+    count = _COUNT.unpack_from(view)[0]
+    lengths = [_COUNT.unpack_from(view, _COUNT.size * (1 + i))[0] for i in range(count)]
+    parts, begin = [], _after(_COUNT.size * (1 + count))
+    for size in lengths:
+        parts.append(view[begin : begin + size])
+        begin = _after(begin + size)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def next_page(at: int) -> int:
+    """Return where the next message may begin."""
+    return -(-at // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _after(at: int) -> int:
+    return -(-at // _ALIGNED) * _ALIGNED

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.compute.operators import MOST_OPERATORS
 from dlprof.analysis.compute.panels.arithmetic import PICTURE, draw
-from dlprof.analysis.compute.top_kernels import MOST_OPERATORS
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS, asked
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.compute.operators import MOST_KERNELS
 from dlprof.analysis.compute.panels.kernels import PICTURE
-from dlprof.analysis.compute.top_kernels import MOST_KERNELS
 from dlprof.analysis.panel import drawn
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.input.fetch_replay import Forecast
-from dlprof.analysis.input.fewer_workers import FewerWorkers
+from dlprof.analysis.input.input_waits import FewerWorkers
 from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.input.rules.needless_workers import RULE
 from dlprof.result import Setting

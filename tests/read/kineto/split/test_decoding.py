@@ -22,7 +22,7 @@ from dlprof.errors import DlprofError
 from dlprof.read import limits
 from dlprof.read.kineto import event_columns, torch_trace
 from dlprof.read.kineto.event_columns import Processes, Reader
-from dlprof.read.kineto.split import boundaries, decoding, shares, table
+from dlprof.read.kineto.split import boundaries, decoding
 from dlprof.read.sources import Reading
 from tests.fixtures import traces
 from tests.fixtures.places import TRACES
@@ -37,14 +37,14 @@ NAMES = ["aten::mm", "aten::add_", 'a\\b "},{" [{', "}, {", '"},{"ph":"X"', "grÃ
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split files of some kilobytes into many spans."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # pytest's plugins have threads, which sleep
-    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
-    monkeypatch.setattr(shares, "free_bytes", lambda: None)
+    monkeypatch.setattr(boundaries, "LEAST_BYTES", 1)
+    monkeypatch.setattr(boundaries, "free_bytes", lambda: None)
     monkeypatch.setattr(boundaries, "WINDOW", 2500)
     monkeypatch.setattr(boundaries, "LAST", 3000)
-    monkeypatch.setattr(table, "AIM", 3000)
-    monkeypatch.setattr(table, "AIM_PACKED", 3000)
+    monkeypatch.setattr(decoding, "AIM", 3000)
+    monkeypatch.setattr(decoding, "AIM_PACKED", 3000)
     yield
-    shares.share_out({}, 0)
+    boundaries.share_out({}, 0)
 
 
 class Both:
@@ -66,7 +66,7 @@ class Both:
         self.joined = 0
         self._patch.setattr(torch_trace, "decode", event_columns.decode)
         one = self._read(path, processes)
-        shares.share_out({path: 1 << 20}, 1 << 20, workers)
+        boundaries.share_out({path: 1 << 20}, 1 << 20, workers)
         self._patch.setattr(torch_trace, "decode", decoding.decode)
         several = self._read(path, processes)
         if isinstance(one, str) or isinstance(several, str):
@@ -86,7 +86,7 @@ class Both:
         """
         self._patch.setattr(torch_trace, "decode", event_columns.decode)
         one = self._read(path, None)
-        shares.share_out({path: 1 << 20}, 1 << 20, 2)
+        boundaries.share_out({path: 1 << 20}, 1 << 20, 2)
         self._patch.setattr(torch_trace, "decode", decoding.decode)
         several = self._read(path, None)
         if not isinstance(one, str):
@@ -280,16 +280,16 @@ def test_what_a_dead_process_leaves_is_decoded_here(
     path = traces.write(tmp_path / ("trace.json.gz" if packed else "trace.json"), training())
     expected = both(path)
     assert expected
-    parent, lay_down = os.getpid(), table.Table.lay_down
+    parent, lay_down = os.getpid(), decoding.Table.lay_down
 
-    def last_words(self: table.Table, process: int, done: table.Done | None) -> None:
+    def last_words(self: decoding.Table, process: int, done: decoding.Done | None) -> None:
         if os.getpid() != parent and done and done.number >= (0 if dies == "at once" else 5):
             if dies == "raises":
                 raise MemoryError
             os.kill(os.getpid(), signal.SIGKILL)
         lay_down(self, process, done)
 
-    monkeypatch.setattr(table.Table, "lay_down", last_words)
+    monkeypatch.setattr(decoding.Table, "lay_down", last_words)
     both.joined = 0
     read = torch_trace.read(path)
     for name, frame in expected.tables.items():
@@ -326,8 +326,8 @@ def test_nothing_is_left_behind(tmp_path: Path, both: Both) -> None:
 @pytest.mark.skipif(not REAL, reason="needs ../shared/traces")
 @pytest.mark.parametrize("path", REAL[:6], ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_real_traces(tmp_path: Path, both: Both, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setattr(table, "AIM_PACKED", 100_000)
-    monkeypatch.setattr(table, "AIM", 100_000)
+    monkeypatch.setattr(decoding, "AIM_PACKED", 100_000)
+    monkeypatch.setattr(decoding, "AIM", 100_000)
     both(path)
     packed = both.joined
     plain = tmp_path / path.name.removesuffix(".gz")
@@ -383,8 +383,8 @@ def test_any_events_split_anywhere(
     damage: tuple[float, bytes],
     packed: bool,
 ) -> None:
-    monkeypatch.setattr(table, "AIM", aim)
-    monkeypatch.setattr(table, "AIM_PACKED", aim)
+    monkeypatch.setattr(decoding, "AIM", aim)
+    monkeypatch.setattr(decoding, "AIM_PACKED", aim)
     monkeypatch.setattr(boundaries, "WINDOW", 300)
     monkeypatch.setattr(boundaries, "LAST", 300)
     data = json.dumps({"schemaVersion": 1, "traceEvents": made, "traceName": "x"}, indent=indent).encode()

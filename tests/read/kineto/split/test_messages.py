@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from dlprof.read.kineto.split import messages
+from dlprof.read.kineto.split import decoding
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
@@ -19,11 +19,11 @@ def test_several_messages_in_one_file() -> None:
     ]
     at, places = 0, []
     for message in told:
-        at = messages.next_page(at)
-        length = messages.write(file, at, message)
+        at = decoding.next_page(at)
+        length = decoding.write(file, at, message)
         places.append((at, length))
         at += length
-    found = [messages.read(file, *place) for place in places]
+    found = [decoding.read(file, *place) for place in places]
     os.close(file)  # the arrays keep the memory
     np.testing.assert_array_equal(found[0]["a"], np.arange(100_000))
     assert found[0]["b"][0].dtype == np.int32

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dlprof.read.kineto.split.boundaries import Span
-from dlprof.read.kineto.split.table import IN_FILE, MOST_SPANS, Done, Table, Task
+from dlprof.read.kineto.split.decoding import IN_FILE, MOST_SPANS, Done, Table, Task
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
