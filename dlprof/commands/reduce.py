@@ -78,7 +78,7 @@ def _reduced(run: Run, k: int, n: int, cache: Path | None, jobs: int | None, pro
 
     from dlprof.analysis.diagnosis import wanted
     from dlprof.analysis.engine import answers_of, open_store
-    from dlprof.analysis.engine.shards import shares
+    from dlprof.analysis.engine.store import shares
     from dlprof.analysis.rules import RULES
 
     store = open_store(run, cache, f"{k}/{n}")

@@ -44,7 +44,7 @@ def result_of(path: Path, *words: str | Path) -> dict[str, Any]:
 
 def files_of(path: Path) -> dict[str, int]:
     """Return the files that were kept of ranks, each with what changes where it is written again."""
-    return {p.stem: p.stat().st_ino for p in path.rglob("*.parquet")}
+    return {p.stem: p.stat().st_ino for p in path.rglob("*.npz")}
 
 
 @pytest.fixture(autouse=True)
