@@ -247,7 +247,7 @@ def test_a_small_report_writes_nothing_into_the_folder_of_the_traces(job: Path) 
     assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
 
 
-@pytest.mark.parametrize("more", [["--jobs", "2"], ["--reduced-only"]])
+@pytest.mark.parametrize("more", [["--jobs", "2"], ["--kept-only"]])
 def test_options_that_say_nothing_beside_dask_are_refused(more: list[str], job: Path) -> None:
     done = run(job, "--dask", "local", *more)
     assert done.exit_code == 2

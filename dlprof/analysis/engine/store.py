@@ -231,26 +231,26 @@ def not_there(run: Run, kept: Kept, only_kept: bool) -> list[str]:
     if not missing or not kept.answers:
         return []
     of = count(len(run.ranks), "rank")
-    reduced = {int(shard.partition("/")[2]) for shard in kept.shards if shard}
-    if not reduced:
+    divided = {int(shard.partition("/")[2]) for shard in kept.shards if shard}
+    if not divided:
         is_or_are = "is" if len(kept.answers) == 1 else "are"
         return [f"{len(kept.answers):,} of {of} {is_or_are} known from before"]
-    undone = f" ({_undone(run, reduced.pop(), missing)})" if len(reduced) == 1 else ""
+    undone = f" ({_undone(run, divided.pop(), missing)})" if len(divided) == 1 else ""
     one = len(missing) == 1
     then = "left out" if only_kept else "reading it now" if one else "reading them now"
-    return [f"{len(missing):,} of {of} {'was' if one else 'were'} not reduced{undone}: {then}"]
+    return [f"{len(missing):,} of {of} {'was' if one else 'were'} read by no shard{undone}: {then}"]
 
 
 def left_out(run: Run, known: Collection[int]) -> Run:
-    """Return the run with a warning of the ranks that were not reduced; raise DlprofError where none was."""
+    """Return the run with a warning of the ranks that no shard has read; raise DlprofError where none is kept."""
     if not known and run.ranks:
-        raise DlprofError(f"{run.path}: no rank of it was reduced (dlprof reduce {run.path})")
+        raise DlprofError(f"{run.path}: no rank of it was read by a shard (dlprof report {run.path} --shard K/N)")
     missing = [rank.index for rank in run.ranks if rank.index not in known]
     if not missing:
         return run
     was, are = ("was", "is") if len(missing) == 1 else ("were", "are")
     of = count(len(run.ranks), "rank")
-    text = f"{len(missing):,} of {of} {was} not reduced and {are} left out: {listed(missing)}"
+    text = f"{len(missing):,} of {of} {was} read by no shard and {are} left out: {listed(missing)}"
     return replace(run, warnings=(*run.warnings, text))
 
 

@@ -753,7 +753,7 @@ def test_empty_files_are_shared_too(tmp_path: Path) -> None:
 
 
 def without(run: Run, *shards: int, of: int) -> Kept:
-    """Return what is kept where some shards were not reduced."""
+    """Return what is kept where some shards were read by no shard."""
     found = shares(run, of)
     known = {rank.index: ANSWER for k, share in enumerate(found) for rank in share if k not in shards}
     return Kept(known, {f"{k}/{of}" for k in range(of) if k not in shards})
@@ -763,16 +763,16 @@ def test_a_missing_shard_is_told(tmp_path: Path) -> None:
     run = sized(tmp_path, *[100] * 1024)
     kept = without(run, 5, of=16)
     assert not_there(run, kept, only_kept=False) == [
-        "64 of 1,024 ranks were not reduced (shard 5/16 is missing): reading them now"
+        "64 of 1,024 ranks were read by no shard (shard 5/16 is missing): reading them now"
     ]
     assert not_there(run, kept, only_kept=True) == [
-        "64 of 1,024 ranks were not reduced (shard 5/16 is missing): left out"
+        "64 of 1,024 ranks were read by no shard (shard 5/16 is missing): left out"
     ]
     kept = without(run, 3, 5, of=16)
     for rank in shares(run, 16)[7][:3]:
         del kept.answers[rank.index]
     assert not_there(run, kept, only_kept=False) == [
-        "131 of 1,024 ranks were not reduced "
+        "131 of 1,024 ranks were read by no shard "
         "(shards 3/16, 5/16 are missing; shard 7/16 is incomplete): reading them now"
     ]
 
@@ -786,7 +786,7 @@ def test_of_many_missing_shards_the_first_are_named(tmp_path: Path) -> None:
 def test_of_shards_of_several_divisions_only_the_ranks_are_told(tmp_path: Path) -> None:
     run = sized(tmp_path, *[100] * 4)
     kept = Kept(dict.fromkeys(range(3), ANSWER), {"0/2", "1/3"})
-    assert not_there(run, kept, only_kept=False) == ["1 of 4 ranks was not reduced: reading it now"]
+    assert not_there(run, kept, only_kept=False) == ["1 of 4 ranks was read by no shard: reading it now"]
 
 
 def test_what_was_read_before_is_told(tmp_path: Path) -> None:
@@ -799,9 +799,9 @@ def test_what_was_read_before_is_told(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_a_warning_of_the_run(tmp_path: Path) -> None:
     run = sized(tmp_path, *[100] * 4)
-    assert left_out(run, [0, 3]).warnings == ("2 of 4 ranks were not reduced and are left out: 1, 2",)
+    assert left_out(run, [0, 3]).warnings == ("2 of 4 ranks were read by no shard and are left out: 1, 2",)
     assert left_out(run, range(4)) == run
-    with pytest.raises(DlprofError, match="no rank of it was reduced"):
+    with pytest.raises(DlprofError, match="no rank of it was read by a shard"):
         left_out(run, [])
 
 
@@ -815,7 +815,7 @@ def test_shards_are_known_by_what_they_kept(tmp_path: Path) -> None:
     lines: list[str] = []
     measured = engine.measure(run, [rows], store=open_store(run), backend=serial, tell=lines.append)
     assert measured.ranks == tuple(range(RANKS))
-    assert lines == ["1 of 4 ranks was not reduced (shard 1/3 is missing): reading it now"]
+    assert lines == ["1 of 4 ranks was read by no shard (shard 1/3 is missing): reading it now"]
     lines.clear()
     engine.measure(run, [rows], store=open_store(run), backend=serial, tell=lines.append)
     assert lines == []
