@@ -58,10 +58,9 @@ _STATES: Mapping[type[NotMeasured], str] = {NotMeasured: "not_measured", DoesNot
 # Shards that one line names.
 _MOST_NAMED = 8
 
-_MASKED = {
-    name: name.lower().replace("boolean", "bool")
-    for name in ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64", "boolean")
-} | {"Float32": "float32", "Float64": "float64"}
+# The dtypes that come back. Others are refused, on reading too: one that somebody else chose may take any memory.
+_NUMBERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64", "Float32", "Float64")
+_MASKED = {name: name.lower() for name in _NUMBERS} | {"boolean": "bool"}
 _TEXTS = ("object", "str", "string")
 _LABELS = (*_TEXTS, "category", "int64")  # dtypes of columns' names; int64 where there is no column
 
