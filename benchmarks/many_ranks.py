@@ -43,7 +43,7 @@ def by_dask(traces: Path, n: int, out: Path) -> list[list[str]]:
 
 def by_shards(traces: Path, n: int, out: Path) -> list[list[str]]:
     """Return the commands that read a share of the ranks each, side by side, and then the one of the report."""
-    shards = [dlprof("reduce", traces, "--shard", f"{k}/{n}", "--cache", out / "kept", "--quiet") for k in range(n)]
+    shards = [dlprof("report", traces, "--shard", f"{k}/{n}", "--cache", out / "kept", "--quiet") for k in range(n)]
     return [*shards, dlprof("report", traces, "--cache", out / "kept", "--quiet", "-o", out)]
 
 

@@ -29,7 +29,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "read": {
         "report": "traces/",
-        "reduce": "traces/ --shard 3/16",
         "explain": "input_wait",
         "export": "runs/a --perfetto a.json.gz",
     },

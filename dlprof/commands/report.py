@@ -16,11 +16,41 @@ from dlprof.commands.terminal.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
 from dlprof.plain import plain
+from dlprof.units import count
 
 if TYPE_CHECKING:
     from dlprof.analysis.engine import Done
+    from dlprof.read.run import Run
     from dlprof.report.compare.summary import Summary
     from dlprof.result import Result
+
+# What a launcher tells each of its processes: its number, from 0 on, and how many there are. SLURM's second one is of
+# a step: a batch script has SLURM_NTASKS too, and is no task of any.
+_LAUNCHERS = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def _shard(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return _launched()
+    k, _, n = text.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 0 <= int(k) < int(n) < 100_000):
+        raise click.BadParameter(f"{text!r}: K/N, with K from 0 to N - 1, or auto")
+    return int(k), int(n)
+
+
+def _launched() -> tuple[int, int]:
+    """Return which process of how many this is, as its launcher says; of one where none says anything."""
+    for number, many in _LAUNCHERS:
+        k, n = os.environ.get(number, ""), os.environ.get(many, "")
+        if k.isdecimal() and n.isdecimal() and int(k) < int(n):
+            return int(k), int(n)
+    return 0, 1
 
 
 @click.command(short_help="Show where the time of a step goes, in a run or in traces.")
@@ -48,7 +78,14 @@ if TYPE_CHECKING:
     help="Read the ranks on a Dask cluster: of processes here (local:4), of SLURM jobs (slurm:16), or a running one.",
 )
 @cache
-@click.option("--reduced-only", is_flag=True, help="Leave out the ranks that `dlprof reduce` has not read.")
+@click.option(
+    "--shard",
+    callback=_shard,
+    metavar="K/N|auto",
+    help="Read only share K of N, from 0 on, keep what the report needs of it, and write no report; auto: the share of "
+    "this task of srun or mpirun.",
+)
+@click.option("--kept-only", is_flag=True, help="Leave out the ranks that no `--shard` has read.")
 @click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
 @show
 @quiet
@@ -63,7 +100,8 @@ def report(
     window: int | None,
     dask: str | None,
     cache: Path | None,
-    reduced_only: bool,
+    shard: tuple[int, int] | None,
+    kept_only: bool,
     files: bool,
     show: bool,
     quiet: bool,
@@ -71,10 +109,20 @@ def report(
     """Show where the time goes in PATH: a run, a folder of other tools' files, or one (`dlprof explain sources`).
 
     Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
+
+    `srun dlprof report PATH --shard auto` reads the ranks on any number of nodes that see the same files, and writes no
+    report: what it keeps is not read again. It may be stopped and repeated.
     """
-    if dask and (jobs or reduced_only):
-        raise click.UsageError("--dask has its own number of workers (local:4), and reads what is not reduced")
-    result = _analysed_for_page(path, jobs, quiet, window=window, dask=dask, cache=cache, reduced_only=reduced_only)
+    if shard:
+        of_report = {"-o": out, "--format json": form == "json", "--redact": redact, "--patch": patch, "--dask": dask}
+        of_report |= {"--kept-only": kept_only, "--files": files, "--open": show}
+        if asked := [option for option, value in of_report.items() if value]:
+            raise click.UsageError(f"--shard writes no report: it takes no {', '.join(asked)}")
+        _read_share(path, shard, window, cache, jobs, quiet)
+        return
+    if dask and (jobs or kept_only):
+        raise click.UsageError("--dask has its own number of workers (local:4), and reads what is not kept")
+    result = _analysed_for_page(path, jobs, quiet, window=window, dask=dask, cache=cache, kept_only=kept_only)
     if redact:
         from dlprof.report.sharing import shareable
 
@@ -93,6 +141,38 @@ def report(
         _write_patch(result, path, patch, allow_numerics, tell=form != "json")
     if show:
         browse(html)
+
+
+def _read_share(
+    path: Path, shard: tuple[int, int], window: int | None, cache: Path | None, jobs: int | None, quiet: bool
+) -> None:
+    """Read the ranks of a share, keep their answers, and print what there is to say of it."""
+    k, n = shard
+    run = _opened(path, window)
+    from dataclasses import replace
+
+    from dlprof.analysis.diagnosis import wanted
+    from dlprof.analysis.engine import answers_of, open_store
+    from dlprof.analysis.engine.store import shares
+    from dlprof.analysis.rules import RULES
+
+    store = open_store(run, cache, f"{k}/{n}")
+    with writing(f"what is known of each rank, in {store.folder},", "; --cache names another folder"):
+        store.make()
+    share = replace(run, ranks=tuple(sorted(shares(run, n)[k], key=lambda rank: rank.index)))
+    with Progress(f"shard {k}/{n}: " if n > 1 else "", quiet=quiet) as progress:
+        answers = answers_of(share, wanted(RULES), jobs or _jobs_of_shard(n), progress, store=store, tell=progress.tell)
+    for rank, answer in sorted(answers.items()):
+        if not answer.tables:
+            say(f"rank {rank}: {answer.warnings[0]}")
+    whole = count(len(run.ranks), "rank")
+    say(f"shard {k}/{n}: {len(answers):,} of {whole} in {store.folder}; `dlprof report` uses them")
+
+
+def _jobs_of_shard(shards: int) -> int | None:
+    """Return how many processes read at once: the cores that SLURM gives a task, else one a shard, all of one shard."""
+    cores = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(cores) if cores.isdecimal() and int(cores) > 0 else 1 if shards > 1 else None
 
 
 def _files(result: Result) -> list[str]:
@@ -164,23 +244,17 @@ def analyse(
     window: int | None = None,
     dask: str | None = None,
     cache: Path | None = None,
-    reduced_only: bool = False,
+    kept_only: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Open a run or traces and ask every rule; `page` imports the renderers meanwhile; `window`: see `open_run`.
 
-    `dask`, `cache`, `reduced_only`: the options of `dlprof report`. `tell` gets lines for the user meanwhile.
+    `dask`, `cache`, `kept_only`: the options of `dlprof report`. `tell` gets lines for the user meanwhile.
     """
-    # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Columns of megabytes come and go by the hundred: huge pages for them take the kernel longer than small ones.
-    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
+    run = _opened(path, window)
     from dlprof.read.kineto import prefetch
-    from dlprof.read.run import TRACE, open_run
-    from dlprof.record.launch.process import keep_memory
+    from dlprof.read.run import TRACE
 
-    keep_memory()
-    run = open_run(path, window)
     if jobs != 1 and not dask and "pandas" not in sys.modules:
         run.share_out(jobs)
         whole = (rank for rank in run.largest_first if TRACE in rank.files and TRACE not in rank.pieces)
@@ -200,10 +274,21 @@ def analyse(
         from dlprof.report import html, terminal  # noqa: F401
 
     store = find(run, cache, asked=bool(dask), tell=tell)
-    measured = measure(
-        run, wanted(RULES), jobs, progress, store=store, backend=backend, only_kept=reduced_only, tell=tell
-    )
+    measured = measure(run, wanted(RULES), jobs, progress, store=store, backend=backend, only_kept=kept_only, tell=tell)
     return with_tried(diagnosed(measured, RULES), path)
+
+
+def _opened(path: Path, window: int | None) -> Run:
+    """Open a run, and set what makes this process, and those that it forks, read faster."""
+    # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Columns of megabytes come and go by the hundred: huge pages for them take the kernel longer than small ones.
+    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
+    from dlprof.read.run import open_run
+    from dlprof.record.launch.process import keep_memory
+
+    keep_memory()
+    return open_run(path, window)
 
 
 def _verdict(result: Result) -> str:

@@ -247,7 +247,7 @@ def test_a_small_report_writes_nothing_into_the_folder_of_the_traces(job: Path) 
     assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
 
 
-@pytest.mark.parametrize("more", [["--jobs", "2"], ["--reduced-only"]])
+@pytest.mark.parametrize("more", [["--jobs", "2"], ["--kept-only"]])
 def test_options_that_say_nothing_beside_dask_are_refused(more: list[str], job: Path) -> None:
     done = run(job, "--dask", "local", *more)
     assert done.exit_code == 2
@@ -281,6 +281,6 @@ def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=job.parent)
     assert done.stdout == plain.stdout
     assert [line.partition(" · ")[0] for line in done.stderr.splitlines()] == ["read 1 of 2 ranks", "read 2 of 2 ranks"]
-    assert len(list((job / ".dlprof").rglob("*.parquet"))) == 2
+    assert len(list((job / ".dlprof").rglob("*.npz"))) == 2
     again = run(job, "--format", "json", "-o", "c", "--dask", "local:2")
     assert again.stdout == plain.stdout

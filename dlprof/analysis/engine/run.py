@@ -20,8 +20,7 @@ import pandas as pd
 
 from dlprof.analysis.engine.needs import Measure, Scope, all_needed
 from dlprof.analysis.engine.ranks import Failure, Measured, RankAnswer, RankData, answered
-from dlprof.analysis.engine.shards import left_out, not_there
-from dlprof.analysis.engine.store import Kept, Store
+from dlprof.analysis.engine.store import Kept, Store, left_out, not_there
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read import limits
 from dlprof.read.kineto import prefetch

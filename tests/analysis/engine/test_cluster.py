@@ -161,7 +161,7 @@ def test_a_running_scheduler_is_used_and_left_running(
             store = open_store(run, cache)
             store.make()
             assert result(run, store=store, backend=dask(address)) == one
-            assert len(list(cache.rglob("*.parquet"))) == RANKS
+            assert len(list(cache.rglob("*.npz"))) == RANKS
         assert process.poll() is None
 
 

@@ -198,8 +198,8 @@ def test_what_is_not_kept_is_left_out_where_that_is_asked_for(job: Run, tmp_path
     engine.measure(some, [rows], jobs=1, store=store, backend=engine_run.serial)
     run = engine.measure(job, [rows], store=store, only_kept=True)
     assert run.ranks == (1, 2, 3)
-    assert run.run.warnings == ("1 of 4 ranks was not reduced and is left out: 0",)
-    with pytest.raises(DlprofError, match="no rank of it was reduced"):
+    assert run.run.warnings == ("1 of 4 ranks was read by no shard and is left out: 0",)
+    with pytest.raises(DlprofError, match="no rank of it was read by a shard"):
         engine.measure(job, [rows], only_kept=True)
 
 

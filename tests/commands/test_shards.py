@@ -1,4 +1,4 @@
-"""`dlprof reduce` reads a share of the ranks, once, and the report is the same as without it."""
+"""`dlprof report --shard` reads a share of the ranks, once, and the report is the same as without it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from dlprof.commands import reduce
+from dlprof.commands import report
 from tests.fixtures import runs, traces
 from tests.fixtures.places import ROOT, TRACES
 
-LAUNCHERS = [name for pair in reduce._LAUNCHERS for name in pair]
+LAUNCHERS = [name for pair in report._LAUNCHERS for name in pair]
 MS = 1_000_000
 
 
@@ -35,6 +35,11 @@ def told(*words: str | Path) -> list[str]:
     return done.output.splitlines()
 
 
+def shard(path: Path, which: str, *words: str | Path) -> list[str]:
+    """Read a share of the ranks and return the lines that dlprof prints."""
+    return told("report", path, "--shard", which, *words)
+
+
 def result_of(path: Path, *words: str | Path) -> dict[str, Any]:
     done = call("report", path, "--format", "json", "--quiet", "-o", path.parent / "out", "--jobs", "1", *words)
     assert done.exit_code == 0, done.output
@@ -44,7 +49,7 @@ def result_of(path: Path, *words: str | Path) -> dict[str, Any]:
 
 def files_of(path: Path) -> dict[str, int]:
     """Return the files that were kept of ranks, each with what changes where it is written again."""
-    return {p.stem: p.stat().st_ino for p in path.rglob("*.parquet")}
+    return {p.stem: p.stat().st_ino for p in path.rglob("*.npz")}
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +67,11 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def test_the_report_of_what_was_reduced_is_the_same(job: Path) -> None:
+def test_the_report_of_what_shards_read_is_the_same(job: Path) -> None:
     before = result_of(job)
     assert not (job / ".dlprof").exists()
     for k in range(3):
-        assert told("reduce", job, "--shard", f"{k}/3", "--quiet")[-1].startswith(f"shard {k}/3: ")
+        assert shard(job, f"{k}/3", "--quiet")[-1].startswith(f"shard {k}/3: ")
     assert sorted(files_of(job)) == [f"{r:05d}" for r in range(5)]
     kept = files_of(job)
     assert result_of(job) == before
@@ -78,14 +83,14 @@ def test_the_report_of_real_traces_is_the_same(name: str, tmp_path: Path) -> Non
     if not (TRACES / name).is_dir():
         pytest.skip(f"needs {name} beside the repository")
     before = result_of(TRACES / name, "-o", tmp_path / "a")
-    told("reduce", TRACES / name, "--cache", tmp_path / "cache", "--quiet", "--jobs", "1")
+    shard(TRACES / name, "auto", "--cache", tmp_path / "cache", "--quiet", "--jobs", "1")
     assert result_of(TRACES / name, "-o", tmp_path / "b", "--cache", tmp_path / "cache") == before
 
 
 def test_the_report_of_a_recorded_run_is_the_same(tmp_path: Path) -> None:
     path = runs.cpu_run(tmp_path, 5 * MS, 9 * MS, cores=4)
     before = result_of(path)
-    told("reduce", path, "--quiet", "--jobs", "1")
+    shard(path, "auto", "--quiet", "--jobs", "1")
     assert sorted(files_of(path)) == ["00000", "00001"]
     assert result_of(path) == before
 
@@ -93,12 +98,12 @@ def test_the_report_of_a_recorded_run_is_the_same(tmp_path: Path) -> None:
 def test_a_missing_shard_is_read_by_the_report(job: Path) -> None:
     before = result_of(job)
     for k in (0, 2):
-        told("reduce", job, "--shard", f"{k}/3", "--quiet")
+        shard(job, f"{k}/3", "--quiet")
     kept = files_of(job)
     done = call("report", job, "-o", job.parent / "out", "--format", "json")
     missing = 5 - len(kept)
     assert done.stderr.splitlines()[0] == (
-        f"{missing} of 5 ranks were not reduced (shard 1/3 is missing): reading them now"
+        f"{missing} of 5 ranks were read by no shard (shard 1/3 is missing): reading them now"
     )
     assert json.loads(done.stdout) == before
     assert {rank: number for rank, number in files_of(job).items() if rank in kept} == kept
@@ -106,24 +111,24 @@ def test_a_missing_shard_is_read_by_the_report(job: Path) -> None:
 
 
 def test_a_missing_shard_may_be_left_out(job: Path) -> None:
-    told("reduce", job, "--shard", "0/3", "--quiet")
+    shard(job, "0/3", "--quiet")
     kept = files_of(job)
-    result = result_of(job, "--reduced-only")
+    result = result_of(job, "--kept-only")
     assert result["run"]["ranks"] == sorted(map(int, kept))
-    assert any("were not reduced and are left out: " in line for line in result["run"]["warnings"])
+    assert any("were read by no shard and are left out: " in line for line in result["run"]["warnings"])
     assert files_of(job) == kept
 
 
-def test_nothing_that_was_reduced_is_one_line(job: Path) -> None:
-    done = call("report", job, "--reduced-only", "-o", job.parent / "out")
+def test_nothing_that_a_shard_has_read_is_one_line(job: Path) -> None:
+    done = call("report", job, "--kept-only", "-o", job.parent / "out")
     assert done.exit_code == 1
-    assert done.stderr == f"dlprof: {job}: no rank of it was reduced (dlprof reduce {job})\n"
+    assert done.stderr == f"dlprof: {job}: no rank of it was read by a shard (dlprof report {job} --shard K/N)\n"
 
 
-def test_what_was_reduced_is_not_read_again(job: Path) -> None:
-    told("reduce", job, "--shard", "0/2", "--quiet")
+def test_what_a_shard_has_read_is_not_read_again(job: Path) -> None:
+    shard(job, "0/2", "--quiet")
     kept = files_of(job)
-    assert "known from before" not in "\n".join(told("reduce", job, "--shard", "0/2"))
+    assert "known from before" not in "\n".join(shard(job, "0/2"))
     assert files_of(job) == kept
 
 
@@ -131,7 +136,7 @@ def test_a_rank_that_cannot_be_read_costs_its_row(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", *((traces.training(), [], {}) for _ in range(3)))
     (path / "ranks" / "00001" / "trace.json.gz").write_bytes(b"no trace")
     before = result_of(path)
-    lines = told("reduce", path, "--quiet")
+    lines = shard(path, "auto", "--quiet")
     assert len(lines) == 2
     assert lines[0].startswith(f"rank 1: {path}/ranks/00001/trace.json.gz: ")
     assert len(files_of(path)) == 3
@@ -144,35 +149,64 @@ def test_a_share_in_which_nothing_can_be_read_is_no_failure(tmp_path: Path) -> N
         traces.write(tmp_path / "job" / f"rank{r}.json.gz", traces.training(rank=r))
     text = gzip.decompress((tmp_path / "job" / "rank1.json.gz").read_bytes())
     (tmp_path / "job" / "rank1.json.gz").write_bytes(gzip.compress(text[: text.index(b"[") + 1] + b"nonsense"))
-    lines = [line for k in range(3) for line in told("reduce", tmp_path / "job", "--shard", f"{k}/3", "--quiet")]
+    lines = [line for k in range(3) for line in shard(tmp_path / "job", f"{k}/3", "--quiet")]
     assert len([line for line in lines if line.startswith("rank 1: ")]) == 1
     assert len(lines) == 4
 
 
-@pytest.mark.parametrize(("number", "many"), reduce._LAUNCHERS)
+@pytest.mark.parametrize(("number", "many"), report._LAUNCHERS)
 def test_a_launcher_says_which_share(number: str, many: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(number, "1")
     monkeypatch.setenv(many, "4")
-    assert told("reduce", job, "--quiet")[-1].startswith("shard 1/4: ")
-    assert told("reduce", job, "--shard", "0/2", "--quiet")[-1].startswith("shard 0/2: ")
+    assert shard(job, "auto", "--quiet")[-1].startswith("shard 1/4: ")
+    assert shard(job, "0/2", "--quiet")[-1].startswith("shard 0/2: ")
 
 
 def test_a_batch_script_is_no_task_of_a_step(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM sets these in the script itself, which is one process."""
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert told("reduce", job, "--quiet")[-1].startswith("shard 0/1: 5 of 5 ranks in ")
+    assert shard(job, "auto", "--quiet")[-1].startswith("shard 0/1: 5 of 5 ranks in ")
 
 
-@pytest.mark.parametrize("shard", ["3/3", "1", "a/b", "-1/2", "0/0", "1/", "/2", "1/100000000"])
-def test_a_share_that_is_none_is_refused(shard: str, job: Path) -> None:
-    done = call("reduce", job, "--shard", shard)
+@pytest.mark.parametrize("which", ["3/3", "1", "a/b", "-1/2", "0/0", "1/", "/2", "1/100000000", "", "automatic"])
+def test_a_share_that_is_none_is_refused(which: str, job: Path) -> None:
+    done = call("report", job, "--shard", which)
     assert done.exit_code == 2
     assert "K/N, with K from 0 to N - 1" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-o", "out"],
+        ["--format", "json"],
+        ["--redact"],
+        ["--patch", "fix.diff"],
+        ["--dask", "local"],
+        ["--kept-only"],
+        ["--files"],
+        ["--open"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_of_a_report_is_refused_beside_a_share(words: list[str], job: Path) -> None:
+    done = call("report", job, "--shard", "0/2", *words)
+    assert done.exit_code == 2
+    named = words[:1] if words[0] != "--format" else words
+    assert done.stderr.splitlines()[-1] == f"Error: --shard writes no report: it takes no {' '.join(named)}"
+    assert not (job / ".dlprof").exists()
+
+
+def test_a_share_writes_no_report(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.parent)
+    assert len(shard(job, "0/1", "--quiet")) == 1
+    assert [path.name for path in job.parent.iterdir()] == ["job"]
+    assert sorted(path.name for path in job.iterdir()) == [".dlprof", *(f"rank{r}.json.gz" for r in range(5))]
+
+
 def test_more_shares_than_ranks_leave_some_empty(job: Path) -> None:
-    lines = [told("reduce", job, "--shard", f"{k}/8", "--quiet")[-1] for k in range(8)]
+    lines = [shard(job, f"{k}/8", "--quiet")[-1] for k in range(8)]
     assert sum(": 0 of 5 ranks in " in line for line in lines) == 3
     assert len(files_of(job)) == 5
 
@@ -184,27 +218,27 @@ def test_a_task_uses_the_cores_that_it_has(
     cores: str, shards: int, jobs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", cores)
-    assert reduce._jobs(shards) == jobs
+    assert report._jobs_of_shard(shards) == jobs
 
 
 def test_a_folder_that_takes_nothing_is_one_line(job: Path, tmp_path: Path) -> None:
     (job / ".dlprof").write_text("a file")
-    done = call("reduce", job)
+    done = call("report", job, "--shard", "auto")
     assert done.exit_code == 1
     assert done.stderr.startswith(f"dlprof: what is known of each rank, in {job}/.dlprof/ranks, cannot be written: ")
     assert done.stderr.endswith("; --cache names another folder\n")
-    assert call("reduce", job, "--cache", tmp_path / "cache").exit_code == 0
+    assert call("report", job, "--shard", "auto", "--cache", tmp_path / "cache").exit_code == 0
 
 
 def test_progress_is_of_the_share(job: Path) -> None:
     assert any(
-        line.startswith("shard 0/2: read 1 of ") for line in call("reduce", job, "--shard", "0/2").stderr.splitlines()
+        line.startswith("shard 0/2: read 1 of ") for line in call("report", job, "--shard", "0/2").stderr.splitlines()
     )
-    assert call("reduce", job, "--shard", "1/2", "--quiet").stderr == ""
+    assert call("report", job, "--shard", "1/2", "--quiet").stderr == ""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [["reduce"], ["report", "-o", "out"], ["report", "-o", "out", "--dask", "local:1"]])
+@pytest.mark.parametrize("words", [["--shard", "0/1"], ["-o", "out"], ["-o", "out", "--dask", "local:1"]])
 def test_a_killed_analysis_goes_on_where_it_was(words: list[str], tmp_path: Path) -> None:
     """Only the remaining ranks are read: a rank that is read again has its file written again."""
     if "--dask" in words:
@@ -212,7 +246,7 @@ def test_a_killed_analysis_goes_on_where_it_was(words: list[str], tmp_path: Path
     job, cache, ranks = tmp_path / "job", tmp_path / "cache", 14
     for r in range(ranks):
         traces.write(job / f"rank{r}.json", traces.training(30, rank=r, world_size=ranks))
-    command = [sys.executable, "-P", "-m", "dlprof", words[0], str(job), *words[1:], "--cache", str(cache)]
+    command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), *words, "--cache", str(cache)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -223,7 +257,7 @@ def test_a_killed_analysis_goes_on_where_it_was(words: list[str], tmp_path: Path
     kept = files_of(cache)
     assert 3 <= len(kept) < ranks
     done = subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True)
-    assert words == ["reduce"] or f"{len(kept)} of {ranks} ranks are known from before" in done.stderr
+    assert "--shard" in words or f"{len(kept)} of {ranks} ranks are known from before" in done.stderr
     now = files_of(cache)
     assert len(now) == ranks
     assert {rank: number for rank, number in now.items() if rank in kept} == kept
