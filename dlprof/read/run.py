@@ -81,11 +81,11 @@ class Run:
 
     def share_out(self, jobs: int | None) -> None:
         """Divide the cores, or `jobs` of them, among its traces, for those who read them (kineto/split)."""
-        from dlprof.read.kineto.split import boundaries
+        from dlprof.read.kineto import shares
 
         whole = (rank for rank in self.ranks if TRACE in rank.files and TRACE not in rank.pieces)
         bytes_of = {rank.files[TRACE]: rank.unpacked_bytes for rank in whole}
-        boundaries.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
+        shares.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
 
 
 def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:

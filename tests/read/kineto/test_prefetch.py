@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from pandas.testing import assert_frame_equal
 
-from dlprof.read.kineto import event_columns, prefetch, torch_trace
-from dlprof.read.kineto.split import boundaries
+from dlprof.read.kineto import event_columns, prefetch, shares, torch_trace
 from tests.fixtures import traces
 
 pytestmark = pytest.mark.skipif(
@@ -129,10 +128,10 @@ def test_decoding_needs_no_pandas() -> None:
 def test_a_large_trace_is_begun_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = written(tmp_path, "a.json"), written(tmp_path, "b.json", rank=1)
     expected = torch_trace.read(path)
-    monkeypatch.setattr(boundaries, "LEAST_BYTES", 1)
-    boundaries.share_out({path: 1 << 20}, 1 << 20, 2)
+    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
+    shares.share_out({path: 1 << 20}, 1 << 20, 2)
     prefetch.begin([path, other])
-    boundaries.share_out({}, 0)
+    shares.share_out({}, 0)
     assert list(prefetch._split) == [path]
     assert not prefetch._places  # they have the cores
     assert not prefetch.is_begun(path)  # who reads it goes first, for it still takes long
@@ -146,10 +145,10 @@ def test_a_large_trace_is_begun_by_several_processes(tmp_path: Path, monkeypatch
 
 def test_a_large_trace_that_nobody_reads_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, "a.json")
-    monkeypatch.setattr(boundaries, "LEAST_BYTES", 1)
-    boundaries.share_out({path: 1 << 20}, 1 << 20, 2)
+    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
+    shares.share_out({path: 1 << 20}, 1 << 20, 2)
     prefetch.begin([path])
     prefetch.forget()
     assert not prefetch._split
     assert len(torch_trace.read(path).tables["spans"])
-    boundaries.share_out({}, 0)
+    shares.share_out({}, 0)

@@ -19,7 +19,7 @@ def test_what_python_prints_last_is_what_ended_it(tmp_path: Path, line: str, kin
     script = tmp_path / "train.py"
     script.write_text(
         "import atexit, json, torch\n"
-        "from dlprof.record.calls.failure import memory_failure\n"
+        "from dlprof.record.collectors.facts import memory_failure\n"
         "atexit.register(lambda: print(json.dumps(memory_failure())))\n"
         f"def forward():\n    return {line}\n"
         "forward()\n"

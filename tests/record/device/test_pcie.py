@@ -61,7 +61,7 @@ class Link:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 0
-        monkeypatch.setattr("dlprof.record.device.pcie.time.perf_counter_ns", lambda: self.now_ns)
+        monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: self.now_ns)
         self.nvml = Nvml()
         self.traffic = Traffic(self.nvml, object(), (NotSupportedError,), (LostError,))
 

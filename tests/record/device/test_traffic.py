@@ -129,6 +129,6 @@ def test_memory_that_is_used_again_is_another_tensor() -> None:
 
 
 def test_the_largest_operators_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlprof.record.device.traffic._MOST_OPERATORS", 2)
+    monkeypatch.setattr("dlprof.record.collectors.flops._MOST_COUNTED", 2)
     a = square()
     assert list(counted(lambda: (a.sum(), torch.relu(a), a @ a))["by"]) == ["mm", "relu"]

@@ -157,7 +157,7 @@ def moving(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Callable[[], Non
     now = [1000.0]
     left = list(seconds)
     monkeypatch.setattr("dlprof.record.samplers.gpu.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("dlprof.record.device.pcie.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+    monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: round(now[0] * 1e9))
 
     def move() -> None:
         now[0] += left.pop(0)

@@ -2,20 +2,14 @@
 
 A boundary is found by its looks: `}`, a comma, and an object that has a phase. Whether it is one is proved afterwards,
 by decoding what stands before it: from the first event on, all bytes up to it must be whole events.
-
-How many processes may decode one trace: its share of the cores, where all traces of a run are read at once.
 """
 
 from __future__ import annotations
 
-import math
-import multiprocessing
 import os
 import re
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -107,49 +101,3 @@ def fill(room: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tu
             return size, None
         room[size : size + len(block)] = block
         size += len(block)
-
-
-# Of JSON; of less, splitting gains no tenth of a second.
-LEAST_BYTES = 96 << 20
-
-
-# A process that decodes holds a span's rows and, of a packed file, the span.
-PROCESS_BYTES = 120 << 20
-
-
-# A core more is not taken for less than this part of it.
-_ROUNDED_OFF = 0.2
-
-
-_cores: dict[Path, int] = {}
-
-
-def share_out(bytes_of: Mapping[Path, int], of_bytes: int, jobs: int | None = None) -> None:
-    """Divide the cores, or `jobs` of them, among traces, for this process and those that are forked from it.
-
-    `bytes_of`: their unpacked bytes; `of_bytes`: those of all that is read at once.
-    """
-    cores = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    _cores.clear()
-    for path, size in bytes_of.items():
-        if size >= LEAST_BYTES:
-            _cores[path] = math.ceil(cores * size / of_bytes - _ROUNDED_OFF)
-
-
-def workers_for(path: Path) -> int:
-    """Return how many processes may decode a trace; below 2: it is not to be split."""
-    # Forking is safe while this process has no thread of its own; daemons have no children.
-    can_fork = threading.active_count() == 1 and hasattr(os, "memfd_create")
-    if path not in _cores or not can_fork or multiprocessing.current_process().daemon:
-        return 0
-    free = free_bytes()
-    return _cores[path] if free is None else min(_cores[path], free // 2 // PROCESS_BYTES)
-
-
-def free_bytes() -> int | None:
-    """Return the memory that is available on this machine, None where it is not known."""
-    try:
-        with open("/proc/meminfo") as f:  # noqa: PTH123 - a line of the kernel's
-            return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None

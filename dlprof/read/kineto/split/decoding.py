@@ -35,7 +35,8 @@ from dlprof.read.kineto import event_columns
 from dlprof.read.kineto.event_columns import Processes, Reader, Rows, opened
 from dlprof.read.kineto.events import BlurredTimes, Event, decoder
 from dlprof.read.kineto.json_stream import BLOCK, TraceFile
-from dlprof.read.kineto.split.boundaries import Span, fill, late_boundary, spans, workers_for
+from dlprof.read.kineto.shares import workers_for
+from dlprof.read.kineto.split.boundaries import Span, fill, late_boundary, spans
 from dlprof.read.opening import open_file
 
 

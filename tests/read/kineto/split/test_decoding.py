@@ -20,7 +20,7 @@ from pandas.testing import assert_frame_equal
 
 from dlprof.errors import DlprofError
 from dlprof.read import limits
-from dlprof.read.kineto import event_columns, torch_trace
+from dlprof.read.kineto import event_columns, shares, torch_trace
 from dlprof.read.kineto.event_columns import Processes, Reader
 from dlprof.read.kineto.split import boundaries, decoding
 from dlprof.read.sources import Reading
@@ -37,14 +37,14 @@ NAMES = ["aten::mm", "aten::add_", 'a\\b "},{" [{', "}, {", '"},{"ph":"X"', "grÃ
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split files of some kilobytes into many spans."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # pytest's plugins have threads, which sleep
-    monkeypatch.setattr(boundaries, "LEAST_BYTES", 1)
-    monkeypatch.setattr(boundaries, "free_bytes", lambda: None)
+    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
+    monkeypatch.setattr(shares, "free_bytes", lambda: None)
     monkeypatch.setattr(boundaries, "WINDOW", 2500)
     monkeypatch.setattr(boundaries, "LAST", 3000)
     monkeypatch.setattr(decoding, "AIM", 3000)
     monkeypatch.setattr(decoding, "AIM_PACKED", 3000)
     yield
-    boundaries.share_out({}, 0)
+    shares.share_out({}, 0)
 
 
 class Both:
@@ -66,7 +66,7 @@ class Both:
         self.joined = 0
         self._patch.setattr(torch_trace, "decode", event_columns.decode)
         one = self._read(path, processes)
-        boundaries.share_out({path: 1 << 20}, 1 << 20, workers)
+        shares.share_out({path: 1 << 20}, 1 << 20, workers)
         self._patch.setattr(torch_trace, "decode", decoding.decode)
         several = self._read(path, processes)
         if isinstance(one, str) or isinstance(several, str):
@@ -86,7 +86,7 @@ class Both:
         """
         self._patch.setattr(torch_trace, "decode", event_columns.decode)
         one = self._read(path, None)
-        boundaries.share_out({path: 1 << 20}, 1 << 20, 2)
+        shares.share_out({path: 1 << 20}, 1 << 20, 2)
         self._patch.setattr(torch_trace, "decode", decoding.decode)
         several = self._read(path, None)
         if not isinstance(one, str):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.read.kineto.split import boundaries
+from dlprof.read.kineto import shares
 
 MB = 1 << 20
 
@@ -17,14 +17,14 @@ MB = 1 << 20
 def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     yield
-    boundaries.share_out({}, 0)
+    shares.share_out({}, 0)
 
 
 def shared(cores: int, *megabytes: int) -> list[int]:
     """Give how many processes each of some traces may have."""
     bytes_of = {Path(f"{i}.json"): size * MB for i, size in enumerate(megabytes)}
-    boundaries.share_out(bytes_of, sum(bytes_of.values()), cores)
-    return [boundaries.workers_for(path) for path in bytes_of]
+    shares.share_out(bytes_of, sum(bytes_of.values()), cores)
+    return [shares.workers_for(path) for path in bytes_of]
 
 
 @pytest.mark.parametrize(
@@ -45,21 +45,21 @@ def shared(cores: int, *megabytes: int) -> list[int]:
 def test_each_trace_has_its_share(
     monkeypatch: pytest.MonkeyPatch, cores: int, megabytes: list[int], workers: list[int]
 ) -> None:
-    monkeypatch.setattr(boundaries, "free_bytes", lambda: None)
+    monkeypatch.setattr(shares, "free_bytes", lambda: None)
     assert shared(cores, *megabytes) == workers
 
 
 def test_other_files_of_the_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "free_bytes", lambda: None)
-    boundaries.share_out({Path("a"): 500 * MB}, 1000 * MB, 4)
-    assert boundaries.workers_for(Path("a")) == 2
-    assert boundaries.workers_for(Path("b")) == 0
+    monkeypatch.setattr(shares, "free_bytes", lambda: None)
+    shares.share_out({Path("a"): 500 * MB}, 1000 * MB, 4)
+    assert shares.workers_for(Path("a")) == 2
+    assert shares.workers_for(Path("b")) == 0
 
 
 def test_memory_bounds_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "free_bytes", lambda: 7 * boundaries.PROCESS_BYTES)
+    monkeypatch.setattr(shares, "free_bytes", lambda: 7 * shares.PROCESS_BYTES)
     assert shared(8, 1000) == [3]
-    monkeypatch.setattr(boundaries, "free_bytes", lambda: boundaries.PROCESS_BYTES)
+    monkeypatch.setattr(shares, "free_bytes", lambda: shares.PROCESS_BYTES)
     assert shared(8, 1000) == [0]
 
 
@@ -73,6 +73,6 @@ def test_nothing_is_split_where_forking_is_unsafe_or_forbidden(monkeypatch: pyte
 
 
 def test_the_free_memory_is_the_kernels() -> None:
-    free = boundaries.free_bytes()
+    free = shares.free_bytes()
     assert free is None or 1 * MB < free < 2**50
     assert math.isfinite(free or 0)
