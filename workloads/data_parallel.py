@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "data_parallel": "data_parallel",  # one process drives all GPUs, and copies the model to each in every step
+    "double": "float64_compute",  # the network and its pictures are in float64
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
 }
 NEEDS_GPU = ("pageable",)  # on a CPU nothing is copied
@@ -32,10 +33,11 @@ NEEDS_GPU = ("pageable",)  # on a CPU nothing is copied
 
 def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
-    healthy = {"data_parallel": False, "driven": 1, "pin_memory": args.device == "cuda"}
+    healthy = {"data_parallel": False, "driven": 1, "pin_memory": args.device == "cuda", "dtype": torch.float32}
     all_gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     faulty: dict[str, dict[str, Any]] = {
         "data_parallel": {"data_parallel": True, "driven": all_gpus},
+        "double": {"dtype": torch.float64},
         "pageable": {"pin_memory": False},
     }
     vars(args).update(healthy | faulty.get(args.fault, {}))
@@ -71,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)  # the same on every rank
-    model: nn.Module = small_network(args.width, Patterns.classes).to(args.device)
+    model: nn.Module = small_network(args.width, Patterns.classes).to(args.device, args.dtype)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # absent in torch's hints
     if args.data_parallel:
         model = DataParallel(model)
@@ -97,7 +99,7 @@ def train(args: argparse.Namespace) -> None:
     log = Log(args, "pictures", batch * args.world)
     for step, (pictures, labels) in enumerate(loader, start=1):
         x, y = pictures.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
-        x = x.to(memory_format=torch.channels_last)
+        x = x.to(args.dtype, memory_format=torch.channels_last)
         loss = F.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -10,6 +10,7 @@ from dlprof.analysis.communication.rules import (
     unused_parameters,
 )
 from dlprof.analysis.compute.rules import (
+    float64_compute,
     fp32_matmul,
     growing_cat,
     memory_format,
@@ -72,6 +73,7 @@ RULES: tuple[Rule, ...] = (
     expert_imbalance.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,
+    float64_compute.RULE,
     fp32_matmul.RULE,
     fragmentation.RULE,
     gc_pauses.RULE,

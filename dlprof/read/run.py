@@ -271,7 +271,7 @@ def _nsys_of(inside: Inside, host: Path, pid: int | None) -> tuple[Path, str] | 
     """Return the export of nsys, of those of a host, that holds the process with that number, and its piece of it."""
     for path in sorted(host.glob("nsys*.sqlite")):
         if inside.holds(path) and pid is not None:
-            from dlprof.read.nsys.export import piece_of
+            from dlprof.read.nsys.format import piece_of
 
             if piece := piece_of(path, pid):
                 return path, piece

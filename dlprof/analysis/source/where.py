@@ -306,7 +306,9 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     """Return a finding with where it stands, and where each of its changes does."""
     concern = CONCERNS.get(outcome.id) or next((_PHASES[c] for c in saves_from if c in _PHASES), Concern())
     calls, shares = source.call_sites.or_none() or [], source.line_shares.or_none()
-    where = [*outcome.where, *(_of_call(call) for call in _concerned(calls, concern))]
+    told = {(place.file, place.line) for place in outcome.where}
+    concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in told]
+    where = [*outcome.where, *map(_of_call, concerned)]
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
         where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)

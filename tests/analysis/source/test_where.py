@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from msgspec.structs import replace
 
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import CONCERNS, Source, changes_numbers, placed, wanted
 from dlprof.errors import NotMeasured
-from dlprof.result import CATEGORIES, Change, Outcome, change
+from dlprof.result import CATEGORIES, Change, Outcome, Place, change
 from dlprof.result.modules import InModule
 
 TEXT = "train = DataLoader(data)\n"
@@ -75,6 +76,12 @@ def test_calls_come_first_and_lines_seen_in_the_phases_then() -> None:
         ("torch/z.py", 0, "wait", 1.0),
     ]
     assert where[2].what == "loader worker, in open (PIL/Image.py)"
+
+
+def test_a_line_that_the_rule_names_is_not_named_again_for_its_call() -> None:
+    named = replace(found("input_wait"), where=(Place("train.py", 1, "main", what="as the rule says"),))
+    where = placed(named, ("input_wait",), source(CALLS)).where
+    assert [(w.line, w.what) for w in where] == [(1, "as the rule says"), (5, LOOP.source)]
 
 
 def test_of_several_calls_of_a_kind_those_made_most_often_come_first_and_a_librarys_last() -> None:

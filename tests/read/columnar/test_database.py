@@ -12,7 +12,7 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.read import limits
 from dlprof.read.columnar.database import MISSING, is_sqlite, open_database
-from dlprof.read.nsys.export import of_process
+from dlprof.read.nsys.format import of_process
 from tests.fixtures import exports
 
 

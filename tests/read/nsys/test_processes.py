@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.read.nsys.export import Process, piece_of, processes_of
+from dlprof.read.nsys.format import Process, piece_of, processes_of
 from tests.fixtures import exports
 from tests.fixtures.exports import HOST, PID, kernel, mark, text
 
