@@ -26,16 +26,15 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis import settings
-from dlprof.analysis.compute.arithmetic import peak_of, precision_of
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps, is_product
 from dlprof.analysis.compute.kernels import kernels, shorter_kernels
 from dlprof.analysis.compute.operators import operators
-from dlprof.analysis.compute.peaks import device_peaks
+from dlprof.analysis.compute.peaks import device_peaks, peak_of, precision_of
 from dlprof.analysis.compute.products import TENSOR_SHARE
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.operator_lines import busiest
+from dlprof.analysis.source.line_shares import busiest
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
