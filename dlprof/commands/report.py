@@ -177,7 +177,7 @@ def _jobs_of_shard(shards: int) -> int | None:
 
 def _files(result: Result) -> list[str]:
     """Return a line for each kind of file that was read, then for each that was left."""
-    from dlprof.analysis.machine.panels.files import TITLE
+    from dlprof.analysis.panels.machine import TITLE
 
     rows = [row for panel in result.panels if panel.title == TITLE for row in panel.rows]
     return [f"  {read}: {what}: {files} ({why})" for files, what, read, why in rows]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.machine.panels.samples import PICTURE
 from dlprof.analysis.panel import drawn
+from dlprof.analysis.panels.machine import SAMPLES_PICTURE
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Head
 from dlprof.read.gpu_logs.nvidia_smi import read, recognise
@@ -74,8 +74,8 @@ def test_a_log_beside_traces_or_in_a_run_is_drawn_a_line_a_gpu(tmp_path: Path) -
         (folder / "loss.csv").write_text("step,loss\n1,2\n")
         (folder / "smi.csv").write_text(log)
         assert ["nvidia_smi" in rank.files for rank in open_run(folder).ranks][:2] in ([True], [True, False])
-        run = runs.measured(folder, PICTURE.draw)
-        (panel,) = (p for p in drawn(run, [PICTURE]) if p.title == "GPU: some kernel ran")
+        run = runs.measured(folder, SAMPLES_PICTURE.draw)
+        (panel,) = (p for p in drawn(run, [SAMPLES_PICTURE]) if p.title == "GPU: some kernel ran")
         assert panel.columns == ("time_ns", "nvidia-smi 00000000:3B:00.0", "nvidia-smi 00000000:86:00.0")
         assert all(row[2] == pytest.approx(0.09) for row in panel.rows)
 

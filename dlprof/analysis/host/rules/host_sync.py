@@ -24,10 +24,10 @@ from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
 from dlprof.analysis.host.parts import WAITS, gains_of, host_parts
 from dlprof.analysis.host.syncs import GRAD_SCALER, linked
 from dlprof.analysis.panel import table
+from dlprof.analysis.panels.host import COLUMNS, by_python
 from dlprof.analysis.timeline.steps import check_marked, step_means
 from dlprof.result import Change
 from dlprof.units import duration, often

@@ -16,12 +16,12 @@ a loader with `pin_memory=True` does not.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.panels.kernels import copy_table
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.syncs import linked, together
 from dlprof.analysis.memory.copies import copies
+from dlprof.analysis.panels.compute import copy_table
 from dlprof.units import duration, often
 
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlprof.analysis.compute.panels.kernels import copy_table
 from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.copies import NOTABLE_SHARE, copies, copy_gains, from_pageable, hideable
+from dlprof.analysis.panels.compute import copy_table
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.units import count, duration
 

@@ -17,11 +17,11 @@ does not come from a loader: `tensor.pin_memory()` once, outside the loop.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.panels.kernels import copy_table
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.memory.copies import NOTABLE_SHARE, copies, copy_gains, from_pageable
+from dlprof.analysis.panels.compute import copy_table
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import count, duration, is_now, size
 

@@ -25,8 +25,8 @@ from collections.abc import Mapping
 
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.panels.step import stall_bars
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
-from dlprof.analysis.step.panels.steps import stall_bars
 from dlprof.analysis.step.savings import LEAST_NOISE, stall_savings
 from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
 from dlprof.analysis.timeline.steps import mean_step_ns

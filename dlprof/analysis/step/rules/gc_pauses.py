@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.panels.step import stall_bars
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.analysis.step.panels.steps import stall_bars
 from dlprof.analysis.step.savings import stall_savings
 from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
 from dlprof.analysis.timeline.steps import mean_step_ns

@@ -1,1 +1,0 @@
-"""The panels of this subject, a file each."""

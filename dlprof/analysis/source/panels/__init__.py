@@ -1,1 +1,0 @@
-"""Panels of the user's lines."""

@@ -1,0 +1,1 @@
+"""Tests of dlprof.analysis.panels."""
