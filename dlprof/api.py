@@ -62,7 +62,7 @@ class Run:
         """The diagnosis, as `result.json` holds it."""
         from dlprof.analysis.diagnosis import diagnosed
         from dlprof.analysis.rules import RULES
-        from dlprof.trial.kept import with_tried
+        from dlprof.trial.job import with_tried
 
         return with_tried(diagnosed(self._measured, RULES), self.path)
 

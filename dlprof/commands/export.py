@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import PATH, file, jobs, no_limits, quiet, run_path, say
-from dlprof.commands.terminal.progress import Progress
+from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.units import count, duration
 

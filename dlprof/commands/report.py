@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dlprof.commands import cache, file, form, jobs, new_folder, no_limits, out, quiet, run_path, say, show
-from dlprof.commands.terminal.progress import Progress
+from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
 from dlprof.plain import plain
@@ -263,7 +263,7 @@ def analyse(
     from dlprof.analysis.diagnosis import diagnosed, wanted
     from dlprof.analysis.engine import find, measure
     from dlprof.analysis.rules import RULES
-    from dlprof.trial.kept import with_tried
+    from dlprof.trial.job import with_tried
 
     backend = None
     if dask:

@@ -18,8 +18,8 @@ from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
+from dlprof.record.launch.child import deaf
 from dlprof.record.launch.folder import opened
-from dlprof.record.launch.signals import deaf
 from dlprof.record.launch.supervisor import applied, end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
 from dlprof.redaction import shown
@@ -183,7 +183,7 @@ def _try(folder: Path, recording: Recording, command: Sequence[str]) -> None:
     with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {folder}"):
         from dlprof.commands.prove.try_ import try_run
         from dlprof.commands.report import analyse
-        from dlprof.trial.trying import Options
+        from dlprof.trial.search import Options
 
         options = Options(allow_numerics=recording.allow_numerics, command=tuple(command))
         try_run(folder, analyse(folder), options, quiet=recording.quiet, err=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dlprof.errors import DlprofError
 from dlprof.files import KEPT
-from dlprof.read.folders.windows import Window, described, named_process, whole, windows_of
+from dlprof.read.folders import Window, described, named_process, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
 from dlprof.read.limits import DEPTH, MOST_APART_NS, MOST_FILES, MOST_OTHERS, MOST_RANKS
 from dlprof.read.opening import Inside

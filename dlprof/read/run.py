@@ -16,7 +16,7 @@ from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
-from dlprof.read.folders.windows import of_one_job
+from dlprof.read.folders import of_one_job
 from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside

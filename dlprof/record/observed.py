@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from dlprof.record.batches import Padding
 from dlprof.record.calls.seen import Calls
-from dlprof.record.loaders import LoaderSeen, Pass, begin_pass, settings_of
+from dlprof.record.loaders import LoaderSeen, Padding, Pass, begin_pass, settings_of
 from dlprof.record.model.names import parameters_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.

@@ -10,8 +10,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
-from dlprof.record.batches import look_at, samples_of
-from dlprof.record.loaders import LoaderSeen, Pass
+from dlprof.record.loaders import LoaderSeen, Pass, look_at, samples_of
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _NONE = (0, 0, 0, 0)

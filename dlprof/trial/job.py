@@ -1,7 +1,11 @@
-"""The job of a recorded run, as far as it can be started again: command, working directory and environment."""
+"""The job of a recorded run, as far as it can be started again: command, working directory and environment.
+
+try.json of a run folder: written, and added to the result of that run.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,13 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from dlprof.analysis.engine import RankData
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.files import compact, write, writing
 from dlprof.overrides import Value
 from dlprof.plain import command_line, plain
 from dlprof.read import facts
+from dlprof.read.opening import Inside, read_file
 from dlprof.read.run import Run
 from dlprof.redaction import DROPPED, REDACTED, VARIABLES
+from dlprof.result import Result
+from dlprof.result.tried import FILE, Tried, from_json, to_json
 from dlprof.units import few
 
 _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
@@ -124,3 +134,28 @@ def _environment(run: Run, environ: Mapping[str, str]) -> tuple[dict[str, str], 
         else:
             env.pop(name, None)
     return env, [f"not recorded, and taken from this environment: {few(lost, 8)}"] if lost else []
+
+
+def keep(folder: Path, tried: Tried) -> None:
+    """Write what was tried into a run folder; raise DlprofError where it takes no file."""
+    with writing(str(folder / FILE)):
+        write(folder / FILE, compact(to_json(tried)))
+
+
+def kept(path: Path) -> Tried | None:
+    """Return what was tried on a run; None where nothing was. Raises DlprofError where the file says nothing."""
+    if not path.is_dir() or not Inside(path).holds(path / FILE):
+        return None
+    try:
+        return from_json(json.loads(read_file(path / FILE)))
+    except (ValueError, RecursionError) as e:
+        raise DlprofError(f"{path / FILE} is broken ({str(e)[:120]})") from None
+
+
+def with_tried(result: Result, path: Path) -> Result:
+    """Return a run's result with what was tried on it; where try.json says nothing, with a warning."""
+    try:
+        tried = kept(path)
+    except DlprofError as e:
+        return replace(result, run=replace(result.run, warnings=(*result.run.warnings, str(e))))
+    return result if tried is None else replace(result, tried=tried)

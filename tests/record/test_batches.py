@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.batches import BatchSize, Padding, lengths_of, look_at, samples_of, size_of
-from dlprof.record.loaders import Pass
+from dlprof.record.loaders import BatchSize, Padding, Pass, lengths_of, look_at, samples_of, size_of
 from tests.fixtures.jobs import COMPILES_NOTHING, facts, record
 
 torch = pytest.importorskip("torch", reason="recording needs torch")

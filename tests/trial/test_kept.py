@@ -10,7 +10,7 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.result import Result, RunInfo
 from dlprof.result.tried import Attempt, Tried
-from dlprof.trial.kept import keep, kept, with_tried
+from dlprof.trial.job import keep, kept, with_tried
 
 FOUND = Tried("complete", (Attempt({"gc.freeze": True}, "no_gain"),), runs=3)
 RESULT = Result(run=RunInfo("run"), window=None)

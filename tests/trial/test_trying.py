@@ -12,9 +12,9 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.result import Outcome, Result, RunInfo, Window, change
 from dlprof.result.tried import Attempt
-from dlprof.trial import trying
-from dlprof.trial.kept import kept
-from dlprof.trial.trying import Options, Trial, prepared, tried
+from dlprof.trial import search
+from dlprof.trial.job import kept
+from dlprof.trial.search import Options, Trial, prepared, tried
 from tests.fixtures import runs, traces
 
 MS = runs.MS
@@ -83,7 +83,7 @@ def test_after_each_pair_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from tests.fixtures.trials import Pretended
 
     pretended = Pretended(lambda settings: 50.0 if settings else 100.0)
-    monkeypatch.setattr(trying, "Runner", lambda *_: pretended)
+    monkeypatch.setattr(search, "Runner", lambda *_: pretended)
     states = []
 
     def tell(_found: Attempt | float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.trial.trying import FEWEST_STEPS, LEAST_STEPS, MOST_STEPS, WINDOW_S, steps_of_window
+from dlprof.trial.search import FEWEST_STEPS, LEAST_STEPS, MOST_STEPS, WINDOW_S, steps_of_window
 
 MS = 1e6
 

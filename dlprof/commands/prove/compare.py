@@ -64,7 +64,7 @@ def compare_runs(
     """Print and write what each of several runs gained; raise DlprofError where fewer than two can be compared."""
     from dlprof.analysis.compare.ladder import ladder
     from dlprof.commands.report import write_summary
-    from dlprof.report.compare.ladder import summary, to_json
+    from dlprof.report.compare.page import summary, to_json
 
     read, broken = [], []
     for path in paths:
@@ -93,8 +93,8 @@ def result_of(path: Path, jobs: int | None, quiet: bool) -> Result:
     """Return the result of a run or of traces, or the one that a file result.json holds."""
     import msgspec
 
+    from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
-    from dlprof.commands.terminal.progress import Progress
     from dlprof.result.stored import from_json
 
     if path.is_file() and path.suffix == ".json" and _is_result(path):

@@ -15,7 +15,7 @@ from dlprof.plain import plain
 if TYPE_CHECKING:
     from dlprof.result import Result
     from dlprof.result.tried import Attempt, Tried
-    from dlprof.trial.trying import Options, Trial
+    from dlprof.trial.search import Options, Trial
 
 
 @click.command("try", short_help="Run the job again with what the report advises, and measure the gain.")
@@ -57,9 +57,9 @@ def try_(
     changes, with one, without, and so on, until the answers are clear. What it writes, it writes each time.
     COMMAND stands for the recorded command.
     """
+    from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
-    from dlprof.commands.terminal.progress import Progress
-    from dlprof.trial.trying import Options, prepared
+    from dlprof.trial.search import Options, prepared
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
@@ -101,7 +101,7 @@ def try_run(
     from dlprof.report.tried_text import render
     from dlprof.result.tried import to_json
     from dlprof.trial.running import stopping
-    from dlprof.trial.trying import prepared, tried
+    from dlprof.trial.search import prepared, tried
 
     trial = prepared(path, result, options, os.environ)
     if not quiet:

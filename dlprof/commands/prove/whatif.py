@@ -52,10 +52,10 @@ def whatif(
     """
     from dlprof.analysis.whatif.answers import answers
     from dlprof.analysis.whatif.asked import Asked, factor
+    from dlprof.commands.progress import Progress
     from dlprof.commands.report import print_summary, write_summary
-    from dlprof.commands.terminal.progress import Progress
     from dlprof.read.run import open_run
-    from dlprof.report.compare.whatif import summary, to_json
+    from dlprof.report.compare.summary import summary, to_json
 
     speeds = {"input": input_, "network": network, "device": device, "host": host, "copies": copies}
     try:

@@ -17,11 +17,10 @@ from typing import Any
 from dlprof import marks
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.batches import UNSEEN, BatchSize
 from dlprof.record.calls.attribution import passing
-from dlprof.record.device.kernel_counters import KernelCounters, used_between
+from dlprof.record.device.cpu import KernelCounters, used_between
 from dlprof.record.hooks import Patch, hidden, put, watch_method
-from dlprof.record.loaders import Pass, adopt, worker_info
+from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder

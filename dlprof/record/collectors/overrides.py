@@ -14,7 +14,7 @@ from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
 if TYPE_CHECKING:
-    from dlprof.record.overrides.effects import Effects
+    from dlprof.record.overrides.constructors import Effects
 
 # The file is written when training starts, soon after, ever less often, and at the end.
 _FIRST_PAUSE_NS = 1_000_000_000
@@ -66,7 +66,7 @@ class Overrides:
 
     def _install(self, told: Mapping[str, Any]) -> None:
         """Put the wrappers in place: now, right after torch was imported and before the script makes anything."""
-        from dlprof.record.overrides import copies, data_parallel, effects, loaders, models, optimizers, switches
+        from dlprof.record.overrides import constructors, copies, data_parallel, loaders, models, optimizers, switches
 
         parts: Mapping[str, tuple[_Part, ...]] = {
             "loader": (loaders,),
@@ -78,7 +78,7 @@ class Overrides:
             "copy": (copies,),
         }
         self._asked, self._before = told["set"], told["environment"]
-        self._effects = effects.Effects(self._asked)
+        self._effects = constructors.Effects(self._asked)
         self._switches = switches
         groups = {name.partition(".")[0] for name in self._asked}
         for part in dict.fromkeys(part for group, some in parts.items() if group in groups for part in some):

@@ -29,8 +29,8 @@ from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.device.profiler import Kineto
 from dlprof.record.hooks import Patch, hidden, put
+from dlprof.record.model.names import rows_of
 from dlprof.record.model.ranges import Ranges
-from dlprof.record.model.tree import rows_of
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of

@@ -28,10 +28,9 @@ from dlprof.errors import DlprofError
 from dlprof.overrides import Outcome
 from dlprof.plain import words_of
 from dlprof.record.device import cpu
-from dlprof.record.launch.child import run_to_end
+from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
-from dlprof.record.launch.signals import deaf
 from dlprof.record.ranks import words_here
 
 # How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their

@@ -10,7 +10,7 @@ from dlprof.overrides import Value
 from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import put
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects
 from dlprof.record.overrides.switches import by_torch
 
 _NAME = "copy.non_blocking"

@@ -9,8 +9,7 @@ from typing import Any
 from dlprof.overrides import Value
 from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import put
-from dlprof.record.overrides.constructors import Kind, wanted, watched
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects, Kind, wanted, watched
 
 _HOOK = "ddp.comm_hook"
 

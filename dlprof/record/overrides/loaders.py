@@ -16,8 +16,7 @@ from dlprof.record import handlers
 from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.hooks import watch_method
 from dlprof.record.loaders import worker_info
-from dlprof.record.overrides.constructors import Kind, wanted, watched
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects, Kind, wanted, watched
 
 # What only a loader with workers may be given, and what one without has instead.
 _OF_WORKERS = {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None, "timeout": 0}

@@ -16,7 +16,7 @@ from dlprof.record import handlers
 from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, hide, put
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects
 from dlprof.record.overrides.switches import by_torch
 
 _AUTOCAST, _COMPILE, _FORMAT = "torch.autocast", "torch.compile", "model.memory_format"

@@ -9,8 +9,7 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.hooks import at_uninstall, hide, put
-from dlprof.record.overrides.constructors import Kind, wanted, watched
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects, Kind, wanted, watched
 
 # An optimizer takes one of them.
 _OTHER = {"fused": "foreach", "foreach": "fused"}

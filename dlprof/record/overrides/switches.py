@@ -14,7 +14,7 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.hooks import at_uninstall, put
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects
 
 
 def install(asked: Mapping[str, Value], effects: Effects) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.read.folders.windows import of_one_job
+from dlprof.read.folders import of_one_job
 from dlprof.read.run import open_run
 
 HOUR = 3_600_000_000_000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.read.folders.windows import described
+from dlprof.read.folders import described
 from dlprof.read.formats import Head
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.read.folders.windows import Window, is_cut, named_process, whole, windows_of
+from dlprof.read.folders import Window, is_cut, named_process, whole, windows_of
 
 
 def test_a_folder_that_ranks_share_is_a_window() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.record.device.kernel_counters import KernelCounters, used_between
+from dlprof.record.device.cpu import KernelCounters, used_between
 
 UNKNOWN = -1
 

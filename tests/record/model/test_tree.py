@@ -11,7 +11,7 @@ from tests.fixtures import worlds
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-from dlprof.record.model.tree import rows_of  # noqa: E402
+from dlprof.record.model.names import rows_of  # noqa: E402
 
 
 def model() -> Any:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dlprof.record.overrides import constructors
-from dlprof.record.overrides.constructors import wanted, watched
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects, wanted, watched
 from tests.fixtures.overriding import done
 
 

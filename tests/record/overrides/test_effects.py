@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects
 from tests.fixtures.overriding import done, effect
 
 NAME = "loader.num_workers"

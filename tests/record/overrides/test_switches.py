@@ -12,7 +12,7 @@ import pytest
 from dlprof.overrides import Value
 from dlprof.record import hooks
 from dlprof.record.overrides import switches
-from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.constructors import Effects
 from tests.fixtures.overriding import done, overriding
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")

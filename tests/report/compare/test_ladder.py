@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.compare.ladder import ladder
 from dlprof.files import compact
-from dlprof.report.compare.ladder import rate, summary, times, to_json
+from dlprof.report.compare.page import rate, summary, times, to_json
 from dlprof.report.compare.summary import page, text
 from dlprof.result import Fact, Result
 from dlprof.result.modules import Throughput

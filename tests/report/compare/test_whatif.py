@@ -7,8 +7,7 @@ import json
 import pytest
 
 from dlprof.files import compact
-from dlprof.report.compare.summary import page, text
-from dlprof.report.compare.whatif import summary, to_json
+from dlprof.report.compare.summary import page, summary, text, to_json
 from dlprof.result.modules import Throughput
 from dlprof.result.scale import Answer, Answers
 

@@ -6,7 +6,7 @@ import math
 
 from dlprof.plain import NBSP
 from dlprof.report import looks
-from dlprof.report.figures import lines, shapes
+from dlprof.report.figures import shapes
 from dlprof.result import Panel
 
 
@@ -14,12 +14,12 @@ def test_thinned_lines_keep_every_spike_and_short_ones_every_point() -> None:
     values: list[float | None] = [1.0] * 50_000
     values[12_345], values[40_001] = 99.0, -99.0
     values[20_000:21_000] = [None] * 1000
-    keep = lines.downsample(values, 2000)
+    keep = shapes.downsample(values, 2000)
     assert len(keep) <= 2000
     assert {0, 12_345, 40_001, 49_999} <= set(keep)
     assert any(values[i] is None for i in keep)
     assert keep == sorted(keep)
-    assert lines.downsample(values[:100], 2000) == list(range(100))
+    assert shapes.downsample(values[:100], 2000) == list(range(100))
 
 
 def test_lines_keep_to_the_points_of_a_screen_and_say_so() -> None:
@@ -27,7 +27,7 @@ def test_lines_keep_to_the_points_of_a_screen_and_say_so() -> None:
     figure = shapes.panel(panel)
     assert figure.spec is not None
     a, wait = figure.spec["data"]
-    assert max(len(a["x"]), len(wait["x"])) <= lines.POINTS
+    assert max(len(a["x"]), len(wait["x"])) <= shapes.POINTS
     assert "Thinned" in figure.note
     assert wait["line"]["color"] == looks.LOOKS["input_wait"].light
     assert a["line"]["color"] not in {look.light for look in looks.LOOKS.values()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlprof.report import looks
-from dlprof.report.figures import shapes, timeline
+from dlprof.report.figures import shapes
 from dlprof.result import Panel
 
 
@@ -42,7 +42,7 @@ def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
     figure = shapes.panel(Panel("timeline", "t", rows))
     assert figure.spec is not None
     trace = figure.spec["data"][0]
-    assert len(trace["x"]) <= timeline.SPANS
+    assert len(trace["x"]) <= shapes.SPANS
     assert any(text.startswith("k4321 ·") for text in trace["hovertext"])
     assert any("short spans" in text for text in trace["hovertext"])
     assert set(trace["y"]) == set(range(7))
@@ -50,8 +50,8 @@ def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
 
 
 def test_merged_spans_cover_each_of_their_own_and_no_other_lane() -> None:
-    spans = [timeline.Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
-    drawn, note = timeline.merge(spans, 300)
+    spans = [shapes.Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
+    drawn, note = shapes.merge(spans, 300)
     assert note
     assert len(drawn) <= 300
     for span in spans[::50]:
@@ -61,7 +61,7 @@ def test_merged_spans_cover_each_of_their_own_and_no_other_lane() -> None:
             and span.start + span.dur <= d.start + d.dur
             for d in drawn
         )
-    assert timeline.merge(spans[:300], 300) == (spans[:300], "")
+    assert shapes.merge(spans[:300], 300) == (spans[:300], "")
 
 
 def test_arrows_lead_from_lane_to_lane_and_are_in_the_table() -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from dlprof.analysis.engine import Done
-from dlprof.commands.terminal.progress import Progress
+from dlprof.commands.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -1,1 +1,0 @@
-"""What several commands show on a terminal."""

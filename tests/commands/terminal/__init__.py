@@ -1,1 +1,0 @@
-"""Tests of what several commands show on a terminal."""
