@@ -49,7 +49,7 @@ from dlprof.result import (
     Window,
     Work,
 )
-from dlprof.result.modules import DeviceWork, Footprint, GpuLog, Module, Modules, Outside, Profile, Throughput
+from dlprof.result.figures import DeviceWork, Footprint, GpuLog, Module, Modules, Outside, Profile, Throughput
 from dlprof.result.scale import Scaling
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from dlprof import units
 from dlprof.plain import NBSP, plain
 from dlprof.result import CATEGORIES, TIMELESS, Change, Outcome, Place, Result, State, TimePart
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from dlprof.units import MINUS, UNKNOWN, digits
 
 _QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dlprof.plain import plain
 from dlprof.report import formatting
-from dlprof.result.modules import InModule, Module, Modules
+from dlprof.result.figures import InModule, Module, Modules
 
 # Time outside any module, by part of the step.
 _OUTSIDE: Mapping[str, str] = {

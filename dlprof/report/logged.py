@@ -14,7 +14,7 @@ from dlprof.report.figures import shapes
 from dlprof.report.figures.drawing import Figure
 from dlprof.report.formatting import counted, duration, percent, quantity
 from dlprof.result import Panel, Result
-from dlprof.result.modules import GpuLog, Profile
+from dlprof.result.figures import GpuLog, Profile
 
 # What makes a log worth a word, the worst first.
 FULL, LOW = 0.92, 0.8

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlprof.result.modules import DeviceWork, Footprint, GpuLog, InModule, Member, Modules, Profile, Throughput
-from dlprof.result.modules import MemoryPeak as MemoryPeak
+from dlprof.result.figures import DeviceWork, Footprint, GpuLog, InModule, Member, Modules, Profile, Throughput
+from dlprof.result.figures import MemoryPeak as MemoryPeak
 from dlprof.result.scale import Scaling
 from dlprof.result.tried import Tried
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 
 FILE = "scale.json"
 FORMAT = 1

@@ -10,7 +10,7 @@ import pytest
 import dlprof
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import IDLE
-from dlprof.result.modules import InModule
+from dlprof.result.figures import InModule
 from simulator import folder
 from simulator.faults import FAULTS
 from simulator.faults.fault import base

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dlprof.plain import NBSP
 from dlprof.report import logged, verdict
 from dlprof.result import Result, Window
-from dlprof.result.modules import DeviceWork, WorkKind
+from dlprof.result.figures import DeviceWork, WorkKind
 from tests.fixtures import results
 
 MS = 1_000_000

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from dlprof.plain import NBSP
 from dlprof.report import in_model
-from dlprof.result.modules import InModule, Modules, Outside
+from dlprof.result.figures import InModule, Modules, Outside
 from tests.fixtures import results
 
 

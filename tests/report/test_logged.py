@@ -7,7 +7,7 @@ import pytest
 
 from dlprof.report import logged, verdict
 from dlprof.result import Result, RunInfo
-from dlprof.result.modules import GpuLog, Profile
+from dlprof.result.figures import GpuLog, Profile
 
 PROFILE = Profile("p.json", "py-spy", "samples", 400.0, "decode", "/me/data.py", 41, 0.5, own=True)
 GPU = GpuLog("nvidia-smi 3", 100, 99.0, busy_share=0.63, power_w=412.0, memory_used_bytes=1e9, memory_total_bytes=8e9)

@@ -9,7 +9,7 @@ from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP
 from dlprof.report import html, verdict
 from dlprof.result import Forecast, ForeignLoad, HostLimited, HostPart, MemoryPeak, Result, RunInfo
-from dlprof.result.modules import Profile
+from dlprof.result.figures import Profile
 from tests.fixtures import results
 from tests.fixtures.results import MS
 

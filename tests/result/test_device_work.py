@@ -1,6 +1,6 @@
 """How far a device's work is above its floor."""
 
-from dlprof.result.modules import DeviceWork, WorkKind
+from dlprof.result.figures import DeviceWork, WorkKind
 
 
 def test_a_kind_is_above_its_own_floor_and_at_the_least_above_one_that_it_shares() -> None:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dlprof.result import Result
-from dlprof.result.modules import Member
+from dlprof.result.figures import Member
 from dlprof.result.stored import from_json, to_json
 from tests.fixtures import results
 

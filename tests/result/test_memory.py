@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from dlprof.result.modules import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
+from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
 from dlprof.result.stored import from_json, to_json
 from tests.fixtures import results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from dlprof.result import Result, RunInfo
-from dlprof.result.modules import GpuLog, Profile
+from dlprof.result.figures import GpuLog, Profile
 from dlprof.result.stored import from_json, to_json
 
 

@@ -1,6 +1,6 @@
 """What so many samples cost follows from the rate, the GPUs and their power; what is not known stays unknown."""
 
-from dlprof.result.modules import Cost, Throughput
+from dlprof.result.figures import Cost, Throughput
 
 
 def test_what_samples_tokens_and_an_epoch_cost() -> None:

@@ -17,7 +17,7 @@ from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference, Verdict
 from dlprof.redaction import DROPPED
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from dlprof.result.stored import plain
 from dlprof.units import count, digits, used_by_others
 

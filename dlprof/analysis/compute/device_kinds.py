@@ -27,7 +27,7 @@ from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.errors import NotMeasured
-from dlprof.result.modules import DeviceWork, WorkKind
+from dlprof.result.figures import DeviceWork, WorkKind
 from dlprof.units import percent
 
 # A floor is given where the bytes of so much of the time are known, a kind's rates where those of so much of its own.

@@ -11,7 +11,7 @@ from dlprof.analysis.memory.changes import memory_what_if
 from dlprof.analysis.memory.composition import around, held_by_module, held_names, memory_composition
 from dlprof.analysis.memory.footprint import PARTS
 from dlprof.result import MOST_RANKS
-from dlprof.result.modules import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
+from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
 
 MOST_MODULES = 60  # rows
 

@@ -53,7 +53,7 @@ from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.overrides import changes_numbers as numeric
 from dlprof.overrides import named
 from dlprof.result import Change, Outcome, Place
-from dlprof.result.modules import InModule
+from dlprof.result.figures import InModule
 
 # A finding names so many calls of a kind, and so many lines, each with at least this share of the stacks: the sampling
 # error of a share of a twentieth is a third of it at LEAST_SAMPLES × 8 stacks.

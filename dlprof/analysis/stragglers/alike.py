@@ -19,7 +19,7 @@ from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.stragglers.late_ranks import own_parts, stages_of
 from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
-from dlprof.result.modules import MANY, Member
+from dlprof.result.figures import MANY, Member
 
 # As far from the median a rank is unlike the others: a share of the step, and standard deviations, by the median
 # absolute deviation, which is 1/1.4826 of one of normal values.

@@ -31,7 +31,7 @@ from dlprof.analysis.timeline.steady import steady_steps
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Fact
-from dlprof.result.modules import Cost, Throughput
+from dlprof.result.figures import Cost, Throughput
 from dlprof.result.scale import Scaling, Transfers
 from dlprof.units import digits, duration, quantity
 

@@ -53,7 +53,7 @@ from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.analysis.whatif.asked import PERFECT, Asked
 from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from dlprof.result.scale import Answer, Answers
 
 # Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.

@@ -12,7 +12,7 @@ from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import INK, Figure, Table, axis, drawn
 from dlprof.result import Result, TimePart
-from dlprof.result.modules import Member
+from dlprof.result.figures import Member
 
 MOST_NAMED = 64  # ranks that stand out, by name
 MOST_HOSTS = 128  # rows of a heat map; beyond, neighbouring hosts share one

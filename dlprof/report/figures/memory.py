@@ -10,7 +10,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
-from dlprof.result.modules import DeviceMemory, Footprint, MemoryChange, MemoryPart
+from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart
 
 BARS = 64  # of the ranks with the highest peaks
 LABELLED = 16  # bars with sizes inside

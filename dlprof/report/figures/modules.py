@@ -14,7 +14,7 @@ from dlprof.report.figures.drawing import ROWS, Figure, Table, plain_table
 from dlprof.report.figures.flame import NAMED, flame
 from dlprof.report.in_model import LEAST_SHARE, name_of, nested, outside_of
 from dlprof.result import Panel, Result
-from dlprof.result.modules import Module, Modules
+from dlprof.result.figures import Module, Modules
 
 # Rows with at least this share of the step are open at first, down to this depth.
 OPEN_SHARE, OPEN_DEPTH = 0.15, 4

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dlprof.analysis.compare.gate import bootstrap, slowdown
 from dlprof.errors import NotMeasured
 from dlprof.result import Result
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from tests.fixtures.comparisons import run
 from tests.fixtures.results import MS
 

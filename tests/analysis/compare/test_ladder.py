@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.compare.ladder import Ladder, ladder, script_of
 from dlprof.result import Fact, ForeignLoad, Result, Window
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from tests.fixtures.comparisons import run
 from tests.fixtures.results import MS
 

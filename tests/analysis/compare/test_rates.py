@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.compare.comparison import compare, rates, to_json
 from dlprof.result import Fact, Result
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from tests.fixtures.comparisons import found, run
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.compute.device_kinds import kinds_of_work
-from dlprof.result.modules import DeviceWork, WorkKind
+from dlprof.result.figures import DeviceWork, WorkKind
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS

@@ -7,7 +7,7 @@ import pytest
 
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.source.where import MOST_NAMED, in_modules
-from dlprof.result.modules import InModule
+from dlprof.result.figures import InModule
 
 
 def found(*rows: tuple[str, str, float], about: str = "float32", total: float = 100.0, rank: int = 0) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import CONCERNS, Source, changes_numbers, placed, wanted
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES, Change, Outcome, Place, change
-from dlprof.result.modules import InModule
+from dlprof.result.figures import InModule
 
 TEXT = "train = DataLoader(data)\n"
 LOADER = Call("loader", "train.py", 1, "main", TEXT.strip(), roles=("train",), span=Span(1, 1, 8, 24))

@@ -15,7 +15,7 @@ from dlprof.analysis.engine.ranks import Job, RankAnswer
 from dlprof.analysis.stragglers.alike import members
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.read.run import Run
-from dlprof.result.modules import MANY, Member
+from dlprof.result.figures import MANY, Member
 
 MS = 1e6
 RANKS = 256

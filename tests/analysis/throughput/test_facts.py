@@ -9,7 +9,7 @@ import pytest
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.throughput.rates import described, energy, of_throughput, time_taken
 from dlprof.errors import NotMeasured
-from dlprof.result.modules import Cost, Throughput
+from dlprof.result.figures import Cost, Throughput
 
 
 def listed(throughput: Throughput) -> dict[str, str]:

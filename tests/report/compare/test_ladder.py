@@ -11,7 +11,7 @@ from dlprof.files import compact
 from dlprof.report.compare.page import rate, summary, times, to_json
 from dlprof.report.compare.summary import page, text
 from dlprof.result import Fact, Result
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from tests.fixtures.comparisons import run
 
 

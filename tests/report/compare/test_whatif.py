@@ -8,7 +8,7 @@ import pytest
 
 from dlprof.files import compact
 from dlprof.report.compare.summary import page, summary, text, to_json
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from dlprof.result.scale import Answer, Answers
 
 MS = 1e6

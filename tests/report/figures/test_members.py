@@ -11,7 +11,7 @@ from dlprof.plain import NBSP
 from dlprof.report import html
 from dlprof.report.figures import members, parts
 from dlprof.result import Blame, Result, TimePart
-from dlprof.result.modules import Member
+from dlprof.result.figures import Member
 from tests.fixtures import results
 from tests.fixtures.results import MS
 

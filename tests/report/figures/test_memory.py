@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from dlprof.plain import NBSP
 from dlprof.report import html, terminal
 from dlprof.report.figures.memory import described, sentence, shown
-from dlprof.result.modules import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
+from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart, ModuleMemory
 from tests.fixtures import results
 
 GB = 1e9

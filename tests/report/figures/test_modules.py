@@ -9,7 +9,7 @@ from dlprof.plain import NBSP
 from dlprof.report.figures import modules
 from dlprof.report.figures.drawing import ROWS
 from dlprof.result import Result, RunInfo
-from dlprof.result.modules import Modules
+from dlprof.result.figures import Modules
 from tests.fixtures import results
 from tests.fixtures.results import MS
 

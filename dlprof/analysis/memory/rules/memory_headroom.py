@@ -34,7 +34,7 @@ from dlprof.analysis.step.breakdown import breakdown, part_noise
 from dlprof.analysis.throughput.rates import throughput
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
-from dlprof.result.modules import Throughput
+from dlprof.result.figures import Throughput
 from dlprof.units import duration, is_now, percent, size
 
 # Memory monitors warn above 92 % (batches.HIGH), and again above 97 %. Reserved memory may be cache, so the first limit

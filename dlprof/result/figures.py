@@ -1,14 +1,5 @@
-"""Where in the model the time goes: structs of the result.
-
-The ranks of a large run: where each stands, and which are unlike the others.
-
-Where the device's own time goes, and the least that its limits allow: structs of the result.
-
-Memory by part and by module, and the predicted peak with changes: structs of the result.
-
-What files of other tools say: profiles, and logs of GPUs.
-
-How much a job trains on in a second, and what an epoch or so many samples take: structs of the result.
+"""The figures of a result that are structs of their own: where in the model the time goes, groups of like ranks, the work
+of a device against its floor, what memory is made of, profiles and logs of other tools, and throughput.
 """
 
 from __future__ import annotations

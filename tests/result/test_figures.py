@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from dlprof.result import Outcome, Result, RunInfo
-from dlprof.result.modules import InModule
+from dlprof.result.figures import InModule
 from dlprof.result.stored import from_json, to_json
 from tests.fixtures import results
 
