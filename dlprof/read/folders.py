@@ -1,8 +1,8 @@
 """What the files of a folder belong to: windows of one job, ranks of several jobs, and files that no format knows.
 
 A profiler with a schedule writes a file a window and rank. Some jobs put each window into a folder
-(profiles/iteration_100/rank0.json), others all files into one. The ranks of two jobs that were given one folder must not
-be averaged. A file that is left is described in a few words, so that the report can list it.
+(profiles/iteration_100/rank0.json), others all files into one. The ranks of two jobs that were given one folder must
+not be averaged. A file that is left is described in a few words, so that the report can list it.
 """
 
 from __future__ import annotations

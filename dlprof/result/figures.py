@@ -1,5 +1,7 @@
-"""The figures of a result that are structs of their own: where in the model the time goes, groups of like ranks, the work
-of a device against its floor, what memory is made of, profiles and logs of other tools, and throughput.
+"""The figures of a result that are structs of their own.
+
+Where in the model the time goes, groups of ranks alike, a device's work against its floor, what memory is made of,
+profiles and logs of other tools, and throughput.
 """
 
 from __future__ import annotations
