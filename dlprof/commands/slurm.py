@@ -15,7 +15,7 @@ from dlprof.commands import F, file, say
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.files import write, writing
-from dlprof.record.slurm.batch import Batch, Container, Launcher, Runtime, cores_of_nodes, name_of, submit
+from dlprof.record.slurm import Batch, Container, Launcher, Runtime, cores_of_nodes, name_of, submit
 
 # Of a rank: with a GPU there are its loader's workers beside it.
 _CORES_WITH_GPU, _CORES = 8, 2

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.run import open_run
-from dlprof.record.slurm.batch import PACKAGE
+from dlprof.record.slurm import PACKAGE
 from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, words, wrapped
 from tests.fixtures.places import ROOT
 from tests.fixtures.slurm import CORES, NODES, lacking

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.record.slurm.batch import Batch, Container, name_of
+from dlprof.record.slurm import Batch, Container, name_of
 
 JOB = Batch(
     command=("train.py", "--lr", "0.1"),

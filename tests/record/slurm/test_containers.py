@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlprof.record.slurm.batch import PACKAGE, Container
+from dlprof.record.slurm import PACKAGE, Container
 
 PLACES = (Path("/shared/project"), Path("/shared/project/runs"))
 

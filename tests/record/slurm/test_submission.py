@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.record.slurm.batch import cores_of_nodes, submit
+from dlprof.record.slurm import cores_of_nodes, submit
 
 
 def test_without_sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ Runtime = Literal["apptainer", "pyxis"]
 
 
 # The recorder is found by its place, and inside a container it has the same one.
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
