@@ -120,10 +120,10 @@ def listed(ranks: Iterable[int]) -> str:
             runs[-1].append(n)
         else:
             runs.append([n])
-    said: list[str] = []
+    texts: list[str] = []
     for run in runs:
-        said += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
-    return ", ".join(said[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(said) > 8 else "")
+        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
+    return ", ".join(texts[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(texts) > 8 else "")
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -89,8 +89,8 @@ def say(line: str, *, err: bool = False) -> None:
     click.echo(plain(line), err=err)
 
 
-def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> None:
-    if asked:
+def _lift(_context: click.Context, _option: click.Parameter, given: bool) -> None:
+    if given:
         os.environ[NO_LIMITS] = "1"
 
 

@@ -118,25 +118,25 @@ print(json.dumps({
 def _ask_torch() -> dict[str, Any] | str:
     """Ask torch about itself, in a process of its own; return why where it cannot answer."""
     try:
-        told: dict[str, Any] = json.loads(_output([sys.executable, "-c", _ABOUT_TORCH]).splitlines()[-1])
+        about: dict[str, Any] = json.loads(_output([sys.executable, "-c", _ABOUT_TORCH]).splitlines()[-1])
     except _Answer as e:
         return e.found
     except (ValueError, IndexError):
         return "no answer that can be read"
-    return told
+    return about
 
 
 @_checks("torch")
 def _torch() -> str:
-    told = _ask_torch()
-    if isinstance(told, str):
-        raise _Answer(told, f"{sys.executable} -m pip install torch, or run dlprof with the job's Python")
-    if told["gpus"]:
-        return f"{told['torch']}, sees {len(told['gpus'])} × {told['gpus'][0]}"
-    if not told["built"]:
-        return f"{told['torch']}, built for the CPU only"
+    about = _ask_torch()
+    if isinstance(about, str):
+        raise _Answer(about, f"{sys.executable} -m pip install torch, or run dlprof with the job's Python")
+    if about["gpus"]:
+        return f"{about['torch']}, sees {len(about['gpus'])} × {about['gpus'][0]}"
+    if not about["built"]:
+        return f"{about['torch']}, built for the CPU only"
     remedy = "if there is one: nvidia-smi shows whether the driver works, CUDA_VISIBLE_DEVICES whether it is hidden"
-    raise _Answer(f"{told['torch']}, built for GPUs and sees none", remedy, works=True)
+    raise _Answer(f"{about['torch']}, built for GPUs and sees none", remedy, works=True)
 
 
 # What a job's window does, on the first GPU. CUDA is woken before, as it is there.
@@ -156,12 +156,12 @@ print(json.dumps({"on_device": sum(e.device_type() == torch.autograd.DeviceType.
 @_checks("torch.profiler")
 def _trace() -> str:
     """Profile one kernel where torch sees a GPU: what CUPTI refuses shows only then."""
-    told = _ask_torch()
-    if isinstance(told, str):
+    about = _ask_torch()
+    if isinstance(about, str):
         raise _Answer("needs torch")
-    if not told["gpus"]:
+    if not about["gpus"]:
         return "traces operators on the CPU"
-    if "CUDA" not in told["traces"]:
+    if "CUDA" not in about["traces"]:
         found = "traces operators on the CPU, and no work on the GPU: this torch has no CUPTI"
         raise _Answer(found, "install a build of torch with Kineto and CUPTI, as the official ones are")
     # At this level Kineto also logs calls of CUPTI that fail; see dlprof/record/device/profiler.py.
@@ -195,8 +195,8 @@ def _admins_only() -> bool:
 
 def _gpu() -> Check:
     """Try what reads GPUs: NVML, or amdsmi where torch is built for AMD's."""
-    told = _ask_torch()
-    return _amdsmi() if not isinstance(told, str) and told["hip"] else _nvml()
+    about = _ask_torch()
+    return _amdsmi() if not isinstance(about, str) and about["hip"] else _nvml()
 
 
 @_checks("amdsmi")

@@ -120,12 +120,12 @@ class Recording:
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the command: with the options, and the variables that are overridden."""
-        asked = options.variables(self.asked)
+        requested = options.variables(self.asked)
         if not self.settings:
-            return {**env, **asked}
+            return {**env, **requested}
         variables = {n.partition(".")[2]: str(v) for n, v in self.overrides.items() if n.startswith("env.")}
-        told = {"set": self.overrides, "environment": {name: env.get(name) for name in variables}}
-        return {**env, **variables, **asked, "DLPROF_SET": json.dumps(told)}
+        replaced = {"set": self.overrides, "environment": {name: env.get(name) for name in variables}}
+        return {**env, **variables, **requested, "DLPROF_SET": json.dumps(replaced)}
 
 
 def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's name

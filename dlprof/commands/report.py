@@ -116,8 +116,8 @@ def report(
     if shard:
         of_report = {"-o": out, "--format json": form == "json", "--redact": redact, "--patch": patch, "--dask": dask}
         of_report |= {"--kept-only": kept_only, "--files": files, "--open": show}
-        if asked := [option for option, value in of_report.items() if value]:
-            raise click.UsageError(f"--shard writes no report: it takes no {', '.join(asked)}")
+        if given := [option for option, value in of_report.items() if value]:
+            raise click.UsageError(f"--shard writes no report: it takes no {', '.join(given)}")
         _read_share(path, shard, window, cache, jobs, quiet)
         return
     if dask and (jobs or kept_only):
@@ -188,14 +188,14 @@ def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: b
     from dlprof.analysis.source import patches, where
     from dlprof.read.run import open_run
 
-    asked = [
+    edits = [
         wanted
         for outcome in result.found
         for change in outcome.changes
         if not change.training and (numerics or not where.changes_numbers(change))
         for wanted in where.wanted(change, where.role_of(outcome.id))
     ]
-    made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), asked)
+    made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), edits)
     left = [f"{settings}{f' at {place}' if place else ''}: {why}" for settings, place, why in made.left_out]
     for line in left if tell and made.text else ():
         say(f"not in the patch: {line}")

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 NO_WORKLOADS = "none are here; they are in the folder workloads of dlprof's repository: run from a clone of it"
 
 
-def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+def print_list(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
     """Print every workload, what it covers, and its faults with the rule that must notice each; then end."""
-    if not asked or ctx.resilient_parsing:
+    if not given or ctx.resilient_parsing:
         return
     scripts = workloads()
     if not scripts:
@@ -130,11 +130,11 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
         folder = make_first(numbered(usual)) or usual
     overridden = [word for setting in recording.settings for word in ("--set", setting)]
     overridden += ["--allow-numerics"] if recording.allow_numerics else []
-    said, done = list[str](), list[Path]()
+    kept, done = list[str](), list[Path]()
     ranks = 1
     for n, (name, words) in enumerate(rungs.items(), 1):
         more = [most] if "ranks" in words.split() else []
-        options = [*said, *(word for word in words.split() if word != "ranks")]
+        options = [*kept, *(word for word in words.split() if word != "ranks")]
         run = folder / f"{n}-{name}"
         command = [sys.executable, "-m", "dlprof", "run", str(script), *on, str(more[0] if more else ranks)]
         command += ["-o", str(run), "--quiet", "--no-report", *overridden, "--", *options, *args]
@@ -144,7 +144,7 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
         if ended:
             click.echo(f"dlprof: {name} is left out: it ended with exit code {ended}", err=True)
             continue
-        said, ranks = options, more[0] if more else ranks
+        kept, ranks = options, more[0] if more else ranks
         done.append(run)
     compare_runs(done, folder, "text", None, show=False, quiet=recording.quiet)
 

@@ -119,7 +119,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         raise click.UsageError("a script, -m PACKAGE, or a command")
     words = _found(words)
     cores = given["cpus_per_rank"] or _usual_cores(given["partition"], gpus, procs)
-    asked = {name: given[name] for name in ("partition", "account", "qos", "time") if given[name]}
+    chosen = {name: given[name] for name in ("partition", "account", "qos", "time") if given[name]}
     batch = Batch(
         command=words,
         name=name_of([given["job_name"] or name_of(words)]),
@@ -134,7 +134,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         dlprof=(sys.executable, "-m", "dlprof"),
         python=given["python"] or ("python3" if image else sys.executable),
         recording=tuple(recording.words),
-        directives=(*(shlex.quote(f"--{name}={value}") for name, value in asked.items()), *given["sbatch"]),
+        directives=(*(shlex.quote(f"--{name}={value}") for name, value in chosen.items()), *given["sbatch"]),
         setup=given["setup"],
         grace_s=given["grace"],
         hint=given["hint"] or "",

@@ -198,8 +198,8 @@ def reduced(
     begin, end = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
     own = own_tracks.get()
     own = own[(own["start_ns"] < end) & (own["start_ns"] + own["dur_ns"] > begin)]
-    together: pd.DataFrame = pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
-    return together
+    tracks: pd.DataFrame = pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
+    return tracks
 
 
 @per_rank

@@ -133,7 +133,7 @@ class Format:
     def described(self) -> dict[str, str]:
         """Return what is said of it, by label: for `dlprof explain sources` and for docs/sources.md."""
         real = "yes" if self.seen else "no: it follows the tool's documentation or source"
-        said = {
+        texts = {
             "What it is": self.title,
             "Recognised by": self.recognised,
             "Brings": self.brings,
@@ -142,7 +142,7 @@ class Format:
             "Lacks": "; ".join(f"{table}: {how}" for table, how in self.lacks.items()),
             "Real files seen": real if self.read else "",
         }
-        return {label: text for label, text in said.items() if text}
+        return {label: text for label, text in texts.items() if text}
 
     def tables_of(self, path: Path, piece: str) -> Reading:
         """Return what `read` does; raise DlprofError where the format is not read."""

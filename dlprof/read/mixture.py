@@ -278,25 +278,25 @@ def _by_rank(found: Sequence[_Found], left: dict[Path, str]) -> tuple[dict[int, 
 
 
 def _chosen(
-    by_rank: Mapping[int, Sequence[_Found]], folder: Path, asked: int | None, left: dict[Path, str]
+    by_rank: Mapping[int, Sequence[_Found]], folder: Path, wanted: int | None, left: dict[Path, str]
 ) -> tuple[dict[int, _Found], list[str]]:
-    """Return what is read of each rank: of several windows the asked one, or the last complete one."""
+    """Return what is read of each rank: of several windows the wanted one, or the last complete one."""
     by_path = {(rank, f.path): f for rank, files in by_rank.items() for f in files}
     windows = windows_of({r: [Window(f.path, f.part.began_ns) for f in files] for r, files in by_rank.items()})
     if len(windows) < 2:
-        if asked is not None and asked != 1 and by_rank:
-            raise DlprofError(f"{folder}: there is no window {asked}: each rank has one")
+        if wanted is not None and wanted != 1 and by_rank:
+            raise DlprofError(f"{folder}: there is no window {wanted}: each rank has one")
         return {rank: by_path[rank, path] for of in windows for rank, path in of.items()}, []
-    if asked is not None and not 1 <= asked <= len(windows):
-        raise DlprofError(f"{folder}: there is no window {asked}: there are {len(windows)}")
-    number = whole(windows) if asked is None else asked
+    if wanted is not None and not 1 <= wanted <= len(windows):
+        raise DlprofError(f"{folder}: there is no window {wanted}: there are {len(windows)}")
+    number = whole(windows) if wanted is None else wanted
     chosen = windows[number - 1]
     for at, window in enumerate(windows, 1):
         if at != number:
             left |= dict.fromkeys(window.values(), f"of window {at}; window {number} is read")
     for path in chosen.values():
         left.pop(path, None)
-    kind = "the one asked for" if asked is not None else "the last complete one"
+    kind = "the one asked for" if wanted is not None else "the last complete one"
     names = [path.relative_to(folder) if path.is_relative_to(folder) else path.name for path in chosen.values()]
     name = few(list(map(str, names)), 3)
     warnings = [f"{len(windows)} windows are there; read: {number}, {kind} ({name}; --window N reads another)"]

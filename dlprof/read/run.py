@@ -241,29 +241,29 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
         if attempt < last:
             warnings.append(f"rank {index} left nothing after the last restart")
             continue
-        told, odd = _facts(inside, folder / "facts.json", facts.RANK)
-        known[index] = folder, told
+        recorded, odd = _facts(inside, folder / "facts.json", facts.RANK)
+        known[index] = folder, recorded
         odd_of[index] = odd
-    of_job, others = of_one_job({index: told for index, (_, told) in known.items()})
+    of_job, others = of_one_job({index: recorded for index, (_, recorded) in known.items()})
     warnings += others
-    for index, (folder, told) in known.items():
+    for index, (folder, recorded) in known.items():
         if index not in of_job:
             continue
-        of_ranks += [(f"rank {index}", text) for text in (*odd_of[index], *(told.get("warnings") or ()))]
+        of_ranks += [(f"rank {index}", text) for text in (*odd_of[index], *(recorded.get("warnings") or ()))]
         # Where machines share a name, the first to sample has it, else the first rank's.
-        name, boot = told.get("host"), told.get("boot") or ""
+        name, boot = recorded.get("host"), recorded.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
-            told = {**told, "host": longer(name, boot)}
+            recorded = {**recorded, "host": longer(name, boot)}
         files = _files(inside, folder)
         # A host's samples belong to none of its ranks: they are read with the first one.
-        if host := hosts.pop(told.get("host"), None):
+        if host := hosts.pop(recorded.get("host"), None):
             files |= _files(inside, host, of_host=True)
-        at = every_host.get(told.get("host"))
-        exported = _nsys_of(inside, at, told.get("pid")) if at and TRACE not in files else None
+        at = every_host.get(recorded.get("host"))
+        exported = _nsys_of(inside, at, recorded.get("pid")) if at and TRACE not in files else None
         if exported is None:
-            ranks.append(Rank(index, files, told))
+            ranks.append(Rank(index, files, recorded))
         else:
-            ranks.append(Rank(index, {**files, NSYS: exported[0]}, told, pieces={NSYS: exported[1]}))
+            ranks.append(Rank(index, {**files, NSYS: exported[0]}, recorded, pieces={NSYS: exported[1]}))
     return ranks, warnings + together(of_ranks, "ranks")
 
 

@@ -97,23 +97,23 @@ def check(
     slower = _SHARE.fullmatch(max_slowdown)
     if not slower:
         raise click.UsageError(f"{max_slowdown!r} is no share; write 5%")
-    asked = []
+    parsed = []
     for text in limits:
         m = _LIMIT.fullmatch(text)
         if not m:
             raise click.UsageError(f"{text!r} is no limit; write 'input_wait<5%' or 'host_bound<2ms'")
-        asked.append((rule_named(RULES, m["rule"]).id, float(m["limit"]), m["unit"]))
+        parsed.append((rule_named(RULES, m["rule"]).id, float(m["limit"]), m["unit"]))
     result = analyse(path)
     if result.window is None:
         raise DlprofError(f"{path}: no step was recorded, so nothing can be checked")
     load = result.foreign_load
     disturbed = load is not None and load.disturbs
-    checked = list(_limits(result, asked, not_measured == "pass", disturbed))
+    checked = list(_limits(result, parsed, not_measured == "pass", disturbed))
     if baseline is not None:
         checked.append(_against(baseline, result, float(slower[1]) / 100, not_measured == "pass", disturbed))
     if load is not None and disturbed:
-        said = used_by_others(load.foreign, load.cores, load.waited)
-        checked.append(Checked("other programs", "warn" if foreign_load else "FAIL", said))
+        text = used_by_others(load.foreign, load.cores, load.waited)
+        checked.append(Checked("other programs", "warn" if foreign_load else "FAIL", text))
     for one in checked:
         say(f"{one.word:<4}  {one.name}: {one.text}" if one.name != "other programs" else f"{one.word:<4}  {one.text}")
     failed = [one for one in checked if one.word == "FAIL"]
@@ -127,14 +127,14 @@ def check(
 
 
 def _limits(
-    result: Result, asked: Sequence[tuple[str, float, str]], may_be_unknown: bool, disturbed: bool
+    result: Result, limits: Sequence[tuple[str, float, str]], may_be_unknown: bool, disturbed: bool
 ) -> Iterator[Checked]:
     """Yield what the run is against each limit on a rule."""
     from dlprof.result import TIMELESS
     from dlprof.units import duration, percent
 
     outcomes = {o.id: o for o in result.outcomes}
-    for rule, limit, unit in asked:
+    for rule, limit, unit in limits:
         o = outcomes[rule]
         risk = o.scope in TIMELESS and o.state == "found"  # what may end the job is no matter of time
         bad, word = False, "ok"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(8, 1_000_000), help="Steady steps of each run. [default: some seconds]")
 @click.option(
     "--set",
-    "asked",
+    "settings",
     multiple=True,
     metavar="'NAME=VALUE ...'",
     help="Try this too, whether or not a finding names it; several settings in one word are tried together. Repeatable."
@@ -42,7 +42,7 @@ def try_(
     path: Path,
     minutes: float,
     steps: int | None,
-    asked: tuple[str, ...],
+    settings: tuple[str, ...],
     obvious: bool,
     allow_numerics: bool,
     copy: bool,
@@ -63,7 +63,7 @@ def try_(
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
-    options = Options(minutes, steps, asked, obvious, allow_numerics, copy, command)
+    options = Options(minutes, steps, settings, obvious, allow_numerics, copy, command)
     if listed:
         _print_plan(prepared(path, result, options, os.environ))
         return
@@ -112,8 +112,8 @@ def try_run(
         if not quiet:
             say(f"dlprof: {_told(found)}", err=True)
 
-    with stopping() as asked:
-        found: Tried = tried(trial, asked, tell)
+    with stopping() as stop:
+        found: Tried = tried(trial, stop, tell)
     if form == "json":
         click.echo(compact(to_json(found)))
     else:
@@ -121,7 +121,7 @@ def try_run(
         for skipped in trial.plan.skipped:
             say(f"not tried: {skipped}", err=err)
     write_files(replace(result, tried=found), path, path)
-    return asked.by
+    return stop.by
 
 
 def _announced(trial: Trial) -> list[str]:

@@ -62,17 +62,17 @@ def whatif(
         factors = {name: None if text is None else factor(text) for name, text in speeds.items()}
     except DlprofError as e:
         raise click.UsageError(str(e)) from None
-    asked = Asked(**factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule)
-    if not asked.named:
+    request = Asked(**factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule)
+    if not request.named:
         raise click.UsageError("name a change: --input perfect, --workers 4, --device 1.5x, ...")
     run = open_run(path)
     try:
         with Progress(quiet=quiet) as progress:
-            found = answers(run, asked, jobs, progress)
+            found = answers(run, request, jobs, progress)
     except NotMeasured as e:
         raise DlprofError(f"{path}: {e}") from None
-    said = summary(path.resolve().name, found)
+    outcome = summary(path.resolve().name, found)
     if out is None and not show:
-        print_summary(said, to_json(found), form)
+        print_summary(outcome, to_json(found), form)
     else:
-        write_summary(said, to_json(found), "whatif", "dlprof-whatif", out, form, show=show)
+        write_summary(outcome, to_json(found), "whatif", "dlprof-whatif", out, form, show=show)

@@ -160,5 +160,5 @@ LONGEST = 2_000  # characters of a name
 
 def split(text: str) -> tuple[bool, str]:
     """Return whether a text is an operator of PyTorch's, and its name."""
-    said = OPERATOR.search(text)
-    return said is not None, (text[: said.start()] if said else text)[:LONGEST]
+    found = OPERATOR.search(text)
+    return found is not None, (text[: found.start()] if found else text)[:LONGEST]

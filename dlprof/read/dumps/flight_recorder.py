@@ -181,42 +181,42 @@ def _row(entry: Any, sites: Any) -> tuple[Any, ...] | None:
 
 def _group(entry: Mapping[Any, Any]) -> tuple[str, str]:
     """Return the name and the description of an entry's process group, "" where it has none."""
-    told = entry.get("process_group")
-    if isinstance(told, (tuple, list)) and len(told) == 2:
-        about = _text(told[1])
-        return _text(told[0]), "" if about == "undefined" else about
-    if isinstance(told, str) and told:
-        return _text(told), ""
+    group = entry.get("process_group")
+    if isinstance(group, (tuple, list)) and len(group) == 2:
+        about = _text(group[1])
+        return _text(group[0]), "" if about == "undefined" else about
+    if isinstance(group, str) and group:
+        return _text(group), ""
     return str(_number(entry.get("pg_id"), 0)), ""
 
 
 def _sizes(value: Any) -> str:
     """Return sizes of tensors as text: "1000" of one of a thousand elements, "2x3, 4" of two; "": unknown."""
-    said = []
+    texts = []
     for size in value if isinstance(value, (list, tuple)) else ():
         if not isinstance(size, (list, tuple)) or not all(type(n) is int for n in size):
             return ""
-        said.append("x".join(map(str, size[:8])) or "scalar")
-        if len(said) >= 8:
+        texts.append("x".join(map(str, size[:8])) or "scalar")
+        if len(texts) >= 8:
             break
-    return ", ".join(said)[:_LONGEST]
+    return ", ".join(texts)[:_LONGEST]
 
 
 def _types(entry: Mapping[Any, Any]) -> str:
     """Return the element types that a call takes, and gives where these are others: "Float", "Half → Float"."""
-    said = []
+    texts = []
     for name in ("input_dtypes", "output_dtypes"):
         types = entry.get(name)
         found = {_text(t) for t in types[:64]} if isinstance(types, (list, tuple)) else set()
-        said.append(", ".join(sorted(found - {""})))
-    return (said[0] if said[0] == said[1] or not said[1] else " → ".join(filter(None, said)))[:_LONGEST]
+        texts.append(", ".join(sorted(found - {""})))
+    return (texts[0] if texts[0] == texts[1] or not texts[1] else " → ".join(filter(None, texts)))[:_LONGEST]
 
 
 def _groups(config: Any) -> tuple[dict[str, list[int]], int]:
     """Return the ranks of each group that the dump lists, and how many the largest shows at least; 0: unknown."""
     found: dict[str, list[int]] = {}
-    for name, told in config.items() if isinstance(config, dict) else ():
-        ranks = told.get("ranks") if isinstance(told, dict) else None
+    for name, about in config.items() if isinstance(config, dict) else ():
+        ranks = about.get("ranks") if isinstance(about, dict) else None
         if isinstance(ranks, str):
             listed = _RANKS.fullmatch(ranks[: 8 * MOST_RANKS])
             ranks = [int(n) for n in listed[1].split(",") if n.strip().isdecimal()] if listed else []
@@ -242,9 +242,9 @@ def _enqueued(status: Any, names: Mapping[int, str]) -> dict[str, int]:
 
 
 def _statuses(status: Any, names: Mapping[int, str]) -> Iterator[tuple[str, int]]:
-    for number, told in status.items() if isinstance(status, dict) else ():
+    for number, recorded in status.items() if isinstance(status, dict) else ():
         name = names.get(_number(number))
-        last = _number(told.get("last_enqueued_collective")) if isinstance(told, dict) else -1
+        last = _number(recorded.get("last_enqueued_collective")) if isinstance(recorded, dict) else -1
         if name is not None and last >= 0:
             yield name, last
 

@@ -64,12 +64,12 @@ def site_of(frames: Any) -> Site:
                 node = named[1]
             engine = engine or name.startswith(_ENGINE)
             continue
-        said = f"{name[:_LONGEST]} ({file[-_LONGEST:]}:{line if isinstance(line, int) else 0})"
+        place = f"{name[:_LONGEST]} ({file[-_LONGEST:]}:{line if isinstance(line, int) else 0})"
         if not _INSTALLED.search(file):
-            return Site(said, inner or library)
+            return Site(place, inner or library)
         if not _TORCH.search(file):
-            library = library or said
-        inner = inner or said
+            library = library or place
+        inner = inner or place
     if library:
         return Site(library, inner)
     return Site(f"backward of {node or 'some node'}" if node or engine else inner, inner)

@@ -155,7 +155,7 @@ def _blocks(segments: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[
                 continue
             history = block.get("history")  # of torch before 2.1: the latest of what was in the block
             last = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else block
-            asked = _number(block.get("requested_size", last.get("real_size", bytes_)))
+            requested = _number(block.get("requested_size", last.get("real_size", bytes_)))
             state = block.get("state")
             site = sites.of(last.get("frames"))
             address = _number(block.get("address", at))
@@ -164,7 +164,7 @@ def _blocks(segments: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[
                 *of,
                 address,
                 bytes_,
-                asked if asked >= 0 else bytes_,
+                requested if requested >= 0 else bytes_,
                 state if state in STATES else "active_awaiting_free" if state == "active_pending_free" else "inactive",
                 *site,
             )

@@ -184,8 +184,8 @@ class _Reader:
         for row, i in enumerate(kept, self.count):
             e, _, ended = whole[i]
             if self._wants(e.name):
-                said = bytes(e.args)
-                self.trace.args[row] = said if len(said) > 2 else ended
+                args = bytes(e.args)
+                self.trace.args[row] = args if len(args) > 2 else ended
         made: tuple[NDArray[Any], ...] = (number_of, start, dur)
         for column, values in zip(self._columns, made, strict=True):
             column.append(values[keep])
@@ -222,10 +222,10 @@ def _digits(raw: msgspec.Raw) -> Any:
 def fields(raw: bytes) -> dict[str, Any]:
     """Return the arguments of an event, none where they are no object."""
     try:
-        said = msgspec.json.decode(raw) if raw else {}
+        args = msgspec.json.decode(raw) if raw else {}
     except NOT_JSON:
         return {}
-    return said if isinstance(said, dict) else {}
+    return args if isinstance(args, dict) else {}
 
 
 _UNKNOWN: Mapping[str, Any] = {"category": "", "int64": -1}

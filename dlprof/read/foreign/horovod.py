@@ -157,10 +157,10 @@ def _size(raw: bytes) -> tuple[int, str]:
     from dlprof.read.foreign.chrome import fields
     from dlprof.read.kineto.patterns import element_type
 
-    said = fields(raw)
-    dtype, width = element_type(str(said.get("dtype", "")))
-    shape = re.findall(r"\d{1,18}", str(said.get("shape", "")))[:16]
-    if not width or "shape" not in said:
+    args = fields(raw)
+    dtype, width = element_type(str(args.get("dtype", "")))
+    shape = re.findall(r"\d{1,18}", str(args.get("shape", "")))[:16]
+    if not width or "shape" not in args:
         return -1, dtype if width else ""
     size = width
     for extent in shape:

@@ -48,15 +48,15 @@ class Numbers:
     def add(self, row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw], wanted: bool) -> None:
         """Take the args of some rows; `runs`: which are functions of the backward pass."""
         groups = [_APART.join(args[at : at + _GROUP]) for at in range(0, len(args), _GROUP)]
-        told = [_NUMBER in group for group in groups]
-        if not any(told):
+        numbered = [_NUMBER in group for group in groups]
+        if not any(numbered):
             return
-        mine = np.repeat(told, _GROUP)[: len(row)]
+        mine = np.repeat(numbered, _GROUP)[: len(row)]
         row, runs = row[mine], runs[mine]
         if wanted:
             self._known.append(_decoded(row, runs, list(compress(args, mine.tolist()))))
         else:
-            self._texts.append(_Text(row, runs, _APART.join(compress(groups, told))))
+            self._texts.append(_Text(row, runs, _APART.join(compress(groups, numbered))))
 
     def join(self, other: Numbers, first: int) -> None:
         """Take what is known of rows that follow, the first of which becomes row `first`."""
@@ -76,9 +76,9 @@ class Numbers:
 
 
 def _decoded(row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw]) -> Made:
-    told = made(args)
-    number, maker = integers([one.number for one in told]), np.zeros(len(row), dtype=np.int32)
-    threads = integers([one.thread for one in compress(told, runs.tolist())])
+    numbers = made(args)
+    number, maker = integers([one.number for one in numbers]), np.zeros(len(row), dtype=np.int32)
+    threads = integers([one.thread for one in compress(numbers, runs.tolist())])
     maker[runs] = np.where(threads < 2**31, np.maximum(threads, 0), 0)
     known = (number >= 0) | (maker > 0)
     return Made(row[known], number[known], maker[known])

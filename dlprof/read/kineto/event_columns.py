@@ -163,8 +163,8 @@ class Rows:
         groups |= other.exchanges.groups | groups  # of one that both name, what was told first counts
 
     def _rare(self) -> tuple[dict[int, Any], ...]:
-        told = self.exchanges
-        by_row = (told.collectives, told.sequences, told.peers, told.gathered, told.pieces)
+        rare = self.exchanges
+        by_row = (rare.collectives, rare.sequences, rare.peers, rare.gathered, rare.pieces)
         return (self.bytes, self.copies, self.multiplied, *by_row)
 
 
@@ -344,15 +344,15 @@ class Reader:
             return zip(at, args_of([events[i].args for i in at]), strict=True)
 
         first = self.count
-        for i, told in chosen((kind == KIND["copy"]) | (kind == KIND["set"])):
-            if (size := integer(told.bytes)) >= 0:
+        for i, values in chosen((kind == KIND["copy"]) | (kind == KIND["set"])):
+            if (size := integer(values.bytes)) >= 0:
                 rows.bytes[first + i] = size
-            if isinstance(told.kind, str) and not names.direction[what[i]][0]:
-                rows.copies[first + i] = copy_of(told.kind)
-        for i, told in chosen(kind == KIND["communication"]):
-            rows.exchanges.add(first + i, events[i], told, names.collective[what[i]], bool(device[i]))
-        for i, told in chosen(np.array(names.multiplies)[what]):
-            shape = shapes_in(bytes(told.dims), bytes(told.types))
+            if isinstance(values.kind, str) and not names.direction[what[i]][0]:
+                rows.copies[first + i] = copy_of(values.kind)
+        for i, values in chosen(kind == KIND["communication"]):
+            rows.exchanges.add(first + i, events[i], values, names.collective[what[i]], bool(device[i]))
+        for i, values in chosen(np.array(names.multiplies)[what]):
+            shape = shapes_in(bytes(values.dims), bytes(values.types))
             if shape[0]:
                 rows.multiplied[first + i] = shape
         numbered = np.flatnonzero(np.array(names.numbered)[what])
@@ -469,8 +469,8 @@ class Collectives:
             name = "ranks-" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
         if name and name not in self.groups:
             size = integer(args.group_size)
-            told = {"desc": text, "size": size if size > 0 else len(ranks), "ranks": ranks}
-            self.groups[name] = {k: v for k, v in told.items() if v}
+            about = {"desc": text, "size": size if size > 0 else len(ranks), "ranks": ranks}
+            self.groups[name] = {k: v for k, v in about.items() if v}
         return name
 
     def settle(self, keys: Mapping[str, Any]) -> None:

@@ -198,11 +198,11 @@ def _lenient_args(value: msgspec.Raw, kind: type[D]) -> D:
     args = plain(repaired(bytes(value)))
     taken: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind) if isinstance(args, dict) else ():
-        said = args.get(field.encode_name)
-        if field.type is msgspec.Raw and said is not None:
-            taken[field.name] = msgspec.Raw(msgspec.json.encode(said))
-        elif isinstance(said, (int, float, str)):
-            taken[field.name] = said
+        held = args.get(field.encode_name)
+        if field.type is msgspec.Raw and held is not None:
+            taken[field.name] = msgspec.Raw(msgspec.json.encode(held))
+        elif isinstance(held, (int, float, str)):
+            taken[field.name] = held
     return kind(**taken)
 
 

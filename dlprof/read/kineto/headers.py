@@ -83,6 +83,6 @@ def groups_in(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if isinstance(group, dict) and group.get("pg_name") is not None:
             ranks = numbers_of(group.get("ranks"))
             size = integer(group.get("pg_size"))
-            told = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
-            groups[str(group["pg_name"])] = {k: v for k, v in told.items() if v}
+            about = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
+            groups[str(group["pg_name"])] = {k: v for k, v in about.items() if v}
     return groups

@@ -305,9 +305,9 @@ class TraceFile(Generic[E]):
         return None
 
     def _decoded(self, found: list[tuple[int, int]]) -> list[E]:
-        """Decode elements known by their brackets, together if that works, else one by one without the bad ones."""
-        together = b"[" + b",".join(self._buffer[a:b] for a, b in found) + b"]"
-        events = self._try(together) or self._try(repaired(together))
+        """Decode elements known by their brackets, joined if that works, else one by one without the bad ones."""
+        joined = b"[" + b",".join(self._buffer[a:b] for a, b in found) + b"]"
+        events = self._try(joined) or self._try(repaired(joined))
         if events is not None:
             return events
         alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in found]

@@ -69,9 +69,9 @@ def ranks_of_processes(path: Path) -> list[tuple[int | None, str]]:
                 if type(e) is _Event:
                     (working if e.cat in _OPERATORS else others)[e.pid] = None
                 elif type(e) is _Meta and e.name in ("process_name", "process_labels"):
-                    said = plain(e.args)
-                    if isinstance(said, dict):
-                        names[e.pid] = f"{names.get(e.pid, '')} {said.get('name') or said.get('labels') or ''}"
+                    args = plain(e.args)
+                    if isinstance(args, dict):
+                        names[e.pid] = f"{names.get(e.pid, '')} {args.get('name') or args.get('labels') or ''}"
             seen += len(events)
             processes = len(names) + len(others)
             if seen > limits.limit(limits.MOST_ROWS) or processes > limits.MOST_RANKS_OF_FILE * _MOST_DEVICES:

@@ -109,8 +109,8 @@ def _base(database: Database, every: Sequence[Rows]) -> int:
 def _facts(database: Database, process: Process) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     host = database.named("TARGET_INFO_SYSTEM_ENV").get("Hostname")
-    told = database.named("META_DATA_EXPORT") or database.named("EXPORT_META_DATA")
-    version = told.get("EXPORT_PRODUCT_VERSION") or told.get("EXPORT_SCHEMA_VERSION")
+    export = database.named("META_DATA_EXPORT") or database.named("EXPORT_META_DATA")
+    version = export.get("EXPORT_PRODUCT_VERSION") or export.get("EXPORT_SCHEMA_VERSION")
     facts |= {name: text for name, text in (("host", host), ("nsys", version)) if text}
     if devices := _devices(database, process):
         facts["devices"] = devices
@@ -160,8 +160,8 @@ def _complaints(database: Database) -> list[str]:
     if severity is None or "text" not in database.columns("DIAGNOSTIC_EVENT"):
         return []
     rows = database.rows("DIAGNOSTIC_EVENT", [severity, text], most=1_000)
-    told = dict.fromkeys(" ".join(str(line).split()) for level, line in rows if isinstance(level, int) and level >= 2)
-    return [f"nsys said: {line}" for line in list(told)[:_MOST_COMPLAINTS]]
+    lines = dict.fromkeys(" ".join(str(line).split()) for level, line in rows if isinstance(level, int) and level >= 2)
+    return [f"nsys said: {line}" for line in list(lines)[:_MOST_COMPLAINTS]]
 
 
 TABLE = "NVTX_EVENTS"
@@ -187,7 +187,7 @@ def read_ranges(database: Database, process: int | None) -> Ranges:
     texts = database.columns(TABLE).get("text")
     if texts is not None:
         # SQLite cuts off what torch says of each call: those names are all different, and the operators' are few.
-        place = [f"ifnull(nullif(instr(\"{texts}\", '{said}'), 0), {LONGEST})" for said in SAID]
+        place = [f"ifnull(nullif(instr(\"{texts}\", '{part}'), 0), {LONGEST})" for part in SAID]
         cut = f"min({', '.join(place)})"
         what = [f'substr("{texts}", 1, {cut} - 1)', f"{cut} < {LONGEST}"]
         for row, (text, is_operator) in enumerate(database.rows(TABLE, what, *condition)):
@@ -217,8 +217,8 @@ def read_ranges(database: Database, process: int | None) -> Ranges:
 
 def _range_types(database: Database) -> list[int]:
     """Return the numbers of the event types that are ranges, as the file itself has them."""
-    told = {name: number for number, name in database.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items()}
-    return [told.get(name, number) for name, number in _RANGES.items()]
+    numbers = {name: number for number, name in database.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items()}
+    return [numbers.get(name, number) for name, number in _RANGES.items()]
 
 
 KERNELS, GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -343,8 +343,8 @@ def _strings(database: Database, ids: NDArray[np.int64]) -> dict[int, str]:
 
 def _enum(database: Database, table: str, known: Mapping[int, str]) -> Mapping[int, str]:
     """Return what the file calls the numbers of a kind, without their common beginning, or else what CUPTI does."""
-    told = database.texts(table, "id", "name")
-    return {**known, **{i: re.sub(r"^CUDA_MEM(?:CPY|OPR_MEMORY)_KIND_", "", name) for i, name in told.items()}}
+    names = database.texts(table, "id", "name")
+    return {**known, **{i: re.sub(r"^CUDA_MEM(?:CPY|OPR_MEMORY)_KIND_", "", name) for i, name in names.items()}}
 
 
 def _copy_name(way: str, source: str, target: str) -> str:

@@ -128,9 +128,9 @@ class Stacks:
         warnings = [f"{self.path.name}: {bad:,} malformed lines are left out"] if bad > 1 else []
         if self._full:
             warnings.append(too_many(self.path, "different stacks", MOST_NAMES))
-        told = {f"profile {self.path.name}": {"tool": self.tool, "unit": self.unit, **(facts or {})}}
+        about = {f"profile {self.path.name}": {"tool": self.tool, "unit": self.unit, **(facts or {})}}
         tables = {"stacks": schema.check("stacks", frame), **(also or {})}
-        return Reading(tables, told, tuple(warnings))
+        return Reading(tables, about, tuple(warnings))
 
 
 def _plain(text: str) -> str:

@@ -65,8 +65,8 @@ def _rank(database: Database, of: str, number: int) -> int | None:
         return None
     what = [f"substr(environment, 1, {_MOST_TEXT})"]
     for (text,) in database.rows(table, what, "WHERE id = ?", (number,), most=1):
-        told = _object(text)
-        found = next((str(told[name]) for name in _RANK if name in told), "")
+        variables = _object(text)
+        found = next((str(variables[name]) for name in _RANK if name in variables), "")
         return int(found) if found.isdecimal() and len(found) < 8 else None
     return None
 
@@ -144,34 +144,36 @@ class _Tables:
         ids, of = np.unique(held["tid"], return_inverse=True)
         thread = np.array([tid.get(i, max(i, 0)) for i in ids.tolist()], dtype=np.int64)[of.reshape(-1)]
         category = self._of_event("category_id", held["event_id"])
-        said = self._texts("string", "string", category)
+        kinds = self._texts("string", "string", category)
         is_call, is_mark = (
-            np.isin(category, [i for i, text in said.items() if text.startswith(word)]) for word in ("HIP_", "MARKER_")
+            np.isin(category, [i for i, text in kinds.items() if text.startswith(word)]) for word in ("HIP_", "MARKER_")
         )
         names, name = numbered(held["name_id"], self._texts("string", "string", held["name_id"]), "unnamed call")
         host = np.full(int(is_call.sum()), -1, dtype=np.int64)
         launch = self._of_event("stack_id", held["event_id"])
         name, start, end = (column[is_call] for column in (name, held["start"], held["end"]))
         calls = Rows(names, ["runtime"] * len(names), name, start, end, host, thread[is_call], launch[is_call])
-        return calls, self._ranges(held, is_mark, thread, [i for i, text in said.items() if text.startswith("MARKER_")])
+        return calls, self._ranges(
+            held, is_mark, thread, [i for i, text in kinds.items() if text.startswith("MARKER_")]
+        )
 
     def _ranges(
         self, held: dict[str, NDArray[np.int64]], marked: NDArray[np.bool_], thread: NDArray[np.int64], kinds: list[int]
     ) -> Ranges:
         """Return the ranges of roctx; what they say is in their events, and their names are those of calls."""
         table = f"rocpd_event{self._of}"
-        said: dict[int, str] = {}
+        messages: dict[int, str] = {}
         if kinds and "extdata" in self._database.columns(table):
             where = f"WHERE category_id IN ({', '.join(map(str, kinds))})"
             for number, text in self._database.rows(table, ["id", "substr(extdata, 1, 8000)"], where):
                 message = _object(text).get("message")
                 if isinstance(number, int) and isinstance(message, str):
-                    said[number] = message[:_LONGEST]
+                    messages[number] = message[:_LONGEST]
         start, end, event = (held[key] for key in ("start", "end", "event_id"))
-        known = np.isin(event, np.fromiter(said, dtype=np.int64, count=len(said)))
+        known = np.isin(event, np.fromiter(messages, dtype=np.int64, count=len(messages)))
         rows = np.flatnonzero(marked & known & (start != MISSING) & (end >= start))
         rows = rows[np.lexsort((-end[rows], start[rows]))]
-        texts, name = numbered(event[rows], said, "")
+        texts, name = numbered(event[rows], messages, "")
         return process.ranges_of(texts, name, start[rows], end[rows], thread[rows])
 
     def _facts(self) -> dict[str, Any]:

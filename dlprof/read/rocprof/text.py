@@ -131,7 +131,7 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
         _whole(symbol.get("kernel_id")): str(symbol.get("formatted_kernel_name") or symbol.get("kernel_name") or "")
         for symbol in _listed(tool.get("kernel_symbols"))
     }
-    said = {
+    markers = {
         _whole(one.get("key")): str(one.get("value") or "")
         for one in _listed(_object(tool.get("strings")).get("marker_api"))
     }
@@ -153,7 +153,7 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
                 queue = str(one.get("stream_id") or 0)
             else:
                 agent, queue = "", str(one.get("thread_id", 0))
-                name = said.get(_whole(internal), "") if kind == "annotation" else name
+                name = markers.get(_whole(internal), "") if kind == "annotation" else name
                 if not name:  # a call that pauses, or names a thread
                     continue
             size = _whole(one.get("bytes")) if kind == "copy" else -1

@@ -84,20 +84,20 @@ def spans(file: int, first: int, aim: int) -> Iterator[Span]:
             looked, missed = looked + WINDOW, missed + 1
 
 
-def fill(room: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tuple[int, tuple[int, int] | None]:
-    """Copy what is held and further blocks into `room`, until a boundary stands behind the first `aim` bytes.
+def fill(memory: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tuple[int, tuple[int, int] | None]:
+    """Copy what is held and further blocks into `memory`, until a boundary stands behind the first `aim` bytes.
 
     Return the number of bytes, and the boundary: where an event ends and where the next one begins. It is None where
-    the blocks ended before, and where there is no room for a further one.
+    the blocks ended before, and where there is no memory for a further one.
     """
     size, looked = len(held), aim
-    room[:size] = held
+    memory[:size] = held
     while True:
         if size >= looked + WINDOW:
-            if found := boundary(bytes(room[looked:size])):
+            if found := boundary(bytes(memory[looked:size])):
                 return size, (looked + found[0], looked + found[1])
             looked = size - WINDOW // 2  # an event at the seam is whole in what is looked at next
-        if size + BLOCK > len(room) or not (block := next(blocks, b"")):
+        if size + BLOCK > len(memory) or not (block := next(blocks, b"")):
             return size, None
-        room[size : size + len(block)] = block
+        memory[size : size + len(block)] = block
         size += len(block)
