@@ -57,7 +57,7 @@ def boundary(window: bytes) -> tuple[int, int] | None:
 
 
 def late_boundary(held: bytes | memoryview) -> tuple[int, int] | None:
-    """Return a boundary close to the end of these bytes, None where none is to be seen there."""
+    """Return a boundary close to the end of these bytes; None if there is none."""
     begin = len(held) - LAST
     found = boundary(bytes(held[begin : begin + WINDOW])) if begin > 0 else None
     return (begin + found[0], begin + found[1]) if found else None
@@ -66,7 +66,7 @@ def late_boundary(held: bytes | memoryview) -> tuple[int, int] | None:
 def spans(file: int, first: int, aim: int) -> Iterator[Span]:
     """Split an open file whose first event stands at `first` into spans of about `aim` bytes.
 
-    What follows the last of them is short, unless no boundary is to be seen.
+    What follows the last span is short, unless no boundary is found.
     """
     size = os.fstat(file).st_size
 
@@ -85,10 +85,10 @@ def spans(file: int, first: int, aim: int) -> Iterator[Span]:
 
 
 def fill(memory: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tuple[int, tuple[int, int] | None]:
-    """Copy what is held and further blocks into `memory`, until a boundary stands behind the first `aim` bytes.
+    """Copy `held` and then blocks into `memory`, until there is a boundary after the first `aim` bytes.
 
-    Return the number of bytes, and the boundary: where an event ends and where the next one begins. It is None where
-    the blocks ended before, and where there is no memory for a further one.
+    Return the number of bytes, and the boundary: where an event ends and where the next one begins. It is None if
+    the blocks ended before one was found, or if `memory` is full.
     """
     size, looked = len(held), aim
     memory[:size] = held
