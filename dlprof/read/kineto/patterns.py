@@ -67,7 +67,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("host", "python", r"python_function|python function"),
 )
 
-# Of no thread or stream: the profiler's own window and cost, arrows, counters. No rows, and no warning.
+# Categories without a thread or stream: the profiler's window and cost, arrows, counters. No rows, no warning.
 NO_ROWS = re.compile(
     r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter",
     re.I,
@@ -78,7 +78,7 @@ _COMPILED = tuple((p, re.compile(p.categories), re.compile(p.name)) for p in PAT
 
 @lru_cache(1 << 16)  # the ranks of a job run the same things
 def kind_of(category: str, name: str) -> tuple[Side, str] | None:
-    """Return the side and the kind of an event, None where no pattern knows it."""
+    """Return the side and the kind of an event, None if no pattern matches it."""
     category = category.lower()
     for pattern, categories, names in _COMPILED:
         if categories.fullmatch(category) and names.search(name):
@@ -86,7 +86,7 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
     return None
 
 
-# Operators that multiply matrices or convolve: of these a trace may tell the shapes.
+# Operators that multiply matrices or convolve: a trace may have their shapes.
 MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
 
 # What the engine runs of the backward pass: each function stands behind this, and within it once more.
@@ -145,7 +145,7 @@ _COPY_WORDS = re.compile(r"(Host|Device|Peer)To(Host|Device|Peer)")
 
 
 def copy_of(text: str) -> tuple[str, str]:
-    """Return copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned), "" where not said."""
+    """Return a copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned); "": unknown."""
     found = _COPY.search(text)
     if not found:
         words = _COPY_WORDS.search(text)
@@ -187,6 +187,6 @@ _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)",
 
 
 def rank_in(file_name: str) -> int | None:
-    """Return the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
+    """Return the rank in a file's name (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
     found = _RANK_IN_NAME.search(file_name)
     return int(found[1]) if found else None
