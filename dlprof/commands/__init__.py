@@ -100,7 +100,7 @@ run_path = click.argument("path", type=PATH)
 
 
 class _Minutes(click.FloatRange):
-    """A number in a range, of which nan is none."""
+    """A number in a range; nan is rejected."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)

@@ -86,7 +86,7 @@ def run(
     if fault and known and fault not in known:
         raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
     if ceiling:
-        args = ("--ceiling", *args)  # a workload without it says so
+        args = ("--ceiling", *args)  # a workload without it reports that
     if ladder:
         _climb(script, gpus, procs, recording, args)
         return
@@ -104,7 +104,7 @@ def run(
         click.echo(
             f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
         )
-    if script.resolve().parent == _ours():  # whose options take no secret
+    if script.resolve().parent == _ours():  # their options take no secrets
         recording = replace(recording, keep_arguments=True)
     command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")

@@ -17,7 +17,7 @@ from dlprof.errors import DlprofError
 from dlprof.files import write, writing
 from dlprof.record.slurm.batch import Batch, Container, Launcher, Runtime, cores_of_nodes, name_of, submit
 
-# Of a rank: with a GPU there are its loader's workers beside it.
+# Cores of a rank. With a GPU, its loader's workers run beside it.
 _CORES_WITH_GPU, _CORES = 8, 2
 _COUNT = click.IntRange(min=1)
 
@@ -154,7 +154,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
 
 
 def _usual_cores(partition: str | None, gpus: int | None, procs: int | None) -> int:
-    """Return how many cores a rank has where nobody says: no more than a node has, or the job would wait for ever."""
+    """Return the default number of cores of a rank: at most those of a node, else the job would wait for ever."""
     usual, there = _CORES_WITH_GPU if gpus else _CORES, cores_of_nodes(partition)
     return usual if there is None else max(min(usual, there // (gpus or procs or 1)), 1)
 
@@ -174,7 +174,7 @@ def _found(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _say_submitted(number: str, batch: Batch) -> None:
-    """Print the number of a job that was submitted, and how to see what becomes of it."""
+    """Print the number of a submitted job, and the commands that show its state."""
     run = f"{batch.runs}/{batch.name}-{number}"
     say(f"dlprof: job {number} is submitted; it records into {run}")
     for what, how in (

@@ -24,13 +24,13 @@ _LIMIT = re.compile(r"\s*(?P<rule>[a-z_]+)\s*<\s*(?P<limit>\d+(\.\d+)?)\s*(?P<un
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%?\s*")
 _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
 
-# ok; FAIL; ????: it passes, and nobody can tell whether it is so; warn: it would fail, and was told to pass.
+# ok; FAIL; ????: it passes, but could not be measured; warn: it would fail, but an option lets it pass.
 Word = Literal["ok", "FAIL", "????", "warn"]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One limit, and what the run is against it."""
+    """One limit, and how the run compares with it."""
 
     name: str
     word: Word
@@ -129,14 +129,14 @@ def check(
 def _limits(
     result: Result, limits: Sequence[tuple[str, float, str]], may_be_unknown: bool, disturbed: bool
 ) -> Iterator[Checked]:
-    """Yield what the run is against each limit on a rule."""
+    """Yield how the run compares with each limit on a rule."""
     from dlprof.result import TIMELESS
     from dlprof.units import duration, percent
 
     outcomes = {o.id: o for o in result.outcomes}
     for rule, limit, unit in limits:
         o = outcomes[rule]
-        risk = o.scope in TIMELESS and o.state == "found"  # what may end the job is no matter of time
+        risk = o.scope in TIMELESS and o.state == "found"  # a risk of ending the job has no time to compare
         bad, word = False, "ok"
         if o.state in ("not_measured", "error"):
             what = f"{o.state.replace('_', ' ')}: {o.why}"
@@ -152,7 +152,7 @@ def _limits(
 
 
 def _against(baseline: Path, result: Result, limit: float, may_be_unknown: bool, disturbed: bool) -> Checked:
-    """Return what the run is against its baseline."""
+    """Return how the run compares with its baseline."""
     from dlprof.analysis.compare.gate import slowdown
     from dlprof.commands.prove.compare import result_of
     from dlprof.units import percent
@@ -171,7 +171,7 @@ def _against(baseline: Path, result: Result, limit: float, may_be_unknown: bool,
 
 
 def _annotations(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a line of GitHub's workflow commands for each limit that failed, or that nobody could judge."""
+    """Yield a line of GitHub's workflow commands for each limit that failed or could not be measured."""
     levels = {"FAIL": "error", "????": "warning", "warn": "warning"}
     for one in checked:
         if one.word in levels:

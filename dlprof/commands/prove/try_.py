@@ -89,11 +89,11 @@ def _print_plan(trial: Trial) -> None:
 def try_run(
     path: Path, result: Result, options: Options, form: str = "text", quiet: bool = False, *, err: bool = False
 ) -> int:
-    """Try, print what was found, add it to the run's report; return the signal that asked for the end, 0 for none.
+    """Try, print the results and add them to the run's report; return the signal that stopped it, 0 for none.
 
-    `err`: all is printed on stderr, as stdout is the job's.
+    `err`: print everything on stderr, because stdout belongs to the job.
 
-    Raises DlprofError where nothing can be tried.
+    Raises DlprofError if nothing can be tried.
     """
     from msgspec.structs import replace
 
@@ -125,7 +125,7 @@ def try_run(
 
 
 def _announced(trial: Trial) -> list[str]:
-    """Say what will happen before anything runs."""
+    """Return the lines that announce what will run."""
     from dlprof.units import count, few
 
     changes = trial.plan.candidates
