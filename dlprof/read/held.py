@@ -1,4 +1,4 @@
-"""Reads held.json: what a rank's memory was made of in one step, and how that was counted."""
+"""Reads held.json: what a rank's memory held in one step, and how that was counted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HELD: Mapping[str, facts.Shape] = {
 
 
 def read(path: Path) -> Reading:
-    """Return table "held" and fact "held", what stands beside its rows; raises DlprofError as `facts.read` does."""
+    """Return table "held", and fact "held" with everything but the rows; raise DlprofError as `facts.read` does."""
     reading = facts.read(path, _HELD)
     about = dict(reading.facts)
     rows = about.pop("rows", None)

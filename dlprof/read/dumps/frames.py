@@ -39,7 +39,7 @@ class Sites:
     """Finds the site of each stack, each distinct stack once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Site]] = {}  # with the stack, whose id else could be another's
+        self._known: dict[int, tuple[Any, Site]] = {}  # keeps the stack alive, so that no other one gets its id
 
     def of(self, frames: Any) -> Site:
         """Return the site of a stack."""
@@ -50,7 +50,7 @@ class Sites:
 
 
 def site_of(frames: Any) -> Site:
-    """Return the site of a stack; of what is none, Site("", "")."""
+    """Return the site of a stack; Site("", "") if it is malformed."""
     library = inner = node = ""
     engine = False
     for frame in frames[:MOST_FRAMES] if isinstance(frames, list) else ():

@@ -74,7 +74,7 @@ class ChromeTrace:
     """The events of a file in its order; `place` numbers `places`.
 
     `processes`: names by pid. `meta`: the other arguments of metadata, by name.
-    `args`: of the events for which they were asked, by row, as bytes of JSON.
+    `args`: row → args as bytes of JSON, for the events that want them.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ChromeTrace:
 
 
 def decode(array: bytes | memoryview) -> list[Any]:
-    """Decode an array of events; those whose fields have unexpected types are left out."""
+    """Decode an array of events; leave out those with fields of unexpected types."""
     try:
         return _EVENTS.decode(array)  # type: ignore[no-any-return]
     except msgspec.ValidationError:
@@ -96,7 +96,7 @@ def decode(array: bytes | memoryview) -> list[Any]:
         for element in _ELEMENTS.decode(array):
             try:
                 found += _EVENTS.decode(b"[" + bytes(element) + b"]")
-            except msgspec.ValidationError:  # noqa: PERF203 - a stranger's event costs only itself
+            except msgspec.ValidationError:  # noqa: PERF203 - a malformed event costs only itself
                 continue
         return found
 
@@ -220,7 +220,7 @@ def _digits(raw: msgspec.Raw) -> Any:
 
 
 def fields(raw: bytes) -> dict[str, Any]:
-    """Return the arguments of an event, none where they are no object."""
+    """Return the arguments of an event; empty if they are no object."""
     try:
         args = msgspec.json.decode(raw) if raw else {}
     except NOT_JSON:

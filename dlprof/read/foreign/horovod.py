@@ -74,7 +74,7 @@ def read(path: Path, piece: str = "0") -> Reading:
     sequence = frame.groupby("tensor").cumcount().to_numpy()
     spans = spans_of(
         {
-            # Tensors are exchanged at once: each has a lane of its own, and none is the training thread.
+            # Tensors are exchanged in parallel: each has its own lane. No lane is the training thread.
             "lane": [f"host:horovod {tensor}" for tensor in frame["tensor"]],
             "kind": ["communication"] * len(frame),
             "name": frame["name"].to_list(),
@@ -153,7 +153,7 @@ def _tensor(processes: Mapping[Any, str], pid: int) -> str:
 
 
 def _size(raw: bytes) -> tuple[int, str]:
-    """Return the bytes and the element type that the end of an operation tells; −1 and "" where it does not."""
+    """Return the bytes and the element type in the end mark of an operation; −1 and "": unknown."""
     from dlprof.read.foreign.chrome import fields
     from dlprof.read.kineto.patterns import element_type
 

@@ -1,4 +1,4 @@
-"""Reads what rocm-smi and amd-smi print as CSV or JSON: once, watched (`amd-smi ... -w 1`), or repeated by a script."""
+"""Reads what rocm-smi and amd-smi print as CSV or JSON: once, with `-w 1`, or repeated by a script."""
 
 from __future__ import annotations
 

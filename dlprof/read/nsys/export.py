@@ -1,11 +1,10 @@
 """Reads one rank of an export of Nsight Systems into spans and traced steps, as a torch-profiler trace is read.
 
-What differs between versions (columns, tables, names of tables of numbers) is looked up in the file. What the file
-lacks is told with the option of nsys that brings it.
+Columns, tables and enum tables differ between versions, so they are looked up in the file. A warning about missing
+data names the option of nsys that records it.
 
-The NVTX ranges of a process: what people, frameworks, PyTorch's operators and NCCL name.
-
-What a process called, and what its devices did: whole columns of the tables that CUPTI fills.
+NVTX ranges come from users, frameworks, PyTorch's operators and NCCL. Calls and device work are read as whole columns of
+the tables that CUPTI fills.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ def _lacking(database: Database, named: Ranges, calls: Rows, device: Sequence[Ro
 
 
 def _complaints(database: Database) -> list[str]:
-    """Return what nsys itself warned of (severity 2 is a warning, 3 an error), the first few."""
+    """Return the first few warnings and errors of nsys itself (severity 2: warning, 3: error)."""
     severity, text = database.columns("DIAGNOSTIC_EVENT").get("severity"), "substr(text, 1, 300)"
     if severity is None or "text" not in database.columns("DIAGNOSTIC_EVENT"):
         return []
@@ -186,7 +185,7 @@ def read_ranges(database: Database, process: int | None) -> Ranges:
     known, codes = _Names(), np.full(count, -1, dtype=np.int64)
     texts = database.columns(TABLE).get("text")
     if texts is not None:
-        # SQLite cuts off what torch says of each call: those names are all different, and the operators' are few.
+        # SQLite cuts off what torch appends for each call: the full names all differ, but there are few operators.
         place = [f"ifnull(nullif(instr(\"{texts}\", '{part}'), 0), {LONGEST})" for part in SAID]
         cut = f"min({', '.join(place)})"
         what = [f'substr("{texts}", 1, {cut} - 1)', f"{cut} < {LONGEST}"]
@@ -216,7 +215,7 @@ def read_ranges(database: Database, process: int | None) -> Ranges:
 
 
 def _range_types(database: Database) -> list[int]:
-    """Return the numbers of the event types that are ranges, as the file itself has them."""
+    """Return the numbers of the event types that are ranges, as defined in the file."""
     numbers = {name: number for number, name in database.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items()}
     return [numbers.get(name, number) for name, number in _RANGES.items()]
 
@@ -342,7 +341,7 @@ def _strings(database: Database, ids: NDArray[np.int64]) -> dict[int, str]:
 
 
 def _enum(database: Database, table: str, known: Mapping[int, str]) -> Mapping[int, str]:
-    """Return what the file calls the numbers of a kind, without their common beginning, or else what CUPTI does."""
+    """Return the names of an enum from the file, without their common prefix, else CUPTI's."""
     names = database.texts(table, "id", "name")
     return {**known, **{i: re.sub(r"^CUDA_MEM(?:CPY|OPR_MEMORY)_KIND_", "", name) for i, name in names.items()}}
 

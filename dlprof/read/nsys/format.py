@@ -42,7 +42,7 @@ DEVICE = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUPT
 HOST = ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME", "OSRT_API")
 
 
-# Of several processes without a device, those with less than this part of what the busiest one names are its helpers.
+# Without devices, processes with less than this share of the busiest one's ranges are its helpers.
 _HELPER = 0.1
 
 
@@ -85,7 +85,7 @@ def piece_of(path: Path, pid: int) -> str:
 
 
 def processes_in(database: Database) -> list[Process]:
-    """Return the ranks of an export; none where it is none. Of a process's devices, the one with most work counts."""
+    """Return the ranks of an export; none if it is no export. A process counts on its device with most work."""
     if not _has_tables(database):
         return []
     return _with_device(database) or _without(database) or [Process(None, -1)]
@@ -143,7 +143,7 @@ def _is_export(head: Head) -> Sequence[Part]:
 
 
 def _is_report(head: Head) -> Sequence[Part]:
-    """Return the ranks of a report whose export lies beside it, or can be made by nsys."""
+    """Return the ranks of a report, if its export is beside it or nsys can make one."""
     if not head.start.startswith(_REPORT) or not (_beside(head.path).is_file() or nsys.found()):
         return ()
     return _parts(head.path, _exported(head.path))

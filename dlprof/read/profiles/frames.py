@@ -1,4 +1,4 @@
-"""What the readers of stacks share: whose a frame is, what the step was doing, and the table that stacks end in."""
+"""Shared by the readers of stacks: who owns a frame, the phase of the step, and the table of stacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_TEXT = 300  # characters of a name or a file
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
 
-# py-spy shortens torch's files to torch/nn/modules/module.py unless it is asked for --full-filenames. Packages that a
+# py-spy shortens torch's files to torch/nn/modules/module.py without --full-filenames. Packages that a
 # training script has: a shortened file of theirs, or of Python's own modules, is a library's.
 _PACKAGES = frozenset(
     [

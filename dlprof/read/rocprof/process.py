@@ -41,7 +41,7 @@ def ranges_of(
     end: NDArray[np.int64],
     thread: NDArray[np.int64],
 ) -> Ranges:
-    """Return the ranges of roctx, in order of start; `name` is a place in `texts`, what the script or PyTorch said."""
+    """Return the ranges of roctx, in order of start; `name`: index into `texts`, from the script or PyTorch."""
     parts = [split(text) for text in texts]
     return Ranges([name for _, name in parts], [op for op, _ in parts], name, start, end, thread, kind="roctx")
 

@@ -1,7 +1,7 @@
 """The database that rocprofv3 writes (rocpd, schema 3): kernels, copies, calls and markers of one or more processes.
 
 Tables end in the id of their process (rocpd_kernel_dispatch_1f…); those without it are views, and are not read. The
-schema: rocprofiler-sdk, "rocpd output format". What belongs together has the same `stack_id` in rocpd_event.
+schema: rocprofiler-sdk, "rocpd output format". A call and its device work have the same `stack_id` in rocpd_event.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dlprof.read.sources import Reading
 
 _KERNELS = "rocpd_kernel_dispatch"
 
-# Variables of the environment that tell a process its rank, the surest first.
+# Environment variables with the rank of a process, the surest first.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_MOST_TEXT = 100_000  # characters of an environment that are looked at
-_LONGEST = 2_000  # characters of a marker that are
+_MOST_TEXT = 100_000  # characters of an environment that are read
+_LONGEST = 2_000  # characters of a marker that are read
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that launched kernels: the end of its tables' names, its number in them, its rank where it is told."""
+    """A process that launched kernels: the suffix of its tables, its number in them, and its rank if recorded."""
 
     of: str
     number: int
@@ -59,7 +59,7 @@ def _processes(database: Database) -> Iterator[tuple[str, int]]:
 
 
 def _rank(database: Database, of: str, number: int) -> int | None:
-    """Return the rank of a process by the environment that it was recorded with; None: that does not tell."""
+    """Return the rank of a process from its recorded environment; None: unknown."""
     table = f"rocpd_info_process{of}"
     if "environment" not in database.columns(table):
         return None
@@ -160,7 +160,7 @@ class _Tables:
     def _ranges(
         self, held: dict[str, NDArray[np.int64]], marked: NDArray[np.bool_], thread: NDArray[np.int64], kinds: list[int]
     ) -> Ranges:
-        """Return the ranges of roctx; what they say is in their events, and their names are those of calls."""
+        """Return the ranges of roctx. Their texts are in their events; their names are those of calls."""
         table = f"rocpd_event{self._of}"
         messages: dict[int, str] = {}
         if kinds and "extdata" in self._database.columns(table):

@@ -20,7 +20,7 @@ from dlprof.read.rocprof import process
 from dlprof.read.sources import Reading
 
 _KERNELS = "kernel_trace.csv"
-# What stands beside it: the end of the name, the kind of its rows, and the column that names them.
+# Files beside it: the end of the name, the kind of rows, and the column with their names.
 _BESIDE = {
     "memory_copy_trace.csv": ("copy", "Direction"),
     "hip_api_trace.csv": ("runtime", "Function"),

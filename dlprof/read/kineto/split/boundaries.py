@@ -1,7 +1,7 @@
-"""Where one trace can be split: boundaries between two events, in a file or in a stream of unpacked bytes.
+"""Finds where a trace can be split: at boundaries between two events, in a file or in a stream of unpacked bytes.
 
-A boundary is found by its looks: `}`, a comma, and an object that has a phase. Whether it is one is proved afterwards,
-by decoding what stands before it: from the first event on, all bytes up to it must be whole events.
+A boundary looks like this: `}`, a comma, and an object that has a phase. Decoding proves it afterwards: from the first
+event on, all bytes before it must be whole events.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 
 from dlprof.read.kineto.json_stream import BLOCK, NOT_JSON, elements, repaired
 
-WINDOW = 256 << 10  # a boundary is looked for in so many bytes at once
-LAST = 2 << 20  # what follows the last span is decoded by one process while the others have nothing to do
-# Objects in lists within args look like events until they are decoded. Of those that do not end in the bytes that are
-# looked at, and of windows without a boundary, few are tried: what is damaged or made to look so costs no more.
+WINDOW = 256 << 10  # bytes that are searched for a boundary at once
+LAST = 2 << 20  # bytes after the last span, which one process decodes while the others are idle
+# Objects in lists within args look like events until they are decoded. These limit the candidates that are tried, those
+# without an end in the window, and the windows without a boundary, so that damaged files do not cost more.
 _TRIED, _ENDLESS, _MISSED = 100, 4, 16
 
 _BOUNDARY = re.compile(rb"\}(\s*,\s*)(?=\{\s*\")")
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def boundary(window: bytes) -> tuple[int, int] | None:
-    """Return where an event ends and where the next one begins, by the looks of these bytes; None: not in them."""
+    """Return where an event ends and the next one begins, without proof; None: no boundary in these bytes."""
     endless = 0
     for found in islice(_BOUNDARY.finditer(window), _TRIED):
         _, end = next(elements(window, found.end()), (0, 0))
