@@ -1,4 +1,4 @@
-"""Reads lines.jsonl: what each process of a rank counted of the named functions, piece by piece."""
+"""Reads lines.jsonl: the line counts of the named functions, by process of a rank, in pieces."""
 
 from __future__ import annotations
 

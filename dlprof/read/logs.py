@@ -24,7 +24,7 @@ _LATEST = 2**62
 _Required = Annotated[int, msgspec.Meta(ge=0, le=_LATEST)]
 _Optional = Annotated[int, msgspec.Meta(ge=-1, le=_LATEST)]
 
-# A core that computes for more of the time than this has nothing left to give.
+# A core that is busy for more than this share of the time counts as full.
 _BUSY_PERCENT = 90
 
 T = TypeVar("T")

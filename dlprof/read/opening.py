@@ -1,7 +1,7 @@
-"""Opens files that may come from a stranger: regular files inside the named folder, up to a size.
+"""Opens files from untrusted sources: only regular files inside the given folder, up to a size.
 
-Such a folder may hold links to the reader's own files, pipes and devices that never end, and a megabyte that unpacks to
-gigabytes. Whatever is skipped becomes a warning. `--no-limits` lifts the sizes, not the rest.
+Such a folder may hold links to the user's own files, endless pipes and devices, and a megabyte that unpacks to
+gigabytes. Each skipped file makes a warning. `--no-limits` lifts the sizes, not the rest.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dlprof.units import few
 
 _BATCH = 4 << 20
 
-NO_LINE = b"\0"  # no reader accepts it as a line
+NO_LINE = b"\0"  # no valid line for any reader
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; raise DlprofError, in one line, for whatever prevents that."""
+    """Open a regular file for reading; raise a one-line DlprofError if that fails."""
     try:
         # Without O_NONBLOCK, opening a pipe that has no writer blocks forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -96,7 +96,7 @@ class Inside:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._real = root.resolve()
-        self._folders: dict[Path, bool] = {}  # whether they are below it: a job has thousands of files in few folders
+        self._folders: dict[Path, bool] = {}  # whether they are inside it; a job has thousands of files in few folders
         self._out: dict[str, None] = {}
 
     def holds(self, path: Path) -> bool:
@@ -134,7 +134,7 @@ class Inside:
                 leads_here = self._folders[path.parent]
         except PermissionError:
             raise
-        except (OSError, RuntimeError):  # not there, or a link to itself
+        except (OSError, RuntimeError):  # it does not exist, or links to itself
             return False
         if not leads_here:
             self._out[str(path.relative_to(self.root)) if path.is_relative_to(self.root) else path.name] = None

@@ -13,7 +13,7 @@ from dlprof.read.limits import MOST_SETTINGS, limit
 from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
 
-_MOST_TEXT = 400  # more of one's text than anybody reads
+_MOST_TEXT = 400  # characters of a text; longer ones are cut
 _MOST_APPLIED = 1 << 62
 
 

@@ -3,8 +3,8 @@
 Columns, tables and enum tables differ between versions, so they are looked up in the file. A warning about missing
 data names the option of nsys that records it.
 
-NVTX ranges come from users, frameworks, PyTorch's operators and NCCL. Calls and device work are read as whole columns of
-the tables that CUPTI fills.
+NVTX ranges come from users, frameworks, PyTorch's operators and NCCL. Calls and device work are read as whole columns
+of the tables that CUPTI fills.
 """
 
 from __future__ import annotations
