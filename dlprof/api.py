@@ -87,7 +87,7 @@ class Run:
     def spans(self, rank: int) -> pd.DataFrame:
         """Return the events of a rank's trace: lane, kind, name, start_ns, dur_ns and what else dlprof/schema.py says.
 
-        Raises DlprofError where there is no such rank, or it has no trace.
+        Raises DlprofError if there is no such rank, or it has no trace.
         """
         from dlprof.analysis.engine import RankData
 

@@ -34,7 +34,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text as UTF-8: a reader never sees half of it. Raises OSError where the disk does not take it."""
+    """Write a text as UTF-8: a reader never sees half of it. Raises OSError if the disk does not take it."""
     with whole(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
 

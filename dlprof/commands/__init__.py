@@ -73,7 +73,7 @@ def after_dashes(ctx: click.Context) -> tuple[str, ...]:
 
 
 def new_folder(name: str) -> Path:
-    """Make and return a new folder NAME, NAME-2, … here; raise DlprofError where that fails."""
+    """Make and return a new folder NAME, NAME-2, … here; raise DlprofError if that fails."""
     from dlprof.files import writing
     from dlprof.record.launch.folder import make_first, numbered
 

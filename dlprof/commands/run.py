@@ -114,7 +114,7 @@ def run(
 def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recording, args: Sequence[str]) -> None:
     """Record a workload with the changes of its LADDER, one more each time, and print what each gave.
 
-    A change with which the workload fails is left out of those that follow. Raises DlprofError where it has no ladder.
+    A change with which the workload fails is left out of those that follow. Raises DlprofError if it has no ladder.
     """
     from dlprof.commands.prove.compare import compare_runs
     from dlprof.files import writing
@@ -163,7 +163,7 @@ def launcher(script: Path, ranks: int) -> list[str]:
 
 
 def find_workload(name: str) -> Path:
-    """Return the script of a workload named by its path or by its bare name; raise DlprofError where there is none."""
+    """Return the script of a workload named by its path or by its bare name; raise DlprofError if there is none."""
     if Path(name).is_file():
         return Path(name)
     scripts = workloads()
@@ -188,7 +188,7 @@ def workloads() -> list[Path]:
 
 
 def constant(script: Path, name: str) -> Any:
-    """Return the literal that a workload sets a name to, without running it; None where it sets no such name.
+    """Return the literal that a workload sets a name to, without running it; None if it sets no such name.
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
     LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number.

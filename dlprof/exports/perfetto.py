@@ -95,7 +95,7 @@ Event = dict[str, Any]
 
 
 def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | None = None) -> Written:
-    """Write the trace of a run; packed where the name ends in .gz. Raises DlprofError where no rank has a trace."""
+    """Write the trace of a run; packed where the name ends in .gz. Raises DlprofError if no rank has a trace."""
     try:
         content = measure(run, [_content], jobs, progress).call(_content)
     except (NotMeasured, MeasureFailed) as e:
@@ -133,7 +133,7 @@ def own_tracks(
     partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return the tracks of one rank alone: track, name, start_ns, dur_ns. Raises NotMeasured where there is none."""
+    """Return the tracks of one rank alone: track, name, start_ns, dur_ns. Raises NotMeasured if there is none."""
     found: list[pd.DataFrame] = []
 
     def add(track: str | pd.Series[str], names: str | pd.Series[str], rows: pd.DataFrame) -> None:
@@ -210,7 +210,7 @@ def counters(
 ) -> pd.DataFrame:
     """Return what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
 
-    Raises NotMeasured where nothing was.
+    Raises NotMeasured if nothing was.
     """
     if not len(spans):
         raise NotMeasured("nothing was traced")

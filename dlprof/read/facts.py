@@ -114,7 +114,7 @@ _WRONG = object()
 
 
 def read(path: Path, shape: Mapping[str, Shape] = RANK) -> Reading:
-    """Return the facts in a file; raise DlprofError where it cannot be read or holds no object."""
+    """Return the facts in a file; raise DlprofError if it cannot be read or holds no object."""
     try:
         data = json.loads(read_file(path))
     except (ValueError, RecursionError) as e:

@@ -46,7 +46,7 @@ class Head:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_file(path) as file:  # raises DlprofError where it cannot be opened
+        with open_file(path) as file:  # raises DlprofError if it cannot be opened
             self._raw = file.read(_SNIFFED)
             self.size = file.seek(0, 2)
 

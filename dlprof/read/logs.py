@@ -34,7 +34,7 @@ class Log(Generic[T]):
     """The decoded lines of a log, some thousands at a time; afterwards `warnings` has what was lost.
 
     A line is bad where `decode` raises. A cut last line is dropped, other bad ones with a warning. Iterating raises
-    DlprofError where the file cannot be read or holds bad lines only.
+    DlprofError if the file cannot be read or holds bad lines only.
     """
 
     def __init__(self, path: Path, what: str, decode: Callable[[bytes], T]) -> None:

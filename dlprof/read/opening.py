@@ -42,7 +42,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return all of a small file; raise DlprofError where it is larger than MOST_TEXT."""
+    """Return all of a small file; raise DlprofError if it is larger than MOST_TEXT."""
     with open_file(path) as file:
         data = file.read(MOST_TEXT + 1 if limited() else -1)
     if len(data) > limit(MOST_TEXT):
@@ -67,7 +67,7 @@ def unpacked(packed: bytes, most: int) -> bytes:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Return all of a small file, unpacked; raise DlprofError where it, or what it unpacks to, is too large."""
+    """Return all of a small file, unpacked; raise DlprofError if it, or what it unpacks to, is too large."""
     data = read_file(path)
     most = min(most_unpacked(len(data)), limit(LEAST_UNPACKED))
     whole = unpacked(data, most + 1)
@@ -108,7 +108,7 @@ class Inside:
         return self._is(path, stat.S_ISDIR)
 
     def text(self, path: Path) -> str:
-        """Return the text of a small file; "" where it is outside the folder or cannot be read."""
+        """Return the text of a small file; "" if it is outside the folder or cannot be read."""
         if not self.holds(path):
             return ""
         try:
@@ -118,7 +118,7 @@ class Inside:
 
     @property
     def warnings(self) -> list[str]:
-        """One line that names links which were not followed; none where there were none."""
+        """One line that names links which were not followed; none if there were none."""
         out = few(list(self._out), 4)
         return [f"links that lead out of the folder are not followed: {out}"] if out else []
 

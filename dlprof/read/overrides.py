@@ -18,7 +18,7 @@ _MOST_APPLIED = 1 << 62
 
 
 def read(path: Path) -> Reading:
-    """Return table "overrides"; raises DlprofError where the file cannot be read or holds no object."""
+    """Return table "overrides"; raises DlprofError if the file cannot be read or holds no object."""
     try:
         data = json.loads(read_file(path))
     except (ValueError, RecursionError) as e:

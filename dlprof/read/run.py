@@ -160,7 +160,7 @@ def _recorded(folder: Path) -> Run:
         )
     tasks = info.get("tasks") or _tasks(inside)
     if info and tasks and info.get("end_ns") is None:
-        info = {**info, **run_folder.together(tasks)}  # no task ended last and wrote the end
+        info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
     warnings += _of_hosts(inside)
     ranks, odd = _ranks(inside)

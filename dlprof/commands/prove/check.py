@@ -181,7 +181,7 @@ def _annotations(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _write_junit(path: Path, run: str, checked: Sequence[Checked]) -> None:
-    """Write the outcomes as one suite of tests; raise DlprofError where the file cannot be written."""
+    """Write the outcomes as one suite of tests; raise DlprofError if the file cannot be written."""
     from xml.etree import ElementTree
 
     from dlprof.files import write, writing

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "settings",
     multiple=True,
     metavar="'NAME=VALUE ...'",
-    help="Try this too, whether or not a finding names it; several settings in one word are tried together. Repeatable."
+    help="Try this too, whether or not a finding names it; several settings in one word are tried at once. Repeatable."
     " `dlprof explain settings` lists them.",
 )
 @click.option("--obvious", is_flag=True, help="Try also what no finding names, but anyone would try.")

@@ -48,7 +48,7 @@ def whatif(
 ) -> None:
     """Predict what the mean step of PATH would be with something changed, by replaying what was recorded.
 
-    Each change alone, and all of them together. Nothing is run. What a prediction cannot know stands beside it.
+    Predicts each change alone, and all at once. Nothing is run. Each prediction lists what it cannot know.
     """
     from dlprof.analysis.whatif.answers import answers
     from dlprof.analysis.whatif.asked import Asked, factor

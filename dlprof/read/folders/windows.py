@@ -38,7 +38,7 @@ class Window(NamedTuple):
 
 
 def named_process(path: Path) -> str:
-    """Return the host and process that a file's name tells, "" where it tells none."""
+    """Return the host and process that a file's name tells, "" if it tells none."""
     found = _OF_PROCESS.fullmatch(path.name)
     return found[1] if found else ""
 

@@ -54,7 +54,7 @@ def recognise(head: Head) -> Sequence[Part]:
 def read(path: Path, piece: str = "0") -> Reading:
     """Return one rank's collectives as spans, from when it was ready to when they were done, and the steps.
 
-    A step is from one time that the first tensor is negotiated to the next. Raises DlprofError where it is no timeline.
+    A step is from one time that the first tensor is negotiated to the next. Raises DlprofError if it is no timeline.
     """
     import numpy as np
     import pandas as pd

@@ -42,7 +42,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log."""
+    """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log."""
     names: list[str] = []
     found: Readings | None = None
     processes = False

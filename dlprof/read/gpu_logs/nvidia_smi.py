@@ -89,7 +89,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log.
+    """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log.
 
     Times have no zone. Without a header, the units of the values decide the columns, with a warning.
     """
@@ -147,7 +147,7 @@ def _is_header(line: str) -> bool:
 
 
 def _headless(words: Sequence[str]) -> list[str]:
-    """Return what the columns of a row without a header are, "" where that is not known; [] where too little is."""
+    """Return what the columns of a row without a header are, "" if that is not known; [] where too little is."""
     names: list[str] = []
     for word in words if len(words) <= _MOST_COLUMNS else ():
         unit = word.rpartition(" ")[2]

@@ -31,7 +31,7 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})(\.\d{1,9})?")
 
 
 def number(text: str) -> float | None:
-    """Return the number that a text begins with, as 87 of "87 %" or 4 of "0x04"; None where a GPU reports none."""
+    """Return the number that a text begins with, as 87 of "87 %" or 4 of "0x04"; None if a GPU reports none."""
     word = text.strip().strip("()").strip()
     if word[:2].lower() == "0x":
         try:
@@ -130,7 +130,7 @@ class Readings:
         return at + self._days * 86_400 * SECOND
 
     def reading(self) -> Reading:
-        """Return the table; raise DlprofError where nothing was a reading."""
+        """Return the table; raise DlprofError if nothing was a reading."""
         from dlprof.read.logs import samples_frame  # with pandas, which opening a run does not wait for
 
         if not self._found:

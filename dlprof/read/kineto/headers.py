@@ -20,7 +20,7 @@ PEEK_BYTES = 256 << 10
 def peek(path: Path) -> dict[str, Any]:
     """Return by head and name of a file whether it looks like a trace (`is_trace`), and its rank, world_size, host.
 
-    What neither the first 256 KB nor the name has is absent. Raises DlprofError where the file cannot be opened.
+    What neither the first 256 KB nor the name has is absent. Raises DlprofError if the file cannot be opened.
     """
     with open_file(path):
         pass

@@ -130,7 +130,7 @@ _COLLECTIVES_COMPILED = tuple((name, re.compile(expression)) for name, expressio
 
 @lru_cache(4096)
 def collective_of(text: str) -> str:
-    """Return the collective that a metadata field, a call or a kernel names, "" where it names none.
+    """Return the collective that a metadata field, a call or a kernel names, "" if it names none.
 
     A kernel's template and argument lists are not looked at: NCCL's point-to-point kernels stay send_recv, whatever
     collective they serve.

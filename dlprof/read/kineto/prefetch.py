@@ -1,8 +1,8 @@
-"""Decodes traces in a process of its own while this one still imports what analysing them needs.
+"""Decodes traces in another process while this one still imports what the analysis needs.
 
-Importing takes a third of a second on one core, and the others are idle. What is decoded lies in a file without a name,
-in memory; whoever reads the trace afterwards, this process or one forked from it, finds it there. Whatever goes wrong,
-it decodes the trace itself. A trace that is large enough to be split is begun by several processes (split/).
+Importing takes a third of a second on one core, while the others are idle. Decoded rows go into an unnamed file in
+memory. The process that reads the trace later, this one or a fork of it, takes them from there. If anything fails, that
+process decodes the trace itself. Several processes decode a trace that is large enough to be split (split/).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def read(path: Path, piece: str = "") -> Reading:
 
     Facts: host, devices [{id, name, memory_bytes, ...}], base_time_ns, nsys (its version), steps_by (how steps were
     found); operators: whether there are any, where there is no work of a device. A damaged file gives what could be
-    read, and a warning. Raises DlprofError where the file cannot be read or is no export.
+    read, and a warning. Raises DlprofError if the file cannot be read or is no export.
     """
     with open_database(path) as database:
         processes = processes_in(database)
@@ -177,7 +177,7 @@ class _Names(dict[tuple[bool, str], int]):
 
 
 def read_ranges(database: Database, process: int | None) -> Ranges:
-    """Return the ranges of a process; none where the export has no NVTX."""
+    """Return the ranges of a process; none if the export has no NVTX."""
     condition = of_process(database, TABLE, process)
     names = ["start", "end", "eventType", "textId", "globalTid"]
     held = database.integers(TABLE, names, *condition)

@@ -69,7 +69,7 @@ def _has_tables(database: Database) -> bool:
 
 
 def processes_of(path: Path) -> list[Process]:
-    """Return the ranks of an export, in the order of their devices; raise DlprofError where it is none."""
+    """Return the ranks of an export, in the order of their devices; raise DlprofError if it is none."""
     with open_database(path) as database:
         found = processes_in(database)
     if not found:
@@ -78,7 +78,7 @@ def processes_of(path: Path) -> list[Process]:
 
 
 def piece_of(path: Path, pid: int) -> str:
-    """Return the piece of an export that is of the process with that number; "" where it holds none."""
+    """Return the piece of an export that is of the process with that number; "" if it holds none."""
     with contextlib.suppress(DlprofError):
         return next((one.key for one in processes_of(path) if one.pid == pid), "")
     return ""

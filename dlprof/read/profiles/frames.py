@@ -18,7 +18,7 @@ from dlprof.read.sources import Reading
 if TYPE_CHECKING:
     import pandas as pd
 
-# Name, file ("" where it is unknown) and line (0).
+# Name, file ("" if it is unknown) and line (0).
 Frame = tuple[str, str, int]
 
 # Deeper stacks are runaway recursion: their outermost frames are kept.
@@ -41,7 +41,7 @@ _PACKAGES = frozenset(
 
 
 def phase_of(name: str, file: str) -> str:
-    """Return the phase of a step that a frame begins: fetch, forward, backward or optimizer; "" where none."""
+    """Return the phase of a step that a frame begins: fetch, forward, backward or optimizer; "" if none."""
     short = name.rpartition(".")[2]
     if file.endswith(_LOADER) and short in ("__next__", "__iter__"):
         return "fetch"
@@ -57,7 +57,7 @@ def phase_of(name: str, file: str) -> str:
 def phase_in(frames: Sequence[tuple[str, str, Any]]) -> str:
     """Return what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer.
 
-    "" where the stack is in none.
+    "" if the stack is in none.
     """
     found = [phase for name, file, *_ in frames if "/torch/" in file and (phase := phase_of(name, file))]
     return next((phase for phase in found if phase != "optimizer"), found[0] if found else "")
@@ -104,7 +104,7 @@ class Stacks:
     def reading(
         self, bad: int = 0, facts: dict[str, Any] | None = None, also: dict[str, pd.DataFrame] | None = None
     ) -> Reading:
-        """Return the table "stacks", and with it those of `also`; raise DlprofError where no stack was read."""
+        """Return the table "stacks", and with it those of `also`; raise DlprofError if no stack was read."""
         import pandas as pd
 
         if not self._seen:

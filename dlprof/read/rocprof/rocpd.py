@@ -44,7 +44,7 @@ class Process:
 
 
 def processes_of(path: Path) -> list[Process]:
-    """Return the processes of a file, none where it is another database; raise DlprofError where it is none."""
+    """Return the processes of a file, none if it is another database; raise DlprofError if it is none."""
     with open_database(path) as database:
         return [Process(of, number, _rank(database, of, number)) for of, number in _processes(database)]
 
