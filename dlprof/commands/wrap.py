@@ -149,7 +149,7 @@ def _undisturbed() -> Iterator[None]:
 def _end_rest(folder: Path) -> None:
     """End the processes that a trial's run left behind: their parent may have been killed.
 
-    A loader's worker whose parent ends before the worker asks who that is (PyTorch's ManagerWatchdog) waits forever.
+    A loader's worker waits forever if its parent ends before it looks up the parent's id (PyTorch's ManagerWatchdog).
     """
     from dlprof.trial import running
 

@@ -1,13 +1,11 @@
 """All ranks on one clock in one reduced trace, in the Trace Event Format that ui.perfetto.dev opens.
 
-A rank is a process. Above its threads and streams stand tracks of dlprof's own: its steps, the exclusive parts of the
-traced ones, its stalls, its collectives (an arrow leads from the last rank to come to those that waited for it), and
-whom it waits for; as counters what was sampled beside it of the GPU, the process and the host. The shortest spans are
-left out first, so that a browser can hold what is left.
+A rank is a process. Tracks of dlprof are above its threads and streams: its steps, the exclusive parts of the traced
+steps, its stalls, its collectives (an arrow leads from the last rank to those that waited for it), and the ranks that
+it waits for. Samples of the GPU, the process and the host are counters. The shortest spans are left out first, so that a
+browser can hold the rest.
 
 The format: Google, Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
-
-What is drawn of each rank for Perfetto: spans of its trace, dlprof's own tracks, and counters.
 """
 
 from __future__ import annotations
@@ -330,7 +328,7 @@ def _events(content: _Content, zero: int) -> Iterator[Event]:
 
 
 def _spans(rows: pd.DataFrame, pid: int, zero: int) -> Iterator[Event]:
-    """Return the events of a rank's rows and the ends of their arrows, each of which binds to the span it lies in."""
+    """Return the events of a rank's rows, and the ends of their arrows. An arrow binds to the span that contains it."""
     flow = {"cat": OWN, "name": "released"}
     for place, category, name, start, dur, size, ends, begins, because in zip(
         *(rows[c].tolist() for c in _COLUMNS), strict=True
@@ -350,7 +348,7 @@ def _meta(pid: int, tid: int, what: str, **args: object) -> Event:
 
 
 def _json(value: object) -> str:
-    """Write letters as themselves: Perfetto shows escapes in names of processes and threads as they stand."""
+    """Write letters unescaped: Perfetto does not decode escapes in names of processes and threads."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 

@@ -15,8 +15,8 @@ NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the reading proces
 MOST_TEXT = 64 << 20
 MOST_LINE = 16 << 20
 
-# Bytes of a dump or a JSON file that is held in memory as a whole, unpacked; and lists, dicts, tuples of a dump, each
-# of which takes about 100 bytes. A snapshot of a million events of the allocator has 200 MB and 2 million of these.
+# Unpacked bytes of a dump or a JSON file that is held in memory as a whole; and lists, dicts and tuples of a dump, of
+# about 100 bytes each. A snapshot of a million events of the allocator has 200 MB and 2 million of these.
 MOST_WHOLE = 1 << 30
 MOST_CONTAINERS = 20_000_000
 MOST_MARKS = 200  # nested lists, dicts and tuples of a dump; real dumps have 8

@@ -27,7 +27,7 @@ class _Piece(msgspec.Struct):
 
 
 def read(path: Path) -> Reading:
-    """Return table "lines"; raises DlprofError if the file cannot be read or holds lines and none of them counts."""
+    """Return table "lines"; raises DlprofError if the file cannot be read or holds lines but no valid one."""
     hits: Counter[tuple[str, str, str, int]] = Counter()
     took: Counter[tuple[str, str, str, int]] = Counter()
     texts: dict[tuple[str, str], dict[int, str]] = {}

@@ -77,7 +77,7 @@ def rows(
     default: Mapping[str, str | int] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> Reading:
-    """Return the table of a log whose lines have the table's columns as keys, in order of time where they have one.
+    """Return the table of a log with the table's columns as keys of its lines; in order of time, if lines have one.
 
     A line without a required column is bad. Another column that is left out or null is what `default` says, else −1,
     NaN for a float64 and "" for a text. The default of a number is also the least that it may be. Keys that the table

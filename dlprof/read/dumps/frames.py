@@ -1,7 +1,7 @@
 """Finds the user's line in a stack as PyTorch dumps it: dicts of function, file and line, the innermost first.
 
-Such a stack may have frames of C++ between and below those of Python, or none of Python at all: of work on a thread of
-the autograd engine only C++ is known.
+Such a stack may have C++ frames between and below the Python frames. Work on a thread of the autograd engine has only C++
+frames.
 """
 
 from __future__ import annotations

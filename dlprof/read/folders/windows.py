@@ -103,7 +103,7 @@ def _earliest(windows: Iterable[Window]) -> int | None:
 
 
 def _in_order(windows: Sequence[Window]) -> list[Window]:
-    """Return windows by time, or as they stand (in the natural order of their names) where a time is missing."""
+    """Return windows by time, or unchanged (in natural order of names) if a time is missing."""
     if any(one.began_ns is None for one in windows):
         return list(windows)
     return sorted(windows, key=lambda one: one.began_ns or 0)

@@ -1,6 +1,6 @@
 """Chrome traces that are not PyTorch's: all events as columns, with the names of processes.
 
-In these, what an event is stands in the name of its process, and not in a category. Marks of begin and end become one
+In these, the name of its process, not a category, tells what an event is. Marks of begin and end become one
 event.
 
 Makes the table "spans" of columns that name only what a format knows; all else is unknown.
@@ -107,7 +107,7 @@ def _cached(path: Path, _stamp: tuple[int, int], wants: Callable[[str], bool]) -
 
 
 def read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
-    """Return the events of a file, with the args of those whose names `wants` accepts; raise DlprofError if it is none.
+    """Return the events of a file, with args for names that `wants` accepts; raise DlprofError if it is none.
 
     The ranks of one file that are read one after the other share what was decoded.
     """

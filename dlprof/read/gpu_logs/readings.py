@@ -72,7 +72,7 @@ def time_of(text: str) -> tuple[int, str] | None:
 
 
 def _six_digits(text: str) -> str:
-    """Cut the nanoseconds of `date --iso-8601=ns`, whose decimal sign is a comma, to what Python reads."""
+    """Convert `date --iso-8601=ns`, with nanoseconds after a comma, to what Python can read."""
     return re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
 
 

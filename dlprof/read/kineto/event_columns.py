@@ -140,7 +140,7 @@ class Rows:
     made: Made  # autograd's numbers, if they are wanted
 
     def __init__(self, keys: dict[str, Any]) -> None:
-        self.keys = keys  # what stands next to the events
+        self.keys = keys  # the keys next to the events
         self.warnings: list[str] = []
         self.names = Names()
         self.lanes = Lanes()

@@ -1,8 +1,8 @@
-"""The one table of patterns that decides what kind of thing an event of a trace is.
+"""The table of patterns that decides the kind of an event.
 
-An event is named by its category (what the profiler calls its source) and its name. The first row of PATTERNS whose
-category is the event's and whose expression is found in its name decides the kind and the side, host or device. New
-libraries and backends are new rows; no other file looks at names to tell one kind from another.
+An event has a category (the profiler's name of its source) and a name. The first row of PATTERNS that matches both
+decides the kind and the side, host or device. A new library or backend needs a new row. No other module derives kinds
+from names.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ _TYPE_OF = {alias: (name, row[0]) for name, row in _TYPES.items() for alias in r
 
 @lru_cache(256)
 def element_type(text: str) -> tuple[str, int]:
-    """Return torch's name of an element type and its bytes; an unknown one as it stands, and 0."""
+    """Return torch's name of an element type and its bytes; an unknown one unchanged, and 0."""
     known = _TYPE_OF.get(re.sub(r"^(?:c10|at|torch)(?:::|\.)", "", text.strip()).lower())
     return (known[0], int(known[1])) if known else (text.strip(), 0)
 

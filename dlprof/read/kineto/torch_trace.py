@@ -157,7 +157,7 @@ def _categorical(codes: NDArray[Any], categories: Iterable[str]) -> Any:
 
 
 def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
-    """Return a categorical of codes whose names may repeat; only names that rows bear become categories, in order."""
+    """Return a categorical from codes. Names may repeat; only names in use become categories, in order."""
     used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
     order = sorted({names[i] for i in used})
     place = {name: i for i, name in enumerate(order)}

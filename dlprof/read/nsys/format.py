@@ -31,7 +31,7 @@ _HOW = "`nsys export --type sqlite FILE`, where nsys is installed, makes the .sq
 _made: dict[Path, Path] = {}  # report → what was exported from it
 
 
-# The last 24 bits of a serialized thread id are the thread's, what stands before the process's.
+# The last 24 bits of a serialized thread id are the thread's id; the bits before are the process's.
 THREADS = 1 << 24
 
 

@@ -46,7 +46,7 @@ class _Function(NamedTuple):
 
 
 def begins(head: bytes) -> bool:
-    """Return whether a file begins with marshal's dict whose first key is a file, a line and a name."""
+    """Return whether a file begins with a dict in marshal format, with a first key of file, line and name."""
     if len(head) < 8 or head[0] & 0x7F != ord("{"):
         return False
     small = head[1] & 0x7F == ord(")") and head[2] == 3

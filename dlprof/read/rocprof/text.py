@@ -1,7 +1,7 @@
-"""What AMD's rocprofv3 writes as CSV (a file a kind of event) and as JSON (one file a process).
+"""Reads what AMD's rocprofv3 writes as CSV (a file for each kind of event) and as JSON (a file for each process).
 
-Of CSV, the kernel trace stands for its process, and is read with the files of the same name that hold its copies, its
-calls and its markers. The columns and keys: the documentation of ROCprofiler-SDK, "Using rocprofv3".
+With CSV, the kernel trace represents its process. It is read with the files of the same name that hold copies, calls
+and markers. The columns and keys: the documentation of ROCprofiler-SDK, "Using rocprofv3".
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def late_boundary(held: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def spans(file: int, first: int, aim: int) -> Iterator[Span]:
-    """Split an open file whose first event stands at `first` into spans of about `aim` bytes.
+    """Split an open file with its first event at `first` into spans of about `aim` bytes.
 
     What follows the last span is short, unless no boundary is found.
     """
