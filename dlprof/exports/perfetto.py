@@ -2,8 +2,8 @@
 
 A rank is a process. Tracks of dlprof are above its threads and streams: its steps, the exclusive parts of the traced
 steps, its stalls, its collectives (an arrow leads from the last rank to those that waited for it), and the ranks that
-it waits for. Samples of the GPU, the process and the host are counters. The shortest spans are left out first, so that a
-browser can hold the rest.
+it waits for. Samples of the GPU, the process and the host are counters. The shortest spans are left out first, so that
+a browser can hold the rest.
 
 The format: Google, Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """

@@ -1,7 +1,7 @@
 """Finds the user's line in a stack as PyTorch dumps it: dicts of function, file and line, the innermost first.
 
-Such a stack may have C++ frames between and below the Python frames. Work on a thread of the autograd engine has only C++
-frames.
+Such a stack may have C++ frames between and below the Python frames. Work on a thread of the autograd engine has only
+C++ frames.
 """
 
 from __future__ import annotations
