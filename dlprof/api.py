@@ -1,4 +1,4 @@
-"""What `dlprof.open` returns: a run, and what was measured of it, as pandas frames and plotly figures.
+"""What `dlprof.open` returns: a run and its measures, as pandas frames and plotly figures.
 
 Times are nanoseconds (`_ns`) and sizes bytes (`_bytes`), as the names of the columns say; instants are Unix time.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A recorded run, or traces from anywhere. Files are read when something of them is first asked for, and once.
+    """A recorded run, or traces from anywhere. A file is read once, when it is first needed.
 
     `path`: its folder, or the trace file. `ranks`: those that left something. `command`: as it was recorded, empty for
     traces from elsewhere. `hosts`: as far as they were recorded. `warnings`: what is odd about the files;
@@ -87,7 +87,7 @@ class Run:
     def spans(self, rank: int) -> pd.DataFrame:
         """Return the events of a rank's trace: lane, kind, name, start_ns, dur_ns and what else dlprof/schema.py says.
 
-        Raises DlprofError where there is no such rank, or it has no trace.
+        Raises DlprofError if there is no such rank, or it has no trace.
         """
         from dlprof.analysis.engine import RankData
 

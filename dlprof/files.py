@@ -1,9 +1,10 @@
 """Writes a file whole or not at all, and names the folders of hosts.
 
-A folder may come from a stranger and hold links to the reader's own files. The temporary file has a random name and is
-always created anew, and a link at the final name is replaced, not followed.
+A folder from an untrusted source may hold links to the user's own files. So the temporary file has a random name and is
+always newly created, and a link at the final name is replaced, not followed.
 
-Machines of a job may have one name, as clones and containers do: the start of their kernel tells them apart.
+Several hosts of a job may have the same name, like clones and containers. The boot id of their kernels distinguishes
+them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dlprof.errors import DlprofError, reason
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Return an empty file to write into, which then replaces `path`; nothing is left of it where something is raised.
+    """Yield an empty file to write into, which then replaces `path`. If the block raises, the file is removed.
 
-    Raises OSError where the folder takes no file.
+    Raises OSError if no file can be created in the folder.
     """
     part = path.with_name(f".{path.name[:64]}.{os.urandom(8).hex()}.tmp")
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
@@ -33,7 +34,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text as UTF-8: a reader never sees half of it. Raises OSError where the disk does not take it."""
+    """Write a text as UTF-8: a reader never sees half of it. Raises OSError if the disk does not take it."""
     with whole(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -60,7 +61,7 @@ BOOT = "boot"
 
 
 def boot() -> str:
-    """Return what identifies this start of this machine's kernel among all others; "" where it does not say."""
+    """Return the boot id of this host's kernel; "" if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -68,5 +69,5 @@ def boot() -> str:
 
 
 def longer(name: str, boot: str) -> str:
-    """Name a machine whose name another one of the job has too."""
+    """Return a name for a host that shares its name with another host of the job."""
     return f"{name}~{boot[:8]}"

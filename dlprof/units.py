@@ -1,4 +1,4 @@
-"""Figures as people read them: durations, sizes, shares and counts, with as many digits as are worth reading."""
+"""Writes figures for people: durations, sizes, shares and counts, with as many digits as are worth reading."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def digits(value: float) -> str:
 
 
 def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Return what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
+    """Return the divisor and the new unit for values of a unit: 4e6 "ns" are written in "ms"."""
     if unit == "share":
         return 0.01, "%"
     for divisor, name in {"ns": _TIMES, "bytes": _SIZES, "FLOP": _FLOPS}.get(unit, ()):
@@ -89,7 +89,7 @@ def every(n: float, noun: str) -> str:
     return which if abs(n - whole) < 0.02 * n else f"about {which}"
 
 
-# Of each power of ten, what a person would type.
+# The numbers that a person would type, per power of ten.
 _TYPED = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
@@ -102,17 +102,17 @@ def typed(n: float) -> int:
 
 
 def current(value: object) -> str:
-    """Write what a setting is now: "not set" of None."""
+    """Write the value of a setting; None is "not set"."""
     return "not set" if value is None else str(value)
 
 
 def few(things: Sequence[object], most: int) -> str:
-    """List things, of many only the first: "1, 2, 3 …"."""
+    """List the first `most` things: "1, 2, 3 …"."""
     return ", ".join(map(str, things[:most])) + (" …" if len(things) > most else "")
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Write ranks, of many the first: "0, 1, 4 to 7"."""
+    """Write the first ranks, with ranges: "0, 1, 4 to 7"."""
     numbers = sorted(set(ranks))
     runs: list[list[int]] = []
     for n in numbers:
@@ -120,10 +120,10 @@ def listed(ranks: Iterable[int]) -> str:
             runs[-1].append(n)
         else:
             runs.append([n])
-    said: list[str] = []
+    texts: list[str] = []
     for run in runs:
-        said += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
-    return ", ".join(said[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(said) > 8 else "")
+        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
+    return ", ".join(texts[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(texts) > 8 else "")
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
@@ -137,12 +137,12 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """Return a name that is at most so long: an ellipsis stands for the rest of a longer one."""
+    """Return a name cut to a maximum length, with an ellipsis if it was longer."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def used_by_others(foreign: float, cores: float, waited: float | None) -> str:
-    """Say what programs outside a job used of its host's cores, and how long its training thread waited for one."""
+    """Write how much of the host's cores other programs used, and how long the training thread waited for one."""
     waits = "" if waited is None else f", and its training thread waited for one {percent(waited)} of the time"
     return f"programs outside the job used {digits(foreign)} of {cores:.0f} cores{waits}"
 

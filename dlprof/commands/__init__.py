@@ -73,7 +73,7 @@ def after_dashes(ctx: click.Context) -> tuple[str, ...]:
 
 
 def new_folder(name: str) -> Path:
-    """Make and return a new folder NAME, NAME-2, … here; raise DlprofError where that fails."""
+    """Make and return a new folder NAME, NAME-2, … here; raise DlprofError if that fails."""
     from dlprof.files import writing
     from dlprof.record.launch.folder import make_first, numbered
 
@@ -89,8 +89,8 @@ def say(line: str, *, err: bool = False) -> None:
     click.echo(plain(line), err=err)
 
 
-def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> None:
-    if asked:
+def _lift(_context: click.Context, _option: click.Parameter, given: bool) -> None:
+    if given:
         os.environ[NO_LIMITS] = "1"
 
 
@@ -100,7 +100,7 @@ run_path = click.argument("path", type=PATH)
 
 
 class _Minutes(click.FloatRange):
-    """A number in a range, of which nan is none."""
+    """A number in a range; nan is rejected."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)

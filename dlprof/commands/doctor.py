@@ -23,12 +23,12 @@ from dlprof.record.device import relay
 from dlprof.record.launch.supervisor import recorded
 from dlprof.run_folder import in_hosts
 
-# An import of torch from a busy network disk takes its time.
+# Importing torch from a busy network disk can take this long.
 _PATIENCE_S = 120.0
-# SLURM's own commands ask a controller that is not there for a minute.
+# SLURM's commands retry for a minute if the controller is down.
 _SCHEDULER_S = 5.0
 
-# A window's traces and the step log of a day, a rank (README: below 50 MB an hour outside the window).
+# Enough for the traces of a window and a day's step log of a rank (README: below 50 MB an hour outside the window).
 _ENOUGH_BYTES = 2 << 30
 
 _CAP_SYS_PTRACE = 19  # <linux/capability.h>
@@ -45,7 +45,7 @@ class Check:
 
 
 class _Answer(Exception):  # noqa: N818 - an answer
-    """What was found where there is something to do: about a source that does not work, mostly."""
+    """What was found, and a remedy. Raised mostly for a source that does not work."""
 
     def __init__(self, found: str, remedy: str = "", *, works: bool = False) -> None:
         super().__init__(found)
@@ -53,7 +53,7 @@ class _Answer(Exception):  # noqa: N818 - an answer
 
 
 def _checks(source: str) -> Callable[[Callable[[], str]], Callable[[], Check]]:
-    """Make a check of a function that returns what it found, or raises _Answer."""
+    """Turn a function that returns what it found, or raises _Answer, into a check."""
 
     def made(function: Callable[[], str]) -> Callable[[], Check]:
         def check() -> Check:
@@ -90,7 +90,7 @@ def _text(check: Check) -> str:
 
 @_checks("recorder")
 def _hook() -> str:
-    """Start a Python as a job would be, and see whether the recorder is loaded into it."""
+    """Start Python as a job would, and check that it loads the recorder."""
     failing = f"does not get into {sys.executable}: "
     remedy = "start the job's Python without -I, -E and -S, and leave PYTHONPATH and DLPROF_RUN to its processes"
     with tempfile.TemporaryDirectory() as folder:
@@ -116,30 +116,30 @@ print(json.dumps({
 
 @functools.cache
 def _ask_torch() -> dict[str, Any] | str:
-    """Ask torch about itself, in a process of its own; return why where it cannot answer."""
+    """Query torch in a process of its own. Return its build, GPUs and activities, or the reason why that failed."""
     try:
-        told: dict[str, Any] = json.loads(_output([sys.executable, "-c", _ABOUT_TORCH]).splitlines()[-1])
+        about: dict[str, Any] = json.loads(_output([sys.executable, "-c", _ABOUT_TORCH]).splitlines()[-1])
     except _Answer as e:
         return e.found
     except (ValueError, IndexError):
         return "no answer that can be read"
-    return told
+    return about
 
 
 @_checks("torch")
 def _torch() -> str:
-    told = _ask_torch()
-    if isinstance(told, str):
-        raise _Answer(told, f"{sys.executable} -m pip install torch, or run dlprof with the job's Python")
-    if told["gpus"]:
-        return f"{told['torch']}, sees {len(told['gpus'])} × {told['gpus'][0]}"
-    if not told["built"]:
-        return f"{told['torch']}, built for the CPU only"
+    about = _ask_torch()
+    if isinstance(about, str):
+        raise _Answer(about, f"{sys.executable} -m pip install torch, or run dlprof with the job's Python")
+    if about["gpus"]:
+        return f"{about['torch']}, sees {len(about['gpus'])} × {about['gpus'][0]}"
+    if not about["built"]:
+        return f"{about['torch']}, built for the CPU only"
     remedy = "if there is one: nvidia-smi shows whether the driver works, CUDA_VISIBLE_DEVICES whether it is hidden"
-    raise _Answer(f"{told['torch']}, built for GPUs and sees none", remedy, works=True)
+    raise _Answer(f"{about['torch']}, built for GPUs and sees none", remedy, works=True)
 
 
-# What a job's window does, on the first GPU. CUDA is woken before, as it is there.
+# Does what a job's trace window does, on the first GPU. CUDA is initialised before the window, as in a job.
 _ONE_KERNEL = """
 import json, torch
 from torch.profiler import ProfilerActivity, profile
@@ -155,13 +155,13 @@ print(json.dumps({"on_device": sum(e.device_type() == torch.autograd.DeviceType.
 
 @_checks("torch.profiler")
 def _trace() -> str:
-    """Profile one kernel where torch sees a GPU: what CUPTI refuses shows only then."""
-    told = _ask_torch()
-    if isinstance(told, str):
+    """Profile one kernel if torch sees a GPU. Only this shows what CUPTI refuses."""
+    about = _ask_torch()
+    if isinstance(about, str):
         raise _Answer("needs torch")
-    if not told["gpus"]:
+    if not about["gpus"]:
         return "traces operators on the CPU"
-    if "CUDA" not in told["traces"]:
+    if "CUDA" not in about["traces"]:
         found = "traces operators on the CPU, and no work on the GPU: this torch has no CUPTI"
         raise _Answer(found, "install a build of torch with Kineto and CUPTI, as the official ones are")
     # At this level Kineto also logs calls of CUPTI that fail; see dlprof/record/device/profiler.py.
@@ -189,14 +189,14 @@ def _trace() -> str:
 
 
 def _admins_only() -> bool:
-    """Return whether NVIDIA's driver lets only administrators profile; False where that is unknown."""
+    """Return whether NVIDIA's driver lets only administrators profile; False if unknown."""
     return "RmProfilingAdminOnly: 1" in _file("/proc/driver/nvidia/params")
 
 
 def _gpu() -> Check:
-    """Try what reads GPUs: NVML, or amdsmi where torch is built for AMD's."""
-    told = _ask_torch()
-    return _amdsmi() if not isinstance(told, str) and told["hip"] else _nvml()
+    """Try the library that samples GPUs: amdsmi if torch is built for AMD, else NVML."""
+    about = _ask_torch()
+    return _amdsmi() if not isinstance(about, str) and about["hip"] else _nvml()
 
 
 @_checks("amdsmi")
@@ -236,7 +236,7 @@ def _host() -> str:
 
 @_checks("loader")
 def _loader() -> str:
-    """Check what a loader worker can read of itself from the kernel; the times of batches need nothing."""
+    """Check what a loader worker can read about itself from the kernel. The times of batches need nothing."""
     wanted = {"waiting for a core": "/proc/thread-self/schedstat", "bytes read": "/proc/self/io"}
     silent = [what for what, path in wanted.items() if not os.access(path, os.R_OK)]
     found = "waits, fetches and CPU time of every batch; "
@@ -248,7 +248,7 @@ def _loader() -> str:
 
 @_checks("stacks")
 def _stacks() -> str:
-    """Read the stack of a process of ours from another one that is not its parent, as is done next to a job."""
+    """Read the stack of a process from another one that is not its parent, as the sampler does."""
     from dlprof.record.samplers.stacks import find
 
     command = find()
@@ -309,7 +309,7 @@ def _slurm() -> str:
 
 @_checks("disk")
 def _disk() -> str:
-    """Write where a run would be, and remove it."""
+    """Write a temporary file where a run would be."""
     place = Path("runs") if Path("runs").exists() else Path()
     try:
         with tempfile.TemporaryFile(dir=place) as file:
@@ -339,7 +339,7 @@ def _module(name: str, package: str) -> Any:
 
 
 def _file(path: str) -> str:
-    """Return the text of a file of the kernel's, "" where it cannot be read."""
+    """Return the text of a kernel file such as /proc/..., "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -347,7 +347,7 @@ def _file(path: str) -> str:
 
 
 def _version(package: str) -> str:
-    from importlib import metadata  # with all of email, which no other command needs
+    from importlib import metadata  # imports all of email, which no other command needs
 
     try:
         return metadata.version(package)
@@ -356,7 +356,7 @@ def _version(package: str) -> str:
 
 
 def _run(command: list[str], failing: str = "", remedy: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; raise _Answer, which begins with `failing`, where it does not start or end."""
+    """Run a command to its end. If it does not start or end, raise _Answer with a text that begins with `failing`."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=_PATIENCE_S, **more
@@ -368,7 +368,7 @@ def _run(command: list[str], failing: str = "", remedy: str = "", **more: Any) -
 
 
 def _output(command: list[str], failing: str = "", remedy: str = "") -> str:
-    """Return a command's output; raise _Answer where it fails."""
+    """Return a command's output; raise _Answer if it fails."""
     done = _run(command, failing, remedy)
     if done.returncode:
         raise _Answer(failing + _last_line(done), remedy)

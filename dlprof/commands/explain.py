@@ -1,4 +1,4 @@
-"""`dlprof explain NAME`: the manual of a rule, a format or the settings, and what a rule stands on."""
+"""`dlprof explain NAME`: the manual of a rule, a format or the settings, and what a rule needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: one line that is rewritten on a terminal, a line now and then elsewhere."""
+"""Shows the progress of long work on stderr: one line, rewritten, on a terminal; a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dlprof.units import count, size
 if TYPE_CHECKING:
     from dlprof.analysis.engine import Done
 
-OFTEN_S = 0.1  # a terminal's line is rewritten so often
-LINES = 10  # are written elsewhere
+OFTEN_S = 0.1  # interval between updates of a terminal's line
+LINES = 10  # written in all, if stderr is no terminal
 ENOUGH = 0.05  # of the work must be done before the time left is estimated: earlier, it is a guess
 
 
 class Progress:
-    """Prints how far work on a run is; `label` names the run where there are several. Prints nothing where quiet."""
+    """Prints the progress of work on a run. `label`: names the run if there are several. Prints nothing if quiet."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing of it on a terminal: what was read is in what is printed next."""
+        """Remove the line from a terminal."""
         self._clear()
 
     def __call__(self, done: Done) -> None:
-        """Print how far it is, where that is due."""
+        """Print the progress if an update is due."""
         if self._quiet:
             return
         tenth = max(1, done.of_ranks // LINES)
@@ -90,7 +90,7 @@ class Progress:
 
 
 def _share(done: Done) -> float:
-    """Return how much is done of what there was to do: not of what was known before."""
+    """Return the share of the work that is done, without what was known before."""
     if done.of_bytes > done.known_bytes:
         return (done.bytes - done.known_bytes) / (done.of_bytes - done.known_bytes)
     return (done.ranks - done.known_ranks) / max(done.of_ranks - done.known_ranks, 1)

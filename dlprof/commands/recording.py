@@ -29,7 +29,7 @@ def _job(value: str) -> str:
 
 
 def _type(check: Callable[[str], str]) -> Callable[[str], str]:
-    """Return a type of options of a check, whose errors become usage errors."""
+    """Return an option type from a check; its errors become usage errors."""
 
     def checked(value: str) -> str:
         try:
@@ -98,7 +98,7 @@ class Recording:
             sample="off" if self.no_sample else self.sample,
             shapes=self.shapes,
             stacks=self.stacks,
-            # Without a GPU nothing opens nsys' window, and it listens all along.
+            # Without a GPU nothing opens nsys' window, so nsys records the whole job.
             capture=(self.window or "on") if self.nsys and not self.no_trace and nsys.has_gpu() else "",
             ranks=self.ranks,
             window="off" if self.no_trace else "nsys" if self.nsys else self.window,
@@ -106,7 +106,7 @@ class Recording:
 
     @property
     def words(self) -> list[str]:
-        """The same on a command line: of those only that differ from what is done anyway."""
+        """The same as words on a command line, without options at their defaults."""
         found = []
         for field in fields(self):
             value, option = getattr(self, field.name), _NAMES.get(field.name, "--" + field.name.replace("_", "-"))
@@ -120,12 +120,12 @@ class Recording:
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the command: with the options, and the variables that are overridden."""
-        asked = options.variables(self.asked)
+        requested = options.variables(self.asked)
         if not self.settings:
-            return {**env, **asked}
+            return {**env, **requested}
         variables = {n.partition(".")[2]: str(v) for n, v in self.overrides.items() if n.startswith("env.")}
-        told = {"set": self.overrides, "environment": {name: env.get(name) for name in variables}}
-        return {**env, **variables, **asked, "DLPROF_SET": json.dumps(told)}
+        replaced = {"set": self.overrides, "environment": {name: env.get(name) for name in variables}}
+        return {**env, **variables, **requested, "DLPROF_SET": json.dumps(replaced)}
 
 
 def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's name
@@ -242,7 +242,7 @@ _DEFAULTS = {"ranks": "all", "flops": "auto", "stacks": options.STACKS_A_SECOND,
 def recording_options(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
     """Give a command the options of every command that records, gathered into its argument `recording`.
 
-    `without`: fields whose options it has not.
+    `without`: fields that it has no options for.
     """
 
     @functools.wraps(command)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dlprof.report.compare.summary import Summary
     from dlprof.result import Result
 
-# What a launcher tells each of its processes: its number, from 0 on, and how many there are. SLURM's second one is of
-# a step: a batch script has SLURM_NTASKS too, and is no task of any.
+# Variables that a launcher sets in each of its processes: its number, from 0, and how many there are. SLURM_NTASKS does
+# not do: a batch script has it too, and is no task of a step.
 _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -45,7 +45,7 @@ def _shard(_context: click.Context, _option: click.Parameter, text: str | None) 
 
 
 def _launched() -> tuple[int, int]:
-    """Return which process of how many this is, as its launcher says; of one where none says anything."""
+    """Return the number of this process and how many there are, as the launcher set them; without a launcher (0, 1)."""
     for number, many in _LAUNCHERS:
         k, n = os.environ.get(number, ""), os.environ.get(many, "")
         if k.isdecimal() and n.isdecimal() and int(k) < int(n):
@@ -64,13 +64,13 @@ def _launched() -> tuple[int, int]:
 )
 @file("--patch", "Write the edits of the findings' changes into FILE, for `git apply`.")
 @click.option(
-    "--allow-numerics", is_flag=True, help="With --patch: also changes with which other numbers are computed."
+    "--allow-numerics", is_flag=True, help="With --patch: also changes with which the job computes other numbers."
 )
 @click.option(
     "--window",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of ranks with several traces: which. [default: the last complete one]",
+    help="Which window to read, where ranks have several traces. [default: the last complete one]",
 )
 @click.option(
     "--dask",
@@ -116,8 +116,8 @@ def report(
     if shard:
         of_report = {"-o": out, "--format json": form == "json", "--redact": redact, "--patch": patch, "--dask": dask}
         of_report |= {"--kept-only": kept_only, "--files": files, "--open": show}
-        if asked := [option for option, value in of_report.items() if value]:
-            raise click.UsageError(f"--shard writes no report: it takes no {', '.join(asked)}")
+        if given := [option for option, value in of_report.items() if value]:
+            raise click.UsageError(f"--shard writes no report: it takes no {', '.join(given)}")
         _read_share(path, shard, window, cache, jobs, quiet)
         return
     if dask and (jobs or kept_only):
@@ -146,7 +146,7 @@ def report(
 def _read_share(
     path: Path, shard: tuple[int, int], window: int | None, cache: Path | None, jobs: int | None, quiet: bool
 ) -> None:
-    """Read the ranks of a share, keep their answers, and print what there is to say of it."""
+    """Read the ranks of a share, keep their answers, and print a summary line and warnings."""
     k, n = shard
     run = _opened(path, window)
     from dataclasses import replace
@@ -170,13 +170,13 @@ def _read_share(
 
 
 def _jobs_of_shard(shards: int) -> int | None:
-    """Return how many processes read at once: the cores that SLURM gives a task, else one a shard, all of one shard."""
+    """Return how many processes read: the cores of a SLURM task, else 1 of several shards; None: as many as usual."""
     cores = os.environ.get("SLURM_CPUS_PER_TASK", "")
     return int(cores) if cores.isdecimal() and int(cores) > 0 else 1 if shards > 1 else None
 
 
 def _files(result: Result) -> list[str]:
-    """Return a line for each kind of file that was read, then for each that was left."""
+    """Return a line for each kind of file that was read, then for each that was left out."""
     from dlprof.analysis.panels.machine import TITLE
 
     rows = [row for panel in result.panels if panel.title == TITLE for row in panel.rows]
@@ -184,18 +184,18 @@ def _files(result: Result) -> list[str]:
 
 
 def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: bool) -> None:
-    """Write the edits of all changes into a file; raise DlprofError where there is none, or it cannot be written."""
+    """Write the edits of all changes into a file; raise DlprofError if there are none, or it cannot be written."""
     from dlprof.analysis.source import patches, where
     from dlprof.read.run import open_run
 
-    asked = [
+    edits = [
         wanted
         for outcome in result.found
         for change in outcome.changes
         if not change.training and (numerics or not where.changes_numbers(change))
         for wanted in where.wanted(change, where.role_of(outcome.id))
     ]
-    made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), asked)
+    made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), edits)
     left = [f"{settings}{f' at {place}' if place else ''}: {why}" for settings, place, why in made.left_out]
     for line in left if tell and made.text else ():
         say(f"not in the patch: {line}")
@@ -208,7 +208,7 @@ def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: b
 
 
 def browse(page: Path) -> None:
-    """Open a page in the user's browser; print a line where there is none."""
+    """Open a page in the user's browser; print a line if no browser is found."""
     import webbrowser
 
     if not webbrowser.open(page.resolve().as_uri()):
@@ -217,7 +217,7 @@ def browse(page: Path) -> None:
 
 def write_report(path: Path) -> str:
     """Analyse a run, write report.html and result.json, and return the verdict as text for the terminal."""
-    # After the job's own output, nothing is printed meanwhile but a line that is removed again.
+    # This follows the job's own output: only a progress line is printed, and it is removed again.
     result = _analysed_for_page(path, None, quiet=not sys.stderr.isatty())
     return f"{_verdict(result)}\nreport: {plain(shown(write_files(result, path, None)))}"
 
@@ -227,7 +227,7 @@ def _analysed_for_page(path: Path, jobs: int | None, quiet: bool, **how: Any) ->
 
         def shown_progress(done: Done) -> None:
             progress(done)
-            if 0 < done.ranks < done.of_ranks:  # other processes read what is left
+            if 0 < done.ranks < done.of_ranks:  # other processes read the remaining ranks
                 from dlprof.report import html
 
                 html.prepare()
@@ -247,9 +247,10 @@ def analyse(
     kept_only: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Open a run or traces and ask every rule; `page` imports the renderers meanwhile; `window`: see `open_run`.
+    """Open a run or traces and apply every rule.
 
-    `dask`, `cache`, `kept_only`: the options of `dlprof report`. `tell` gets lines for the user meanwhile.
+    `page`: import the renderers while other processes read. `window`: see `open_run`. `dask`, `cache`, `kept_only`: the
+    options of `dlprof report`. `tell` receives lines for the user.
     """
     run = _opened(path, window)
     from dlprof.read.kineto import prefetch
@@ -259,7 +260,7 @@ def analyse(
         run.share_out(jobs)
         whole = (rank for rank in run.largest_first if TRACE in rank.files and TRACE not in rank.pieces)
         prefetch.begin([rank.files[TRACE] for rank in whole])
-    # All imports stand here, after the start of decoding: another core decodes meanwhile.
+    # These imports come after the start of decoding, so that another core decodes meanwhile.
     from dlprof.analysis.diagnosis import diagnosed, wanted
     from dlprof.analysis.engine import find, measure
     from dlprof.analysis.rules import RULES
@@ -279,10 +280,10 @@ def analyse(
 
 
 def _opened(path: Path, window: int | None) -> Run:
-    """Open a run, and set what makes this process, and those that it forks, read faster."""
-    # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
+    """Open a run. Set what makes this process and its forks read faster."""
+    # The measures multiply no matrices, so threads of a linear-algebra library would be useless.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Columns of megabytes come and go by the hundred: huge pages for them take the kernel longer than small ones.
+    # Hundreds of columns of megabytes are allocated and freed. The kernel takes longer to do that with huge pages.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     from dlprof.read.run import open_run
     from dlprof.record.launch.process import keep_memory
@@ -298,7 +299,7 @@ def _verdict(result: Result) -> str:
 
 
 def width() -> int:
-    """Return how many columns are written."""
+    """Return the width of the output in characters."""
     return max(60, min(shutil.get_terminal_size((88, 24)).columns, 110))
 
 
@@ -309,7 +310,7 @@ def _json(result: Result) -> str:
 
 
 def write_files(result: Result, path: Path, out: Path | None) -> Path:
-    """Write result.json and report.html, and return the path of the latter; raise DlprofError where that fails."""
+    """Write result.json and report.html, and return the path of the latter; raise DlprofError if that fails."""
     from dlprof.report import html
 
     files = {"result.json": _json(result), "report.html": html.render(result)}
@@ -335,9 +336,9 @@ def write_summary(
     *,
     show: bool = False,
 ) -> None:
-    """Print a summary, and write it as a page and its data as JSON: FILE.html and FILE.json in a new folder, or `out`.
+    """Print a summary, and write it as FILE.html and its data as FILE.json, into `out` or a new folder `folder`.
 
-    Raises DlprofError where they cannot be written.
+    Raises DlprofError if they cannot be written.
     """
     from dlprof.report.compare import summary as summaries
 
@@ -352,9 +353,9 @@ def write_summary(
 
 
 def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:
-    """Write files into a folder, a new one of this name where none was asked for; return the path of the last file.
+    """Write files into `out`, or else into a new folder `name`; return the path of the last file.
 
-    Raises DlprofError where it cannot be written, or a thousand of that name are there.
+    Raises DlprofError if a file cannot be written, or a thousand folders of that name exist.
     """
     with writing(f"the report in {out or name}", "; -o names another folder"):
         folder = out or new_folder(name)
@@ -365,11 +366,11 @@ def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:
 
 
 def shown(path: Path) -> str:
-    """Return the shortest name of a file for somebody in this folder."""
+    """Return the shorter of a file's relative and absolute path, seen from the current folder."""
     here = os.path.relpath(path)
     return str(path.resolve()) if here.startswith(os.path.join("..", "..")) else here  # noqa: PTH118
 
 
 def colour() -> bool:
-    """Return whether stdout shows colours."""
+    """Return whether to print colours to stdout."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 NO_WORKLOADS = "none are here; they are in the folder workloads of dlprof's repository: run from a clone of it"
 
 
-def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+def print_list(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
     """Print every workload, what it covers, and its faults with the rule that must notice each; then end."""
-    if not asked or ctx.resilient_parsing:
+    if not given or ctx.resilient_parsing:
         return
     scripts = workloads()
     if not scripts:
@@ -86,7 +86,7 @@ def run(
     if fault and known and fault not in known:
         raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
     if ceiling:
-        args = ("--ceiling", *args)  # a workload without it says so
+        args = ("--ceiling", *args)  # a workload without it reports that
     if ladder:
         _climb(script, gpus, procs, recording, args)
         return
@@ -104,7 +104,7 @@ def run(
         click.echo(
             f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
         )
-    if script.resolve().parent == _ours():  # whose options take no secret
+    if script.resolve().parent == _ours():  # their options take no secrets
         recording = replace(recording, keep_arguments=True)
     command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
     name = script.stem + (f"-{fault}" if fault else "")
@@ -114,7 +114,7 @@ def run(
 def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recording, args: Sequence[str]) -> None:
     """Record a workload with the changes of its LADDER, one more each time, and print what each gave.
 
-    A change with which the workload fails is left out of those that follow. Raises DlprofError where it has no ladder.
+    A change with which the workload fails is left out of those that follow. Raises DlprofError if it has no ladder.
     """
     from dlprof.commands.prove.compare import compare_runs
     from dlprof.files import writing
@@ -130,11 +130,11 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
         folder = make_first(numbered(usual)) or usual
     overridden = [word for setting in recording.settings for word in ("--set", setting)]
     overridden += ["--allow-numerics"] if recording.allow_numerics else []
-    said, done = list[str](), list[Path]()
+    kept, done = list[str](), list[Path]()
     ranks = 1
     for n, (name, words) in enumerate(rungs.items(), 1):
         more = [most] if "ranks" in words.split() else []
-        options = [*said, *(word for word in words.split() if word != "ranks")]
+        options = [*kept, *(word for word in words.split() if word != "ranks")]
         run = folder / f"{n}-{name}"
         command = [sys.executable, "-m", "dlprof", "run", str(script), *on, str(more[0] if more else ranks)]
         command += ["-o", str(run), "--quiet", "--no-report", *overridden, "--", *options, *args]
@@ -144,7 +144,7 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
         if ended:
             click.echo(f"dlprof: {name} is left out: it ended with exit code {ended}", err=True)
             continue
-        said, ranks = options, more[0] if more else ranks
+        kept, ranks = options, more[0] if more else ranks
         done.append(run)
     compare_runs(done, folder, "text", None, show=False, quiet=recording.quiet)
 
@@ -163,7 +163,7 @@ def launcher(script: Path, ranks: int) -> list[str]:
 
 
 def find_workload(name: str) -> Path:
-    """Return the script of a workload named by its path or by its bare name; raise DlprofError where there is none."""
+    """Return the script of a workload named by its path or by its bare name; raise DlprofError if there is none."""
     if Path(name).is_file():
         return Path(name)
     scripts = workloads()
@@ -188,7 +188,7 @@ def workloads() -> list[Path]:
 
 
 def constant(script: Path, name: str) -> Any:
-    """Return the literal that a workload sets a name to, without running it; None where it sets no such name.
+    """Return the literal that a workload sets a name to, without running it; None if it sets no such name.
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
     LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number.

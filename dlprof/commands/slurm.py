@@ -17,7 +17,7 @@ from dlprof.errors import DlprofError
 from dlprof.files import write, writing
 from dlprof.record.slurm import Batch, Container, Launcher, Runtime, cores_of_nodes, name_of, submit
 
-# Of a rank: with a GPU there are its loader's workers beside it.
+# Cores of a rank. With a GPU, its loader's workers run beside it.
 _CORES_WITH_GPU, _CORES = 8, 2
 _COUNT = click.IntRange(min=1)
 
@@ -119,7 +119,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         raise click.UsageError("a script, -m PACKAGE, or a command")
     words = _found(words)
     cores = given["cpus_per_rank"] or _usual_cores(given["partition"], gpus, procs)
-    asked = {name: given[name] for name in ("partition", "account", "qos", "time") if given[name]}
+    chosen = {name: given[name] for name in ("partition", "account", "qos", "time") if given[name]}
     batch = Batch(
         command=words,
         name=name_of([given["job_name"] or name_of(words)]),
@@ -134,7 +134,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         dlprof=(sys.executable, "-m", "dlprof"),
         python=given["python"] or ("python3" if image else sys.executable),
         recording=tuple(recording.words),
-        directives=(*(shlex.quote(f"--{name}={value}") for name, value in asked.items()), *given["sbatch"]),
+        directives=(*(shlex.quote(f"--{name}={value}") for name, value in chosen.items()), *given["sbatch"]),
         setup=given["setup"],
         grace_s=given["grace"],
         hint=given["hint"] or "",
@@ -154,7 +154,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
 
 
 def _usual_cores(partition: str | None, gpus: int | None, procs: int | None) -> int:
-    """Return how many cores a rank has where nobody says: no more than a node has, or the job would wait for ever."""
+    """Return the default number of cores of a rank: at most those of a node, else the job would wait for ever."""
     usual, there = _CORES_WITH_GPU if gpus else _CORES, cores_of_nodes(partition)
     return usual if there is None else max(min(usual, there // (gpus or procs or 1)), 1)
 
@@ -174,7 +174,7 @@ def _found(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _say_submitted(number: str, batch: Batch) -> None:
-    """Print the number of a job that was submitted, and how to see what becomes of it."""
+    """Print the number of a submitted job, and the commands that show its state."""
     run = f"{batch.runs}/{batch.name}-{number}"
     say(f"dlprof: job {number} is submitted; it records into {run}")
     for what, how in (

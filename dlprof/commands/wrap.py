@@ -25,11 +25,11 @@ from dlprof.record.launch.tasks import task_of
 from dlprof.redaction import shown
 from dlprof.run_folder import recorded
 
-_AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
+_AS_IS = "dlprof.as_is"  # in the context's meta: there was a `--` before the command
 
 
 class _Wrap(click.Command):
-    """Takes its own options up to the first word that is none; everything after that is the script's."""
+    """Parses its own options up to the first word that is no option; the rest belongs to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         takes_value = {o for p in self.params if isinstance(p, click.Option) and not p.is_flag for o in p.opts}
@@ -84,8 +84,8 @@ def record(
 ) -> None:
     """Run the command, record it, print the verdict on stderr, and end this process as the command ended.
 
-    The command also runs where nothing can be recorded. Raises DlprofError, before it starts, where nsys was asked for
-    and there is none, and where a trial's run cannot be recorded where the trial looks for it.
+    The command also runs where nothing can be recorded. Raises DlprofError, before it starts, if nsys is required
+    and not installed, or if a trial's run cannot be recorded in the trial's folder.
     """
     must_be_linux()
     if env.get("DLPROF_RUN"):
@@ -116,7 +116,7 @@ def record(
         if env.get("DLPROF_TRIAL"):
             _end_rest(run.path)
     if not recording.no_report and ended.last and recorded(run.path):
-        # A launcher ends all tasks when one fails, and the last of them makes the report of that.
+        # A launcher ends all tasks when one fails. The last task writes the report.
         with deaf() if task else contextlib.nullcontext():
             _report(run.path, recording.quiet)
         if recording.tries and ended.signal is None:
@@ -135,7 +135,7 @@ def _run_unrecorded(command: Sequence[str], env: Mapping[str, str], why: str) ->
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Let no Ctrl-C cost the command its exit status: while it runs a Ctrl-C is its own, and afterwards too late."""
-    # An ignored one stays so: the command inherits that.
+    # An ignored signal stays ignored: the command inherits that.
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
@@ -147,9 +147,9 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _end_rest(folder: Path) -> None:
-    """End what a trial's run has left behind: whoever wants to know of it may have been killed.
+    """End the processes that a trial's run left behind: their parent may have been killed.
 
-    A loader's worker whose parent ends before the worker asks who that is (PyTorch's ManagerWatchdog) waits forever.
+    A loader's worker waits forever if its parent ends before it looks up the parent's id (PyTorch's ManagerWatchdog).
     """
     from dlprof.trial import running
 

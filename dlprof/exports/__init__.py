@@ -11,7 +11,7 @@ from dlprof.files import whole, writing
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Return path to write to, so that nobody sees half a file and none is left; raise DlprofError where that fails.
+    """Return path to write to, so that no partial file is seen or left behind; raise DlprofError if that fails.
 
     What is no ordinary file (a pipe, /dev/stdout) is written to itself: a renamed file would take its place.
     """

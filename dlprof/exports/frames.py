@@ -21,8 +21,8 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import whole, writing
 from dlprof.read.run import Run
 
-# What a spreadsheet takes for the beginning of a formula, some after spaces, and as wide characters (OWASP, CSV
-# Injection); and characters that a terminal would obey, which a cell shows as Python writes them.
+# What a spreadsheet takes for the beginning of a formula, also after spaces, and as wide characters (OWASP, CSV
+# Injection); and control characters, which are written as Python escapes.
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f]")
 _PIECE = 50_000  # rows that pandas turns into text at once
@@ -65,7 +65,7 @@ def _cell(text: str) -> str:
 
 
 def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = None) -> Written:
-    """Write a run's tables and measures; raise DlprofError where the folder does not take them."""
+    """Write a run's tables and measures; raise DlprofError if they cannot be written."""
     with writing(str(folder)):
         (folder / "measures").mkdir(parents=True, exist_ok=True)
         wanted = every_frame(RULES)

@@ -1,13 +1,11 @@
 """All ranks on one clock in one reduced trace, in the Trace Event Format that ui.perfetto.dev opens.
 
-A rank is a process. Above its threads and streams stand tracks of dlprof's own: its steps, the exclusive parts of the
-traced ones, its stalls, its collectives (an arrow leads from the last rank to come to those that waited for it), and
-whom it waits for; as counters what was sampled beside it of the GPU, the process and the host. The shortest spans are
-left out first, so that a browser can hold what is left.
+A rank is a process. Tracks of dlprof are above its threads and streams: its steps, the exclusive parts of the traced
+steps, its stalls, its collectives (an arrow leads from the last rank to those that waited for it), and the ranks that
+it waits for. Samples of the GPU, the process and the host are counters. The shortest spans are left out first, so that
+a browser can hold the rest.
 
 The format: Google, Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
-
-What is drawn of each rank for Perfetto: spans of its trace, dlprof's own tracks, and counters.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ from dlprof.units import short
 # Numbers of processes and threads: a rank's processes begin at (rank + 1) × this.
 _THREADS = 1_000
 
-# A job of many ranks has more waits than anybody looks at.
+# A job of many ranks has more waits than a user can look at.
 MOST_ARROWS = 20_000
 
 
@@ -69,14 +67,14 @@ class Written:
 
     spans: int
     left_out: int
-    shortest_ns: int  # of the spans that were kept, where some were left out
+    shortest_ns: int  # of the kept spans, if some were left out
     arrows: int
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What is written of a job, on clocks brought together.
+    """The contents of the trace of a job, on one clock.
 
     `rows` have rank and _COLUMNS but place. Arrows have a number each: `ends` is that of the one that ends on a row
     (−1: none), `begins` those that begin there.
@@ -84,7 +82,7 @@ class _Content:
 
     rows: pd.DataFrame
     counters: pd.DataFrame  # rank, _COUNTER
-    spans: pd.DataFrame  # those rows that are spans of the traces
+    spans: pd.DataFrame  # the rows that are spans of the traces
     names: dict[int, str]  # of the processes, by rank
     warnings: tuple[str, ...]
 
@@ -95,7 +93,7 @@ Event = dict[str, Any]
 
 
 def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | None = None) -> Written:
-    """Write the trace of a run; packed where the name ends in .gz. Raises DlprofError where no rank has a trace."""
+    """Write the trace of a run; packed where the name ends in .gz. Raises DlprofError if no rank has a trace."""
     try:
         content = measure(run, [_content], jobs, progress).call(_content)
     except (NotMeasured, MeasureFailed) as e:
@@ -133,7 +131,7 @@ def own_tracks(
     partition: Maybe[dict[str, iv.Intervals]] = maybe(partition),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return the tracks of one rank alone: track, name, start_ns, dur_ns. Raises NotMeasured where there is none."""
+    """Return the tracks of one rank alone: track, name, start_ns, dur_ns. Raises NotMeasured if there is none."""
     found: list[pd.DataFrame] = []
 
     def add(track: str | pd.Series[str], names: str | pd.Series[str], rows: pd.DataFrame) -> None:
@@ -144,7 +142,7 @@ def own_tracks(
         add(STEPS, steps["kind"].astype("str") + " step " + steps["step"].astype("str"), steps)
     if stalls:
         rows = stalls.get()
-        rows = rows[rows["count"] == 1]  # a row that stands for several has no place in time
+        rows = rows[rows["count"] == 1]  # a row that sums up several events has no place in time
         add(STALLS, rows["kind"].astype("str"), rows)
     if chunks:
         rows = chunks.get()
@@ -176,7 +174,7 @@ def reduced(
     `of` is how many spans there were, 0 on dlprof's own tracks.
     """
     dur, most = spans["dur_ns"].to_numpy(), _most(rank)
-    # The longest; of equally long ones the first, which are not to be told apart anyway.
+    # The longest; among equally long ones, the first.
     kept = np.sort(np.argsort(-dur, kind="stable")[:most]) if len(dur) > most else np.arange(len(dur))
     chosen = spans.iloc[kept]
     lane, kind = chosen["lane"].astype("str"), chosen["kind"].astype("str")
@@ -198,8 +196,8 @@ def reduced(
     begin, end = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
     own = own_tracks.get()
     own = own[(own["start_ns"] < end) & (own["start_ns"] + own["dur_ns"] > begin)]
-    together: pd.DataFrame = pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
-    return together
+    tracks: pd.DataFrame = pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
+    return tracks
 
 
 @per_rank
@@ -210,7 +208,7 @@ def counters(
 ) -> pd.DataFrame:
     """Return what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
 
-    Raises NotMeasured where nothing was.
+    Raises NotMeasured if nothing was.
     """
     if not len(spans):
         raise NotMeasured("nothing was traced")
@@ -246,7 +244,7 @@ def _content(
 ) -> _Content:
     hosts = {r: settings.host(job, r) for r in job.ranks}
     warnings: tuple[str, ...] = ()
-    ahead = dict.fromkeys(job.ranks, 0)  # what each rank's clock is ahead by, ns
+    ahead = dict.fromkeys(job.ranks, 0)  # by how many ns each rank's clock is ahead
     if (clocks := host_clocks.or_none()) is not None:
         ahead = dict(zip(clocks["rank"], clocks["ahead_ns"].astype("int64"), strict=True))
     elif len(set(hosts.values())) > 1 or "" in hosts.values():
@@ -280,7 +278,7 @@ def _exchanges(pairs: pd.DataFrame, blame: pd.DataFrame | None) -> tuple[pd.Data
         begins=begins,
         because="",
     )
-    why: dict[tuple[int, int], str] = {}  # what made a culprit late for a rank that waits for it, most of the time
+    why: dict[tuple[int, int], str] = {}  # the main reason why a culprit was late for a waiting rank
     if blame is not None:
         top = blame.sort_values("ns", ascending=False, kind="stable").drop_duplicates(["rank", "culprit"])
         why = dict(zip(zip(top["rank"], top["culprit"], strict=True), top["category"], strict=True))
@@ -330,7 +328,7 @@ def _events(content: _Content, zero: int) -> Iterator[Event]:
 
 
 def _spans(rows: pd.DataFrame, pid: int, zero: int) -> Iterator[Event]:
-    """Return the events of a rank's rows and the ends of their arrows, each of which binds to the span it lies in."""
+    """Return the events of a rank's rows, and the ends of their arrows. An arrow binds to the span that contains it."""
     flow = {"cat": OWN, "name": "released"}
     for place, category, name, start, dur, size, ends, begins, because in zip(
         *(rows[c].tolist() for c in _COLUMNS), strict=True
@@ -350,7 +348,7 @@ def _meta(pid: int, tid: int, what: str, **args: object) -> Event:
 
 
 def _json(value: object) -> str:
-    """Write letters as themselves: Perfetto shows escapes in names of processes and threads as they stand."""
+    """Write letters unescaped: Perfetto does not decode escapes in names of processes and threads."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -371,7 +369,7 @@ def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     for track in order:
         mine = rows[rows["track"] == track].sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
         more = 0
-        # Nobody looks at a thousand tracks; what is left would only spoil the last of them.
+        # More tracks would be of no use; the remaining rows are left out.
         while len(mine) and len(tracks) < _THREADS - 2:
             fits = _nested(mine["start_ns"].to_numpy(), (mine["start_ns"] + mine["dur_ns"]).to_numpy())
             more += 1
@@ -382,7 +380,7 @@ def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _nested(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which spans, in order of start and the longer first, may stay together on one track."""
+    """Return which spans, in order of start and the longer first, nest correctly on one track."""
     fits = np.ones(len(start), dtype=bool)
     while True:
         rows = np.flatnonzero(fits)
@@ -393,7 +391,7 @@ def _nested(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool
         fits[rows[wrong]] = False
 
 
-# Spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds. A rank of a very
+# Total spans of all ranks: about 60 MB of text, which the Perfetto page opens in some seconds. A rank of a very
 # large job still has FEWEST_SPANS; the exclusive parts of its steps are at most PARTS_SHARE of that again.
 MOST_SPANS = 400_000
 
@@ -437,7 +435,7 @@ _CATEGORIES = {
 }
 
 
-# What was sampled: source, metric, its track. The host's is read on its first rank.
+# Sampled metrics: source, metric, track. The host's samples are read with its first rank.
 _COUNTERS = (
     ("gpu", "busy_share", "GPU: some kernel runs"),
     ("gpu", "sm_busy_share", "GPU: multiprocessors at work"),
@@ -467,7 +465,7 @@ _COUNTERS = (
 _ALLOCATOR = {"allocated_bytes": "PyTorch: memory of tensors", "reserved_bytes": "PyTorch: memory reserved"}
 
 
-# By the end of a metric's name: its unit, and what makes it that. The longest that fits counts.
+# End of a metric's name → unit and factor. The longest matching end counts.
 _UNITS = {
     "_bytes_per_s": ("bytes/s", 1),
     "_bytes": ("bytes", 1),

@@ -27,14 +27,14 @@ SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 # Stacks of one profile; the rarest are left out, and the profile's name says how many.
 MOST_STACKS = 20_000
 
-# What weights count, as speedscope names it; samples have no unit.
+# Units of weights, as speedscope names them; samples have no unit.
 UNITS = {"ns": "nanoseconds", "bytes": "bytes"}
 
 ROLES = {"main": "training thread", "worker": "loader workers", "thread": "other threads", "other": "other processes"}
 
 
 def write(run: Run, path: Path, progress: Progress | None = None) -> int:
-    """Write the profiles of all ranks, and return their number; raise DlprofError where no stack was seen."""
+    """Write the profiles of all ranks, and return their number; raise DlprofError if no stack was sampled."""
     frames: dict[str, int] = {}
     profiles: list[dict[str, Any]] = []
     far = so_far(run)
@@ -91,7 +91,7 @@ def _profiles(rank: int, table: pd.DataFrame, frames: dict[str, int], *, alone: 
 
 
 def _frame(text: str) -> dict[str, Any]:
-    """Return a frame of dlprof's stacks, "name (file:line)"; line 0: none is known."""
+    """Return a frame of dlprof's stacks, "name (file:line)"; line 0: unknown."""
     name, _, place = text.removesuffix(")").rpartition(" (")
     file, _, line = place.rpartition(":")
     if not (name and line.isdecimal()):

@@ -1,4 +1,4 @@
-"""Reads run.json and facts.json: what is known of a run, and of one of its ranks.
+"""Reads run.json and facts.json: the facts of a run, and of one of its ranks.
 
 What the shapes below declare can be relied on behind this reader: it has that type, or it is None or absent. What they
 do not declare, as a later dlprof writes it, passes where it is plain. Any other value is left out with a warning.
@@ -17,7 +17,7 @@ from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
 from dlprof.units import few
 
-# A type; a list of what its one item is; a mapping of names to shapes. None stands for an unknown value of any shape.
+# A type; a list with the shape of its items; a mapping of names to shapes. A value None is unknown, for any shape.
 Shape = type | list["Shape"] | Mapping[str, "Shape"]
 
 
@@ -108,13 +108,13 @@ RANK: Mapping[str, Shape] = {
 }
 
 _LARGEST = 2**62
-_DEEPEST = 3  # of what no shape declares
+_DEEPEST = 3  # nesting of values without a declared shape
 _MOST_NAMED = 6
 _WRONG = object()
 
 
 def read(path: Path, shape: Mapping[str, Shape] = RANK) -> Reading:
-    """Return the facts in a file; raise DlprofError where it cannot be read or holds no object."""
+    """Return the facts in a file; raise DlprofError if it cannot be read or holds no object."""
     try:
         data = json.loads(read_file(path))
     except (ValueError, RecursionError) as e:
@@ -129,11 +129,11 @@ def read(path: Path, shape: Mapping[str, Shape] = RANK) -> Reading:
 
 
 def _fitting(shape: Shape | None, value: Any, where: str, left_out: list[str]) -> Any:
-    """Return what of a value fits a shape, _WRONG where nothing does; name in left_out which of its parts do not."""
+    """Return the parts of a value that fit a shape, _WRONG if none do; add the names of the others to left_out."""
     if shape is None:
         return value if _is_plain(value, _DEEPEST) else _WRONG
     if isinstance(shape, type):
-        # bool is an int to Python, and a number of workers is none.
+        # In Python a bool is an int, but it is no number of workers.
         fits = type(value) is shape and (not isinstance(value, int) or 0 <= value <= _LARGEST)
         return value if fits else _WRONG
     if isinstance(shape, list):

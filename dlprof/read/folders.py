@@ -36,7 +36,7 @@ class Window(NamedTuple):
 
 
 def named_process(path: Path) -> str:
-    """Return the host and process that a file's name tells, "" where it tells none."""
+    """Return the host and process that a file's name tells, "" if it tells none."""
     found = _OF_PROCESS.fullmatch(path.name)
     return found[1] if found else ""
 
@@ -44,8 +44,8 @@ def named_process(path: Path) -> str:
 def windows_of(by_rank: Mapping[int, Sequence[Window]]) -> list[dict[int, Path]]:
     """Return the windows in their order, each with the files of its ranks.
 
-    Where each folder holds a rank once at most, a folder is a window. Else the n-th file of each rank is of window n,
-    in the order of their times, or of their names where a time is missing.
+    If no folder holds a rank twice, each folder is a window. Else the n-th file of each rank belongs to window n, in
+    order of their times, or of their names if a time is missing.
     """
     if not by_rank:
         return []
@@ -66,9 +66,9 @@ def windows_of(by_rank: Mapping[int, Sequence[Window]]) -> list[dict[int, Path]]
 
 
 def whole(windows: Sequence[Mapping[int, Path]]) -> int:
-    """Return the number, from 1 on, of the last window that all ranks have and no file of which is cut off.
+    """Return the number, from 1, of the last window that all ranks have, without files that are cut off.
 
-    Where none is, the last one that the most ranks have.
+    If there is none, return the last one among those with the most ranks.
     """
     most = max(map(len, windows))
     full = [n for n, window in enumerate(windows, 1) if len(window) == most]
@@ -101,7 +101,7 @@ def _earliest(windows: Iterable[Window]) -> int | None:
 
 
 def _in_order(windows: Sequence[Window]) -> list[Window]:
-    """Return windows by time, or as they stand (in the natural order of their names) where a time is missing."""
+    """Return windows by time, or unchanged (in natural order of names) if a time is missing."""
     if any(one.began_ns is None for one in windows):
         return list(windows)
     return sorted(windows, key=lambda one: one.began_ns or 0)
@@ -197,11 +197,11 @@ class _Job:
 
 
 def of_one_job(ranks: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """Return which ranks, given their facts by number, are those of one job, and a warning where others are there too.
+    """Return the ranks of one job, given the facts of all ranks by number, and a warning if there are other jobs.
 
-    Of several jobs it is the one of most ranks, and of these the one that began last. Ranks are of two jobs where their
-    launchers say so; and those of process groups where these differ in size, or where one had ended before the other
-    began. What is not known of a rank, as of older recordings, tells nothing.
+    Of several jobs, the one with most ranks is returned; of equally large ones, the latest. Ranks belong to two jobs if
+    their launchers' ids differ, if their process groups differ in size, or if one had ended before the other began.
+    Unknown facts, as in older recordings, are ignored.
     """
     jobs: list[_Job] = []
     reasons: dict[str, None] = {}

@@ -1,7 +1,7 @@
-"""The formats of other tools' files: the list of them, and which one a file has, by what is in it.
+"""Lists the formats of other tools' files, and recognises the format of a file by its content.
 
-A file's name decides nothing here: people rename, unpack and collect files. It may tell a rank, where nothing in the
-file does.
+The name of a file does not decide its format: people rename, unpack and collect files. It may hold the rank, if the
+file itself does not.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dlprof.errors import DlprofError
 from dlprof.read.opening import open_file
 from dlprof.read.sources import Reading
 
-# What of a file a format may judge it by, unpacked.
+# Bytes of a file, unpacked, that a format may use to recognise it.
 HEAD_BYTES = 256 << 10
 _SNIFFED = 4 << 10
 
 
 class Part(NamedTuple):
-    """What a file holds of one rank. A file of several ranks has several.
+    """The part of a file that belongs to one rank. A file of several ranks has several.
 
-    `rank`: None where neither the file nor its name tells it. `piece`: what `read` gets to find it in the file, ""
-    where it is all of the file. `began_ns`: when it began, Unix time or any other clock that all such files of a job
-    share; None: not known. `host`: where it was recorded; "": not known.
+    `rank`: None if neither the file nor its name has it. `piece`: `read` finds the part by it; "": the whole file.
+    `began_ns`: when the part began, in Unix time or another clock that all such files of a job share; None: unknown.
+    `host`: where it was recorded; "": unknown.
     """
 
     rank: int | None = None
@@ -37,16 +37,16 @@ class Part(NamedTuple):
     host: str = ""
 
 
-# What `recognise` returns of a file that is one rank's, and nothing in it says which.
+# What `recognise` returns for a file of one unknown rank.
 WHOLE = (Part(),)
 
 
 class Head:
-    """The beginning of a file, read once for all who are asked about it; of a gzip file, of what it holds."""
+    """The beginning of a file, unpacked, read once for all formats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_file(path) as file:  # raises DlprofError where it cannot be opened
+        with open_file(path) as file:  # raises DlprofError if it cannot be opened
             self._raw = file.read(_SNIFFED)
             self.size = file.seek(0, 2)
 
@@ -107,33 +107,33 @@ def _unpacked(raw: bytes, most: int) -> bytes:
 class Format:
     """A format of another tool.
 
-    `recognise(head)` returns what the file holds of which ranks; nothing where it is another format. It is asked about
-    any file, hostile ones too, and is quick: it judges by the head. What it raises counts as nothing.
-    `read(path, piece)` returns the tables; it raises DlprofError where the file cannot be read. None: the format is
-    known and not read, and `left` says why, and what to do instead.
+    `recognise(head)` returns the parts of the file by rank; nothing if it has another format. It is called with
+    any file, also hostile ones, and must be quick: it looks only at the head. If it raises, the format does not match.
+    `read(path, piece)` returns the tables; it raises DlprofError if the file cannot be read. None: the format is known
+    but not read, and `left` says why and what to do instead.
     """
 
     name: str
     title: str  # what it is, as in "8 files of …": "torch.profiler trace"
-    recognised: str  # by what, in words: "JSON with `traceEvents`"
+    recognised: str  # what it is recognised by, in words: "JSON with `traceEvents`"
     recognise: Callable[[Head], Sequence[Part]]
     read: Callable[[Path, str], Reading] | None = None
     tables: tuple[str, ...] = ()
-    brings: str = ""  # to the report, in words
+    brings: str = ""  # what it adds to the report, in words
     record: str = ""  # how to record it: a command, or code
     left: str = ""
-    precedence: int = 0  # of formats with the same table for one rank, that with the highest is read
-    of_host: bool = False  # it is of all ranks of a host, and is read with the first of them: of the host in its path
-    of_any_rank: bool = False  # it is of use also of ranks without a trace, beside traces of others
-    seen: bool = True  # real files were read with it; else it follows the tool's documentation or source
-    # Of tables that a rule may ask for and this tool does not give: table → which option of the tool would bring it.
+    precedence: int = 0  # if several formats have the same table for a rank, the highest is read
+    of_host: bool = False  # it covers a whole host, named in its path, and is read with the host's first rank
+    of_any_rank: bool = False  # it is also useful for ranks without a trace, beside traces of others
+    seen: bool = True  # real files were read; else the reader follows the tool's documentation or source
+    # Tables that a rule may need and this tool does not record by default: table → the tool's option that records it.
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def described(self) -> dict[str, str]:
-        """Return what is said of it, by label: for `dlprof explain sources` and for docs/sources.md."""
+        """Return its description by label, for `dlprof explain sources` and docs/sources.md."""
         real = "yes" if self.seen else "no: it follows the tool's documentation or source"
-        said = {
+        texts = {
             "What it is": self.title,
             "Recognised by": self.recognised,
             "Brings": self.brings,
@@ -142,17 +142,16 @@ class Format:
             "Lacks": "; ".join(f"{table}: {how}" for table, how in self.lacks.items()),
             "Real files seen": real if self.read else "",
         }
-        return {label: text for label, text in said.items() if text}
+        return {label: text for label, text in texts.items() if text}
 
     def tables_of(self, path: Path, piece: str) -> Reading:
-        """Return what `read` does; raise DlprofError where the format is not read."""
+        """Return the result of `read`; raise DlprofError if the format is not read."""
         if self.read is None:
             raise DlprofError(f"{path}: {self.title}: {self.left}")
         return self.read(path, piece)
 
 
-# The modules below dlprof.read that have a FORMAT, or a tuple of several, in the order in which they are asked: the
-# first that recognises a file has it.
+# The modules below dlprof.read with a FORMAT, or a tuple of several. The first that recognises a file reads it.
 FORMATS: tuple[str, ...] = (
     "gpu_logs.nvidia_smi",
     "gpu_logs.nvidia_dmon",
@@ -171,7 +170,7 @@ FORMATS: tuple[str, ...] = (
     "kineto.format",  # any other Chrome trace
 )
 
-# Tables that several files of one rank may add to.
+# Tables that several files of one rank may contribute to.
 JOINED = frozenset({"samples", "stacks", "lines"})
 
 
@@ -186,16 +185,16 @@ def formats() -> tuple[Format, ...]:
 
 
 def format_named(name: str) -> Format:
-    """Return the format of a name."""
+    """Return the format with this name."""
     return next(one for one in formats() if one.name == name)
 
 
 def recognised(head: Head) -> tuple[Format, Sequence[Part]] | None:
-    """Return the format of a file and what it holds of which ranks; None where no format knows it."""
+    """Return the format of a file and its parts by rank; None if no format recognises it."""
     for one in formats():
         try:
             if parts := one.recognise(head):
                 return one, parts
-        except Exception:  # noqa: BLE001, PERF203 - a stranger's file must not keep the others from being opened
+        except Exception:  # noqa: BLE001, PERF203 - a hostile file must not keep the others from being opened
             continue
     return None

@@ -1,4 +1,4 @@
-"""Reads held.json: what a rank's memory was made of in one step, and how that was counted."""
+"""Reads held.json: what a rank's memory held in one step, and how that was counted."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _HELD: Mapping[str, facts.Shape] = {
 
 
 def read(path: Path) -> Reading:
-    """Return table "held" and fact "held", what stands beside its rows; raises DlprofError as `facts.read` does."""
+    """Return table "held", and fact "held" with everything but the rows; raise DlprofError as `facts.read` does."""
     reading = facts.read(path, _HELD)
-    told = dict(reading.facts)
-    rows = told.pop("rows", None)
+    about = dict(reading.facts)
+    rows = about.pop("rows", None)
     if rows is None:
         raise DlprofError(f"{path.name} is broken (it has no rows)")
     whole = [row for row in rows[: limit(MOST_LISTED)] if all(row.get(name) is not None for name in _ROW)]
@@ -57,7 +57,7 @@ def read(path: Path) -> Reading:
     warnings = list(reading.warnings)
     if odd := len(rows) - len(whole):
         warnings.append(f"{path.name}: {odd:,} rows of another kind, or too many, are left out")
-    return Reading({"held": schema.check("held", frame.astype(dict(schema.HELD)))}, {"held": told}, tuple(warnings))
+    return Reading({"held": schema.check("held", frame.astype(dict(schema.HELD)))}, {"held": about}, tuple(warnings))
 
 
 def _short(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How much is read of files that may come from a stranger: every limit, in one place.
+"""Every limit on what is read from files, which may come from untrusted sources.
 
-What exceeds one is named in one line of the report, and the rest is read. `--no-limits` lifts all that `limit` is asked
-for; the others are of what no file can mean, such as a rank of a billion.
+If a file exceeds one, the report has one line about it, and the rest is read. `--no-limits` lifts the limits that are
+read through `limit`. The others exclude impossible values, such as rank 1,000,000,000.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the processes that read have it too
+NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the reading processes inherit it
 
-# Bytes of a file that is read at once (facts, run.json, warnings), and of one line of a log; dlprof writes far less.
+# Bytes of a file that is read in one piece (facts, run.json, warnings), and of a log's line. dlprof writes far less.
 MOST_TEXT = 64 << 20
 MOST_LINE = 16 << 20
 
-# Bytes of a dump or a JSON file that is held in memory as a whole, unpacked; and lists, dicts, tuples of a dump, each
-# of which takes about 100 bytes. A snapshot of a million events of the allocator has 200 MB and 2 million of these.
+# Unpacked bytes of a dump or a JSON file that is held in memory as a whole; and lists, dicts and tuples of a dump, of
+# about 100 bytes each. A snapshot of a million events of the allocator has 200 MB and 2 million of these.
 MOST_WHOLE = 1 << 30
 MOST_CONTAINERS = 20_000_000
-MOST_MARKS = 200  # of these, that are open within each other; dumps have 8
+MOST_MARKS = 200  # nested lists, dicts and tuples of a dump; real dumps have 8
 MOST_INTEGER = 9  # bytes of an integer of a dump: 64 bits with a sign
-MOST_MEMO = 1 << 24  # what can be referred to again in a dump
-MOST_ENTRIES = 1_000_000  # of the flight recorder, whose ring has 2,000 by default
+MOST_MEMO = 1 << 24  # objects of a dump that it can refer to again
+MOST_ENTRIES = 1_000_000  # of the flight recorder; its ring has 2,000 by default
 
-# Rows of what a rank's memory holds, of which each part of each module of a large model makes some ten thousand, and
-# lines of timed functions; settings of `--set`, of which a command line holds fewer.
+# Rows of held.json (a large model has some ten thousand), lines of timed functions, and settings of `--set` (a command
+# line holds fewer).
 MOST_LISTED = 200_000
 MOST_SETTINGS = 1_000
 
@@ -49,11 +49,11 @@ DEPTH = 3
 MOST_FILES = 20_000
 MOST_OTHERS = 5_000
 
-# Files of one archive, and the bytes that all of them together unpack to.
+# Files of one archive, and the total bytes that they unpack to.
 MOST_MEMBERS = 20_000
 MOST_OF_ARCHIVE = 4 << 30
 
-# Seconds that the ranks of one run are read for: those begun by then are the last. A thousand ranks take minutes.
+# Seconds after which reading of no further rank of a run begins. A thousand ranks take minutes.
 MOST_SECONDS = 3_600
 
 # Traces of one job began within an hour of each other; clocks of hosts are seconds apart.
@@ -61,12 +61,12 @@ MOST_APART_NS = 3_600 * 10**9
 
 
 def limited() -> bool:
-    """Return whether limits hold; `--no-limits` lifts them."""
+    """Return whether limits apply; `--no-limits` lifts them."""
     return not os.environ.get(NO_LIMITS)
 
 
 def limit(most: int) -> int:
-    """Return this number where limits hold, else one that nothing reaches."""
+    """Return this number if limits apply, else one that nothing reaches."""
     return most if limited() else 1 << 62
 
 
@@ -76,5 +76,5 @@ def too_many(path: Path, what: str, most: int) -> str:
 
 
 def most_unpacked(packed: int) -> int:
-    """Return how many bytes a file of that many packed bytes may unpack to."""
+    """Return how many bytes a file of this packed size may unpack to."""
     return limit(max(MOST_UNPACKED * packed, LEAST_UNPACKED))

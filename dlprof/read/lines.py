@@ -1,4 +1,4 @@
-"""Reads lines.jsonl: what each process of a rank counted of the named functions, piece by piece."""
+"""Reads lines.jsonl: the line counts of the named functions, by process of a rank, in pieces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Piece(msgspec.Struct):
 
 
 def read(path: Path) -> Reading:
-    """Return table "lines"; raises DlprofError where the file cannot be read or holds lines and none of them counts."""
+    """Return table "lines"; raises DlprofError if the file cannot be read or holds lines but no valid one."""
     hits: Counter[tuple[str, str, str, int]] = Counter()
     took: Counter[tuple[str, str, str, int]] = Counter()
     texts: dict[tuple[str, str], dict[int, str]] = {}

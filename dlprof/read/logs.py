@@ -24,7 +24,7 @@ _LATEST = 2**62
 _Required = Annotated[int, msgspec.Meta(ge=0, le=_LATEST)]
 _Optional = Annotated[int, msgspec.Meta(ge=-1, le=_LATEST)]
 
-# A core that computes for more of the time than this has nothing left to give.
+# A core that is busy for more than this share of the time counts as full.
 _BUSY_PERCENT = 90
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Log(Generic[T]):
     """The decoded lines of a log, some thousands at a time; afterwards `warnings` has what was lost.
 
     A line is bad where `decode` raises. A cut last line is dropped, other bad ones with a warning. Iterating raises
-    DlprofError where the file cannot be read or holds bad lines only.
+    DlprofError if the file cannot be read or holds bad lines only.
     """
 
     def __init__(self, path: Path, what: str, decode: Callable[[bytes], T]) -> None:
@@ -77,7 +77,7 @@ def rows(
     default: Mapping[str, str | int] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> Reading:
-    """Return the table of a log whose lines have the table's columns as keys, in order of time where they have one.
+    """Return the table of a log with the table's columns as keys of its lines; in order of time, if lines have one.
 
     A line without a required column is bad. Another column that is left out or null is what `default` says, else −1,
     NaN for a float64 and "" for a text. The default of a number is also the least that it may be. Keys that the table

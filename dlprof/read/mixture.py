@@ -1,8 +1,8 @@
-"""A folder of files of other tools, or one such file: what each file is, and which rank it is of.
+"""Finds the format and the rank of each file of other tools, in a folder or given alone.
 
-A folder may hold traces of several ranks and several windows of each, logs of GPUs, stacks, and whatever else lay
-there. It is one job. Each file is judged by its content (formats.py); what is read for which rank, and what is left and
-why, is in `Gathered.taken`.
+A folder may hold traces of several ranks and several windows of each, logs of GPUs, stacks, and other files. It counts
+as one job. The content of a file decides its format (formats.py). `Gathered.taken` has the ranks that each file is read
+for, or why it is left out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dlprof.units import count, duration, few, listed
 
 _TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
 
-# The table that makes a rank: what else lies there is put beside it.
+# A file with this table makes a rank. Other files are added to it.
 _SPANS = "spans"
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One file: its format, and the ranks that it is read for; or why it is left."""
+    """One file: its format, and the ranks that it is read for, or why it is left out."""
 
     path: Path
     format: Format | None
@@ -41,7 +41,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The files of each rank, by format, with the piece of the file where it holds several ranks; and the warnings."""
+    """The files of each rank by format, with the rank's piece if a file holds several ranks; and the warnings."""
 
     files: Mapping[int, Mapping[str, Path]]
     pieces: Mapping[int, Mapping[str, str]]
@@ -57,20 +57,20 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Ranks:
-    """What is read of which rank, while that is found out; `left` says why of a file that is not read."""
+    """Collects which files are read for which rank. `left`: why a file is not read."""
 
     files: dict[int, dict[str, Path]] = field(default_factory=dict)
     pieces: dict[int, dict[str, str]] = field(default_factory=dict)
     left: dict[Path, str] = field(default_factory=dict)
-    hosts: dict[str, int] = field(default_factory=dict)  # of each host the first rank
+    hosts: dict[str, int] = field(default_factory=dict)  # host → its first rank
 
     def first_of(self, path: Path) -> int:
-        """Return the first rank of the host that a path names; of all where it names none, or several."""
+        """Return the first rank of the host that a path names; the first of all if it names no host, or several."""
         named = [host for host in self.hosts if _names(path, host)]
         return self.hosts[named[0]] if len(named) == 1 else min(self.files, default=0)
 
     def put(self, rank: int, one: _Found) -> None:
-        """Read a part of a file for a rank, unless what it brings is read from another file already."""
+        """Add a part of a file to a rank, unless another file already has its tables."""
         mine = self.files.setdefault(rank, {})
         exclusive = set(one.format.tables) - JOINED
         for name, path in mine.items():
@@ -88,11 +88,11 @@ class _Ranks:
 
 
 def one_file(path: Path) -> Gathered:
-    """Return what one file holds; raise DlprofError where it is of no format that is read."""
+    """Return the ranks of one file; raise DlprofError if it has no format that is read."""
     head = Head(path)
     known = recognised(head)
     if known is None:
-        # What is JSON may still be a trace that is cut off early: its reader says what is wrong.
+        # JSON may still be a trace that was cut off early: its reader reports what is wrong.
         if head.opens not in ("{", "["):
             raise DlprofError(f"{path}: {described(head)}; `dlprof explain sources` lists what is read")
         known = format_named("torch_trace"), (Part(),)
@@ -108,10 +108,10 @@ def one_file(path: Path) -> Gathered:
 
 
 def gather(folder: Path, window: int | None = None) -> Gathered:
-    """Find the files of other tools below a folder and which rank each is of.
+    """Find the files of other tools below a folder, and the rank of each.
 
-    `window`: which window of a rank that has several, from 1 on; None: the last complete one. Raises DlprofError where
-    nothing in the folder can be read, or it has no such window.
+    `window`: the number of the window to read where ranks have several, from 1; None: the last complete one. Raises
+    DlprofError if nothing in the folder can be read, or it has no such window.
     """
     inside = Inside(folder)
     paths, unseen = _below(inside)
@@ -129,7 +129,7 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
     of_ranks = sorted((f for f in formats() if _SPANS in f.tables), key=lambda f: -f.precedence)
     for one in of_ranks:
         mine = [f for f in found if f.format is one]
-        if mine and ranks.files:  # ranks of two kinds would not be comparable, nor on one clock
+        if mine and ranks.files:  # ranks from two kinds of traces are not comparable, nor on one clock
             kind = of_first.title if of_first else ""
             ranks.left |= dict.fromkeys((f.path for f in mine), f"the spans of the ranks are read from a {kind}")
             continue
@@ -150,14 +150,14 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
 
 
 def _notable(taken: Iterable[Taken]) -> list[str]:
-    """Return a line that names the files which one might expect to be read: of a known format, or JSON."""
+    """Return a line that names the files left out that a user may expect to be read: known formats, or JSON."""
     names = [f"{one.path.name} ({one.left})" for one in taken if one.format and one.format.read is None]
     names += [one.path.name for one in taken if not one.format and one.path.name.endswith(_TRACES)]
     return [f"left out: {few(names, 8)}"] if names else []
 
 
 def beside(folder: Path, known: Sequence[int]) -> Gathered:
-    """Find what other tools left in the folder of a recorded run, not below it: it is read with the run's ranks."""
+    """Find files of other tools in a run folder, without its subfolders, to read with the run's ranks."""
     inside = Inside(folder)
     paths = [path for path in sorted(folder.glob("*")) if path.name not in _OURS and inside.holds(path)]
     paths, linked = _once(paths)
@@ -172,12 +172,12 @@ def beside(folder: Path, known: Sequence[int]) -> Gathered:
     return Gathered(ranks.files, ranks.pieces, (*_told(found, ranks), *taken))
 
 
-# What dlprof writes into the folder of a run.
+# Files that dlprof writes into a run folder.
 _OURS = frozenset({"run.json", "result.json", "report.html"})
 
 
 def _told(found: Iterable[_Found], ranks: _Ranks) -> Iterator[Taken]:
-    """Return what became of each file."""
+    """Return for each file what it is read for, or why it is left out."""
     readers: dict[tuple[Path, str], list[int]] = {}
     for rank, mine in ranks.files.items():
         for name, path in mine.items():
@@ -188,7 +188,7 @@ def _told(found: Iterable[_Found], ranks: _Ranks) -> Iterator[Taken]:
 
 
 def _once(paths: Sequence[Path]) -> tuple[list[Path], list[Taken]]:
-    """Return each file once, by device and inode, and what is left: a second name makes no second rank."""
+    """Return each file once, by device and inode, and the other names: a second name is no second rank."""
     names: dict[tuple[int, int], Path] = {}
     same: dict[Path, Path] = {}
     for path in sorted(paths, key=Path.is_symlink):  # a file before the links to it
@@ -212,7 +212,7 @@ def _of_links(linked: Sequence[Taken]) -> list[str]:
 
 
 def _ranked(path: Path, parts: Sequence[Part], warnings: list[str]) -> Sequence[Part]:
-    """Return the parts without ranks that no job has, and warn of these."""
+    """Replace impossible ranks with None, with a warning."""
     odd = [part.rank for part in parts if part.rank is not None and part.rank >= MOST_RANKS]
     if odd:
         warnings.append(f"{path.name}: says that it is of rank {odd[0]:,}, which no job has: its rank is unknown")
@@ -220,7 +220,7 @@ def _ranked(path: Path, parts: Sequence[Part], warnings: list[str]) -> Sequence[
 
 
 def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken], list[str]]:
-    """Return the parts of the files that are read, of the others why they are left, and warnings."""
+    """Return the parts of the files that are read, the reasons for leaving out the others, and warnings."""
     found, taken = [], []
     warnings: list[str] = []
     for path in paths:
@@ -244,7 +244,7 @@ def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken], list[str]
 
 
 def _nothing(folder: Path, paths: Sequence[Path], taken: Sequence[Taken], warnings: Sequence[str]) -> str:
-    """Say why there is nothing to read in a folder."""
+    """Return the reason why a folder has nothing to read."""
     seen = f"looked into {count(len(paths), 'file')}" if paths else "it is empty"
     known = {f"{one.format.title}: {one.left}": None for one in taken if one.format}
     seen = "; ".join((seen, *known, *warnings))
@@ -252,14 +252,14 @@ def _nothing(folder: Path, paths: Sequence[Path], taken: Sequence[Taken], warnin
 
 
 def _numbered(parts: Sequence[Part]) -> dict[int, Part]:
-    """Return the parts of one file by rank; those without one get the numbers that are free, in their order."""
+    """Return the parts of one file by rank; parts without a rank get the free numbers, in order."""
     numbered = {part.rank: part for part in parts if part.rank is not None}
     free = (n for n in range(len(parts)) if n not in numbered)
     return numbered | dict(zip(free, [part for part in parts if part.rank is None], strict=False))
 
 
 def _by_rank(found: Sequence[_Found], left: dict[Path, str]) -> tuple[dict[int, list[_Found]], list[str]]:
-    """Return the files of each rank, all windows of it, and warnings."""
+    """Return the files of each rank, of all windows, and warnings."""
     by_rank: dict[int, list[_Found]] = {}
     nameless: dict[str, list[_Found]] = {}
     for f in found:
@@ -278,25 +278,25 @@ def _by_rank(found: Sequence[_Found], left: dict[Path, str]) -> tuple[dict[int, 
 
 
 def _chosen(
-    by_rank: Mapping[int, Sequence[_Found]], folder: Path, asked: int | None, left: dict[Path, str]
+    by_rank: Mapping[int, Sequence[_Found]], folder: Path, wanted: int | None, left: dict[Path, str]
 ) -> tuple[dict[int, _Found], list[str]]:
-    """Return what is read of each rank: of several windows the asked one, or the last complete one."""
+    """Return the file to read for each rank: of the `wanted` window, or of the last complete one; and warnings."""
     by_path = {(rank, f.path): f for rank, files in by_rank.items() for f in files}
     windows = windows_of({r: [Window(f.path, f.part.began_ns) for f in files] for r, files in by_rank.items()})
     if len(windows) < 2:
-        if asked is not None and asked != 1 and by_rank:
-            raise DlprofError(f"{folder}: there is no window {asked}: each rank has one")
+        if wanted is not None and wanted != 1 and by_rank:
+            raise DlprofError(f"{folder}: there is no window {wanted}: each rank has one")
         return {rank: by_path[rank, path] for of in windows for rank, path in of.items()}, []
-    if asked is not None and not 1 <= asked <= len(windows):
-        raise DlprofError(f"{folder}: there is no window {asked}: there are {len(windows)}")
-    number = whole(windows) if asked is None else asked
+    if wanted is not None and not 1 <= wanted <= len(windows):
+        raise DlprofError(f"{folder}: there is no window {wanted}: there are {len(windows)}")
+    number = whole(windows) if wanted is None else wanted
     chosen = windows[number - 1]
     for at, window in enumerate(windows, 1):
         if at != number:
             left |= dict.fromkeys(window.values(), f"of window {at}; window {number} is read")
     for path in chosen.values():
         left.pop(path, None)
-    kind = "the one asked for" if asked is not None else "the last complete one"
+    kind = "the one asked for" if wanted is not None else "the last complete one"
     names = [path.relative_to(folder) if path.is_relative_to(folder) else path.name for path in chosen.values()]
     name = few(list(map(str, names)), 3)
     warnings = [f"{len(windows)} windows are there; read: {number}, {kind} ({name}; --window N reads another)"]
@@ -306,9 +306,10 @@ def _chosen(
 
 
 def _of_one_time(chosen: Mapping[int, _Found], left: dict[Path, str]) -> tuple[dict[int, _Found], list[str]]:
-    """Return the ranks whose traces began together, most of them, and warn of those that are left.
+    """Return the largest group of ranks with traces that began at about the same time; warn about the others.
 
-    Of groups as large it is the one that began last. What began further apart is of several jobs, or in other units.
+    If two groups are equally large, the later one is returned. Traces that began further apart come from several jobs,
+    or have other units.
     """
     groups: list[list[int]] = []
     first = 0
@@ -331,7 +332,7 @@ def _of_one_time(chosen: Mapping[int, _Found], left: dict[Path, str]) -> tuple[d
 
 
 def _beside(f: _Found, ranks: _Ranks) -> None:
-    """Put a file beside the rank that it is of; where that is unknown, or it is a host's, beside the first."""
+    """Add a file to its rank; if that is unknown, or the file belongs to a host, to the first rank."""
     if f.format.of_host or f.part.rank is None:
         ranks.put(ranks.first_of(f.path), f)
     elif f.part.rank in ranks.files or f.format.of_any_rank or not _has_spans(ranks):
@@ -353,7 +354,7 @@ def _has_spans(ranks: _Ranks) -> bool:
 
 
 def _below(inside: Inside) -> tuple[list[Path], int]:
-    """List the files to look into, level by level, in the natural order of names; and count those that are left."""
+    """List the files to look into, level by level, in natural order of names; and count the others."""
     found: list[Path] = []
     traces = others = unseen = 0
     level = [inside.root]

@@ -1,7 +1,7 @@
-"""Opens files that may come from a stranger: regular files inside the named folder, up to a size.
+"""Opens files from untrusted sources: only regular files inside the given folder, up to a size.
 
-Such a folder may hold links to the reader's own files, pipes and devices that never end, and a megabyte that unpacks to
-gigabytes. Whatever is skipped becomes a warning. `--no-limits` lifts the sizes, not the rest.
+Such a folder may hold links to the user's own files, endless pipes and devices, and a megabyte that unpacks to
+gigabytes. Each skipped file makes a warning. `--no-limits` lifts the sizes, not the rest.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dlprof.units import few
 
 _BATCH = 4 << 20
 
-NO_LINE = b"\0"  # no reader accepts it as a line
+NO_LINE = b"\0"  # no valid line for any reader
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; raise DlprofError, in one line, for whatever prevents that."""
+    """Open a regular file for reading; raise a one-line DlprofError if that fails."""
     try:
         # Without O_NONBLOCK, opening a pipe that has no writer blocks forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -42,7 +42,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return all of a small file; raise DlprofError where it is larger than MOST_TEXT."""
+    """Return all of a small file; raise DlprofError if it is larger than MOST_TEXT."""
     with open_file(path) as file:
         data = file.read(MOST_TEXT + 1 if limited() else -1)
     if len(data) > limit(MOST_TEXT):
@@ -67,7 +67,7 @@ def unpacked(packed: bytes, most: int) -> bytes:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Return all of a small file, unpacked; raise DlprofError where it, or what it unpacks to, is too large."""
+    """Return all of a small file, unpacked; raise DlprofError if it, or what it unpacks to, is too large."""
     data = read_file(path)
     most = min(most_unpacked(len(data)), limit(LEAST_UNPACKED))
     whole = unpacked(data, most + 1)
@@ -96,7 +96,7 @@ class Inside:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._real = root.resolve()
-        self._folders: dict[Path, bool] = {}  # whether they are below it: a job has thousands of files in few folders
+        self._folders: dict[Path, bool] = {}  # whether they are inside it; a job has thousands of files in few folders
         self._out: dict[str, None] = {}
 
     def holds(self, path: Path) -> bool:
@@ -108,7 +108,7 @@ class Inside:
         return self._is(path, stat.S_ISDIR)
 
     def text(self, path: Path) -> str:
-        """Return the text of a small file; "" where it is outside the folder or cannot be read."""
+        """Return the text of a small file; "" if it is outside the folder or cannot be read."""
         if not self.holds(path):
             return ""
         try:
@@ -118,7 +118,7 @@ class Inside:
 
     @property
     def warnings(self) -> list[str]:
-        """One line that names links which were not followed; none where there were none."""
+        """One line that names links which were not followed; none if there were none."""
         out = few(list(self._out), 4)
         return [f"links that lead out of the folder are not followed: {out}"] if out else []
 
@@ -134,7 +134,7 @@ class Inside:
                 leads_here = self._folders[path.parent]
         except PermissionError:
             raise
-        except (OSError, RuntimeError):  # not there, or a link to itself
+        except (OSError, RuntimeError):  # it does not exist, or links to itself
             return False
         if not leads_here:
             self._out[str(path.relative_to(self.root)) if path.is_relative_to(self.root) else path.name] = None

@@ -13,12 +13,12 @@ from dlprof.read.limits import MOST_SETTINGS, limit
 from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
 
-_MOST_TEXT = 400  # more of one's text than anybody reads
+_MOST_TEXT = 400  # characters of a text; longer ones are cut
 _MOST_APPLIED = 1 << 62
 
 
 def read(path: Path) -> Reading:
-    """Return table "overrides"; raises DlprofError where the file cannot be read or holds no object."""
+    """Return table "overrides"; raises DlprofError if the file cannot be read or holds no object."""
     try:
         data = json.loads(read_file(path))
     except (ValueError, RecursionError) as e:

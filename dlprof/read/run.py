@@ -1,4 +1,4 @@
-"""A run on disk and its ranks: a folder that dlprof recorded, a folder of other tools' files, or one of these."""
+"""Opens a run and finds its ranks: a run folder of dlprof, a folder of other tools' files, or one such file."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from dlprof.units import few
 
 FORMAT = 1
 
-# Which reader foreign files are for.
+# Names of the readers of other tools' files.
 TRACE, NSYS = "torch_trace", "nsys"
 
-# The folder of a rank, and which of its lives it was; a rank of more digits is nobody's.
+# The folder of a rank: its number and its restart. A name with more digits is no rank.
 _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
 
-# A job whose end was not recorded still runs if a file of it was written to within so many seconds.
+# A job without a recorded end counts as running if one of its files was written to in the last so many seconds.
 _STILL_S = 20.0
 
-# Tasks that one warning names.
+# The most tasks that one warning names.
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank left on disk. `facts` are the recorder's; of a foreign trace, empty."""
+    """What one rank left on disk. `facts`: what the recorder wrote; empty for other tools' files."""
 
     index: int
-    files: Mapping[str, Path] = field(default_factory=dict)  # source or format → what is read of it
+    files: Mapping[str, Path] = field(default_factory=dict)  # source or format → its file
     facts: Mapping[str, Any] = field(default_factory=dict)
-    resumed_ns: tuple[int, ...] = ()  # when the job, or a part of it, went on again after it was stopped
-    pieces: Mapping[str, str] = field(default_factory=dict)  # format → this rank's piece of a file of several
+    resumed_ns: tuple[int, ...] = ()  # when the job, or part of it, continued after a stop
+    pieces: Mapping[str, str] = field(default_factory=dict)  # format → this rank's piece of a shared file
 
     @property
     def unpacked_bytes(self) -> int:
-        """An estimate of what its files hold, unpacked; tables need about as much memory (seen on real traces)."""
+        """The estimated size of its files, unpacked. Their tables need about as much memory (seen on real traces)."""
         from dlprof.read.kineto.json_stream import unpacked_bytes
 
         return sum(map(unpacked_bytes, self.files.values()))
@@ -59,9 +59,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Run:
-    """One job: its ranks, how it was started and ended, and what was odd about its files.
+    """One job: its ranks, how it started and ended, and warnings about its files.
 
-    `taken`: of other tools' files, for which ranks each is read, or why it is left.
+    `taken`: for each file of another tool, the ranks that it is read for, or why it is left out.
     """
 
     path: Path
@@ -70,17 +70,17 @@ class Run:
     command: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
-    oom_kills: int = 0  # processes of the host that the kernel killed meanwhile for want of memory
+    oom_kills: int = 0  # processes on the host that the kernel killed during the job, out of memory
     warnings: tuple[str, ...] = ()
     taken: tuple[Taken, ...] = ()
 
     @property
     def largest_first(self) -> list[Rank]:
-        """The ranks in the order in which they are best read: no big one is left for the end."""
+        """The ranks with the largest files first, so that no large one is read last."""
         return sorted(self.ranks, key=lambda rank: -rank.unpacked_bytes)
 
     def share_out(self, jobs: int | None) -> None:
-        """Divide the cores, or `jobs` of them, among its traces, for those who read them (kineto/split)."""
+        """Divide the cores, or `jobs` of them, among its traces; kineto/split reads each trace with its share."""
         from dlprof.read.kineto import shares
 
         whole = (rank for rank in self.ranks if TRACE in rank.files and TRACE not in rank.pieces)
@@ -89,9 +89,10 @@ class Run:
 
 
 def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
-    """Open a run folder, a folder of other tools' files or one of these; raise DlprofError where nothing can be read.
+    """Open a run folder, a folder of other tools' files, or one such file.
 
-    `window`: which window of a folder whose ranks have several, from 1 on; None: the last complete one.
+    `window`: the number of the window to read where ranks have several, from 1; None: the last complete one. Raises
+    DlprofError if nothing can be read.
     """
     where = Path(path)
     try:
@@ -116,7 +117,7 @@ def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
 
 
 def _packed(where: Path, found: Unpacked, window: int | None) -> Run:
-    """Open what a packed file holds, as if it lay in the file's place."""
+    """Open the contents of a packed file as if they were in its place."""
     inner = top(found.path) if found.is_archive else found.path
     try:
         run = open_run(inner, window) if found.is_archive else _foreign(where, one_file(inner))
@@ -126,7 +127,7 @@ def _packed(where: Path, found: Unpacked, window: int | None) -> Run:
 
 
 def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the facts in a file of ours, and warnings; no facts where it is missing or broken."""
+    """Return the facts in a file that dlprof wrote, and warnings. There are no facts if it is missing or broken."""
     if not inside.holds(path):
         return {}, [f"{path.name} is missing"]
     try:
@@ -137,7 +138,7 @@ def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tupl
 
 
 def _unended(folder: Path) -> str:
-    """Say what it means that the end of a job was not recorded: it still runs, if its files were just written to."""
+    """Return a warning that the job's end was not recorded. It still runs if its files were just written to."""
     written = 0.0
     for path in itertools.chain(
         *(f.glob("*.jsonl") for f in (*run_folder.in_ranks(folder), *run_folder.in_hosts(folder)))
@@ -159,7 +160,7 @@ def _recorded(folder: Path) -> Run:
         )
     tasks = info.get("tasks") or _tasks(inside)
     if info and tasks and info.get("end_ns") is None:
-        info = {**info, **run_folder.together(tasks)}  # none of them was the last to end
+        info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
     warnings += _of_hosts(inside)
     ranks, odd = _ranks(inside)
@@ -196,7 +197,7 @@ def _recorded(folder: Path) -> Run:
 
 
 def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
-    """Return what the tasks of a job have written, each into a file of its own."""
+    """Return the facts of each task of a job; each wrote its own file."""
     files = (path for path in run_folder.in_tasks(inside.root) if path.suffix == ".json")
     return [_facts(inside, path, facts.TASK)[0] for path in files if inside.holds(path)]
 
@@ -207,13 +208,13 @@ def _foreign(where: Path, found: Gathered) -> Run:
 
 
 def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
-    """Return the ranks of a recorded run, each in its last life, and warnings."""
+    """Return the ranks of a recorded run, each from its last start, and warnings."""
     warnings = []
     lives: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
     same: dict[tuple[int, int], Path] = {}  # the folders by device and inode
     for folder in run_folder.in_ranks(inside.root) if inside.holds_folder(inside.root / "ranks") else ():
-        # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
+        # 00003: rank 3. 00003.r1: its first restart by torch-elastic. 00003.4711: another process that claimed rank 3.
         life = _LIFE.fullmatch(folder.name)
         if life and int(life[1]) < MOST_RANKS and inside.holds_folder(folder):
             found = folder.stat()
@@ -241,34 +242,34 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
         if attempt < last:
             warnings.append(f"rank {index} left nothing after the last restart")
             continue
-        told, odd = _facts(inside, folder / "facts.json", facts.RANK)
-        known[index] = folder, told
+        recorded, odd = _facts(inside, folder / "facts.json", facts.RANK)
+        known[index] = folder, recorded
         odd_of[index] = odd
-    of_job, others = of_one_job({index: told for index, (_, told) in known.items()})
+    of_job, others = of_one_job({index: recorded for index, (_, recorded) in known.items()})
     warnings += others
-    for index, (folder, told) in known.items():
+    for index, (folder, recorded) in known.items():
         if index not in of_job:
             continue
-        of_ranks += [(f"rank {index}", text) for text in (*odd_of[index], *(told.get("warnings") or ()))]
-        # Where machines share a name, the first to sample has it, else the first rank's.
-        name, boot = told.get("host"), told.get("boot") or ""
+        of_ranks += [(f"rank {index}", text) for text in (*odd_of[index], *(recorded.get("warnings") or ()))]
+        # Where hosts share a name, the one whose sampler started first keeps it, else the first rank's host.
+        name, boot = recorded.get("host"), recorded.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
-            told = {**told, "host": longer(name, boot)}
+            recorded = {**recorded, "host": longer(name, boot)}
         files = _files(inside, folder)
-        # A host's samples belong to none of its ranks: they are read with the first one.
-        if host := hosts.pop(told.get("host"), None):
+        # A host's samples belong to no single rank. They are read with its first rank.
+        if host := hosts.pop(recorded.get("host"), None):
             files |= _files(inside, host, of_host=True)
-        at = every_host.get(told.get("host"))
-        exported = _nsys_of(inside, at, told.get("pid")) if at and TRACE not in files else None
+        at = every_host.get(recorded.get("host"))
+        exported = _nsys_of(inside, at, recorded.get("pid")) if at and TRACE not in files else None
         if exported is None:
-            ranks.append(Rank(index, files, told))
+            ranks.append(Rank(index, files, recorded))
         else:
-            ranks.append(Rank(index, {**files, NSYS: exported[0]}, told, pieces={NSYS: exported[1]}))
+            ranks.append(Rank(index, {**files, NSYS: exported[0]}, recorded, pieces={NSYS: exported[1]}))
     return ranks, warnings + together(of_ranks, "ranks")
 
 
 def _nsys_of(inside: Inside, host: Path, pid: int | None) -> tuple[Path, str] | None:
-    """Return the export of nsys, of those of a host, that holds the process with that number, and its piece of it."""
+    """Return the nsys export of the host that holds process `pid`, and the name of the piece; None: there is none."""
     for path in sorted(host.glob("nsys*.sqlite")):
         if inside.holds(path) and pid is not None:
             from dlprof.read.nsys.format import piece_of
@@ -279,7 +280,7 @@ def _nsys_of(inside: Inside, host: Path, pid: int | None) -> tuple[Path, str] | 
 
 
 def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return which tasks of a job failed, the first first, and whose end is unknown; nothing where all ended alike."""
+    """Return warnings of tasks that failed, in order of time, or have no known end; none if all tasks ended alike."""
     ends: dict[str, list[str]] = {}
     for task in sorted(tasks, key=lambda task: task.get("end_ns") or 2**62):
         code, signal = ((task.get("exit") or {}).get(name) for name in ("code", "signal"))
@@ -297,13 +298,13 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _of_hosts(inside: Inside) -> list[str]:
-    """Return the warnings of each host's samplers; the same of several once."""
+    """Return the warnings of the hosts' samplers, each text once."""
     files = [host / "warnings.txt" for host in run_folder.in_hosts(inside.root)]
     return together([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
 
 
 def together(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
-    """Return each warning once, behind the name of the only one who has it, or how many of their kind have."""
+    """Return each warning once, prefixed with the name that has it, or with the number of names and `kind`."""
     who: dict[str, list[str]] = {}
     for name, text in warnings:
         who.setdefault(text, []).append(name)
@@ -311,7 +312,7 @@ def together(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
 
 
 def _files(inside: Inside, folder: Path, *, of_host: bool = False) -> dict[str, Path]:
-    """Find the file of each source that a rank, or a host, left."""
+    """Return the file of each source that a rank or a host left."""
     sources = [s for s in SOURCES if s.of_host == of_host]
     found = {s.name: next((folder / f for f in s.files if inside.holds(folder / f)), None) for s in sources}
     return {source: path for source, path in found.items() if path is not None}

@@ -1,7 +1,7 @@
-"""The raw formats of dlprof's own recordings, each read into a Reading, and the list of what is read of a rank.
+"""Lists dlprof's own files that are read for a rank; each is read into a Reading.
 
-Those of other tools are in formats.py. Logs of lines that are rows, and samplers', are read by logs.py. Any other
-format has a file of its own with `read(path)`, which imports no other reader.
+Formats of other tools are in formats.py. logs.py reads logs of rows and logs of samplers. Any other format has its own
+module with `read(path)`, which imports no other reader.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of one file of one rank.
+    """The contents of one file of one rank.
 
-    `tables`: names and columns of dlprof/schema.py, checked. `facts`: what stands next to the rows (rank, world_size,
-    host, devices, backend, groups, base_time_ns, schema); an unknown one is absent. `warnings`: one line each, what was
-    lost or is odd. `lacks`: tables that the file could have held and does not, each with the tool's option that brings
-    it.
+    `tables`: names and columns as in dlprof/schema.py, checked. `facts`: everything but rows (rank, world_size, host,
+    devices, backend, groups, base_time_ns, schema); an unknown one is absent. `warnings`: a line for each problem.
+    `lacks`: tables that the file could hold and does not, each with the tool's option that records it.
     """
 
     tables: Mapping[str, pd.DataFrame]
@@ -35,16 +34,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """One thing that a rank leaves on disk: its files (the first that is there is read), and the tables they hold.
+    """A kind of file that a rank leaves on disk: its names (the first that exists is read), and its tables.
 
-    Several sources may give rows of one table. What is a host's lies in its folder and is read with its first rank.
+    Several sources may have rows of one table. A host's file is in the host's folder and is read with its first rank.
     """
 
     name: str
     files: tuple[str, ...]
     tables: tuple[str, ...]
-    absent: str  # why there is none, in words for the user
-    read: Callable[[Path], Reading]  # raises DlprofError where the file cannot be read or is no such log
+    absent: str  # why the file may be missing, in words for the user
+    read: Callable[[Path], Reading]  # raises DlprofError if the file cannot be read or is no such log
     of_host: bool = False
 
     @property
@@ -99,8 +98,7 @@ _ONLY = "(only `dlprof wrap` and `dlprof run` leave one)"
 _NO_LOADING = f"no record of every batch {_ONLY}"
 _NOT_SAMPLED = "nothing was sampled next to the job (only `dlprof wrap` and `dlprof run` do, without --no-sample)"
 
-# What is read of a rank. To add a source: its line here, its tables in dlprof/schema.py, and its reader where it is
-# neither a log of rows nor one of samples.
+# To add a source: a line here, its tables in dlprof/schema.py, and a reader, unless it is a log of rows or of samples.
 SOURCES: tuple[Source, ...] = (
     _log(
         "compiled",

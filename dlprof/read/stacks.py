@@ -1,4 +1,4 @@
-"""Reads the folded stacks that py-spy saw of a rank and its workers: whose they are and in which phase of the step."""
+"""Reads the folded stacks that py-spy sampled in a rank and its workers, with role, thread and phase of the step."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
 
 _WORKER = "torch/utils/data/_utils/worker.py"
 
-# The recorder's files: its hooks stand between the script's frames. An older one had them at the top of the package.
+# The recorder's files: its hooks are between the script's frames. Older versions had them in the package's top folder.
 _OURS = re.compile(
     r"[/\\]dlprof[/\\](record[/\\](\w+[/\\])*\w+|(__init__|hooks|recorder|step_clock|observed|marks|overrides)|(collectors|inject)[/\\]\w+)\.py$"
 )
-# Whoever calls this, or the profiler from one of the recorder's, is at the recorder's work and not at the script's.
+# Frames that call this, or the profiler from a file of the recorder, do the recorder's work, not the script's.
 _OUR_WORK = re.compile(r"[/\\]dlprof[/\\](record[/\\])?recorder\.py$")
 _PROFILER = re.compile(r"[/\\]torch[/\\](profiler[/\\]\w+|autograd[/\\]profiler)\.py$")
 
 
 def read(path: Path) -> Reading:
-    """Return the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file has them.
+    """Return the table "stacks"; facts: `stacks` with bursts and sampled seconds, if the file has them.
 
-    A cut end loses its stacks alone. Raises DlprofError where the file cannot be read or holds no stack.
+    If the end is cut off, only its stacks are lost. Raises DlprofError if the file cannot be read or holds no stack.
     """
     lines: Counter[str] = Counter()
     bursts = ns = bad = 0
@@ -90,7 +90,7 @@ def read(path: Path) -> Reading:
 
 
 def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
-    """Return the text of each burst, unpacked as far as it goes, and whether its last line may be half."""
+    """Return the text of each burst, unpacked as far as possible, and whether its last line may be partial."""
     data = read_file(path)
     left = most_unpacked(len(data))
     if path.suffix != ".gz":
@@ -112,9 +112,9 @@ def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _row(folded: str) -> tuple[str, str, str, str] | None:
-    """Return role, thread, phase and stack of one folded line; None: a thread in no Python of the job's.
+    """Return role, thread, phase and stack of one folded line; None: a thread without Python code of the job.
 
-    What a rank does for the recorder, as writing its trace, is no part of the job.
+    Work of a rank for the recorder, such as writing its trace, does not belong to the job.
     """
     depth = 0
     while (process := _PROCESS.match(folded)) is not None:
@@ -149,7 +149,7 @@ def _begins_worker(text: str) -> bool:
 
 
 def _of_the_job(texts: list[str]) -> list[_Frame]:
-    """Return the frames but for the recorder's; none where the recorder is at work."""
+    """Return the frames without the recorder's; none if the recorder is at work."""
     frames: list[_Frame] = []
     after_ours = False
     for text in texts:

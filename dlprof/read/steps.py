@@ -13,7 +13,7 @@ from dlprof.read.sources import Reading
 
 
 def read(path: Path) -> Reading:
-    """Return the table "steps"; raises DlprofError where the file cannot be read or is no log of steps."""
+    """Return the table "steps"; raises DlprofError if the file cannot be read or is no log of steps."""
     extra = {"steps": "int64", "outstanding": "int64"}
     log = logs.rows(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, extra)
     frame, warnings = _settled(log.tables["steps"]), log.warnings

@@ -1,8 +1,8 @@
-"""Unpacks what people send traces in: xz, bzip2 and twice packed gzip files, zip and tar archives.
+"""Unpacks xz, bzip2 and twice packed gzip files, zip and tar archives.
 
-Everything goes into a temporary folder that ends with this process. Of an archive only regular files come out, under
-names that stay within that folder; links, devices and names that lead out of it are passed over. An archive may unpack
-to as much as one packed file may, and no more than MOST_OF_ARCHIVE.
+Everything goes into a temporary folder that is removed when this process ends. Only regular files of an archive are
+unpacked, under names within that folder. Links, devices and names that lead out of it are skipped. An archive may
+unpack to as much as one packed file may, and no more than MOST_OF_ARCHIVE.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dlprof.read.opening import open_file
 _GZIP, _XZ, _BZIP2, _ZIP = b"\x1f\x8b", b"\xfd7zXZ\0", b"BZh", b"PK\x03\x04"
 _TAR_AT, _TAR = 257, b"ustar"
 _BLOCK = 1 << 20
-_LAYERS = 4  # of packing: trace.json.gz in an archive.tar.xz has three
-_XZ_MEMORY = 256 << 20  # what xz -9 asks for is a quarter of it
+_LAYERS = 4  # layers of packing: trace.json.gz in an archive.tar.xz has three
+_XZ_MEMORY = 256 << 20  # xz -9 needs a quarter of it
 _DAMAGED = (EOFError, ValueError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile)
-# zipfile raises these of a member that is encrypted, or packed in a way that it does not know.
+# zipfile raises these for a member that is encrypted, or packed in an unknown way.
 _NOT_READ = (RuntimeError, NotImplementedError)
 
 _PACKED: dict[bytes, Callable[[], Any]] = {
@@ -43,7 +43,7 @@ _ENDINGS = (".gz", ".xz", ".bz2", ".tgz", ".txz", ".tbz2")
 
 
 class Unpacked:
-    """What a packed file holds: `path`, a file or (of an archive) a folder, and a line for each thing that it lacks."""
+    """An unpacked file: `path`, a file or (from an archive) a folder, and a warning for each missing part."""
 
     def __init__(self, source: Path, *, archives: bool = True) -> None:
         self._source, self._archives = source, archives
@@ -56,7 +56,7 @@ class Unpacked:
         self.path = self._inner(source)
 
     def _inner(self, path: Path) -> Path:
-        """Take off one layer of packing after the other, and take an archive apart."""
+        """Unpack one layer after another, and extract an archive."""
         for layer in range(_LAYERS):
             begins = _beginning(path)
             if self._archives and _is_archive(begins):
@@ -86,7 +86,7 @@ class Unpacked:
             self.warnings.append(f"{self._source.name}: {why}: what comes before is used")
 
     def _copy(self, blocks: Iterator[bytes], out: IO[bytes]) -> bool:
-        """Write what is within the limits; return whether that was all."""
+        """Write the data up to the limits; return whether that was all."""
         for block in blocks:
             self._left -= len(block)
             if self._left < 0:
@@ -99,7 +99,7 @@ class Unpacked:
         return True
 
     def _take(self, inside: Path, members: Iterator[tuple[str, Iterator[bytes] | None]]) -> None:
-        """Write the regular files among an archive's members, each to its name within the folder."""
+        """Write the regular files of an archive, each to its name within the folder."""
         passed: list[str] = []
         for number, (name, blocks) in enumerate(members):
             if number >= limit(MOST_MEMBERS):
@@ -112,7 +112,7 @@ class Unpacked:
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 out = place.open("xb")
-            except OSError:  # two of one name, a file in a folder's place, a name too long
+            except OSError:  # a repeated name, a file instead of a folder, a name that is too long
                 passed.append(name)
                 continue
             with out:
@@ -121,7 +121,7 @@ class Unpacked:
                         return
                 except _NOT_READ:
                     passed.append(name)
-                except _DAMAGED:  # of a zip archive the other members are whole
+                except _DAMAGED:  # the other members of a zip archive are intact
                     self.warnings.append(f"{self._source.name}: {name} is cut off or damaged")
         if passed:
             names = ", ".join(passed[:4]) + (" …" if len(passed) > 4 else "")
@@ -131,7 +131,7 @@ class Unpacked:
 
 
 def unpacked(path: Path, *, archives: bool = True) -> Unpacked | None:
-    """Return what a packed file holds; None where it is none, or one that the readers unpack themselves.
+    """Unpack a file; return None if it is not packed, or if the readers unpack it themselves.
 
     Without `archives` they are left as they are, as those are that torch.save writes.
     """
@@ -169,13 +169,13 @@ def _is_packed_again(path: Path) -> bool:
 
 
 def _unpacked(file: IO[bytes], make: Callable[[], Any]) -> Iterator[bytes]:
-    """Return what a packed file holds, block by block; raises one of _DAMAGED."""
+    """Yield the unpacked blocks of a file; raise one of _DAMAGED."""
     unpacker = make()
     data = file.read(_BLOCK)
     while data:
         while not unpacker.eof:
             block = unpacker.decompress(data, _BLOCK)
-            data = getattr(unpacker, "unconsumed_tail", b"")  # the others keep it themselves
+            data = getattr(unpacker, "unconsumed_tail", b"")  # the other unpackers buffer it themselves
             if block:
                 yield block
             if not data and getattr(unpacker, "needs_input", not block):
@@ -195,7 +195,7 @@ def _of_zip(path: Path) -> Iterator[tuple[str, Iterator[bytes] | None]]:
 
 
 class _Careful:
-    """A file of which nobody reads much at once: the headers of a tar file say how long they are."""
+    """A file that limits the size of a read: a tar header may claim any length."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.seek, self.tell = file, file.seek, file.tell
@@ -209,11 +209,11 @@ class _Careful:
 def _of_tar(path: Path) -> Iterator[tuple[str, Iterator[bytes] | None]]:
     with open_file(path) as file, tarfile.open(fileobj=_Careful(file), mode="r:") as archive:  # type: ignore[call-overload]
         for one in archive:
-            archive.members.clear()  # else it keeps them all
+            archive.members.clear()  # else all members stay in memory
             if not one.isdir():
                 yield one.name, None if not one.isreg() else _of_member(partial(archive.extractfile, one))
         file.seek(archive.offset)
-        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # a header that is none: tarfile takes it for the end
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # an invalid header: tarfile takes it for the end
             raise tarfile.ReadError
 
 
@@ -224,14 +224,14 @@ def _of_member(opened: Callable[[], Any]) -> Iterator[bytes]:
 
 
 def _within(folder: Path, name: str) -> Path | None:
-    """Return the place of a member within a folder; None where its name leads out of it, or is none."""
+    """Return the path of a member within a folder; None if its name leads out of it or is empty."""
     parts = PurePosixPath(name).parts
     odd = not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name
     return None if odd or len(parts) > 32 else folder.joinpath(*parts)
 
 
 def top(folder: Path) -> Path:
-    """Return the folder of what an archive holds: where all lies in one folder, that one."""
+    """Return the folder with an archive's contents; if they are all in one subfolder, that one."""
     while len(below := list(folder.iterdir())) == 1 and below[0].is_dir():
         folder = below[0]
     return folder

@@ -24,13 +24,13 @@ _LIMIT = re.compile(r"\s*(?P<rule>[a-z_]+)\s*<\s*(?P<limit>\d+(\.\d+)?)\s*(?P<un
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%?\s*")
 _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
 
-# ok; FAIL; ????: it passes, and nobody can tell whether it is so; warn: it would fail, and was told to pass.
+# ok; FAIL; ????: it passes, but could not be measured; warn: it would fail, but an option lets it pass.
 Word = Literal["ok", "FAIL", "????", "warn"]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One limit, and what the run is against it."""
+    """One limit, and how the run compares with it."""
 
     name: str
     word: Word
@@ -97,23 +97,23 @@ def check(
     slower = _SHARE.fullmatch(max_slowdown)
     if not slower:
         raise click.UsageError(f"{max_slowdown!r} is no share; write 5%")
-    asked = []
+    parsed = []
     for text in limits:
         m = _LIMIT.fullmatch(text)
         if not m:
             raise click.UsageError(f"{text!r} is no limit; write 'input_wait<5%' or 'host_bound<2ms'")
-        asked.append((rule_named(RULES, m["rule"]).id, float(m["limit"]), m["unit"]))
+        parsed.append((rule_named(RULES, m["rule"]).id, float(m["limit"]), m["unit"]))
     result = analyse(path)
     if result.window is None:
         raise DlprofError(f"{path}: no step was recorded, so nothing can be checked")
     load = result.foreign_load
     disturbed = load is not None and load.disturbs
-    checked = list(_limits(result, asked, not_measured == "pass", disturbed))
+    checked = list(_limits(result, parsed, not_measured == "pass", disturbed))
     if baseline is not None:
         checked.append(_against(baseline, result, float(slower[1]) / 100, not_measured == "pass", disturbed))
     if load is not None and disturbed:
-        said = used_by_others(load.foreign, load.cores, load.waited)
-        checked.append(Checked("other programs", "warn" if foreign_load else "FAIL", said))
+        text = used_by_others(load.foreign, load.cores, load.waited)
+        checked.append(Checked("other programs", "warn" if foreign_load else "FAIL", text))
     for one in checked:
         say(f"{one.word:<4}  {one.name}: {one.text}" if one.name != "other programs" else f"{one.word:<4}  {one.text}")
     failed = [one for one in checked if one.word == "FAIL"]
@@ -127,16 +127,16 @@ def check(
 
 
 def _limits(
-    result: Result, asked: Sequence[tuple[str, float, str]], may_be_unknown: bool, disturbed: bool
+    result: Result, limits: Sequence[tuple[str, float, str]], may_be_unknown: bool, disturbed: bool
 ) -> Iterator[Checked]:
-    """Yield what the run is against each limit on a rule."""
+    """Yield how the run compares with each limit on a rule."""
     from dlprof.result import TIMELESS
     from dlprof.units import duration, percent
 
     outcomes = {o.id: o for o in result.outcomes}
-    for rule, limit, unit in asked:
+    for rule, limit, unit in limits:
         o = outcomes[rule]
-        risk = o.scope in TIMELESS and o.state == "found"  # what may end the job is no matter of time
+        risk = o.scope in TIMELESS and o.state == "found"  # a risk of ending the job has no time to compare
         bad, word = False, "ok"
         if o.state in ("not_measured", "error"):
             what = f"{o.state.replace('_', ' ')}: {o.why}"
@@ -152,7 +152,7 @@ def _limits(
 
 
 def _against(baseline: Path, result: Result, limit: float, may_be_unknown: bool, disturbed: bool) -> Checked:
-    """Return what the run is against its baseline."""
+    """Return how the run compares with its baseline."""
     from dlprof.analysis.compare.gate import slowdown
     from dlprof.commands.prove.compare import result_of
     from dlprof.units import percent
@@ -171,7 +171,7 @@ def _against(baseline: Path, result: Result, limit: float, may_be_unknown: bool,
 
 
 def _annotations(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a line of GitHub's workflow commands for each limit that failed, or that nobody could judge."""
+    """Yield a line of GitHub's workflow commands for each limit that failed or could not be measured."""
     levels = {"FAIL": "error", "????": "warning", "warn": "warning"}
     for one in checked:
         if one.word in levels:
@@ -181,7 +181,7 @@ def _annotations(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _write_junit(path: Path, run: str, checked: Sequence[Checked]) -> None:
-    """Write the outcomes as one suite of tests; raise DlprofError where the file cannot be written."""
+    """Write the outcomes as one suite of tests; raise DlprofError if the file cannot be written."""
     from xml.etree import ElementTree
 
     from dlprof.files import write, writing

@@ -61,7 +61,7 @@ def compare(
 def compare_runs(
     paths: Sequence[Path], out: Path | None, form: str, jobs: int | None, *, show: bool, quiet: bool
 ) -> None:
-    """Print and write what each of several runs gained; raise DlprofError where fewer than two can be compared."""
+    """Print and write what each of several runs gained; raise DlprofError if fewer than two can be compared."""
     from dlprof.analysis.compare.ladder import ladder
     from dlprof.commands.report import write_summary
     from dlprof.report.compare.page import summary, to_json

@@ -46,7 +46,7 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
     show_default=True,
     help="weak: each rank has a batch of its own; strong: all share one.",
 )
-@click.option("--batch", type=click.IntRange(min=1), help="Batch of each rank; with strong, of all together.")
+@click.option("--batch", type=click.IntRange(min=1), help="Batch of each rank; with strong, of all ranks.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=2, show_default=True, help="Recordings of each size.")
 @click.option("--steps", type=click.IntRange(60, 1_000_000), default=60, show_default=True, help="Steps of each.")
 @minutes(30.0)
@@ -173,7 +173,7 @@ def _study(
     show: bool,
     quiet: bool,
 ) -> None:
-    """Read the runs, print and write the study; raise DlprofError where no run can be read."""
+    """Read the runs, print and write the study; raise DlprofError if no run can be read."""
     from dlprof.analysis.compare.ladder import script_of
     from dlprof.analysis.scaling.predictions import TARGETS, studied
     from dlprof.analysis.scaling.replayed import replays_of

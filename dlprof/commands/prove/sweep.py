@@ -74,9 +74,9 @@ def sweep(
     python = words[0].endswith(".py") or words[0].startswith("-m")
     command = (sys.executable, *words) if python else words
     try:
-        asked = [axis(word) for word in axes]
-        of_command = placeholders(asked, command)
-        points = grid(asked)
+        parsed = [axis(word) for word in axes]
+        of_command = placeholders(parsed, command)
+        points = grid(parsed)
     except DlprofError as e:
         raise click.UsageError(str(e)) from None
     other = sorted({n for p in points for n in changes_numbers(settings(p, of_command))})
@@ -88,7 +88,7 @@ def sweep(
         return
     folder = out or new_folder("dlprof-sweep")
     options = Options(minutes, steps, rounds, not no_predict, copy, allow_numerics)
-    going = begun(command, asked, folder, options)
+    going = begun(command, parsed, folder, options)
     job = Job(command, Path.cwd(), {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}, {})
 
     def tell(line: str) -> None:
@@ -98,11 +98,11 @@ def sweep(
     tell(f"{len(points)} points, {rounds} rounds, for at most {minutes:g} minutes, in {shown(folder)}")
     with stopping() as asks:
         done = swept(going, job, folder, options, asks, tell)
-    said = summary(done)
+    outcome = summary(done)
     if any(p.readings for p in done.points):
-        write_summary(said, to_json(done), "sweep", "", folder, form, show=show)
+        write_summary(outcome, to_json(done), "sweep", "", folder, form, show=show)
     else:
-        print_summary(said, to_json(done), form)
+        print_summary(outcome, to_json(done), form)
     if asks.by:
         raise SystemExit(128 + asks.by)
     if not any(p.readings for p in done.points):

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(8, 1_000_000), help="Steady steps of each run. [default: some seconds]")
 @click.option(
     "--set",
-    "asked",
+    "settings",
     multiple=True,
     metavar="'NAME=VALUE ...'",
-    help="Try this too, whether or not a finding names it; several settings in one word are tried together. Repeatable."
+    help="Try this too, whether or not a finding names it; several settings in one word are tried at once. Repeatable."
     " `dlprof explain settings` lists them.",
 )
 @click.option("--obvious", is_flag=True, help="Try also what no finding names, but anyone would try.")
@@ -42,7 +42,7 @@ def try_(
     path: Path,
     minutes: float,
     steps: int | None,
-    asked: tuple[str, ...],
+    settings: tuple[str, ...],
     obvious: bool,
     allow_numerics: bool,
     copy: bool,
@@ -63,7 +63,7 @@ def try_(
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
-    options = Options(minutes, steps, asked, obvious, allow_numerics, copy, command)
+    options = Options(minutes, steps, settings, obvious, allow_numerics, copy, command)
     if listed:
         _print_plan(prepared(path, result, options, os.environ))
         return
@@ -89,11 +89,11 @@ def _print_plan(trial: Trial) -> None:
 def try_run(
     path: Path, result: Result, options: Options, form: str = "text", quiet: bool = False, *, err: bool = False
 ) -> int:
-    """Try, print what was found, add it to the run's report; return the signal that asked for the end, 0 for none.
+    """Try, print the results and add them to the run's report; return the signal that stopped it, 0 for none.
 
-    `err`: all is printed on stderr, as stdout is the job's.
+    `err`: print everything on stderr, because stdout belongs to the job.
 
-    Raises DlprofError where nothing can be tried.
+    Raises DlprofError if nothing can be tried.
     """
     from msgspec.structs import replace
 
@@ -112,8 +112,8 @@ def try_run(
         if not quiet:
             say(f"dlprof: {_told(found)}", err=True)
 
-    with stopping() as asked:
-        found: Tried = tried(trial, asked, tell)
+    with stopping() as stop:
+        found: Tried = tried(trial, stop, tell)
     if form == "json":
         click.echo(compact(to_json(found)))
     else:
@@ -121,11 +121,11 @@ def try_run(
         for skipped in trial.plan.skipped:
             say(f"not tried: {skipped}", err=err)
     write_files(replace(result, tried=found), path, path)
-    return asked.by
+    return stop.by
 
 
 def _announced(trial: Trial) -> list[str]:
-    """Say what will happen before anything runs."""
+    """Return the lines that announce what will run."""
     from dlprof.units import count, few
 
     changes = trial.plan.candidates

@@ -48,7 +48,7 @@ def whatif(
 ) -> None:
     """Predict what the mean step of PATH would be with something changed, by replaying what was recorded.
 
-    Each change alone, and all of them together. Nothing is run. What a prediction cannot know stands beside it.
+    Predicts each change alone, and all at once. Nothing is run. Each prediction lists what it cannot know.
     """
     from dlprof.analysis.whatif.answers import answers
     from dlprof.analysis.whatif.asked import Asked, factor
@@ -62,17 +62,17 @@ def whatif(
         factors = {name: None if text is None else factor(text) for name, text in speeds.items()}
     except DlprofError as e:
         raise click.UsageError(str(e)) from None
-    asked = Asked(**factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule)
-    if not asked.named:
+    request = Asked(**factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule)
+    if not request.named:
         raise click.UsageError("name a change: --input perfect, --workers 4, --device 1.5x, ...")
     run = open_run(path)
     try:
         with Progress(quiet=quiet) as progress:
-            found = answers(run, asked, jobs, progress)
+            found = answers(run, request, jobs, progress)
     except NotMeasured as e:
         raise DlprofError(f"{path}: {e}") from None
-    said = summary(path.resolve().name, found)
+    outcome = summary(path.resolve().name, found)
     if out is None and not show:
-        print_summary(said, to_json(found), form)
+        print_summary(outcome, to_json(found), form)
     else:
-        write_summary(said, to_json(found), "whatif", "dlprof-whatif", out, form, show=show)
+        write_summary(outcome, to_json(found), "whatif", "dlprof-whatif", out, form, show=show)

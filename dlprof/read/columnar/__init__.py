@@ -1,1 +1,1 @@
-"""Traces that are read by whole columns: from SQLite, to rows, to spans and the steps that recur in them."""
+"""Reads traces by whole columns: from SQLite to rows, spans, and recurring steps."""

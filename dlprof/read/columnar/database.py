@@ -1,8 +1,8 @@
-"""Opens a SQLite file that may come from a stranger, and reads whole columns of its tables.
+"""Opens SQLite files, also from untrusted sources, and reads whole columns of their tables.
 
-Nothing of the file is run: it is opened read-only and immutable, only plain tables and stored columns are read (no
-views, no virtual tables, no generated columns), and nothing but SELECT is allowed. A damaged file cannot keep the
-reader busy: what SQLite may compute is bounded by the file's size. What is read of a table before it breaks is used.
+No code in the file runs. It is opened read-only and immutable. Only plain tables and stored columns are read: no views,
+virtual tables or generated columns. Only SELECT is allowed. The file's size limits how many instructions SQLite may
+run, so a damaged file cannot keep it busy. If a table is damaged, the rows before the damage are used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MISSING = -(1 << 63)  # stands for NULL, and for a column that this version has not
+MISSING = -(1 << 63)  # NULL, or a column that this version lacks
 
 _MAGIC, _GZIP = b"SQLite format 3\0", b"\x1f\x8b"
 _BLOCK = 1 << 20
 
-# SQLite's own instructions: a row of an export takes some tens, and at least 16 bytes. Of a damaged file whose pages
-# lead to each other, SQLite would go on reading for years.
+# Limits on SQLite's instructions. A row of an export takes some tens of them, and at least 16 bytes. Without a limit,
+# SQLite would read for years in a damaged file with pages that refer to each other.
 _STEPS_A_BYTE, _STEPS_LEAST, _STEPS_AT_ONCE = 64, 50_000_000, 1_000_000
 
 # What reading a damaged file raises; SQLite's own messages may hold bytes of it.
@@ -40,7 +40,7 @@ _SQLITE_FUNCTION = 31  # sqlite3.SQLITE_FUNCTION of Python 3.11
 
 
 class Database:
-    """An open file. `damage` has one line for each table that could not be read to its end."""
+    """An open file. `damage`: a line for each table that could not be read to its end."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
         self._connection = connection
@@ -51,7 +51,7 @@ class Database:
         self.tables = {str(row[0]) for row in self._run("its list of tables", tables)}
 
     def columns(self, table: str) -> Mapping[str, str]:
-        """Return the stored columns of a table: lower case → as they are written; none where there is no table."""
+        """Return the stored columns of a table: lower-case name → name; empty if there is no such table."""
         if table not in self.tables:
             return {}
         if table not in self._columns:
@@ -60,13 +60,13 @@ class Database:
         return self._columns[table]
 
     def has(self, table: str) -> bool:
-        """Return whether a table is there and holds a row."""
+        """Return whether a table exists and has a row."""
         return any(self.rows(table, ["1"], most=1))
 
     def rows(
         self, table: str, what: Sequence[str], where: str = "", args: Sequence[Any] = (), most: int | None = None
     ) -> Iterator[tuple[Any, ...]]:
-        """Return a table's rows in their order, as expressions of SQL, as far as it can be read."""
+        """Return a table's rows in their order, as far as they can be read. `what`: SQL expressions, one a column."""
         if table not in self.tables:
             return iter(())
         bound = limit(MOST_ROWS) if most is None else most
@@ -75,7 +75,7 @@ class Database:
     def integers(
         self, table: str, names: Sequence[str], where: str = "", args: Sequence[Any] = ()
     ) -> dict[str, NDArray[np.int64]]:
-        """Return columns of a table by name, int64; of a name with bars (a|b) the first that is there."""
+        """Return columns of a table by name, int64. A name with bars (a|b) means the first column that exists."""
         import numpy as np
 
         read = chain.from_iterable(self.rows(table, [self.integer(table, name) for name in names], where, args))
@@ -86,15 +86,15 @@ class Database:
         return {name: rows[:, i].copy() for i, name in enumerate(names)}
 
     def integer(self, table: str, name: str) -> str:
-        """Return the expression of a column's values as integers; MISSING where there is none."""
+        """Return the SQL expression for a column as integers; MISSING replaces missing values and columns."""
         held = self.columns(table)
         found = next((held[one.lower()] for one in name.split("|") if one.lower() in held), None)
-        # The number as it is written would be a real one, for there is no +9223372036854775808.
+        # Written out, MISSING would become a float: SQLite parses its digits first, and they are too large for int64.
         none = f"({MISSING + 1} - 1)"
         return f"ifnull(CAST({_quoted(found)} AS INTEGER), {none})" if found else none
 
     def texts(self, table: str, key: str, value: str, wanted: Iterable[int] | None = None) -> dict[int, str]:
-        """Return a table's texts by number; only those that are wanted. A text is cut off after 4,000 characters."""
+        """Return a table's texts by number, only the `wanted` ones. A text is cut off after 4,000 characters."""
         held = self.columns(table)
         if key.lower() not in held or value.lower() not in held:
             return {}
@@ -103,7 +103,7 @@ class Database:
         return {k: _text(v) for k, v in self.rows(table, what) if v is not None and (chosen is None or k in chosen)}
 
     def named(self, table: str) -> dict[str, str]:
-        """Return a table of names and values; of two values of one name the first."""
+        """Return a table of names and values; the first value of a name counts."""
         if not {"name", "value"} <= set(self.columns(table)):
             return {}
         found: dict[str, str] = {}
@@ -113,7 +113,7 @@ class Database:
         return found
 
     def _run(self, table: str, sql: str, args: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        """Return the rows of a statement up to where the table is damaged."""
+        """Yield the rows of a statement, up to where the table is damaged."""
         try:
             yield from self._connection.execute(sql, args)
         except _ERRORS as e:
@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Return whether a file is a SQLite database, or a packed one, by its first bytes."""
+    """Return whether a file's first bytes, unpacked, are those of a SQLite database."""
     with open_file(path) as file:
         head = file.read(_BLOCK)
     if head.startswith(_GZIP):
@@ -145,7 +145,7 @@ def is_sqlite(path: Path) -> bool:
 
 @contextlib.contextmanager
 def open_database(path: Path) -> Iterator[Database]:
-    """Open a SQLite file, also one packed with gzip; raise DlprofError where it is none."""
+    """Open a SQLite file, also one packed with gzip; raise DlprofError if it is none."""
     if not is_sqlite(path):
         raise DlprofError(f"{path}: not a SQLite file")
     with contextlib.ExitStack() as stack:
@@ -163,7 +163,7 @@ def open_database(path: Path) -> Iterator[Database]:
 
 
 def _unpack(path: Path, file: BinaryIO, to: BinaryIO) -> list[str]:
-    """Write what a packed file holds, up to a limit; return a warning where it is cut off."""
+    """Unpack a file into `to`, up to a limit; return a warning if it is cut off."""
     unpack, left = zlib.decompressobj(zlib.MAX_WBITS | 16), most_unpacked(path.stat().st_size)
     try:
         while not unpack.eof and (block := file.read(_BLOCK)):
@@ -182,7 +182,7 @@ def _unpack(path: Path, file: BinaryIO, to: BinaryIO) -> list[str]:
 
 
 def _connect(file: Path, path: Path) -> sqlite3.Connection:
-    """Open a file so that nothing of it is run and nothing is written; one that is cut off, too."""
+    """Open a file so that no code in it runs and nothing is written; files that are cut off can be opened too."""
     connection = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
     connection.text_factory = lambda text: text.decode(errors="replace")
     left = _STEPS_LEAST + _STEPS_A_BYTE * file.stat().st_size
@@ -198,7 +198,7 @@ def _connect(file: Path, path: Path) -> sqlite3.Connection:
         try:
             connection.execute("SELECT name FROM sqlite_master LIMIT 1").fetchall()
         except _ERRORS:
-            # Without this SQLite reads nothing of a file that is shorter than its head says.
+            # Without this, SQLite reads nothing from a file that is shorter than its header says.
             connection.execute("PRAGMA writable_schema=ON")
             connection.execute("SELECT name FROM sqlite_master LIMIT 1").fetchall()
         connection.set_authorizer(_allowed)
@@ -210,7 +210,7 @@ def _connect(file: Path, path: Path) -> sqlite3.Connection:
 
 
 def _allowed(action: int, first: str | None, *_: str | None) -> int:
-    """Tell SQLite what a statement may do: read, and list the columns of a table."""
+    """Authorise what a statement does: read, call functions, and list the columns of a table."""
     reads = action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ)
     calls = action == _SQLITE_FUNCTION
     lists = action == sqlite3.SQLITE_PRAGMA and first == "table_xinfo"

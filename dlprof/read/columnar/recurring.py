@@ -1,7 +1,7 @@
-"""Which steps a trace shows: by ranges that name them, else from one run of the optimizer to the next.
+"""Finds the steps in a trace: by ranges that name them, else from one run of the optimizer to the next.
 
-A recurring range or loop alone is no step: the layers of a model recur too, and a window may hold nothing else. So
-what is not named is a step only where an optimizer ran once in each, and the same kernels in between.
+A recurring range or loop alone is no step: the layers of a model recur too, and a window may hold nothing else. Without
+names, a step needs one run of the optimizer in each, and the same kernels in between.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dlprof.units import duration
 
 # dlprof's own ranges, torch's, and what frameworks and people call a step: run_training_batch, iteration 12, step=3.
 _CERTAIN = re.compile(r"(?:dlprof::step |ProfilerStep#)(\d{1,18})")
-_SURES = ("dlprof::", "Profiler")  # their beginnings, the surest first
+_SURES = ("dlprof::", "Profiler")  # how their names begin, the surest first
 _STEP = re.compile(r"(?:^|[\W_])(?:(?:train|training|global|mini)[\W_]*)?(?:step|iter|iteration|batch)(?![a-z])", re.I)
 _NO_STEP = re.compile(r"optim|zero_grad|sched|collate|valid|eval|test|micro", re.I)
 _OPTIMIZER = re.compile(r"^dlprof::optimizer\b|(?:^|[\W_])optim(?:izer)?(?:[\W_]*step)?(?![a-z])", re.I)
 _OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply|fused_?(?:adam|sgd|lamb)|adam|lamb_?stage|triton_for_fused", re.I)
 
-# A range that is called a step takes most of what passes from one to the next. (DeepSpeed calls its optimizer "step".)
+# Ranges named "step" must cover this share of the time from one to the next. (DeepSpeed names its optimizer "step".)
 _COVERS = 0.5
-# A gap of more than this share of a step between two of them is a validation, or an epoch's end.
+# A longer gap between two steps, as a share of a step, is a validation or an epoch's end.
 _FOLLOWS = 0.5
-# Where this much of the time passes between the ranges, they do not hold all of a step.
+# If gaps take more than this share of the time, the ranges do not cover whole steps.
 _OPEN = 0.02
-# Two steps are alike where so much of the kernels of both is the same.
+# Two steps are alike if they share at least this much of their kernels.
 _ALIKE = 0.8
 
 CERTAIN, LIKELY = "named by the trace", "likely"
@@ -39,7 +39,7 @@ CERTAIN, LIKELY = "named by the trace", "likely"
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps in order: their numbers, when they began on the host and how long they took, ns; how they were found."""
+    """Steps in order: numbers, starts on the host and durations in ns. `way` and `sure`: how they were found."""
 
     number: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -50,7 +50,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Launched:
-    """The kernels of a process in order: a place in `names`, when the host launched each, and how long it took, ns."""
+    """The kernels of a process in order of launch: an index into `names`, and the time of the launch in ns."""
 
     names: list[str]
     name: NDArray[np.int64]
@@ -58,7 +58,7 @@ class Launched:
 
 
 def find(ranges: Ranges, launched: Launched) -> Steps | None:
-    """Return the steps; None where nothing tells them."""
+    """Return the steps; None if nothing marks them."""
     named = _named(ranges)
     if named is not None:
         return named
@@ -70,8 +70,8 @@ def find(ranges: Ranges, launched: Launched) -> Steps | None:
 
 
 def _named(ranges: Ranges) -> Steps | None:
-    """Return the steps by ranges that are called so, of the family that takes most time, the fewer where two do."""
-    families: dict[tuple[int, str], list[int]] = {}  # how sure a family is, its name without digits → places of names
+    """Return the steps by named ranges: of the surest family, then the longest in total, then the one with fewest."""
+    families: dict[tuple[int, str], list[int]] = {}  # rank (0: surest), name without digits → indices of names
     for place, (name, operator) in enumerate(zip(ranges.names, ranges.operator, strict=True)):
         family = re.sub(r"\d+", "#", name)
         if _CERTAIN.fullmatch(name):
@@ -92,7 +92,7 @@ def _named(ranges: Ranges) -> Steps | None:
 
 
 def _family(ranges: Ranges, rows: NDArray[np.int64], family: str, rank: int) -> Steps | None:
-    """Return the steps by such ranges of one thread; None where they overlap, or cover too little."""
+    """Return the steps by ranges of one family on one thread; None if they overlap or cover too little."""
     start, end = ranges.start[rows], ranges.end[rows]
     if rank == len(_SURES):
         outer = start >= np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end)[:-1])
@@ -118,7 +118,7 @@ def _windows(
         gap = start[1:] - end[:-1]
         follows = gap <= _FOLLOWS * period
         until[:-1] = np.where(follows, start[1:], end[:-1])
-        # What stands between the ranges belongs to a step, and of the last one it is not there.
+        # Time between the ranges belongs to the step before. The last step lacks it, and is dropped if gaps are long.
         if len(start) > 2 and follows.any() and float(np.median(gap[follows])) > _OPEN * period:
             number, start, until = number[:-1], start[:-1], until[:-1]
     dur = until - start
@@ -130,7 +130,7 @@ Bursts = tuple[str, NDArray[np.int64], NDArray[np.int64]]
 
 
 def _optimizer_ranges(ranges: Ranges) -> Bursts:
-    """Return when ranges that name an optimizer began and ended, on the thread with most of them."""
+    """Return the starts and ends of ranges that name an optimizer, on the thread with most of them."""
     places = [i for i, name in enumerate(ranges.names) if _OPTIMIZER.search(name) and "zero_grad" not in name]
     rows = np.flatnonzero(np.isin(ranges.name, places))
     if len(rows):
@@ -140,16 +140,16 @@ def _optimizer_ranges(ranges: Ranges) -> Bursts:
 
 
 def _optimizer_kernels(launched: Launched) -> Bursts:
-    """Return when kernels of an optimizer were launched."""
+    """Return the launch times of an optimizer's kernels."""
     wanted = [bool(_OPTIMIZER_KERNEL.search(name)) for name in launched.names]
     rows = np.flatnonzero(np.array([*wanted, False])[launched.name])
     return "the optimizer's kernels", launched.at[rows], launched.at[rows]
 
 
 def _between(way: str, start: NDArray[np.int64], end: NDArray[np.int64], launched: Launched) -> Steps | None:
-    """Return steps from the end of one run of the optimizer to the end of the next; None where they are not alike."""
+    """Return steps from the end of one run of the optimizer to the end of the next; None if they are not alike."""
     edges = _last_of_bursts(start, end)
-    if len(edges) < 3:  # two steps at least, or nothing shows that they recur
+    if len(edges) < 3:  # at least two steps are needed to see that they recur
         return None
     if len(launched.at) and not _alike(edges, launched):
         return None
@@ -157,7 +157,7 @@ def _between(way: str, start: NDArray[np.int64], end: NDArray[np.int64], launche
 
 
 def _last_of_bursts(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ends of the runs that events come in: what separates two is longer than half of the longest gap."""
+    """Return the ends of bursts of events. A gap longer than half of the longest one separates two bursts."""
     if len(start) < 2:
         return end
     end = np.maximum.accumulate(end)
@@ -167,7 +167,7 @@ def _last_of_bursts(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray
 
 
 def _alike(edges: NDArray[np.int64], launched: Launched) -> bool:
-    """Return whether the same kernels were launched between the edges, each time."""
+    """Return whether the same kernels were launched in each step."""
     step = np.searchsorted(edges, launched.at, side="left") - 1
     inside = (step >= 0) & (step < len(edges) - 1)
     counts = np.zeros((len(edges) - 1, len(launched.names)), dtype=np.int64)
@@ -177,7 +177,7 @@ def _alike(edges: NDArray[np.int64], launched: Launched) -> bool:
 
 
 def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:
-    """Return the loop that recurs in a sequence of kernels: kernels in it, how often, ns; None: there is none."""
+    """Return the recurring loop in a sequence of kernels: its kernels, repetitions and ns; None: there is none."""
     name, n = launched.name, len(launched.name)
     count = np.bincount(name, minlength=len(launched.names))
     for code in np.argsort(count, kind="stable")[: len(count)].tolist():
@@ -195,7 +195,7 @@ def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:
 
 
 def launched(kernels: Rows, calls: Rows) -> Launched:
-    """Return the kernels in the order of their launches; those whose launch is not there at their own start."""
+    """Return the kernels in order of launch; a kernel without a recorded launch counts at its own start."""
     at = kernels.start.copy()
     known = np.flatnonzero(calls.launch >= 0)
     if len(known) and len(at):
@@ -204,7 +204,7 @@ def launched(kernels: Rows, calls: Rows) -> Launched:
         place = np.minimum(np.searchsorted(ids, kernels.launch), len(ids) - 1)
         linked = ids[place] == kernels.launch
         at = np.where(linked, calls.start[known][place], at)
-        if linked.mean() >= 0.9:  # what is not linked was launched before the trace begins
+        if linked.mean() >= 0.9:  # the others were launched before the trace began
             kept = np.flatnonzero(linked)
             order = kept[np.argsort(at[kept], kind="stable")]
             return Launched(kernels.names, kernels.name[order], at[order])
@@ -220,7 +220,7 @@ def table(found: Steps | None, base: int = 0) -> pd.DataFrame:
 
 
 def none_found(launched: Launched, marks: str) -> str:
-    """Say that no step was found, what recurs all the same, and what `marks` steps."""
+    """Return a warning that no step was found, with any recurring loop, and what `marks` steps."""
     recurring = loop(launched)
     if recurring is None:
         return f"nothing marks its steps, and no loop recurs in it: the figures are of the whole time ({marks})"

@@ -1,4 +1,4 @@
-"""Rows of a trace by columns, as formats that hold whole columns give them, and the table of spans that they make."""
+"""Rows of a trace as columns, and the table of spans made from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one kind of activity, n of each column; times in ns. On the host `device` is −1, and `stream` a thread.
+    """Rows of one kind of activity; all arrays have length n, times are in ns.
 
-    `name` is a place in `names`, and each of those is of a kind; copies have what they copy by name. What has the same
-    `launch` belongs together; −1: nothing does.
+    `name`: index into `names`; `kinds` and `directions` (of copies) have an entry for each name. `device`: −1 on the
+    host, where `stream` is a thread. `launch`: the same number on a call and the work that it launched; −1: none.
     """
 
     names: list[str]
@@ -40,10 +40,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges in order of start, n of them: `name` is a place in `names`; times in ns, on the trace's clock.
+    """Ranges in order of start. `name`: index into `names`; times in ns, on the trace's clock.
 
-    `operator` says of each name whether it is an operator of PyTorch's. `open` counts ranges without an end; `kind` is
-    what they are called.
+    `operator`: for each name, whether it is a PyTorch operator. `open`: how many ranges have no end. `kind`: what users
+    call them.
     """
 
     names: list[str]
@@ -57,7 +57,7 @@ class Ranges:
 
 
 def numbered(ids: NDArray[np.int64], texts: Mapping[int, str], unknown: str) -> tuple[list[str], NDArray[np.int64]]:
-    """Return the distinct texts that ids stand for, and of each id the place of its text among them."""
+    """Return the distinct texts of the ids, and for each id the index of its text."""
     used, of = np.unique(ids, return_inverse=True)
     places: dict[str, int] = {}
     place = np.array([places.setdefault(texts.get(i, unknown), len(places)) for i in used.tolist()], dtype=np.int64)
@@ -65,7 +65,7 @@ def numbered(ids: NDArray[np.int64], texts: Mapping[int, str], unknown: str) -> 
 
 
 def annotation_rows(named: Ranges) -> Rows:
-    """Return the ranges as rows of the host: operators, collectives, loader calls and annotations, by their names."""
+    """Return the ranges as host rows. Their names decide: operator, collective, loader call or annotation."""
     kinds = [
         (kind_of("cpu_op" if operator else "user_annotation", name) or ("host", "annotation"))[1]
         for name, operator in zip(named.names, named.operator, strict=True)
@@ -75,7 +75,10 @@ def annotation_rows(named: Ranges) -> Rows:
 
 
 def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFrame, int]:
-    """Return the table of all rows in order of start, the longer first, and how many had no usable time."""
+    """Return the table "spans" of all rows, and how many had no usable time.
+
+    In order of start, the longer first. `main`: the rank's device. `base`: ns added to all times.
+    """
     keep = [
         np.flatnonzero((r.start != MISSING) & (r.end >= r.start) & (r.end - r.start <= _LONGEST_NS) & _fits(r, base))
         for r in every
@@ -127,7 +130,7 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
 
 
 def _fits(rows: Rows, base: int) -> NDArray[np.bool_]:
-    """Return which times are still numbers of 64 bits once the base is added, and no century away."""
+    """Return which starts still fit into 64 bits after the base is added."""
     fits: NDArray[np.bool_] = np.abs(rows.start) < 2**62 - base
     return fits
 
@@ -139,7 +142,7 @@ def _lanes(device: NDArray[np.int64], stream: NDArray[np.int64], main: int) -> A
 
 
 def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str] = ()) -> Any:
-    """Return a categorical of places in texts, which may repeat; only texts that are used become categories."""
+    """Return a categorical from indices into `texts`, which may repeat; only used texts become categories."""
     used = np.flatnonzero(np.bincount(of, minlength=len(texts)))
     chosen = list(categories) or sorted({texts[i] for i in used.tolist()})
     place = {text: i for i, text in enumerate(chosen)}
@@ -148,7 +151,7 @@ def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str
     return pd.Categorical.from_codes(codes[of], categories=pd.Index(chosen))
 
 
-# What torch.autograd.profiler.emit_nvtx writes behind an operator's name.
+# What torch.autograd.profiler.emit_nvtx appends to an operator's name.
 SAID = (", seq = ", ", op_id = ", ", sizes = ", ", input_op_ids = ")
 
 
@@ -159,6 +162,6 @@ LONGEST = 2_000  # characters of a name
 
 
 def split(text: str) -> tuple[bool, str]:
-    """Return whether a text is an operator of PyTorch's, and its name."""
-    said = OPERATOR.search(text)
-    return said is not None, (text[: said.start()] if said else text)[:LONGEST]
+    """Return whether a text is a PyTorch operator, and its name."""
+    found = OPERATOR.search(text)
+    return found is not None, (text[: found.start()] if found else text)[:LONGEST]

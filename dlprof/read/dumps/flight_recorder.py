@@ -1,8 +1,8 @@
 """Reads dumps of PyTorch's flight recorder: the last collectives of one rank, each with its state and its caller.
 
-ProcessGroupNCCL writes one file a rank when a collective times out (TORCH_FR_DUMP_TEMP_FILE and the rank, before torch
-2.8 TORCH_NCCL_DEBUG_INFO_TEMP_FILE), a pickle; `torch._C._distributed_c10d._dump_fr_trace_json()` returns the same as
-JSON, without stacks. Gloo's collectives are recorded too, and keep the state "scheduled" for good.
+ProcessGroupNCCL writes a pickle for each rank when a collective times out. Its name is TORCH_FR_DUMP_TEMP_FILE plus the
+rank (before torch 2.8: TORCH_NCCL_DEBUG_INFO_TEMP_FILE). `torch._C._distributed_c10d._dump_fr_trace_json()` returns the
+same as JSON, without stacks. Gloo's collectives are recorded too; their state is always "scheduled".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANKS = re.compile(r"\s*\[([\d,\s]*)\]\s*")
 
 
 def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file is a pickle or JSON with the recorder's entries; its rank is in its name alone."""
+    """Return one part if a file is a pickle or JSON with the recorder's entries. Only its name holds the rank."""
     start = head.start
     if plain_pickle.is_pickle(start):
         mine = b"pg_config" in start or (b"profiling_name" in start and b"record_id" in start)
@@ -42,7 +42,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def _rank(name: str) -> int | None:
-    """Return the rank in a file's name: the recorder puts it at the end."""
+    """Return the rank in a file's name, where the recorder puts it at the end; None: there is none."""
     known = rank_in(name)
     if known is not None:
         return known
@@ -54,8 +54,8 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     """Return the table "recorder_calls"; facts: `recorder` (version, groups, enqueued) and world_size.
 
     `groups`: name → ranks, as far as the dump has them. `enqueued`: name → number of the last collective that the rank
-    issued. Of a file that is cut off, what stands before the cut. Raises DlprofError where it is no such dump, or holds
-    more than plain data.
+    issued. A file that is cut off is read up to the cut. Raises DlprofError if it is no such dump, or holds more than
+    plain data.
     """
     data, cut = plain_pickle.bytes_of(path)
     try:
@@ -110,7 +110,7 @@ def _frame(rows: list[tuple[Any, ...]]) -> Any:
 
 
 def _json(data: bytes) -> tuple[Any, bool]:
-    """Return what a JSON dump holds; of one that is cut off, its entries before the cut."""
+    """Return the contents of a JSON dump, and whether it is cut off; then only the entries before the cut."""
     text = data.decode(errors="replace")
     try:
         return json.loads(text), False
@@ -122,7 +122,7 @@ def _json(data: bytes) -> tuple[Any, bool]:
     entries: list[Any] = []
     decode, at = json.JSONDecoder().raw_decode, begin.end() if begin else len(text)
     while True:
-        at = re.compile(r"[\s,]*").match(text, at).end()  # type: ignore[union-attr] # it matches nothing, too
+        at = re.compile(r"[\s,]*").match(text, at).end()  # type: ignore[union-attr] # it always matches
         try:
             entry, at = decode(text, at)
         except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ def _json(data: bytes) -> tuple[Any, bool]:
 
 
 def _number(value: Any, unknown: int = -1) -> int:
-    """Return an integer, which JSON may hold as text; `unknown` of anything else."""
+    """Return an integer, also one that JSON holds as text; `unknown` for anything else."""
     if isinstance(value, str) and value.lstrip("-").isdecimal() and len(value) < 20:
         value = int(value)
     return value if type(value) is int and -_LARGEST < value < _LARGEST else unknown
@@ -145,13 +145,13 @@ def _text(value: Any) -> str:
 
 
 def _row(entry: Any, sites: Any) -> tuple[Any, ...] | None:
-    """Return the row of an entry; None of what is no entry."""
+    """Return the row of an entry; None if it is malformed."""
     if not isinstance(entry, dict) or not isinstance(entry.get("profiling_name"), str):
         return None
     group, about = _group(entry)
     backend, colon, op = _text(entry["profiling_name"]).partition(":")
     p2p = entry.get("is_p2p") is True or op.startswith(("send ", "recv "))
-    # Version 1 numbers all calls of a group in one row.
+    # Version 1 numbers collectives and p2p calls of a group in one sequence.
     number = entry.get("p2p_seq_id") if p2p else entry.get("collective_seq_id", entry.get("seq_id"))
     state = entry.get("state")
     retired = entry.get("retired")
@@ -180,43 +180,43 @@ def _row(entry: Any, sites: Any) -> tuple[Any, ...] | None:
 
 
 def _group(entry: Mapping[Any, Any]) -> tuple[str, str]:
-    """Return the name and the description of an entry's process group, "" where it has none."""
-    told = entry.get("process_group")
-    if isinstance(told, (tuple, list)) and len(told) == 2:
-        about = _text(told[1])
-        return _text(told[0]), "" if about == "undefined" else about
-    if isinstance(told, str) and told:
-        return _text(told), ""
+    """Return the name and the description of an entry's process group; "" for a missing description."""
+    group = entry.get("process_group")
+    if isinstance(group, (tuple, list)) and len(group) == 2:
+        about = _text(group[1])
+        return _text(group[0]), "" if about == "undefined" else about
+    if isinstance(group, str) and group:
+        return _text(group), ""
     return str(_number(entry.get("pg_id"), 0)), ""
 
 
 def _sizes(value: Any) -> str:
-    """Return sizes of tensors as text: "1000" of one of a thousand elements, "2x3, 4" of two; "": unknown."""
-    said = []
+    """Return sizes of tensors as text: "1000" for one tensor of 1,000 elements, "2x3, 4" for two; "": unknown."""
+    texts = []
     for size in value if isinstance(value, (list, tuple)) else ():
         if not isinstance(size, (list, tuple)) or not all(type(n) is int for n in size):
             return ""
-        said.append("x".join(map(str, size[:8])) or "scalar")
-        if len(said) >= 8:
+        texts.append("x".join(map(str, size[:8])) or "scalar")
+        if len(texts) >= 8:
             break
-    return ", ".join(said)[:_LONGEST]
+    return ", ".join(texts)[:_LONGEST]
 
 
 def _types(entry: Mapping[Any, Any]) -> str:
-    """Return the element types that a call takes, and gives where these are others: "Float", "Half → Float"."""
-    said = []
+    """Return the element types of a call's inputs, and of its outputs if they differ: "Float", "Half → Float"."""
+    texts = []
     for name in ("input_dtypes", "output_dtypes"):
         types = entry.get(name)
         found = {_text(t) for t in types[:64]} if isinstance(types, (list, tuple)) else set()
-        said.append(", ".join(sorted(found - {""})))
-    return (said[0] if said[0] == said[1] or not said[1] else " → ".join(filter(None, said)))[:_LONGEST]
+        texts.append(", ".join(sorted(found - {""})))
+    return (texts[0] if texts[0] == texts[1] or not texts[1] else " → ".join(filter(None, texts)))[:_LONGEST]
 
 
 def _groups(config: Any) -> tuple[dict[str, list[int]], int]:
-    """Return the ranks of each group that the dump lists, and how many the largest shows at least; 0: unknown."""
+    """Return the ranks of each group that the dump lists, and the least possible world size; 0: unknown."""
     found: dict[str, list[int]] = {}
-    for name, told in config.items() if isinstance(config, dict) else ():
-        ranks = told.get("ranks") if isinstance(told, dict) else None
+    for name, about in config.items() if isinstance(config, dict) else ():
+        ranks = about.get("ranks") if isinstance(about, dict) else None
         if isinstance(ranks, str):
             listed = _RANKS.fullmatch(ranks[: 8 * MOST_RANKS])
             ranks = [int(n) for n in listed[1].split(",") if n.strip().isdecimal()] if listed else []
@@ -228,7 +228,7 @@ def _groups(config: Any) -> tuple[dict[str, list[int]], int]:
 
 
 def _names(entries: list[Any]) -> dict[int, str]:
-    """Return the name of the group of each number that a status is told under, where it has one name."""
+    """Return the group name for each group number in `pg_status`, if the entries give it exactly one."""
     seen: dict[int, set[str]] = {}
     for entry in entries:
         if isinstance(entry, dict) and type(entry.get("pg_id")) is int:
@@ -237,14 +237,14 @@ def _names(entries: list[Any]) -> dict[int, str]:
 
 
 def _enqueued(status: Any, names: Mapping[int, str]) -> dict[str, int]:
-    """Return the number of the last collective that was issued in each group."""
+    """Return the number of the last collective issued in each group, by group name."""
     return dict(_statuses(status, names))
 
 
 def _statuses(status: Any, names: Mapping[int, str]) -> Iterator[tuple[str, int]]:
-    for number, told in status.items() if isinstance(status, dict) else ():
+    for number, recorded in status.items() if isinstance(status, dict) else ():
         name = names.get(_number(number))
-        last = _number(told.get("last_enqueued_collective")) if isinstance(told, dict) else -1
+        last = _number(recorded.get("last_enqueued_collective")) if isinstance(recorded, dict) else -1
         if name is not None and last >= 0:
             yield name, last
 
@@ -256,7 +256,7 @@ FORMAT = Format(
     recognise=recognise,
     read=read,
     tables=("recorder_calls",),
-    of_any_rank=True,  # whoever hangs has often left no trace
+    of_any_rank=True,  # a rank that hangs often left no trace
     brings="which collective each rank waits in, which ranks never came, and calls that do not fit together",
     record="TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE) and TORCH_NCCL_DUMP_ON_TIMEOUT=1:"
     " a file a rank when a collective times out, named by TORCH_FR_DUMP_TEMP_FILE",

@@ -1,7 +1,7 @@
 """Finds the user's line in a stack as PyTorch dumps it: dicts of function, file and line, the innermost first.
 
-Such a stack may have frames of C++ between and below those of Python, or none of Python at all: of work on a thread of
-the autograd engine only C++ is known.
+Such a stack may have C++ frames between and below the Python frames. Work on a thread of the autograd engine has only
+C++ frames.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sites:
     """Finds the site of each stack, each distinct stack once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Site]] = {}  # with the stack, whose id else could be another's
+        self._known: dict[int, tuple[Any, Site]] = {}  # keeps the stack alive, so that no other one gets its id
 
     def of(self, frames: Any) -> Site:
         """Return the site of a stack."""
@@ -50,7 +50,7 @@ class Sites:
 
 
 def site_of(frames: Any) -> Site:
-    """Return the site of a stack; of what is none, Site("", "")."""
+    """Return the site of a stack; Site("", "") if it is malformed."""
     library = inner = node = ""
     engine = False
     for frame in frames[:MOST_FRAMES] if isinstance(frames, list) else ():
@@ -64,12 +64,12 @@ def site_of(frames: Any) -> Site:
                 node = named[1]
             engine = engine or name.startswith(_ENGINE)
             continue
-        said = f"{name[:_LONGEST]} ({file[-_LONGEST:]}:{line if isinstance(line, int) else 0})"
+        place = f"{name[:_LONGEST]} ({file[-_LONGEST:]}:{line if isinstance(line, int) else 0})"
         if not _INSTALLED.search(file):
-            return Site(said, inner or library)
+            return Site(place, inner or library)
         if not _TORCH.search(file):
-            library = library or said
-        inner = inner or said
+            library = library or place
+        inner = inner or place
     if library:
         return Site(library, inner)
     return Site(f"backward of {node or 'some node'}" if node or engine else inner, inner)

@@ -45,7 +45,7 @@ def recognise(head: Head) -> Sequence[Part]:
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return the tables "memory_events" and "memory_blocks"; facts: `allocator`, its settings.
 
-    Of a file that is cut off, what stands before the cut. Raises DlprofError where it is no such snapshot, or holds
+    A file that is cut off is read up to the cut. Raises DlprofError if it is no such snapshot, or holds
     more than plain data.
     """
     data, cut = plain_pickle.bytes_of(path)
@@ -153,9 +153,9 @@ def _blocks(segments: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[
                 return
             if not isinstance(block, dict) or (bytes_ := _number(block.get("size"))) < 0:
                 continue
-            history = block.get("history")  # of torch before 2.1: the latest of what was in the block
+            history = block.get("history")  # torch before 2.1: the allocations in the block, the latest first
             last = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else block
-            asked = _number(block.get("requested_size", last.get("real_size", bytes_)))
+            requested = _number(block.get("requested_size", last.get("real_size", bytes_)))
             state = block.get("state")
             site = sites.of(last.get("frames"))
             address = _number(block.get("address", at))
@@ -164,7 +164,7 @@ def _blocks(segments: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[
                 *of,
                 address,
                 bytes_,
-                asked if asked >= 0 else bytes_,
+                requested if requested >= 0 else bytes_,
                 state if state in STATES else "active_awaiting_free" if state == "active_pending_free" else "inactive",
                 *site,
             )

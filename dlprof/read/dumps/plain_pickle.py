@@ -1,8 +1,7 @@
 """Reads pickles of plain data: dicts, lists, tuples, texts, bytes, numbers, truth values and None; nothing else.
 
-A pickle is a program that may call any function. This reader knows none of the instructions that could, so that the
-worst that a stranger's file can do is to be refused. Of a file that was cut off it returns what stands before the cut,
-which Python's own reader cannot.
+A pickle is a program that may call any function. This reader implements no instruction that does, so it can only refuse
+a hostile file. It reads a file that is cut off up to the cut; Python's own reader cannot.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from dlprof.read.limits import (
 )
 from dlprof.read.opening import open_file
 
-# A list of nothing but references, as stacks are: most of a snapshot. Each is made once and then used again.
+# A list of references only, like a stack. Most of a snapshot is such lists; each is made once and reused.
 _REFERENCES = re.compile(rb"\](\x94?)\(((?:j[\s\S]{4}|h[\s\S]){1,2000})e(?!\()")
 _REFERENCE = re.compile(rb"j([\s\S]{4})|h([\s\S])")
 
 _I4, _U2, _U4, _U8, _F8 = Struct("<i"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct(">d")
 
-# Instructions with a text or bytes: where their length stands, and whether they are text.
+# Instructions with a text or bytes: the position of the length, and whether it is text.
 _TEXTS = {0x8C: (Struct("<B"), True), 0x58: (_U4, True), 0x8D: (_U8, True), 0x55: (Struct("<B"), True)}
 _BYTES = {0x43: (Struct("<B"), False), 0x42: (_U4, False), 0x8E: (_U8, False)}
 _STRINGS = {**_TEXTS, **_BYTES, 0x54: (_U4, True)}
@@ -43,13 +42,13 @@ _KEYS = (str, int, float, bytes, type(None))
 
 
 class NotPlain(DlprofError):  # noqa: N818 - what a file is
-    """A pickle that holds more than plain data, or none at all; the message says what."""
+    """The pickle holds more than plain data, or the file is no pickle; the message has the details."""
 
 
 def bytes_of(path: Path) -> tuple[bytes, bool]:
     """Return what a file holds, unpacked if it is a gzip file, and whether its end is missing.
 
-    Raises DlprofError where it cannot be read, is larger than MOST_WHOLE, or unpacks to far more than real dumps do.
+    Raises DlprofError if it cannot be read, is larger than MOST_WHOLE, or unpacks to far more than real dumps do.
     """
     most = limit(MOST_WHOLE)
     with open_file(path) as file:
@@ -77,8 +76,8 @@ def is_pickle(start: bytes) -> bool:
 def load(data: bytes) -> tuple[Any, bool]:
     """Return the value of a pickle of plain data, and whether its end is missing.
 
-    Of one that is cut off, what stands before the cut. Lists with the same items may be one object. Raises NotPlain
-    where it holds anything but plain data, or is no pickle.
+    A pickle that is cut off is read up to the cut. Lists with the same items may be one object. Raises NotPlain if it
+    holds anything but plain data, or is no pickle.
     """
     if not is_pickle(data[:4]):
         raise NotPlain("no pickle of protocol 2 to 5")
@@ -98,7 +97,7 @@ class _Machine:
     def run(self) -> tuple[Any, bool]:
         try:
             return self._read(), False
-        except error:  # an instruction that is not all there
+        except error:  # an incomplete instruction
             pass
         except IndexError:  # as well, or one that takes more than there is
             if not self.stack:
@@ -110,7 +109,7 @@ class _Machine:
         return _folded(self.stack, self.marks), True
 
     def _read(self) -> Any:
-        """Follow the instructions, the commonest first; return what is on the stack at STOP."""
+        """Run the instructions, checking for the commonest first; return the top of the stack at STOP."""
         data, stack, memo, marks = self.data, self.stack, self.memo, self.marks
         push = stack.append
         known: dict[bytes, list[Any]] = {}
@@ -202,7 +201,7 @@ class _Machine:
         return int(at + size)
 
     def _rarer(self, code: int, at: int) -> int:
-        """Follow one of the other instructions; return where the next one stands."""
+        """Run one of the other instructions; return the position of the next one."""
         stack, marks = self.stack, self.marks
         if code == 0x72:  # LONG_BINPUT
             place = _U4.unpack_from(self.data, at)[0]
@@ -248,7 +247,7 @@ def _put(stack: list[Any], mark: int) -> None:
 
 
 def _folded(stack: list[Any], marks: list[int]) -> Any:
-    """Return the outermost value of what was read before the end was missing, with all that it was to hold."""
+    """Return the outermost value read before the cut, with everything that belongs into it."""
     for mark in reversed(marks):
         items = stack[mark:]
         del stack[mark:]

@@ -1,6 +1,6 @@
 """Chrome traces that are not PyTorch's: all events as columns, with the names of processes.
 
-In these, what an event is stands in the name of its process, and not in a category. Marks of begin and end become one
+In these, the name of its process, not a category, tells what an event is. Marks of begin and end become one
 event.
 
 Makes the table "spans" of columns that name only what a format knows; all else is unknown.
@@ -74,7 +74,7 @@ class ChromeTrace:
     """The events of a file in its order; `place` numbers `places`.
 
     `processes`: names by pid. `meta`: the other arguments of metadata, by name.
-    `args`: of the events for which they were asked, by row, as bytes of JSON.
+    `args`: row → args as bytes of JSON, for the events that want them.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ChromeTrace:
 
 
 def decode(array: bytes | memoryview) -> list[Any]:
-    """Decode an array of events; those whose fields have unexpected types are left out."""
+    """Decode an array of events; leave out those with fields of unexpected types."""
     try:
         return _EVENTS.decode(array)  # type: ignore[no-any-return]
     except msgspec.ValidationError:
@@ -96,7 +96,7 @@ def decode(array: bytes | memoryview) -> list[Any]:
         for element in _ELEMENTS.decode(array):
             try:
                 found += _EVENTS.decode(b"[" + bytes(element) + b"]")
-            except msgspec.ValidationError:  # noqa: PERF203 - a stranger's event costs only itself
+            except msgspec.ValidationError:  # noqa: PERF203 - a malformed event costs only itself
                 continue
         return found
 
@@ -107,7 +107,7 @@ def _cached(path: Path, _stamp: tuple[int, int], wants: Callable[[str], bool]) -
 
 
 def read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
-    """Return the events of a file, with the args of those whose names `wants` accepts; raise DlprofError if it is none.
+    """Return the events of a file, with args for names that `wants` accepts; raise DlprofError if it is none.
 
     The ranks of one file that are read one after the other share what was decoded.
     """
@@ -184,8 +184,8 @@ class _Reader:
         for row, i in enumerate(kept, self.count):
             e, _, ended = whole[i]
             if self._wants(e.name):
-                said = bytes(e.args)
-                self.trace.args[row] = said if len(said) > 2 else ended
+                args = bytes(e.args)
+                self.trace.args[row] = args if len(args) > 2 else ended
         made: tuple[NDArray[Any], ...] = (number_of, start, dur)
         for column, values in zip(self._columns, made, strict=True):
             column.append(values[keep])
@@ -220,12 +220,12 @@ def _digits(raw: msgspec.Raw) -> Any:
 
 
 def fields(raw: bytes) -> dict[str, Any]:
-    """Return the arguments of an event, none where they are no object."""
+    """Return the arguments of an event; empty if they are no object."""
     try:
-        said = msgspec.json.decode(raw) if raw else {}
+        args = msgspec.json.decode(raw) if raw else {}
     except NOT_JSON:
         return {}
-    return said if isinstance(said, dict) else {}
+    return args if isinstance(args, dict) else {}
 
 
 _UNKNOWN: Mapping[str, Any] = {"category": "", "int64": -1}

@@ -54,7 +54,7 @@ def recognise(head: Head) -> Sequence[Part]:
 def read(path: Path, piece: str = "0") -> Reading:
     """Return one rank's collectives as spans, from when it was ready to when they were done, and the steps.
 
-    A step is from one time that the first tensor is negotiated to the next. Raises DlprofError where it is no timeline.
+    A step is from one time that the first tensor is negotiated to the next. Raises DlprofError if it is no timeline.
     """
     import numpy as np
     import pandas as pd
@@ -74,7 +74,7 @@ def read(path: Path, piece: str = "0") -> Reading:
     sequence = frame.groupby("tensor").cumcount().to_numpy()
     spans = spans_of(
         {
-            # Tensors are exchanged at once: each has a lane of its own, and none is the training thread.
+            # Tensors are exchanged in parallel: each has its own lane. No lane is the training thread.
             "lane": [f"host:horovod {tensor}" for tensor in frame["tensor"]],
             "kind": ["communication"] * len(frame),
             "name": frame["name"].to_list(),
@@ -153,14 +153,14 @@ def _tensor(processes: Mapping[Any, str], pid: int) -> str:
 
 
 def _size(raw: bytes) -> tuple[int, str]:
-    """Return the bytes and the element type that the end of an operation tells; −1 and "" where it does not."""
+    """Return the bytes and the element type in the end mark of an operation; −1 and "": unknown."""
     from dlprof.read.foreign.chrome import fields
     from dlprof.read.kineto.patterns import element_type
 
-    said = fields(raw)
-    dtype, width = element_type(str(said.get("dtype", "")))
-    shape = re.findall(r"\d{1,18}", str(said.get("shape", "")))[:16]
-    if not width or "shape" not in said:
+    args = fields(raw)
+    dtype, width = element_type(str(args.get("dtype", "")))
+    shape = re.findall(r"\d{1,18}", str(args.get("shape", "")))[:16]
+    if not width or "shape" not in args:
         return -1, dtype if width else ""
     size = width
     for extent in shape:

@@ -9,7 +9,7 @@ from dlprof.read.formats import WHOLE, Format, Head, Part
 
 
 def _json(*patterns: str) -> Callable[[Head], Sequence[Part]]:
-    """Return a recogniser of JSON in whose head all of these expressions are found."""
+    """Return a recogniser of JSON files with all of these expressions in the head."""
     compiled = [re.compile(pattern) for pattern in patterns]
 
     def recognise(head: Head) -> Sequence[Part]:

@@ -1,4 +1,4 @@
-"""Reads what rocm-smi and amd-smi print as CSV or JSON: once, watched (`amd-smi ... -w 1`), or repeated by a script."""
+"""Reads what rocm-smi and amd-smi print as CSV or JSON: once, with `-w 1`, or repeated by a script."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log."""
+    """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log."""
     text = read_file(path).decode("utf-8-sig", errors="replace").strip()
     rows = list(_of_json(text) if text[:1] in ("[", "{") else _of_csv(text))
     if not rows:

@@ -1,6 +1,6 @@
 """Reads what `nvidia-smi dmon` and `nvidia-smi pmon` print: columns of text, or with --format csv, headers after `#`.
 
-With `-o T` a row has its time, with `-o DT` its date as well. Of pmon, the processes of a GPU are added up.
+With `-o T` a row has its time, with `-o DT` its date as well. For pmon, the processes of a GPU are added up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _METRICS: Mapping[str, tuple[str, float]] = {
     "rxpci": ("pcie_received_bytes_per_s", 1e6),
     "txpci": ("pcie_sent_bytes_per_s", 1e6),
 }
-# Of these a GPU has what its processes have together.
+# For these, a GPU's value is the sum over its processes.
 _OF_PROCESSES = ("sm", "mem", "fb")
 
 
@@ -42,7 +42,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log."""
+    """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log."""
     names: list[str] = []
     found: Readings | None = None
     processes = False
@@ -100,10 +100,10 @@ def _together(
 
 
 def _close(found: Readings, held: dict[str, tuple[str, dict[str, float]]], gpu: str) -> None:
-    """Take what the processes of a GPU have together."""
+    """Add the sums over the processes of a GPU."""
     at, sums = held.pop(gpu)
     known = [(_METRICS[name][0], sums[name] * _METRICS[name][1]) for name in _OF_PROCESSES if name in sums]
-    # Without a process nothing ran.
+    # Without a process, the GPU was idle.
     found.add(gpu, at, known or [("busy_share", 0.0)])
 
 

@@ -56,14 +56,14 @@ _REASONS: Mapping[str, int] = {
 # What identifies a GPU, the best first.
 _NAMES = ("pci.bus_id", "gpu_bus_id", "index", "uuid", "gpu_uuid")
 
-# What brings every metric that a rule asks for.
+# The command that records every metric that a rule needs.
 _RECORD = (
     "nvidia-smi --query-gpu=timestamp,index,utilization.gpu,utilization.memory,memory.used,memory.total,power.draw,"
     "enforced.power.limit,power.default_limit,temperature.gpu,clocks.sm,clocks.max.sm,clocks_event_reasons.active"
     " --format=csv -lms 500 > gpus.csv"
 )
 
-# What nvidia-smi writes for a value that a GPU has not.
+# What nvidia-smi writes for a value that a GPU lacks.
 _NONE = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", "[Insufficient Permissions]")
 
 # nvidia-smi knows fewer properties.
@@ -89,9 +89,9 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log.
+    """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log.
 
-    Times have no zone. What a log without a header may mean is taken from the units of its values, and said.
+    Times have no zone. Without a header, the units of the values decide the columns, with a warning.
     """
     names: Sequence[str] = ()
     found: Readings | None = None
@@ -147,7 +147,7 @@ def _is_header(line: str) -> bool:
 
 
 def _headless(words: Sequence[str]) -> list[str]:
-    """Return what the columns of a row without a header are, "" where that is not known; [] where too little is."""
+    """Return what the columns of a row without a header are, "" if that is not known; [] where too little is."""
     names: list[str] = []
     for word in words if len(words) <= _MOST_COLUMNS else ():
         unit = word.rpartition(" ")[2]

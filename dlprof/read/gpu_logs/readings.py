@@ -31,7 +31,7 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})(\.\d{1,9})?")
 
 
 def number(text: str) -> float | None:
-    """Return the number that a text begins with, as 87 of "87 %" or 4 of "0x04"; None where a GPU reports none."""
+    """Return the number that a text begins with, as 87 of "87 %" or 4 of "0x04"; None if a GPU reports none."""
     word = text.strip().strip("()").strip()
     if word[:2].lower() == "0x":
         try:
@@ -72,7 +72,7 @@ def time_of(text: str) -> tuple[int, str] | None:
 
 
 def _six_digits(text: str) -> str:
-    """Cut the nanoseconds of `date --iso-8601=ns`, whose decimal sign is a comma, to what Python reads."""
+    """Convert `date --iso-8601=ns`, with nanoseconds after a comma, to what Python can read."""
     return re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
 
 
@@ -130,7 +130,7 @@ class Readings:
         return at + self._days * 86_400 * SECOND
 
     def reading(self) -> Reading:
-        """Return the table; raise DlprofError where nothing was a reading."""
+        """Return the table; raise DlprofError if nothing was a reading."""
         from dlprof.read.logs import samples_frame  # with pandas, which opening a run does not wait for
 
         if not self._found:

@@ -27,7 +27,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return rows of the table "samples"; raises DlprofError where the file cannot be read or is no such log."""
+    """Return rows of the table "samples"; raises DlprofError if the file cannot be read or is no such log."""
     from dlprof.read import logs  # with pandas, which opening a run does not wait for
 
     with open_file(path) as file:

@@ -1,8 +1,7 @@
-"""Autograd's numbers of a trace's operators and backward functions, and which threads made the latter.
+"""Reads autograd's sequence numbers of operators and backward functions, and the threads that made the latter.
 
-They say which operator a function of the backward pass is for, which few measures ask. So they are decoded only once a
-trace names a module, or an operator that a script may have written something out with, which it does before most of its
-operators; until then their text is kept.
+The numbers show which operator a backward function belongs to. Few measures need that. So they are decoded only once a
+trace names a module, or an operator with which a script may have printed something. Until then their text is kept.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from numpy.typing import NDArray
 
 from dlprof.read.kineto.events import integers, made
 
-# Between the args of two events: no JSON holds it.
+# Separates the args of two events; no JSON contains it.
 _APART = b"\0"
 
-# What autograd has numbered, often no operator of an optimizer: so many in a row are passed over together.
+# Args with a number have this key. Operators of an optimizer often lack it, so whole groups of 64 are skipped.
 _NUMBER, _GROUP = b'"Sequence number"', 64
 
 
 class Made(NamedTuple):
-    """What is known of some rows; of all others, nothing."""
+    """Autograd's numbers of the rows that have any."""
 
     row: NDArray[np.int64]
     number: NDArray[np.int64]  # autograd's; −1: none
@@ -39,32 +38,32 @@ class _Text(NamedTuple):
 
 
 class Numbers:
-    """What the args of operators say of autograd. Picklable."""
+    """Collects autograd's numbers from the args of operators. Picklable."""
 
     def __init__(self) -> None:
         self._known: list[Made] = []
         self._texts: list[_Text] = []
 
     def add(self, row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw], wanted: bool) -> None:
-        """Take the args of some rows; `runs`: which are functions of the backward pass."""
+        """Add the args of some rows. `runs`: which rows are backward functions. `wanted`: decode them now."""
         groups = [_APART.join(args[at : at + _GROUP]) for at in range(0, len(args), _GROUP)]
-        told = [_NUMBER in group for group in groups]
-        if not any(told):
+        numbered = [_NUMBER in group for group in groups]
+        if not any(numbered):
             return
-        mine = np.repeat(told, _GROUP)[: len(row)]
+        mine = np.repeat(numbered, _GROUP)[: len(row)]
         row, runs = row[mine], runs[mine]
         if wanted:
             self._known.append(_decoded(row, runs, list(compress(args, mine.tolist()))))
         else:
-            self._texts.append(_Text(row, runs, _APART.join(compress(groups, told))))
+            self._texts.append(_Text(row, runs, _APART.join(compress(groups, numbered))))
 
     def join(self, other: Numbers, first: int) -> None:
-        """Take what is known of rows that follow, the first of which becomes row `first`."""
+        """Add the numbers of later rows; row 0 of `other` becomes row `first`."""
         self._known += [one._replace(row=one.row + first) for one in other._known]
         self._texts += [one._replace(row=one.row + first) for one in other._texts]
 
     def end(self, wanted: bool) -> Made:
-        """Return what is known; nothing where it is not wanted."""
+        """Return the numbers; texts are decoded only if `wanted`."""
         for row, runs, text in self._texts if wanted else ():
             args = [msgspec.Raw(one) for one in text.split(_APART)]
             if len(args) == len(row):  # else they were no JSON
@@ -76,9 +75,9 @@ class Numbers:
 
 
 def _decoded(row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw]) -> Made:
-    told = made(args)
-    number, maker = integers([one.number for one in told]), np.zeros(len(row), dtype=np.int32)
-    threads = integers([one.thread for one in compress(told, runs.tolist())])
+    numbers = made(args)
+    number, maker = integers([one.number for one in numbers]), np.zeros(len(row), dtype=np.int32)
+    threads = integers([one.thread for one in compress(numbers, runs.tolist())])
     maker[runs] = np.where(threads < 2**31, np.maximum(threads, 0), 0)
     known = (number >= 0) | (maker > 0)
     return Made(row[known], number[known], maker[known])

@@ -1,8 +1,7 @@
-"""The rows of one torch-profiler trace as plain columns: decoded, numbered, and each event classified.
+"""Decodes one torch-profiler trace into plain columns, and classifies each event.
 
-It needs NumPy and no pandas, so that a trace can be decoded while a process still imports that (prefetch.py).
-
-The collectives of a trace: the verb, the group, how many bytes, in which order, and between whom.
+It needs NumPy but no pandas, so that a trace can be decoded while another process still imports pandas (prefetch.py).
+`Collectives` collects the collectives: verb, group, bytes, order, and peers.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ from dlprof.read.kineto.patterns import (
 _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
 _NO_KIND = -1
-Processes = frozenset[Scalar] | None  # of which the events are wanted; None: all
+Processes = frozenset[Scalar] | None  # the processes to read events of; None: all
 # A trace of ten years is a broken clock.
 _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 
 class Names(dict[tuple[str, str], int]):
-    """Numbers every (category, name) and decides once for each what it is."""
+    """Numbers every (category, name), and classifies each once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +78,9 @@ class Names(dict[tuple[str, str], int]):
         self.direction: list[tuple[str, str]] = []  # of a copy, and the host's memory
         self.collective: list[str] = []
         self.multiplies: list[bool] = []
-        self.numbered: list[bool] = []  # by autograd, maybe
+        self.numbered: list[bool] = []  # autograd may number it
         self.runs: list[bool] = []  # a function of the backward pass
-        self.wants_numbers = False  # of autograd
+        self.wants_numbers = False  # whether autograd's numbers are needed
 
     def __missing__(self, key: tuple[str, str]) -> int:
         category, name = key
@@ -108,14 +107,14 @@ class Lanes(dict[tuple[Any, ...], int]):
 
 
 class Places(dict[tuple[str, str, Scalar, Scalar], int]):
-    """Numbers every (category, name, pid, tid): one look-up an event gives what it is and on which thread."""
+    """Numbers every (category, name, pid, tid): one look-up for each event gives its class and its thread."""
 
     def __init__(self, names: Names, lanes: Lanes) -> None:
         super().__init__()
         self.names = names
         self.lanes = lanes
         self.what: list[int] = []
-        self.lane: list[int] = []  # of a host event; a device's depends on its args too
+        self.lane: list[int] = []  # of a host event; a device event's lane also depends on its args
 
     def __missing__(self, key: tuple[str, str, Scalar, Scalar]) -> int:
         category, name, pid, tid = key
@@ -128,9 +127,9 @@ class Places(dict[tuple[str, str, Scalar, Scalar], int]):
 
 
 class Rows:
-    """What a trace file holds: a row for all that lasts, in the file's order; what is rare by its row's number.
+    """The contents of a trace file: a row for each event with a duration, in order; rare values by row number.
 
-    Picklable; nothing in it points into what was read.
+    Picklable. It holds no reference to the bytes that were read.
     """
 
     what: NDArray[np.int32]  # number in `names`
@@ -138,15 +137,15 @@ class Rows:
     start: NDArray[np.int64]  # ns
     dur: NDArray[np.int64]
     launch: NDArray[np.int64]
-    made: Made  # by autograd, where that is asked for
+    made: Made  # autograd's numbers, if they are wanted
 
     def __init__(self, keys: dict[str, Any]) -> None:
-        self.keys = keys  # what stands next to the events
+        self.keys = keys  # the keys next to the events
         self.warnings: list[str] = []
         self.names = Names()
         self.lanes = Lanes()
         self.bytes: dict[int, int] = {}
-        self.copies: dict[int, tuple[str, str]] = {}  # direction and the host's memory, where the name has neither
+        self.copies: dict[int, tuple[str, str]] = {}  # direction and host memory, if the name has neither
         self.exchanges = Collectives(self.bytes)
         self.multiplied: dict[int, tuple[str, str]] = {}  # shapes, element type
         self.sizes: dict[int, int] = {}  # of copies, by launch
@@ -155,23 +154,23 @@ class Rows:
         return len(self.what)
 
     def join(self, other: Rows, first: int) -> None:
-        """Take what is rare among rows that follow, the first of which becomes row `first`."""
+        """Add the rare values of later rows; row 0 of `other` becomes row `first`."""
         for mine, theirs in zip(self._rare(), other._rare(), strict=True):
             mine.update({first + row: value for row, value in theirs.items()})
         self.sizes.update(other.sizes)
         groups = self.exchanges.groups
-        groups |= other.exchanges.groups | groups  # of one that both name, what was told first counts
+        groups |= other.exchanges.groups | groups  # if both have a group, the earlier facts count
 
     def _rare(self) -> tuple[dict[int, Any], ...]:
-        told = self.exchanges
-        by_row = (told.collectives, told.sequences, told.peers, told.gathered, told.pieces)
+        rare = self.exchanges
+        by_row = (rare.collectives, rare.sequences, rare.peers, rare.gathered, rare.pieces)
         return (self.bytes, self.copies, self.multiplied, *by_row)
 
 
 def decode(path: Path, processes: Processes = None) -> Rows:
-    """Return the rows of a file, or of these processes of it; raises DlprofError where it is no trace or unreadable."""
+    """Return the rows of a file, or of some of its processes; raise DlprofError if it is no trace or unreadable."""
     was_on = gc.isenabled()
-    gc.disable()  # hundreds of thousands of live objects, none in a cycle: collecting costs half of the time
+    gc.disable()  # collecting garbage would cost half of the time: there are very many objects, and no cycles
     try:
         return _decoded(path, processes, exact=False)
     except BlurredTimes:
@@ -189,7 +188,7 @@ def _decoded(path: Path, processes: Processes, exact: bool) -> Rows:
 
 
 def opened(path: Path, exact: bool) -> TraceFile[Event]:
-    """Return a trace file that was read up to its first event; raise DlprofError where it is no trace."""
+    """Return a trace file, read up to its first event; raise DlprofError if it is no trace."""
     file: TraceFile[Event] = TraceFile(path, decoder(exact))
     if not file.header():
         what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
@@ -198,13 +197,13 @@ def opened(path: Path, exact: bool) -> TraceFile[Event]:
 
 
 class Reader:
-    """Makes rows of events; `lost` counts what becomes none, in words. Picklable, as rows are."""
+    """Makes rows from events. `lost`: reason → number of events without a row. Picklable, as rows are."""
 
     def __init__(self, keys: dict[str, Any]) -> None:
         self.rows = Rows(keys)
         self.places = Places(self.rows.names, self.rows.lanes)
         self.seen = self.count = self.unreadable = 0
-        # what, lane, start, dur, launch: of each chunk one
+        # what, lane, start, dur, launch: one part for each chunk
         kinds = ("i4", "i4", "i8", "i8", "i8")
         self.columns: list[list[NDArray[Any]]] = [[np.empty(0, dtype)] for dtype in kinds]
         self.numbers = Numbers()
@@ -213,7 +212,7 @@ class Reader:
         self.unknown: Counter[str] = Counter()  # categories
 
     def take(self, file: TraceFile[Event], processes: Processes = None) -> None:
-        """Take the events that a file has left, or those of these processes, up to the limits."""
+        """Read the remaining events of a file, or those of some processes, up to the limits."""
         most = limits.limit(limits.MOST_ROWS)
         for events in file.events():
             mine = events if processes is None else [e for e in events if getattr(e, "pid", None) in processes]
@@ -230,12 +229,12 @@ class Reader:
         self.unreadable += file.unreadable
 
     def fits(self, other: Reader) -> bool:
-        """Return whether the limits allow the events of another reader too."""
+        """Return whether the limits also allow the events of another reader."""
         names = len(self.places) + len(other.places)
         return self.seen + other.seen <= limits.limit(limits.MOST_ROWS) and names <= limits.limit(limits.MOST_NAMES)
 
     def join(self, other: Reader) -> None:
-        """Take what another reader made of the events that follow; its columns are not copied before `end`."""
+        """Add the rows of a reader of later events. Its columns are not copied before `end`."""
         for place in other.places:
             self.places[place]  # numbers it
         rows, theirs, first = self.rows, other.rows, self.count
@@ -261,7 +260,7 @@ class Reader:
         self.columns = [[np.concatenate(parts)] for parts in self.columns]
 
     def add(self, events: list[Event]) -> None:
-        """Take the rows of some events."""
+        """Add the rows of some events."""
         kinds = set(map(type, events))
         of = ExactEvent if ExactEvent in kinds else Event  # one decoder makes all
         if not _HALVES.isdisjoint(kinds):
@@ -276,13 +275,13 @@ class Reader:
         if ns == NO_TIME:
             self.lost["events without a usable time"] += 1
             return
-        # Args as they stand in the file would keep a whole chunk alive.
+        # Raw args would keep a whole chunk of the file alive.
         half = msgspec.structs.replace(e, ts=Decimal(ns) / 1000, args=e.args.copy())
         marks = self.halves[e.pid, e.tid]
         marks.append((ns, len(marks), half))
 
     def _pairs(self) -> list[Event]:
-        """Return the events that begin and end marks make."""
+        """Return events made from pairs of begin and end marks."""
         made: list[Event] = []
         for marks in self.halves.values():
             opened: list[Event] = []
@@ -300,7 +299,7 @@ class Reader:
 
     # Comprehensions throughout: a quarter faster than maps over attrgetters.
     def _add(self, events: list[Event]) -> None:
-        """Take whole events."""
+        """Add events that have a start and a duration."""
         rows, names, places = self.rows, self.rows.names, self.places
         place = np.fromiter([places[e.cat, e.name, e.pid, e.tid] for e in events], np.int32, len(events))
         what = np.array(places.what, dtype=np.int32)[place]
@@ -344,15 +343,15 @@ class Reader:
             return zip(at, args_of([events[i].args for i in at]), strict=True)
 
         first = self.count
-        for i, told in chosen((kind == KIND["copy"]) | (kind == KIND["set"])):
-            if (size := integer(told.bytes)) >= 0:
+        for i, values in chosen((kind == KIND["copy"]) | (kind == KIND["set"])):
+            if (size := integer(values.bytes)) >= 0:
                 rows.bytes[first + i] = size
-            if isinstance(told.kind, str) and not names.direction[what[i]][0]:
-                rows.copies[first + i] = copy_of(told.kind)
-        for i, told in chosen(kind == KIND["communication"]):
-            rows.exchanges.add(first + i, events[i], told, names.collective[what[i]], bool(device[i]))
-        for i, told in chosen(np.array(names.multiplies)[what]):
-            shape = shapes_in(bytes(told.dims), bytes(told.types))
+            if isinstance(values.kind, str) and not names.direction[what[i]][0]:
+                rows.copies[first + i] = copy_of(values.kind)
+        for i, values in chosen(kind == KIND["communication"]):
+            rows.exchanges.add(first + i, events[i], values, names.collective[what[i]], bool(device[i]))
+        for i, values in chosen(np.array(names.multiplies)[what]):
+            shape = shapes_in(bytes(values.dims), bytes(values.types))
             if shape[0]:
                 rows.multiplied[first + i] = shape
         numbered = np.flatnonzero(np.array(names.numbered)[what])
@@ -364,7 +363,7 @@ class Reader:
         self.count += len(events)
 
     def end(self, file: TraceFile[Event]) -> Rows:
-        """Return everything that was read; raise DlprofError where that is no trace."""
+        """Return all rows that were read; raise DlprofError if the file is no trace."""
         if file.is_list and not self.seen:
             raise DlprofError(f"{file.path}: not a torch-profiler trace: a list without events")
         rows = self.rows
@@ -417,7 +416,7 @@ class Collectives:
         ] = {}  # of all_gathers counted by their input: its bytes, and the group
 
     def add(self, row: int, e: Event, args: Args, verb: str, device: bool) -> None:
-        """Take the row of a collective, `verb` by its name, on a device or its host."""
+        """Add a collective on a device or its host. `verb`: as its name gives it."""
         collective = (collective_of(args.collective) if isinstance(args.collective, str) else "") or verb
         group = self._group(args)
         dtype, width = element_type(args.dtype) if isinstance(args.dtype, str) else ("", 0)
@@ -445,7 +444,7 @@ class Collectives:
             self.pieces[row] = pieces
 
     def _peer(self, row: int, e: Event, args: Args, collective: str, group: str) -> None:
-        """Note whom an event sends to or receives from, where it is known."""
+        """Note the peer of a send or receive, if it is known."""
         peer = integer(args.destination if collective == "send" else args.source)
         if peer >= 0:
             self.peers[row] = (peer, None)
@@ -459,7 +458,7 @@ class Collectives:
             self.peers[row] = (peer, group)
 
     def _group(self, args: Args) -> str:
-        """Return a group's name (else its description or a name made of its ranks) and note what is known of it."""
+        """Return a group's name, else its description or a name made from its ranks; note its facts."""
         ranks = numbers_in(bytes(args.group_ranks))
         text = "" if args.group_text is None else str(args.group_text)
         name = ("" if args.group is None else str(args.group)) or text
@@ -469,12 +468,12 @@ class Collectives:
             name = "ranks-" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
         if name and name not in self.groups:
             size = integer(args.group_size)
-            told = {"desc": text, "size": size if size > 0 else len(ranks), "ranks": ranks}
-            self.groups[name] = {k: v for k, v in told.items() if v}
+            about = {"desc": text, "size": size if size > 0 else len(ranks), "ranks": ranks}
+            self.groups[name] = {k: v for k, v in about.items() if v}
         return name
 
     def settle(self, keys: Mapping[str, Any]) -> None:
-        """Count what waited for the size of a group; `keys`: what stands next to the events."""
+        """Compute bytes that need the size of a group. `keys`: the trace's keys next to the events."""
         known = {**groups_in(keys), **self.groups}
         only = next(iter(known.values())) if len(known) == 1 else {}
         for row, (size, group) in self.gathered.items():

@@ -1,7 +1,7 @@
-"""One event of a trace as it stands in the file, how lists of them are decoded, and what its numbers mean.
+"""Defines the events of a trace as they are in the file, decodes lists of them, and converts their numbers.
 
-The ordinary case is decoded straight into typed structs. Two others cost more and are chosen by the file: times that
-float64 would blur keep their digits, and events whose fields have unexpected types are taken apart one by one.
+Ordinary events are decoded straight into typed structs. Two other cases cost more. Times that float64 would round keep
+their digits. Events with fields of unexpected types are decoded field by field.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXACT_US = 2.0**43
 
 
 class Link(msgspec.Struct, frozen=True, gc=False):
-    """What the args of a call and of a device's work say: which belong together, and where the work ran."""
+    """The args that link a call to its device work, and say where the work ran."""
 
     correlation: Scalar = -1
     correlation_id: Scalar = msgspec.field(name="correlation id", default=-1)
@@ -43,7 +43,7 @@ class Link(msgspec.Struct, frozen=True, gc=False):
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """What the args of a copy, a collective or a product say of it."""
+    """The args of a copy, a collective or a product."""
 
     bytes: Scalar = None
     kind: Scalar = None
@@ -67,14 +67,14 @@ class Args(msgspec.Struct, frozen=True, gc=False):
 
 
 class Made(msgspec.Struct, frozen=True, gc=False):
-    """What the args of an operator or a backward function say of autograd: its number, and the thread that made it."""
+    """Autograd's args of an operator or a backward function: its number, and the thread that made it."""
 
     number: Scalar = msgspec.field(name="Sequence number", default=-1)
     thread: Scalar = msgspec.field(name="Fwd thread id", default=0)
 
 
 class Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    """One event as it stands in the file, whole; a time may be a number or a text that is one.
+    """One event with start and duration, as it is in the file; a time may be a number or a text with a number.
 
     Its args are decoded where they are wanted (`links`, `args_of`, `made`), and only for what is wanted of them.
     """
@@ -93,7 +93,7 @@ class Begin(Event, tag="B"):
 
 
 class End(Event, tag="E"):
-    """The end of one."""
+    """The end of an event that was written as two marks."""
 
 
 def _exact_kind(kind: type[Event]) -> type[Event]:
@@ -107,8 +107,8 @@ def _exact_kind(kind: type[Event]) -> type[Event]:
 ExactEvent, ExactBegin, ExactEnd = map(_exact_kind, (Event, Begin, End))
 BEGINS, ENDS = (Begin, ExactBegin), (End, ExactEnd)
 
-# What else there is becomes no row: arrows (a third of a trace's events), threads' names, counters, moments. Nothing is
-# made of their fields, which saves a fifth of the time that decoding takes.
+# All other events make no row: arrows (a third of a trace's events), thread names, counters, instants. Their fields are
+# not decoded, which saves a fifth of the decoding time.
 _NO_ROW = tuple(
     msgspec.defstruct(f"Phase{ord(phase)}", [], tag_field="ph", tag=phase, gc=False)
     for phase in "sftMiICPNODbneSTpFRcVv(),aL"
@@ -116,7 +116,7 @@ _NO_ROW = tuple(
 
 
 class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read again
-    """Times were decoded as float64 that are too large for it: the file must be read with `exact`."""
+    """Times were too large to be exact as float64: the file must be read with `exact`."""
 
 
 def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
@@ -141,7 +141,7 @@ _EXACT = {b'"X"': ExactEvent, b'"B"': ExactBegin, b'"E"': ExactEnd}
 
 
 def _lenient(array: bytes | memoryview) -> list[Event]:
-    """Decode events whose fields have unexpected types: take what can be taken, leave out what is no event."""
+    """Decode events with fields of unexpected types: use the valid fields, leave out what is no event."""
     events: list[Event] = []
     for element in _elements.decode(array):
         try:
@@ -182,7 +182,7 @@ def args_of(args: Sequence[msgspec.Raw]) -> list[Args]:
 
 
 def made(args: Sequence[msgspec.Raw]) -> list[Made]:
-    """Decode what the args of operators say of autograd."""
+    """Decode autograd's args of operators."""
     return _decoded(args, _decode_made, Made)
 
 
@@ -194,15 +194,15 @@ def _decoded(args: Sequence[msgspec.Raw], decode: Callable[[bytes], list[D]], ki
 
 
 def _lenient_args(value: msgspec.Raw, kind: type[D]) -> D:
-    """Take of one event's args what can be taken."""
+    """Decode the valid args of one event."""
     args = plain(repaired(bytes(value)))
     taken: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind) if isinstance(args, dict) else ():
-        said = args.get(field.encode_name)
-        if field.type is msgspec.Raw and said is not None:
-            taken[field.name] = msgspec.Raw(msgspec.json.encode(said))
-        elif isinstance(said, (int, float, str)):
-            taken[field.name] = said
+        held = args.get(field.encode_name)
+        if field.type is msgspec.Raw and held is not None:
+            taken[field.name] = msgspec.Raw(msgspec.json.encode(held))
+        elif isinstance(held, (int, float, str)):
+            taken[field.name] = held
     return kind(**taken)
 
 
@@ -218,7 +218,7 @@ def label(value: Scalar) -> str:
 def nanoseconds(values: list[Any]) -> Ints:
     """Return microseconds as nanoseconds, as exact as the values are; NO_TIME for what is no time."""
     with contextlib.suppress(TypeError, OverflowError):
-        us = np.frombuffer(array("d", values))  # faster than NumPy's own way, which looks at each value's type first
+        us = np.frombuffer(array("d", values))  # faster than np.array, which checks each value's type
         if (np.abs(us) < EXACT_US).all():  # False for NaN
             whole = np.floor(us)
             ns: Ints = whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
@@ -231,7 +231,7 @@ def nanoseconds(values: list[Any]) -> Ints:
 
 
 def exact_nanoseconds(values: list[Any]) -> Ints:
-    """Return the same; raises BlurredTimes where a value lost digits by being a float64."""
+    """Return the same; raise BlurredTimes if a value lost digits as a float64."""
     ns = nanoseconds(values)
     large = (ns >= EXACT_US * 1000) | ((ns <= -EXACT_US * 1000) & (ns != NO_TIME))
     if large.any() and any(type(values[i]) is float for i in np.flatnonzero(large)):
@@ -241,7 +241,7 @@ def exact_nanoseconds(values: list[Any]) -> Ints:
 
 def _exact(value: Any) -> int:
     try:
-        # A truth is 0 or 1, as in arrays of numbers: what stands beside it must not matter.
+        # A bool is 0 or 1, as in arrays of numbers: the result must not depend on its neighbours.
         us = value if isinstance(value, Decimal) else Decimal(int(value) if isinstance(value, bool) else str(value))
         return int((us * 1000).to_integral_value()) if abs(us) < LATEST_US else NO_TIME
     except (InvalidOperation, ValueError):
@@ -249,13 +249,13 @@ def _exact(value: Any) -> int:
 
 
 def integers(values: list[Any]) -> Ints:
-    """Return whole numbers that may be written as text, -1 for what is none."""
+    """Return integers that may be written as text; -1 for anything else."""
     given = np.array(values)
     return given if given.dtype == np.int64 else np.array([integer(v) for v in values], dtype=np.int64)
 
 
 def integer(value: Any) -> int:
-    """Return a whole number that may be written as text, -1 where it is none or negative or too large."""
+    """Return an integer that may be written as text; -1 if it is no integer, negative or too large."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Traces of PyTorch's profiler as a format that any folder may hold, whoever wrote them."""
+"""The format of PyTorch profiler traces, as other tools' files in any folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})')
 
 
 def recognise(head: Head) -> Sequence[Part]:
-    """Return the rank that a trace says it is of, or a part for each rank of a file that was merged of several."""
+    """Return the rank in a trace's head, or a part for each rank of a merged file."""
     from dlprof.read.kineto import headers, merged
 
     if head.opens not in ("{", "["):
@@ -29,7 +29,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def _began(first: bytes) -> int | None:
-    """Return the time of the first event that has one, in ns, Unix time where the head has the base."""
+    """Return the time of the first event that has one, in ns; Unix time if the head has the base."""
     found = next((one for one in _TIME.finditer(first) if int(one[1])), None)
     if found is None:
         return None

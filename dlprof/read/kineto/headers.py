@@ -1,4 +1,4 @@
-"""What stands at a trace's head, next to its events: its rank, its devices, its process groups."""
+"""Reads the keys at a trace's head, next to its events: its rank, devices and process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEEK_BYTES = 256 << 10
 def peek(path: Path) -> dict[str, Any]:
     """Return by head and name of a file whether it looks like a trace (`is_trace`), and its rank, world_size, host.
 
-    What neither the first 256 KB nor the name has is absent. Raises DlprofError where the file cannot be opened.
+    What neither the first 256 KB nor the name has is absent. Raises DlprofError if the file cannot be opened.
     """
     with open_file(path):
         pass
@@ -32,12 +32,12 @@ def peek(path: Path) -> dict[str, Any]:
     if file.is_list:
         begun = bool(re.match(rb'\s*\{.{0,4000}?"ph"\s*:\s*"\w"', file.buffered, re.DOTALL))
     known = {"schemaVersion", "deviceProperties", "distributedInfo", "traceName"} & file.keys.keys()
-    # Where the head ends before the events, as it does in a very large job, the keys must do.
+    # In a very large job the head ends before the events. Then the keys decide.
     if not begun and not (known and file.cut):
         return {"is_trace": False}
     facts = header_facts(file.keys, path)
     if not begun:
-        # A very large job's list of process groups is longer than what is looked at; rank and size stand before it.
+        # A very large job's list of process groups is longer than the head. Rank and size come before it.
         head = re.match(rb'\{[^{}\[\]]*"world_size"[^{}\[\]]*', file.buffered)
         for name in ("rank", "world_size"):
             if head and (number := re.search(rb'"%s"\s*:\s*(\d{1,18})\s*[,}]' % name.encode(), head[0])):
@@ -46,7 +46,7 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the facts in the keys next to the events; the rank from the file's name where they have none."""
+    """Return the facts in the keys next to the events; the rank comes from the file's name if they have none."""
     facts: dict[str, Any] = {}
     distributed = keys.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
@@ -67,7 +67,7 @@ def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
         facts["base_time_ns"] = base
     if "schemaVersion" in keys:
         facts["schema"] = keys["schemaVersion"]
-    # What Kineto complained of while it recorded; older releases write it behind the events.
+    # Warnings of Kineto while it recorded; older releases write them after the events.
     complaints = [line for name in ("ERROR", "WARNING") if isinstance(keys.get(name), list) for line in keys[name]]
     if errors := short([line for line in complaints if isinstance(line, str)]):
         facts["errors"] = errors
@@ -83,6 +83,6 @@ def groups_in(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if isinstance(group, dict) and group.get("pg_name") is not None:
             ranks = numbers_of(group.get("ranks"))
             size = integer(group.get("pg_size"))
-            told = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
-            groups[str(group["pg_name"])] = {k: v for k, v in told.items() if v}
+            about = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
+            groups[str(group["pg_name"])] = {k: v for k, v in about.items() if v}
     return groups

@@ -1,9 +1,9 @@
-"""A trace file as a stream of lists of events: unpacked, cut at event boundaries, decoded, and never held whole.
+"""Reads a trace file as a stream of lists of events: unpacked, cut at event boundaries, decoded, and never held whole.
 
-A file may be gigabytes of JSON, may have been cut off anywhere, and may hold bytes that JSON forbids. Events are
-decoded in chunks of a few megabytes. A chunk ends where `}`, a comma and `{` follow each other; that this is the end of
-an event and no text or nested object is proved by decoding: what comes before it is a JSON array if and only if it is.
-Where that fails, brackets are counted. Whatever stands before a cut is used.
+A file may be gigabytes of JSON, may be cut off anywhere, and may hold bytes that JSON forbids. Events are decoded in
+chunks of a few megabytes. A chunk ends at `}`, a comma and `{`. Decoding proves that this is the end of an event, and
+not in a text or a nested object: only then is what comes before it a JSON array. If that fails, brackets are counted.
+Everything before a cut is used.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dlprof.read.opening import open_file
 
 try:
     _inflate: Any = importlib.import_module("isal.isal_zlib")
-except ImportError:  # no wheel for this machine: the standard library's is slower and gives the same
+except ImportError:  # no wheel for this machine: the standard library's is slower, with the same results
     _inflate = zlib
 
 # What a gzip of a trace holds, in its own bytes (seen on real traces).
 BYTES_PER_GZIP_BYTE = 15
 
-CHUNK = 1 << 20  # stays in a processor's cache with the events that it becomes: a fifth faster than 4 MB
-LONGEST = 16 << 20  # one value larger than this is taken for damage, as is one nested deeper than JSON decoders go
+CHUNK = 1 << 20  # fits into a processor's cache with its events: a fifth faster than 4 MB
+LONGEST = 16 << 20  # a larger value counts as damage, like one nested too deep for JSON decoders
 DEEPEST = 1000
-_GZIP = b"\x1f\x8b"  # what such a file begins with
-_PACKED = 64 << 10  # read of a packed file at once
+_GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
+_PACKED = 64 << 10  # bytes of a packed file read at once
 BLOCK = 1 << 20
-# At how many boundaries a chunk may end, and how far before its end they are looked for.
+# How many boundaries are tried as the end of a chunk, and how far before its end they may be.
 _TRIED = 3
 _WINDOWS = (4 << 10, 64 << 10)
 
@@ -56,7 +56,7 @@ E = TypeVar("E")
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Estimate the bytes of a file's JSON; 0 where there is no file."""
+    """Return the estimated bytes of a file's JSON; 0 if there is no file."""
     try:
         return path.stat().st_size * (BYTES_PER_GZIP_BYTE if path.suffix == ".gz" else 1)
     except OSError:
@@ -64,10 +64,10 @@ def unpacked_bytes(path: Path) -> int:
 
 
 class TraceFile(Generic[E]):
-    """One file being read. `decode` makes a list of events of a JSON array's bytes and raises one of NOT_JSON.
+    """One file being read. `decode` turns the bytes of a JSON array into a list of events, or raises one of NOT_JSON.
 
-    `keys` holds what stands next to the events; it is complete when `events` is through. `cut` says where the file
-    stops short of its end, "" where it does not. `unreadable` counts events that could not be decoded.
+    `keys`: the keys next to the events; complete when `events` has ended. `cut`: where the file is cut off; "": it is
+    not. `unreadable`: how many events could not be decoded.
     """
 
     def __init__(self, path: Path, decode: Callable[[bytes | memoryview], list[E]], limit: int | None = None) -> None:
@@ -87,7 +87,7 @@ class TraceFile(Generic[E]):
         self.blocks = self.unpacked()
 
     def header(self) -> bool:
-        """Read up to the first event. Return False where the file ends before; raise DlprofError if it is no trace."""
+        """Read up to the first event. Return False if the file ends earlier; raise DlprofError if it is no trace."""
         self._fill(BLOCK)
         self._drop(3 if self._buffer.startswith(b"\xef\xbb\xbf") else 0)
         self._drop(_SPACE.match(self._buffer).end())  # type: ignore[union-attr]
@@ -102,24 +102,24 @@ class TraceFile(Generic[E]):
     def events(self) -> Iterator[list[E]]:
         """Return the events in their order, some thousands at a time; call `header` before."""
         yield from self._array()
-        # Keys stand behind the events too, and in a file glued from several, further events.
+        # Keys may also follow the events; in concatenated files, further events do.
         while not self.cut and not self.is_list and self._to_array():
             yield from self._array()
         if self.cut and self.stops:
             self.cut = self.stops
 
     def go_on(self, blocks: Iterator[bytes], stops: str = "") -> None:
-        """Read on from these blocks, which begin with an event; `stops`: why they end before the file does."""
+        """Continue with these blocks, which begin with an event. `stops`: why they end before the file does."""
         self._buffer, self.blocks, self._ended, self.stops = bytearray(), blocks, False, stops
 
     @property
     def buffered(self) -> bytes:
-        """What was read and not yet understood."""
+        """The bytes that were read and not yet decoded."""
         return bytes(self._buffer)
 
     @property
     def position(self) -> int:
-        """How many unpacked bytes stand before the first event; right after `header`."""
+        """The number of unpacked bytes before the first event; valid right after `header`."""
         return self._taken - len(self._buffer)
 
     @property
@@ -132,7 +132,7 @@ class TraceFile(Generic[E]):
         return DlprofError(f"{self.path}: {what}")
 
     def unpacked(self, start: int = 0) -> Iterator[bytes]:
-        """Return the file's bytes from there on, unpacked, a block at a time."""
+        """Yield the file's bytes from there on, unpacked, in blocks."""
         with open_file(self.path) as file:
             magic = file.read(2)
             file.seek(0)
@@ -167,7 +167,7 @@ class TraceFile(Generic[E]):
                 if not unpacker.eof:
                     packed = unpacker.unconsumed_tail or file.read(_PACKED)
                     continue
-                # gzip files may be glued together; some writers pad the last one with zeros.
+                # gzip files may be concatenated; some writers pad the last one with zeros.
                 packed = (unpacker.unused_data + file.read(_PACKED)).lstrip(b"\0")
                 if packed and not packed.startswith(_GZIP):
                     self.stops = "something that is not gzip follows the packed data"
@@ -183,7 +183,7 @@ class TraceFile(Generic[E]):
             self.stops = "the gzip data are damaged"
 
     def _fill(self, size: int, before: bytes = b"") -> None:
-        """Hold at least so many bytes, or all that are left; `before` stands before them, where they are events."""
+        """Buffer at least so many bytes, or all that are left. `before`: put before them if they are events."""
         if self._limit is not None:
             size = min(size, self._limit)
         held = len(self._buffer)
@@ -204,11 +204,11 @@ class TraceFile(Generic[E]):
     def _drop(self, count: int) -> None:
         try:
             del self._buffer[:count]
-        except BufferError:  # events that were decoded from it point into it
+        except BufferError:  # decoded events refer to it
             self._buffer = self._buffer[count:]
 
     def _more(self) -> bool:
-        """Read on, twice as far; return False where there is nothing more or too much is held already."""
+        """Double the buffered bytes; return False if there are no more, or too many are buffered."""
         before = len(self._buffer)
         if self._ended or (before >= LONGEST and limited()):
             return False
@@ -216,7 +216,7 @@ class TraceFile(Generic[E]):
         return len(self._buffer) > before
 
     def _to_array(self) -> bool:
-        """Read keys and values up to and into the array of events; return False where the object or the file ends."""
+        """Read keys and values up to and into the array of events; return False if the object or the file ends."""
         while True:
             self._fill(BLOCK)
             key = _KEY.match(self._buffer)
@@ -246,7 +246,7 @@ class TraceFile(Generic[E]):
             self.keys[name] = plain(repaired(value))
 
     def _value(self) -> bytes | None:
-        """Pass over one value and return its bytes, None where it has no end."""
+        """Skip one value and return its bytes; None if it has no end."""
         while True:
             if self._buffer.startswith((b"{", b"[")):
                 _, end = next(elements(self._buffer), (0, 0))
@@ -261,7 +261,7 @@ class TraceFile(Generic[E]):
                 return None
 
     def _array(self) -> Iterator[list[E]]:
-        """Return the events of the array that begins here, and pass over its end."""
+        """Yield the events of the array that begins here, and skip its end."""
         while True:
             self._fill(CHUNK, b" ")
             split = self._split()
@@ -283,7 +283,7 @@ class TraceFile(Generic[E]):
                 return
 
     def _split(self) -> list[E] | None:
-        """Decode up to the last boundary between two events, and drop that; None where no boundary can be proved."""
+        """Decode up to the last boundary between two events and drop these bytes; None if no boundary can be proved."""
         buffer = self._buffer
         candidates: list[tuple[int, int]] = []
         for window in _WINDOWS:
@@ -293,7 +293,7 @@ class TraceFile(Generic[E]):
                 break
         for repair in (True,) if self._repair else (False, True):
             for end, following in candidates:
-                # The brackets of an array take the place of what stands around the events: copying takes longer.
+                # The array's brackets overwrite the bytes around the events: copying would take longer.
                 around, buffer[0], buffer[end] = (buffer[0], buffer[end]), _OPEN, _CLOSE
                 array = memoryview(buffer)[: end + 1]
                 events = self._try(repaired(bytes(array)) if repair else array)
@@ -305,9 +305,9 @@ class TraceFile(Generic[E]):
         return None
 
     def _decoded(self, found: list[tuple[int, int]]) -> list[E]:
-        """Decode elements known by their brackets, together if that works, else one by one without the bad ones."""
-        together = b"[" + b",".join(self._buffer[a:b] for a, b in found) + b"]"
-        events = self._try(together) or self._try(repaired(together))
+        """Decode elements known by their brackets, joined if that works, else one by one without the bad ones."""
+        joined = b"[" + b",".join(self._buffer[a:b] for a, b in found) + b"]"
+        events = self._try(joined) or self._try(repaired(joined))
         if events is not None:
             return events
         alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in found]
@@ -343,7 +343,7 @@ def elements(buffer: bytes | bytearray, start: int = 0) -> Iterator[tuple[int, i
 
 
 def plain(raw: Any) -> Any:
-    """Return what a piece of JSON says, None where it is none."""
+    """Return the value of a piece of JSON; None if it is invalid."""
     try:
         return msgspec.json.decode(raw)
     except NOT_JSON:

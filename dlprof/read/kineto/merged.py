@@ -1,7 +1,7 @@
-"""Traces of several ranks in one file, as people make them: which processes of the file belong to which rank.
+"""Finds which processes of a merged trace file belong to which rank.
 
-Kineto writes one process a file. Whoever merges files gives the processes names with their ranks, or numbers them
-apart. A file in Kineto's own layout was merged by nobody, and is not looked through.
+Kineto writes one process a file. Tools that merge files give the processes names with their ranks, or distinct numbers.
+A file in Kineto's own layout was not merged, and is not searched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlprof.read import limits
 from dlprof.read.kineto.events import Scalar
 from dlprof.read.kineto.json_stream import TraceFile, plain
 
-# One event as Kineto lays it out: its first fields stand on a line of their own.
+# One event in Kineto's layout: its first fields have a line of their own.
 _OWN_LAYOUT = re.compile(rb'\{\s*\n\s+"ph": "\w", "cat": "')
 _RANK = re.compile(r"(?:^|[^a-z])rank[\s_:=#-]{0,3}(\d{1,6})(?!\d)", re.I)
 _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
@@ -47,14 +47,14 @@ _decode: Any = msgspec.json.Decoder(list[Union[(_Event, _Meta, *_OTHERS)]]).deco
 
 
 def is_rewritten(first: bytes) -> bool:
-    """Return whether the beginning of a trace is laid out as some other program than Kineto does it."""
+    """Return whether the beginning of a trace has another layout than Kineto's."""
     return not _OWN_LAYOUT.search(first)
 
 
 def ranks_of_processes(path: Path) -> list[tuple[int | None, str]]:
-    """Return of a file with several ranks each rank (None: none is named) and its processes; nothing of any other file.
+    """Return each rank of a merged file (None: not named) and its processes, in the text form that `pids` reads.
 
-    The processes are as `pids` reads them. Nothing as well where it cannot be known which device belongs to which rank.
+    Return nothing for a file of one rank, or if it is unknown which device belongs to which rank.
     """
     names: dict[Scalar, str] = {}
     working: dict[Scalar, None] = {}
@@ -69,9 +69,9 @@ def ranks_of_processes(path: Path) -> list[tuple[int | None, str]]:
                 if type(e) is _Event:
                     (working if e.cat in _OPERATORS else others)[e.pid] = None
                 elif type(e) is _Meta and e.name in ("process_name", "process_labels"):
-                    said = plain(e.args)
-                    if isinstance(said, dict):
-                        names[e.pid] = f"{names.get(e.pid, '')} {said.get('name') or said.get('labels') or ''}"
+                    args = plain(e.args)
+                    if isinstance(args, dict):
+                        names[e.pid] = f"{names.get(e.pid, '')} {args.get('name') or args.get('labels') or ''}"
             seen += len(events)
             processes = len(names) + len(others)
             if seen > limits.limit(limits.MOST_ROWS) or processes > limits.MOST_RANKS_OF_FILE * _MOST_DEVICES:
@@ -85,7 +85,7 @@ def _decoded(array: bytes | memoryview) -> list[Any]:
     try:
         return _decode(array)  # type: ignore[no-any-return]
     except msgspec.ValidationError:
-        return []  # of an odd chunk the numbers of processes are not needed: other chunks have them
+        return []  # a malformed chunk is not needed: other chunks have the same processes
 
 
 def _assigned(

@@ -1,8 +1,8 @@
-"""The one table of patterns that decides what kind of thing an event of a trace is.
+"""The table of patterns that decides the kind of an event.
 
-An event is named by its category (what the profiler calls its source) and its name. The first row of PATTERNS whose
-category is the event's and whose expression is found in its name decides the kind and the side, host or device. New
-libraries and backends are new rows; no other file looks at names to tell one kind from another.
+An event has a category (the profiler's name of its source) and a name. The first row of PATTERNS that matches both
+decides the kind and the side, host or device. A new library or backend needs a new row. No other module derives kinds
+from names.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("host", "python", r"python_function|python function"),
 )
 
-# Of no thread or stream: the profiler's own window and cost, arrows, counters. No rows, and no warning.
+# Categories without a thread or stream: the profiler's window and cost, arrows, counters. No rows, no warning.
 NO_ROWS = re.compile(
     r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter",
     re.I,
@@ -78,7 +78,7 @@ _COMPILED = tuple((p, re.compile(p.categories), re.compile(p.name)) for p in PAT
 
 @lru_cache(1 << 16)  # the ranks of a job run the same things
 def kind_of(category: str, name: str) -> tuple[Side, str] | None:
-    """Return the side and the kind of an event, None where no pattern knows it."""
+    """Return the side and the kind of an event, None if no pattern matches it."""
     category = category.lower()
     for pattern, categories, names in _COMPILED:
         if categories.fullmatch(category) and names.search(name):
@@ -86,7 +86,7 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
     return None
 
 
-# Operators that multiply matrices or convolve: of these a trace may tell the shapes.
+# Operators that multiply matrices or convolve: a trace may have their shapes.
 MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
 
 # What the engine runs of the backward pass: each function stands behind this, and within it once more.
@@ -130,7 +130,7 @@ _COLLECTIVES_COMPILED = tuple((name, re.compile(expression)) for name, expressio
 
 @lru_cache(4096)
 def collective_of(text: str) -> str:
-    """Return the collective that a metadata field, a call or a kernel names, "" where it names none.
+    """Return the collective that a metadata field, a call or a kernel names, "" if it names none.
 
     A kernel's template and argument lists are not looked at: NCCL's point-to-point kernels stay send_recv, whatever
     collective they serve.
@@ -145,7 +145,7 @@ _COPY_WORDS = re.compile(r"(Host|Device|Peer)To(Host|Device|Peer)")
 
 
 def copy_of(text: str) -> tuple[str, str]:
-    """Return copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned), "" where not said."""
+    """Return a copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned); "": unknown."""
     found = _COPY.search(text)
     if not found:
         words = _COPY_WORDS.search(text)
@@ -178,7 +178,7 @@ _TYPE_OF = {alias: (name, row[0]) for name, row in _TYPES.items() for alias in r
 
 @lru_cache(256)
 def element_type(text: str) -> tuple[str, int]:
-    """Return torch's name of an element type and its bytes; an unknown one as it stands, and 0."""
+    """Return torch's name of an element type and its bytes; an unknown one unchanged, and 0."""
     known = _TYPE_OF.get(re.sub(r"^(?:c10|at|torch)(?:::|\.)", "", text.strip()).lower())
     return (known[0], int(known[1])) if known else (text.strip(), 0)
 
@@ -187,6 +187,6 @@ _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)",
 
 
 def rank_in(file_name: str) -> int | None:
-    """Return the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
+    """Return the rank in a file's name (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
     found = _RANK_IN_NAME.search(file_name)
     return int(found[1]) if found else None

@@ -1,8 +1,8 @@
-"""Decodes traces in a process of its own while this one still imports what analysing them needs.
+"""Decodes traces in another process while this one still imports what the analysis needs.
 
-Importing takes a third of a second on one core, and the others are idle. What is decoded lies in a file without a name,
-in memory; whoever reads the trace afterwards, this process or one forked from it, finds it there. Whatever goes wrong,
-it decodes the trace itself. A trace that is large enough to be split is begun by several processes (split/).
+Importing takes a third of a second on one core, while the others are idle. Decoded rows go into an unnamed file in
+memory. The process that reads the trace later, this one or a fork of it, takes them from there. If anything fails, that
+process decodes the trace itself. Several processes decode a trace that is large enough to be split (split/).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dlprof.read.kineto.events import BlurredTimes
 from dlprof.read.kineto.json_stream import unpacked_bytes
 from dlprof.read.kineto.split import decoding
 
-# More than two are not decoded while pandas and the rules are imported. Of a larger file that is a small part, and
-# handing its rows over takes memory once more.
+# Imports of pandas and the rules take about as long as decoding two files. For a larger file the gain is small, and
+# passing on its rows takes memory again.
 MOST_FILES = 2
 MOST_BYTES = 256 << 20
 
-_STOP, _BEGUN = 0, 1  # in the memory that both processes share: whether to stop, and one place a file
+_STOP, _BEGUN = 0, 1  # offsets in shared memory: whether to stop, and one byte for each file
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ _split: dict[Path, decoding.Decoding] = {}
 
 
 def begin(paths: Sequence[Path]) -> None:
-    """Start decoding the first of these files, in their order; nothing where there is no core for it."""
+    """Start decoding the first of these files, in order; do nothing if no core is free for it."""
     if _split:
         return
     if paths and (begun := decoding.begin(paths[0])):
@@ -75,7 +75,7 @@ def begin(paths: Sequence[Path]) -> None:
             ends.append(done)
             _places[path] = _Place(number, os.memfd_create("dlprof"), ready, shared)
         multiprocessing.get_context("fork").Process(target=_decode, args=(ends,), daemon=True).start()
-    except OSError:  # no process, file or memory to be had
+    except OSError:  # no process, file or memory is available
         pass
     finally:
         for end in ends:
@@ -83,26 +83,26 @@ def begin(paths: Sequence[Path]) -> None:
 
 
 def stop() -> None:
-    """Let no further file be begun: from here on those who read them have the cores."""
+    """Start no further file: the readers now need the cores."""
     for place in _places.values():
         place.shared[_STOP] = True
 
 
 def is_begun(path: Path | None) -> bool:
-    """Return whether a file is being decoded by one process or was, and nobody has read it yet."""
+    """Return whether a file is being decoded or was decoded, and its rows were not read yet."""
     place = _places.get(path) if path is not None else None
     return place is not None and place.is_begun
 
 
 def forget() -> None:
-    """Drop what was decoded and nobody read."""
+    """Drop decoded rows that were not read."""
     for begun in (_places, _split):
         while begun:
             begun.popitem()[1].close()
 
 
 def rows_of(path: Path) -> Rows | None:
-    """Return the rows of a file that was begun, as soon as they are there; None where it is to be decoded now."""
+    """Wait for the rows of a file that was begun, and return them; None if the caller must decode it."""
     if path in _split:
         with contextlib.suppress(BlurredTimes):
             return _split.pop(path).rows()
@@ -122,7 +122,7 @@ def rows_of(path: Path) -> Rows | None:
 
 
 def _decode(ends: Sequence[int]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the process that began this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     for (path, place), end in zip(_places.items(), ends, strict=True):
         if place.shared[_STOP]:
             return
@@ -131,7 +131,7 @@ def _decode(ends: Sequence[int]) -> None:
             with os.fdopen(place.rows, "wb") as file:
                 pickle.dump(decode(path), file, protocol=pickle.HIGHEST_PROTOCOL)
             os.write(end, b"1")
-        except Exception:  # noqa: BLE001 - whoever reads the file meets the same, and says so
+        except Exception:  # noqa: BLE001 - reading the file raises the same, and reports it
             pass
         finally:
             os.close(end)

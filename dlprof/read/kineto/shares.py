@@ -1,4 +1,4 @@
-"""How many processes may decode one trace: its share of the cores, where all traces of a run are read at once."""
+"""Decides how many processes decode one trace: its share of the cores, if all traces of a run are read at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-# Of JSON; of less, splitting gains no tenth of a second.
+# Bytes of JSON. Splitting a smaller trace gains less than 0.1 s.
 LEAST_BYTES = 96 << 20
-# A process that decodes holds a span's rows and, of a packed file, the span.
+# Memory of a decoding process: the rows of a span and, for a packed file, the span itself.
 PROCESS_BYTES = 120 << 20
-# A core more is not taken for less than this part of it.
+# A further core is used only if the share has at least this fraction of it.
 _ROUNDED_OFF = 0.2
 
 _cores: dict[Path, int] = {}
@@ -32,7 +32,7 @@ def share_out(bytes_of: Mapping[Path, int], of_bytes: int, jobs: int | None = No
 
 
 def workers_for(path: Path) -> int:
-    """Return how many processes may decode a trace; below 2: it is not to be split."""
+    """Return how many processes may decode a trace; below 2: do not split it."""
     # Forking is safe while this process has no thread of its own; daemons have no children.
     can_fork = threading.active_count() == 1 and hasattr(os, "memfd_create")
     if path not in _cores or not can_fork or multiprocessing.current_process().daemon:
@@ -42,7 +42,7 @@ def workers_for(path: Path) -> int:
 
 
 def free_bytes() -> int | None:
-    """Return the memory that is available on this machine, None where it is not known."""
+    """Return the available memory of this machine in bytes; None: unknown."""
     try:
         with open("/proc/meminfo") as f:  # noqa: PTH123 - a line of the kernel's
             return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))

@@ -1,8 +1,8 @@
 """Reads a torch-profiler (Kineto, Chrome) trace of one rank, from any version and machine, into spans and traced steps.
 
-What differs between the files that people have, and is one thing behind this reader: category names, packed or plain,
-time as whole or decimal microseconds, absolute or from a base, streams and threads as numbers or text, steps that
-stand twice, and files that were cut off. Times are exact to the nanosecond wherever the file's are.
+Files differ in: category names; packed or plain; times as whole or decimal microseconds, absolute or from a base;
+streams and threads as numbers or text; repeated steps; a missing end. Times are exact to the nanosecond if the file's
+are.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def read(path: Path, processes: Processes = None) -> Reading:
     """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
-    ranks}}, base_time_ns, schema, inference (True: of an inference server). A file cut off anywhere gives what stands
-    before the cut, and a warning. Raises DlprofError where the file cannot be read or is no trace. `processes`: of a
-    file of several ranks, those of one.
+    ranks}}, base_time_ns, schema, inference (True: of an inference server). A file that is cut off is read up
+    to the cut, with a warning. Raises DlprofError if the file cannot be read or is no trace. `processes`: those of one
+    rank, in a file of several.
     """
     rows = prefetch.rows_of(path) if processes is None else None
     rows = decode(path, processes) if rows is None else rows
     warnings = list(rows.warnings)
     facts = header_facts(rows.keys, path)
     if processes is not None:
-        facts.pop("rank", None)  # of whoever's header the merged file has
+        facts.pop("rank", None)  # a merged file has the header of some rank
     groups = {**rows.exchanges.groups, **groups_in(rows.keys)}
     if groups:
         facts["groups"] = groups
@@ -87,7 +87,7 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     if not len(rows):
         return schema.empty("spans")
     order = _in_time(rows.start, rows.dur)
-    place = np.empty_like(order)  # of each of the file's rows among the spans
+    place = np.empty_like(order)  # row of the file → row of the spans
     place[order] = np.arange(len(order))
     what, lane, launch = rows.what[order], rows.lane[order], rows.launch[order]
 
@@ -157,7 +157,7 @@ def _categorical(codes: NDArray[Any], categories: Iterable[str]) -> Any:
 
 
 def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
-    """Return a categorical of codes whose names may repeat; only names that rows bear become categories, in order."""
+    """Return a categorical from codes. Names may repeat; only names in use become categories, in order."""
     used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
     order = sorted({names[i] for i in used})
     place = {name: i for i, name in enumerate(order)}
@@ -177,9 +177,9 @@ def _numbers(made: Made, place: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the order by start, the longer first where two start together.
+    """Return the order by start; of spans with the same start, the longer first.
 
-    A trace is a few long runs that are in order already, which a stable sort by one key merges fast.
+    A trace consists of a few long runs that are already in order. A stable sort by one key merges them fast.
     """
     order = np.argsort(start, kind="stable")
     same = np.diff(start[order]) == 0
@@ -194,7 +194,7 @@ def _steps(spans: pd.DataFrame) -> pd.DataFrame:
     if not any(marks):
         return schema.empty("traced_steps")
     number = np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)
-    # By the categories' codes: looking for a name in every row, as text, takes longer than all that follows.
+    # Compare category codes: comparing the names as text would take longer than the rest.
     codes = spans["name"].cat.codes.to_numpy()
     rows = np.flatnonzero((number >= 0)[codes])
     kind, lane = spans["kind"].array[rows], spans["lane"].array[rows]
@@ -207,6 +207,6 @@ def _steps(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def _serves(spans: pd.DataFrame) -> bool:
-    """Return whether a trace is of an inference server: of a job that trains and serves, both, it is not."""
+    """Return whether a trace comes from an inference server; False for a job that trains and serves."""
     names = [str(name) for name in spans["name"].cat.categories]
     return any(map(_SERVED.match, names)) and not any(name.startswith(ENGINE) for name in names)

@@ -1,11 +1,10 @@
 """Reads one rank of an export of Nsight Systems into spans and traced steps, as a torch-profiler trace is read.
 
-What differs between versions (columns, tables, names of tables of numbers) is looked up in the file. What the file
-lacks is told with the option of nsys that brings it.
+Columns, tables and enum tables differ between versions, so they are looked up in the file. A warning about missing
+data names the option of nsys that records it.
 
-The NVTX ranges of a process: what people, frameworks, PyTorch's operators and NCCL name.
-
-What a process called, and what its devices did: whole columns of the tables that CUPTI fills.
+NVTX ranges come from users, frameworks, PyTorch's operators and NCCL. Calls and device work are read as whole columns
+of the tables that CUPTI fills.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def read(path: Path, piece: str = "") -> Reading:
 
     Facts: host, devices [{id, name, memory_bytes, ...}], base_time_ns, nsys (its version), steps_by (how steps were
     found); operators: whether there are any, where there is no work of a device. A damaged file gives what could be
-    read, and a warning. Raises DlprofError where the file cannot be read or is no export.
+    read, and a warning. Raises DlprofError if the file cannot be read or is no export.
     """
     with open_database(path) as database:
         processes = processes_in(database)
@@ -109,8 +108,8 @@ def _base(database: Database, every: Sequence[Rows]) -> int:
 def _facts(database: Database, process: Process) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     host = database.named("TARGET_INFO_SYSTEM_ENV").get("Hostname")
-    told = database.named("META_DATA_EXPORT") or database.named("EXPORT_META_DATA")
-    version = told.get("EXPORT_PRODUCT_VERSION") or told.get("EXPORT_SCHEMA_VERSION")
+    export = database.named("META_DATA_EXPORT") or database.named("EXPORT_META_DATA")
+    version = export.get("EXPORT_PRODUCT_VERSION") or export.get("EXPORT_SCHEMA_VERSION")
     facts |= {name: text for name, text in (("host", host), ("nsys", version)) if text}
     if devices := _devices(database, process):
         facts["devices"] = devices
@@ -155,13 +154,13 @@ def _lacking(database: Database, named: Ranges, calls: Rows, device: Sequence[Ro
 
 
 def _complaints(database: Database) -> list[str]:
-    """Return what nsys itself warned of (severity 2 is a warning, 3 an error), the first few."""
+    """Return the first few warnings and errors of nsys itself (severity 2: warning, 3: error)."""
     severity, text = database.columns("DIAGNOSTIC_EVENT").get("severity"), "substr(text, 1, 300)"
     if severity is None or "text" not in database.columns("DIAGNOSTIC_EVENT"):
         return []
     rows = database.rows("DIAGNOSTIC_EVENT", [severity, text], most=1_000)
-    told = dict.fromkeys(" ".join(str(line).split()) for level, line in rows if isinstance(level, int) and level >= 2)
-    return [f"nsys said: {line}" for line in list(told)[:_MOST_COMPLAINTS]]
+    lines = dict.fromkeys(" ".join(str(line).split()) for level, line in rows if isinstance(level, int) and level >= 2)
+    return [f"nsys said: {line}" for line in list(lines)[:_MOST_COMPLAINTS]]
 
 
 TABLE = "NVTX_EVENTS"
@@ -178,7 +177,7 @@ class _Names(dict[tuple[bool, str], int]):
 
 
 def read_ranges(database: Database, process: int | None) -> Ranges:
-    """Return the ranges of a process; none where the export has no NVTX."""
+    """Return the ranges of a process; none if the export has no NVTX."""
     condition = of_process(database, TABLE, process)
     names = ["start", "end", "eventType", "textId", "globalTid"]
     held = database.integers(TABLE, names, *condition)
@@ -186,8 +185,8 @@ def read_ranges(database: Database, process: int | None) -> Ranges:
     known, codes = _Names(), np.full(count, -1, dtype=np.int64)
     texts = database.columns(TABLE).get("text")
     if texts is not None:
-        # SQLite cuts off what torch says of each call: those names are all different, and the operators' are few.
-        place = [f"ifnull(nullif(instr(\"{texts}\", '{said}'), 0), {LONGEST})" for said in SAID]
+        # SQLite cuts off what torch appends for each call: the full names all differ, but there are few operators.
+        place = [f"ifnull(nullif(instr(\"{texts}\", '{part}'), 0), {LONGEST})" for part in SAID]
         cut = f"min({', '.join(place)})"
         what = [f'substr("{texts}", 1, {cut} - 1)', f"{cut} < {LONGEST}"]
         for row, (text, is_operator) in enumerate(database.rows(TABLE, what, *condition)):
@@ -216,9 +215,9 @@ def read_ranges(database: Database, process: int | None) -> Ranges:
 
 
 def _range_types(database: Database) -> list[int]:
-    """Return the numbers of the event types that are ranges, as the file itself has them."""
-    told = {name: number for number, name in database.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items()}
-    return [told.get(name, number) for name, number in _RANGES.items()]
+    """Return the numbers of the event types that are ranges, as defined in the file."""
+    numbers = {name: number for number, name in database.texts("ENUM_NSYS_EVENT_TYPE", "id", "name").items()}
+    return [numbers.get(name, number) for name, number in _RANGES.items()]
 
 
 KERNELS, GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -342,9 +341,9 @@ def _strings(database: Database, ids: NDArray[np.int64]) -> dict[int, str]:
 
 
 def _enum(database: Database, table: str, known: Mapping[int, str]) -> Mapping[int, str]:
-    """Return what the file calls the numbers of a kind, without their common beginning, or else what CUPTI does."""
-    told = database.texts(table, "id", "name")
-    return {**known, **{i: re.sub(r"^CUDA_MEM(?:CPY|OPR_MEMORY)_KIND_", "", name) for i, name in told.items()}}
+    """Return the names of an enum from the file, without their common prefix, else CUPTI's."""
+    names = database.texts(table, "id", "name")
+    return {**known, **{i: re.sub(r"^CUDA_MEM(?:CPY|OPR_MEMORY)_KIND_", "", name) for i, name in names.items()}}
 
 
 def _copy_name(way: str, source: str, target: str) -> str:

@@ -31,7 +31,7 @@ _HOW = "`nsys export --type sqlite FILE`, where nsys is installed, makes the .sq
 _made: dict[Path, Path] = {}  # report → what was exported from it
 
 
-# The last 24 bits of a serialized thread id are the thread's, what stands before the process's.
+# The last 24 bits of a serialized thread id are the thread's id; the bits before are the process's.
 THREADS = 1 << 24
 
 
@@ -42,7 +42,7 @@ DEVICE = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUPT
 HOST = ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME", "OSRT_API")
 
 
-# Of several processes without a device, those with less than this part of what the busiest one names are its helpers.
+# Without devices, processes with less than this share of the busiest one's ranges are its helpers.
 _HELPER = 0.1
 
 
@@ -69,7 +69,7 @@ def _has_tables(database: Database) -> bool:
 
 
 def processes_of(path: Path) -> list[Process]:
-    """Return the ranks of an export, in the order of their devices; raise DlprofError where it is none."""
+    """Return the ranks of an export, in the order of their devices; raise DlprofError if it is none."""
     with open_database(path) as database:
         found = processes_in(database)
     if not found:
@@ -78,14 +78,14 @@ def processes_of(path: Path) -> list[Process]:
 
 
 def piece_of(path: Path, pid: int) -> str:
-    """Return the piece of an export that is of the process with that number; "" where it holds none."""
+    """Return the piece of an export that is of the process with that number; "" if it holds none."""
     with contextlib.suppress(DlprofError):
         return next((one.key for one in processes_of(path) if one.pid == pid), "")
     return ""
 
 
 def processes_in(database: Database) -> list[Process]:
-    """Return the ranks of an export; none where it is none. Of a process's devices, the one with most work counts."""
+    """Return the ranks of an export; none if it is no export. A process counts on its device with most work."""
     if not _has_tables(database):
         return []
     return _with_device(database) or _without(database) or [Process(None, -1)]
@@ -143,7 +143,7 @@ def _is_export(head: Head) -> Sequence[Part]:
 
 
 def _is_report(head: Head) -> Sequence[Part]:
-    """Return the ranks of a report whose export lies beside it, or can be made by nsys."""
+    """Return the ranks of a report, if its export is beside it or nsys can make one."""
     if not head.start.startswith(_REPORT) or not (_beside(head.path).is_file() or nsys.found()):
         return ()
     return _parts(head.path, _exported(head.path))

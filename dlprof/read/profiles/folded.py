@@ -58,7 +58,7 @@ def _halves(line: str) -> tuple[str, int]:
 
 
 def _spy(text: str) -> re.Match[str] | None:
-    """Return the parts of a frame as py-spy writes it; None where it is another's."""
+    """Return the parts of a frame as py-spy writes it; None if it is another's."""
     return _SPY.fullmatch(text) if len(text) <= _LONGEST else None
 
 
@@ -70,7 +70,7 @@ def recognise(head: Head) -> Sequence[Part]:
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return the table "stacks". A cut end loses its stack alone.
 
-    Raises DlprofError where the file cannot be read or holds no stack.
+    Raises DlprofError if the file cannot be read or holds no stack.
     """
     bad = 0
     stacks: Stacks | None = None

@@ -1,4 +1,4 @@
-"""What the readers of stacks share: whose a frame is, what the step was doing, and the table that stacks end in."""
+"""Shared by the readers of stacks: who owns a frame, the phase of the step, and the table of stacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlprof.read.sources import Reading
 if TYPE_CHECKING:
     import pandas as pd
 
-# Name, file ("" where it is unknown) and line (0).
+# Name, file ("" if it is unknown) and line (0).
 Frame = tuple[str, str, int]
 
 # Deeper stacks are runaway recursion: their outermost frames are kept.
@@ -28,7 +28,7 @@ MOST_TEXT = 300  # characters of a name or a file
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
 
-# py-spy shortens torch's files to torch/nn/modules/module.py unless it is asked for --full-filenames. Packages that a
+# py-spy shortens torch's files to torch/nn/modules/module.py without --full-filenames. Packages that a
 # training script has: a shortened file of theirs, or of Python's own modules, is a library's.
 _PACKAGES = frozenset(
     [
@@ -41,7 +41,7 @@ _PACKAGES = frozenset(
 
 
 def phase_of(name: str, file: str) -> str:
-    """Return the phase of a step that a frame begins: fetch, forward, backward or optimizer; "" where none."""
+    """Return the phase of a step that a frame begins: fetch, forward, backward or optimizer; "" if none."""
     short = name.rpartition(".")[2]
     if file.endswith(_LOADER) and short in ("__next__", "__iter__"):
         return "fetch"
@@ -57,7 +57,7 @@ def phase_of(name: str, file: str) -> str:
 def phase_in(frames: Sequence[tuple[str, str, Any]]) -> str:
     """Return what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer.
 
-    "" where the stack is in none.
+    "" if the stack is in none.
     """
     found = [phase for name, file, *_ in frames if "/torch/" in file and (phase := phase_of(name, file))]
     return next((phase for phase in found if phase != "optimizer"), found[0] if found else "")
@@ -104,7 +104,7 @@ class Stacks:
     def reading(
         self, bad: int = 0, facts: dict[str, Any] | None = None, also: dict[str, pd.DataFrame] | None = None
     ) -> Reading:
-        """Return the table "stacks", and with it those of `also`; raise DlprofError where no stack was read."""
+        """Return the table "stacks", and with it those of `also`; raise DlprofError if no stack was read."""
         import pandas as pd
 
         if not self._seen:
@@ -128,9 +128,9 @@ class Stacks:
         warnings = [f"{self.path.name}: {bad:,} malformed lines are left out"] if bad > 1 else []
         if self._full:
             warnings.append(too_many(self.path, "different stacks", MOST_NAMES))
-        told = {f"profile {self.path.name}": {"tool": self.tool, "unit": self.unit, **(facts or {})}}
+        about = {f"profile {self.path.name}": {"tool": self.tool, "unit": self.unit, **(facts or {})}}
         tables = {"stacks": schema.check("stacks", frame), **(also or {})}
-        return Reading(tables, told, tuple(warnings))
+        return Reading(tables, about, tuple(warnings))
 
 
 def _plain(text: str) -> str:

@@ -57,7 +57,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return the table "lines"; raises DlprofError where the file cannot be read or holds no line."""
+    """Return the table "lines"; raises DlprofError if the file cannot be read or holds no line."""
     import pandas as pd
 
     data = read_file(path)

@@ -46,7 +46,7 @@ class _Function(NamedTuple):
 
 
 def begins(head: bytes) -> bool:
-    """Return whether a file begins with marshal's dict whose first key is a file, a line and a name."""
+    """Return whether a file begins with a dict in marshal format, with a first key of file, line and name."""
     if len(head) < 8 or head[0] & 0x7F != ord("{"):
         return False
     small = head[1] & 0x7F == ord(")") and head[2] == 3
@@ -59,7 +59,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return tables "functions" and "stacks"; raises DlprofError where the file is no such profile, or is cut off."""
+    """Return tables "functions" and "stacks"; raises DlprofError if the file is no such profile, or is cut off."""
     import pandas as pd
 
     try:
@@ -136,7 +136,7 @@ def _call(calls: Any, own: Any, total: Any) -> _Call | None:
 
 
 def _divide(functions: dict[Frame, _Function], stacks: Stacks) -> None:
-    """Add the stacks: from the functions that nobody calls, down to where little time is left."""
+    """Add the stacks: from functions without a caller, down to where little time is left."""
     called: dict[Frame, list[tuple[Frame, _Call]]] = {}
     for name, function in functions.items():
         for caller, edge in function.callers.items():

@@ -66,7 +66,7 @@ def recognise(head: Head) -> Sequence[Part]:
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
-    """Return the table "stacks"; raises DlprofError where the file cannot be read, is cut off or holds no stack."""
+    """Return the table "stacks"; raises DlprofError if the file cannot be read, is cut off or holds no stack."""
     try:
         file = _decode(read_unpacked(path))
     except NOT_JSON as e:

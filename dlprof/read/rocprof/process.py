@@ -41,9 +41,9 @@ def ranges_of(
     end: NDArray[np.int64],
     thread: NDArray[np.int64],
 ) -> Ranges:
-    """Return the ranges of roctx, in order of start; `name` is a place in `texts`, what the script or PyTorch said."""
-    told = [split(text) for text in texts]
-    return Ranges([name for _, name in told], [op for op, _ in told], name, start, end, thread, kind="roctx")
+    """Return the ranges of roctx, in order of start; `name`: index into `texts`, from the script or PyTorch."""
+    parts = [split(text) for text in texts]
+    return Ranges([name for _, name in parts], [op for op, _ in parts], name, start, end, thread, kind="roctx")
 
 
 def reading(
@@ -59,7 +59,7 @@ def reading(
     devices, often = np.unique(kernels.device, return_counts=True)
     main = int(devices[often.argmax()]) if len(devices) else 0
     spans, lost = spans_of([kernels, copies, calls, annotation_rows(named)], main)
-    told, found = dict(facts), None
+    about, found = dict(facts), None
     more = [f"{lost:,} events without a usable time are left out"] if lost else []
     if len(kernels.name):
         launched = recurring.launched(kernels, calls)
@@ -67,9 +67,9 @@ def reading(
         if found is None:
             more.append(recurring.none_found(launched, _MARKS))
         else:
-            told["steps_by"] = f"{found.way} ({found.sure})"
+            about["steps_by"] = f"{found.way} ({found.sure})"
     tables = {
         "spans": schema.check("spans", spans),
         "traced_steps": schema.check("traced_steps", recurring.table(found)),
     }
-    return Reading(tables, told, (*warnings, *(f"{name}: {line}" for line in (*more, _NO_BASE))))
+    return Reading(tables, about, (*warnings, *(f"{name}: {line}" for line in (*more, _NO_BASE))))

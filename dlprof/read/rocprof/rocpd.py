@@ -1,7 +1,7 @@
 """The database that rocprofv3 writes (rocpd, schema 3): kernels, copies, calls and markers of one or more processes.
 
 Tables end in the id of their process (rocpd_kernel_dispatch_1f…); those without it are views, and are not read. The
-schema: rocprofiler-sdk, "rocpd output format". What belongs together has the same `stack_id` in rocpd_event.
+schema: rocprofiler-sdk, "rocpd output format". A call and its device work have the same `stack_id` in rocpd_event.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dlprof.read.sources import Reading
 
 _KERNELS = "rocpd_kernel_dispatch"
 
-# Variables of the environment that tell a process its rank, the surest first.
+# Environment variables with the rank of a process, the surest first.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_MOST_TEXT = 100_000  # characters of an environment that are looked at
-_LONGEST = 2_000  # characters of a marker that are
+_MOST_TEXT = 100_000  # characters of an environment that are read
+_LONGEST = 2_000  # characters of a marker that are read
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that launched kernels: the end of its tables' names, its number in them, its rank where it is told."""
+    """A process that launched kernels: the suffix of its tables, its number in them, and its rank if recorded."""
 
     of: str
     number: int
@@ -44,7 +44,7 @@ class Process:
 
 
 def processes_of(path: Path) -> list[Process]:
-    """Return the processes of a file, none where it is another database; raise DlprofError where it is none."""
+    """Return the processes of a file, none if it is another database; raise DlprofError if it is none."""
     with open_database(path) as database:
         return [Process(of, number, _rank(database, of, number)) for of, number in _processes(database)]
 
@@ -59,14 +59,14 @@ def _processes(database: Database) -> Iterator[tuple[str, int]]:
 
 
 def _rank(database: Database, of: str, number: int) -> int | None:
-    """Return the rank of a process by the environment that it was recorded with; None: that does not tell."""
+    """Return the rank of a process from its recorded environment; None: unknown."""
     table = f"rocpd_info_process{of}"
     if "environment" not in database.columns(table):
         return None
     what = [f"substr(environment, 1, {_MOST_TEXT})"]
     for (text,) in database.rows(table, what, "WHERE id = ?", (number,), most=1):
-        told = _object(text)
-        found = next((str(told[name]) for name in _RANK if name in told), "")
+        variables = _object(text)
+        found = next((str(variables[name]) for name in _RANK if name in variables), "")
         return int(found) if found.isdecimal() and len(found) < 8 else None
     return None
 
@@ -144,34 +144,36 @@ class _Tables:
         ids, of = np.unique(held["tid"], return_inverse=True)
         thread = np.array([tid.get(i, max(i, 0)) for i in ids.tolist()], dtype=np.int64)[of.reshape(-1)]
         category = self._of_event("category_id", held["event_id"])
-        said = self._texts("string", "string", category)
+        kinds = self._texts("string", "string", category)
         is_call, is_mark = (
-            np.isin(category, [i for i, text in said.items() if text.startswith(word)]) for word in ("HIP_", "MARKER_")
+            np.isin(category, [i for i, text in kinds.items() if text.startswith(word)]) for word in ("HIP_", "MARKER_")
         )
         names, name = numbered(held["name_id"], self._texts("string", "string", held["name_id"]), "unnamed call")
         host = np.full(int(is_call.sum()), -1, dtype=np.int64)
         launch = self._of_event("stack_id", held["event_id"])
         name, start, end = (column[is_call] for column in (name, held["start"], held["end"]))
         calls = Rows(names, ["runtime"] * len(names), name, start, end, host, thread[is_call], launch[is_call])
-        return calls, self._ranges(held, is_mark, thread, [i for i, text in said.items() if text.startswith("MARKER_")])
+        return calls, self._ranges(
+            held, is_mark, thread, [i for i, text in kinds.items() if text.startswith("MARKER_")]
+        )
 
     def _ranges(
         self, held: dict[str, NDArray[np.int64]], marked: NDArray[np.bool_], thread: NDArray[np.int64], kinds: list[int]
     ) -> Ranges:
-        """Return the ranges of roctx; what they say is in their events, and their names are those of calls."""
+        """Return the ranges of roctx. Their texts are in their events; their names are those of calls."""
         table = f"rocpd_event{self._of}"
-        said: dict[int, str] = {}
+        messages: dict[int, str] = {}
         if kinds and "extdata" in self._database.columns(table):
             where = f"WHERE category_id IN ({', '.join(map(str, kinds))})"
             for number, text in self._database.rows(table, ["id", "substr(extdata, 1, 8000)"], where):
                 message = _object(text).get("message")
                 if isinstance(number, int) and isinstance(message, str):
-                    said[number] = message[:_LONGEST]
+                    messages[number] = message[:_LONGEST]
         start, end, event = (held[key] for key in ("start", "end", "event_id"))
-        known = np.isin(event, np.fromiter(said, dtype=np.int64, count=len(said)))
+        known = np.isin(event, np.fromiter(messages, dtype=np.int64, count=len(messages)))
         rows = np.flatnonzero(marked & known & (start != MISSING) & (end >= start))
         rows = rows[np.lexsort((-end[rows], start[rows]))]
-        texts, name = numbered(event[rows], said, "")
+        texts, name = numbered(event[rows], messages, "")
         return process.ranges_of(texts, name, start[rows], end[rows], thread[rows])
 
     def _facts(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What AMD's rocprofv3 writes as CSV (a file a kind of event) and as JSON (one file a process).
+"""Reads what AMD's rocprofv3 writes as CSV (a file for each kind of event) and as JSON (a file for each process).
 
-Of CSV, the kernel trace stands for its process, and is read with the files of the same name that hold its copies, its
-calls and its markers. The columns and keys: the documentation of ROCprofiler-SDK, "Using rocprofv3".
+With CSV, the kernel trace represents its process. It is read with the files of the same name that hold copies, calls
+and markers. The columns and keys: the documentation of ROCprofiler-SDK, "Using rocprofv3".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlprof.read.rocprof import process
 from dlprof.read.sources import Reading
 
 _KERNELS = "kernel_trace.csv"
-# What stands beside it: the end of the name, the kind of its rows, and the column that names them.
+# Files beside it: the end of the name, the kind of rows, and the column with their names.
 _BESIDE = {
     "memory_copy_trace.csv": ("copy", "Direction"),
     "hip_api_trace.csv": ("runtime", "Function"),
@@ -131,7 +131,7 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
         _whole(symbol.get("kernel_id")): str(symbol.get("formatted_kernel_name") or symbol.get("kernel_name") or "")
         for symbol in _listed(tool.get("kernel_symbols"))
     }
-    said = {
+    markers = {
         _whole(one.get("key")): str(one.get("value") or "")
         for one in _listed(_object(tool.get("strings")).get("marker_api"))
     }
@@ -153,7 +153,7 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
                 queue = str(one.get("stream_id") or 0)
             else:
                 agent, queue = "", str(one.get("thread_id", 0))
-                name = said.get(_whole(internal), "") if kind == "annotation" else name
+                name = markers.get(_whole(internal), "") if kind == "annotation" else name
                 if not name:  # a call that pauses, or names a thread
                     continue
             size = _whole(one.get("bytes")) if kind == "copy" else -1

@@ -1,7 +1,7 @@
-"""Where one trace can be split: boundaries between two events, in a file or in a stream of unpacked bytes.
+"""Finds where a trace can be split: at boundaries between two events, in a file or in a stream of unpacked bytes.
 
-A boundary is found by its looks: `}`, a comma, and an object that has a phase. Whether it is one is proved afterwards,
-by decoding what stands before it: from the first event on, all bytes up to it must be whole events.
+A boundary looks like this: `}`, a comma, and an object that has a phase. Decoding proves it afterwards: from the first
+event on, all bytes before it must be whole events.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 
 from dlprof.read.kineto.json_stream import BLOCK, NOT_JSON, elements, repaired
 
-WINDOW = 256 << 10  # a boundary is looked for in so many bytes at once
-LAST = 2 << 20  # what follows the last span is decoded by one process while the others have nothing to do
-# Objects in lists within args look like events until they are decoded. Of those that do not end in the bytes that are
-# looked at, and of windows without a boundary, few are tried: what is damaged or made to look so costs no more.
+WINDOW = 256 << 10  # bytes that are searched for a boundary at once
+LAST = 2 << 20  # bytes after the last span, which one process decodes while the others are idle
+# Objects in lists within args look like events until they are decoded. These limit the candidates that are tried, those
+# without an end in the window, and the windows without a boundary, so that damaged files do not cost more.
 _TRIED, _ENDLESS, _MISSED = 100, 4, 16
 
 _BOUNDARY = re.compile(rb"\}(\s*,\s*)(?=\{\s*\")")
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def boundary(window: bytes) -> tuple[int, int] | None:
-    """Return where an event ends and where the next one begins, by the looks of these bytes; None: not in them."""
+    """Return where an event ends and the next one begins, without proof; None: no boundary in these bytes."""
     endless = 0
     for found in islice(_BOUNDARY.finditer(window), _TRIED):
         _, end = next(elements(window, found.end()), (0, 0))
@@ -57,16 +57,16 @@ def boundary(window: bytes) -> tuple[int, int] | None:
 
 
 def late_boundary(held: bytes | memoryview) -> tuple[int, int] | None:
-    """Return a boundary close to the end of these bytes, None where none is to be seen there."""
+    """Return a boundary close to the end of these bytes; None if there is none."""
     begin = len(held) - LAST
     found = boundary(bytes(held[begin : begin + WINDOW])) if begin > 0 else None
     return (begin + found[0], begin + found[1]) if found else None
 
 
 def spans(file: int, first: int, aim: int) -> Iterator[Span]:
-    """Split an open file whose first event stands at `first` into spans of about `aim` bytes.
+    """Split an open file with its first event at `first` into spans of about `aim` bytes.
 
-    What follows the last of them is short, unless no boundary is to be seen.
+    What follows the last span is short, unless no boundary is found.
     """
     size = os.fstat(file).st_size
 
@@ -84,20 +84,20 @@ def spans(file: int, first: int, aim: int) -> Iterator[Span]:
             looked, missed = looked + WINDOW, missed + 1
 
 
-def fill(room: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tuple[int, tuple[int, int] | None]:
-    """Copy what is held and further blocks into `room`, until a boundary stands behind the first `aim` bytes.
+def fill(memory: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tuple[int, tuple[int, int] | None]:
+    """Copy `held` and then blocks into `memory`, until there is a boundary after the first `aim` bytes.
 
-    Return the number of bytes, and the boundary: where an event ends and where the next one begins. It is None where
-    the blocks ended before, and where there is no room for a further one.
+    Return the number of bytes, and the boundary: where an event ends and where the next one begins. It is None if
+    the blocks ended before one was found, or if `memory` is full.
     """
     size, looked = len(held), aim
-    room[:size] = held
+    memory[:size] = held
     while True:
         if size >= looked + WINDOW:
-            if found := boundary(bytes(room[looked:size])):
+            if found := boundary(bytes(memory[looked:size])):
                 return size, (looked + found[0], looked + found[1])
             looked = size - WINDOW // 2  # an event at the seam is whole in what is looked at next
-        if size + BLOCK > len(room) or not (block := next(blocks, b"")):
+        if size + BLOCK > len(memory) or not (block := next(blocks, b"")):
             return size, None
-        room[size : size + len(block)] = block
+        memory[size : size + len(block)] = block
         size += len(block)

@@ -1,17 +1,16 @@
 """Decodes one large trace in several processes.
 
-The file is split at boundaries between events (boundaries.py). Each process takes one span after the other and decodes
-it as if it stood alone; a packed file is unpacked by a further process, into memory that all share. The rows come back
-through files in memory and are joined in the file's order.
+The file is split into spans at boundaries between events (boundaries.py). Each process decodes one span after another.
+A further process unpacks a packed file, into shared memory: one room for each unpacked span. The rows come back through
+files in memory, and are joined in the file's order.
 
-A span counts if everything before it was decoded up to its first byte, and it ends where it should. From the first one
-on that does not (the file is damaged there, something only looked like a boundary, or a process died), this process
-reads the rest as it reads any file. So it does with what follows the last span. Of a damaged file it may read more
-events than one process would: an event that never ends takes no others with it beyond the next boundary.
+A span is used if everything before it was decoded up to its first byte, and it ends where it should. It may not: the
+file is damaged, something only looked like a boundary, or a process died. From the first such span on, the main process
+reads the rest like any other file. It also reads what follows the last span. More events of a damaged file may be read
+than by one process: an event that never ends loses only the events up to the next boundary.
 
-What processes that decode one trace together share: the spans to be decoded, the memory of packed ones, the rows.
-
-Hands objects from one process to another through a file in memory: their arrays are written once and not copied.
+`Table` holds what the processes share: the spans to decode, the rooms, and the rows. `write` and `read` pass objects
+from one process to another through a file in memory. Arrays are written once and not copied.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from dlprof.read.opening import open_file
 
 
 def decode(path: Path, processes: Processes = None) -> Rows:
-    """Return the rows of a file, see event_columns.py, decoded by as many processes as it has cores (shares.py)."""
+    """Return the rows of a file (event_columns.py), decoded by one process for each core of its share (shares.py)."""
     for exact in (False, True):
         begun = begin(path, processes, exact)
         if begun is None:
@@ -52,18 +51,18 @@ def decode(path: Path, processes: Processes = None) -> Rows:
 
 
 def begin(path: Path, processes: Processes = None, exact: bool = False) -> Decoding | None:
-    """Start to decode a trace in several processes; None where it is not worth it, not possible, or no trace."""
+    """Start to decode a trace in several processes; None if that is useless or impossible, or it is no trace."""
     workers = workers_for(path)
     if workers < 2:
         return None
     try:
         return Decoding(path, workers, processes, exact)
-    except (DlprofError, OSError):  # whoever reads the file says so
+    except (DlprofError, OSError):  # reading the file reports this
         return None
 
 
 class Decoding:
-    """A trace that is being decoded. `rows` may be called in a process forked from the one that began it."""
+    """A trace that is being decoded. `rows` may be called in a process that was forked after the start."""
 
     def __init__(self, path: Path, workers: int, processes: Processes, exact: bool) -> None:
         self._file = opened(path, exact)
@@ -84,7 +83,7 @@ class Decoding:
         self._table.leave()
 
     def rows(self) -> Rows:
-        """Return the rows of the file, once; raise DlprofError where it is no trace, and BlurredTimes."""
+        """Return the rows of the file; may be called once. Raises BlurredTimes, and DlprofError if it is no trace."""
         was_on = gc.isenabled()
         gc.disable()
         try:
@@ -132,7 +131,7 @@ class Decoding:
     def _fork(self, work: Callable[[int], None], number: int) -> None:
         multiprocessing.get_context("fork").Process(target=_run, args=(work, number), daemon=True).start()
 
-    # What follows runs in the processes that are forked.
+    # The methods below run in the forked processes.
 
     def _decode(self, number: int) -> None:
         """Decode one span after the other."""
@@ -140,7 +139,7 @@ class Decoding:
         decode = decoder(self._exact)
         while task := self._table.take():
             file: TraceFile[Event] = TraceFile(self._file.path, decode)
-            file.is_list = True  # of a span nothing but events is expected
+            file.is_list = True  # a span holds nothing but events
             file.go_on(self._bytes_of(task))
             done = Done(task.number, task.span, None)
             try:
@@ -158,7 +157,7 @@ class Decoding:
         self._table.lay_down(number, None)
 
     def _bytes_of(self, task: Task) -> Iterator[bytes]:
-        """Return the bytes of a span, and of the end of an array, which it has not."""
+        """Yield the bytes of a span, then the closing bracket that it lacks."""
         size = task.span.stop - task.span.start
         if task.room == IN_FILE:
             with open_file(self._file.path) as raw:
@@ -166,28 +165,28 @@ class Decoding:
                 for at in range(0, size, BLOCK):
                     yield raw.read(min(BLOCK, size - at))
         else:
-            room = self._table.room(task.room)
+            memory = self._table.room(task.room)
             for at in range(0, size, BLOCK):
-                yield bytes(room[at : min(at + BLOCK, size)])
+                yield bytes(memory[at : min(at + BLOCK, size)])
         yield b"]"
 
     def _unpack(self, number: int) -> None:
-        """Unpack the file, put its spans, and lay down what follows the last one."""
+        """Unpack the file, put its spans into the table, and pass on what follows the last one."""
         self._table.leave(unpacks=True)
         file, start, held = self._file, self._first, self._file.buffered
         for task in itertools.count():
-            place = self._table.free_room()
-            if place is None:
+            room = self._table.free_room()
+            if room is None:
                 return
-            room = self._table.room(place)
-            size, found = fill(room, held, file.blocks, AIM_PACKED)
-            # Without a boundary, the file is at its end, or nothing is to be seen that looks like one.
+            memory = self._table.room(room)
+            size, found = fill(memory, held, file.blocks, AIM_PACKED)
+            # Without a boundary, the file is at its end, or nothing in it looks like one.
             is_end = not found and next(file.blocks, None) is None
-            found = late_boundary(room[:size]) if is_end else found
+            found = late_boundary(memory[:size]) if is_end else found
             if found:
                 span = Span(start, start + found[0], start + found[1])
-                self._table.put(Task(task, place, span))
-                held, start = bytes(room[found[1] : size]), span.after
+                self._table.put(Task(task, room, span))
+                held, start = bytes(memory[found[1] : size]), span.after
             if is_end:
                 self._table.lay_down(number, Done(task + bool(found), Span(start, start, start), held, file.stops))
             if is_end or not found:
@@ -196,14 +195,14 @@ class Decoding:
 
 
 def _run(work: Callable[[int], None], number: int) -> None:
-    """Do a process's work, silently whatever happens: what is not done is missed by whoever reads the rows."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the process that began this one
+    """Do a process's work, and report no error: `Table.done` notices what is missing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     gc.disable()
     with contextlib.suppress(Exception):
         work(number)
 
 
-# Bytes of a span, each of which costs understanding its names anew; those of a packed file are held in memory.
+# Bytes of a span. Each span decodes its names anew, so they are large; spans of a packed file are held in memory.
 AIM = 32 << 20
 
 
@@ -213,21 +212,21 @@ AIM_PACKED = 16 << 20
 _ROOM = AIM_PACKED + (8 << 20)
 
 
-_TASK = struct.Struct("<5q")  # number, room, and the span
+_TASK = struct.Struct("<5q")  # number, room, span
 
 
-_POST = struct.Struct("<3q")  # process, and where its message begins and how long it is; 0: it has done its work
+_POST = struct.Struct("<3q")  # process, start and length of its message; length 0: the process is done
 
 
-IN_FILE = -1  # in place of a room
+IN_FILE = -1  # as a task's room: the file is not packed
 
 
-# A pipe holds a page at least, and all tasks of a file that is not packed are in it before a process takes one.
+# A pipe holds at least a page. All tasks of an unpacked file are in it before a process takes one.
 MOST_SPANS = mmap.PAGESIZE // _TASK.size
 
 
 class Task(NamedTuple):
-    """A span to be decoded, the n-th of the file, and where its bytes are."""
+    """A span to decode: its number in the file, and the room with its bytes."""
 
     number: int
     room: int
@@ -235,9 +234,9 @@ class Task(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of a span: its rows; None where it is not whole.
+    """The result of a span: its rows, or None if it is not whole.
 
-    For what follows the last span of a packed file: these bytes, and why they stop short of the file's end.
+    For what follows the last span of a packed file: the bytes, and why they stop before the file's end.
     """
 
     number: int
@@ -252,7 +251,7 @@ class _Pipe:
     ends: list[int] = field(default_factory=lambda: list(os.pipe()))
 
     def read(self, size: int) -> bytes:
-        """Return what one `write` wrote, if all write so many bytes; nothing once every process closed its writing."""
+        """Return what one `write` wrote, if every write has this size; b"" once all writing ends are closed."""
         return os.read(self.ends[0], size)
 
     def write(self, data: bytes) -> None:
@@ -266,9 +265,9 @@ class _Pipe:
 
 
 class Table:
-    """The processes take spans from it and lay down what became of them. Made before they are forked.
+    """The processes take spans from it and put their results into it. It is made before they are forked.
 
-    `rooms`: how many spans of a packed file it holds at once.
+    `rooms`: how many unpacked spans of a packed file it holds at once.
     """
 
     def __init__(self, processes: int, rooms: int = 0) -> None:
@@ -281,11 +280,11 @@ class Table:
         self.lost = False  # whether a process ended before it had done its work
 
     def put(self, task: Task) -> None:
-        """Have a span decoded."""
+        """Add a span to decode."""
         self._tasks.write(_TASK.pack(task.number, task.room, *task.span))
 
     def take(self) -> Task | None:
-        """Return a span to be decoded, None when there is no further."""
+        """Return the next span to decode; None if there are no more."""
         data = b"" if self._stop[0] else self._tasks.read(_TASK.size)
         if not data:
             return None
@@ -293,20 +292,20 @@ class Table:
         return Task(number, room, Span(*span))
 
     def room(self, number: int) -> memoryview:
-        """Return the memory of a room."""
+        """Return a room's memory."""
         return self._rooms[number * _ROOM : (number + 1) * _ROOM]
 
     def free_room(self) -> int | None:
-        """Return a room that nobody uses, as soon as there is one; None where nobody is left who could free one."""
+        """Wait for a free room and return its number; None if no process is left to free one."""
         data = b"" if self._stop[0] else self._free.read(1)
         return data[0] if data else None
 
     def free(self, room: int) -> None:
-        """Have a room used again."""
+        """Mark a room as free."""
         self._free.write(bytes((room,)))
 
     def lay_down(self, process: int, done: Done | None) -> None:
-        """Have what became of a span joined with the others; None: this process has done its work."""
+        """Add the result of a span; None: this process is done."""
         length = 0
         if done:
             self._written = next_page(self._written)
@@ -315,7 +314,7 @@ class Table:
         self._written += length
 
     def done(self) -> Iterator[Done]:
-        """Return what became of the spans, in the file's order, up to the first that is missing."""
+        """Yield the results of the spans in the file's order, up to the first missing one."""
         waiting: dict[int, Done] = {}
         number, working = 0, len(self._outputs)
         while post := self._posts.read(_POST.size):
@@ -331,10 +330,10 @@ class Table:
         self.lost = working > 0
 
     def leave(self, *, unpacks: bool = False, decodes: bool = False) -> None:
-        """Close what only the others use, so that each of them learns when nobody is left who could write to it."""
+        """Close the pipe ends that this process does not use, so that readers see when the last writer is gone."""
         works = unpacks or decodes
         self._tasks.close(reads=not decodes, writes=not unpacks)
-        # Rooms are freed after everything is unpacked, too.
+        # Rooms are also freed after everything is unpacked.
         self._free.close(reads=not works, writes=not decodes)
         self._posts.close(reads=works, writes=not works)
 
@@ -354,7 +353,7 @@ _ALIGNED = 64
 
 
 def write(file: int, at: int, message: Any) -> int:
-    """Write a message behind the byte `at` of a file, which is a multiple of a page; return its length."""
+    """Write a message at the byte `at` of a file, a multiple of the page size; return its length."""
     arrays: list[memoryview] = []
     head = pickle.dumps(message, 5, buffer_callback=lambda array: arrays.append(array.raw()))
     lengths = [len(head), *map(len, arrays)]
