@@ -156,8 +156,8 @@ def _followed(
         waits = waits.rename(columns={"earlier": "row"})
     else:
         found.append(_charge(waits, rank[culprit[waits["row"]]], _TRANSFERS))
-    together = pd.concat(found, ignore_index=True).groupby(["rank", "culprit"], as_index=False).sum()
-    reasons: pd.DataFrame = together.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
+    combined = pd.concat(found, ignore_index=True).groupby(["rank", "culprit"], as_index=False).sum()
+    reasons: pd.DataFrame = combined.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
     return reasons
 
 
@@ -196,18 +196,18 @@ def _last_meeting(pairs: pd.DataFrame, computed: Shares) -> Rows:
         most=("computed", "max"),
     )
     both = (met["kind"] == SENT) & (met["left"] >= met["come"])
-    together = met[met["kind"].isin((*SYNCHRONOUS, "")) | both].sort_values("done")
-    apart = (together["most"] - together["least"]) > _SAME_PLACE * (together["done"] - together["begin"])
+    combined = met[met["kind"].isin((*SYNCHRONOUS, "")) | both].sort_values("done")
+    apart = (combined["most"] - combined["least"]) > _SAME_PLACE * (combined["done"] - combined["begin"])
     everybody = frozenset(str(r) for r in pairs["rank"].unique())
     sets = {m: frozenset(m.split(",")) if m else everybody for m in met["members"].unique()}
     held_by: dict[str, list[frozenset[str]]] = {}
     for of in set(sets.values()):
         for rank in of:
             held_by.setdefault(rank, []).append(of)
-    # Of each set of members the rows of `together`, and of those only where they left it at one place.
-    done, row, fine = together["done"].to_numpy(), together.index.to_numpy(), ~apart.to_numpy()
+    # Of each set of members the rows of `combined`, and of those only where they left it at one place.
+    done, row, fine = combined["done"].to_numpy(), combined.index.to_numpy(), ~apart.to_numpy()
     with_set: dict[frozenset[str], list[Rows]] = {}
-    for members, at in places(together["members"]).items():
+    for members, at in places(combined["members"]).items():
         with_set.setdefault(sets[members], []).append(at)
     found, begin = np.full(len(met), -1), met["begin"].to_numpy()
     for members, these in places(met["members"]).items():
@@ -254,8 +254,8 @@ def blame(
     frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
     few = frame.groupby("rank").cumcount() < MOST_REASONS
     rest = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
-    together: pd.DataFrame = pd.concat([frame[few], rest[frame.columns]], ignore_index=True)
-    return together.sort_values("rank", kind="stable", ignore_index=True)
+    combined: pd.DataFrame = pd.concat([frame[few], rest[frame.columns]], ignore_index=True)
+    return combined.sort_values("rank", kind="stable", ignore_index=True)
 
 
 def _at_most_spent(breakdown: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
@@ -283,5 +283,5 @@ def _stalls(stalled_steps: pd.DataFrame, stall_means: pd.DataFrame, job: Job) ->
         waits = (-stalls).add(stalls.max(axis=1), axis=0) / stall_means["steps"].mean()
         found = waits.groupby(stalls.idxmax(axis=1)).sum().rename_axis(index="culprit")
         parts.append(found.reset_index().melt("culprit", var_name="rank", value_name="ns").assign(category=kind))
-    together = pd.concat(parts, ignore_index=True).astype({"rank": np.int64, "culprit": np.int64})
-    return together[together["ns"] > 0][["rank", "culprit", "category", "ns"]]
+    combined = pd.concat(parts, ignore_index=True).astype({"rank": np.int64, "culprit": np.int64})
+    return combined[combined["ns"] > 0][["rank", "culprit", "category", "ns"]]

@@ -164,9 +164,11 @@ def _pieces_of_calls(spans: pd.DataFrame, rows: Nanoseconds) -> NDArray[Any]:
     ranges = ranges.assign(until=ranges["start_ns"] + ranges["dur_ns"]).drop(columns="dur_ns")
     around = pd.merge_asof(calls, ranges, on="start_ns", by="lane")
     inside = around["until"] >= around["start_ns"]
-    said = around["shape"].where(around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, ""))
-    said = said.where(said.map(_is_pieces), "")
-    found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = said
+    around_pieces = around["shape"].where(
+        around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, "")
+    )
+    around_pieces = around_pieces.where(around_pieces.map(_is_pieces), "")
+    found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = around_pieces
     return found
 
 

@@ -433,10 +433,10 @@ def fewer_collectives(job: Job, small: pd.DataFrame, n: float, fewer: int) -> tu
     if model.get("fsdp"):
         return (change("`fully_shard` whole blocks and not single layers: one all-gather a block"),)
     if not model.get("ddp"):
-        together = (
+        words = (
             "exchange gradients together: `DistributedDataParallel` does, in buckets of 25 MB during the backward pass"
         )
-        return (change(together), metrics)
+        return (change(words), metrics)
     if kind == "broadcast" and settings.broadcasts_buffers(model):
         return (unbroadcast(),)
     cap = model["ddp"].get("bucket_cap_mb")

@@ -150,9 +150,9 @@ def _fits(frame: pd.DataFrame, hosts: pd.Series[str]) -> pd.Series[bool]:
     begun = frame[sent & frame["is_sender"]].set_index("instance")["begin_ns"]
     early = receives["instance"].map(begun) > receives["done_ns"]
     fine = len(early) > 0 and early.mean() <= MISMATCHED
-    together = bool(frame["collective"].isin(SYNCHRONOUS).any())
+    synchronous = bool(frame["collective"].isin(SYNCHRONOUS).any())
     apart = frame["rank"].map(hosts).groupby(frame["instance"]).transform("nunique") > 1
-    fits: pd.Series[bool] = ~sent | ((~apart | together) & fine)
+    fits: pd.Series[bool] = ~sent | ((~apart | synchronous) & fine)
     return fits
 
 

@@ -153,9 +153,9 @@ def replication(
     each = _per_step(timing, iv.intersect(steps, copying))
     gain = float(each.mean())
     with suppress(NotMeasured):
-        asked = what_if.get()
-        durations = np.where(rows[asked.replay.rows], -1, asked.replay.durations)
-        replayed = asked.gain_ns(durations=durations, other=((host.cover(spans, calls), 0.0),))
+        whatif = what_if.get()
+        durations = np.where(rows[whatif.replay.rows], -1, whatif.replay.durations)
+        replayed = whatif.gain_ns(durations=durations, other=((host.cover(spans, calls), 0.0),))
         gain = replayed if rows.any() and np.isfinite(replayed) else gain
     # An all-reduce moves so many times the bytes of a reduction to one device (nccl-tests, PERFORMANCE.md).
     devices = len({str(lane).partition(":")[0] for lane in device_work["lane"].unique()})

@@ -331,7 +331,7 @@ def allows_tf32(matmul: Mapping[str, Any], convolves: bool) -> bool:
     (torch.backends.fp32_precision). Once they were set, the older getters raise and nothing is recorded of them.
     """
     own = matmul.get("conv_fp32_precision" if convolves else "matmul_fp32_precision")
-    said = next((s for s in (own, matmul.get("fp32_precision")) if s and s != "none"), None)
-    if said is not None:
-        return bool(said == "tf32")
+    setting = next((s for s in (own, matmul.get("fp32_precision")) if s and s != "none"), None)
+    if setting is not None:
+        return bool(setting == "tf32")
     return bool(matmul.get("cudnn_allow_tf32" if convolves else "allow_tf32"))

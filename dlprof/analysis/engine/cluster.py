@@ -217,16 +217,16 @@ def _never() -> bool:
 def _await_worker(client: Any, dask: Dask, alive: Callable[[], bool]) -> None:
     """Wait for the first worker; raise DlprofError where none comes."""
     until = time.monotonic() + WORKERS_S
-    told = False
+    warned = False
     while True:
         try:
             client.wait_for_workers(1, timeout=_LOOKS_S)
             return
         except asyncio.TimeoutError:
             pass
-        if not told:
+        if not warned:
             dask.tell(f"{dask.where}: waiting for the first worker")
-            told = True
+            warned = True
         if time.monotonic() > until and not alive():
             raise DlprofError(f"{dask.where}: no worker came within {WORKERS_S} s")
 
@@ -289,16 +289,16 @@ def _slurm(ranks: Sequence[Rank], jobs: int, store: Store | None) -> Iterator[tu
     )
     try:
         # Jobs are sent in the background, where nobody hears that SLURM refuses them.
-        asked = ["sbatch", "--test-only"]
-        tried = subprocess.run(asked, input=cluster.job_script(), capture_output=True, text=True, check=False)
+        command = ["sbatch", "--test-only"]
+        tried = subprocess.run(command, input=cluster.job_script(), capture_output=True, text=True, check=False)
         if tried.returncode:
             raise DlprofError(f"--dask slurm: {(tried.stderr.strip() or 'sbatch failed').splitlines()[-1]}")
         cluster.scale(jobs=min(jobs, len(ranks)))
 
         def alive() -> bool:
             numbers = [str(job.job_id) for job in cluster.workers.values() if job.job_id]
-            asked = ["squeue", "--noheader", "--jobs", ",".join(numbers)]
-            return bool(numbers) and bool(subprocess.run(asked, capture_output=True, check=False).stdout.strip())
+            command = ["squeue", "--noheader", "--jobs", ",".join(numbers)]
+            return bool(numbers) and bool(subprocess.run(command, capture_output=True, check=False).stdout.strip())
 
         yield cluster, alive
     finally:

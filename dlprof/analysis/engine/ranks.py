@@ -280,7 +280,7 @@ class Measured(Job):
             if isinstance(answer, FRAMES):
                 frames.append(answer)
                 ranks.append(r)
-            elif first is None or _told_before(answer) > _told_before(first):
+            elif first is None or _precedence(answer) > _precedence(first):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured(_NOTHING_READ)
@@ -313,7 +313,7 @@ class Measured(Job):
         return failed
 
 
-def _told_before(answer: Answer) -> int:
+def _precedence(answer: Answer) -> int:
     """Return which of several ranks' answers without a value stands for all: the highest."""
     return 2 if isinstance(answer, Failure) else int(not isinstance(answer, DoesNotApply))
 

@@ -108,7 +108,7 @@ def host_parts(
         in_calls, between = iv.subtract(what_if.host.calls, optimizer), python
     in_calls = iv.subtract(in_calls, looping)
     # What an operator that copies a batch does there is the copy's.
-    between = iv.subtract(iv.subtract(between, looping), _asked(sync_waits, copying=True))
+    between = iv.subtract(iv.subtract(between, looping), _requested(sync_waits, copying=True))
     rows = []
 
     def at_once(times: iv.Intervals) -> NDArray[np.int64]:
@@ -214,11 +214,11 @@ def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame, looping: iv.Inte
     waits = what_if.replay.waits
     begins = np.array([wait.begin for wait in waits], dtype=np.int64)
     full = np.array([wait.from_start for wait in waits], dtype=bool)
-    asked = iv.merge(_asked(sync_waits, copying=False), looping)
-    return ~full & iv.holds(asked, begins) & ~iv.holds(_asked(sync_waits, copying=True), begins)
+    requested = iv.merge(_requested(sync_waits, copying=False), looping)
+    return ~full & iv.holds(requested, begins) & ~iv.holds(_requested(sync_waits, copying=True), begins)
 
 
-def _asked(sync_waits: pd.DataFrame, *, copying: bool) -> iv.Intervals:
+def _requested(sync_waits: pd.DataFrame, *, copying: bool) -> iv.Intervals:
     """Return when the training thread waits, in operators that copy to the device or in others."""
     mine = sync_waits[(sync_waits["copied"] != "") == copying]
     return iv.union(mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy())

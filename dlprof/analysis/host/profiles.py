@@ -73,7 +73,7 @@ def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = ne
             own = [frame for frame in frames if is_own(frame[1])]
             for function, file, line in {*frames[-1:], *own[-1:]}:
                 lines[function, file][line] += n
-        told = rank.trace_facts.get(f"profile {name}") or {}
+        facts = rank.trace_facts.get(f"profile {name}") or {}
         found = [
             (*key, lines[key].most_common(1)[0][0] if key in lines else 0, is_own(key[1]), lines[key].total(), n)
             for key, n in total.items()
@@ -82,8 +82,8 @@ def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = ne
         frame = frame.sort_values(["own", "alone", "total", "function"], ascending=[False, False, False, True])
         nth = frame.groupby("own").cumcount()
         frame = frame[nth < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY})]
-        whole = int(told.get("total") or rows["samples"].sum())
-        parts.append(frame.assign(profile=name, tool=told.get("tool", ""), unit=str(rows["unit"].iloc[0]), of=whole))
+        whole = int(facts.get("total") or rows["samples"].sum())
+        parts.append(frame.assign(profile=name, tool=facts.get("tool", ""), unit=str(rows["unit"].iloc[0]), of=whole))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -158,8 +158,8 @@ class Pace:
         return self._with(self.handover.most, MOST_BARRIER, self.own)
 
     def _with(self, handover: Handover, barrier: float, own: Times) -> Pace:
-        told = replace(self.handover, usual=handover)
-        return replace(self, handover=told, barrier=barrier if self.barrier > 1 else 1.0, own=own)
+        known = replace(self.handover, usual=handover)
+        return replace(self, handover=known, barrier=barrier if self.barrier > 1 else 1.0, own=own)
 
     @property
     def together(self) -> int:
@@ -221,18 +221,18 @@ def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int, pi
     own, fetch, cpu = (_stretch_of(times, n) for times in (own, fetch, cpu))
     owns, takes = own.tolist(), fetch.tolist()
     there, taken = [0.0] * n, [0.0] * n
-    asked = begun = waited = pinned = 0.0
+    requested = begun = waited = pinned = 0.0
     for k in range(n):
         free = there[k - workers] if k >= workers else 0.0
         ordered = taken[k - depth] if k >= depth else 0.0
         there[k] = max(free, ordered) + takes[k]
         pinned = max(there[k], pinned) + pin
-        taken[k] = max(pinned, asked)
+        taken[k] = max(pinned, requested)
         if k == skip:
-            begun, waited = asked, 0.0
-        waited += taken[k] - asked
-        asked = taken[k] + owns[k]
-    mean = Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
+            begun, waited = requested, 0.0
+        waited += taken[k] - requested
+        requested = taken[k] + owns[k]
+    mean = Forecast(workers, (requested - begun) / (n - skip), waited / (n - skip))
     return mean, _overlap(np.array(taken), own, np.array(there), fetch, cpu)
 
 
@@ -262,10 +262,10 @@ def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, 
     trains, fetches = busy
     computes, others = trains / max(loop, 1e-9), pace.ranks - 1
 
-    def speed(itself: int, loops: int, fetchers: int, each: float, together: int = 1) -> float:
+    def speed(itself: int, loops: int, fetchers: int, each: float, at_once: int = 1) -> float:
         ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
         chance = _chance(loops, computes)[:, None] * _chance(fetchers, each)[None, :]
-        return float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
+        return float((chance * np.minimum(1.0, pace.cores / ready) ** at_once).sum())
 
     def longer(progress: float) -> float:
         return 1.0 + held_up(pace) * (1.0 / progress - 1.0)

@@ -182,11 +182,11 @@ def _replicated(held: pd.DataFrame) -> bool:
     return bool(len(parameters)) and bool((parameters["bytes"] >= parameters["full_bytes"]).all())
 
 
-def _of_pipeline(now: Footprint, told: object) -> Iterator[tuple[str, str, Footprint]]:
-    if not isinstance(told, dict):
+def _of_pipeline(now: Footprint, pipeline: object) -> Iterator[tuple[str, str, Footprint]]:
+    if not isinstance(pipeline, dict):
         return
-    schedule, m, ranks = told.get("schedule"), told.get("microbatches"), told.get("ranks")
-    stages = told.get("stages")
+    schedule, m, ranks = pipeline.get("schedule"), pipeline.get("microbatches"), pipeline.get("ranks")
+    stages = pipeline.get("stages")
     if not (isinstance(schedule, str) and isinstance(m, int) and isinstance(ranks, list) and isinstance(stages, list)):
         return
     place, p = min(stages, default=0) % max(len(ranks), 1), len(ranks)
@@ -335,8 +335,8 @@ def memory_what_if(
     def of_pipeline(value: str) -> tuple[float, str, str]:
         with suppress(NotMeasured):
             for model in pipeline_models.get():
-                asked = {"microbatches": int(value)} if value.isdecimal() else {"schedule": value}
-                gain = (model.pipe.step_ns - model.step_with(**asked)) * model.pipe.calls_a_step
+                setting = {"microbatches": int(value)} if value.isdecimal() else {"schedule": value}
+                gain = (model.pipe.step_ns - model.step_with(**setting)) * model.pipe.calls_a_step
                 return now - gain, "", ""
         return nan, "", "the pipeline cannot be replayed"
 
@@ -354,8 +354,8 @@ def memory_what_if(
         "microbatches": of_pipeline,
         "schedule": of_pipeline,
     }
-    told = [times[str(c)](str(v)) for c, v in zip(rows["change"], rows["value"], strict=True)]
-    then = pd.DataFrame(told, columns=["then_ns", "bound", "why"], index=rows.index)
+    results = [times[str(c)](str(v)) for c, v in zip(rows["change"], rows["value"], strict=True)]
+    then = pd.DataFrame(results, columns=["then_ns", "bound", "why"], index=rows.index)
     return rows.assign(now_ns=now).join(then)
 
 

@@ -43,18 +43,18 @@ def memory_composition(
     peak: data, temporaries, freed memory that it keeps, "difference"). On a GPU the difference is "unexplained" where
     activations were not counted, or where it is below 0: more was counted than allocated.
     """
-    told = rank.trace_facts.get("held") or {}
+    facts = rank.trace_facts.get("held") or {}
     if not len(held):
-        raise NotMeasured(_why(told))
+        raise NotMeasured(_why(facts))
     rows: list[tuple[str, str, float, str, str]] = []
     for device, mine in held.groupby("device", observed=True):
-        moment, parts = _fullest(mine, told, str(device))
+        moment, parts = _fullest(mine, facts, str(device))
         rows += [(str(device), part, size, "counted", moment) for part, size in parts.items()]
         counted = sum(parts.values())
         if device == "cpu":
-            rows += [("cpu", *row, moment) for row in _of_process(told, counted)]
+            rows += [("cpu", *row, moment) for row in _of_process(facts, counted)]
         elif memory_use and memory and _index(str(device)) == int(memory.get()["device"].iloc[-1]):
-            known = (told.get("activations") or {}).get("state") == "counted"
+            known = (facts.get("activations") or {}).get("state") == "counted"
             found = _of_gpu(memory_use.get(), memory.get(), samples, counted, "temporary" if known else "unexplained")
             rows += [(str(device), *row, moment) for row in found]
     frame = pd.DataFrame(rows, columns=["device", "part", "bytes", "known", "moment"])
@@ -105,11 +105,11 @@ def around(path: str) -> list[str]:
     return found
 
 
-def _why(told: Mapping[str, Any]) -> str:
-    return f"memory was not counted: {told.get('state') or 'no tensor was seen'}"
+def _why(facts: Mapping[str, Any]) -> str:
+    return f"memory was not counted: {facts.get('state') or 'no tensor was seen'}"
 
 
-def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
+def _fullest(mine: pd.DataFrame, facts: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
     """Return the moment with the most counted memory on a device, and each part's bytes at that moment.
 
     When a backward pass begins, all activations exist, and the gradients that were not set to None. When it has ended,
@@ -118,7 +118,7 @@ def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[
     sums = mine.groupby("part", observed=True)["bytes"].agg(lambda sizes: float(sizes.astype(float).sum()))
     whole = {part: float(sums.get(part, 0.0)) for part in COUNTED}
     there = 0.0
-    for moment in told.get("moments") or ():
+    for moment in facts.get("moments") or ():
         if (moment.get("device"), moment.get("moment")) == (device, "backward"):
             there = float(moment.get("gradient_bytes") or 0)
     found = {"backward": whole | {"gradient": there}, "gradients": whole | {"activation": 0.0, "cast": 0.0}}
@@ -152,8 +152,8 @@ def _beyond_allocator(memory: pd.DataFrame, samples: Maybe[pd.DataFrame]) -> flo
     return max(float(np.median(beyond)), 0.0)
 
 
-def _of_process(told: Mapping[str, Any], counted: float) -> list[tuple[str, float, str]]:
-    of_process = told.get("process") or {}
+def _of_process(facts: Mapping[str, Any], counted: float) -> list[tuple[str, float, str]]:
+    of_process = facts.get("process") or {}
     before, most = (of_process.get(name) for name in ("before_bytes", "anonymous_bytes"))
     if before is None or most is None:
         return []

@@ -121,20 +121,20 @@ def _of_errors(job: Job, read: dict[int, dict[Any, Any]]) -> Iterator[dict[str, 
         if not failure:
             continue
         on_gpu = failure.get("type") == "OutOfMemoryError"
-        said = {name: _size(pattern.search(text)) for name, pattern in _SAID.items()}
+        sizes = {name: _size(pattern.search(text)) for name, pattern in _SAID.items()}
         found, last = _ON_HOST.search(text), read.get(rank, {})
         if not on_gpu:
-            said["requested_bytes"] = float(found[1]) if found else nan
-            said |= {"allocated_bytes": last.get("process_bytes", nan), "total_bytes": last.get("limit_bytes", nan)}
-        elif isnan(said["allocated_bytes"]):
-            said["allocated_bytes"] = last.get("allocated_bytes", nan)
+            sizes["requested_bytes"] = float(found[1]) if found else nan
+            sizes |= {"allocated_bytes": last.get("process_bytes", nan), "total_bytes": last.get("limit_bytes", nan)}
+        elif isnan(sizes["allocated_bytes"]):
+            sizes["allocated_bytes"] = last.get("allocated_bytes", nan)
         site = str(failure.get("site") or "")
         yield {
             "rank": rank,
             "device": str(device.get("index", 0)) if on_gpu else "host",
             "how": ERROR,
-            **said,
-            "reserved_bytes": said["allocated_bytes"] + said["free_bytes"],
+            **sizes,
+            "reserved_bytes": sizes["allocated_bytes"] + sizes["free_bytes"],
             "site": shortened([site])[site] if site else "",
             "step": last.get("step", -1),
             "text": text,
@@ -194,14 +194,14 @@ def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[
     be the same with each change: a longer batch needs more of everything that grows. Returns nothing where the job
     needed far more than was counted.
     """
-    held, asked, total = (failure[name] for name in ("allocated_bytes", "requested_bytes", "total_bytes"))
+    held, requested, total = (failure[name] for name in ("allocated_bytes", "requested_bytes", "total_bytes"))
     if memory_what_if is None or isnan(total) or isnan(held):
         return []
     rows = memory_what_if[memory_what_if["change"] != ""]
     if not len(rows) or (str(rows["device"].iloc[0]) == "cpu") != (failure["device"] == "host"):
         return []
     # A process that was killed had filled the memory, whatever was read last.
-    needed = held + asked if not isnan(asked) else max(held, total)
+    needed = held + requested if not isnan(requested) else max(held, total)
     now = float(rows["now_bytes"].iloc[0])
     scale = max(needed / now, 1.0) if now else 1.0
     if scale > _GROWN:

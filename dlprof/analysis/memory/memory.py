@@ -48,8 +48,8 @@ def memory_use(memory: Frame = needs(schema.MEMORY), rank: RankFacts = needs(RAN
     serve all. Peaks are since the script last reset them, at any reading. −1: not known.
     """
     frame = _readings(memory)
-    asked = frame["device_allocs"].to_numpy()
-    halfway = asked[len(asked) // 2]
+    allocs = frame["device_allocs"].to_numpy()
+    halfway = allocs[len(allocs) // 2]
     row = {
         "peak_allocated_bytes": int(frame[["peak_allocated_bytes", "allocated_bytes"]].to_numpy().max()),
         "peak_reserved_bytes": int(frame[["peak_reserved_bytes", "reserved_bytes"]].to_numpy().max()),
@@ -57,7 +57,7 @@ def memory_use(memory: Frame = needs(schema.MEMORY), rank: RankFacts = needs(RAN
         "total_bytes": total_bytes(rank),
         "retries": int(frame["retries"].max()),
         "ooms": int(frame["ooms"].max()),
-        "late": int(asked[-1] - halfway) if halfway >= 0 else -1,
+        "late": int(allocs[-1] - halfway) if halfway >= 0 else -1,
     }
     return pd.DataFrame([row])
 
@@ -152,8 +152,8 @@ def memory_ends(memory_growth: Frame = needs(memory_growth), job: Job = needs(JO
     hosts = frame["rank"].map(lambda rank: settings.host(job, rank))
     memories = [on_device, hosts.where(~on_device, frame["rank"].astype(str))]
     left = frame["left_bytes"].groupby(memories).transform("min")
-    together = (frame["per_step"] * frame["grows"]).groupby(memories).transform("sum")
-    steps = left.clip(lower=0.0) / together.where(frame["grows"] == 1)
+    growth = (frame["per_step"] * frame["grows"]).groupby(memories).transform("sum")
+    steps = left.clip(lower=0.0) / growth.where(frame["grows"] == 1)
     return frame.assign(left_bytes=left, steps=steps)
 
 
@@ -279,20 +279,20 @@ def memory_state(
         if end is not None:
             rows.append((r.device, "end", *end, nan, nan, len(r.ooms), "", int(r.at_ns[-1])))
         if len(r.ooms):
-            asked = r.ooms.iloc[-1]
-            moment = int(asked["moment"]) - 1  # before it failed
-            free = float(asked["free_bytes"])
+            request = r.ooms.iloc[-1]
+            moment = int(request["moment"]) - 1  # before it failed
+            free = float(request["free_bytes"])
             rows.append(
                 (
                     r.device,
                     "oom",
                     int(r.allocated[moment]),
                     int(r.reserved[moment]),
-                    *_at(r, moment, int(asked["stream"]), str(asked["pool"])),
-                    float(asked["bytes"]),
+                    *_at(r, moment, int(request["stream"]), str(request["pool"])),
+                    float(request["bytes"]),
                     free if free >= 0 else nan,
                     len(r.ooms),
-                    shortened([str(asked["site"])])[str(asked["site"])],
+                    shortened([str(request["site"])])[str(request["site"])],
                     int(r.at_ns[moment + 1]),
                 )
             )

@@ -383,18 +383,20 @@ def forward_rows(
     unnumbered = functions[number[functions] < 0]
     inner = _inner(spans, name, unnumbered)
     number[unnumbered], thread[unnumbered] = number[inner], thread[inner]
-    asked = np.flatnonzero(number[functions] >= 0)
+    with_number = np.flatnonzero(number[functions] >= 0)
     # Whose thread is which the trace does not say: the one that fits best is.
     threads = thread[functions]
     best = np.full(int(threads.max(initial=0)) + 1, -1, dtype=np.int64)
     for code in lanes[np.argsort(-counts, kind="stable")][:_MOST_LANES]:
-        made_by = _last(number, spans["start_ns"].to_numpy(), operators[lane[operators] == code], functions[asked])
+        made_by = _last(
+            number, spans["start_ns"].to_numpy(), operators[lane[operators] == code], functions[with_number]
+        )
         # By its number, and better still by its name.
-        exact = (made_by >= 0) & (number[made_by] == number[functions[asked]])
-        fits = exact * (1 + (name[made_by] == name[functions[asked]]))
-        score = np.bincount(threads[asked], weights=fits, minlength=len(best)).astype(np.int64)
-        better = (score > best)[threads[asked]]
-        found[asked[better]] = made_by[better]
+        exact = (made_by >= 0) & (number[made_by] == number[functions[with_number]])
+        fits = exact * (1 + (name[made_by] == name[functions[with_number]]))
+        score = np.bincount(threads[with_number], weights=fits, minlength=len(best)).astype(np.int64)
+        better = (score > best)[threads[with_number]]
+        found[with_number[better]] = made_by[better]
         best = np.maximum(best, score)
     return found
 

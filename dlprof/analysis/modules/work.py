@@ -161,11 +161,11 @@ def shaped_flops(
     keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
     each, of = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
     texts = [spans[column].cat.categories for column in ("name", "shape", "dtype")]
-    told = [[str(text[code]) for text, code in zip(texts, row, strict=True)] for row in each.tolist()]
-    flops = np.array([products(*one)[0] if one[1] else np.nan for one in told])
+    operators = [[str(text[code]) for text, code in zip(texts, row, strict=True)] for row in each.tolist()]
+    flops = np.array([products(*one)[0] if one[1] else np.nan for one in operators])
     if np.isnan(flops).all():
         raise NotMeasured("the trace has no shapes of operators (record_shapes=True)")
-    flops[np.isnan(flops) & ~np.array([is_product(operator) for operator, _, _ in told], dtype=bool)] = 0.0
+    flops[np.isnan(flops) & ~np.array([is_product(operator) for operator, _, _ in operators], dtype=bool)] = 0.0
     found = flops[of.reshape(-1)]
     module, part = module_rows["module"].to_numpy()[rows], module_rows["part"].cat.codes.to_numpy()[rows]
     return sums(module_frames, module, part, found)
@@ -287,11 +287,11 @@ def module_naming(timing: Timing = needs(timing), rank: RankFacts = needs(RANK))
     module was named.
     """
     window = rank.facts.get("window") or {}
-    told = window.get("modules") or {}
+    recorded = window.get("modules") or {}
     first, last = window.get("first_step"), window.get("last_step")
-    if not told.get("ranges") or not told.get("ns_each") or first is None or last is None:
+    if not recorded.get("ranges") or not recorded.get("ns_each") or first is None or last is None:
         raise NotMeasured("no names of modules were recorded in the trace")
-    ranges = told["ranges"] / (last - first + 1)
-    ns = ranges * told["ns_each"]
+    ranges = recorded["ranges"] / (last - first + 1)
+    ns = ranges * recorded["ns_each"]
     step_ns = float((timing.host_windows[:, 1] - timing.host_windows[:, 0]).mean()) if len(timing.windows) else 0.0
     return pd.DataFrame([{"ranges": ranges, "ns": ns, "share": ns / step_ns if step_ns else float("nan")}])

@@ -196,13 +196,13 @@ def _panel(bare_waits: pd.DataFrame | None, frame: pd.DataFrame, title: str, not
     frame = frame.assign(begin_ns=frame["begin_ns"] - early, start_ns=frame["start_ns"] - early)
     begins = frame.groupby("rank")["begin_ns"].first()
     # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
-    together = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
-    zero = begins.min() if together else frame["rank"].map(begins)
+    aligned = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
+    zero = begins.min() if aligned else frame["rank"].map(begins)
     frame = frame.assign(at=frame["start_ns"] - zero, lane=_lanes(frame))
     drawn = pd.concat([frame, _waiting(frame, waits)])[["lane", "at", "dur_ns", "name", "category"]]
-    arrows = _arrows(frame, waits, int(begins.min())) if together else ()
+    arrows = _arrows(frame, waits, int(begins.min())) if aligned else ()
     notes = [note, left]
-    if not together:
+    if not aligned:
         notes.append("Each rank from its own beginning: their clocks differ.")
     elif arrows:
         notes.append("Arrows lead from the rank that came last to a collective to those that had waited for it.")

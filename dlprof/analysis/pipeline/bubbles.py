@@ -132,8 +132,8 @@ def device_turns(
     works = [device for device, ns in totals.items() if ns >= _PART * most > 0]
     if len(works) < 2:
         raise DoesNotApply("one device computes in each process")
-    together = iv.total(iv.merge(*(busy[device] for device in works))) / n
-    return pd.DataFrame({"device": works, "busy_ns": [totals[d] for d in works], "any_ns": together})
+    combined = iv.total(iv.merge(*(busy[device] for device in works))) / n
+    return pd.DataFrame({"device": works, "busy_ns": [totals[d] for d in works], "any_ns": combined})
 
 
 def overlapped_ns(busy_ns: pd.Series[float], microbatches: int) -> float:

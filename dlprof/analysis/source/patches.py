@@ -141,12 +141,12 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
     return found if wanted.kind in _EACH else found[:1]
 
 
-def patch(calls: Sequence[Call], asked: Iterable[Wanted]) -> Patch:
+def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
     """Return the diff that gives the calls these settings; the first of two values for one setting counts."""
     sources = _Sources()
     left_out: list[tuple[str, str, str]] = []
     taken: set[tuple[str, int, int, str]] = set()
-    for wanted in asked:
+    for wanted in requests:
         named_settings = ", ".join(wanted.settings)
         there = sites(calls, wanted)
         if not there:

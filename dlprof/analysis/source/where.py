@@ -306,8 +306,8 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     """Return a finding with where it stands, and where each of its changes does."""
     concern = CONCERNS.get(outcome.id) or next((_PHASES[c] for c in saves_from if c in _PHASES), Concern())
     calls, shares = source.call_sites.or_none() or [], source.line_shares.or_none()
-    told = {(place.file, place.line) for place in outcome.where}
-    concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in told]
+    shown = {(place.file, place.line) for place in outcome.where}
+    concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in shown]
     where = [*outcome.where, *map(_of_call, concerned)]
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
@@ -319,12 +319,12 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
 
 def told_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return outcomes, the largest first, where of those that see the same lines only the largest names each."""
-    told: set[tuple[str, int, str]] = set()
+    shown: set[tuple[str, int, str]] = set()
     found = []
     for one in outcomes:
         if one.id in _SAME_LINES:
-            one = replace(one, where=tuple(p for p in one.where if (p.file, p.line, p.function) not in told))
-            told.update((place.file, place.line, place.function) for place in one.where)
+            one = replace(one, where=tuple(p for p in one.where if (p.file, p.line, p.function) not in shown))
+            shown.update((place.file, place.line, place.function) for place in one.where)
         found.append(one)
     return found
 
@@ -381,11 +381,11 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
 
 def _located(change: Change, calls: Sequence[Call], role: str) -> Change:
     """Return a change with where the first argument that it sets belongs, and its diff, or why there is none."""
-    asked = wanted(change, role)
-    there = [call for one in asked for call in sites(calls, one)]
+    requests = wanted(change, role)
+    there = [call for one in requests for call in sites(calls, one)]
     if not there:
         return change
-    made = patch(calls, asked)
+    made = patch(calls, requests)
     why = "; ".join(dict.fromkeys(f"{at}: {why}" for _, at, why in made.left_out if at))
     return replace(change, at=_of_call(there[0]), diff=made.shown, no_diff="" if made.text else why)
 
@@ -476,11 +476,11 @@ def _misaligned(spans: pd.DataFrame, kernels: pd.DataFrame) -> NDArray[np.bool_]
     sizes = tuple(len(column.cat.categories) for column in columns)
     of, each = pd.factorize(np.ravel_multi_index(codes, sizes))
     texts = [column.cat.categories for column in columns]
-    told = [
+    shapes = [
         [str(text[int(code)]) for text, code in zip(texts, np.unravel_index(one, sizes), strict=True)] for one in each
     ]
     odd = np.zeros(len(owner), dtype=bool)
-    odd[known] = np.array([bool(misaligned_sizes(*one)) for one in told], dtype=bool)[of]
+    odd[known] = np.array([bool(misaligned_sizes(*one)) for one in shapes], dtype=bool)[of]
     return odd
 
 

@@ -82,7 +82,7 @@ _SHOWN_IN: Mapping[str, str] = {
 class Reason:
     """Why a rank computes longer than the others, what to do, and whether they have less to do for it."""
 
-    said: str = ""
+    words: str = ""
     do: str = ""
     shared: bool = False
     owner: str = ""  # the rule that answers for it
@@ -183,8 +183,8 @@ def _dearest(job: Job, steps: pd.DataFrame, stages: pd.DataFrame) -> Lead:
     mine = stages["ranks"].get(slowest)
     in_pipeline = [r for r in map(int, steps.columns) if mine is not None and stages["ranks"].get(r) == mine]
     # What others are late by costs nothing while the slowest is as late.
-    together = [lead(steps, ranks) for ranks in (on_host, in_pipeline) if 1 < len(ranks) < len(steps.columns)]
-    return max((alone, *together), key=lambda found: found.saving_ns)
+    groups = [lead(steps, ranks) for ranks in (on_host, in_pipeline) if 1 < len(ranks) < len(steps.columns)]
+    return max((alone, *groups), key=lambda found: found.saving_ns)
 
 
 def _culprit(late: Lead, parts: pd.DataFrame, stages: pd.DataFrame) -> Lead:
@@ -289,7 +289,7 @@ def _with_reason(
     if late.cause != "computation":
         return late
     because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
-    left = late.cut(0.0, f"{late.behind}, as {because.said}: see {because.owner}") if because.owner else late
+    left = late.cut(0.0, f"{late.behind}, as {because.words}: see {because.owner}") if because.owner else late
     return replace(left, because=because)
 
 
@@ -323,7 +323,7 @@ def _shared_out(late: LateRanks) -> LateRanks:
     if not late.because.shared:
         return late
     share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
-    return late.cut(share, f"{late.behind}, as {late.because.said}; shared out evenly, that saves {percent(share)}")
+    return late.cut(share, f"{late.behind}, as {late.because.words}; shared out evenly, that saves {percent(share)}")
 
 
 def longer_because(
@@ -349,31 +349,31 @@ def longer_because(
     if (balance := expert_balance.or_none()) is not None and balance.saving_ns > 0:
         routed = balance.ranks.set_index("rank")[["routed_ns", "ratio"]]
         if late in routed.index and routed["routed_ns"][late] - routed["routed_ns"].drop(late).median() >= more_ns / 2:
-            said = f"its experts get {routed['ratio'][late]:.2f} × the mean rank's tokens"
-            return Reason(said, "balance the tokens over the experts", owner="expert_imbalance")
+            words = f"its experts get {routed['ratio'][late]:.2f} × the mean rank's tokens"
+            return Reason(words, "balance the tokens over the experts", owner="expert_imbalance")
     held = settings.held(job)
     holds, their = held.get(late, 0), median([n for rank, n in held.items() if rank != late] or [0])
     if holds and holds >= least * their:
-        said = f"it holds {holds:,} parameters, the others {their:,.0f}"
-        return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
+        words = f"it holds {holds:,} parameters, the others {their:,.0f}"
+        return Reason(words, "share out evenly what it holds: tables, layers, experts", shared=True)
     what = "operators" if np.isnan(mine["copied_bytes"]) else "kernels"
     if mine["pieces"] >= least * others["pieces"]:
-        said = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
+        words = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
         do = "give it the same work: the same layers, the same number of batches, nothing that only it computes"
-        return Reason(said, do)
+        return Reason(words, do)
     if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
-        said = f"{mine['copied_bytes'] / others['copied_bytes']:.2f} × the others' data a step"
-        return Reason(said, "give it batches like the others': sort or bucket by length")
+        words = f"{mine['copied_bytes'] / others['copied_bytes']:.2f} × the others' data a step"
+        return Reason(words, "give it batches like the others': sort or bucket by length")
     clock, their_clock = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
     if their_clock >= least * clock:
-        said = f"its clock runs at {clock:,.0f} MHz, the others' at {their_clock:,.0f}"
+        words = f"its clock runs at {clock:,.0f} MHz, the others' at {their_clock:,.0f}"
         do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
         down = any(why and (row["rank"], row["source"]) == (late, "gpu") for row, why, _ in held_down.or_none() or [])
-        return Reason(said, do, owner="throttled_clock" if down else "")
+        return Reason(words, do, owner="throttled_clock" if down else "")
     waited, they = _sampled(sample_means, "processes", WAITED, late)
     if waited - they >= 1 - 1 / least:
-        said = f"for {100 * waited:.0f} % of the time its main thread has no core, the others' {100 * they:.0f} %"
-        return Reason(said, "find out what else runs on its host, or give its process cores of its own")
+        words = f"for {100 * waited:.0f} % of the time its main thread has no core, the others' {100 * they:.0f} %"
+        return Reason(words, "find out what else runs on its host, or give its process cores of its own")
     return Reason(
         f"as many {what}, each {mine['piece_ns'] / others['piece_ns']:.2f} × as long",
         "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",

@@ -129,9 +129,9 @@ def compilations(stalls: Frame = needs(schema.STALLS), steady_stalls: Frame = ne
     )
     alike = frame["reason"].str.replace(r"\d+", "#", regex=True)
     sums = {c: (c, "sum") for c in ("count", "ns", "steady", "steady_ns")}
-    together = frame.groupby(["path", alike.rename("alike")]).agg(reason=("reason", "first"), **sums)
-    together = together.reset_index("path").sort_values("ns", ascending=False, kind="stable", ignore_index=True)
-    return together.head(MOST_COMPILATIONS)
+    grouped = frame.groupby(["path", alike.rename("alike")]).agg(reason=("reason", "first"), **sums)
+    grouped = grouped.reset_index("path").sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    return grouped.head(MOST_COMPILATIONS)
 
 
 @within_rank

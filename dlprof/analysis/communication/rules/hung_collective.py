@@ -113,13 +113,13 @@ def explain(estimate: Estimate, rank_places: Frame = needs(rank_places)) -> Expl
 
 def _seen(last: pd.DataFrame) -> str:
     """Say where the missing ranks were seen last, those of one place together."""
-    said = []
+    sentences = []
     for (doing, op, number, named, site), of in last.groupby(["doing", "op", "sequence", "named", "site"], sort=False):
         at = f" at {site}" if site else ""
         what = "issued" if doing == "last issued" else "waits in" if len(of) == 1 else "wait in"
         when = " last" if doing == "last issued" else ""
-        said.append(f" {ranks_named(of['rank']).capitalize()}{when} {what} {op} #{number} of {named}{at}.")
-    return "".join(said[:3])
+        sentences.append(f" {ranks_named(of['rank']).capitalize()}{when} {what} {op} #{number} of {named}{at}.")
+    return "".join(sentences[:3])
 
 
 def _running(first: Hang) -> str:

@@ -85,8 +85,8 @@ def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     optimizer = settings.optimizer(job)
     known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
-    cures = dict.fromkeys(known[asked] for asked in mine["asked"] if asked in known)
-    together = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""
+    cures = dict.fromkeys(known[operator] for operator in mine["asked"] if operator in known)
+    all_of_them = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
         summary=f"{times} a step rank {rank} waits until its device has caught up,"
@@ -94,7 +94,7 @@ def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(
         changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),
         evidence=table(f"Waits of a traced step on rank {rank}", by_python(mine), COLUMNS),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without these"
-        f" waits{together}.",
+        f" waits{all_of_them}.",
     )
 
 

@@ -58,9 +58,9 @@ def check(
         )
     lines = lines_between.get()
     lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
-    told = between_twice.or_none()
-    if told is not None and not told["lines_first"].any():
-        lines = _left(lines, by_rank(told, "both_ns"))
+    shared = between_twice.or_none()
+    if shared is not None and not shared["lines_first"].any():
+        lines = _left(lines, by_rank(shared, "both_ns"))
         lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
     if not len(lines):
         return nothing("no line between the phases takes a notable part of the step")
@@ -72,10 +72,10 @@ def check(
     )
 
 
-def _left(lines: Frame, told: Mapping[int, float]) -> Frame:
+def _left(lines: Frame, elsewhere: Mapping[int, float]) -> Frame:
     """Return the lines with what they take besides the time of each rank that is told elsewhere, by their shares."""
     whole = lines.groupby("rank")["ns"].transform("sum")
-    left = (1 - lines["rank"].map(told).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
+    left = (1 - lines["rank"].map(elsewhere).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
     return lines.assign(ns=lines["ns"] * left, noise_ns=lines["noise_ns"] * left)
 
 
@@ -90,14 +90,14 @@ def explain(
 ) -> Explanation:
     rank = estimate.worst
     if estimate.seen is None:
-        said = _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
+        explanation = _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
         if before_forward is None or before_forward[1] < NOTABLE_SHARE * mean_step_ns:
-            return said
+            return explanation
         lead = change(
             f"batches that are made there ({duration(before_forward[1])} of each step pass before the first forward,"
             " and no loader was seen): in a DataLoader's workers, ahead of the step"
         )
-        return replace(said, changes=(*said.changes, lead))
+        return replace(explanation, changes=(*explanation.changes, lead))
     lines = estimate.rows(estimate.seen).sort_values("ns", ascending=False)
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]
