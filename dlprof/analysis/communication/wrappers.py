@@ -86,7 +86,7 @@ def unused_searches(
 
 @across_ranks
 def unused_search(unused_searches: Frame = needs(unused_searches), job: Job = needs(JOB)) -> pd.DataFrame:
-    """Return the same for each rank's mean steady traced step, and noise_ns, the standard error of both together.
+    """Return the same for each rank's mean steady traced step, and noise_ns, the standard error of their sum.
 
     A rank that is early at the flags would else wait in the next exchange: a step's least over all ranks counts.
     """

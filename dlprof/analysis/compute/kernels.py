@@ -86,7 +86,7 @@ def around(
 ) -> NDArray[np.int64]:
     """Return for each span the row of the innermost one around it on its thread, both of these kinds; -1: none.
 
-    `of`: rows of these kinds, in order; only of them it is asked, which takes half of the time where they are few.
+    `of`: rows of these kinds, in order, to restrict the search to; it takes half of the time where they are few.
     """
     chosen = host.is_kind(spans, *kinds) & ~is_on_device
     lanes, starts, took = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
@@ -108,7 +108,7 @@ def around(
 
 
 def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which spans are asked of, or last until the next one that is begins: no other lies around one of them."""
+    """Return the wanted spans, and those that last until the next wanted one begins: no other encloses one of them."""
     following = np.append(start[wanted], np.iinfo(np.int64).max)[np.cumsum(wanted, dtype=np.int32)]
     return wanted | (end > following)
 

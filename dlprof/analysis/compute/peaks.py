@@ -244,7 +244,7 @@ def host_link(name: str) -> float | None:
 
 
 def nvlink(name: str) -> float | None:
-    """Return what a device's NVLinks carry in one direction together, bytes/s, half of what NVIDIA gives for both.
+    """Return the bandwidth of all of a device's NVLinks in one direction, bytes/s, half of NVIDIA's figure for both.
 
     None where that is not known, as of parts that are joined by a bridge, which may be missing.
     """

@@ -1,4 +1,4 @@
-"""What the script's lines between the phases, and the host's Python there, have in common: it is told once."""
+"""The overlap of the script's lines between the phases and the host's Python there, so that it is reported once."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _GRAPHS_NS = 300_000
 # A model that is called so often for one backward pass might as well be called once.
 MANY_CALLS = 4
 
-# By these of `stacks.hottest` a function that calls another is told from that one: it is seen at least as often.
+# These columns of `stacks.hottest` identify a function. A caller is seen at least as often as the function it calls.
 _CALLED = ["function", "file", "total", "alone"]
 
 # Where so many of the stacks between the phases, and this share, are in one function, the loop is there.
@@ -196,7 +196,7 @@ def places_of(
         (read,) = reads
         return (Place(read.file, read.line, read.function, what=read.source),)
     likely = between[between["alone"] >= (_MOSTLY * between["samples"]).clip(lower=_FEW)]
-    # Of two that are seen as often, the one that is not the script's main part.
+    # On a tie, prefer the function over the script's main part.
     likely = likely.sort_values(
         "alone", ascending=False, kind="stable", key=lambda n: n - (likely["function"] == "<module>")
     )
@@ -207,9 +207,9 @@ def places_of(
 
 
 def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame, looping: iv.Intervals) -> NDArray[np.bool_]:
-    """Return which of the replay's waits the script asks for: those of the training thread, and any in a loop.
+    """Return which of the replay's waits the script causes: those of the training thread, and any in a loop.
 
-    Not those for room in the queue, nor for batches that are copied to the device, which have rules of their own.
+    Waits for a full launch queue and for batches copied to the device are left out: other rules report them.
     """
     waits = what_if.replay.waits
     begins = np.array([wait.begin for wait in waits], dtype=np.int64)

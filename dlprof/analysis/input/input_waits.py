@@ -429,28 +429,28 @@ def faster_loader(
     return FasterLoader(plan.gain_ns if helps else gain, plan, helps, pace.costly)
 
 
-def trusted(recordings: Paces, rank: int) -> Forecast:
+def trusted(paces: Paces, rank: int) -> Forecast:
     """Return the replay of a rank with its own settings.
 
     Raises NotMeasured if it differs by more than TRUSTED from the measured step, and as `Paces.of` does.
     """
-    recorded, measured = recordings.of(rank), recordings.step_ns(rank)
+    recorded, measured = paces.of(rank), paces.step_ns(rank)
     now = replayed(recorded, recorded.workers)
     if abs(now.step_ns - measured) > TRUSTED * measured:
         raise NotMeasured(f"the recorded batches explain a step of {now.step_ns / 1e6:.1f} ms only")
     return now
 
 
-def forecasts(recordings: Paces, rank: int) -> tuple[Forecast, ...]:
+def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
     """Return the mean step of a rank as it is, then with 1, 2, … workers, while more may still help.
 
     On a CPU also without workers. All are corrected by the difference between the replay and the measured step. Raises
     NotMeasured as `trusted` does.
     """
-    recorded, now = recordings.of(rank), trusted(recordings, rank)
-    corrected = correction(recordings, rank, now)
+    recorded, now = paces.of(rank), trusted(paces, rank)
+    corrected = correction(paces, rank, now)
     given = [now]
-    if recorded.workers and settings.on_cpu(recordings.job):
+    if recorded.workers and settings.on_cpu(paces.job):
         given.append(replayed(recorded, 0))
     best, since = np.inf, 0
     for n in range(1, max(MOST_WORKERS, int(2 * recorded.cores / recorded.ranks), recorded.workers) + 1):
@@ -463,14 +463,14 @@ def forecasts(recordings: Paces, rank: int) -> tuple[Forecast, ...]:
     return tuple(map(corrected, given))
 
 
-def correction(recordings: Paces, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
+def correction(paces: Paces, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
     """Return a function that corrects a rank's forecasts by the error of the replay `now` of its own settings."""
-    recorded = recordings.of(rank)
+    recorded = paces.of(rank)
     # A wait that the replay does not explain was a wait for workers. Without workers it is gone.
-    waited = recordings.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
+    waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
     # The rest of the error is in proportion to the step.
-    off = (recordings.step_ns(rank) - queue) / now.step_ns
+    off = (paces.step_ns(rank) - queue) / now.step_ns
     return lambda f: replace(f, step_ns=float(f.step_ns * off + (queue if f.workers else 0.0)))
 
 
@@ -482,7 +482,7 @@ def proposed(given: tuple[Forecast, ...]) -> Forecast:
 
 
 def planned(
-    recordings: Paces, own_time: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], wait: Mapping[int, float]
+    paces: Paces, own_time: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], wait: Mapping[int, float]
 ) -> Plan | None:
     """Choose the number of workers for the rank that waits most, and predict what all ranks gain with it.
 
@@ -490,10 +490,10 @@ def planned(
     """
     most, *others = sorted((r for r in wait if wait[r]), key=lambda r: -wait[r])[:MOST_RANKS]
     try:
-        given = forecasts(recordings, most)
+        given = forecasts(paces, most)
         chosen = proposed(given)
-        freed = {r: _freed(trusted(recordings, r), replayed(recordings.of(r), chosen.workers)) for r in others}
-        dear = recordings.of(most).where_workers_cost_most
+        freed = {r: _freed(trusted(paces, r), replayed(paces.of(r), chosen.workers)) for r in others}
+        dear = paces.of(most).where_workers_cost_most
         slower = replayed(dear, chosen.workers).step_ns >= replayed(dear, dear.workers).step_ns
         disturbed = dear.excess_alone > DISTURBED
     except NotMeasured:
@@ -501,17 +501,17 @@ def planned(
     # The ranks that were not replayed wait less. They are assumed to gain the same share as the worst.
     like = _freed(given[0], chosen)
     gone = {r: gained(fetch_gains, r, ns, freed.get(r, like)) for r, ns in wait.items()}
-    return Plan(given, chosen, saving_input(recordings.step_series, own_time, gone), not (slower or disturbed))
+    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone), not (slower or disturbed))
 
 
-def step_with_cheaper(recordings: Paces, own_time: pd.DataFrame, part: str) -> float:
+def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
     """Return the mean step on a CPU if a part of making batches cost nothing, ns; raises as `Paces.of` does.
 
     Ranks compute the same, on the cores that fetching leaves free. A rank's time without computing is transfer, equal
     on all ranks, or waiting for ranks with fewer cores. The least such time of any rank is kept.
     """
     waits = by_rank(own_time, "wait_ns")
-    recorded = {rank: recordings.of(rank) for rank in recordings.job.ranks}
+    recorded = {rank: paces.of(rank) for rank in paces.job.ranks}
     stays = min(max(float(p.own.mean()) * (1 - p.own_cpu) - waits[r] / p.batches, 0.0) for r, p in recorded.items())
 
     def bare(pace: Pace) -> Pace:
@@ -527,9 +527,9 @@ def step_with_cheaper(recordings: Paces, own_time: pd.DataFrame, part: str) -> f
     return max(replayed(changed, changed.workers).step_ns for changed in slowest)
 
 
-def freed_by_equal_workers(recordings: Paces, rank: int, slow: int) -> float:
+def freed_by_equal_workers(paces: Paces, rank: int, slow: int) -> float:
     """Return the share of a rank's wait that disappears if the worker `slow` fetches as fast as the others."""
-    recorded, by = recordings.of(rank), recordings.workers_in_turn(rank)
+    recorded, by = paces.of(rank), paces.workers_in_turn(rank)
     # Replace each fetch of the slow worker by one of the others', in their order.
     place = np.arange(len(by))
     place[by == slow] = np.resize(np.flatnonzero(by != slow), np.count_nonzero(by == slow))

@@ -16,7 +16,7 @@ from dlprof.errors import NotMeasured
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
 
-# What travels between processes: the most expensive compilations, and the longest of the steps that stalled.
+# What a rank passes on: the most expensive compilations, and the longest of the steps that stalled.
 MOST_COMPILATIONS = 200
 
 
@@ -93,7 +93,7 @@ def _longer(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
 
 @per_rank
 def stalled_steps(steady_stalls: Frame = needs(steady_stalls)) -> pd.DataFrame:
-    """Return the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
+    """Return the steady steps that stalled: kind, step, ns (the sum), generation and path (of the longest stall)."""
     stalls = steady_stalls.sort_values("dur_ns", ascending=False, kind="stable")
     stalls = stalls.astype({"kind": "str", "path": "str"})
     first = {column: (column, "first") for column in ("generation", "path")}

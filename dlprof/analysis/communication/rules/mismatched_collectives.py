@@ -6,7 +6,7 @@ numbers.
 
 Needs the dumps of PyTorch's flight recorder of two ranks at least, see `hung_collective`.
 
-Saving: none of a step: what was computed after it may be wrong. It is told before any saving.
+Saving: none of a step: what was computed after it may be wrong. The report lists it before any saving.
 
 What to change: the first pair that differs; those after it follow from it. The table has the line of each. The usual
 causes: a branch that depends on the rank, parameters or buckets in another order, a last batch of another size, another

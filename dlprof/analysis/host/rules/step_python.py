@@ -5,12 +5,12 @@ weights, batches made by an own function. On a CPU all of it stands between two 
 
 Needs, on a CPU, the step log and stacks (py-spy): the log says how long a step is in none of its phases, the stacks in
 which lines it is then. The lines of a loss and of setting gradients to zero are left out. On a GPU it needs a trace
-that links launches to kernels: what the host does between the phases costs as far as the device runs dry meanwhile.
-Waits for the device and loops over parameters there are told by `host_sync` and `parameter_loop`.
+that links launches to kernels: the host's work between the phases costs as much as the device idles meanwhile.
+`host_sync` and `parameter_loop` report the waits for the device and the loops over parameters there.
 
 Saving: on a CPU the named lines gone, on a GPU the traced steps replayed without what the host does there; the most
-that any change can give. Where on a CPU `host_bound` is larger, the time in which these lines compute nothing is its,
-and what they take besides counts here.
+that any change can give. On a CPU where `host_bound` is larger, it counts the time in which these lines compute
+nothing, and this rule counts the rest.
 
 What to change: what the lines say: log every k steps, keep metrics as tensors and read them rarely, make batches with a
 DataLoader's workers, replace loops in Python.
@@ -73,7 +73,7 @@ def check(
 
 
 def _left(lines: Frame, elsewhere: Mapping[int, float]) -> Frame:
-    """Return the lines with what they take besides the time of each rank that is told elsewhere, by their shares."""
+    """Return the lines without the time that another rule reports, subtracted from each rank's lines in proportion."""
     whole = lines.groupby("rank")["ns"].transform("sum")
     left = (1 - lines["rank"].map(elsewhere).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
     return lines.assign(ns=lines["ns"] * left, noise_ns=lines["noise_ns"] * left)
