@@ -49,7 +49,7 @@ _GRAPHS_NS = 300_000
 # A model that is called so often for one backward pass might as well be called once.
 MANY_CALLS = 4
 
-# These columns of `stacks.hottest` identify a function. A caller is seen at least as often as the function it calls.
+# Columns of `stacks.hottest` that order callers before the functions they call: a caller is seen at least as often.
 _CALLED = ["function", "file", "total", "alone"]
 
 # Where so many of the stacks between the phases, and this share, are in one function, the loop is there.

@@ -15,10 +15,10 @@ from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.errors import NotMeasured
 
-# Parts that are counted tensor by tensor. They exist all the time or at one of the moments below.
+# The parts that are counted tensor by tensor. They exist all the time or at one of the moments below.
 COUNTED = ("parameter", "cast", "gradient", "optimizer", "buffer", "activation", "input", "communication")
 
-# Rows of one rank that travel: the largest modules, and one row for all others.
+# The most rows that a rank passes on: the largest modules, and one row for all others.
 MOST_ROWS = 1_000
 
 _KEYS = ["module", "kind", "part", "device"]
@@ -71,7 +71,7 @@ def held_by_module(held: Frame = needs(schema.HELD), rank: RankFacts = needs(RAN
     if not len(held):
         raise NotMeasured(_why(rank.trace_facts.get("held") or {}))
     sums = ["tensors", "bytes", "full_bytes"]
-    whole = held.astype(dict.fromkeys(sums, "float64"))  # a stranger's numbers may add up to more than 64 bits hold
+    whole = held.astype(dict.fromkeys(sums, "float64"))  # implausible numbers in the input may overflow 64 bits
     frame = whole.groupby(_KEYS, observed=True, as_index=False)[sums].sum()
     frame = frame.astype(dict.fromkeys(_KEYS, object)).sort_values("bytes", ascending=False, kind="stable")
     rest = frame[MOST_ROWS:].assign(module="…", kind="").groupby(_KEYS, as_index=False)[sums].sum()
@@ -80,10 +80,10 @@ def held_by_module(held: Frame = needs(schema.HELD), rank: RankFacts = needs(RAN
 
 @per_rank
 def held_names(held: Frame = needs(schema.HELD), modules: Maybe[Frame] = maybe(schema.MODULES)) -> pd.DataFrame:
-    """Return of each module that holds something, and of those around it: module (path), name (folded) and kind.
+    """Return each module that holds memory, and the modules around it: module (path), name (folded) and kind.
 
-    Modules fold by all that is inside them, as in the tree of the step's time: the first layer of a stack holds less
-    than the others where nothing before it is trained. Without a trace by what holds something alone.
+    Modules fold by their content, as in the tree of the step's time: the first layer of a stack may hold less than the
+    others if nothing before it is trained. Without a trace they fold by the modules that hold memory.
     """
     known = [held[["module", "kind"]]]
     if modules:

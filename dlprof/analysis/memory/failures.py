@@ -23,8 +23,8 @@ from dlprof.units import digits, size
 
 SNAPSHOT, ERROR, KERNEL, KILLED = "snapshot", "error", "kernel", "killed"
 
-# A process that was killed with this share of memory in use is taken to have run out of it, if nothing else says why:
-# readings are seconds apart.
+# A process that was killed with this share of memory in use is assumed to have run out of it if no other cause is
+# known: readings are seconds apart.
 _NEARLY_ALL = 0.9
 
 # What torch.OutOfMemoryError says (c10/cuda/CUDACachingAllocator.cpp), in units of 1024.
@@ -171,7 +171,7 @@ _MOST = 5  # changes that are named
 _WORTH = 0.02  # of the memory needed; changes that save less are not named
 
 
-# Where a failure needed so many times the counted memory, the count says nothing: memory grew, or another kind of step
+# If a failure needed so many times the counted memory, the count does not apply: memory grew, or another kind of step
 # ran.
 _GROWN = 2.0
 
