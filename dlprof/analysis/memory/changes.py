@@ -384,8 +384,8 @@ def batch_room(
     """Return how much of the memory of the rank's GPU grows with the batch, one row.
 
     Columns: stays_bytes, grows_bytes, floor_bytes (needed in the optimizer's step for any batch), total_bytes, counted
-    (1: counted by part; 0: all memory that a step frees is assumed to grow). The allocator's cache is left out: a larger
-    batch would use it. Raises NotMeasured where the rank uses no GPU, or its memory was not read.
+    (1: counted by part; 0: all memory that a step frees is assumed to grow). The allocator's cache is left out: a
+    larger batch would use it. Raises NotMeasured where the rank uses no GPU, or its memory was not read.
     """
     total, composition, table = total_bytes(rank), memory_composition.or_none(), held.or_none()
     if composition is not None and table is not None and (device := main_device(composition)) != "cpu":

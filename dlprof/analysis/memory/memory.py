@@ -22,7 +22,7 @@ from dlprof.errors import NotMeasured
 MOST_ROWS = 500  # readings of the series that a rank passes on: enough for any screen
 
 # A leak raises the least of the held memory; a cache or a buffer raises only its peaks, and only once. So the readings
-# are cut into PARTS parts of equally many steps, with at least _A_PART readings each, and the least of each part counts.
+# are cut into PARTS parts of equally many steps, each with at least _A_PART readings. The least of each part counts.
 # With too few readings (an old job is read less often), the parts have equally many readings.
 PARTS, _A_PART = 6, 3
 _GOES_ON = 0.5  # the second half of the readings grows by at least this share of the first half's growth
@@ -190,9 +190,7 @@ def _is(samples: pd.DataFrame, source: str, metric: str) -> pd.Series[bool]:
 
 
 def _untouched(light_steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the steps from the first steady one to the last, on the side of the traced ones that has no profiler
-    memory.
-    """
+    """Return the steady stretch before or after the profiled steps, the longer one: the profiler's memory grows too."""
     at = np.flatnonzero(light_steps["steady"])
     profiled = np.flatnonzero(light_steps["profiled"])
     if not len(at):

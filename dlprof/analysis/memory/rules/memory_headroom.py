@@ -9,8 +9,8 @@ Needs the readings of PyTorch's CUDA allocator, and a trace that links launches 
 Saving: per sample, the traced steps replayed with the batch with which the GPU works for nine tenths of the step.
 Kernels, copies, waits for data and the script's own Python take so many times as long; calls of the host, the optimizer
 and exchanges stay. The higher efficiency of larger kernels is not counted. Nothing is reported if the GPU works so
-much already, if eight times the batch would not fill it, or if the batch that fills it does not fit. Activations, inputs and
-temporary memory grow with the batch, as counted in one step; without a count, all memory that a step frees.
+much already, if eight times the batch would not fill it, or if the batch that fills it does not fit. Activations,
+inputs and temporary memory grow with the batch, as counted in one step; without a count, all memory that a step frees.
 
 What to change: if the training may change, the batch size, and the learning rate with it (a larger batch trains
 differently: compare the loss by samples, not by steps). Near the limit: a smaller batch, `torch.utils.checkpoint`, a
