@@ -87,7 +87,7 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     by_id = {rule.id: rule for rule in rules}
     found = [o for o in outcomes if o.state == "found" and not o.training]
     causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
-    # Of what is only bounded half is to be expected.
+    # A saving that is only an upper bound is expected to give half.
     expected = {o.id: o.saving_ns * (0.5 if on_gpu and o.at_most and by_id[o.id].generic else 1.0) for o in outcomes}
     keys = {}
     for o in outcomes:

@@ -102,7 +102,7 @@ class _Cluster:
                 future.release()
 
     def _free(self) -> int:
-        """Return how many threads the workers have, all together: workers come and go."""
+        """Return the number of threads of all workers: workers come and go."""
         now = time.monotonic()
         if now - self._counted >= 1:
             with self._connected():
@@ -175,7 +175,9 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
         raise DlprofError(NEEDED) from None
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # other versions of libraries, ports in use: what matters fails and is told
+        warnings.simplefilter(
+            "ignore"
+        )  # other versions of libraries, ports in use: serious problems raise an error that is reported
         stack.enter_context(_silent())
         environ = "distributed.nanny.pre-spawn-environ"
         stack.enter_context(config.set({**_SETTINGS, environ: config.get(environ) | _MALLOC}))
@@ -198,15 +200,15 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
 
 _SETTINGS = {
     "distributed.scheduler.allowed-failures": DEATHS - 1,
-    # A worker has one rank, whose tables are no results that could be spilled; one that takes too much is ended.
+    # A worker has one rank at a time. Dask cannot spill its tables: they are not results. With too much memory it ends.
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.admin.log-length": 0,
 }
 
-# Of a worker's malloc: keep what is freed. Dask has it given back to the kernel, from where the next rank takes it
-# again page by page.
+# A worker's malloc keeps freed memory. With Dask's default it goes back to the kernel, and the next rank takes it again
+# page by page.
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 32 << 20}
 
 
@@ -322,7 +324,7 @@ _LOGGERS = ("distributed", "distributed.client", "distributed.scheduler", "distr
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence what Dask logs: what a user needs of it is told in lines of ours."""
+    """Silence Dask's log: dlprof prints what a user needs."""
     import distributed  # noqa: F401 - it sets the levels when it is imported
 
     before = {name: logging.getLogger(name).level for name in _LOGGERS}

@@ -236,7 +236,7 @@ class Measured(Job):
     def __init__(self, run: Run, ranks: Mapping[int, RankAnswer]) -> None:
         super().__init__(run, ranks)
         self.job = Job(run, ranks)
-        # Of its own, as the frames of single ranks are let go once they are together: many ranks have many small ones.
+        # A copy, as the frames of single ranks are dropped once they are combined: many ranks have many small ones.
         self._answers = {r: dict(answer.answers) for r, answer in ranks.items()}
         self._across: dict[str, Answer] = {}
         self._together: dict[str, Answer] = {}
@@ -314,7 +314,7 @@ class Measured(Job):
 
 
 def _precedence(answer: Answer) -> int:
-    """Return which of several ranks' answers without a value stands for all: the highest."""
+    """Return the precedence of an answer without a value: the highest of several ranks' stands for all."""
     return 2 if isinstance(answer, Failure) else int(not isinstance(answer, DoesNotApply))
 
 

@@ -43,10 +43,10 @@ from dlprof.units import count, few, listed
 FORMAT = 2
 _PACKAGE = Path(marks.__file__).parent
 
-# Of a job of 16,384 ranks, 64 folders.
+# A job of 16,384 ranks has 64 folders.
 RANKS_A_FOLDER = 256
 
-# A run of more than so many ranks, or unpacked bytes, takes long to read: its answers are kept without being asked.
+# A run of more than so many ranks, or unpacked bytes, takes long to read: its answers are kept without a request.
 LARGE_RANKS, LARGE_BYTES = 64, 16 << 30
 
 _README = "What dlprof knows of each rank, so that it need not be read again. It may be deleted at any time.\n"
@@ -197,7 +197,7 @@ def open_store(run: Run, cache: Path | None = None, shard: str = "") -> Store:
 
 
 def find(run: Run, cache: Path | None, *, asked: bool, tell: Callable[[str], None]) -> Store | None:
-    """Return the store of a run that is there already, is asked for, or is worth having; None where none can be."""
+    """Return the store of a run that exists, is requested (`asked`), or is worth it; None where it is not possible."""
     store = open_store(run, cache)
     there = store.folder.is_dir()
     if not (there or asked or cache or is_large(run)):
@@ -225,7 +225,7 @@ def shares(run: Run, shards: int) -> list[list[Rank]]:
 
 
 def not_there(run: Run, kept: Kept, only_kept: bool) -> list[str]:
-    """Say how many ranks are not kept, and which shards they are of; nothing where all are, or none is."""
+    """Say how many ranks are not kept, and which shards they belong to; "" if all are kept, or none."""
     missing = [rank for rank in run.ranks if rank.index not in kept.answers]
     if not missing or not kept.answers:
         return []

@@ -1,10 +1,7 @@
 """The time of each module in a mean step, by part: on the host, on the device, and of the step itself.
 
-Device time of modules.
-
-The FLOPs of each module: as counted in one step, else those of its matrix products by the trace's shapes.
-
-The cost, in the traced steps, of recording the names of modules.
+Also the FLOPs of each module, as counted in one step, else those of its matrix products from the trace's shapes; and
+the cost of recording the names of modules in the traced steps.
 """
 
 from __future__ import annotations
@@ -153,8 +150,8 @@ def shaped_flops(
     module_rows: Frame = needs(module_rows),
     module_frames: Frames = needs(module_frames),
 ) -> Sums:
-    """Return the FLOPs of each module's operators in the traced steps, NaN where a product's are not known: a trace has
-    no stride of a convolution, and no shape of attention. Raises NotMeasured where no shape is known.
+    """Return the FLOPs of each module's operators in the traced steps, NaN where a product's are not known: a trace
+    lacks a convolution's stride and attention's shapes. Raises NotMeasured where no shape is known.
     """
     owners = operator_work["owner"].to_numpy()
     rows = np.unique(owners[owners >= 0])
@@ -241,7 +238,7 @@ def module_work(
     }
     steps = len(timing.windows)
     regions = np.flatnonzero(host.is_named(spans, *host.COMPILED) & ~is_on_device)
-    # Dynamo has regions without a graph, too; an old trace shows regions alone.
+    # Dynamo also has regions without a graph; an old trace shows only regions.
     graphs = np.flatnonzero(host.is_named(spans, GRAPH) & ~is_on_device)
     whole = np.setdiff1d(graphs, module_frames.divided) if len(graphs) else regions
     regions = np.setdiff1d(regions, graphs)
@@ -254,7 +251,7 @@ def module_work(
     return table(module_frames, flags, **{name: values / steps for name, values in columns.items()})
 
 
-# Calls that launch all nodes of a graph together.
+# Calls that launch all nodes of a graph at once.
 _GRAPHS = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 
 

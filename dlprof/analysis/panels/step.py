@@ -215,10 +215,10 @@ def _lanes(frame: pd.DataFrame) -> pd.Series[str]:
 
 
 def _waits(bare_waits: pd.DataFrame | None, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
-    """Return whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
+    """Return whom the ranks waited for in the step, on aligned clocks, and how far each clock is ahead, ns.
 
-    Columns: rank, by, begin_ns, end_ns, waited_ns (of it with no computation); the longest of those that can be seen.
-    Nothing where it is not known.
+    Columns: rank, by, begin_ns, end_ns, waited_ns (the part with no computation); the longest of the visible waits.
+    Empty where it is not known.
     """
     columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
     if bare_waits is None:

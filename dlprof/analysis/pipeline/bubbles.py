@@ -137,10 +137,10 @@ def device_turns(
 
 
 def overlapped_ns(busy_ns: pd.Series[float], microbatches: int) -> float:
-    """Return how long devices would take together for the same work in so many micro-batches, ns.
+    """Return how long all devices would take for the same work in so many micro-batches, ns.
 
-    The busiest works all the time, and the others' first micro-batch on its way in, and last on its way out, comes on
-    top: of stages alike that is GPipe's (m + p − 1) ÷ m of each one's time.
+    The busiest works all the time. The first micro-batch on its way in and the last on its way out add the others'
+    time for one micro-batch. With equal stages that is GPipe's (m + p − 1) ÷ m of each one's time.
     """
     most = float(busy_ns.max())
     return most + (float(busy_ns.sum()) - most) / microbatches

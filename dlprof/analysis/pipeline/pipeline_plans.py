@@ -166,7 +166,7 @@ def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline as the sum of its parts, which can be put together anew. All times in ns."""
+    """A pipeline as the sum of its parts, which can be recombined. All times in ns."""
 
     pipe: Pipe
     least_ns: Mapping[int, float]  # of a rank's step, what is no shorter for smaller micro-batches: Python, or kernels

@@ -1,6 +1,6 @@
 """One rank's traced steps replayed as on another number of ranks: collectives that take longer, kernels with less work.
 
-What travels of a rank is a number for each of the asked changes. A rank without a device has no replay.
+A rank passes on one number for each of the requested changes. A rank without a device has no replay.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:
-    """Return `line_shares` of all ranks together, with `share` = samples / of; the line seen most first."""
+    """Return the sum of `line_shares` over the ranks, with `share` = samples / of; the line seen most first."""
     of = shares.groupby(["rank", "doing"])["of"].first().groupby("doing").sum()
     by = shares.sort_values("samples", ascending=False).groupby(_LINE, as_index=False, sort=False)
     lines = by.agg({"library": "first", "samples": "sum"})

@@ -38,7 +38,7 @@ _KINDS = {
     "mode": "compile",
     "reshard_after_forward": "fsdp",
 }
-# Calls of which each takes the setting; of the others the first does.
+# Kinds of calls that all take the setting; for the others only the first does.
 _EACH = ("copy", "optimizer")
 
 
@@ -279,7 +279,7 @@ CALLEES: Mapping[str, frozenset[str]] = {
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
 
 
-class NotEditable(Exception):  # noqa: N818 - no error: the reason that the user is told
+class NotEditable(Exception):  # noqa: N818 - no error: a reason for the user
     """Why a call is left as it is: "num_workers is `args.workers` there"."""
 
 

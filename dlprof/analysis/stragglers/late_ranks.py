@@ -1,14 +1,13 @@
 """Which ranks are late, what that costs, and how much of the cost is theirs alone.
 
-The lead of the ranks with the longest own time over the next is what they cost. What another rule answers for, what a
-short trace shows by chance, and what the others would then lack of the host's cores is taken off that, step by step.
+The late ranks cost the lead of their own time over the next longest. Three parts are then subtracted: what another rule
+reports, what a short trace may show by chance, and what the other ranks would lose for lack of the host's cores.
 
-How much each rank has to do in a step, which distinguishes more work from slower work.
+The work of each rank in a step distinguishes more work from slower work.
 
-Which rank is late, without clocks and without all ranks: the one whose collectives are abnormally short.
-
-Who comes last to a collective finds the others there and stays only for the transfer. So a late rank's collectives are
-shorter than everybody else's, whatever its clock says and whichever other ranks were not recorded.
+A late rank also shows without clocks and without all ranks: its collectives are abnormally short. The last rank to
+enter a collective finds the others there and stays only for the transfer. So its collectives are shorter than those of
+all others, whatever its clock shows and whichever other ranks were not recorded.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import CATEGORIES
 from dlprof.units import percent, ranks_named
 
-# What a late rank may do with its time that another rule answers for: which claims the saving of it.
+# The causes of a late rank that another rule reports, with that rule, which claims the saving.
 OWNERS: Mapping[str, tuple[str, str]] = {
     "input_wait": ("waits longer for its data", "input_wait"),
     "pipeline_bubble": ("idles longer in its pipeline", "pipeline_bubble"),
@@ -55,7 +54,7 @@ OWNERS: Mapping[str, tuple[str, str]] = {
     "periodic_work": ("does more between its steps every n-th time", "periodic_work"),
 }
 
-# What else a late rank may do longer, and what to change.
+# The other causes of a late rank, and what to change.
 CAUSES: Mapping[str, tuple[str, str]] = {
     "computation": (
         "computes longer",
@@ -176,13 +175,13 @@ def _named(job: Job, ranks: tuple[int, ...]) -> str:
 
 
 def _dearest(job: Job, steps: pd.DataFrame, stages: pd.DataFrame) -> Lead:
-    """Return the lead that costs most: that of the slowest rank, or that of all of its host or its pipeline."""
+    """Return the lead that costs most: of the slowest rank alone, or of all ranks on its host or in its pipeline."""
     alone = lead(steps)
     slowest = alone.ranks[0]
     on_host = [r for r in map(int, steps.columns) if settings.host(job, r) == settings.host(job, slowest)]
     mine = stages["ranks"].get(slowest)
     in_pipeline = [r for r in map(int, steps.columns) if mine is not None and stages["ranks"].get(r) == mine]
-    # What others are late by costs nothing while the slowest is as late.
+    # A delay of other ranks costs nothing while the slowest is as late.
     groups = [lead(steps, ranks) for ranks in (on_host, in_pipeline) if 1 < len(ranks) < len(steps.columns)]
     return max((alone, *groups), key=lambda found: found.saving_ns)
 
@@ -450,7 +449,7 @@ def outlier(short_collectives: Frame = needs(short_collectives), breakdown: Fram
     late = int(str(short["short"].idxmax()))
     if 2 * short["short"].max() <= short["counted"].iloc[0]:
         raise NotMeasured("the collectives of those that are here last alike: if one is late, its trace is not here")
-    # What is hidden behind computation costs nothing, and is no waiting.
+    # Waiting hidden behind computation costs nothing, and does not count.
     exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(short.index).fillna(0.0)
     waited = short["waited_ns"].clip(upper=exposed_ns).drop(index=late)
     return Outlier(late, short_collectives, float(waited.mean()), float(waited.min()))

@@ -1,14 +1,12 @@
-"""What a run's step would be with the changes that a user asks for: each alone, and all of them together.
+"""A run's step with the changes that a user requests: each alone, and all of them combined.
 
-A rank's own step is replayed (replays.py); where its loader was recorded, its batches are replayed beside that, so that
-a device twice as fast shows the loader that cannot keep up. Ranks are then settled as everywhere: the job is as fast as
-its slowest. What is not in the recording is said with each answer.
+A rank's own step is replayed (`replays`). If its loader was recorded, its batches are replayed too: with a device twice
+as fast, the loader may not keep up. The job is then as fast as its slowest rank. Each answer states what the recording
+lacks.
 
-One rank's traced steps replayed with other speeds: what travels of a rank for a what-if.
-
-Of a rank with a device, its steps are replayed with kernels, copies, the host and collectives as fast as asked. How
-much of a collective is waiting for other ranks is known only across ranks: so its length is replayed at several shares,
-and what lies between is interpolated. A rank without a device has no replay.
+The steps of a rank with a device are replayed with kernels, copies, the host and collectives at the requested speeds.
+How much of a collective is waiting for other ranks is known only across ranks, so its length is replayed at several
+shares, and values in between are interpolated. A rank without a device has no replay.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def answered(measured: Measured, every: Sequence[Asked], singles: int) -> Answer
     alone = tuple(_answer(known, one, _Replayed(frame, n)) for n, one in enumerate(every[:singles], 1))
     combined = None
     if len(every) > singles:
-        # What cannot be known alone has no part in it.
+        # A change without an answer of its own is left out.
         lacking = [one for one, a in zip(every, alone, strict=False) if a.step_ns is None]
         request = every[singles].without(lacking)
         combined = _answer(known, request, _Replayed(frame, singles + 1)) if request.named else None
@@ -200,7 +198,7 @@ def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: 
 
 
 def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknown: list[str]) -> float:
-    """Return the same for a rank without a device: its parts of the step, each as much shorter as asked."""
+    """Return the same for a rank without a device: its parts of the step at the requested speeds."""
     if change.host is not None or change.copies is not None:
         raise NotMeasured("the job trains on the CPU: device is what computes there, and nothing is copied")
     frame = known.breakdown.get()
@@ -231,7 +229,7 @@ def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknow
 
 
 def _with_loader(recordings: Paces, rank: int, change: Asked, own: float) -> float:
-    """Return a rank's step where the loop's own work takes `own` times as long, and batches are made as asked."""
+    """Return a rank's step if the loop's own work takes `own` times as long and the loader changes as requested."""
     now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
     if change.input is not None:
@@ -268,7 +266,7 @@ def _why(known: Known, rank: int) -> str:
 
 
 def _communication_left(known: Known, change: Asked, rank: int, unknown: list[str]) -> float:
-    """Return what share of a rank's collectives is left on a network so many times as fast: its waiting all stays."""
+    """Return the remaining share of a rank's collectives on a faster network: the waiting in them stays."""
     assert change.network is not None
     exposed_transfer = known.exposed_transfer.get()
     exposed = part(known.breakdown.get(), "communication").get(rank, 0.0)
@@ -286,7 +284,7 @@ def _communication_left(known: Known, change: Asked, rank: int, unknown: list[st
 
 
 def _of_pipeline(known: Known, change: Asked, unknown: list[str]) -> float:
-    """Return the pipeline's step with other settings as a multiple of what it is: the slowest of several counts."""
+    """Return the pipeline's step with other settings as a multiple of its present step: the slowest of several."""
     if change.device is not None or change.network is not None:
         unknown.append("a pipeline's gain is taken to be the same share of a step that is faster anyway")
     ratios = []
@@ -304,9 +302,9 @@ COLUMNS = ("change", "fetch", "communication", "ratio")
 
 
 def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
-    """Return how long the rank's step is with each change, as a multiple of its step as it is.
+    """Return the rank's step with each change, as a multiple of its present step.
 
-    Columns: change (its place in `asked`), fetch (1: with the wait for data as it is, 0: without), communication (the
+    Columns: change (its place in `changes`), fetch (1: with the wait for data as it is, 0: without), communication (the
     share of the collectives' length that is left), ratio. No rows where the trace cannot be replayed.
     """
 
