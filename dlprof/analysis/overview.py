@@ -127,7 +127,7 @@ def _of_software(job: Job = needs(JOB)) -> list[Fact]:
     return section.facts
 
 
-# Facts of a loader and a model that nobody set.
+# Facts of a loader and a model that are not settings.
 _OF_RANK = ("replica", "reads_sequences")
 
 

@@ -326,7 +326,7 @@ _OF_CONVOLUTION = re.compile(
 )
 
 
-# Of what multiplies nothing the first that matches: Inductor's names, by form and the operators that it fused; those of
+# For kernels that multiply nothing, the first match counts: Inductor's names, by form and the fused operators; those of
 # PyTorch's own kernels, cuDNN, cuBLAS, FlashAttention, fbgemm, apex, MIOpen, rocBLAS and hipBLASLt. A sum or conversion
 # that a product, a convolution or attention needs (split-K, im2col, what FlashAttention does before its backward pass)
 # is part of it; a change of layout is not: it goes with tensors in another layout.

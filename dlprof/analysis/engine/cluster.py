@@ -290,7 +290,7 @@ def _slurm(ranks: Sequence[Rank], jobs: int, store: Store | None) -> Iterator[tu
         scheduler_options={"dashboard_address": None},
     )
     try:
-        # Jobs are sent in the background, where nobody hears that SLURM refuses them.
+        # Jobs are sent in the background, where a refusal by SLURM would not show.
         command = ["sbatch", "--test-only"]
         tried = subprocess.run(command, input=cluster.job_script(), capture_output=True, text=True, check=False)
         if tried.returncode:

@@ -185,7 +185,7 @@ TOGETHER = object()  # in place of a rank's frame that is part of all ranks' now
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What travels from one rank, its frames packed: which tables could be read, and why it could not be kept."""
+    """What a rank passes on, its frames packed: which tables could be read, and why it could not be kept."""
 
     answers: Mapping[str, Answer]
     facts: Mapping[str, Any]

@@ -47,7 +47,7 @@ Progress = Callable[[Done], None]
 
 # Memory of a process next to its rank's unpacked bytes.
 PROCESS_BYTES = 200 << 20
-# Of the memory that is free.
+# A share of the free memory.
 USED = 0.8
 
 
@@ -250,7 +250,7 @@ def processes(
         except BrokenProcessPool:
             pass
         finally:
-            pool.shutdown(cancel_futures=True)  # of what nobody waits for any more
+            pool.shutdown(cancel_futures=True)  # their results are not needed any more
     # A pool that lost a process (most likely out of memory) is broken: the remaining ranks are measured one at a time,
     # each in a process of its own, so that only the culprit is lost.
     for rank in pending.values():

@@ -116,7 +116,7 @@ def profile_summaries(profile_functions: Frame = needs(profile_functions)) -> pd
         whole = float(mine.groupby("rank")["of"].first().sum())
         by = mine.groupby(["function", "file", "own"], as_index=False).agg({"line": "first", "alone": "sum"})
         by = by.sort_values(["own", "alone"], ascending=False, kind="stable")
-        # Of the user's own a module's top level says only that the script ran.
+        # The top level of a user's module shows only that the script ran.
         named = by[by["own"] & (by["function"] != "<module>") & (by["alone"] > 0)]
         top = (named if len(named) else by.sort_values("alone", ascending=False, kind="stable")).iloc[0]
         tool = str(mine["tool"].iloc[0])

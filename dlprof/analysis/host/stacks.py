@@ -27,16 +27,16 @@ DOING = {
 
 _ROLES = ("main", "worker")
 
-# What travels of each of these: the user's own functions and those of libraries, with the most samples first.
+# The most functions that a rank passes on for each of these, the user's own and those of libraries: most samples first.
 MOST_OWN = 24
 MOST_LIBRARY = 8
 
-# What travels of the tree of calls: frames with at least this share of all that was seen, as deep as a screen is high.
+# A rank passes on frames of the tree of calls with at least this share of all samples, as deep as a screen is high.
 LEAST_FRAME = 1 / 250
 MOST_FRAMES = 400
 MOST_DEPTH = 40
 
-# What travels of the functions whose lines were timed: those with the most time first, and so many lines of each.
+# The most functions with timed lines that a rank passes on, those with the most time first, and the lines of each.
 MOST_FUNCTIONS = 12
 MOST_LINES = 200
 
@@ -182,7 +182,7 @@ _TRAINING = re.compile(
     r"torch[/\\](?:nn[/\\]functional|optim[/\\]|amp[/\\]|nn[/\\]utils[/\\]clip_grad|distributed[/\\])"
 )
 
-# What travels of the lines.
+# The most lines that a rank passes on.
 MOST_CALLS = 60
 
 

@@ -22,7 +22,7 @@ from dlprof.analysis.host.stacks import FRAME, PLACE, is_own, seen_doing
 from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.result import Place
 
-# What travels of each phase: lines of the user's, and functions of libraries where none of the user's is above them.
+# The most rows that a rank passes on for each phase: the user's lines, and library functions with no user's line above.
 MOST_LINES = 60
 MOST_LIBRARY = 4
 

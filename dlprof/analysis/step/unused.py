@@ -31,7 +31,7 @@ def unused_forward(
     unused = steps["unused_forward_ns"].to_numpy(dtype=float)
     if not len(steps) or (unused < 0).any():
         raise NotMeasured("which forward passes a backward pass uses was not recorded, or no steady step was")
-    # Of most steps: what few of them do is no part of each.
+    # In most steps: work in only a few of them is not part of each.
     ns = float(unused.mean()) if np.median(unused) > 0 else 0.0
     row = {
         "ns": ns,

@@ -57,7 +57,7 @@ def work_done(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs
     from_script = bool((rank.facts.get("step") or {}).get("told"))
     samples, source = _mean(steps["samples"]), SCRIPT if from_script else LOADER
     if math.isnan(samples) and not _has_several(rank):
-        # Of a pipeline every call of every stage counts.
+        # In a pipeline every call of every stage counts.
         stages = len((rank.facts.get("pipeline") or {}).get("stages") or (0,))
         samples, source = _mean(steps["inputs"]) / stages, MODEL
         if any(m.get("batch_first") is False for m in rank.facts.get("models") or []):

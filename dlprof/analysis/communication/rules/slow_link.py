@@ -40,7 +40,7 @@ from dlprof.analysis.step.savings import own_time, saving_in_pipelines
 from dlprof.result import Change, Panel
 from dlprof.units import UNKNOWN, digits, duration, listed, percent, ranks_named, size
 
-# More than this nobody reads.
+# The most rows of a table that a reader looks at.
 MOST_ROWS = 12
 
 
