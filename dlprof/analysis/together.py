@@ -107,7 +107,7 @@ def _host_once(
 
 
 def _once(found: Sequence[tuple[Outcome, list[Piece]]]) -> list[tuple[Outcome, list[Piece]]]:
-    """Leave out findings whose first change sets what that of a larger one sets: it is made once."""
+    """Leave out a finding if the first change of a larger one sets the same: that change is made once."""
     kept: dict[frozenset[Setting], tuple[Outcome, list[Piece]]] = {}
     others = []
     for one in sorted(found, key=lambda of: -of[0].saving_ns):

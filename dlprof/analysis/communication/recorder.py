@@ -72,7 +72,8 @@ class Hang:
     """A collective that some ranks wait in.
 
     `missing`: ranks of the group whose dumps show that they never issued it. `unknown`: those that left no dump.
-    `began`: the waiting ranks on whose device it runs. `left`: nobody waits any more, and it was not seen to complete.
+    `began`: the waiting ranks with it running on their device. `left`: no rank waits any more, and none recorded its
+    completion.
     `follows`: each missing rank waits in another hang, which so comes first.
     """
 
@@ -204,7 +205,7 @@ def _ordered(found: list[Hang]) -> tuple[Hang, ...]:
 
 
 def _place(hang: Hang, waiting: set[int]) -> tuple[object, ...]:
-    """Return where a hang stands among others: first those whose missing ranks wait nowhere, the earliest first."""
+    """Return a hang's sort key: hangs with missing ranks that wait nowhere come first, the earliest first."""
     elsewhere = len(waiting.intersection(hang.missing))
     return hang.follows, not hang.missing, not hang.unknown, elsewhere, hang.since_ns, hang.sequence
 

@@ -170,7 +170,7 @@ def _texts(column: pd.Series[str], rows: list[int]) -> list[str]:
 
 
 def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[Block]:
-    """Find each softmax whose nearest products on its thread are batched ones, before it and after.
+    """Find each softmax with batched products as the nearest ones before and after it on its thread.
 
     In the forward pass one on either side, in the backward pass up to two: the gradients of the probabilities and of
     the values, then those of queries and keys. The softmax of a loss or of a router is between other products.

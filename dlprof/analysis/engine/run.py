@@ -234,7 +234,7 @@ def processes(
     also: Also | None = None,
     store: Store | None = None,
 ) -> Iterator[tuple[int, RankAnswer]]:
-    """Measure the ranks in a pool of processes; a rank whose process died has a warning and costs no other."""
+    """Measure the ranks in a pool of processes. If a process dies, its rank gets a warning and the others go on."""
     # Forking is ten times cheaper than a fresh interpreter, and safe while this process has no other thread.
     alone = threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if alone else "spawn")

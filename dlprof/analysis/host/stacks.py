@@ -125,7 +125,7 @@ def frames_of(stack: str) -> list[tuple[str, str, int]]:
 
 
 def of_training(stacks: pd.DataFrame) -> pd.DataFrame:
-    """Return the stacks of which it is known what the step was doing: what dlprof saw, else a profile's with phases.
+    """Return the stacks with a known activity of the step: dlprof's own samples, else a profile's with phases.
 
     The profile of a whole job has start-up and more outside the phases: that is left out. Raises NotMeasured where
     there is none.

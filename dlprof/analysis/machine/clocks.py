@@ -86,7 +86,7 @@ def clocks(
 
 
 def _without_clock(samples: pd.DataFrame) -> list[str]:
-    """Return the options that bring the clocks, of the tools whose logs have none."""
+    """Return the options of the tools with logs without clocks that record them."""
     sources = samples.groupby("source", observed=True)["metric"].agg(lambda metrics: "sm_clock_mhz" in set(metrics))
     lacking = {str(source).partition(" ")[0] for source, has in sources.items() if not has}
     return [OPTIONS[tool]["sm_clock_mhz"] for tool in OPTIONS if tool in lacking]

@@ -27,7 +27,7 @@ _COLUMNS = ("rank", "step_ns", "busy_ns", *_SHARES, "schedule_ns", "imbalance_ns
 
 @across_ranks
 def bubbles(pipelines: Frame = needs(pipelines), pipes: Maybe[list[Pipe]] = maybe(pipes)) -> pd.DataFrame:
-    """Return the bubble of each rank: the columns of `pipeline`, its share of which step, and what it comes from.
+    """Return the bubble of each rank: the columns of `pipeline`, its share of the step, that step, and its cause.
 
     `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
     first stage is not here, of its own. `simulated` is the bubble of the same chunks in the same order if launching and

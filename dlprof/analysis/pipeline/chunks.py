@@ -404,7 +404,7 @@ def has_pipeline(all_chunks: Maybe[Frame] = maybe(all_chunks)) -> bool:
 
 @within_rank
 def outside_chunks(all_chunks: Frame = needs(all_chunks)) -> iv.Intervals:
-    """Return the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
+    """Return the time inside a schedule.step() and outside its chunks, for the calls with known chunks."""
     detailed = all_chunks["step"].isin(all_chunks.loc[all_chunks["action"] != SCHEDULE, "step"])
     return iv.subtract(host.cover(_calls(all_chunks[detailed])), inside_chunks(all_chunks))
 

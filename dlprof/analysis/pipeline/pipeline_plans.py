@@ -253,7 +253,7 @@ GRID, FORMULA = "replayed", "closed form"
 
 
 def most_held(row: Sequence[Action]) -> int:
-    """Return the most micro-batches of a stage whose activations a rank holds at a time, over its actions in order."""
+    """Return the most micro-batches of a stage with activations held at a time, over a rank's actions in order."""
     held = most = 0
     for _, what, _ in row:
         held += {"forward": 1, "backward": -1, "weight": -1}.get(what, 0)

@@ -1,4 +1,4 @@
-"""Pipelines whose ranks are all here: how their mean step went, and how long it would be with other chunks.
+"""Pipelines with the traces of all ranks: their mean step as recorded, and its length with other chunks.
 
 The bubble is the idle share of one synchronous step, which is schedule.step() on the rank that holds the first stage:
 the first forward begins there, and the last backward ends it. Another rank's own call may begin early and end early.
@@ -115,9 +115,9 @@ class Pipe:
 
 @across_ranks
 def pipelines(pipeline: Maybe[Frame] = maybe(pipeline), job: Job = needs(JOB)) -> pd.DataFrame:
-    """Return rows of `pipeline`; of traces from elsewhere, of those pipelines whose ranks all show the same.
+    """Return rows of `pipeline`; with traces from elsewhere, only of pipelines with the same calls on all ranks.
 
-    Raises NotMeasured where none do: several may run side by side, and nothing shows which ranks are one.
+    Raises NotMeasured where there are none: several pipelines may run in parallel, and the ranks of each are not known.
     """
     frame = pipeline.get()
     if any(job.facts.values()):

@@ -245,7 +245,7 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]
 TAIL = 0.9
 
 
-# So many ranks show the distribution that they are drawn from; of fewer, a normal one is assumed.
+# At least so many ranks show their distribution; with fewer, a normal one is assumed.
 ENOUGH_RANKS = 64
 
 

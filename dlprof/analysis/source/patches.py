@@ -275,7 +275,7 @@ CALLEES: Mapping[str, frozenset[str]] = {
 }
 
 
-# So many arguments by position cannot be one of those that changes set.
+# The number of leading positional arguments that no change sets.
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
 
 

@@ -22,7 +22,7 @@ def steady_usage(loading: Frame = needs(schema.LOADING), light_steps: Frame = ne
 
 @within_rank
 def alone_usage(steady_usage: Maybe[Frame] = maybe(steady_usage), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
-    """Return that of a rank whose training thread computes alone; raise NotMeasured of any other.
+    """Return the same for a rank on which only the training thread computes; raise NotMeasured for any other.
 
     Of another its standing still means little: a thread that shares its work with others waits for those, one on a GPU
     for the device, and backends other than gloo keep it busy while they wait.

@@ -32,7 +32,7 @@ _LEAST_LEFT = 0.25
 # At least this share of a phase is left: a phase that takes five times as long while it is traced is not understood.
 _LEAST_OF_PHASE = 0.2
 
-# So many ends of calls make one piece of the clock, within which the profiler's share is even.
+# One piece of the clock has so many ends of calls; within it, the profiler's share is constant.
 _A_PIECE = 16
 
 # A phase with fewer calls than these shows by chance alone what one costs.

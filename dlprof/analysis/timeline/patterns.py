@@ -101,7 +101,7 @@ def _is_known(light_steps: pd.DataFrame, rank: RankFacts) -> bool:
 def _costliest(
     length: NDArray[np.float64], turn: NDArray[np.int64], left: NDArray[np.bool_]
 ) -> tuple[int, int, NDArray[np.bool_]] | None:
-    """Return the interval whose long steps cost most, their place in it, and which they are; None: there is none."""
+    """Return the interval with the most costly long steps, their place in it, and these steps; None: no such one."""
     if left.sum() < 2 * FEWEST:
         return None
     usual = float(np.median(length[left]))

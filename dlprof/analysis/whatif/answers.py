@@ -125,7 +125,7 @@ class _Replayed:
         return self._of(self.place, rank, fetch, left)
 
     def without_fetch(self, rank: int) -> float | None:
-        """Return the same of the rank as it is, but for its wait for data."""
+        """Return the same for the rank without changes and without its wait for data."""
         return self._of(0, rank, 0.0, 1.0)
 
     def _of(self, place: int, rank: int, fetch: float, left: float) -> float | None:

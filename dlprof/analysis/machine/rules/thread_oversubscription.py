@@ -127,7 +127,7 @@ def _configured(job: Job, rank: int, threads: int) -> str:
 
 
 def _trial(job: Job, row: pd.Series[float], workers: int) -> str:
-    """Say what would measure what a rank gains whose loader workers run on the cores of its threads."""
+    """Say how to measure the gain of a rank with loader workers on the cores of its threads."""
     if row["threads"] > 1:
         name = "torch.num_threads" if _configured(job, int(row["rank"]), int(row["threads"])) else "env.OMP_NUM_THREADS"
         return f"`dlprof try` with `--set {name}={max(1, int(row['cores']) - workers)}` measures it"

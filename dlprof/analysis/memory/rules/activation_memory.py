@@ -156,7 +156,7 @@ def way(row: Any) -> str:
     return {"autocast": "autocast to 16 bits", "fused_attention": "fused attention"}[row["change"]]
 
 
-# Of computation: the optimizer's, and the fixed cost of kernels.
+# Computation that a larger batch does not lengthen: the optimizer's, and the fixed cost of kernels.
 _SAVES_FROM = (*HOST, "communication", "computation")
 RULE = Rule(
     "Activations that keep the batch small", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu"

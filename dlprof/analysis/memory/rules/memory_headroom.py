@@ -148,6 +148,6 @@ def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
     )
 
 
-# Of computation: the optimizer's, and the fixed cost of kernels.
+# Computation that a larger batch does not lengthen: the optimizer's, and the fixed cost of kernels.
 _SAVES_FROM = (*HOST, "communication", "computation")
 RULE = Rule("GPU memory", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

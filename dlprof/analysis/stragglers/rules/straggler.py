@@ -38,7 +38,7 @@ from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
 
-# Of more rows the slowest and the fastest are shown.
+# If there are more rows, the slowest and the fastest are shown.
 MOST_ROWS = 16
 
 _WAITING = {
