@@ -136,8 +136,8 @@ def _followed(
 ) -> pd.DataFrame:
     """Follow each wait to where its chain begins: rank, culprit, category, ns.
 
-    Of each row's delay, `own` is the share of its culprit's own doing, by category, and `passed_on` that of its earlier
-    waiting. A chain that leads back to the rank that waits ends before it.
+    `own` is the share of each row's delay that its culprit caused itself, by category; `passed_on` is the share from
+    the culprit's earlier waiting. A chain that leads back to the waiting rank ends before it.
     """
     links = links.assign(share=links["ns"] / links.groupby("row")["ns"].transform("sum")).drop(columns="ns")
     at = np.flatnonzero(wait)

@@ -86,8 +86,8 @@ def free_to_hide(
 ) -> dict[int, float]:
     """Return how much computation of the mean step hides nothing yet and could, ns a rank.
 
-    Of the backward pass where that is known, for gradients are not there before it; of all in a sharded model, which
-    gathers throughout.
+    Only the backward pass counts if it is known, as there are no gradients before it. In a sharded model, which gathers
+    throughout the step, all computation counts.
     """
     frame = overlap.set_index("rank")
     free = frame["computation_ns"] - frame["beside_ns"]

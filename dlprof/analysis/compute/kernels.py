@@ -36,8 +36,8 @@ FORWARD_SHARE = 1 / 3
 # Multiples of the batch that are tried.
 TIMES = (1.5, 2.0, 3.0, 4.0, 8.0)
 
-# The device limits a step for nine tenths of which it works: from the same share on the verdict says that there is
-# little else to lose (report/verdict.py).
+# The device limits a step if it works for nine tenths of it: above the same share the verdict says that there is little
+# else to lose (report/verdict.py).
 FILLED = 0.9
 _BISECTIONS = 9  # to a hundredth of a batch
 

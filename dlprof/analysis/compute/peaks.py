@@ -252,7 +252,7 @@ def nvlink(name: str) -> float | None:
     return found.nvlink or None if found else None
 
 
-# FLOPs in precisions whose peak is not known may be this share of all; with more of them the MFU is not known.
+# The most FLOPs in precisions without a known peak, as a share of all; with more of them the MFU is not known.
 _UNKNOWN_SHARE = 0.01
 
 

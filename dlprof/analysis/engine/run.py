@@ -86,7 +86,7 @@ def _also() -> pd.DataFrame:
     raise NotMeasured("nothing else was asked for")
 
 
-# The measure whose frames are those of the `also` of measure().
+# The measure that holds the frames of the `also` of measure().
 ALSO = Measure("also", _also, Scope.PER_RANK, {})
 Also = Callable[[RankData], pd.DataFrame]
 

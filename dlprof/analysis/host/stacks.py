@@ -158,9 +158,9 @@ def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
 
 @per_rank
 def line_times(lines: Frame = needs(schema.LINES)) -> pd.DataFrame:
-    """Return the table "lines" without what never ran: the function that took longest first, its lines in order.
+    """Return the table "lines" without functions that never ran: the longest function first, its lines in order.
 
-    Of a function too long to travel whole, the lines that took longest. Raises NotMeasured where nothing was counted.
+    A long function is cut to the lines that took longest. Raises NotMeasured where nothing was counted.
     """
     rows = lines.astype({"role": str, "function": str, "file": str, "source": str})
     functions = [part for _, part in rows.groupby(["role", "function", "file"]) if part["hits"].any()]

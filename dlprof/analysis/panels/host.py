@@ -27,7 +27,7 @@ from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, quantity
 
-# Functions whose lines are shown, and lines of each.
+# The most functions with lines shown, and the lines of each.
 MOST_FUNCTIONS = 8
 
 

@@ -89,7 +89,7 @@ def saving_in_pipelines(
     own = own_time.set_index("rank")["own_ns"]
     idle, less = (pd.Series(of, dtype=float).reindex(own.index) for of in (bubble, removed))
     of_pipeline = less.groupby(pipelines.drop_duplicates("rank").set_index("rank")["ranks"].reindex(own.index))
-    # Ranks of which neither is known stay unknown.
+    # Ranks with neither value stay unknown.
     most = pd.Series(np.fmax(less, np.minimum(of_pipeline.transform("max"), idle)), own.index)
     return saving(own_time.assign(own_ns=(own + idle.fillna(0.0)).to_numpy()), most)
 

@@ -75,10 +75,10 @@ def stall_means(steady_stalls: Frame = needs(steady_stalls), steady_steps: Frame
 
 
 def _longer(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
-    """Return how much longer steps are that stall, and those after them, than the others, their stalls not counted.
+    """Return how much longer the steps with stalls, and those after them, are than the others, without the stalls.
 
-    Of the mean steady step, ns, with its standard error. Who waited meanwhile may have the cores to itself or be ahead
-    in the step after, which makes that one shorter: both count.
+    In ns of the mean steady step, with the standard error. A process that waited meanwhile may have the cores to itself
+    or be ahead in the next step, which makes that one shorter. So both steps count.
     """
     number = steps["step"].to_numpy()
     touched = np.isin(number, [stalls["step"], stalls["step"] + 1])

@@ -54,7 +54,7 @@ from dlprof.read.run import Run
 from dlprof.result.modules import Throughput
 from dlprof.result.scale import Answer, Answers
 
-# Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.
+# The loaders of so many ranks, the slowest, are replayed. The others are assumed to gain the mean of these.
 _MOST_RANKS = 32
 
 # What a CPU job's step is made of that is faster with a faster CPU.
