@@ -194,8 +194,8 @@ def outside(sample_means: pd.DataFrame) -> float:
 _LITTLE = 0.05
 
 
-# If this share of a host's cores is in use, none are free, and the job lacks the cores that others use. These count from
-# twice the share above.
+# If this share of a host's cores is in use, none are free, and the job lacks the cores that others use. These count
+# from twice the share above.
 _FULL = 0.95
 
 
