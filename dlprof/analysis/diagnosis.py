@@ -42,11 +42,11 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
 
 def wanted(rules: Iterable[Rule]) -> list[Any]:
     """Return what must be measured for a diagnosis."""
-    asked: list[Any] = [r.check for r in rules]
-    asked += [r.explain for r in rules]
-    asked += [p.draw for p in PICTURES]
-    asked += [Basis, Source, *FIELDS.values()]
-    return [*asked, *overview.SECTIONS, notices.warnings]
+    needed: list[Any] = [r.check for r in rules]
+    needed += [r.explain for r in rules]
+    needed += [p.draw for p in PICTURES]
+    needed += [Basis, Source, *FIELDS.values()]
+    return [*needed, *overview.SECTIONS, notices.warnings]
 
 
 def every_frame(rules: Iterable[Rule]) -> list[Measure[pd.DataFrame]]:
@@ -57,10 +57,10 @@ def every_frame(rules: Iterable[Rule]) -> list[Measure[pd.DataFrame]]:
 def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     """Ask every rule about a run that was measured, and return the result."""
     basis = measured.call(Basis)
-    asked = [_ask(rule, measured, basis) for rule in rules]
+    answered = [_ask(rule, measured, basis) for rule in rules]
     source = measured.call(Source)
     lines = {rule.id: rule.saves_from for rule in rules}
-    outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
+    outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in answered]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
     rank_of = _ranks(outcomes, rules, settings.on_gpu(measured.job))
@@ -72,7 +72,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         outcomes=tuple(outcomes),
         together=together(
             basis,
-            [(o, mine) for o, mine in asked if o.state == "found" and not o.training],
+            [(o, mine) for o, mine in answered if o.state == "found" and not o.training],
             {rule.id for rule in rules if rule.of_host},
         ),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
@@ -87,7 +87,7 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     by_id = {rule.id: rule for rule in rules}
     found = [o for o in outcomes if o.state == "found" and not o.training]
     causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
-    # Of what is only bounded half is to be expected.
+    # A saving that is only an upper bound is expected to give half.
     expected = {o.id: o.saving_ns * (0.5 if on_gpu and o.at_most and by_id[o.id].generic else 1.0) for o in outcomes}
     keys = {}
     for o in outcomes:

@@ -19,13 +19,13 @@ from dlprof.result import change as change
 LEAST_SHARE = 0.02
 
 # How far predicted steps are from those that were then measured: nine of ten of 189 trials of planted faults on CPUs
-# within ERROR of the saving and MACHINE of the step together (86 of 100 of those that they were not chosen by), 97 of
+# within the sum of ERROR × the saving and MACHINE × the step (86 of 100 of the trials not used to choose them), 97 of
 # 100 of simulated GPU jobs. Two plain runs of one script differ by up to MACHINE on a virtual machine with an H200.
 ERROR, MACHINE = 0.2, 0.07
 
-# A generic finding comes after the findings with a cause in the same time: a loop in one line is told before "the host
-# is slow", though less is gained by it. On a GPU where these save LEAST_CAUSE of the step, as what is left of the
-# device's waiting comes last; on a CPU where they save this share of what the generic one does.
+# A generic finding comes after the findings with a cause in the same time: a loop in one line comes before "the host
+# is slow", although it gains less. On a GPU this holds if these save LEAST_CAUSE of the step, as the rest of the
+# device's waiting comes last; on a CPU if they save this share of the generic finding's saving.
 LEAST_CAUSE, BESIDES = 0.05, 0.25
 
 

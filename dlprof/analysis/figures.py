@@ -176,7 +176,9 @@ def profiles_of(
     """Return what the profiles of other tools show."""
     found = _structs(Profile, profile_summaries.or_none())
     lines = line_times.or_none()
-    names = [n.removeprefix("profile ") for of in job.trace_facts.values() for n, told in of.items() if _of_lines(told)]
+    names = [
+        n.removeprefix("profile ") for of in job.trace_facts.values() for n, facts in of.items() if _of_lines(facts)
+    ]
     if lines is None or not names:
         return found
     # What a function calls that is profiled as well counts in both: the share is of the longest function's own.
@@ -187,8 +189,8 @@ def profiles_of(
     return (*found, Profile(names[0], "line_profiler", "ns", whole, *place, share=share, own=True, counted=True))
 
 
-def _of_lines(told: object) -> bool:
-    return isinstance(told, dict) and told.get("tool") == "line_profiler"
+def _of_lines(facts: object) -> bool:
+    return isinstance(facts, dict) and facts.get("tool") == "line_profiler"
 
 
 def gpu_logs_of(gpu_uses: Maybe[Frame] = maybe(gpu_uses)) -> tuple[GpuLog, ...]:

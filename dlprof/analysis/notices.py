@@ -101,13 +101,14 @@ def warnings(
 
 
 def _of_untraced(job: Job) -> list[str]:
-    """Say of how many ranks the recording asked for a trace, where not of all."""
-    asked = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.not_asked(job)}
-    if not asked:
+    """Say how many ranks a trace was requested from, where not from all."""
+    untraced = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.not_asked(job)}
+    if not untraced:
         return []
-    traced = len(job.ranks) - len(asked)
+    traced = len(job.ranks) - len(untraced)
     return [
-        f"traces of {traced} of {count(len(job.ranks), 'rank')} were asked for (--ranks {next(iter(asked.values()))}):"
+        f"traces of {traced} of {count(len(job.ranks), 'rank')} were asked for"
+        f" (--ranks {next(iter(untraced.values()))}):"
         " who waits for whom, and what else takes every rank's trace, is not measured"
     ]
 
@@ -134,7 +135,7 @@ def _of_lengths(means: pd.DataFrame) -> list[str]:
 
 
 def _of_outside(launched: pd.DataFrame | None) -> list[str]:
-    """Say of which ranks the trace holds kernels, and none of its steps has one."""
+    """Say which ranks' traces hold kernels, but none within a step."""
     if launched is None:
         return []
     outside = launched.loc[(launched["kernels"] == 0) & (launched["kernel_ns"] > 0), "rank"].tolist()

@@ -127,7 +127,7 @@ def _of_software(job: Job = needs(JOB)) -> list[Fact]:
     return section.facts
 
 
-# Facts of a loader and a model that nobody set.
+# Facts of a loader and a model that are not settings.
 _OF_RANK = ("replica", "reads_sequences")
 
 
@@ -210,8 +210,8 @@ def _of_loading(
         return section.facts
     queued = means[(means["empty"] >= 0) & (means["batches"] > 0)]
     if len(queued):
-        asked, empty = int(queued["batches"].sum()), int(queued["empty"].sum())
-        section.add("queue empty when asked", f"{empty:,} of {asked:,} batches")
+        requested, empty = int(queued["batches"].sum()), int(queued["empty"].sum())
+        section.add("queue empty when asked", f"{empty:,} of {requested:,} batches")
         section.add("batches ready when asked", digits(float(queued["ready"].mean())))
     for column, name in (("start_ns", "starting an epoch"), ("first_ns", "first batch"), ("end_ns", "ending an epoch")):
         if means[column].notna().any():

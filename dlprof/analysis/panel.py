@@ -62,7 +62,7 @@ def table(
 
 
 def named(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a frame with a column `name` that says of which rank each row is."""
+    """Return a frame with a column `name` that names the rank of each row."""
     return frame.assign(name=[f"rank {rank}" for rank in frame["rank"]])
 
 

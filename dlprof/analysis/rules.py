@@ -1,4 +1,4 @@
-"""Every rule there is: one file each, whose docstring is its manual."""
+"""The list of all rules. Each rule is a file, and the file's docstring is its manual."""
 
 from dlprof.analysis.communication.rules import (
     data_parallel,

@@ -10,7 +10,7 @@ from dlprof.analysis.engine import Job
 
 Settings = Mapping[str, Any]
 
-# What lets the allocator use freed pieces of different sizes together.
+# The setting with which the allocator joins freed pieces of different sizes.
 EXPANDABLE = "expandable_segments:True"
 
 # Backends of jobs that train on the CPU.
@@ -109,7 +109,7 @@ def device(job: Job, rank: int) -> str:
 
 
 def not_asked(job: Job) -> tuple[int, ...]:
-    """Return the ranks that the recording asked for no trace (--ranks)."""
+    """Return the ranks without a trace by the user's choice (--ranks)."""
     return tuple(r for r in job.ranks if (job.facts[r].get("window") or {}).get("state") == "not_asked")
 
 

@@ -1,4 +1,4 @@
-"""What all findings of a run save together: a part of the step that two of them save counts once."""
+"""The combined saving of all findings of a run: a part of the step that two of them save counts once."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Pi
 def together(
     basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]], of_host: Collection[str] = ()
 ) -> Together | None:
-    """Bound what all findings save together; `of_host`: those on what the device waits for its host for.
+    """Bound the combined saving of all findings; `of_host`: the rules on the device's waiting for its host.
 
-    Savings from the same categories are at most the removal of these categories; savings from different ones are at
+    Savings from the same categories are at most the removal of these categories. Savings from different ones are at
     most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
-    bounds them. Findings on the host save at most what a host gains that does none of it. With findings of the whole
-    job the bound is of the training loop. None where nothing was found, and where the bound is the whole step, which
-    says nothing. Findings that the same change removes count as one.
+    bounds them. Findings on the host save at most the removal of all that host work. With findings of the whole job the
+    bound is that of the training loop. None where nothing was found, and where the bound is the whole step. Findings
+    that the same change removes count as one.
     """
     found = [(o, mine) for o, mine in found if o.scope not in TIMELESS]
     if not found:
@@ -107,7 +107,7 @@ def _host_once(
 
 
 def _once(found: Sequence[tuple[Outcome, list[Piece]]]) -> list[tuple[Outcome, list[Piece]]]:
-    """Leave out findings whose first change sets what that of a larger one sets: it is made once."""
+    """Leave out a finding if the first change of a larger one sets the same: that change is made once."""
     kept: dict[frozenset[Setting], tuple[Outcome, list[Piece]]] = {}
     others = []
     for one in sorted(found, key=lambda of: -of[0].saving_ns):
@@ -132,7 +132,7 @@ def _overlapping(pieces: Iterable[Piece]) -> list[tuple[frozenset[str], list[flo
 
 
 def _at_most(basis: Basis, categories: frozenset[str], claims: Sequence[float]) -> float:
-    """Return the most that findings with these categories save together."""
+    """Return the most that findings with these categories can save in total."""
     return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(basis, categories), *claims))
 
 

@@ -311,15 +311,15 @@ def replaced(
 
     def _replayed(chains: Sequence[Chain], left: NDArray[np.float64], gain: float) -> float:
         try:
-            asked = what_if.get()
+            whatif = what_if.get()
         except NotMeasured:
             return gain
         launching = _launching(chains, calls)
         most = gain * len(timing.windows) + sum(iv.total(times) * (1 - share) for times, share in launching)
-        if most < LITTLE * asked.measured_ns * len(timing.windows):
+        if most < LITTLE * whatif.measured_ns * len(timing.windows):
             return gain
-        durations = asked.replay.durations.copy()
-        place = pd.Series(np.arange(len(durations)), device_work.get().index.to_numpy()[asked.replay.rows])
+        durations = whatif.replay.durations.copy()
+        place = pd.Series(np.arange(len(durations)), device_work.get().index.to_numpy()[whatif.replay.rows])
         rows = kernels.get().index.to_numpy()
         order = np.argsort(calls.kernel_of, kind="stable")
         launched_by = calls.kernel_of[order]
@@ -330,7 +330,7 @@ def replaced(
             few = max(round(chain.left * len(mine)), int(chain.left > 0))
             durations[mine] = -1
             durations[mine[:few]] = max(round(ns / max(few, 1)), 1)
-        return asked.gain_ns(durations=durations, other=launching)
+        return whatif.gain_ns(durations=durations, other=launching)
 
     return made
 

@@ -22,8 +22,8 @@ _CAT = re.compile("2")
 LEAST_CALLS = 8
 _TENSORS = (1, 2, 3)
 
-# A call's place by its time is that in the loop (a rank correlation, for one may be held up by anything), and the last
-# third takes so many times as long as the first: of n pieces 5 times, but for what any call takes.
+# The calls' times rise along the loop (by rank correlation, as anything may delay a single one), and the last third
+# takes so many times as long as the first: with n pieces 5 times, apart from the fixed time of a call.
 _IN_ORDER, _GROWS = 0.8, 2.0
 
 # From the first third to the last one the operators between two calls gain at most this part of what the calls gain. A

@@ -15,7 +15,7 @@ from dlprof.analysis.timeline.device import has_device
 LAYER, RMS = "mean and variance", "mean of squares"
 
 # x.to(float32), x², its mean, + eps, 1 ÷ root, x times it, back, times the weight (Gemma: 1 + weight). Without eps it
-# is the root of a mean, as errors are told by; of a difference it is a deviation.
+# is the root of a mean, as in error measures; of a difference it is a deviation.
 _RMS = re.compile(r"(?<![bt])t*[px](?:m|sk)a(?:r|qz?|p)t*[xk]t*(?:a?xt*)?")
 # The mean, what lies between it and the root of the variance, and up to three factors with a sum behind each: the
 # deviation over the root, the weight, the bias. torch.std is variance and root.

@@ -1,12 +1,11 @@
 """How fast collectives move their bytes, by kind, group and size, next to the link's peak where that is known.
 
-The transfer is the time that the last rank to arrive spends in a collective: the least over its ranks. Bytes over that
-are the algorithm bandwidth; what it demands of every rank's link is the bus bandwidth (nccl-tests' factors), which
-compares with the link's peak whatever the collective and however many ranks.
+The transfer is the time that the last rank to arrive spends in a collective: the least over its ranks. Bytes over this
+time are the algorithm bandwidth. The load on every rank's link is the bus bandwidth (nccl-tests' factors). It compares
+with the link's peak for any collective and any number of ranks.
 
-The links that large collectives judge: how fast each group of ranks exchanges, and what it could.
-
-That is what its peak allows, and what groups like it take.
+`links` finds slow links from large collectives: it compares each group's bandwidth with the link's peak and with
+similar groups.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ def transfers(
         frame, known = instances.get().assign(wait_ns=0, last=False), False
     begin = (frame["start_ns"] + frame["wait_ns"]).to_numpy()
     bare = exposed_between(exposed, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy())
-    # From the traced steps to the mean steady one.
+    # Scale from the traced steps to the mean steady step.
     traced = (exposed["end_ns"] - exposed["start_ns"]).groupby(exposed["rank"]).sum()
     traced = traced / window_steps.groupby("rank").size()
     scale = (pd.Series(part(breakdown, "communication"), dtype=float) / traced).replace([np.inf, -np.inf], np.nan)
     dur = (frame["end_ns"] - frame["start_ns"]).astype(float)
-    # A sender may be rid of its bytes long before they arrive: the receiver knows, once it need not wait.
+    # A send may return long before the bytes arrive, so the receiver's time without its wait is the transfer.
     received = (dur - frame["wait_ns"]).mask(frame["is_sender"])
     frame = frame.assign(
         size=size_classes(frame["bytes"]),
@@ -113,7 +112,7 @@ def exchanged(bandwidth: Frame = needs(bandwidth)) -> pd.DataFrame:
     transfer = bandwidth["transfer_ns"]
     frame = bandwidth.assign(carried=bandwidth["busbw"] * transfer, moved=bandwidth["algbw"] * transfer)
     by = frame.groupby(["collective", "ranks", "size"])
-    # What is not known of one group is not known of their sum.
+    # If a value of one group is unknown, so is the sum.
     known = by[["carried", "moved", "peak"]].count().eq(by.size(), axis=0)
     sums, peak = by[["carried", "moved"]].sum().where(known), by["peak"].min().where(known["peak"])
     whole = by[["count", "bytes", "wait_ns", "transfer_ns"]].mean().assign(groups=by.size())
@@ -136,7 +135,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _peak(job: Job, members: str) -> float:
-    """Return what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
+    """Return the peak of the link between some ranks in one direction, bytes/s; known only for NVLink in one host."""
     ranks = {int(r) for r in members.split(",")} if members not in ("", NOBODY) else set(range(job.world_size))
     if members == NOBODY or not ranks <= set(job.ranks):
         return np.nan
@@ -160,20 +159,20 @@ def size_class(index: int) -> str:
     return f"below {words[index]}" if index < len(words) else f"{words[-1]} or more"
 
 
-# Every rank gives and takes as much as the others: what is asked of each link follows from the bytes.
+# Every rank sends and receives the same amount, so the load on each link follows from the bytes.
 JUDGED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-# Two groups start alike, so their times can be compared from where bytes take longer than a start does. Against a peak
-# of hundreds of GB/s, it takes 16 MiB.
+# Groups take the same time to start a collective, so their times compare once the bytes take longer than the start.
+# Comparing with a peak of hundreds of GB/s takes 16 MiB.
 LARGE_BYTES = CLASSES[2]
 
 
 LARGE_FOR_PEAK = CLASSES[3]
 
 
-# The fewest links between two GPUs that have any are one of a V100's six. Below an eighth of all of them is PCIe's
-# range (16 of 150, 32 of 300, 63 of 450 GB/s, less what it loses), or the host's memory.
+# Two GPUs with NVLink between them have at least one of a V100's six links. Less than an eighth of all links' bandwidth
+# is PCIe (16 of 150, 32 of 300, 63 of 450 GB/s, less its overhead), or the host's memory.
 SLOW_OF_PEAK = 1 / 8
 
 
@@ -181,11 +180,12 @@ SLOW_OF_PEAK = 1 / 8
 ATTAINABLE = 0.75
 
 
-# A slow one is slow so many times.
+# The fewest collectives that show a slow link.
 LEAST_COUNT = 3
 
 
-# Links fail by halves: one port of two, half of a slot's lanes. Half way there is more than neighbours' traffic.
+# A faulty link has half its bandwidth: one port of two, half of a slot's lanes. Other jobs' traffic costs less than
+# half of that difference.
 SLOWER = 1.5
 
 
@@ -193,7 +193,7 @@ SLOWER = 1.5
 ALIKE_SIZE = 2.0
 
 
-# What turns a fast path off: within hosts, between them, or both; with which values (none: any); what it does.
+# Settings that turn a fast path off: within hosts, between them, or both; with which values (none: any); the effect.
 _ON = ("1", "2", "true", "TRUE", "y", "yes")
 
 
@@ -215,12 +215,12 @@ _SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 def links(
     matched: Maybe[Frame] = maybe(matched), bandwidth: Maybe[Frame] = maybe(bandwidth), job: Job = needs(JOB)
 ) -> pd.DataFrame:
-    """Return the rows of `bandwidth` that judge a link, the most exposed first.
+    """Return the rows of `bandwidth` with collectives large enough to judge the link, the most exposed first.
 
-    With each and took_ns (the medians of bytes and transfer of one; busbw is theirs), on (the ranks, in order), of_peak
-    (share of the link's peak), alike_ns (what one takes in the other groups like it) and better_ns: what one would take
-    at a fast link, of those that are slow. NaN: unknown, or not slow. Raises NotMeasured where there is none, transfer
-    cannot be separated from waiting, or there is nothing to compare with.
+    Further columns: each and took_ns (median bytes and median transfer of one; busbw follows from them), on (the ranks,
+    in order), of_peak (share of the link's peak), alike_ns (the time of one in similar groups) and better_ns (the time
+    of one on a fast link, for slow ones). NaN: unknown, or not slow. Raises NotMeasured where there are none, where
+    transfer cannot be separated from waiting, or with nothing to compare with.
     """
     if settings.through_host(job):
         raise NotMeasured(
@@ -263,9 +263,9 @@ def _placed(job: Job, ranks: Sequence[int]) -> str:
 
 
 def _alike(frame: pd.DataFrame) -> pd.Series[float]:
-    """Return for each row how long the median of the other groups like it takes for as many bytes, ns; NaN: none is.
+    """Return for each row the median time of the similar groups for as many bytes, ns; NaN: no similar group.
 
-    One that exchanges more is not taken to be faster with less, for a start takes as long.
+    The time of a group that exchanges more bytes is not scaled down, as starting takes the same time.
     """
     each, took, members = (frame[name].to_numpy() for name in ("each", "took_ns", "members"))
     alike = np.full(len(frame), np.nan)

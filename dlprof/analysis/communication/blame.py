@@ -1,10 +1,11 @@
-"""Blame: each rank's waiting, charged to the culprit and to what made it late.
+"""Blame: each rank's waiting, attributed to the culprit and to the cause of its delay.
 
-Two ranks leave one collective together and come to the next one apart. What the late one, the culprit, spent beyond the
-waiting one in between, category by category, made it late: its wait for data, longer computation, a checkpoint. That
-counts from the last collective that both left at the same place of the program, not from when the waiting one arrived:
-a rank that was held up before its forward pass still runs the pass while the others wait. A culprit that had waited
-itself, in a collective of another group, passes the blame on, and so on to the start of the chain.
+Two ranks leave one collective at the same time and enter the next at different times. The late rank is the culprit. The
+cause is the time that it spent beyond the waiting rank in between, by category: a wait for data, longer computation, a
+checkpoint. The comparison starts at the last collective that both left at the same place of the program, not at the
+arrival of the waiting rank: a rank that was delayed before its forward pass still runs the pass while the others wait.
+If the culprit itself had waited, in a collective of another group, the blame goes to that culprit, and so on to the
+start of the chain.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from dlprof.result import CATEGORIES
 # What the trace does not show: delays that are older than it, and time that lies in no category.
 UNKNOWN = "other"
 
-# A chain is followed over so many ranks, and from a culprit to so many of its last waits; the rest is charged as
-# communication to the rank at which the trail ends.
+# A chain is followed over so many ranks, and from a culprit to so many of its last waits. The rest is attributed as
+# communication to the last rank of the chain.
 MOST_LINKS = 32
 MOST_WAITS = 256
 
-# Ranks of which one computed longer than another during a collective, by more than this share of it, leave it at
-# different places.
+# If one rank computed longer than another during a collective, by more than this share of its length, they leave it at
+# different places of the program.
 _SAME_PLACE = 0.1
 
-# So many of a rank's reasons reach the result; the rest of its waiting is one more.
+# The most reasons of a rank in the result. The rest of its waiting is one more.
 MOST_REASONS = 16
 
 _UNKNOWN, _COMMUNICATION, _COMPUTATION = map(CATEGORIES.index, (UNKNOWN, "communication", "computation"))
@@ -51,10 +52,10 @@ Shares = NDArray[np.float64]
 def accounts(
     collectives: Frame = needs(collectives), partition: dict[str, iv.Intervals] = needs(partition)
 ) -> pd.DataFrame:
-    """Return what this rank had spent on each category when each of its `collectives`, a row each, began and had ended.
+    """Return the rank's time in each category up to the start and the end of each of its `collectives`, a row each.
 
-    In ns of the steady traced steps so far, two columns a category ("copy_start", "copy_end"); none for one that the
-    rank lacks. begin_ns is the start of the first of these steps.
+    In ns of the steady traced steps so far, two columns a category ("copy_start", "copy_end"); a category that the rank
+    lacks has no columns. begin_ns is the start of the first of these steps.
     """
     parts = {c: p for c, p in partition.items() if len(p)}
     begin = np.full(len(collectives), min((int(p[0, 0]) for p in parts.values()), default=0))
@@ -71,7 +72,7 @@ def charged(
     accounts: Maybe[Frame] = maybe(accounts),
     exposed_waits: Nanoseconds = needs(exposed_waits),
 ) -> pd.DataFrame:
-    """Charge each rank's waiting in the traced steps: rank, culprit (where the chain begins), category, ns (together).
+    """Attribute each rank's waiting in the traced steps: rank, culprit (the chain's start), category, ns (the sum).
 
     A rank's rows add up to its waiting in `waits`. Raises NotMeasured as `matched` does.
     """
@@ -79,13 +80,13 @@ def charged(
         first, why = next(iter(accounts.lacking.items()))
         raise NotMeasured(f"what rank {first} did meanwhile is not known: {why}")
     row = matched["row"].to_numpy()
-    # A cell for each category and each rank's collective: of many ranks the largest tables, so few are held at once.
+    # These are the largest tables with many ranks (categories × collectives), so few are held at once.
     did, ended = (_columns(accounts.get(), side)[row] for side in ("start", "end"))
     before = _last_meeting(matched, ended[:, _COMPUTATION] - did[:, _COMPUTATION])
     met = before >= 0
     did[met] -= ended[before[met]]
     del ended
-    # Where the ranks have not met before in the trace, one may have come late into it.
+    # If the ranks have not met before in the trace, one may have started its trace late.
     begin = accounts.get()["begin_ns"].to_numpy()[row] - matched["offset_ns"].to_numpy()
     did[:, _UNKNOWN] += np.where(met, 0, begin - begin.min())
     links = _links(matched, before, exposed_waits)
@@ -105,7 +106,7 @@ def charged(
 
 
 def _columns(accounts: pd.DataFrame, side: str) -> Shares:
-    """Return what ranks had spent when their collectives began ("start") or had ended: a column a category, 0: none."""
+    """Return the ranks' time until their collectives began ("start") or ended: a column a category, 0: none."""
     found = accounts.reindex(columns=[f"{c}_{side}" for c in CATEGORIES]).to_numpy(dtype=float)
     np.nan_to_num(found, copy=False)
     return found
@@ -117,7 +118,7 @@ def _links(pairs: pd.DataFrame, before: Rows, wait: Nanoseconds) -> pd.DataFrame
     since = np.where(before >= 0, done[before], np.iinfo(np.int64).min)
     rows, earlier = [], []
     for mine in places(pairs["rank"]).values():
-        mine = mine[np.argsort(begin[mine], kind="stable")]  # of several streams they need not stand in order
+        mine = mine[np.argsort(begin[mine], kind="stable")]  # with several streams they may be out of order
         waits = mine[wait[mine] > 0]
         beyond = np.searchsorted(begin[waits], begin[mine])
         first = np.maximum(np.searchsorted(begin[waits], since[mine]), beyond - MOST_WAITS)
@@ -125,7 +126,7 @@ def _links(pairs: pd.DataFrame, before: Rows, wait: Nanoseconds) -> pd.DataFrame
         rows.append(np.repeat(mine, n))
         earlier.append(waits[np.arange(n.sum()) + np.repeat(first - np.cumsum(n) + n, n)])
     row, link = np.concatenate(rows), np.concatenate(earlier)
-    # A collective that was issued before and goes on meanwhile holds nobody up.
+    # A collective that was issued earlier and still runs delays no one.
     over = (begin + pairs["wait_ns"].to_numpy())[link] <= begin[row]
     return pd.DataFrame({"row": row[over], "earlier": link[over], "ns": wait[link[over]]})
 
@@ -135,8 +136,8 @@ def _followed(
 ) -> pd.DataFrame:
     """Follow each wait to where its chain begins: rank, culprit, category, ns.
 
-    Of each row's delay, `own` is the share of its culprit's own doing, by category, and `passed_on` that of its earlier
-    waiting. A chain that leads back to the rank that waits ends before it.
+    `own` is the share of each row's delay that its culprit caused itself, by category; `passed_on` is the share from
+    the culprit's earlier waiting. A chain that leads back to the waiting rank ends before it.
     """
     links = links.assign(share=links["ns"] / links.groupby("row")["ns"].transform("sum")).drop(columns="ns")
     at = np.flatnonzero(wait)
@@ -156,8 +157,8 @@ def _followed(
         waits = waits.rename(columns={"earlier": "row"})
     else:
         found.append(_charge(waits, rank[culprit[waits["row"]]], _TRANSFERS))
-    together = pd.concat(found, ignore_index=True).groupby(["rank", "culprit"], as_index=False).sum()
-    reasons: pd.DataFrame = together.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
+    combined = pd.concat(found, ignore_index=True).groupby(["rank", "culprit"], as_index=False).sum()
+    reasons: pd.DataFrame = combined.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
     return reasons
 
 
@@ -196,18 +197,18 @@ def _last_meeting(pairs: pd.DataFrame, computed: Shares) -> Rows:
         most=("computed", "max"),
     )
     both = (met["kind"] == SENT) & (met["left"] >= met["come"])
-    together = met[met["kind"].isin((*SYNCHRONOUS, "")) | both].sort_values("done")
-    apart = (together["most"] - together["least"]) > _SAME_PLACE * (together["done"] - together["begin"])
+    combined = met[met["kind"].isin((*SYNCHRONOUS, "")) | both].sort_values("done")
+    apart = (combined["most"] - combined["least"]) > _SAME_PLACE * (combined["done"] - combined["begin"])
     everybody = frozenset(str(r) for r in pairs["rank"].unique())
     sets = {m: frozenset(m.split(",")) if m else everybody for m in met["members"].unique()}
     held_by: dict[str, list[frozenset[str]]] = {}
     for of in set(sets.values()):
         for rank in of:
             held_by.setdefault(rank, []).append(of)
-    # Of each set of members the rows of `together`, and of those only where they left it at one place.
-    done, row, fine = together["done"].to_numpy(), together.index.to_numpy(), ~apart.to_numpy()
+    # For each set of members: the rows of `combined` at which its ranks left a collective at one place.
+    done, row, fine = combined["done"].to_numpy(), combined.index.to_numpy(), ~apart.to_numpy()
     with_set: dict[frozenset[str], list[Rows]] = {}
-    for members, at in places(together["members"]).items():
+    for members, at in places(combined["members"]).items():
         with_set.setdefault(sets[members], []).append(at)
     found, begin = np.full(len(met), -1), met["begin"].to_numpy()
     for members, these in places(met["members"]).items():
@@ -254,8 +255,8 @@ def blame(
     frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
     few = frame.groupby("rank").cumcount() < MOST_REASONS
     rest = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
-    together: pd.DataFrame = pd.concat([frame[few], rest[frame.columns]], ignore_index=True)
-    return together.sort_values("rank", kind="stable", ignore_index=True)
+    combined: pd.DataFrame = pd.concat([frame[few], rest[frame.columns]], ignore_index=True)
+    return combined.sort_values("rank", kind="stable", ignore_index=True)
 
 
 def _at_most_spent(breakdown: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
@@ -283,5 +284,5 @@ def _stalls(stalled_steps: pd.DataFrame, stall_means: pd.DataFrame, job: Job) ->
         waits = (-stalls).add(stalls.max(axis=1), axis=0) / stall_means["steps"].mean()
         found = waits.groupby(stalls.idxmax(axis=1)).sum().rename_axis(index="culprit")
         parts.append(found.reset_index().melt("culprit", var_name="rank", value_name="ns").assign(category=kind))
-    together = pd.concat(parts, ignore_index=True).astype({"rank": np.int64, "culprit": np.int64})
-    return together[together["ns"] > 0][["rank", "culprit", "category", "ns"]]
+    combined = pd.concat(parts, ignore_index=True).astype({"rank": np.int64, "culprit": np.int64})
+    return combined[combined["ns"] > 0][["rank", "culprit", "category", "ns"]]

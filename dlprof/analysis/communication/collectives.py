@@ -1,8 +1,8 @@
 """The collectives, sends and receives of each rank, its exposed communication, and its traced steps.
 
-Of sends and receives, NCCL's kernels name the other rank where torch wrote it there. Where they do not, as those that
-carry several sends and receives at once, the calls before the launch do. gloo's ranges never do: torch's calls around
-them do if the trace holds inputs, and in a job of two ranks there is only one other.
+The other rank of a send or receive is in NCCL's kernels if torch wrote it there. Kernels that carry several sends and
+receives lack it; it is then in the calls before the launch. gloo's ranges never name it: torch's calls around them do
+if the trace holds inputs, and a job of two ranks has only one other.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _LOW_LATENCY = re.compile(r"internode_ll::|::(?:dispatch|combine)_ll\b")
 
 POINT_TO_POINT = ("send", "recv")
 
-# Why nothing can be said of a rank's collectives.
+# Reasons why a rank's collectives are not known.
 ONE_RANK = "one rank: there is no other to exchange with or to wait for"
 NO_COLLECTIVES = "the traced steps hold no collectives; a longer trace window (`--window`) may hold some"
 NO_SIZES = "the trace does not record how large its collectives are (`--shapes`, or record_shapes=True, does)"
 
-# A kernel of NCCL's that may be either, both, several of them, or a collective that is made of them.
+# An NCCL kernel that may be a send, a receive, several of them, or a collective made of them.
 _EITHER = "send_recv"
 
-# What names the other rank of a call, the most telling first; each of the script's calls appears once in each.
+# Ranges that name the other rank of a call, the most detailed first; each of the script's calls is once in each.
 _CALLS = ("record_param_comms", "c10d::", "nccl:")
 
-# dlprof's own range around an all-to-all, which tells what goes where: "dlprof::all_to_all 3,5>4,1".
+# dlprof's own range around an all-to-all, with the sizes sent and received: "dlprof::all_to_all 3,5>4,1".
 RANGE = "dlprof::all_to_all "
 
 _COLUMNS = ["collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
@@ -147,10 +147,10 @@ def collectives(
 
 
 def _pieces_of_calls(spans: pd.DataFrame, rows: Nanoseconds) -> NDArray[Any]:
-    """Return what goes to each rank and comes from each in the all-to-alls among some spans of gloo's; "" elsewhere.
+    """Return the sizes sent to and received from each rank in the all-to-alls among gloo's spans `rows`; "" elsewhere.
 
-    gloo's own ranges do not tell. torch's calls do if the trace holds inputs, and so do dlprof's ranges around them:
-    the first call is that of the first range, if there are as many.
+    gloo's own ranges lack the sizes. torch's calls have them if the trace holds inputs, and so do dlprof's ranges
+    around them. Calls and ranges are paired in order, if there are as many.
     """
     found = np.full(len(rows), "", dtype=object)
     ours = spans["collective"].array[rows] == "all_to_all"
@@ -164,9 +164,11 @@ def _pieces_of_calls(spans: pd.DataFrame, rows: Nanoseconds) -> NDArray[Any]:
     ranges = ranges.assign(until=ranges["start_ns"] + ranges["dur_ns"]).drop(columns="dur_ns")
     around = pd.merge_asof(calls, ranges, on="start_ns", by="lane")
     inside = around["until"] >= around["start_ns"]
-    said = around["shape"].where(around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, ""))
-    said = said.where(said.map(_is_pieces), "")
-    found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = said
+    around_pieces = around["shape"].where(
+        around["shape"] != "", around["name"].str.removeprefix(RANGE).where(inside, "")
+    )
+    around_pieces = around_pieces.where(around_pieces.map(_is_pieces), "")
+    found[np.flatnonzero(ours)[np.argsort(spans["start_ns"].to_numpy()[rows[ours]], kind="stable")]] = around_pieces
     return found
 
 

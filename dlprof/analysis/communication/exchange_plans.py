@@ -1,10 +1,10 @@
 """Predictions of the step if the ranks exchanged differently, and what to change for that.
 
-Every plan is made of what this run shows: the exposed transfer, the computation that hides nothing yet, and what a
-collective takes to start and for each byte, by two classes of size. Where that is not enough, the plan has no figure,
-but the reason.
+Every plan follows from this run's figures: the exposed transfer, the computation that hides nothing yet, and the time
+of a collective to start and for each byte, from two classes of size. If these are not known, the plan gives the reason
+in the place of a figure.
 
-What to change in how the ranks exchange, by what they exchange and what wraps the model.
+The changes depend on the collectives and on the wrapper of the model.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change, change
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
-# Bucket sizes that are tried, MB; 25 is DistributedDataParallel's own.
+# Bucket sizes that are tried, MB; 25 is DistributedDataParallel's default.
 BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
 
-# What a bucket holds by default; and how many buckets there should be at least.
+# The bytes of a bucket by default, and the fewest buckets that there should be.
 DDP_BUCKET = 25 << 20
 FEWEST = 4
 
 # A class of size that ends at 64 KiB: even 10 Gbit/s carries that in 52 µs, about what starting a collective takes.
 SMALL_BYTES = CLASSES[1]
 
-# Two classes of size tell starting from moving if one's collectives are so many times as large, and so many there.
+# Two classes of size separate starting from moving if one is so many times as large and each has so many collectives.
 APART = 4.0
 ENOUGH = 3
 
-# Gradients are exchanged for nothing if a batch without a step of the optimizer exchanges so much of what one with such
-# a step does: a choice, well above what a metric takes.
+# Gradients are exchanged needlessly if a batch without an optimizer step exchanges at least this share of the time of a
+# batch with one. The value is a choice, well above the exchange of a metric.
 FOR_NOTHING = 0.5
 
 # Notable, high and severe are 5, 10 and 30 % with the analysis tools that grade exposed communication.
@@ -63,7 +63,7 @@ NOTABLE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Fit:
-    """What one collective takes: to start, ns, and for each byte, ns."""
+    """The time of one collective: to start, ns, and for each byte, ns."""
 
     start_ns: float
     byte_ns: float
@@ -71,7 +71,7 @@ class Fit:
 
 @across_ranks
 def fitted(transfers: Frame = needs(transfers)) -> Fit | None:
-    """Tell starting from moving by the smallest and the largest class of all-reduces; None where these are alike."""
+    """Fit start and byte time to the smallest and largest class of all-reduces; None where their sizes are alike."""
     one = transfers.query("collective == 'all_reduce' and bytes > 0 and transfer_ns > 0")
     if not len(one):
         return None
@@ -88,10 +88,10 @@ def fitted(transfers: Frame = needs(transfers)) -> Fit | None:
 def sized_collectives(
     bandwidth: Frame = needs(bandwidth), fitted: Fit | None = needs(fitted), job: Job = needs(JOB)
 ) -> pd.DataFrame:
-    """Return the rows of `bandwidth` but for sends, with each_bytes (mean size), calls (a step and rank), limit_bytes.
+    """Return the rows of `bandwidth` without sends, with each_bytes (mean size), calls (a step and rank), limit_bytes.
 
-    Below limit_bytes a collective is small. Sizes that the trace lacks are those of the model's parameters; NaN where
-    those are not known either. Raises NotMeasured where no size is known.
+    Below limit_bytes a collective is small. Sizes that the trace lacks are estimated from the model's parameters; NaN
+    where those are not known either. Raises NotMeasured where no size is known.
     """
     frame = bandwidth[bandwidth["collective"] != SENT]
     if not len(frame):
@@ -101,13 +101,14 @@ def sized_collectives(
         raise NotMeasured(NO_SIZES)
     fit = None if settings.on_cpu(job) else fitted
     limit = SMALL_BYTES if fit is None else max(SMALL_BYTES, fit.start_ns / fit.byte_ns)
-    # Groups of other ranks exchange at the same time.
+    # Groups of different ranks exchange at the same time.
     calls = frame["count"] * frame["ranks"] / job.world_size
     return frame.assign(each_bytes=each, calls=calls, limit_bytes=limit)
 
 
 def _by_parameters(job: Job, frame: pd.DataFrame) -> pd.Series[float]:
-    """Return the mean size of what a DistributedDataParallel or FSDP2 model reduces, and FSDP2 gathers; else NaN.
+    """Return the mean size of the reductions of a DistributedDataParallel or FSDP2 model, and of FSDP2's gathers; else
+    NaN.
 
     Each bucket or unit is reduced once a step. (gloo's reduce-scatter is an all-reduce.)
     """
@@ -134,7 +135,7 @@ class Plan:
 
 Transfer: TypeAlias = "pd.Series[float]"  # of gradients, exposed, by rank, ns
 
-# How much shorter the job's step is where each rank's own time is shorter by so much, ns.
+# How much shorter the job's step is if each rank's own time is shorter by so much, ns.
 Saves = Callable[[Transfer], float]
 
 
@@ -156,14 +157,13 @@ def exchange_plans(
     """Predict what each change of the exchange gains: change, key, gain_ns (NaN: unknown), why, bucket_cap_mb.
 
     Keys: hidden, buffers (not broadcast any more), bucket, once (for each step of the optimizer), half and quarter (as
-    many exchanges), bytes (half as
-    many), powersgd. bucket_cap_mb is what `bucket` sets it to, NaN for the others. `why` says what is assumed, or why
-    the gain is not known.
+    many exchanges), bytes (half as many), powersgd. bucket_cap_mb is the value for the key `bucket`, NaN for the
+    others. `why` says what is assumed, or why the gain is not known.
     """
     saves, model = partial(saving, own_time), settings.model(job)
     of = "its backward pass" if overlap["backward_ns"].notna().all() and not model.get("fsdp") else "computation"
     free = pd.Series(free_to_hide, dtype=float)
-    if not own_time["traced"].all():  # of ranks that were not traced it is not known
+    if not own_time["traced"].all():  # it is not known for ranks without a trace
         free = free.reindex(exposed_transfer.index, fill_value=float(free.min()))
     free = free.reindex(exposed_transfer.index).fillna(0.0)
     least = float(free.min())
@@ -208,10 +208,10 @@ def best_plan(
     own_time: Frame = needs(own_time),
     mean_step_ns: float = needs(mean_step_ns),
 ) -> pd.Series[Any]:
-    """Return the plan to go by: exchanges for nothing go first, where they are notable; else what gains most.
+    """Return the plan to propose: notable needless exchanges first, else the plan with the largest gain.
 
-    To exchange half as often changes the training. Where nothing else is notable, a bound comes before it (`at_most`):
-    all of what may be waiting for a late rank (waits), or half of it for half the bytes, whose gain is not known.
+    Exchanging half as often changes the training. If nothing else is notable, an upper bound is preferred (`at_most`):
+    all time that may be waiting for a late rank (waits), or half of the time for half the bytes if the gain is unknown.
     """
     plans = exchange_plans[exchange_plans["key"] != "quarter"].assign(at_most=False)
     notable = plans[plans["gain_ns"] >= NOTABLE_SHARE * mean_step_ns]
@@ -229,7 +229,7 @@ def best_plan(
 def _without_buffers(
     bandwidth: pd.DataFrame, activations: str, model: settings.Settings, transfer: Transfer, saves: Saves
 ) -> list[Plan]:
-    """Return what DistributedDataParallel's broadcast of buffers takes, where it is most of what the forward sends."""
+    """Return the plan without DistributedDataParallel's broadcast of buffers, if the forward pass sends mostly that."""
     if activations != "broadcast" or not settings.broadcasts_buffers(model):
         return []
     of = bandwidth["exposed_ns"] * bandwidth["ranks"]
@@ -241,8 +241,8 @@ def _without_buffers(
 def _last_bucket(gradients: pd.DataFrame, job: Job) -> float:
     """Return the share of the gradients that DistributedDataParallel's last bucket (would) hold on GPUs; 0: unknown.
 
-    Its buckets are full from the model's end on. The last one holds the first layers, and whatever is large there (an
-    embedding), and nothing hides its exchange. Fewer bytes than one bucket's are taken to be spread over FEWEST.
+    Buckets are filled from the model's end. The last one holds the first layers, with an embedding if there is one, and
+    nothing hides its exchange. Fewer bytes than one bucket's are assumed to be spread over FEWEST.
     """
     total, model = float(gradients["bytes"].sum(skipna=False)), settings.model(job)
     if settings.on_cpu(job) or model.get("fsdp") or not total > 0:
@@ -259,14 +259,14 @@ def _last_bucket(gradients: pd.DataFrame, job: Job) -> float:
 def _rebucketed(
     bandwidth: pd.DataFrame, fit: Fit | None, overlap: pd.DataFrame, now: float | None, transfer: Transfer, saves: Saves
 ) -> Plan:
-    """Try other buckets: fewer start less often, but the last one, which only the end of the pass fills, grows."""
+    """Try other bucket sizes: fewer buckets start less often, but the last one, which nothing hides, grows."""
     is_now, computes = digits(now) if now else UNKNOWN, float(overlap["backward_ns"].mean())
     if fit is None or not math.isfinite(computes):
         why = "the trace does not show the backward pass, which would hide them"
         if fit is None:
             why = "what starting an exchange takes is not known: their sizes are alike"
         return Plan(f"other buckets than `bucket_cap_mb={is_now}`", "bucket", math.nan, why)
-    mine = bandwidth[bandwidth["collective"] == "all_reduce"]  # there are some: the fit is of them
+    mine = bandwidth[bandwidth["collective"] == "all_reduce"]  # not empty: the fit uses them
     mine = mine[mine["members"] == mine.groupby("members")["transfer_ns"].sum().idxmax()]
     n, total = max(float(mine["count"].sum()), 1.0), float(mine["bytes"].sum())
 
@@ -286,7 +286,7 @@ def _rebucketed(
 def _compressed(
     transfers: pd.DataFrame, fit: Fit | None, model: settings.Settings, transfer: Transfer, saves: Saves
 ) -> list[Plan]:
-    """Return half the bytes, if they are of four bytes each, and low-rank gradients."""
+    """Return the plans for gradients in 16 bits, if they are in float32, and for low-rank gradients."""
     sized = transfers.loc[transfers["bytes"] > 0, "bytes"]
     wide = set(transfers["dtype"]) - {""} or set(model.get("dtypes") or ())
     plans, gain = [], math.nan
@@ -311,14 +311,14 @@ def _compressed(
     return plans
 
 
-# Collectives below a tenth of DDP's buckets are dominated by their start; a few of them are hardly worth a change.
+# The start dominates collectives below a tenth of DDP's buckets. A few of them are hardly worth a change.
 _OF_BUCKET = 2_500_000
 
 
 _FEW = 8
 
 
-# What the forward pass waits for, by the collective; experts: all-to-alls of their tokens; "": any other.
+# Changes for collectives in the forward pass, by kind; experts: all-to-alls of their tokens; "": any other.
 _AT_ONCE = {
     "all_to_all": (
         change(
@@ -427,16 +427,16 @@ def _at_once(collective: str, model: settings.Settings) -> tuple[Change, ...]:
 
 
 def fewer_collectives(job: Job, small: pd.DataFrame, n: float, fewer: int) -> tuple[Change, ...]:
-    """Return what makes most of the small collectives fewer, by what they are."""
+    """Return the changes that make the most frequent kind of small collectives fewer."""
     model, metrics = settings.model(job), change("reduce metrics and flags in one tensor, and not in every step")
     kind = str(small.groupby("collective")["calls"].sum().idxmax())
     if model.get("fsdp"):
         return (change("`fully_shard` whole blocks and not single layers: one all-gather a block"),)
     if not model.get("ddp"):
-        together = (
+        words = (
             "exchange gradients together: `DistributedDataParallel` does, in buckets of 25 MB during the backward pass"
         )
-        return (change(together), metrics)
+        return (change(words), metrics)
     if kind == "broadcast" and settings.broadcasts_buffers(model):
         return (unbroadcast(),)
     cap = model["ddp"].get("bucket_cap_mb")

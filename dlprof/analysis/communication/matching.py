@@ -43,7 +43,7 @@ MISMATCHED = 0.1
 # by less than this share of the time from one collective to the next.
 _JUST_AFTER = 0.01
 
-# A send and its receive together, once they are matched; its `members` are the sender and the receiver.
+# A matched pair of a send and its receive; its `members` are the sender and the receiver.
 SENT = "send"
 
 # Why sends and receives have no partner.
@@ -80,7 +80,7 @@ def instances(collectives: Frame = needs(collectives), job: Job = needs(JOB)) ->
     named = (frame["group"] != "") | (frame["members"] != "")
     by_stream = ~counted & ~named
     frame = frame.assign(
-        # Of a numbered collective neither the step nor the stream matters.
+        # For a numbered collective neither the step nor the stream matters.
         in_step=frame["step"].where(~counted, -1),
         number=frame["sequence"].where(counted, -1),
         stream=_streams(frame).where(by_stream, -1) if by_stream.any() else -1,
@@ -141,18 +141,18 @@ def matched(
 
 
 def _fits(frame: pd.DataFrame, hosts: pd.Series[str]) -> pd.Series[bool]:
-    """Return which rows are a match: of sends and receives all, if no receive ends before its send begins, or none.
+    """Return which rows are a match. Sends and receives all match if no receive ends before its send begins, else none.
 
-    Between hosts, only clocks that collectives align show that.
+    Between hosts, this needs clocks that collectives align.
     """
     sent = frame["collective"] == SENT
     receives = frame[sent & ~frame["is_sender"]]
     begun = frame[sent & frame["is_sender"]].set_index("instance")["begin_ns"]
     early = receives["instance"].map(begun) > receives["done_ns"]
     fine = len(early) > 0 and early.mean() <= MISMATCHED
-    together = bool(frame["collective"].isin(SYNCHRONOUS).any())
+    synchronous = bool(frame["collective"].isin(SYNCHRONOUS).any())
     apart = frame["rank"].map(hosts).groupby(frame["instance"]).transform("nunique") > 1
-    fits: pd.Series[bool] = ~sent | ((~apart | together) & fine)
+    fits: pd.Series[bool] = ~sent | ((~apart | synchronous) & fine)
     return fits
 
 

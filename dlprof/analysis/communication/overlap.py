@@ -86,8 +86,8 @@ def free_to_hide(
 ) -> dict[int, float]:
     """Return how much computation of the mean step hides nothing yet and could, ns a rank.
 
-    Of the backward pass where that is known, for gradients are not there before it; of all in a sharded model, which
-    gathers throughout.
+    Only the backward pass counts if it is known, as there are no gradients before it. In a sharded model, which gathers
+    throughout the step, all computation counts.
     """
     frame = overlap.set_index("rank")
     free = frame["computation_ns"] - frame["beside_ns"]
@@ -113,9 +113,9 @@ def idle_cores(
     share = used["cpu_ns"] / used["time_ns"].clip(lower=1)
     there = pd.Series({r: settings.cores(job, r) for r in job.ranks}, dtype=float).reindex(share.index)
     hosts = pd.Series({r: settings.host(job, r) for r in job.ranks}).reindex(share.index)
-    together = share.groupby(hosts).transform("sum")
+    on_host = share.groupby(hosts).transform("sum")
     # Ranks that use more than one of them may have cores of their own.
-    taken = (together.where(together <= there, share) / there).max()
+    taken = (on_host.where(on_host <= there, share) / there).max()
     return max(0.0, 1.0 - float(taken)) * mean_step_ns.get() if math.isfinite(taken) else math.inf
 
 

@@ -72,7 +72,8 @@ class Hang:
     """A collective that some ranks wait in.
 
     `missing`: ranks of the group whose dumps show that they never issued it. `unknown`: those that left no dump.
-    `began`: the waiting ranks on whose device it runs. `left`: nobody waits any more, and it was not seen to complete.
+    `began`: the waiting ranks with it running on their device. `left`: no rank waits any more, and none recorded its
+    completion.
     `follows`: each missing rank waits in another hang, which so comes first.
     """
 
@@ -140,9 +141,9 @@ def hangs(whole_calls: Frame = needs(whole_calls), job: Job = needs(JOB)) -> tup
         waits = waits[np.array(lacking, dtype=bool)]
     first = waits.sort_values("sequence", kind="stable").drop_duplicates(["key", "rank"])
     found = []
-    for _, asked in first.groupby(["key", "sequence"], sort=False):
-        one = asked.to_dict("records")[0]
-        found.append(_hang(calls, one["key"], one["sequence"], asked, last, job))
+    for _, pending in first.groupby(["key", "sequence"], sort=False):
+        one = pending.to_dict("records")[0]
+        found.append(_hang(calls, one["key"], one["sequence"], pending, last, job))
     return _ordered(found)
 
 
@@ -155,14 +156,14 @@ def _hang(
     calls: pd.DataFrame,
     key: str,
     sequence: int,
-    asked: pd.DataFrame,
+    pending: pd.DataFrame,
     last: Mapping[tuple[str, int], int],
     job: Job,
 ) -> Hang:
     rows = calls[(calls["key"] == key) & (calls["sequence"] == sequence)]
     here = rows[(rows["open"] == 1) | (rows["left"] == 1)]
     seen = {rank: number for (of, rank), number in last.items() if of == key}
-    one = asked.iloc[0]
+    one = pending.iloc[0]
     members = _members(key, str(one["about"]), seen, job)
     came = {rank for rank, number in seen.items() if number >= sequence}
     times = here.loc[here["created_ns"] > 0, "created_ns"]
@@ -176,9 +177,9 @@ def _hang(
         unknown=tuple(sorted(rank for rank in members if rank not in job.ranks)),
         began=tuple(sorted(set(here.loc[here["state"] == "started", "rank"].tolist()))),
         since_ns=int(times.min()) if len(times) else -1,
-        timeout_ms=int(asked["timeout_ms"].max()),
+        timeout_ms=int(pending["timeout_ms"].max()),
         site=str(sites.iloc[0]) if len(sites) else "",
-        left=not bool((asked["open"] == 1).any()),
+        left=not bool((pending["open"] == 1).any()),
         mixed=rows["op"].nunique() > 1,
     )
 
@@ -194,17 +195,17 @@ def _members(key: str, about: str, seen: Iterable[int], job: Job) -> tuple[int, 
 def _ordered(found: list[Hang]) -> tuple[Hang, ...]:
     """Say which hang follows from which, and return the first cause first."""
     waiting = {rank for hang in found for rank in hang.waiting if hang.missing or hang.unknown}
-    told = [
+    ordered = [
         replace(hang, follows=bool(hang.missing) and not hang.unknown and set(hang.missing) <= waiting)
         for hang in found
     ]
-    if told and all(hang.follows for hang in told):
-        told = [replace(hang, follows=False) for hang in told]  # they wait for each other: none comes first
-    return tuple(sorted(told, key=lambda hang: _place(hang, waiting)))
+    if ordered and all(hang.follows for hang in ordered):
+        ordered = [replace(hang, follows=False) for hang in ordered]  # they wait for each other: none comes first
+    return tuple(sorted(ordered, key=lambda hang: _place(hang, waiting)))
 
 
 def _place(hang: Hang, waiting: set[int]) -> tuple[object, ...]:
-    """Return where a hang stands among others: first those whose missing ranks wait nowhere, the earliest first."""
+    """Return a hang's sort key: hangs with missing ranks that wait nowhere come first, the earliest first."""
     elsewhere = len(waiting.intersection(hang.missing))
     return hang.follows, not hang.missing, not hang.unknown, elsewhere, hang.since_ns, hang.sequence
 

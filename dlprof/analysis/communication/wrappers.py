@@ -86,7 +86,7 @@ def unused_searches(
 
 @across_ranks
 def unused_search(unused_searches: Frame = needs(unused_searches), job: Job = needs(JOB)) -> pd.DataFrame:
-    """Return the same for each rank's mean steady traced step, and noise_ns, the standard error of both together.
+    """Return the same for each rank's mean steady traced step, and noise_ns, the standard error of their sum.
 
     A rank that is early at the flags would else wait in the next exchange: a step's least over all ranks counts.
     """
@@ -153,9 +153,9 @@ def replication(
     each = _per_step(timing, iv.intersect(steps, copying))
     gain = float(each.mean())
     with suppress(NotMeasured):
-        asked = what_if.get()
-        durations = np.where(rows[asked.replay.rows], -1, asked.replay.durations)
-        replayed = asked.gain_ns(durations=durations, other=((host.cover(spans, calls), 0.0),))
+        whatif = what_if.get()
+        durations = np.where(rows[whatif.replay.rows], -1, whatif.replay.durations)
+        replayed = whatif.gain_ns(durations=durations, other=((host.cover(spans, calls), 0.0),))
         gain = replayed if rows.any() and np.isfinite(replayed) else gain
     # An all-reduce moves so many times the bytes of a reduction to one device (nccl-tests, PERFORMANCE.md).
     devices = len({str(lane).partition(":")[0] for lane in device_work["lane"].unique()})

@@ -26,7 +26,7 @@ FORMAT = 2
 # Settings that change the work of a step.
 _WORK = (("Loader", "batch size"), ("Model", "parameters"))
 
-# A run whose rule answers this does not have the bottleneck.
+# If the rule's answer is one of these, the run does not have the bottleneck.
 _WITHOUT = ("clear", "does_not_apply")
 
 State = Literal["gone", "new", "less", "more", "same", "unknown"]
@@ -370,7 +370,7 @@ def _saving(outcome: Outcome | None) -> float | None:
     return outcome.saving_ns if outcome is not None and known else None
 
 
-# Steps do the same work whose samples differ by no more: the last batch of an epoch is smaller.
+# Steps do the same work if their samples differ by no more than this: the last batch of an epoch is smaller.
 _SAME_WORK = 0.01
 
 
@@ -411,9 +411,9 @@ class Rates:
 
 
 def rates(a: Result, b: Result) -> Rates | None:
-    """Return the rates of two runs; None where they are not known, or are those of different things.
+    """Return the rates of two runs; None where they are not known, or count different things.
 
-    Of two that both know tokens, these count where a sample is not as long in both.
+    If both count tokens, and their samples differ in length, the rates are of tokens.
     """
     if a.window is None or b.window is None:
         return None

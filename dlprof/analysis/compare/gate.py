@@ -3,7 +3,7 @@
 Blocks of consecutive steps are drawn anew from each run, as steps in a row are alike (Künsch, The Jackknife and the
 Bootstrap for General Stationary Observations, 1989). A gate must not fail by chance: it fails where the run is slower
 for sure, and by no less than the limit as far as the interval can tell. What differs from one recording to the next is
-in no single run, and a limit should leave room for it: 5 %, not 1 %.
+in no single run, and a limit should allow for it: 5 %, not 1 %.
 """
 
 from __future__ import annotations

@@ -138,15 +138,15 @@ def _changes(a: Result, b: Result) -> tuple[str, ...]:
     """Name the settings in which a run differs from the one before: those that somebody set come first."""
     chosen, measured = differing(a, b)
     differ = [*chosen, *(s for s in measured if s.section == "Overrides")]
-    said = [_written(s) for section in _FIRST for s in differ if s.section == section and s.name not in _UNSAID]
+    named = [_written(s) for section in _FIRST for s in differ if s.section == section and s.name not in _UNSAID]
     if a.run.world_size != b.run.world_size:
-        said.insert(0, f"{count(a.run.world_size, 'rank')} → {b.run.world_size}")
+        named.insert(0, f"{count(a.run.world_size, 'rank')} → {b.run.world_size}")
     words = next((s for s in differ if (s.section, s.name) == _COMMAND), None)
     if words is not None and not all(part.isdecimal() for part in (words.a, words.b)):
-        said.insert(0, " → ".join(filter(None, (words.a, words.b or "without it"))))
-    if not said:
-        said = [_written(s) for s in differ if s.name not in _UNSAID]
-    return (*said[:_NAMED], *([count(len(said) - _NAMED, "more setting")] if len(said) > _NAMED else []))
+        named.insert(0, " → ".join(filter(None, (words.a, words.b or "without it"))))
+    if not named:
+        named = [_written(s) for s in differ if s.name not in _UNSAID]
+    return (*named[:_NAMED], *([count(len(named) - _NAMED, "more setting")] if len(named) > _NAMED else []))
 
 
 def _written(s: Setting) -> str:

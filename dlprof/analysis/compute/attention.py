@@ -170,7 +170,7 @@ def _texts(column: pd.Series[str], rows: list[int]) -> list[str]:
 
 
 def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[Block]:
-    """Find each softmax whose nearest products on its thread are batched ones, before it and after.
+    """Find each softmax with batched products as the nearest ones before and after it on its thread.
 
     In the forward pass one on either side, in the backward pass up to two: the gradients of the probabilities and of
     the values, then those of queries and keys. The softmax of a loss or of a router is between other products.
@@ -256,9 +256,9 @@ def _shape(before: list[str], after: list[str]) -> Shape | None:
 def _counted(rank: RankFacts) -> tuple[Shape | None, str, bool]:
     """Return shape and type of the attention in the step that was counted, and whether any batched product was.
 
-    Of several the one that computes most: what a fused kernel takes is then no less. The gradients' products fit each
-    other too, the other way round: what makes scores is called no more often than what takes them, and of equals the
-    scores are more numbers.
+    If there are several, the one that computes most counts, so the time of a fused kernel is not underestimated. The
+    gradients' products also fit each other, in reverse order. To exclude them, the product that makes the scores must
+    be called no more often than the one that takes them. If both are called equally often, the scores must be larger.
     """
     counted = (rank.facts.get("flops") or {}).get("shapes") or []
     batched = [row for row in counted if row.get("operator") in _BATCHED and row.get("shape")]

@@ -4,7 +4,7 @@ The floor of an operator is its FLOPs ÷ the peak of their precision or its byte
 longer (Williams et al., Roofline, 2009), summed over its shapes, and no longer than it takes: a cache is faster. It
 counts to one kind: what a convolution spends on changes of layout has no floor, for no script asks for that. Bytes are
 counted in one step (record.device.traffic.py). Recordings without them have those of each module: products have their
-shapes, and the rest is the floor of all other kinds together. What is not known needs the time that it takes.
+shapes, and the rest is the floor of all other kinds combined. Work with unknown sizes keeps its recorded time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlprof.units import percent
 # A floor is given where the bytes of so much of the time are known, a kind's rates where those of so much of its own.
 _KNOWN_SHARE, _RATE_SHARE = 0.8, 0.9
 
-# What stands for an operator: what has bytes only together with other kinds; copies and fills, whose bytes a trace has.
+# Names in the place of an operator: work with bytes only in sum with other kinds; copies and fills, with traced bytes.
 _REST, _COPIES = "(rest)", "(copies)"
 
 
@@ -94,7 +94,7 @@ def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd
     shaped: list[dict[Any, Any]] = counted.get("shapes") or []
     moved = [row for row in counted.get("moved") or [] if row["device"] != "cpu"]
     totals = [{"bytes": 0.0, **row} for row in counted.get("operators") or []]
-    # Each shape by itself has its limit; what an operator has beyond the shapes that are kept has one together.
+    # Each shape has its own limit. The shapes of an operator that are not kept share one.
     taken = [{**row, "flops": -row["flops"], "bytes": -row["bytes"]} for row in shaped]
     rest = pd.DataFrame([*totals, *({"flops": 0.0, **row} for row in moved), *taken], columns=columns)
     rest = rest.astype({"flops": float, "bytes": float}).groupby(columns[:2], sort=False).sum().clip(lower=0.0)

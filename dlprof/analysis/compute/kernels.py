@@ -36,8 +36,8 @@ FORWARD_SHARE = 1 / 3
 # Multiples of the batch that are tried.
 TIMES = (1.5, 2.0, 3.0, 4.0, 8.0)
 
-# The device limits a step for nine tenths of which it works: from the same share on the verdict says that there is
-# little else to lose (report/verdict.py).
+# The device limits a step if it works for nine tenths of it: above the same share the verdict says that there is little
+# else to lose (report/verdict.py).
 FILLED = 0.9
 _BISECTIONS = 9  # to a hundredth of a batch
 
@@ -86,31 +86,31 @@ def around(
 ) -> NDArray[np.int64]:
     """Return for each span the row of the innermost one around it on its thread, both of these kinds; -1: none.
 
-    `of`: rows of these kinds, in order; only of them it is asked, which takes half of the time where they are few.
+    `of`: rows of these kinds, in order, to restrict the search to; it takes half of the time where they are few.
     """
     chosen = host.is_kind(spans, *kinds) & ~is_on_device
     lanes, starts, took = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
-    asked = None
+    wanted = None
     if of is not None:
-        asked = np.zeros(len(spans), dtype=bool)
-        asked[of] = True
+        wanted = np.zeros(len(spans), dtype=bool)
+        wanted[of] = True
     found = np.full(len(spans), -1, dtype=np.int64)
     for lane in np.unique(lanes[chosen]):
         rows = np.flatnonzero(chosen & (lanes == lane))
         start = starts[rows]
         end = start + took[rows]
-        if asked is not None:
-            reaching = _reaching(start, end, asked[rows])
+        if wanted is not None:
+            reaching = _reaching(start, end, wanted[rows])
             rows, start, end = rows[reaching], start[reaching], end[reaching]
         parent = host.parents(start, end)
         found[rows] = np.where(parent >= 0, rows[parent], -1)
     return found
 
 
-def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], asked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which spans are asked of, or last until the next one that is begins: no other lies around one of them."""
-    following = np.append(start[asked], np.iinfo(np.int64).max)[np.cumsum(asked, dtype=np.int32)]
-    return asked | (end > following)
+def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the wanted spans, and those that last until the next wanted one begins: no other encloses one of them."""
+    following = np.append(start[wanted], np.iinfo(np.int64).max)[np.cumsum(wanted, dtype=np.int32)]
+    return wanted | (end > following)
 
 
 @within_rank
@@ -130,15 +130,15 @@ def shorter_kernels(
     def gain(chosen: NDArray[np.bool_], left: float | NDArray[np.float64]) -> float:
         share = pd.Series(np.where(chosen, left, 1.0), kernels.index)
         try:
-            asked = what_if.get()
+            whatif = what_if.get()
         except NotMeasured:
             inside = kernels["step"].to_numpy() >= 0
             return float((kernels["dur_ns"] * (1 - share))[inside].sum()) / max(len(timing.windows), 1)
-        replay = asked.replay
+        replay = whatif.replay
         share = share.reindex(device_work.index[replay.rows], fill_value=1.0)
         durations = (replay.durations * share.to_numpy()).astype(np.int64)
         most = float((replay.durations - durations).sum()) / replay.steps
-        return most if most < LITTLE * asked.measured_ns else asked.gain_ns(durations=durations)
+        return most if most < LITTLE * whatif.measured_ns else whatif.gain_ns(durations=durations)
 
     return gain
 
@@ -326,7 +326,7 @@ _OF_CONVOLUTION = re.compile(
 )
 
 
-# Of what multiplies nothing the first that matches: Inductor's names, by form and the operators that it fused; those of
+# For kernels that multiply nothing, the first match counts: Inductor's names, by form and the fused operators; those of
 # PyTorch's own kernels, cuDNN, cuBLAS, FlashAttention, fbgemm, apex, MIOpen, rocBLAS and hipBLASLt. A sum or conversion
 # that a product, a convolution or attention needs (split-K, im2col, what FlashAttention does before its backward pass)
 # is part of it; a change of layout is not: it goes with tensors in another layout.

@@ -244,7 +244,7 @@ def host_link(name: str) -> float | None:
 
 
 def nvlink(name: str) -> float | None:
-    """Return what a device's NVLinks carry in one direction together, bytes/s, half of what NVIDIA gives for both.
+    """Return the bandwidth of all of a device's NVLinks in one direction, bytes/s, half of NVIDIA's figure for both.
 
     None where that is not known, as of parts that are joined by a bridge, which may be missing.
     """
@@ -252,7 +252,7 @@ def nvlink(name: str) -> float | None:
     return found.nvlink or None if found else None
 
 
-# FLOPs in precisions whose peak is not known may be this share of all; with more of them the MFU is not known.
+# The most FLOPs in precisions without a known peak, as a share of all; with more of them the MFU is not known.
 _UNKNOWN_SHARE = 0.01
 
 
@@ -331,7 +331,7 @@ def allows_tf32(matmul: Mapping[str, Any], convolves: bool) -> bool:
     (torch.backends.fp32_precision). Once they were set, the older getters raise and nothing is recorded of them.
     """
     own = matmul.get("conv_fp32_precision" if convolves else "matmul_fp32_precision")
-    said = next((s for s in (own, matmul.get("fp32_precision")) if s and s != "none"), None)
-    if said is not None:
-        return bool(said == "tf32")
+    setting = next((s for s in (own, matmul.get("fp32_precision")) if s and s != "none"), None)
+    if setting is not None:
+        return bool(setting == "tf32")
     return bool(matmul.get("cudnn_allow_tf32" if convolves else "allow_tf32"))

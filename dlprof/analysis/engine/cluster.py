@@ -102,7 +102,7 @@ class _Cluster:
                 future.release()
 
     def _free(self) -> int:
-        """Return how many threads the workers have, all together: workers come and go."""
+        """Return the number of threads of all workers: workers come and go."""
         now = time.monotonic()
         if now - self._counted >= 1:
             with self._connected():
@@ -175,7 +175,9 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
         raise DlprofError(NEEDED) from None
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # other versions of libraries, ports in use: what matters fails and is told
+        warnings.simplefilter(
+            "ignore"
+        )  # other versions of libraries, ports in use: serious problems raise an error that is reported
         stack.enter_context(_silent())
         environ = "distributed.nanny.pre-spawn-environ"
         stack.enter_context(config.set({**_SETTINGS, environ: config.get(environ) | _MALLOC}))
@@ -198,15 +200,15 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
 
 _SETTINGS = {
     "distributed.scheduler.allowed-failures": DEATHS - 1,
-    # A worker has one rank, whose tables are no results that could be spilled; one that takes too much is ended.
+    # A worker has one rank at a time. Dask cannot spill its tables: they are not results. With too much memory it ends.
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.admin.log-length": 0,
 }
 
-# Of a worker's malloc: keep what is freed. Dask has it given back to the kernel, from where the next rank takes it
-# again page by page.
+# A worker's malloc keeps freed memory. With Dask's default it goes back to the kernel, and the next rank takes it again
+# page by page.
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 32 << 20}
 
 
@@ -217,16 +219,16 @@ def _never() -> bool:
 def _await_worker(client: Any, dask: Dask, alive: Callable[[], bool]) -> None:
     """Wait for the first worker; raise DlprofError where none comes."""
     until = time.monotonic() + WORKERS_S
-    told = False
+    warned = False
     while True:
         try:
             client.wait_for_workers(1, timeout=_LOOKS_S)
             return
         except asyncio.TimeoutError:
             pass
-        if not told:
+        if not warned:
             dask.tell(f"{dask.where}: waiting for the first worker")
-            told = True
+            warned = True
         if time.monotonic() > until and not alive():
             raise DlprofError(f"{dask.where}: no worker came within {WORKERS_S} s")
 
@@ -288,17 +290,17 @@ def _slurm(ranks: Sequence[Rank], jobs: int, store: Store | None) -> Iterator[tu
         scheduler_options={"dashboard_address": None},
     )
     try:
-        # Jobs are sent in the background, where nobody hears that SLURM refuses them.
-        asked = ["sbatch", "--test-only"]
-        tried = subprocess.run(asked, input=cluster.job_script(), capture_output=True, text=True, check=False)
+        # Jobs are sent in the background, where a refusal by SLURM would not show.
+        command = ["sbatch", "--test-only"]
+        tried = subprocess.run(command, input=cluster.job_script(), capture_output=True, text=True, check=False)
         if tried.returncode:
             raise DlprofError(f"--dask slurm: {(tried.stderr.strip() or 'sbatch failed').splitlines()[-1]}")
         cluster.scale(jobs=min(jobs, len(ranks)))
 
         def alive() -> bool:
             numbers = [str(job.job_id) for job in cluster.workers.values() if job.job_id]
-            asked = ["squeue", "--noheader", "--jobs", ",".join(numbers)]
-            return bool(numbers) and bool(subprocess.run(asked, capture_output=True, check=False).stdout.strip())
+            command = ["squeue", "--noheader", "--jobs", ",".join(numbers)]
+            return bool(numbers) and bool(subprocess.run(command, capture_output=True, check=False).stdout.strip())
 
         yield cluster, alive
     finally:
@@ -322,7 +324,7 @@ _LOGGERS = ("distributed", "distributed.client", "distributed.scheduler", "distr
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence what Dask logs: what a user needs of it is told in lines of ours."""
+    """Silence Dask's log: dlprof prints what a user needs."""
     import distributed  # noqa: F401 - it sets the levels when it is imported
 
     before = {name: logging.getLogger(name).level for name in _LOGGERS}

@@ -1,4 +1,4 @@
-"""Measures: functions whose parameters' defaults name what they are made from.
+"""Measures: functions with parameter defaults that name their inputs.
 
     @across_ranks
     def own_time(means: Frame = needs(step_means), waits: Maybe[Frame] = maybe(input_waits), job: Job = needs(JOB)): ...
@@ -198,7 +198,7 @@ def across_ranks(function: Callable[..., T]) -> Measure[T]:
 
 
 def check_needs(function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, given: int = 0) -> None:
-    """Raise TypeError where a parameter, but for the first `given`, needs nothing, or what is not known there."""
+    """Raise TypeError where a parameter after the first `given` needs nothing, or something not known there."""
     who = f"{function.__module__}.{function.__qualname__}"
     for name, need in [*_defaults_of(function).items()][given:]:
         if not isinstance(need, Need):

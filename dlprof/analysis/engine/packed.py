@@ -74,7 +74,7 @@ def packed(value: Any) -> Any:
 
 
 def together(frames: Sequence[pd.DataFrame | Packed]) -> pd.DataFrame:
-    """Return the rows of all frames, one after the other, as pd.concat does; the index is anew."""
+    """Return the rows of all frames, one after the other, with a new index, as pd.concat does."""
     alike = [f for f in frames if isinstance(f, Packed)]
     if len(alike) < len(frames) or len({(f.columns, *map(_kind, f.arrays)) for f in alike}) != 1:
         every = [f.frame() if isinstance(f, Packed) else f for f in frames]

@@ -185,7 +185,7 @@ TOGETHER = object()  # in place of a rank's frame that is part of all ranks' now
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What travels from one rank, its frames packed: which tables could be read, and why it could not be kept."""
+    """What a rank passes on, its frames packed: which tables could be read, and why it could not be kept."""
 
     answers: Mapping[str, Answer]
     facts: Mapping[str, Any]
@@ -236,7 +236,7 @@ class Measured(Job):
     def __init__(self, run: Run, ranks: Mapping[int, RankAnswer]) -> None:
         super().__init__(run, ranks)
         self.job = Job(run, ranks)
-        # Of its own, as the frames of single ranks are let go once they are together: many ranks have many small ones.
+        # A copy, as the frames of single ranks are dropped once they are combined: many ranks have many small ones.
         self._answers = {r: dict(answer.answers) for r, answer in ranks.items()}
         self._across: dict[str, Answer] = {}
         self._together: dict[str, Answer] = {}
@@ -280,7 +280,7 @@ class Measured(Job):
             if isinstance(answer, FRAMES):
                 frames.append(answer)
                 ranks.append(r)
-            elif first is None or _told_before(answer) > _told_before(first):
+            elif first is None or _precedence(answer) > _precedence(first):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured(_NOTHING_READ)
@@ -313,8 +313,8 @@ class Measured(Job):
         return failed
 
 
-def _told_before(answer: Answer) -> int:
-    """Return which of several ranks' answers without a value stands for all: the highest."""
+def _precedence(answer: Answer) -> int:
+    """Return the precedence of an answer without a value: the highest of several ranks' stands for all."""
     return 2 if isinstance(answer, Failure) else int(not isinstance(answer, DoesNotApply))
 
 

@@ -47,7 +47,7 @@ Progress = Callable[[Done], None]
 
 # Memory of a process next to its rank's unpacked bytes.
 PROCESS_BYTES = 200 << 20
-# Of the memory that is free.
+# A share of the free memory.
 USED = 0.8
 
 
@@ -86,7 +86,7 @@ def _also() -> pd.DataFrame:
     raise NotMeasured("nothing else was asked for")
 
 
-# The measure whose frames are those of the `also` of measure().
+# The measure that holds the frames of the `also` of measure().
 ALSO = Measure("also", _also, Scope.PER_RANK, {})
 Also = Callable[[RankData], pd.DataFrame]
 
@@ -234,7 +234,7 @@ def processes(
     also: Also | None = None,
     store: Store | None = None,
 ) -> Iterator[tuple[int, RankAnswer]]:
-    """Measure the ranks in a pool of processes; a rank whose process died has a warning and costs no other."""
+    """Measure the ranks in a pool of processes. If a process dies, its rank gets a warning and the others go on."""
     # Forking is ten times cheaper than a fresh interpreter, and safe while this process has no other thread.
     alone = threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if alone else "spawn")
@@ -250,7 +250,7 @@ def processes(
         except BrokenProcessPool:
             pass
         finally:
-            pool.shutdown(cancel_futures=True)  # of what nobody waits for any more
+            pool.shutdown(cancel_futures=True)  # their results are not needed any more
     # A pool that lost a process (most likely out of memory) is broken: the remaining ranks are measured one at a time,
     # each in a process of its own, so that only the culprit is lost.
     for rank in pending.values():

@@ -43,10 +43,10 @@ from dlprof.units import count, few, listed
 FORMAT = 2
 _PACKAGE = Path(marks.__file__).parent
 
-# Of a job of 16,384 ranks, 64 folders.
+# A job of 16,384 ranks has 64 folders.
 RANKS_A_FOLDER = 256
 
-# A run of more than so many ranks, or unpacked bytes, takes long to read: its answers are kept without being asked.
+# A run of more than so many ranks, or unpacked bytes, takes long to read: its answers are kept without a request.
 LARGE_RANKS, LARGE_BYTES = 64, 16 << 30
 
 _README = "What dlprof knows of each rank, so that it need not be read again. It may be deleted at any time.\n"
@@ -107,8 +107,8 @@ class Store:
             for name, path in sorted(rank.files.items())
             for one in _all_of(name, path)
         ]
-        told = json.dumps([files, rank.facts, rank.resumed_ns, limited()], sort_keys=True, default=repr)
-        return hashlib.sha256(told.encode()).hexdigest()
+        parts = json.dumps([files, rank.facts, rank.resumed_ns, limited()], sort_keys=True, default=repr)
+        return hashlib.sha256(parts.encode()).hexdigest()
 
     def keep(self, rank: Rank, answer: RankAnswer, stamp: str) -> str:
         """Write the answer of a rank; return why that is not possible, "" where it is done."""
@@ -197,7 +197,7 @@ def open_store(run: Run, cache: Path | None = None, shard: str = "") -> Store:
 
 
 def find(run: Run, cache: Path | None, *, asked: bool, tell: Callable[[str], None]) -> Store | None:
-    """Return the store of a run that is there already, is asked for, or is worth having; None where none can be."""
+    """Return the store of a run that exists, is requested (`asked`), or is worth it; None where it is not possible."""
     store = open_store(run, cache)
     there = store.folder.is_dir()
     if not (there or asked or cache or is_large(run)):
@@ -225,7 +225,7 @@ def shares(run: Run, shards: int) -> list[list[Rank]]:
 
 
 def not_there(run: Run, kept: Kept, only_kept: bool) -> list[str]:
-    """Say how many ranks are not kept, and which shards they are of; nothing where all are, or none is."""
+    """Say how many ranks are not kept, and which shards they belong to; "" if all are kept, or none."""
     missing = [rank for rank in run.ranks if rank.index not in kept.answers]
     if not missing or not kept.answers:
         return []
@@ -261,12 +261,12 @@ def _undone(run: Run, shards: int, missing: Collection[Rank]) -> str:
         mine = {rank.index for rank in share}
         if mine & gone:
             states["missing" if mine <= gone else "incomplete"].append(f"{k}/{shards}")
-    told = []
+    parts = []
     for state, names in states.items():
         if names:
             one = len(names) == 1
-            told.append(f"{'shard' if one else 'shards'} {few(names, _MOST_NAMED)} {'is' if one else 'are'} {state}")
-    return "; ".join(told)
+            parts.append(f"{'shard' if one else 'shards'} {few(names, _MOST_NAMED)} {'is' if one else 'are'} {state}")
+    return "; ".join(parts)
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -305,9 +305,9 @@ def _told(answer: Answer) -> Any:
 
 
 def _answer(rank: Rank, stored: _Stored, names: Iterable[str]) -> RankAnswer:
-    known, told = stored.frames(), stored.footer["answers"]
+    known, kept = stored.frames(), stored.footer["answers"]
     return RankAnswer(
-        {name: known[name] if told[name] is None else _answered(told[name]) for name in names},
+        {name: known[name] if kept[name] is None else _answered(kept[name]) for name in names},
         dict(rank.facts),
         _from_json(stored.footer["trace_facts"]),
         tuple(map(str, stored.footer["warnings"])),
@@ -315,12 +315,12 @@ def _answer(rank: Rank, stored: _Stored, names: Iterable[str]) -> RankAnswer:
     )
 
 
-def _answered(told: Mapping[str, Any]) -> Answer:
-    ((state, said),) = told.items()
+def _answered(stored: Mapping[str, Any]) -> Answer:
+    ((state, content),) = stored.items()
     if state == "failed":
-        return Failure(str(said))
+        return Failure(str(content))
     (kind,) = (kind for kind, name in _STATES.items() if name == state)
-    return kind(*_from_json(said))
+    return kind(*_from_json(content))
 
 
 class _Laid:
@@ -420,16 +420,16 @@ class _Cut:
         self._left[of] = left[rows:]
         return left[:rows]
 
-    def _column(self, kind: str, rows: int, *told: Any) -> Any:
+    def _column(self, kind: str, rows: int, *arguments: Any) -> Any:
         if kind == "json":
-            cells = np.empty(len(told[0]), dtype=object)
-            for n, value in enumerate(told[0]):
+            cells = np.empty(len(arguments[0]), dtype=object)
+            for n, value in enumerate(arguments[0]):
                 cells[n] = _from_json(value)
             return pd.Series(cells, dtype=object)  # else pandas guesses that it is text
         if kind == "category":
-            ordered, categories = told
+            ordered, categories = arguments
             return pd.Categorical.from_codes(self._next("whole", rows), self._column(*categories), ordered=ordered)
-        (dtype,) = told
+        (dtype,) = arguments
         if kind == "text" and dtype in _TEXTS:
             texts = self._texts[self._next("whole", rows)]
             return pd.Series(texts, dtype=object) if dtype == "object" else pd.array(texts, dtype=dtype)

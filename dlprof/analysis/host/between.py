@@ -1,4 +1,4 @@
-"""What the script's lines between the phases, and the host's Python there, have in common: it is told once."""
+"""The overlap of the script's lines between the phases and the host's Python there, so that it is reported once."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def held_up(
 ) -> HeldUp:
     """Return the larger of what a faster host would gain, and what it holds up on each rank."""
     ((where, gain),) = host_gains.items()
-    late, least, told = part(breakdown, *HOST), part_least(breakdown, *HOST), between_twice.or_none()
-    if told is None or not told["lines_first"].any():
+    late, least, shared = part(breakdown, *HOST), part_least(breakdown, *HOST), between_twice.or_none()
+    if shared is None or not shared["lines_first"].any():
         return HeldUp(where, gain, late, least)
-    both = by_rank(told, "both_ns")
+    both = by_rank(shared, "both_ns")
     left = {rank: max(ns - both.get(rank, 0.0), 0.0) for rank, ns in late.items()}
     return HeldUp(where, saving(own_time, left), left, max(least - max(both.values()), 0.0), besides=True)

@@ -49,7 +49,7 @@ _GRAPHS_NS = 300_000
 # A model that is called so often for one backward pass might as well be called once.
 MANY_CALLS = 4
 
-# By these of `stacks.hottest` a function that calls another is told from that one: it is seen at least as often.
+# Columns of `stacks.hottest` that order callers before the functions they call: a caller is seen at least as often.
 _CALLED = ["function", "file", "total", "alone"]
 
 # Where so many of the stacks between the phases, and this share, are in one function, the loop is there.
@@ -108,7 +108,7 @@ def host_parts(
         in_calls, between = iv.subtract(what_if.host.calls, optimizer), python
     in_calls = iv.subtract(in_calls, looping)
     # What an operator that copies a batch does there is the copy's.
-    between = iv.subtract(iv.subtract(between, looping), _asked(sync_waits, copying=True))
+    between = iv.subtract(iv.subtract(between, looping), _requested(sync_waits, copying=True))
     rows = []
 
     def at_once(times: iv.Intervals) -> NDArray[np.int64]:
@@ -196,7 +196,7 @@ def places_of(
         (read,) = reads
         return (Place(read.file, read.line, read.function, what=read.source),)
     likely = between[between["alone"] >= (_MOSTLY * between["samples"]).clip(lower=_FEW)]
-    # Of two that are seen as often, the one that is not the script's main part.
+    # On a tie, prefer the function over the script's main part.
     likely = likely.sort_values(
         "alone", ascending=False, kind="stable", key=lambda n: n - (likely["function"] == "<module>")
     )
@@ -207,18 +207,18 @@ def places_of(
 
 
 def _waits_of_script(what_if: WhatIf, sync_waits: pd.DataFrame, looping: iv.Intervals) -> NDArray[np.bool_]:
-    """Return which of the replay's waits the script asks for: those of the training thread, and any in a loop.
+    """Return which of the replay's waits the script causes: those of the training thread, and any in a loop.
 
-    Not those for room in the queue, nor for batches that are copied to the device, which have rules of their own.
+    Waits for a full launch queue and for batches copied to the device are left out: other rules report them.
     """
     waits = what_if.replay.waits
     begins = np.array([wait.begin for wait in waits], dtype=np.int64)
     full = np.array([wait.from_start for wait in waits], dtype=bool)
-    asked = iv.merge(_asked(sync_waits, copying=False), looping)
-    return ~full & iv.holds(asked, begins) & ~iv.holds(_asked(sync_waits, copying=True), begins)
+    requested = iv.merge(_requested(sync_waits, copying=False), looping)
+    return ~full & iv.holds(requested, begins) & ~iv.holds(_requested(sync_waits, copying=True), begins)
 
 
-def _asked(sync_waits: pd.DataFrame, *, copying: bool) -> iv.Intervals:
+def _requested(sync_waits: pd.DataFrame, *, copying: bool) -> iv.Intervals:
     """Return when the training thread waits, in operators that copy to the device or in others."""
     mine = sync_waits[(sync_waits["copied"] != "") == copying]
     return iv.union(mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy())

@@ -73,7 +73,7 @@ def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = ne
             own = [frame for frame in frames if is_own(frame[1])]
             for function, file, line in {*frames[-1:], *own[-1:]}:
                 lines[function, file][line] += n
-        told = rank.trace_facts.get(f"profile {name}") or {}
+        facts = rank.trace_facts.get(f"profile {name}") or {}
         found = [
             (*key, lines[key].most_common(1)[0][0] if key in lines else 0, is_own(key[1]), lines[key].total(), n)
             for key, n in total.items()
@@ -82,8 +82,8 @@ def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = ne
         frame = frame.sort_values(["own", "alone", "total", "function"], ascending=[False, False, False, True])
         nth = frame.groupby("own").cumcount()
         frame = frame[nth < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY})]
-        whole = int(told.get("total") or rows["samples"].sum())
-        parts.append(frame.assign(profile=name, tool=told.get("tool", ""), unit=str(rows["unit"].iloc[0]), of=whole))
+        whole = int(facts.get("total") or rows["samples"].sum())
+        parts.append(frame.assign(profile=name, tool=facts.get("tool", ""), unit=str(rows["unit"].iloc[0]), of=whole))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -116,7 +116,7 @@ def profile_summaries(profile_functions: Frame = needs(profile_functions)) -> pd
         whole = float(mine.groupby("rank")["of"].first().sum())
         by = mine.groupby(["function", "file", "own"], as_index=False).agg({"line": "first", "alone": "sum"})
         by = by.sort_values(["own", "alone"], ascending=False, kind="stable")
-        # Of the user's own a module's top level says only that the script ran.
+        # The top level of a user's module shows only that the script ran.
         named = by[by["own"] & (by["function"] != "<module>") & (by["alone"] > 0)]
         top = (named if len(named) else by.sort_values("alone", ascending=False, kind="stable")).iloc[0]
         tool = str(mine["tool"].iloc[0])

@@ -122,9 +122,9 @@ def queued_waits(
     )
     sums = waits.groupby(_WAIT, as_index=False, sort=False).agg({"times": "sum", "ns": "sum", "queued_ns": "mean"})
     gains = {}
-    if asked := what_if.or_none():
+    if whatif := what_if.or_none():
         for reason, at in waits.groupby("waits_for").indices.items():
-            gains[reason] = asked.gain_ns(at_once=np.flatnonzero(np.isin(asked.replay.rows, row[at])).tolist())
+            gains[reason] = whatif.gain_ns(at_once=np.flatnonzero(np.isin(whatif.replay.rows, row[at])).tolist())
     sums = sums.assign(gain_ns=sums["waits_for"].map(gains))
     sums = sums.astype(dict.fromkeys(_WAIT, "str") | dict.fromkeys(("times", "ns", "queued_ns", "gain_ns"), "float"))
     return sums.sort_values("ns", ascending=False, ignore_index=True).head(MOST_ROWS)

@@ -30,7 +30,7 @@ _MODULE = "nn.Module: "
 # Instead of a phase: operators around the functions of the backward pass.
 HOOK = "hook"
 
-# After these phases operators are called whose gradients the step wants: of the loss, or of what the model gets.
+# After these phases the called operators need gradients: those of the loss, or of the model's input.
 IN_GRAPH = ("fetch", "forward")
 
 

@@ -27,16 +27,16 @@ DOING = {
 
 _ROLES = ("main", "worker")
 
-# What travels of each of these: the user's own functions and those of libraries, with the most samples first.
+# The most functions that a rank passes on for each of these, the user's own and those of libraries: most samples first.
 MOST_OWN = 24
 MOST_LIBRARY = 8
 
-# What travels of the tree of calls: frames with at least this share of all that was seen, as deep as a screen is high.
+# A rank passes on frames of the tree of calls with at least this share of all samples, as deep as a screen is high.
 LEAST_FRAME = 1 / 250
 MOST_FRAMES = 400
 MOST_DEPTH = 40
 
-# What travels of the functions whose lines were timed: those with the most time first, and so many lines of each.
+# The most functions with timed lines that a rank passes on, those with the most time first, and the lines of each.
 MOST_FUNCTIONS = 12
 MOST_LINES = 200
 
@@ -125,7 +125,7 @@ def frames_of(stack: str) -> list[tuple[str, str, int]]:
 
 
 def of_training(stacks: pd.DataFrame) -> pd.DataFrame:
-    """Return the stacks of which it is known what the step was doing: what dlprof saw, else a profile's with phases.
+    """Return the stacks with a known activity of the step: dlprof's own samples, else a profile's with phases.
 
     The profile of a whole job has start-up and more outside the phases: that is left out. Raises NotMeasured where
     there is none.
@@ -158,9 +158,9 @@ def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
 
 @per_rank
 def line_times(lines: Frame = needs(schema.LINES)) -> pd.DataFrame:
-    """Return the table "lines" without what never ran: the function that took longest first, its lines in order.
+    """Return the table "lines" without functions that never ran: the longest function first, its lines in order.
 
-    Of a function too long to travel whole, the lines that took longest. Raises NotMeasured where nothing was counted.
+    A long function is cut to the lines that took longest. Raises NotMeasured where nothing was counted.
     """
     rows = lines.astype({"role": str, "function": str, "file": str, "source": str})
     functions = [part for _, part in rows.groupby(["role", "function", "file"]) if part["hits"].any()]
@@ -182,7 +182,7 @@ _TRAINING = re.compile(
     r"torch[/\\](?:nn[/\\]functional|optim[/\\]|amp[/\\]|nn[/\\]utils[/\\]clip_grad|distributed[/\\])"
 )
 
-# What travels of the lines.
+# The most lines that a rank passes on.
 MOST_CALLS = 60
 
 

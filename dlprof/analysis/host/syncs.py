@@ -91,13 +91,13 @@ def syncs(
     )
     kinds = waits.groupby(_KIND)[["calls", "ns", "idle_ns"]].sum().div(steps).reset_index()
     kinds = kinds.assign(together_ns=np.nan)
-    if asked := what_if.or_none():
+    if whatif := what_if.or_none():
         # Several of the replay's waits may lie in one operator.
-        begins = np.array([wait.begin for wait in asked.replay.waits], dtype=np.int64)
+        begins = np.array([wait.begin for wait in whatif.replay.waits], dtype=np.int64)
         for copied, same in waits.groupby("copied"):
             around = iv.union(same["start_ns"].to_numpy(), same["end_ns"].to_numpy())
             free = np.flatnonzero(iv.holds(around, begins)).tolist()
-            kinds.loc[kinds["copied"] == copied, "together_ns"] = asked.gain_ns(free=free) if free else 0.0
+            kinds.loc[kinds["copied"] == copied, "together_ns"] = whatif.gain_ns(free=free) if free else 0.0
     return kinds.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_ROWS)
 
 
@@ -168,10 +168,10 @@ def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -
     waits = np.flatnonzero(host.is_named(called, *SYNCHRONISING) | home)
     waits = waits[np.argsort(-called["dur_ns"].to_numpy()[waits], kind="stable")]
     within = around[waits]
-    asked = host.written(ops["name"])
+    operators = host.written(ops["name"])
     frame = pd.DataFrame(
         {
-            "asked": [asked[op] if op >= 0 else "" for op in within],
+            "asked": [operators[op] if op >= 0 else "" for op in within],
             "call": host.written(called["name"])[waits],
             "copied": copied[waits],
             "row": called.index.to_numpy()[waits],

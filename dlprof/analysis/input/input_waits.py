@@ -58,27 +58,26 @@ NOTABLE_SHARE = 0.05
 # More workers are what is missing where they give the larger part of what there is to gain.
 LARGER_PART = 0.5
 
-# A replay that does not reproduce the run as it was, within so much of the step, predicts no other.
+# A replay that differs by more than this share from the measured step is not used for predictions.
 TRUSTED = 0.2
 
-# What others on the host take of a loop's cores need not stay as it is when workers want these too: from so many times
-# the loop's own computing on, nobody can say who will have them.
+# If other processes slow the loop's computing by more than this factor, their load with more workers is unpredictable.
 DISTURBED = 1.5
 
-# So many workers a rank are tried: 16, where fetching only waits, or more where a rank has cores for two of each.
+# The most workers a rank that are tried, or two for each of its cores if that is more.
 MOST_WORKERS = 16
 
-# The fewest workers are proposed that come so near to the best step. A hundredth is below any run's own noise.
+# The proposal is the fewest workers within this share of the best step. A hundredth is below any run's own noise.
 WORTH = 0.01
 
-# Ranks that are replayed one by one.
+# The most ranks that are replayed one by one.
 MOST_RANKS = 8
 
-# Who waits for another rank's data for less than this share of the step is not named (estimate.LEAST_SHARE).
+# A rank that waits for another rank's data for less than this share of the step is not named (estimate.LEAST_SHARE).
 LEAST_SHARE = 0.02
 
-# Workers that compute slow everything else that computes, a rank that waits for data launches late, and smaller batches
-# are copied sooner.
+# Workers slow all other computation on the host. A rank that waits for data launches late. Smaller batches are copied
+# faster.
 SAVES_FROM = ("computation", "communication", "copy", "input_wait", "optimizer_host", "host", "launch_latency", "other")
 
 
@@ -91,9 +90,9 @@ def input_waits(
     fetch_gains: Maybe[Frame] = maybe(fetch_gains),
     loader_means: Maybe[Frame] = maybe(loader_means),
 ) -> pd.DataFrame:
-    """Return what each rank's wait for data costs the mean steady step, wait_ns, and taken_ns, taking ready batches.
+    """Return each rank's wait for data (wait_ns) and its time to take ready batches (taken_ns) in a mean steady step.
 
-    wait_ns is the exposed wait; with a device, what the rank's own step would be shorter by without it. Raises
+    wait_ns is the exposed wait; with a device, how much shorter the rank's own step would be without it. Raises
     DoesNotApply where no loader was seen.
     """
     if not loader_calls["calls"].any():
@@ -154,13 +153,13 @@ def starving(
     blame: Maybe[Frame] = maybe(blame),
     job: Job = needs(JOB),
 ) -> Starving:
-    """Return the rank that waits most for data, and who waits for it meanwhile where all ranks' traces are here."""
+    """Return the rank that waits most for data, and the ranks that wait for it if all ranks' traces are present."""
     wait = by_rank(input_waits, "wait_ns")
     rank = max(wait, key=lambda rank: wait[rank])
     loader = settings.training_loader(job, rank)
     workers = loader.get("num_workers")
     if not isinstance(workers, int):
-        # A trace without settings still names the iterator, and one of the two has no workers.
+        # A trace without settings still names the iterator's class, which shows whether there are workers.
         workers = 0 if loader_calls.set_index("rank")["in_process"].get(rank) else None
     alike = tuple(sorted(r for r, ns in wait.items() if ns >= wait[rank] / 2))
     others = tuple(r for r in job.ranks if r not in alike)
@@ -175,17 +174,17 @@ def starving(
     return Starving(rank, wait[rank], mean_step_ns, workers, loader, cores, alike, others, culprit, victims, threads)
 
 
-# Fetches of each worker from which on their order is known.
+# The fewest fetches of each worker with which their order is known.
 _ENOUGH = 3
 
 
-# A step takes so many batches where their mean is a whole number but for this share: a step more or less at an end.
+# The batches of a step are a whole number if their mean is within this share of one: a run may end within a step.
 _UNEVEN = 0.1
 
 
 @dataclass(frozen=True)
 class Paces:
-    """The paces of all ranks, each made when it is first asked for."""
+    """The step and fetch times of all ranks; each rank's `Pace` is built at the first request."""
 
     loader_means: pd.DataFrame
     step_means: pd.DataFrame
@@ -197,7 +196,7 @@ class Paces:
     _known: dict[int, Pace] = field(default_factory=dict)
 
     def of(self, rank: int) -> Pace:
-        """Return a rank's pace; raise NotMeasured where its fetches were not recorded, or steps take uneven numbers."""
+        """Return a rank's times; raise NotMeasured if its fetches were not recorded or its steps' batches vary."""
         if rank not in self._known:
             self._known[rank] = self._made(rank)
         return self._known[rank]
@@ -207,7 +206,7 @@ class Paces:
         return float(_of(self.step_means, rank)["step_ns"].iloc[0])
 
     def workers_in_turn(self, rank: int) -> NDArray[np.int64]:
-        """Return which worker made each of the fetches of a rank's pace."""
+        """Return the worker of each of a rank's fetches."""
         made: NDArray[np.int64] = in_turn(_of(self.fetch_series, rank))["worker"].to_numpy()
         return made
 
@@ -225,26 +224,26 @@ class Paces:
             raise NotMeasured("the loaders that a step takes batches from have different numbers of workers")
         fetch, used, delay, collate = fetches[["dur_ns", "cpu_ns", "delay_ns", "collate_ns"]].to_numpy(dtype=float).T
         if on_cpu and not workers:
-            # The kernel is not asked about fetches of less than some milliseconds; these are taken to compute.
+            # The kernel's counters are not read for fetches of a few milliseconds; these are assumed to compute.
             used = np.where(used < 0, fetch, used)
         if (used < 0).all() or np.isnan(row["cores"]):
             raise NotMeasured("what fetching and training use of the cores was not recorded")
-        # From here on, of one batch.
+        # From here on, all times are for one batch.
         step_ns, gap_ns = float(step["step_ns"]) / batches, float(fetches["gap_ns"].iloc[0])
         used = np.where(used < 0, used[used >= 0].mean(), used)
         tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
-        # A worker computes with sending a batch too, in a thread beside the one that fetches.
+        # A worker also computes while it sends a batch, in a second thread.
         sending = told(tensors, size, np.nan).usual.sending_ns if on_cpu and workers else 0.0
         delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - np.maximum(used - sending, 0.0), 0.0))
         collate = np.clip(collate, 0.0, fetch)
-        # Collating computes or waits for a core, and had its core as often as the rest of the batch.
-        together, had = np.minimum(collate, used + delay), used / np.maximum(used + delay, 1.0)
-        # Taking a batch that is there is the loop's own work.
+        # Collating computes or waits for a core. It is assumed to have a core as often as the rest of the batch.
+        collating, had = np.minimum(collate, used + delay), used / np.maximum(used + delay, 1.0)
+        # Taking a ready batch is the loop's own work.
         waited_ns = (series["fetch_ns"] - batches * row["taken_ns"]).clip(lower=0)
         own = (series["dur_ns"] - waited_ns).to_numpy(dtype=float)
         waits = None if on_cpu else self.input_waits.or_none()
         if waits is not None and len(waits := _of(waits, rank)):
-            # A host that waits for no data only launches, and runs ahead: the loop is as fast as its device.
+            # Without waits for data the host only launches, and runs ahead: the device limits the loop.
             own = np.maximum(own, batches * step_ns - (waits["wait_ns"] + waits["taken_ns"]).iloc[0])
         own = _between(own, batches, loaders)
         inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
@@ -255,8 +254,8 @@ class Paces:
         threads = max(settings.threads(self.job, rank) or 1, 1) if on_cpu else 1
         # The kernel measures how long the training thread waited for a core; meanwhile the others spun.
         alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0) ** (threads if threads <= cores else 1)
-        # Batches were taken with the same lack of cores as the rest of the loop. On a GPU, the loop is ahead of its
-        # device, and not replayed without them.
+        # Taking batches lacked cores as often as the rest of the loop. On a GPU, the loop is ahead of its device, and
+        # is not replayed without workers.
         taken = means["taken_ns"].iloc[0] * alone
         handover = told(tensors, size, taken) if on_cpu else UNTOLD
         recorded = Pace(
@@ -270,8 +269,8 @@ class Paces:
             cores=cores,
             ranks=settings.neighbours(self.job, rank),
             others_cpu=_others_cpu(self.fetch_series, self.job, rank),
-            collate=collate - together * (1 - had),
-            collate_cpu=together * had,
+            collate=collate - collating * (1 - had),
+            collate_cpu=collating * had,
             handover=handover,
             gap=gap_ns,
             barrier=BARRIER if on_cpu else 1.0,
@@ -286,7 +285,7 @@ class Paces:
         busy = (trained + waited) / step_ns, recorded.batch_cpu * longer / step_ns
         model = stretches(recorded, workers * loaders, busy, own.mean() / step_ns, overlap)
         excess = stretch / model[0]
-        # What the loop waited for a core and its workers did not compute, others did.
+        # If the loop waited for a core for longer than its workers computed, other processes used it.
         foreign = max(waited - held_up(recorded) * recorded.ranks * recorded.batch_cpu, 0.0) if workers else waited
         alone = min(excess, 1 + foreign / max(trained, 1.0))
         return replace(recorded, excess=(excess, longer / model[1]), excess_alone=alone, stretch=stretch)
@@ -302,19 +301,19 @@ def paces(
     pinning: Maybe[Frame] = maybe(pinning),
     job: Job = needs(JOB),
 ) -> Paces:
-    """Return the paces of all ranks."""
+    """Return the step and fetch times of all ranks."""
     return Paces(loader_means, step_means, fetch_series, step_series, input_waits, pinning, job)
 
 
 def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:
-    """Return what a batch of other ranks of a host computes in the mean, ns; NaN: there are none, or it is unknown."""
+    """Return the mean CPU time of a batch on the other ranks of the host, ns; NaN: no such ranks, or unknown."""
     others = [r for r in job.ranks if r != rank and settings.host(job, r) == settings.host(job, rank)]
     known = fetch_series[fetch_series["rank"].isin(others) & (fetch_series["cpu_ns"] >= 0)]
     return float(known.groupby("rank")["cpu_ns"].mean().mean())
 
 
 def _batches(of_a_step: float, loaders: int, alike: bool) -> tuple[int, int]:
-    """Return how many batches a step takes, and of how many loaders in turn; raise NotMeasured where that varies."""
+    """Return how many batches a step takes, and from how many loaders in turn; raise NotMeasured where that varies."""
     whole = round(of_a_step)
     if whole < 1 or abs(of_a_step / whole - 1) >= _UNEVEN:
         raise NotMeasured(f"a step takes {digits(of_a_step)} batches in the mean: their number varies")
@@ -324,7 +323,7 @@ def _batches(of_a_step: float, loaders: int, alike: bool) -> tuple[int, int]:
 
 
 def _between(own: NDArray[np.float64], batches: int, loaders: int) -> NDArray[np.float64]:
-    """Divide what the loop does of its own in each step: an equal part follows one batch of every loader."""
+    """Divide the loop's own work in each step: an equal part follows one batch of every loader."""
     after = np.zeros((len(own), batches))
     after[:, loaders - 1 :: loaders] = own[:, None] * loaders / batches
     return after.ravel()
@@ -335,10 +334,10 @@ def _training(job: Job, rank: int) -> list[settings.Settings]:
 
 
 def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
-    """Put fetches in the order in which their batches are taken: each worker's one, in turn; what is over is left out.
+    """Sort fetches by the order in which their batches are taken: one of each worker in turn. Drop incomplete rounds.
 
-    Of several loaders, each one's first worker, then each one's second. As they stand, where a worker has too few of
-    them for that.
+    With several loaders: the first worker of each, then the second of each. If a worker has too few fetches, the order
+    stays as it is.
     """
     by_worker = fetches.groupby(["loader", "worker"])
     turn, whole = by_worker.cumcount(), by_worker.size().min()
@@ -353,9 +352,9 @@ def _of(frame: pd.DataFrame, rank: int) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Plan:
-    """What more workers would give: the worst rank's forecasts, the chosen one of them, and what the run gains, ns.
+    """What more workers would give: the worst rank's forecasts, the chosen forecast, and the gain of the run, ns.
 
-    `sure`: the run gains also where workers cost training as much as they may.
+    `sure`: the run also gains at the highest possible cost of workers.
     """
 
     forecasts: tuple[Forecast, ...]
@@ -370,7 +369,7 @@ class Plan:
 
     @property
     def gains(self) -> dict[int, float]:
-        """What the run gains with each number of workers, ns: as the worst rank does, of which more is known."""
+        """The run's gain with each number of workers, ns: in proportion to the worst rank's, which is replayed."""
         best = self.now.step_ns - self.chosen.step_ns
         of_it = self.gain_ns / best if best > 0 and self.gain_ns > 0 else 1.0
         return {f.workers: of_it * (self.now.step_ns - f.step_ns) for f in self.forecasts[1:]}
@@ -378,10 +377,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class FasterLoader:
-    """What takes the wait away and what that saves, ns a step: more workers, or cheaper batches where they do not help.
+    """What removes the wait, and the saving, ns a step: more workers, or cheaper batches if workers do not help.
 
-    `saving_ns`: of the better of the two. `plan`: None where the batches were not recorded. `workers_help`: whether it
-    is the plan's workers. `part`: the part of making a batch that takes longer, SAMPLES, COLLATING or PINNING.
+    `saving_ns`: of the better one. `plan`: None where the batches were not recorded. `workers_help`: whether the plan's
+    workers are the better one. `part`: the slowest part of making a batch, SAMPLES, COLLATING or PINNING.
     """
 
     saving_ns: float
@@ -403,9 +402,9 @@ def faster_loader(
     breakdown: Frame = needs(breakdown),
     job: Job = needs(JOB),
 ) -> FasterLoader:
-    """Predict what the better of more workers and cheaper batches saves; the whole wait where that is not known.
+    """Predict the saving of more workers or of cheaper batches, whichever is better; the whole wait if not known.
 
-    It is the wait that must be worth a change: a prediction takes long, and is made only where it is.
+    The prediction takes long, so it is made only where the wait is notable.
     """
     wait, recorded = by_rank(input_waits, "wait_ns"), paces.or_none()
     if input_cost_ns < NOTABLE_SHARE * mean_step_ns or recorded is None:
@@ -414,14 +413,14 @@ def faster_loader(
     if plan is None:
         return FasterLoader(input_cost_ns)
     pace = recorded.of(starving.rank)
-    # On a GPU's host it is waiting alone: what the host computes while the GPU is busy costs no time. So it is where
-    # not all ranks' batches were recorded: they are taken to be like this rank's.
+    # With a GPU only the wait changes: what the host computes while the GPU is busy costs no time. Ranks without
+    # recorded batches are assumed to be like this one.
     freed = _freed_by(pace, pace.without(pace.costly))
     cheaper = saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
     if settings.on_cpu(job):
         with suppress(NotMeasured):
             cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, pace.costly)
-    elif pace.costly == PINNING:  # what is not pinned is not copied to the device either, down to the workers' pace
+    elif pace.costly == PINNING:  # without pinning the copies to the device go too, until the workers limit the step
         fed = replayed(replace(pace.without(PINNING), own=np.ones(1)), pace.workers).step_ns
         copied = part(breakdown, "copy").get(starving.rank, 0.0)
         cheaper += min(copied, max(mean_step_ns - cheaper - fed, 0.0))
@@ -431,9 +430,9 @@ def faster_loader(
 
 
 def trusted(paces: Paces, rank: int) -> Forecast:
-    """Return what the replay gives for a rank as it is.
+    """Return the replay of a rank with its own settings.
 
-    Raises NotMeasured where that differs by more than TRUSTED from the measured step, and as `Paces.of` does.
+    Raises NotMeasured if it differs by more than TRUSTED from the measured step, and as `Paces.of` does.
     """
     recorded, measured = paces.of(rank), paces.step_ns(rank)
     now = replayed(recorded, recorded.workers)
@@ -443,9 +442,9 @@ def trusted(paces: Paces, rank: int) -> Forecast:
 
 
 def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
-    """Return the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
+    """Return the mean step of a rank as it is, then with 1, 2, … workers, while more may still help.
 
-    On a CPU also with none. By what the replay differs from what was measured, all of them are corrected. Raises
+    On a CPU also without workers. All are corrected by the difference between the replay and the measured step. Raises
     NotMeasured as `trusted` does.
     """
     recorded, now = paces.of(rank), trusted(paces, rank)
@@ -458,25 +457,25 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
         given.append(replayed(recorded, n))
         since = 0 if given[-1].step_ns < best * (1 - WORTH) else since + 1
         best = min(best, given[-1].step_ns)
-        # Two that gained nothing may be the two that make one round of an uneven number; three are enough.
+        # A third worker may gain what two did not, as batches divide unevenly. Stop after three without a gain.
         if n > recorded.workers and since >= 3:
             break
     return tuple(map(corrected, given))
 
 
 def correction(paces: Paces, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
-    """Return what corrects a rank's forecasts by how far the replay of it as it is, `now`, is off."""
+    """Return a function that corrects a rank's forecasts by the error of the replay `now` of its own settings."""
     recorded = paces.of(rank)
-    # What the loop waited and the replay does not explain, it waited for workers: nothing of that without them.
+    # A wait that the replay does not explain was a wait for workers. Without workers it is gone.
     waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
-    # All else is of the length of the batches: off by as large a part of a step that is a tenth as long.
+    # The rest of the error is in proportion to the step.
     off = (paces.step_ns(rank) - queue) / now.step_ns
     return lambda f: replace(f, step_ns=float(f.step_ns * off + (queue if f.workers else 0.0)))
 
 
 def proposed(given: tuple[Forecast, ...]) -> Forecast:
-    """Return the fewest workers that come within WORTH of the best; not fewer than there are, which come first."""
+    """Return the fewest workers within WORTH of the best step, not fewer than now; `given` begins with the present."""
     more = [f for f in given if f.workers >= given[0].workers]
     best = min(f.step_ns for f in more)
     return min((f for f in more if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
@@ -485,7 +484,7 @@ def proposed(given: tuple[Forecast, ...]) -> Forecast:
 def planned(
     paces: Paces, own_time: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], wait: Mapping[int, float]
 ) -> Plan | None:
-    """Choose the workers that the rank which waits most needs, and predict what all ranks gain by them.
+    """Choose the number of workers for the rank that waits most, and predict what all ranks gain with it.
 
     `wait`: each rank's exposed wait for data in the mean steady step, ns. None where the batches were not recorded.
     """
@@ -499,7 +498,7 @@ def planned(
         disturbed = dear.excess_alone > DISTURBED
     except NotMeasured:
         return None
-    # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
+    # The ranks that were not replayed wait less. They are assumed to gain the same share as the worst.
     like = _freed(given[0], chosen)
     gone = {r: gained(fetch_gains, r, ns, freed.get(r, like)) for r, ns in wait.items()}
     return Plan(given, chosen, saving_input(paces.step_series, own_time, gone), not (slower or disturbed))
@@ -508,8 +507,8 @@ def planned(
 def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
     """Return the mean step on a CPU if a part of making batches cost nothing, ns; raises as `Paces.of` does.
 
-    Ranks compute what they did, on the cores that fetching leaves them. Where a rank computes not, it is transfer, the
-    same for all of them, or waiting for others that had less of the cores: the least that any rank has of it stays.
+    Ranks compute the same, on the cores that fetching leaves free. A rank's time without computing is transfer, equal
+    on all ranks, or waiting for ranks with fewer cores. The least such time of any rank is kept.
     """
     waits = by_rank(own_time, "wait_ns")
     recorded = {rank: paces.of(rank) for rank in paces.job.ranks}
@@ -529,9 +528,9 @@ def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
 
 
 def freed_by_equal_workers(paces: Paces, rank: int, slow: int) -> float:
-    """Return the share of a rank's wait that is gone when one worker fetches as the others do."""
+    """Return the share of a rank's wait that disappears if the worker `slow` fetches as fast as the others."""
     recorded, by = paces.of(rank), paces.workers_in_turn(rank)
-    # In the place of each fetch of the slow worker stands one of the others', in their order.
+    # Replace each fetch of the slow worker by one of the others', in their order.
     place = np.arange(len(by))
     place[by == slow] = np.resize(np.flatnonzero(by != slow), np.count_nonzero(by == slow))
     return _freed_by(recorded, replace(recorded, fetch=recorded.fetch[place], fetch_cpu=recorded.fetch_cpu[place]))
@@ -542,15 +541,15 @@ def _freed_by(recorded: Pace, changed: Pace) -> float:
 
 
 def _freed(now: Forecast, then: Forecast) -> float:
-    """Return the share of the wait that is gone; where computing is then slower, that counts against it."""
+    """Return the share of the wait that is gone, less what computing is slower by."""
     return min(max((now.step_ns - then.step_ns) / now.wait_ns, 0.0), 1.0) if now.wait_ns else 0.0
 
 
 @dataclass(frozen=True)
 class FewerWorkers:
-    """The steps of the rank that gains least by fewer workers, and by how much all gain by the best number, ns.
+    """The steps of the rank that gains least with fewer workers, and each rank's gain with its best number, ns.
 
-    `least_ns`: what they gain where workers cost as little as the recording leaves possible.
+    `least_ns`: the gain at the lowest cost of workers that the recording allows.
     """
 
     rank: int
@@ -561,7 +560,7 @@ class FewerWorkers:
 
     @property
     def gain_ns(self) -> float:
-        """What the step is shorter by with the chosen workers."""
+        """How much shorter the step is with the chosen workers."""
         return max(self.forecasts[0].step_ns - self.chosen.step_ns, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The loader as it was seen: calls, how each batch was waited for, and what fetching one costs."""
+"""What was recorded of the data loader: its calls, the wait for each batch, and the cost of fetching one."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from dlprof.analysis.timeline.steps import Timing, step_means, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import DoesNotApply, NotMeasured
 
-# What travels of the batches: enough for a replay, a few kilobytes.
+# The most fetches that a rank passes on: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
 
-# Ready batches from which on their median next() is what taking one takes.
+# The fewest ready batches whose median next() is the time to take one.
 _ENOUGH = 3
 
-# A replay that is shorter than this share of the mean steady step lacks what makes that longer.
+# A replay shorter than this share of the mean steady step lacks something that makes the step longer.
 REPRODUCED = 0.95
 
-# Shares of the wait for data that may be left, for which fetch_gains has what the rest gains.
+# The remaining shares of the wait for data for which fetch_gains has the gain.
 LEFT = (0.0, 0.25, 0.5, 0.75)
 
-# Of the loaders that a step takes batches from, each gives as many where the fewest are this share of the most.
+# A step's loaders give equally many batches if the fewest from one are more than this share of the most from one.
 _ALIKE = 0.9
 
 _TIMES = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")
@@ -75,10 +75,10 @@ def loader_calls(
 def before_forward(
     loader_calls: Maybe[Frame] = maybe(loader_calls), step_means: Maybe[Frame] = maybe(step_means)
 ) -> tuple[int, float] | None:
-    """Return the rank, and how long it is before its first forward in a mean steady step, ns, where that is longest.
+    """Return the rank with the longest time before the first forward in a mean steady step, and that time, ns.
 
-    That is from the end of the optimizer's step, or from where a step begins, with no loader seen: data that comes in
-    another way comes there. None: a loader was seen, or it is not known.
+    The time counts from the end of the optimizer's step, or from the start of the step. A script without a DataLoader
+    gets its data there. None: a loader was seen, or the time is not known.
     """
     calls, means = loader_calls.or_none(), step_means.or_none()
     if calls is None or means is None or calls["calls"].any():
@@ -91,7 +91,7 @@ def before_forward(
 def loader_numbers(loading: Frame = needs(schema.LOADING), light_steps: Frame = needs(light_steps)) -> tuple[int, ...]:
     """Return the numbers of the loaders that the training steps take batches from, the most frequent first.
 
-    One that gives less than half as many as that is none of them.
+    A loader that gives less than half as many batches as the most frequent one is left out.
     """
     begun = loading[(loading["kind"] == "batch") & in_steady(light_steps, loading["start_ns"].to_numpy())]
     counts = begun.groupby("loader")["count"].sum().sort_values(ascending=False, kind="stable")
@@ -100,9 +100,9 @@ def loader_numbers(loading: Frame = needs(schema.LOADING), light_steps: Frame = 
 
 @within_rank
 def fetches(loading: Frame = needs(schema.LOADING)) -> pd.DataFrame:
-    """Return the rows of `loading` of the batches that were fetched, by a worker or, worker −1, the training thread.
+    """Return the rows of `loading` that fetch a batch: in a worker, or in the training thread (worker −1).
 
-    Raises NotMeasured where there is none.
+    Raises NotMeasured where there are none.
     """
     fetched: pd.DataFrame = loading[(loading["kind"] == "fetch") | (loading["collate_ns"] >= 0)]
     if not len(fetched):
@@ -131,7 +131,7 @@ def _steady_fetches(
     pids = _pids(loading.loc[(loading["kind"] == "start") & loading["loader"].isin(loaders), "workers"])
     start = fetches["start_ns"].to_numpy()
     if pids:
-        # A worker fetches ahead, and is not slowed by the profiler.
+        # A worker fetches ahead, and the profiler does not slow it.
         begin = light_steps.loc[light_steps["steady"], "start_ns"].min()
         keep = fetches["pid"].isin(pids).to_numpy() & fetches.duplicated("pid").to_numpy() & (start >= begin)
     else:
@@ -149,15 +149,14 @@ def loader_means(
     light_steps: Maybe[Frame] = maybe(light_steps),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return one row of the training loader in the steady steps, and of what the process used meanwhile.
+    """Return one row: the training loader in the steady steps, and the CPU use of the process meanwhile.
 
-    Columns: batches, empty (of how many no batch was ready when asked), ready and outstanding (means, batches; NaN
-    without workers), taken_ns (the median next() when every batch that was asked for is ready: it receives one, and
-    waits for nothing; NaN: not seen) · step_batches (of a step, of all loaders that it takes some from), loaders (how
-    many these are) and alike (whether it takes as many of each) · epochs, start_ns, first_ns, end_ns (means over the
-    run's epochs: iter(), the first next(), the workers' leaving; NaN: none) · cores (CPU time of the process ÷ time)
-    and delayed (share of the time that the training thread was ready and had no core), NaN where the kernel does not
-    record it.
+    Columns: batches, empty (how often next() found no batch ready), ready and outstanding (means, batches; NaN without
+    workers), taken_ns (the median next() when every requested batch is ready: it receives one and does not wait; NaN:
+    not seen) · step_batches (of a step, from all its loaders), loaders (how many a step takes batches from) and alike
+    (whether it takes as many from each) · epochs, start_ns, first_ns, end_ns (means over the run's epochs: iter(), the
+    first next(), the workers' exit; NaN: none) · cores (CPU time of the process ÷ time) and delayed (share of the time
+    that the training thread was ready and had no core), NaN where the kernel does not record it.
     """
     if not loading["kind"].isin(["first", "batch"]).any():
         raise DoesNotApply("no DataLoader was seen")
@@ -167,7 +166,7 @@ def loader_means(
     batches, usage = loading[mine & steady & (kind == "batch")], loading[steady & (kind == "usage")]
     of_steps = loading[loading["loader"].isin(numbers) & steady & (kind == "batch")].groupby("loader")["count"].sum()
     queued = batches[batches["empty"] >= 0]
-    # All that are outstanding: of fewer, the one whose turn it is may be missing.
+    # Only where all outstanding batches are ready: otherwise the next one in order may be missing.
     ready = queued[(queued["outstanding"] > 0) & (queued["ready"] == queued["outstanding"])]
     row = {
         "batches": int(batches["count"].sum()),
@@ -188,7 +187,7 @@ def loader_means(
 
 @per_rank
 def worker_means(training_fetches: Frame = needs(training_fetches)) -> pd.DataFrame:
-    """Return what a batch takes each worker of the training loader, one row a worker; −1 is the training thread.
+    """Return the time each worker of the training loader needs for a batch, one row a worker; −1: the training thread.
 
     Columns: worker, batches, and means a batch: dur_ns (of fetching, with collating), collate_ns, cpu_ns (of the
     worker's whole process), delay_ns (ready, with no core), stored_bytes (from storage), read_bytes (read at all); NaN:
@@ -229,10 +228,10 @@ def fetch_series(
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the last fetches of the loaders that steps take batches from, in order: dur_ns, collate_ns, cpu_ns,
-    delay_ns, loader (its place among these; 0 without workers), worker and gap_ns; and of what the batch is made:
-    tensors, and tensor_bytes that they hold.
+    delay_ns, loader (its place among these; 0 without workers), worker and gap_ns; and the batch's tensors (their
+    number) and tensor_bytes.
 
-    −1: not known. gap_ns, the same in all, is what passes in a busy worker from the end of one fetch to the start of
+    −1: not known. gap_ns, the same in all rows, is the time in a busy worker from the end of one fetch to the start of
     the next. Raises NotMeasured where none was recorded.
     """
     kept = _steady_fetches(fetches, loading, loader_numbers, light_steps, rank)
@@ -252,9 +251,9 @@ def fetch_series(
 def fetch_gains(what_if: WhatIf = needs(what_if)) -> pd.DataFrame:
     """Return what a rank with a device gains when its loader waits for less: left (a share of LEFT), gain_ns a step.
 
-    By replaying the traced steps, which wait there as long as those that were not traced: a wait behind which the
-    device has work gains nothing, and one that also delays launches gains more than the time in which the device idles
-    meanwhile. Raises NotMeasured where the trace cannot be replayed, or holds no loader.
+    The traced steps are replayed. They wait for data as long as the untraced steps do. Removing a wait gains nothing
+    while the device has queued work. If the wait also delays launches, it gains more than the device's idle time during
+    the wait. Raises NotMeasured where the trace cannot be replayed, or holds no loader.
     """
     if not len(what_if.host.fetch) or what_if.step_ns < REPRODUCED * what_if.measured_ns:
         raise NotMeasured("the replayed steps hold less waiting for data than others")
@@ -262,7 +261,7 @@ def fetch_gains(what_if: WhatIf = needs(what_if)) -> pd.DataFrame:
 
 
 def gained(fetch_gains: Maybe[pd.DataFrame], rank: int, wait_ns: float, freed: float) -> float:
-    """Return what a rank gains when a share of its wait for data is gone, ns a step; `wait_ns`: when all of it is."""
+    """Return what a rank gains without the share `freed` of its wait for data, ns a step; `wait_ns`: without any."""
     if rank in fetch_gains.lacking:
         return wait_ns * freed
     mine = fetch_gains.get()
@@ -271,7 +270,7 @@ def gained(fetch_gains: Maybe[pd.DataFrame], rank: int, wait_ns: float, freed: f
     return wait_ns * (float(np.interp(1 - freed, left, gain)) / gain[0] if gain[0] > 0 else freed)
 
 
-# A loop that waits, though its workers make batches in less than this share of the time, waits for what is between.
+# If the loop waits although the workers make a batch in less than this share of the time, the pinning thread limits it.
 _FASTER = 0.8
 
 
@@ -285,10 +284,10 @@ def pinning(
     timing: Timing = needs(timing),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return what a batch takes the one thread that receives and pins all, one row: pin_ns, batch_bytes, known.
+    """Return the time the pinning thread needs for a batch, one row: pin_ns, batch_bytes (−1: unknown), known.
 
-    known: 1 where the thread was timed, or is what the loop waits for: then it takes as long as a batch comes after
-    another. 0: the usual time for so many bytes (−1: unknown). Raises DoesNotApply where no thread pins.
+    known: 1 where the thread was timed, or the loop waits for it: then pin_ns is the time from one batch to the next.
+    0: pin_ns is the usual time for so many bytes. Raises DoesNotApply where no thread pins.
     """
     loader, means = settings.loader_of(rank.facts), loader_means.iloc[0]
     workers = loader.get("num_workers")
@@ -314,10 +313,10 @@ def fed_ns(
     pinning: Maybe[Frame] = maybe(pinning),
     job: Job = needs(JOB),
 ) -> float:
-    """Return the mean step that the loaders of a job on devices can feed at the best, ns: the slowest rank's; 0: any.
+    """Return the shortest mean step that the loaders of a job on devices can supply, ns, on the slowest rank.
 
-    That is what fetching a step's batches takes its workers, without waiting for a core, or pinning them its thread. 0
-    as well where it is not known, and on CPUs, whose loaders get faster where the rest of the job needs less of them.
+    It is the larger of two times: the workers' fetching of a step's batches, without waits for a core, and the pinning
+    thread's. 0: not known, or no limit. Also 0 on CPUs: loaders get faster there when training needs less of the cores.
     """
     if settings.on_cpu(job) or worker_means.lacking or loader_means.lacking:
         return 0.0
@@ -343,15 +342,14 @@ def restarts(
     fetches: Maybe[Frame] = maybe(fetches),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return what epochs cost that begin with new workers, one row a loader with workers.
+    """Return what it costs to start an epoch with new workers, one row a loader with workers.
 
     Columns: loader, epochs, anew (epochs that began with other workers than the one before), means of those: start_ns
-    (iter()), first_ns (the first next()), end_ns (the workers' leaving) and the three's standard error noise_ns,
-    after_ns (what forward, backward and optimizer then take longer than in a steady step: a fork leaves the script's
-    memory to be copied as it is written to), hidden_ns (of all these, for how long the device went on with work that
-    was queued before), fetch_ns (what a batch takes a worker that is there already) · took_ns, all of it together, and
-    gain_ns, what an epoch would be shorter by with workers that stay: nothing of a first batch where fetch_ns is not
-    known. NaN: not recorded.
+    (iter()), first_ns (the first next()), end_ns (the workers' exit) and the standard error of their sum, noise_ns,
+    after_ns (how much longer forward, backward and optimizer then take than in a steady step: after a fork, each page
+    is copied at the first write), hidden_ns (how long the device worked meanwhile on work queued before), fetch_ns (the
+    time of a batch in a running worker) · took_ns, the sum, and gain_ns, how much shorter an epoch would be with
+    persistent workers: without the first batch where fetch_ns is not known. NaN: not recorded.
     """
     rows = []
     for loader, mine in loading[loading["loader"] >= 0].groupby("loader"):
@@ -366,7 +364,7 @@ def restarts(
         of_epochs, after = _of_epochs(mine), _longer(light_steps.get(), mine.loc[mine["kind"] == "first", "step"])
         hidden = _hidden(light_steps.get(), mine, after) if has_device and len(mine) else 0.0
         fetch, took = _warm_fetch(fetches, _pids(starts["workers"])), np.nansum([*of_epochs.values(), after])
-        # Of what the device works on meanwhile, only what takes longer is gained.
+        # A persistent worker still fetches the first batch. Only the part of it that the device did not hide counts.
         stays = np.fmin(np.nan_to_num(of_epochs["first_ns"]), fetch) - np.nan_to_num(hidden)
         rows.append(
             {
@@ -386,7 +384,7 @@ def restarts(
 
 
 def _hidden(light_steps: pd.DataFrame, loading: pd.DataFrame, after_ns: float) -> float:
-    """Return for how long a device works on while its loader starts anew, the mean of these epochs, ns."""
+    """Return how long a device keeps working while its loader restarts, the mean of these epochs, ns."""
     length = light_steps.set_index("step")["length_ns"]
     usual = light_steps.loc[light_steps["steady"], "length_ns"].mean()
     epochs = loading["epoch"].nunique()
@@ -404,7 +402,7 @@ def _longer(light_steps: pd.DataFrame, numbers: pd.Series[int]) -> float:
 
 
 def _warm_fetch(fetches: Maybe[pd.DataFrame], pids: set[int]) -> float:
-    """Return what a batch takes such workers, the first of each left out where they have more; NaN: not recorded."""
+    """Return the mean time of a fetch in these workers, without each one's first if there are others; NaN: none."""
     if not fetches:
         return np.nan
     mine = fetches.get()
@@ -428,7 +426,7 @@ def _suspended(rank: RankFacts, rows: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def _pids(workers: pd.Series[str]) -> set[int]:
-    """Return the process ids that some starts of a loader recorded, each as a text: "17 18"."""
+    """Return the process ids in the texts that the starts of a loader recorded ("17 18")."""
     return {int(pid) for text in workers.astype(str).unique() for pid in text.split() if pid.isdigit()}
 
 
@@ -445,5 +443,5 @@ def _gap(fetches: pd.DataFrame) -> float:
     single = fetches[(fetches["count"] == 1) & (fetches["worker"] >= 0)]
     ended = (single["start_ns"] + single["dur_ns"]).groupby(single["pid"]).shift()
     gaps = (single["start_ns"] - ended).dropna().to_numpy(dtype=float)
-    # The shortest are of workers that had the next index waiting; the others waited to be asked, as all of them may.
+    # In the shortest gaps the next index was already queued. In the others the worker waited for one; so may all have.
     return float(min(np.quantile(gaps, 0.1), single["dur_ns"].mean() / 4)) if len(gaps) else 0.0

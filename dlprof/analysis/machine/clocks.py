@@ -24,12 +24,12 @@ REASONS = {
 }
 _IDLE = 0x01
 
-# A reason in fewer of the readings than this came by chance.
+# A reason in a smaller share of the readings than this is chance.
 OFTEN = 0.1
 
-# Of GPUs that computed while nothing held them down, the one furthest from its maximum ran at 89 % of it (public
-# captures of nvidia-smi, of an H100, H200, L40S and RTX 4080 SUPER). One that was locked had no reason either. A clock
-# moves in steps of 15 MHz.
+# GPUs that computed without a reason for a lower clock ran at 89 % of their maximum or more (public captures of
+# nvidia-smi, of an H100, H200, L40S and RTX 4080 SUPER). A GPU with a locked clock showed no reason either. A clock
+# changes in steps of 15 MHz.
 LOCKED_SHARE = 0.75
 _STEP_MHZ = 15.0
 
@@ -86,7 +86,7 @@ def clocks(
 
 
 def _without_clock(samples: pd.DataFrame) -> list[str]:
-    """Return the options that bring the clocks, of the tools whose logs have none."""
+    """Return the options of the tools with logs without clocks that record them."""
     sources = samples.groupby("source", observed=True)["metric"].agg(lambda metrics: "sm_clock_mhz" in set(metrics))
     lacking = {str(source).partition(" ")[0] for source, has in sources.items() if not has}
     return [OPTIONS[tool]["sm_clock_mhz"] for tool in OPTIONS if tool in lacking]

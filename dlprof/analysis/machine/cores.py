@@ -87,7 +87,7 @@ def _lost(row: Mapping[Any, float], split: float) -> float:
 
 @across_ranks
 def spare_cores(sample_means: Frame = needs(sample_means), job: Job = needs(JOB)) -> pd.DataFrame:
-    """Return how many cores each rank could use and nobody does, a row a rank.
+    """Return how many idle cores each rank could use, a row a rank.
 
     Columns: rank, threads (of PyTorch's pool), cores (that the rank has to itself), idle (of the host's, its share),
     and more (threads that would have a core each; `threads` where there is no core for another).
@@ -164,7 +164,7 @@ def bindings(job: Job = needs(JOB)) -> pd.DataFrame:
 
 
 def far_from_gpu(frame: pd.DataFrame) -> str:
-    """Say which ranks of `bindings` may only use cores of another NUMA node than their GPU's; "": none is known to."""
+    """Say which ranks of `bindings` may only use cores of another NUMA node than their GPU's; "": none known."""
     known = frame[(frame["node"] >= 0) & (frame["gpu_node"] >= 0) & (frame["node"] != frame["gpu_node"])]
     parts = [
         f"{ranks_named(of['rank'])} may only use cores of NUMA node {node}, and"

@@ -78,13 +78,13 @@ def log_clocks(
 ) -> dict[str, Clock]:
     """Return the clock of each source of the samples that is of another tool's log."""
     found: dict[str, Clock] = {}
-    for name, told in rank.trace_facts.items():
-        if not name.startswith("log ") or not isinstance(told, dict):
+    for name, facts in rank.trace_facts.items():
+        if not name.startswith("log ") or not isinstance(facts, dict):
             continue
-        mine = samples.loc[samples["source"].isin(told["sources"]), "at_ns"]
+        mine = samples.loc[samples["source"].isin(facts["sources"]), "at_ns"]
         if len(mine):
-            clock = _clock(str(told["times"]), int(mine.min()), int(mine.max()), run_span)
-            found |= dict.fromkeys(told["sources"], clock)
+            clock = _clock(str(facts["times"]), int(mine.min()), int(mine.max()), run_span)
+            found |= dict.fromkeys(facts["sources"], clock)
     return found
 
 

@@ -190,12 +190,12 @@ def outside(sample_means: pd.DataFrame) -> float:
     return share if used > 0 and (share := 1 - ours / used) >= LITTLE else 0.0
 
 
-# Less than this share of a host's cores is what its own services use.
+# A host's own services use less than this share of its cores.
 _LITTLE = 0.05
 
 
-# A host whose cores are in use to this share has none to spare, and what others take of it the job would have had: it
-# counts from twice the share above on.
+# If this share of a host's cores is in use, none are free, and the job lacks the cores that others use. These count
+# from twice the share above.
 _FULL = 0.95
 
 

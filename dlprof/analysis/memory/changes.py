@@ -1,4 +1,4 @@
-"""What changes of a training script would do to a rank's memory and to its step, each alone, from what was counted.
+"""The effect of each change of a training script on a rank's memory and step, from the counted memory.
 
 Memory comes from footprint.py. The step's time is known where another measure predicts it: a larger batch by the replay
 of the step, 16 bits by the products that run in float32, checkpointing by the forward pass of the modules, another
@@ -61,10 +61,10 @@ def memory_changes(
     attention: Maybe[Frame] = maybe(attention),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return what each change makes of the rank's peak, a row each: change, value, device, now_bytes, then_bytes (of
-    all that is held there), least_bytes and most_bytes (for any cache of the allocator), total_bytes (that there are;
-    NaN: unknown), times (how many times as large a batch then fits, without a cache; NaN: unknown), moved_bytes (more,
-    between host and device in a step).
+    """Return the rank's peak with each change, a row each: change, value, device, now_bytes, then_bytes (of all memory
+    held there), least_bytes and most_bytes (for any cache of the allocator), total_bytes (of the device; NaN: unknown),
+    times (how many times as large a batch then fits, without a cache; NaN: unknown), moved_bytes (additional, between
+    host and device in a step).
 
     Changes: batch (value: times the present one), autocast, 16_bits, checkpoint (value: the modules, folded),
     checkpoint_only (one of several lists of modules), fused_attention, shard (ZeRO's stage / the ranks), 8_bit,
@@ -86,12 +86,12 @@ def memory_changes(
 
 
 def with_cache(now: Footprint, then: Footprint) -> tuple[float, float, float]:
-    """Return all that is held with a change: with as large a share of the allocator's cache as now, with none, and with
-    the most that it is taken to be.
+    """Return the held memory with a change: with the present share of the allocator's cache, with none, and with the
+    largest assumed cache.
 
-    At most no part is served from what another has let go of: each is cached at its own peak. Free blocks are split for
-    smaller tensors, and then do not serve larger ones, so temporary memory counts twice: it comes in all sizes. What a
-    checkpoint computes again was there in the forward pass, too.
+    In the largest, no part reuses memory that another has freed: each is cached at its own peak. Free blocks are split
+    for smaller tensors, and then do not fit larger ones, so temporary memory counts twice: it comes in all sizes. The
+    activations that a checkpoint recomputes also exist in the forward pass.
     """
     cache, then_bytes = now.always["cache"], then.peak_bytes
     beside = cache + now.always["libraries"] + now.always["process"]
@@ -182,11 +182,11 @@ def _replicated(held: pd.DataFrame) -> bool:
     return bool(len(parameters)) and bool((parameters["bytes"] >= parameters["full_bytes"]).all())
 
 
-def _of_pipeline(now: Footprint, told: object) -> Iterator[tuple[str, str, Footprint]]:
-    if not isinstance(told, dict):
+def _of_pipeline(now: Footprint, pipeline: object) -> Iterator[tuple[str, str, Footprint]]:
+    if not isinstance(pipeline, dict):
         return
-    schedule, m, ranks = told.get("schedule"), told.get("microbatches"), told.get("ranks")
-    stages = told.get("stages")
+    schedule, m, ranks = pipeline.get("schedule"), pipeline.get("microbatches"), pipeline.get("ranks")
+    stages = pipeline.get("stages")
     if not (isinstance(schedule, str) and isinstance(m, int) and isinstance(ranks, list) and isinstance(stages, list)):
         return
     place, p = min(stages, default=0) % max(len(ranks), 1), len(ranks)
@@ -335,8 +335,8 @@ def memory_what_if(
     def of_pipeline(value: str) -> tuple[float, str, str]:
         with suppress(NotMeasured):
             for model in pipeline_models.get():
-                asked = {"microbatches": int(value)} if value.isdecimal() else {"schedule": value}
-                gain = (model.pipe.step_ns - model.step_with(**asked)) * model.pipe.calls_a_step
+                setting = {"microbatches": int(value)} if value.isdecimal() else {"schedule": value}
+                gain = (model.pipe.step_ns - model.step_with(**setting)) * model.pipe.calls_a_step
                 return now - gain, "", ""
         return nan, "", "the pipeline cannot be replayed"
 
@@ -354,8 +354,8 @@ def memory_what_if(
         "microbatches": of_pipeline,
         "schedule": of_pipeline,
     }
-    told = [times[str(c)](str(v)) for c, v in zip(rows["change"], rows["value"], strict=True)]
-    then = pd.DataFrame(told, columns=["then_ns", "bound", "why"], index=rows.index)
+    results = [times[str(c)](str(v)) for c, v in zip(rows["change"], rows["value"], strict=True)]
+    then = pd.DataFrame(results, columns=["then_ns", "bound", "why"], index=rows.index)
     return rows.assign(now_ns=now).join(then)
 
 
@@ -384,8 +384,8 @@ def batch_room(
     """Return how much of the memory of the rank's GPU grows with the batch, one row.
 
     Columns: stays_bytes, grows_bytes, floor_bytes (needed in the optimizer's step for any batch), total_bytes, counted
-    (1: counted by part; 0: all memory that a step frees is taken to grow). The allocator's cache is left out: a larger
-    batch would use it. Raises NotMeasured where the rank uses no GPU, or its memory was not read.
+    (1: counted by part; 0: all memory that a step frees is assumed to grow). The allocator's cache is left out: a
+    larger batch would use it. Raises NotMeasured where the rank uses no GPU, or its memory was not read.
     """
     total, composition, table = total_bytes(rank), memory_composition.or_none(), held.or_none()
     if composition is not None and table is not None and (device := main_device(composition)) != "cpu":
@@ -393,7 +393,7 @@ def batch_room(
         if "temporary" in set(composition.loc[composition["device"] == device, "part"]):
             moments = dict(growth(now))
             floor = sum(moments.pop("update"))
-            # Of the other moments the one that is the first to fill the memory.
+            # The other moment that fills the memory with the smallest batch.
             stays, grows = min(moments.values(), key=lambda m: (HIGH * total - m[0]) / max(m[1], 1.0))
             return _row((stays, grows, floor, total, 1))
     use = memory_use.get().iloc[0]

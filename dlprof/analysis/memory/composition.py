@@ -15,10 +15,10 @@ from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.errors import NotMeasured
 
-# Parts that are counted tensor by tensor. They exist all the time or at one of the moments below.
+# The parts that are counted tensor by tensor. They exist all the time or at one of the moments below.
 COUNTED = ("parameter", "cast", "gradient", "optimizer", "buffer", "activation", "input", "communication")
 
-# Rows of one rank that travel: the largest modules, and one row for all others.
+# The most rows that a rank passes on: the largest modules, and one row for all others.
 MOST_ROWS = 1_000
 
 _KEYS = ["module", "kind", "part", "device"]
@@ -43,18 +43,18 @@ def memory_composition(
     peak: data, temporaries, freed memory that it keeps, "difference"). On a GPU the difference is "unexplained" where
     activations were not counted, or where it is below 0: more was counted than allocated.
     """
-    told = rank.trace_facts.get("held") or {}
+    facts = rank.trace_facts.get("held") or {}
     if not len(held):
-        raise NotMeasured(_why(told))
+        raise NotMeasured(_why(facts))
     rows: list[tuple[str, str, float, str, str]] = []
     for device, mine in held.groupby("device", observed=True):
-        moment, parts = _fullest(mine, told, str(device))
+        moment, parts = _fullest(mine, facts, str(device))
         rows += [(str(device), part, size, "counted", moment) for part, size in parts.items()]
         counted = sum(parts.values())
         if device == "cpu":
-            rows += [("cpu", *row, moment) for row in _of_process(told, counted)]
+            rows += [("cpu", *row, moment) for row in _of_process(facts, counted)]
         elif memory_use and memory and _index(str(device)) == int(memory.get()["device"].iloc[-1]):
-            known = (told.get("activations") or {}).get("state") == "counted"
+            known = (facts.get("activations") or {}).get("state") == "counted"
             found = _of_gpu(memory_use.get(), memory.get(), samples, counted, "temporary" if known else "unexplained")
             rows += [(str(device), *row, moment) for row in found]
     frame = pd.DataFrame(rows, columns=["device", "part", "bytes", "known", "moment"])
@@ -71,7 +71,7 @@ def held_by_module(held: Frame = needs(schema.HELD), rank: RankFacts = needs(RAN
     if not len(held):
         raise NotMeasured(_why(rank.trace_facts.get("held") or {}))
     sums = ["tensors", "bytes", "full_bytes"]
-    whole = held.astype(dict.fromkeys(sums, "float64"))  # a stranger's numbers may add up to more than 64 bits hold
+    whole = held.astype(dict.fromkeys(sums, "float64"))  # implausible numbers in the input may overflow 64 bits
     frame = whole.groupby(_KEYS, observed=True, as_index=False)[sums].sum()
     frame = frame.astype(dict.fromkeys(_KEYS, object)).sort_values("bytes", ascending=False, kind="stable")
     rest = frame[MOST_ROWS:].assign(module="…", kind="").groupby(_KEYS, as_index=False)[sums].sum()
@@ -80,10 +80,10 @@ def held_by_module(held: Frame = needs(schema.HELD), rank: RankFacts = needs(RAN
 
 @per_rank
 def held_names(held: Frame = needs(schema.HELD), modules: Maybe[Frame] = maybe(schema.MODULES)) -> pd.DataFrame:
-    """Return of each module that holds something, and of those around it: module (path), name (folded) and kind.
+    """Return each module that holds memory, and the modules around it: module (path), name (folded) and kind.
 
-    Modules fold by all that is inside them, as in the tree of the step's time: the first layer of a stack holds less
-    than the others where nothing before it is trained. Without a trace by what holds something alone.
+    Modules fold by their content, as in the tree of the step's time: the first layer of a stack may hold less than the
+    others if nothing before it is trained. Without a trace they fold by the modules that hold memory.
     """
     known = [held[["module", "kind"]]]
     if modules:
@@ -105,11 +105,11 @@ def around(path: str) -> list[str]:
     return found
 
 
-def _why(told: Mapping[str, Any]) -> str:
-    return f"memory was not counted: {told.get('state') or 'no tensor was seen'}"
+def _why(facts: Mapping[str, Any]) -> str:
+    return f"memory was not counted: {facts.get('state') or 'no tensor was seen'}"
 
 
-def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
+def _fullest(mine: pd.DataFrame, facts: Mapping[str, Any], device: str) -> tuple[str, dict[str, float]]:
     """Return the moment with the most counted memory on a device, and each part's bytes at that moment.
 
     When a backward pass begins, all activations exist, and the gradients that were not set to None. When it has ended,
@@ -118,7 +118,7 @@ def _fullest(mine: pd.DataFrame, told: Mapping[str, Any], device: str) -> tuple[
     sums = mine.groupby("part", observed=True)["bytes"].agg(lambda sizes: float(sizes.astype(float).sum()))
     whole = {part: float(sums.get(part, 0.0)) for part in COUNTED}
     there = 0.0
-    for moment in told.get("moments") or ():
+    for moment in facts.get("moments") or ():
         if (moment.get("device"), moment.get("moment")) == (device, "backward"):
             there = float(moment.get("gradient_bytes") or 0)
     found = {"backward": whole | {"gradient": there}, "gradients": whole | {"activation": 0.0, "cast": 0.0}}
@@ -152,8 +152,8 @@ def _beyond_allocator(memory: pd.DataFrame, samples: Maybe[pd.DataFrame]) -> flo
     return max(float(np.median(beyond)), 0.0)
 
 
-def _of_process(told: Mapping[str, Any], counted: float) -> list[tuple[str, float, str]]:
-    of_process = told.get("process") or {}
+def _of_process(facts: Mapping[str, Any], counted: float) -> list[tuple[str, float, str]]:
+    of_process = facts.get("process") or {}
     before, most = (of_process.get(name) for name in ("before_bytes", "anonymous_bytes"))
     if before is None or most is None:
         return []

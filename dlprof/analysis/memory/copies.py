@@ -151,7 +151,7 @@ def from_pageable(copies: pd.DataFrame) -> pd.Series[bool]:
 def hideable(breakdown: pd.DataFrame, copies: pd.DataFrame, exposed: Mapping[int, float]) -> dict[int, float]:
     """Bound exposed copy time (rank → ns a step) by the computation behind which it could be hidden.
 
-    That is the step's, less what hides other copies already: they share the link.
+    That is the step's computation, less the part that already hides other copies: they share the link.
     """
     computation = part(breakdown, "computation")
     hidden = by_rank(copies.assign(hidden_ns=(copies["copy_ns"] - copies["exposed_ns"]).clip(lower=0.0)), "hidden_ns")

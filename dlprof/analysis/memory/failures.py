@@ -23,8 +23,8 @@ from dlprof.units import digits, size
 
 SNAPSHOT, ERROR, KERNEL, KILLED = "snapshot", "error", "kernel", "killed"
 
-# A process that was killed with this share of memory in use is taken to have run out of it, if nothing else says why:
-# readings are seconds apart.
+# A process that was killed with this share of memory in use is assumed to have run out of it if no other cause is
+# known: readings are seconds apart.
 _NEARLY_ALL = 0.9
 
 # What torch.OutOfMemoryError says (c10/cuda/CUDACachingAllocator.cpp), in units of 1024.
@@ -121,20 +121,20 @@ def _of_errors(job: Job, read: dict[int, dict[Any, Any]]) -> Iterator[dict[str, 
         if not failure:
             continue
         on_gpu = failure.get("type") == "OutOfMemoryError"
-        said = {name: _size(pattern.search(text)) for name, pattern in _SAID.items()}
+        sizes = {name: _size(pattern.search(text)) for name, pattern in _SAID.items()}
         found, last = _ON_HOST.search(text), read.get(rank, {})
         if not on_gpu:
-            said["requested_bytes"] = float(found[1]) if found else nan
-            said |= {"allocated_bytes": last.get("process_bytes", nan), "total_bytes": last.get("limit_bytes", nan)}
-        elif isnan(said["allocated_bytes"]):
-            said["allocated_bytes"] = last.get("allocated_bytes", nan)
+            sizes["requested_bytes"] = float(found[1]) if found else nan
+            sizes |= {"allocated_bytes": last.get("process_bytes", nan), "total_bytes": last.get("limit_bytes", nan)}
+        elif isnan(sizes["allocated_bytes"]):
+            sizes["allocated_bytes"] = last.get("allocated_bytes", nan)
         site = str(failure.get("site") or "")
         yield {
             "rank": rank,
             "device": str(device.get("index", 0)) if on_gpu else "host",
             "how": ERROR,
-            **said,
-            "reserved_bytes": said["allocated_bytes"] + said["free_bytes"],
+            **sizes,
+            "reserved_bytes": sizes["allocated_bytes"] + sizes["free_bytes"],
             "site": shortened([site])[site] if site else "",
             "step": last.get("step", -1),
             "text": text,
@@ -171,7 +171,7 @@ _MOST = 5  # changes that are named
 _WORTH = 0.02  # of the memory needed; changes that save less are not named
 
 
-# Where a failure needed so many times the counted memory, the count says nothing: memory grew, or another kind of step
+# If a failure needed so many times the counted memory, the count does not apply: memory grew, or another kind of step
 # ran.
 _GROWN = 2.0
 
@@ -194,14 +194,14 @@ def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[
     be the same with each change: a longer batch needs more of everything that grows. Returns nothing where the job
     needed far more than was counted.
     """
-    held, asked, total = (failure[name] for name in ("allocated_bytes", "requested_bytes", "total_bytes"))
+    held, requested, total = (failure[name] for name in ("allocated_bytes", "requested_bytes", "total_bytes"))
     if memory_what_if is None or isnan(total) or isnan(held):
         return []
     rows = memory_what_if[memory_what_if["change"] != ""]
     if not len(rows) or (str(rows["device"].iloc[0]) == "cpu") != (failure["device"] == "host"):
         return []
     # A process that was killed had filled the memory, whatever was read last.
-    needed = held + asked if not isnan(asked) else max(held, total)
+    needed = held + requested if not isnan(requested) else max(held, total)
     now = float(rows["now_bytes"].iloc[0])
     scale = max(needed / now, 1.0) if now else 1.0
     if scale > _GROWN:

@@ -1,8 +1,8 @@
-"""A rank's peak memory by part, and what a change makes of it: pure functions of counted bytes.
+"""A rank's peak memory by part, now and with a change: pure functions of counted bytes.
 
-The backward pass is walked module by module: what the modules before have saved is still there, and the gradients of
-those behind are made, so any of them may be the peak, and so may the optimizer's step. A change of one moment may leave
-another as the peak. Nothing here knows of a model's kind: what is counted is scaled, split or moved.
+The backward pass is computed module by module: the earlier modules' activations still exist, and the later modules'
+gradients already exist, so the peak may be at any module, or in the optimizer's step. A change at one moment may make
+another moment the peak. The functions do not depend on the kind of model: they scale, split or move counted bytes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PARTS = (
     "unexplained",
 )
 
-# What grows with the batch. Temporary memory does but for the optimizer's.
+# The parts that grow with the batch. Temporary memory also grows, except the optimizer's.
 GROWING = ("activation", "input", "temporary")
 
-# What is there at some moments of a step only.
+# The parts that exist only at some moments of a step.
 _PASSING = ("cast", "gradient", "activation", "temporary")
 
 # Under autocast these compute in float32, and so do the activations that they save (torch.amp, "CUDA Ops that can
@@ -55,18 +55,18 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one rank holds, from its table `held`.
+    """One rank's memory, from its table `held`.
 
-    `always`: part → bytes that are there at every moment. `places`: what the forward pass saves, a row for each size of
-    tensor that a module saves, in that order, bytes: kept (until its backward pass), again (what a checkpoint, `unit`,
-    computes again for the backward passes within it), cast, gradient (that its backward pass leaves), own (of that,
-    what is there while all of the row still is), flowing (temporary).
+    `always`: part → bytes at every moment. `places`: the tensors that the forward pass saves, a row for each size of
+    tensor that a module saves, in that order, bytes: kept (until its backward pass), again (recomputed by the
+    checkpoint `unit` for the backward passes within it), cast, gradient (left by its backward pass), own (the part of
+    the gradient that exists while the whole row still does), flowing (temporary).
     """
 
     held: pd.DataFrame
     always: Mapping[str, float]
     places: pd.DataFrame
-    gradient: float  # bytes that are there before the backward pass
+    gradient: float  # bytes of gradients before the backward pass
     stepping: float  # temporary bytes as the optimizer steps
     gathered: float = 0.0  # parameters of one unit of FSDP, whole
 
@@ -78,14 +78,14 @@ class Footprint:
         kept, cast, flowing, made = self._walk()
         rows = self.places[["kept", "cast"]].sum()
         found = {"forward": self._parts(rows["kept"], rows["cast"], self.gradient, 0.0, 2)}
-        # Whatever grows does so by one factor, so the peak is a corner of what grows over what does not.
+        # All growing parts scale by one factor, so only the corners of growing against constant bytes can be the peak.
         for at in corners(kept + flowing, cast + made):
             found[f"backward {at}"] = self._parts(kept[at], cast[at], made[at], flowing[at], 3)
         whole = max(float(self.places["gradient"].sum()), self.gradient)
         return found | {"update": self._parts(0.0, 0.0, whole, self.stepping, 0)}
 
     def _walk(self) -> tuple[NDArray[np.float64], ...]:
-        """Return of each place what is there in its backward pass: activations, casts, temporary memory, gradients."""
+        """Return the memory in the backward pass of each place: activations, casts, temporary memory, gradients."""
         p = self.places
         again = p.groupby("unit", sort=False)["again"].cumsum().to_numpy()
         kept, cast = p["kept"].cumsum().to_numpy() + again, p["cast"].cumsum().to_numpy()
@@ -108,7 +108,7 @@ class Footprint:
         return sum(self.parts.values())
 
     def scaled(self, factors: Mapping[str, float]) -> Footprint:
-        """Return the same with some parts so many times as large; temporary memory as the optimizer steps stays."""
+        """Return the same with some parts scaled; the temporary memory of the optimizer's step stays."""
         always = {part: n * factors.get(part, 1.0) for part, n in self.always.items()}
         gradient = factors.get("gradient", 1.0)
         return replace(self, always=always, gradient=self.gradient * gradient).with_rows(
@@ -119,7 +119,7 @@ class Footprint:
         )
 
     def with_rows(self, **factors: float | NDArray[np.float64]) -> Footprint:
-        """Return the same with what each place saves, leaves or needs so many times as large."""
+        """Return the same with the columns of `places` scaled."""
         columns = {"saved": ("kept", "again"), "gradient": ("gradient", "own")}
         p = self.places
         changed = {c: p[c] * by for name, by in factors.items() for c in columns.get(name, (name,))}
@@ -129,12 +129,12 @@ class Footprint:
 def footprint(
     held: pd.DataFrame, at_peak: Mapping[str, float], *, before: float = 0.0, stepping: float = 0.0
 ) -> Footprint:
-    """Return what a rank holds from its table `held`, from what it holds at its peak, part → bytes, from the bytes of
-    gradients that are there before its backward pass, and from what its optimizer needs meanwhile (`stepping`).
+    """Return a rank's footprint from its table `held`, its peak (`at_peak`, part → bytes), the bytes of gradients
+    before its backward pass (`before`), and the optimizer's temporary bytes (`stepping`).
 
-    What flows through a module's backward pass is at most the gradients of its result and of its input: about twice
-    its largest tensor. No moment holds more than the peak, which bounds that for it and for all that are alike. What
-    the peak holds beyond it is of the moment that then has most.
+    The temporary memory of a module's backward pass is at most the gradients of its result and of its input: about
+    twice its largest tensor. No moment exceeds the peak, which bounds it for the module and for all that are alike. If
+    the peak is larger, the rest counts at the moment with the most memory.
     """
     always = {part: float(at_peak.get(part, 0.0)) for part in PARTS if part not in _PASSING}
     most = float(sum(at_peak.get(part, 0.0) for part in _PASSING))
@@ -156,7 +156,7 @@ def footprint(
 
 
 def _filled(now: Footprint, more: float) -> Footprint:
-    """Return the same with so many bytes more of temporary memory where most is held, or less of what nobody knows."""
+    """Return the same with more temporary memory at the peak, or less unexplained memory."""
     if more <= 0:
         return replace(now, always={**now.always, "unexplained": now.always["unexplained"] + more})
     most = max(now.moments, key=lambda moment: sum(now.moments[moment].values()))
@@ -207,7 +207,7 @@ def stepping_of(held: pd.DataFrame, optimizer: Mapping[str, object]) -> float:
     if optimizer.get("foreach") is True or (on_gpu and optimizer.get("foreach") is None):
         return of_model
     rows = held[(held["part"] == "parameter") & (held["trainable"] == 1)]
-    # Of the tensors of a module, as a weight and its bias, one has about all of the bytes.
+    # One tensor of a module has almost all of its bytes: the weight, not the bias.
     largest = float((rows["bytes"] / (rows["tensors"] / 2).clip(lower=1)).max()) if len(rows) else 0.0
     return 2 * largest if state > 1.5 * of_model else 0.0
 
@@ -221,12 +221,12 @@ def trained(held: pd.DataFrame) -> float:
 
 
 def larger_batch(now: Footprint, times: float) -> Footprint:
-    """Return what a batch so many times as large takes: activations, inputs and temporary memory grow with it."""
+    """Return the footprint with a larger batch: activations, inputs and temporary memory grow with it."""
     return now.scaled(dict.fromkeys(GROWING, times))
 
 
 def most_times(now: Footprint, most_bytes: float) -> float:
-    """Return how many times as large a batch may be for so many bytes at most; 0: nothing fits."""
+    """Return the largest multiple of the batch that fits into so many bytes; 0: nothing fits."""
     return min(_times(stays, grows, most_bytes) for stays, grows in growth(now).values())
 
 
@@ -245,8 +245,8 @@ def _times(stays: float, grows: float, most_bytes: float) -> float:
 
 
 def autocast(now: Footprint, scores: Mapping[int, float] | None = None) -> Footprint:
-    """Return what autocast to 16 bits leaves: float32 activations become half as large, but for those of norms, losses
-    and softmax, and of each weight a copy in 16 bits is kept until the backward pass has used it.
+    """Return the footprint with autocast to 16 bits: float32 activations become half as large, except those of norms,
+    losses and softmax. A copy of each weight in 16 bits is kept until the backward pass has used it.
 
     `scores`: of unfused attention, as of `fused_attention`. Softmax's result stays in float32, and the product with the
     values saves a copy of it in 16 bits.
@@ -277,7 +277,7 @@ def _stays_float32(rows: pd.DataFrame) -> pd.Series[bool]:
 
 
 def fused_attention(now: Footprint, scores: Mapping[int, float]) -> Footprint:
-    """Return what is left without the scores of attention, which a fused kernel computes again.
+    """Return the footprint without the scores of attention, which a fused kernel recomputes.
 
     `scores`: elements of one call's scores → bytes of one copy of all of that size. What is saved in tensors of so many
     elements goes, softmax's result and dropout's mask too; where no such tensor was counted one copy of all goes.
@@ -319,7 +319,7 @@ def checkpointed(now: Footprint, modules: Sequence[str]) -> Footprint:
         again[rows.index] += rows["kept"]
         kept[rows.index] = 0.0
         kept[rows.index[0]], named[rows.index] = left, str(unit)
-        # The input is what the first of them save: it is not made again.
+        # The first of them save the input, which is not recomputed.
         more = np.maximum(rows["kept"].cumsum().to_numpy() - left, 0.0)
         again[rows.index] = np.diff(more, prepend=0.0)
     return replace(now, places=p.assign(kept=kept, again=again, unit=named))
@@ -354,7 +354,7 @@ def one_moment(now: Footprint) -> Footprint:
 
 
 def offloaded(now: Footprint) -> Footprint:
-    """Return what is left where the optimizer's state is kept, and stepped, on the host (ZeRO-Offload, 2021)."""
+    """Return the footprint with the optimizer's state and step on the host (ZeRO-Offload, 2021)."""
     return replace(now.scaled({"optimizer": 0.0}), stepping=0.0)
 
 

@@ -19,22 +19,22 @@ from dlprof.analysis.memory.snapshot import Replay, memory_replay, shortened
 from dlprof.analysis.timeline.steady import ENOUGH, light_steps, standard_error
 from dlprof.errors import NotMeasured
 
-MOST_ROWS = 500  # readings of the series that travel: enough for any screen
+MOST_ROWS = 500  # readings of the series that a rank passes on: enough for any screen
 
-# A leak lifts the floor of what is held, a cache or a buffer only its height, and only once: the readings are cut into
-# so many parts of as many steps each, and of so many readings at least, and the least of each part is looked at. Where
-# they would be too few (an old job is read less often), into parts of as many readings.
+# A leak raises the least of the held memory; a cache or a buffer raises only its peaks, and only once. So the readings
+# are cut into PARTS parts of equally many steps, each with at least _A_PART readings. The least of each part counts.
+# With too few readings (an old job is read less often), the parts have equally many readings.
 PARTS, _A_PART = 6, 3
-_GOES_ON = 0.5  # the second half of the readings grows by at least this share of what the first half did
-_EACH_PART = 1 / 3  # what each step keeps comes evenly: each part grows by at least this share of their mean
-_VISIBLE = 0.02  # and by so much of what was held, or the interpreter's own bookkeeping would count
+_GOES_ON = 0.5  # the second half of the readings grows by at least this share of the first half's growth
+_EACH_PART = 1 / 3  # a leak in every step is even: each part grows by at least this share of the parts' mean growth
+_VISIBLE = 0.02  # and by at least this share of the held memory, or the interpreter's bookkeeping would count
 
-# Of fewer readings only what is large and steady is judged: the mean of what it grows by from one to the next is this
-# many standard errors of it, the second half grows by this share of what the first half does, and what is left is no
-# more than so many times what it grew by. A cache that fills, or garbage, slows down or falls back meanwhile.
+# With fewer readings, only large and steady growth counts: the mean growth between readings is this many standard
+# errors, the second half grows by this share of the first half's growth, and the memory left is at most so many times
+# the growth. A cache that fills, or garbage, slows down or falls back meanwhile.
 _STEADY, _EVEN, _SOON = 4.0, 0.75, 10.0
 
-# What is sampled of a rank's memory, the better metric first: what is mapped from files does not count.
+# The sampled metrics of a rank's memory, the better one first: pages mapped from files do not count.
 _SAMPLED = {"process": ("anonymous_bytes", "rss_bytes"), "workers": ("children_anonymous_bytes", "children_rss_bytes")}
 
 
@@ -48,8 +48,8 @@ def memory_use(memory: Frame = needs(schema.MEMORY), rank: RankFacts = needs(RAN
     serve all. Peaks are since the script last reset them, at any reading. −1: not known.
     """
     frame = _readings(memory)
-    asked = frame["device_allocs"].to_numpy()
-    halfway = asked[len(asked) // 2]
+    allocs = frame["device_allocs"].to_numpy()
+    halfway = allocs[len(allocs) // 2]
     row = {
         "peak_allocated_bytes": int(frame[["peak_allocated_bytes", "allocated_bytes"]].to_numpy().max()),
         "peak_reserved_bytes": int(frame[["peak_reserved_bytes", "reserved_bytes"]].to_numpy().max()),
@@ -57,7 +57,7 @@ def memory_use(memory: Frame = needs(schema.MEMORY), rank: RankFacts = needs(RAN
         "total_bytes": total_bytes(rank),
         "retries": int(frame["retries"].max()),
         "ooms": int(frame["ooms"].max()),
-        "late": int(asked[-1] - halfway) if halfway >= 0 else -1,
+        "late": int(allocs[-1] - halfway) if halfway >= 0 else -1,
     }
     return pd.DataFrame([row])
 
@@ -74,8 +74,8 @@ def retry_cost(memory: Frame = needs(schema.MEMORY), light_steps: Frame = needs(
     """Return one row: the cost of steps in which the allocator had to empty its cache and retry.
 
     Columns: retries and ooms (failed allocations) while training was steady; retried and plain, the steady steps around
-    a reading with a retry since the one before, and the others; ns, what the first last longer, spread over all steady
-    steps, and its standard error noise_ns (NaN: none, or too few, are plain).
+    a reading with a retry since the one before, and the others; ns, how much longer the first last, spread over all
+    steady steps, and its standard error noise_ns (NaN: no, or too few, plain steps).
     """
     readings = _readings(memory)
     steps = light_steps[light_steps["steady"]]
@@ -109,7 +109,7 @@ def memory_growth(
     samples: Maybe[Frame] = maybe(schema.SAMPLES),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
-    """Return one row for each memory that was read while training was steady: whether, and how fast, it grows.
+    """Return one row for each memory that was read while training was steady: whether it grows, and how fast.
 
     Columns: what (device: PyTorch's allocator; process; workers: all its children), metric (of the samples, ""
     for the device), grows (1: the floor rises in each part of the time, and goes on), first_bytes and last_bytes (the
@@ -142,18 +142,18 @@ def memory_growth(
 
 @across_ranks
 def memory_ends(memory_growth: Frame = needs(memory_growth), job: Job = needs(JOB)) -> pd.DataFrame:
-    """Return the rows of `memory_growth` with what they share: a host's memory is that of all its ranks.
+    """Return the rows of `memory_growth` by shared memory: the ranks of a host share the host's memory.
 
-    `left_bytes` is what its first rank read; `steps`, after how many it is used up by all that grows in it, NaN for
-    what does not grow, or where it is not known how much is left.
+    `left_bytes` is the smallest reading of the ranks; `steps` is how many steps use it up with all growth in it, NaN
+    for memory that does not grow, or where left_bytes is not known.
     """
     frame = memory_growth
     on_device = frame["what"] == "device"
     hosts = frame["rank"].map(lambda rank: settings.host(job, rank))
     memories = [on_device, hosts.where(~on_device, frame["rank"].astype(str))]
     left = frame["left_bytes"].groupby(memories).transform("min")
-    together = (frame["per_step"] * frame["grows"]).groupby(memories).transform("sum")
-    steps = left.clip(lower=0.0) / together.where(frame["grows"] == 1)
+    growth = (frame["per_step"] * frame["grows"]).groupby(memories).transform("sum")
+    steps = left.clip(lower=0.0) / growth.where(frame["grows"] == 1)
     return frame.assign(left_bytes=left, steps=steps)
 
 
@@ -167,7 +167,7 @@ def _readings(memory: pd.DataFrame) -> pd.DataFrame:
 def most_memory(
     memory_use: Maybe[Frame] = maybe(memory_use), sample_means: Maybe[Frame] = maybe(sample_means)
 ) -> float:
-    """Return the most that a rank held on its GPU, else in its process, in bytes; raise NotMeasured without either."""
+    """Return a rank's peak memory on its GPU, else in its process, bytes; raise NotMeasured without either."""
     allocated, means = memory_use.or_none(), sample_means.or_none()
     if allocated is not None and len(allocated):
         return float(allocated["peak_allocated_bytes"].max())
@@ -190,7 +190,7 @@ def _is(samples: pd.DataFrame, source: str, metric: str) -> pd.Series[bool]:
 
 
 def _untouched(light_steps: pd.DataFrame) -> pd.DataFrame:
-    """Return steps from the first steady one to the last, before or after those that the profiler's memory swells."""
+    """Return the steady stretch before or after the profiled steps, the longer one: the profiler's memory grows too."""
     at = np.flatnonzero(light_steps["steady"])
     profiled = np.flatnonzero(light_steps["profiled"])
     if not len(at):
@@ -209,9 +209,9 @@ def _within(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _beyond(mine: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """Leave out the first readings, in which a process only fills again what it had held before, as for the profiler.
+    """Leave out the first readings, in which a process only refills memory that it held before, as for the profiler.
 
-    An interpreter keeps what it has freed. All of them where it never gets so far, or too few would be left.
+    An interpreter keeps the memory that it frees. All readings stay if it never refills it, or too few would be left.
     """
     if not len(mine):
         return mine
@@ -244,7 +244,7 @@ def _growth(steps: pd.DataFrame, at_ns: pd.Series[int], held_bytes: pd.Series[fl
 def _steep(
     steps: pd.DataFrame, at_ns: pd.Series[int], held_bytes: pd.Series[float], left_bytes: float
 ) -> dict[str, float] | None:
-    """Return the same of few readings, if what is held grows much and steadily; None: they cannot tell."""
+    """Return the same from few readings, if the held memory grows much and steadily; None: they do not show it."""
     at, held = np.searchsorted(steps["start_ns"], at_ns), held_bytes.to_numpy(dtype=float)
     each: NDArray[np.float64] = np.diff(held)
     half = len(each) // 2
@@ -279,20 +279,20 @@ def memory_state(
         if end is not None:
             rows.append((r.device, "end", *end, nan, nan, len(r.ooms), "", int(r.at_ns[-1])))
         if len(r.ooms):
-            asked = r.ooms.iloc[-1]
-            moment = int(asked["moment"]) - 1  # before it failed
-            free = float(asked["free_bytes"])
+            request = r.ooms.iloc[-1]
+            moment = int(request["moment"]) - 1  # before it failed
+            free = float(request["free_bytes"])
             rows.append(
                 (
                     r.device,
                     "oom",
                     int(r.allocated[moment]),
                     int(r.reserved[moment]),
-                    *_at(r, moment, int(asked["stream"]), str(asked["pool"])),
-                    float(asked["bytes"]),
+                    *_at(r, moment, int(request["stream"]), str(request["pool"])),
+                    float(request["bytes"]),
                     free if free >= 0 else nan,
                     len(r.ooms),
-                    shortened([str(asked["site"])])[str(asked["site"])],
+                    shortened([str(request["site"])])[str(request["site"])],
                     int(r.at_ns[moment + 1]),
                 )
             )

@@ -186,9 +186,9 @@ def _before(held: pd.DataFrame, events: pd.DataFrame | None, n: int) -> pd.DataF
 
 
 def _segments(segments: pd.DataFrame, events: pd.DataFrame | None, n: int) -> pd.DataFrame:
-    """Return what the allocator had from the device and when: begins, ends, address, bytes, stream, pool.
+    """Return the allocator's segments over time: begins, ends, address, bytes, stream, pool.
 
-    Pages of segments that grow are told one by one, and the segments in the blocks as a whole: these are not matched.
+    The events list the pages of growing segments one by one, the blocks list whole segments: these are not matched.
     """
     columns = ["address", "bytes", "stream", "pool"]
     last = segments.rename(columns={"bytes": "block_bytes"}).rename(columns={"segment_bytes": "bytes"})
@@ -205,8 +205,8 @@ def _segments(segments: pd.DataFrame, events: pd.DataFrame | None, n: int) -> pd
 def memory_peak(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFrame:
     """Return one row a device: device, peak_bytes, reserved_bytes, at_ns (all at the peak), events, end_bytes.
 
-    `peak_bytes` is what tensors held at the moment when they held most, of those that the snapshot covers. `events`:
-    how many it replays; 0: the snapshot has no history, and the peak is the moment when it was taken.
+    `peak_bytes` is the most that tensors held at any moment that the snapshot covers. `events`: how many are replayed;
+    0: the snapshot has no history, and the peak is the moment when it was taken.
     """
     rows = [
         (
@@ -226,7 +226,8 @@ def memory_peak(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFr
 
 @per_rank
 def memory_holders(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFrame:
-    """Return which lines' memory was held: device, moment, site, via, bytes, blocks, share; the most first.
+    """Return the held memory by the line that allocated it: device, moment, site, via, bytes, blocks, share; the most
+    first.
 
     Moments: "peak", and "oom" where memory ran out, the last time. `share`: of all that was held. `via`: what the line
     called for most of it.

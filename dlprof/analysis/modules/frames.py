@@ -3,11 +3,10 @@
 dlprof names each module's forward pass `nn.Module: PATH (Class)` while it traces. A trace with stacks (with_stack=True)
 names it `nn.Module: Class_N`; the path is then made of the names around the module's first call.
 
-Links a function of the backward pass to the operator of the forward pass that made it.
-
-Autograd numbers the functions that a thread makes, one after the other. The profiler writes the number, and the thread,
-on a function that runs; and on an operator the number that the next function made by its thread will have. So the last
-operator with a function's number has made it: those that begin afterwards have higher ones.
+A function of the backward pass is linked to the operator of the forward pass that created it. Autograd numbers the
+functions that a thread creates in order. The profiler records the number and the thread with a function that runs; with
+an operator it records the number that the thread's next function will get. So the last operator with a function's
+number created it: later operators have higher numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.errors import NotMeasured
 
-# The kind of a frame: the part of the step that its own time counts to.
+# The kinds of a frame: the part of the step to which its own time counts.
 FORWARD, RECOMPUTE, BACKWARD, COMMUNICATION, OPTIMIZER, INPUT, OTHER = range(7)
 PARTS = ("forward", "recompute", "backward", "communication", "optimizer", "input", "other")
 
@@ -38,17 +37,17 @@ _OURS = re.compile(r"nn\.Module: (.*) \(([^()]+)\)", re.DOTALL)
 _OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
 _FUNCTION = "autograd::engine::evaluate_function: "
 _ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
-# FSDP2 names the module, or modules, that it works for, but not the outermost one. For FSDP1 dlprof names it.
+# FSDP2 names the module, or modules, that it works for, except the outermost one. For FSDP1 dlprof names it.
 _FSDP = re.compile(
     r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?"
     r"|dlprof::(?:all_gather|reduce) nn\.Module: (.*) \([^()]+\)",
     re.DOTALL,
 )
-# Else what its hook reduces is of the function around it, and whose parameters are gathered ahead is not known.
+# Without a name, the hook reduces for the function around it. The module of a gather ahead of time is not known.
 _HOOK = "FullyShardedDataParallel._post_backward_hook"
 _FIRST = re.compile(r"FullyShardedDataParallel\._(?:\w+_prefetch|post_backward_hook)")
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#", "dlprof::optimizer")
-# What wrappers add to the path of a module.
+# The parts that wrappers add to the path of a module.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?=\.|$)")
 _WRAPPERS = (
     "CheckpointWrapper",
@@ -178,7 +177,7 @@ def _called(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *, needs_names
     for code, found in _matches(_FSDP, texts).items():
         of_name[code] = next((place[m] for m in modules if m[0] == _unit(found)), -1)
     module = np.where(calls | (part == COMMUNICATION), of_name[name], -1)
-    # Calls within a function of the backward pass recompute activations; so do all calls inside them.
+    # Calls within a function of the backward pass recompute activations, and so do all calls inside them.
     part[calls & _among_ancestors(parent, functions)] = RECOMPUTE
     made = Frames(
         row,
@@ -341,7 +340,7 @@ def _root(code: int, outer: dict[int, int]) -> int:
 
 
 def _nearest(parent: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the nearest frame around each that is wanted; −1: none is."""
+    """Return the nearest wanted frame around each; −1: none."""
     at = parent.copy()
     for _ in range(host.MOST_DEEP):
         skip = np.flatnonzero((at >= 0) & ~wanted[np.maximum(at, 0)])
@@ -356,12 +355,12 @@ def _unit(found: re.Match[str]) -> str:
     return _WRAPPED.sub("", found[1] or found[2] or found[3] or "").removeprefix(".")
 
 
-# An operator that is not numbered, as those that only look at a tensor, is followed by others: its function counts to
-# the operator before it, if that made one of the few functions before.
+# Some operators have no number, such as views. Their function counts to the operator before them, if that created one
+# of the last _NEAR functions.
 _NEAR = 4
 
 
-# Threads whose operators are looked at, those with most of them.
+# The most threads that are searched, those with the most operators first.
 _MOST_LANES = 64
 
 
@@ -383,18 +382,20 @@ def forward_rows(
     unnumbered = functions[number[functions] < 0]
     inner = _inner(spans, name, unnumbered)
     number[unnumbered], thread[unnumbered] = number[inner], thread[inner]
-    asked = np.flatnonzero(number[functions] >= 0)
-    # Whose thread is which the trace does not say: the one that fits best is.
+    with_number = np.flatnonzero(number[functions] >= 0)
+    # The trace does not link thread numbers to lanes. Take the lane that fits best.
     threads = thread[functions]
     best = np.full(int(threads.max(initial=0)) + 1, -1, dtype=np.int64)
     for code in lanes[np.argsort(-counts, kind="stable")][:_MOST_LANES]:
-        made_by = _last(number, spans["start_ns"].to_numpy(), operators[lane[operators] == code], functions[asked])
-        # By its number, and better still by its name.
-        exact = (made_by >= 0) & (number[made_by] == number[functions[asked]])
-        fits = exact * (1 + (name[made_by] == name[functions[asked]]))
-        score = np.bincount(threads[asked], weights=fits, minlength=len(best)).astype(np.int64)
-        better = (score > best)[threads[asked]]
-        found[asked[better]] = made_by[better]
+        made_by = _last(
+            number, spans["start_ns"].to_numpy(), operators[lane[operators] == code], functions[with_number]
+        )
+        # A match by number counts 1, by number and name 2.
+        exact = (made_by >= 0) & (number[made_by] == number[functions[with_number]])
+        fits = exact * (1 + (name[made_by] == name[functions[with_number]]))
+        score = np.bincount(threads[with_number], weights=fits, minlength=len(best)).astype(np.int64)
+        better = (score > best)[threads[with_number]]
+        found[with_number[better]] = made_by[better]
         best = np.maximum(best, score)
     return found
 

@@ -131,7 +131,7 @@ def cpu_exposed(
     cpu_computation: iv.Intervals = needs(cpu_computation),
     bucket_shares: Maybe[NDArray[np.float64]] = maybe(bucket_shares),
 ) -> Sums:
-    """Return what the training thread's steps consist of: its pieces, but for exchanges with nothing computed beside.
+    """Return the pieces of the training thread's steps, except exchanges without simultaneous computation.
 
     Where exchanges overlap, the one that began first counts.
     """

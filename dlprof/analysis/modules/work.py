@@ -1,10 +1,7 @@
 """The time of each module in a mean step, by part: on the host, on the device, and of the step itself.
 
-Device time of modules.
-
-The FLOPs of each module: as counted in one step, else those of its matrix products by the trace's shapes.
-
-The cost, in the traced steps, of recording the names of modules.
+Also the FLOPs of each module, as counted in one step, else those of its matrix products from the trace's shapes; and
+the cost of recording the names of modules in the traced steps.
 """
 
 from __future__ import annotations
@@ -153,19 +150,19 @@ def shaped_flops(
     module_rows: Frame = needs(module_rows),
     module_frames: Frames = needs(module_frames),
 ) -> Sums:
-    """Return the FLOPs of each module's operators in the traced steps, NaN where a product's are not known: a trace has
-    no stride of a convolution, and no shape of attention. Raises NotMeasured where no shape is known.
+    """Return the FLOPs of each module's operators in the traced steps, NaN where a product's are not known: a trace
+    lacks a convolution's stride and attention's shapes. Raises NotMeasured where no shape is known.
     """
     owners = operator_work["owner"].to_numpy()
     rows = np.unique(owners[owners >= 0])
     keys = [spans[column].cat.codes.to_numpy()[rows].astype(np.int64) for column in ("name", "shape", "dtype")]
     each, of = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
     texts = [spans[column].cat.categories for column in ("name", "shape", "dtype")]
-    told = [[str(text[code]) for text, code in zip(texts, row, strict=True)] for row in each.tolist()]
-    flops = np.array([products(*one)[0] if one[1] else np.nan for one in told])
+    operators = [[str(text[code]) for text, code in zip(texts, row, strict=True)] for row in each.tolist()]
+    flops = np.array([products(*one)[0] if one[1] else np.nan for one in operators])
     if np.isnan(flops).all():
         raise NotMeasured("the trace has no shapes of operators (record_shapes=True)")
-    flops[np.isnan(flops) & ~np.array([is_product(operator) for operator, _, _ in told], dtype=bool)] = 0.0
+    flops[np.isnan(flops) & ~np.array([is_product(operator) for operator, _, _ in operators], dtype=bool)] = 0.0
     found = flops[of.reshape(-1)]
     module, part = module_rows["module"].to_numpy()[rows], module_rows["part"].cat.codes.to_numpy()[rows]
     return sums(module_frames, module, part, found)
@@ -241,7 +238,7 @@ def module_work(
     }
     steps = len(timing.windows)
     regions = np.flatnonzero(host.is_named(spans, *host.COMPILED) & ~is_on_device)
-    # Dynamo has regions without a graph, too; an old trace shows regions alone.
+    # Dynamo also has regions without a graph; an old trace shows only regions.
     graphs = np.flatnonzero(host.is_named(spans, GRAPH) & ~is_on_device)
     whole = np.setdiff1d(graphs, module_frames.divided) if len(graphs) else regions
     regions = np.setdiff1d(regions, graphs)
@@ -254,7 +251,7 @@ def module_work(
     return table(module_frames, flags, **{name: values / steps for name, values in columns.items()})
 
 
-# Calls that launch all nodes of a graph together.
+# Calls that launch all nodes of a graph at once.
 _GRAPHS = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 
 
@@ -287,11 +284,11 @@ def module_naming(timing: Timing = needs(timing), rank: RankFacts = needs(RANK))
     module was named.
     """
     window = rank.facts.get("window") or {}
-    told = window.get("modules") or {}
+    recorded = window.get("modules") or {}
     first, last = window.get("first_step"), window.get("last_step")
-    if not told.get("ranges") or not told.get("ns_each") or first is None or last is None:
+    if not recorded.get("ranges") or not recorded.get("ns_each") or first is None or last is None:
         raise NotMeasured("no names of modules were recorded in the trace")
-    ranges = told["ranges"] / (last - first + 1)
-    ns = ranges * told["ns_each"]
+    ranges = recorded["ranges"] / (last - first + 1)
+    ns = ranges * recorded["ns_each"]
     step_ns = float((timing.host_windows[:, 1] - timing.host_windows[:, 0]).mean()) if len(timing.windows) else 0.0
     return pd.DataFrame([{"ranges": ranges, "ns": ns, "share": ns / step_ns if step_ns else float("nan")}])

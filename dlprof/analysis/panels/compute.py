@@ -94,7 +94,7 @@ def draw_kernels(
     work: Maybe[Frame] = maybe(work),
     copies: Maybe[Frame] = maybe(copies),
 ) -> list[Panel]:
-    """List the kernels, as the mean of the ranks, and the copies of the rank whose are least hidden."""
+    """List the kernels, as the mean of the ranks, and the copies of the rank with the least hidden ones."""
     panels = []
     with suppress(NotMeasured, MeasureFailed):
         panels.append(_kernels(heaviest_kernels.get(), kernels_of(work.get())["rank"].unique().tolist()))

@@ -11,7 +11,7 @@ from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import count
 
-# Of more ranks those with most tokens are shown.
+# If there are more ranks, those with most tokens are shown.
 MOST_ROWS = 32
 
 

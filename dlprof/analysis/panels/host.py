@@ -27,7 +27,7 @@ from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, quantity
 
-# Functions whose lines are shown, and lines of each.
+# The most functions with lines shown, and the lines of each.
 MOST_FUNCTIONS = 8
 
 
@@ -322,7 +322,7 @@ def draw_syncs(syncs: Frame = needs(syncs)) -> list[Panel]:
 
 
 def by_python(waits: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of `syncs` in which Python asked where no operator did."""
+    """Return rows of `syncs` with "Python" as the caller where no operator called."""
     return waits.assign(asked=waits["asked"].replace("", "Python"))
 
 

@@ -146,7 +146,7 @@ def draw_samples(
 ) -> list[Panel]:
     """Draw what was sampled over the run: cores, memory, and what of the GPUs was read."""
     begin, end = began_ns(first_times, sample_series["at_ns"].min()), sample_series["at_ns"].max()
-    # Wide enough that none is left empty between two readings of a rank.
+    # Wide enough that no bin stays empty between two readings of a rank.
     apart = sample_series.groupby(["rank", "source", "metric"])["at_ns"].diff().median()
     width = int(max((end - begin) / MOST_POINTS, 1.5 * apart, 1))
     series = sample_series.assign(time_ns=(sample_series["at_ns"] - begin) // width * width)

@@ -196,13 +196,13 @@ def _panel(bare_waits: pd.DataFrame | None, frame: pd.DataFrame, title: str, not
     frame = frame.assign(begin_ns=frame["begin_ns"] - early, start_ns=frame["start_ns"] - early)
     begins = frame.groupby("rank")["begin_ns"].first()
     # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
-    together = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
-    zero = begins.min() if together else frame["rank"].map(begins)
+    aligned = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
+    zero = begins.min() if aligned else frame["rank"].map(begins)
     frame = frame.assign(at=frame["start_ns"] - zero, lane=_lanes(frame))
     drawn = pd.concat([frame, _waiting(frame, waits)])[["lane", "at", "dur_ns", "name", "category"]]
-    arrows = _arrows(frame, waits, int(begins.min())) if together else ()
+    arrows = _arrows(frame, waits, int(begins.min())) if aligned else ()
     notes = [note, left]
-    if not together:
+    if not aligned:
         notes.append("Each rank from its own beginning: their clocks differ.")
     elif arrows:
         notes.append("Arrows lead from the rank that came last to a collective to those that had waited for it.")
@@ -215,10 +215,10 @@ def _lanes(frame: pd.DataFrame) -> pd.Series[str]:
 
 
 def _waits(bare_waits: pd.DataFrame | None, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
-    """Return whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
+    """Return whom the ranks waited for in the step, on aligned clocks, and how far each clock is ahead, ns.
 
-    Columns: rank, by, begin_ns, end_ns, waited_ns (of it with no computation); the longest of those that can be seen.
-    Nothing where it is not known.
+    Columns: rank, by, begin_ns, end_ns, waited_ns (the part with no computation); the longest of the visible waits.
+    Empty where it is not known.
     """
     columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
     if bare_waits is None:

@@ -27,7 +27,7 @@ _COLUMNS = ("rank", "step_ns", "busy_ns", *_SHARES, "schedule_ns", "imbalance_ns
 
 @across_ranks
 def bubbles(pipelines: Frame = needs(pipelines), pipes: Maybe[list[Pipe]] = maybe(pipes)) -> pd.DataFrame:
-    """Return the bubble of each rank: the columns of `pipeline`, its share of which step, and what it comes from.
+    """Return the bubble of each rank: the columns of `pipeline`, its share of the step, that step, and its cause.
 
     `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
     first stage is not here, of its own. `simulated` is the bubble of the same chunks in the same order if launching and
@@ -132,15 +132,15 @@ def device_turns(
     works = [device for device, ns in totals.items() if ns >= _PART * most > 0]
     if len(works) < 2:
         raise DoesNotApply("one device computes in each process")
-    together = iv.total(iv.merge(*(busy[device] for device in works))) / n
-    return pd.DataFrame({"device": works, "busy_ns": [totals[d] for d in works], "any_ns": together})
+    combined = iv.total(iv.merge(*(busy[device] for device in works))) / n
+    return pd.DataFrame({"device": works, "busy_ns": [totals[d] for d in works], "any_ns": combined})
 
 
 def overlapped_ns(busy_ns: pd.Series[float], microbatches: int) -> float:
-    """Return how long devices would take together for the same work in so many micro-batches, ns.
+    """Return how long all devices would take for the same work in so many micro-batches, ns.
 
-    The busiest works all the time, and the others' first micro-batch on its way in, and last on its way out, comes on
-    top: of stages alike that is GPipe's (m + p − 1) ÷ m of each one's time.
+    The busiest works all the time. The first micro-batch on its way in and the last on its way out add the others'
+    time for one micro-batch. With equal stages that is GPipe's (m + p − 1) ÷ m of each one's time.
     """
     most = float(busy_ns.max())
     return most + (float(busy_ns.sum()) - most) / microbatches

@@ -3,11 +3,11 @@
 Where dlprof did not record the job, the trace shows them: torch.distributed.pipelining names a range after each action
 of its schedules with several stages a rank (PP:0F3: stage 0, forward, micro-batch 3), and after GPipe's forwards and
 backwards. All of them contain the wait for the neighbour: a chunk is what was computed within its range, on a device
-what was launched within it. The range that DualPipeV has for a forward and a backward together is two: the backward
-begins where autograd does.
+what was launched within it. DualPipeV's one range for a forward and a backward counts as two: the backward begins where
+autograd does.
 
-1F1B names none, but it sends or receives between most of its passes. Where the work between a rank's sends and receives
-is, pass by pass, what 1F1B has a rank of its place do, each pass is known; else none is.
+1F1B names no ranges, but it sends or receives between most of its passes. If the work between a rank's sends and
+receives matches, pass by pass, 1F1B's schedule for that rank, each pass is known; else none.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def _between(marks: NDArray[np.int64], ops: pd.DataFrame, evaluated: iv.Interval
 
 
 def _parted(row: tuple[Action, ...], ranks: int) -> list[list[Action]]:
-    """Part a rank's passes where it sends or receives: those left together need no other rank in between."""
+    """Split a rank's passes where it sends or receives: the passes of one part need no other rank in between."""
     parts: list[list[Action]] = [[row[0]]]
     for (stage, done, _), action in pairwise(row):
         sends = stage < ranks - 1 if done == "forward" else stage > 0
@@ -404,7 +404,7 @@ def has_pipeline(all_chunks: Maybe[Frame] = maybe(all_chunks)) -> bool:
 
 @within_rank
 def outside_chunks(all_chunks: Frame = needs(all_chunks)) -> iv.Intervals:
-    """Return the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
+    """Return the time inside a schedule.step() and outside its chunks, for the calls with known chunks."""
     detailed = all_chunks["step"].isin(all_chunks.loc[all_chunks["action"] != SCHEDULE, "step"])
     return iv.subtract(host.cover(_calls(all_chunks[detailed])), inside_chunks(all_chunks))
 

@@ -166,7 +166,7 @@ def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline as the sum of its parts, which can be put together anew. All times in ns."""
+    """A pipeline as the sum of its parts, which can be recombined. All times in ns."""
 
     pipe: Pipe
     least_ns: Mapping[int, float]  # of a rank's step, what is no shorter for smaller micro-batches: Python, or kernels
@@ -253,7 +253,7 @@ GRID, FORMULA = "replayed", "closed form"
 
 
 def most_held(row: Sequence[Action]) -> int:
-    """Return the most micro-batches of a stage whose activations a rank holds at a time, over its actions in order."""
+    """Return the most micro-batches of a stage with activations held at a time, over a rank's actions in order."""
     held = most = 0
     for _, what, _ in row:
         held += {"forward": 1, "backward": -1, "weight": -1}.get(what, 0)

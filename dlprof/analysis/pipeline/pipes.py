@@ -1,4 +1,4 @@
-"""Pipelines whose ranks are all here: how their mean step went, and how long it would be with other chunks.
+"""Pipelines with the traces of all ranks: their mean step as recorded, and its length with other chunks.
 
 The bubble is the idle share of one synchronous step, which is schedule.step() on the rank that holds the first stage:
 the first forward begins there, and the last backward ends it. Another rank's own call may begin early and end early.
@@ -22,7 +22,7 @@ from dlprof.analysis.pipeline.schedules import Action, grid, replay, runs
 from dlprof.errors import NotMeasured
 from dlprof.units import few
 
-# Of many pipelines side by side so many are replayed, from the fastest to the slowest: they run the same schedule.
+# The most parallel pipelines that are replayed, from the fastest to the slowest: they run the same schedule.
 MOST_PIPES = 16
 
 _BISECTIONS = 12  # of the time that a hand-over takes: to a few thousandths of the upper bound
@@ -60,16 +60,16 @@ class Pipe:
 
     @property
     def is_known(self) -> bool:
-        """Whether its schedule is one whose grid is known."""
+        """Whether the grid of its schedule is known."""
         return runs(self.schedule, len(self.ranks), self.microbatches, self.chunks)
 
     def backward_ns(self, stage: int) -> float:
-        """Return how long a whole backward pass of a stage takes, ns, be it recorded whole or in halves."""
+        """Return how long a whole backward pass of a stage takes, ns, recorded whole or in halves."""
         halves = self.mean.get((stage, "input"), nan) + self.mean.get((stage, "weight"), nan)
         return self.mean.get((stage, "backward"), 0.0 if isnan(halves) else halves)
 
     def lengths(self, of: Lengths) -> dict[Action, float]:
-        """Return every action of the rows the length that its stage and kind have."""
+        """Return the length of every action of the rows, by its stage and kind."""
         return {a: of[a[:2]] for row in self.rows for a in row}
 
     @cached_property
@@ -105,7 +105,7 @@ class Pipe:
 
     @cached_property
     def saved_by_even_ns(self) -> float:
-        """What even stages save of a step: every call replayed, each chunk ÷ the mean of its kind as it was."""
+        """The saving of even stages: every call replayed, each chunk ÷ the mean of its kind in the recording."""
         calls = [
             {a: ns * self.even[a[:2]] / self.mean[a[:2]] if self.mean[a[:2]] else ns for a, ns in took.items()}
             for took in self.took
@@ -115,9 +115,9 @@ class Pipe:
 
 @across_ranks
 def pipelines(pipeline: Maybe[Frame] = maybe(pipeline), job: Job = needs(JOB)) -> pd.DataFrame:
-    """Return rows of `pipeline`; of traces from elsewhere, of those pipelines whose ranks all show the same.
+    """Return rows of `pipeline`; with traces from elsewhere, only of pipelines with the same calls on all ranks.
 
-    Raises NotMeasured where none do: several may run side by side, and nothing shows which ranks are one.
+    Raises NotMeasured where there are none: several pipelines may run in parallel, and the ranks of each are not known.
     """
     frame = pipeline.get()
     if any(job.facts.values()):
@@ -151,7 +151,7 @@ def pipes(pipelines: Frame = needs(pipelines), pipeline_chunks: Frame = needs(pi
 
 
 def _replayed(pipelines: pd.DataFrame) -> list[str]:
-    """Return which pipelines to replay, by their ranks: of many whole ones, evenly drawn from the fastest on."""
+    """Return the pipelines to replay, by their ranks: if many are complete, evenly drawn from fastest to slowest."""
     by = pipelines.groupby("ranks")
     steps = by["dur_ns"].max()[by.size() == by["size"].first()].sort_values(kind="stable")
     if len(steps) <= MOST_PIPES:

@@ -29,7 +29,7 @@ V_SHAPED = (ZBV, DUAL_PIPE_V)  # rank r has the stages r and 2p − 1 − r
 FAMILIES = (SINGLE, LOOPED, V_SHAPED)  # which take the same stages
 SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
-# The backward pass is in two halves, of which the one for the weights may wait.
+# The backward pass is in two halves, and the one for the weights may wait.
 SPLIT = (INTERLEAVED_ZERO_BUBBLE, ZBV, DUAL_PIPE_V)
 
 # Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
@@ -40,7 +40,7 @@ _FILL_AND_DRAIN = (GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS)
 
 @dataclass(frozen=True)
 class Grid:
-    """What each rank does, in order. What is `held` is handed on only when the action that follows it is through."""
+    """The actions of each rank, in order. A `held` action hands its result on only after the next action."""
 
     rows: tuple[tuple[Action, ...], ...]
     held: frozenset[Action] = frozenset()
@@ -170,7 +170,7 @@ def _numbered(rank: int, ranks: int, microbatches: int, words: Iterable[str]) ->
     return tuple(row), held
 
 
-# Which way what an action gives travels: to the next stage, or back to the one before.
+# The direction of an action's result: to the next stage, or back to the one before.
 _WAY = {"forward": 1, "backward": -1, "input": -1}
 
 
@@ -181,7 +181,7 @@ def replay(
     launch: float = 0.0,
     hand_over: float = 0.0,
 ) -> float:
-    """Return how long a step takes: longest that any rank does, from its first action's begin to its last one's end.
+    """Return the length of a step: the longest time of any rank from its first action's begin to its last one's end.
 
     Each action takes as long as `took` says, after `launch`; what comes from another rank arrives `hand_over` later.
     The weights' half and a reduction wait for nothing but their turn. Steps may overlap, as in a job they do: a rank

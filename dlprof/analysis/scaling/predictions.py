@@ -173,7 +173,7 @@ class Model:
 
     def _efficiency(self, ranks: int, step_ns: float) -> float:
         size = self.basis.size
-        # Of a basis with n ranks, each of N ranks does the same work in a step, or n ÷ N of it.
+        # Each of N ranks does the same work in a step as one of the basis' n ranks, or n ÷ N of it.
         work = size.ranks / ranks if self.strong else 1.0
         return size.efficiency * size.step_ns / step_ns * work
 
@@ -245,7 +245,7 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]
 TAIL = 0.9
 
 
-# So many ranks show the distribution that they are drawn from; of fewer, a normal one is assumed.
+# At least so many ranks show their distribution; with fewer, a normal one is assumed.
 ENOUGH_RANKS = 64
 
 
@@ -268,12 +268,12 @@ class Lateness:
     def mean_of_latest(self, ranks: int, *, tail: bool = True) -> float:
         """Return by how much the latest of so many ranks is later than their mean, ns.
 
-        Without `tail`: nobody is later than the latest that was seen.
+        Without `tail`: no rank is later than the latest that was seen.
         """
         if ranks < 2:
             return 0.0
         values = self._with_tail if tail else self._seen
-        # Of the maximum of n: its quantile v is the distribution's quantile v^(1/n).
+        # The quantile v of the maximum of n is the distribution's quantile v^(1/n).
         at = ((np.arange(_INTEGRAL) + 0.5) / _INTEGRAL) ** (1.0 / ranks)
         found = np.interp(at, (np.arange(len(values)) + 0.5) / len(values), values)
         return float(found.mean() - values.mean())

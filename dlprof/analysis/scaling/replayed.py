@@ -1,6 +1,6 @@
 """One rank's traced steps replayed as on another number of ranks: collectives that take longer, kernels with less work.
 
-What travels of a rank is a number for each of the asked changes. A rank without a device has no replay.
+A rank passes on one number for each of the requested changes. A rank without a device has no replay.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _durations(
 ) -> NDArray[np.int64]:
     """Return how long each piece of work takes.
 
-    Of a collective, what it takes beyond its fit is waiting for other ranks: that is as much less as they compute less.
+    The time of a collective beyond its fit is waiting for other ranks, and shrinks in proportion to their computation.
     """
     then = now.astype(float)
     if change.compute != 1.0:
@@ -114,7 +114,7 @@ def replays_of(
 ) -> Callable[[int, Sequence[Change], Mapping[tuple[str, bool], Fits]], dict[int, tuple[float, float]]]:
     """Return a function that replays the runs at these paths, by their number of ranks.
 
-    Of a run, MOST_RANKS at most are replayed, spread evenly. It returns {} where nothing can be replayed.
+    At most MOST_RANKS ranks of a run are replayed, spread evenly. It returns {} where nothing can be replayed.
     """
 
     def replayed(

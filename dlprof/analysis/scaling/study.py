@@ -1,8 +1,8 @@
 """Runs of one job on several numbers of ranks: throughput, efficiency, and which part of the step grows.
 
 Weak scaling: each rank has the same batch, however many there are. Strong scaling: all ranks share one batch. Either
-way, efficiency is the work that a rank does in a second over that of a rank of the smallest size. Runs of one size
-count together; one whose settings differ in more than what its size asks for is left out, and said.
+way, efficiency is the work that a rank does in a second over that of a rank of the smallest size. Runs of one
+size count as one. A run is left out, and reported, if its settings differ in more than its size requires.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def sizes(runs: Sequence[Named], left_out: Iterable[tuple[str, str]] = ()) -> Si
     for run in kept:
         by.setdefault(run.result.run.world_size, []).append(run)
     mode = _mode({n: [_samples(r.result) for r in of] for n, of in by.items()})
-    # Of one size, all must have the same batch: an average of two batches is nobody's.
+    # All runs of one size must have the same batch: a mean of two batches means nothing.
     for n, of in by.items():
         for run in of[1:]:
             mine, theirs = _samples(run.result), _samples(of[0].result)

@@ -97,7 +97,7 @@ def _not_negative(
     for n in range(1, len(usable) + 1):
         for chosen in combinations(usable, n):
             mine = terms[:, chosen] * weight[:, np.newaxis]
-            # Columns of very different units: scaled, so that none is dropped as numerically zero.
+            # The columns have very different units. Scaling keeps lstsq from dropping one as numerically zero.
             scale = np.linalg.norm(mine, axis=0)
             found, *_ = np.linalg.lstsq(mine / scale, wanted * weight, rcond=None)
             found = found / scale

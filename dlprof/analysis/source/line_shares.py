@@ -22,7 +22,7 @@ from dlprof.analysis.host.stacks import FRAME, PLACE, is_own, seen_doing
 from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.result import Place
 
-# What travels of each phase: lines of the user's, and functions of libraries where none of the user's is above them.
+# The most rows that a rank passes on for each phase: the user's lines, and library functions with no user's line above.
 MOST_LINES = 60
 MOST_LIBRARY = 4
 
@@ -74,7 +74,7 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:
-    """Return `line_shares` of all ranks together, with `share` = samples / of; the line seen most first."""
+    """Return the sum of `line_shares` over the ranks, with `share` = samples / of; the line seen most first."""
     of = shares.groupby(["rank", "doing"])["of"].first().groupby("doing").sum()
     by = shares.sort_values("samples", ascending=False).groupby(_LINE, as_index=False, sort=False)
     lines = by.agg({"library": "first", "samples": "sum"})

@@ -38,7 +38,7 @@ _KINDS = {
     "mode": "compile",
     "reshard_after_forward": "fsdp",
 }
-# Calls of which each takes the setting; of the others the first does.
+# Kinds of calls that all take the setting; for the others only the first does.
 _EACH = ("copy", "optimizer")
 
 
@@ -141,12 +141,12 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
     return found if wanted.kind in _EACH else found[:1]
 
 
-def patch(calls: Sequence[Call], asked: Iterable[Wanted]) -> Patch:
+def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
     """Return the diff that gives the calls these settings; the first of two values for one setting counts."""
     sources = _Sources()
     left_out: list[tuple[str, str, str]] = []
     taken: set[tuple[str, int, int, str]] = set()
-    for wanted in asked:
+    for wanted in requests:
         named_settings = ", ".join(wanted.settings)
         there = sites(calls, wanted)
         if not there:
@@ -275,11 +275,11 @@ CALLEES: Mapping[str, frozenset[str]] = {
 }
 
 
-# So many arguments by position cannot be one of those that changes set.
+# The number of leading positional arguments that no change sets.
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
 
 
-class NotEditable(Exception):  # noqa: N818 - no error: the reason that the user is told
+class NotEditable(Exception):  # noqa: N818 - no error: a reason for the user
     """Why a call is left as it is: "num_workers is `args.workers` there"."""
 
 

@@ -1,12 +1,8 @@
-"""Where a finding stands in the user's files: the calls that concern it, and the lines seen in its phases; and in which
-modules of the model.
+"""The places of a finding: the related calls and the lines seen in its phases, in the user's files, and the modules of
+the model.
 
-Which these are is data: CONCERNS by rule, and _PHASES by the category that the rule's saving comes out of, for a rule
-that is not listed.
-
-The modules of a finding: those of the spans that it is about.
-
-Which spans a finding is about, and the time of each: these determine the finding's modules.
+Calls and phases come from tables: CONCERNS by rule; for other rules _PHASES, by the category of the rule's saving. The
+modules are those of the spans that the finding is about (CONCERNED).
 """
 
 from __future__ import annotations
@@ -55,8 +51,8 @@ from dlprof.overrides import named
 from dlprof.result import Change, Outcome, Place
 from dlprof.result.figures import InModule
 
-# A finding names so many calls of a kind, and so many lines, each with at least this share of the stacks: the sampling
-# error of a share of a twentieth is a third of it at LEAST_SAMPLES × 8 stacks.
+# The most calls of a kind and the most lines that a finding names, and the least share of the stacks of such a line.
+# With LEAST_SAMPLES × 8 stacks, the sampling error of a share of a twentieth is a third of it.
 MOST_CALLS = 3
 MOST_LINES = 3
 LEAST_SHARE = 0.05
@@ -64,9 +60,9 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Concern:
-    """What a finding is about: kinds of calls (record/calls/seen.py), phases, and what a loader's batches are for.
+    """What a finding is about: kinds of calls (record/calls/seen.py), phases, and the loader's role.
 
-    `called`: of a phase's lines only those that were seen in a library's function of such a name.
+    `called`: only the phase's lines that were seen in a library's function of this name.
     """
 
     calls: tuple[str, ...] = ()
@@ -78,7 +74,7 @@ class Concern:
 # Rules that see the Python between the phases.
 _SAME_LINES = ("host_bound", "host_sync", "parameter_loop", "step_python")
 
-# Calls that are looked at each time (up to a limit): those that were seen a few times are not of every step.
+# Calls that are recorded each time (up to a limit). If one was seen only _FEW times or less, it is not in every step.
 _EACH_TIME, _FEW = ("synchronize", "empty_cache"), 4
 
 _LOADER = ("loader", "iteration")
@@ -303,11 +299,11 @@ class Source:
 
 
 def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outcome:
-    """Return a finding with where it stands, and where each of its changes does."""
+    """Return a finding with its places, and each of its changes with its place."""
     concern = CONCERNS.get(outcome.id) or next((_PHASES[c] for c in saves_from if c in _PHASES), Concern())
     calls, shares = source.call_sites.or_none() or [], source.line_shares.or_none()
-    told = {(place.file, place.line) for place in outcome.where}
-    concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in told]
+    shown = {(place.file, place.line) for place in outcome.where}
+    concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in shown]
     where = [*outcome.where, *map(_of_call, concerned)]
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
@@ -318,13 +314,13 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
 
 
 def told_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return outcomes, the largest first, where of those that see the same lines only the largest names each."""
-    told: set[tuple[str, int, str]] = set()
+    """Return the outcomes, the largest first. If several name the same line, only the largest keeps it."""
+    shown: set[tuple[str, int, str]] = set()
     found = []
     for one in outcomes:
         if one.id in _SAME_LINES:
-            one = replace(one, where=tuple(p for p in one.where if (p.file, p.line, p.function) not in told))
-            told.update((place.file, place.line, place.function) for place in one.where)
+            one = replace(one, where=tuple(p for p in one.where if (p.file, p.line, p.function) not in shown))
+            shown.update((place.file, place.line, place.function) for place in one.where)
         found.append(one)
     return found
 
@@ -380,29 +376,29 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
 
 
 def _located(change: Change, calls: Sequence[Call], role: str) -> Change:
-    """Return a change with where the first argument that it sets belongs, and its diff, or why there is none."""
-    asked = wanted(change, role)
-    there = [call for one in asked for call in sites(calls, one)]
+    """Return a change with the place of the first argument that it sets, and its diff, or why there is none."""
+    requests = wanted(change, role)
+    there = [call for one in requests for call in sites(calls, one)]
     if not there:
         return change
-    made = patch(calls, asked)
+    made = patch(calls, requests)
     why = "; ".join(dict.fromkeys(f"{at}: {why}" for _, at, why in made.left_out if at))
     return replace(change, at=_of_call(there[0]), diff=made.shown, no_diff="" if made.text else why)
 
 
-# Of one rank so many modules of a finding travel, and so many are named.
+# The most modules of a finding that a rank passes on, and the most that are named.
 MOST_OF_RANK, MOST_NAMED = 60, 6
 
 
-# A finding is in what is inside a module, and not in the module, where those that have at least LEAST_MODULE_SHARE of
-# the finding have together so much of what the module has.
+# A module is replaced by its inner modules if those with at least LEAST_MODULE_SHARE of the finding add up to this
+# share of the module's part.
 LEAST_MODULE_SHARE, INSIDE_SHARE = 0.1, 0.8
 
 
 def in_modules(rule: str, found: pd.DataFrame | None) -> tuple[InModule, ...]:
-    """Return the modules that a rule's finding is in, over all ranks, none inside another, the largest share first.
+    """Return the modules of a rule's finding, over all ranks, none inside another, the largest share first.
 
-    () where none is known. What is in no module has no path and no class.
+    () if none is known. Work outside all modules has no path and no class.
     """
     mine = found[found["about"] == CONCERNED.get(rule, "")] if found is not None else None
     if mine is None or not len(mine):
@@ -429,7 +425,7 @@ def in_modules(rule: str, found: pd.DataFrame | None) -> tuple[InModule, ...]:
     return tuple(sorted((row for row in rows if row.share > 0), key=lambda row: -row.share)[:MOST_NAMED])
 
 
-# What a finding of each rule is about, as `concerned_rows` names it.
+# The spans that a finding of each rule is about, by their name in `concerned_rows`.
 CONCERNED: Mapping[str, str] = {
     "blocking_copy": "waits pinned",
     "data_parallel": "exchanges",
@@ -476,11 +472,11 @@ def _misaligned(spans: pd.DataFrame, kernels: pd.DataFrame) -> NDArray[np.bool_]
     sizes = tuple(len(column.cat.categories) for column in columns)
     of, each = pd.factorize(np.ravel_multi_index(codes, sizes))
     texts = [column.cat.categories for column in columns]
-    told = [
+    shapes = [
         [str(text[int(code)]) for text, code in zip(texts, np.unravel_index(one, sizes), strict=True)] for one in each
     ]
     odd = np.zeros(len(owner), dtype=bool)
-    odd[known] = np.array([bool(misaligned_sizes(*one)) for one in told], dtype=bool)[of]
+    odd[known] = np.array([bool(misaligned_sizes(*one)) for one in shapes], dtype=bool)[of]
     return odd
 
 

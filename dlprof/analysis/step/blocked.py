@@ -22,10 +22,10 @@ def steady_usage(loading: Frame = needs(schema.LOADING), light_steps: Frame = ne
 
 @within_rank
 def alone_usage(steady_usage: Maybe[Frame] = maybe(steady_usage), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
-    """Return that of a rank whose training thread computes alone; raise NotMeasured of any other.
+    """Return the same for a rank on which only the training thread computes; raise NotMeasured for any other.
 
-    Of another its standing still means little: a thread that shares its work with others waits for those, one on a GPU
-    for the device, and backends other than gloo keep it busy while they wait.
+    On other ranks, standing still may not mean waiting for ranks: the thread waits for its helper threads or for the
+    GPU, and backends other than gloo keep it busy while they wait.
     """
     gloo = "gloo" in str(rank.facts.get("backend") or rank.trace_facts.get("backend"))
     alone = device_type(rank) == "cpu" and (rank.facts.get("cpu") or {}).get("torch_threads") == 1

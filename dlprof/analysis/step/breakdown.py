@@ -1,13 +1,13 @@
 """Where the mean steady step goes: exclusive parts that add up to it, per rank.
 
-Two views are crossed. What the device does claims time first: computation, then communication, then copies that nothing
-hides, over the steps on the device's own clock. Where the device has nothing to do, `timeline.idle` tells why: queued
-work waits, a kernel is about to start, or the host is late. Only the latter is split by what the training thread does:
-it waits for its loader, it saves a checkpoint, Python's garbage collector holds it up, it works in the optimizer, it
-launches or runs Python. A wait of the host behind which the device has work costs nothing. On a run without a device
-the training thread's own operators are the computation, and collectives with no operator at the same time are the
-communication; what stalls that thread comes before them. Where a pipeline runs, waiting for the neighbouring stage is
-its bubble, and no communication.
+Two views are combined. Device work counts first: computation, then communication, then copies that nothing hides, over
+the steps on the device's own clock. Where the device is idle, `timeline.idle` gives the reason: queued work waits, a
+kernel is about to start, or the host is late. Only the last is split by what the training thread does: it waits for its
+loader, it saves a checkpoint, Python's garbage collector stops it, it works in the optimizer, it launches or runs
+Python. A wait of the host costs nothing while the device has queued work. On a run without a device the training
+thread's own operators are the computation, and collectives with no operator at the same time are the communication;
+stalls of that thread count before both. In a pipeline, waiting for the neighbouring stage is its bubble, and not
+communication.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from dlprof.analysis.timeline.steps import PHASES, Timing, timing
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES
 
-# What a device does takes the same time whether or not a profiler slows its host.
+# Device work takes the same time whether or not a profiler slows its host.
 _ON_DEVICE = ("computation", "communication", "copy", BUBBLE, "launch_latency", "queued_wait")
 
-# A wait for data of which less than this share counts is hidden in part.
+# If less than this share of a wait for data counts, the wait is hidden in part.
 _HIDDEN = 0.9
 
-# A rank that waits for another shows it as one of these; without a trace, as the last.
+# The categories of a rank's waiting for another; without a trace, the last one.
 _WAITING = ("communication", BUBBLE, "other")
 
 Parts = dict[str, float]  # category → ns
@@ -59,7 +59,7 @@ def recorded(
     periodic_phases: Maybe[dict[str, float]] = maybe(periodic_phases),
     rank: RankFacts = needs(RANK),
 ) -> dict[tuple[str, str], float]:
-    """Return what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
+    """Return the parts that were recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
     bubble = outside_chunks_ns.get() if device_type(rank) == "cpu" else 0.0
     found = {**by_phase, (BUBBLE, "rest"): bubble} if bubble else dict(by_phase)
     for phase, ns in (periodic_phases.or_none() or {}).items():
@@ -81,14 +81,14 @@ def step_parts(
 ) -> Parts:
     """Return the parts of the mean steady step, ns, in the order of CATEGORIES.
 
-    The trace shows the parts of its own few steps, which the profiler slowed. Where the step log timed the steady steps
-    without it, the parts are brought to those: device work keeps its time but for communication, and the rest of the
-    step is divided as in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest)
-    scaled to its length in the steps that were not traced. Stalls, which the few traced steps may hold by chance or
-    miss, were recorded in all steps: theirs is the recorded time, as far as device work leaves room for it; the other
-    parts share what is left. So is the bubble of a pipeline on the CPU. And where the kernel shows how long the
-    training thread stood still in all steady steps, communication is no longer than that, and no shorter than what of
-    it nothing else explains.
+    The trace shows the parts of its own few steps, which the profiler slowed. If the step log timed the steady steps
+    without the profiler, the parts are scaled to those: device work except communication keeps its time, and the rest
+    of the step is divided as in the trace, each phase of the training thread (fetch, forward, backward, optimizer,
+    rest) scaled to its length in the untraced steps. The few traced steps may hold stalls by chance, or none. Stalls
+    were recorded in all steps, so they get the recorded time, at most the time without device work; the other parts
+    share the remainder. The same holds for the bubble of a pipeline on the CPU. If the kernel shows how long the
+    training thread stood still in all steady steps, communication is at most that time, and at least the part of it
+    that nothing else explains.
     """
     if not len(timing.windows):
         parts = _without_trace(timing, recorded, rank)
@@ -98,7 +98,7 @@ def step_parts(
         on_device, phases = _ON_DEVICE if has_device else (), host_phases.get()
         parts = _untraced(timing, partition.get(), on_device, recorded.get(), phases, steady_steps.get(), blocked)
     if len(timing.windows) and not has_device and not training_lane.or_none():
-        # The trace holds what ranks exchange, and no thread of the job: nobody knows what it did meanwhile.
+        # The trace holds the ranks' exchanges and no thread of the job: what that did meanwhile is not known.
         parts["other"] = parts.get("other", 0.0) + parts.pop("host", 0.0)
     return {c: parts[c] for c in CATEGORIES if parts.get(c, 0.0) > 0.0}
 
@@ -132,8 +132,8 @@ def parts_noise(
         noise[PERIODIC] = math.hypot(*(one.noise_ns for one in patterns.get() if not one.trains))
     noise["input_wait"] = _wait_noise(timing, step_parts.get("input_wait", 0.0), has_device, steady_steps.get())
     if has_device and traced:
-        # What the host takes of a device's step is the step without the device's work and without the host's other
-        # parts: all steps show the first, and the traced ones the second, which hardly varies.
+        # A part of the host in a device's step is the step less the device's work and the host's other parts. All steps
+        # show the step, and the traced ones the others, which hardly vary.
         busy = standard_error(np.sum([ns for c, ns in traced.items() if c in _ON_DEVICE], axis=0))
         of_host = {c: noise[c] for c in traced if c not in _ON_DEVICE}
         for c in of_host:
@@ -256,7 +256,7 @@ def _communication_bounds(
 ) -> tuple[float, float] | None:
     """Return the least and the most that communication can be of the mean steady step, ns; None: not known.
 
-    Whoever waits for a collective stands still; so may what is neither communication nor computation.
+    The thread stands still in a collective, and possibly in what is neither communication nor computation.
     """
     if blocked is None or not parts.get("communication") or parts.get(BUBBLE):
         return None
@@ -265,7 +265,7 @@ def _communication_bounds(
 
 
 def _within(recorded: Mapping[tuple[str, str], float], most: float) -> Parts:
-    """Add up the recorded ns by category; together no more than `most`."""
+    """Add up the recorded ns by category, scaled down to a sum of `most` if it is more."""
     found: Parts = {}
     for (category, _), ns in recorded.items():
         found[category] = found.get(category, 0.0) + ns
@@ -279,10 +279,10 @@ def _scaled(
     recorded: Mapping[tuple[str, str], float],
     host_phases: Mapping[str, iv.Intervals],
 ) -> Parts:
-    """Return what is neither on the device nor recorded in every step, each phase brought to its untraced length, ns.
+    """Return the parts that are neither on the device nor recorded in every step, scaled to the untraced phases, ns.
 
-    What was recorded is left out of both lengths of a phase. An optimizer that waits for other ranks within its step
-    (Horovod's, ZeRO's) computes the same in each: where it takes longer in the other steps than in those that the
+    The recorded parts are left out of both lengths of a phase. An optimizer that waits for other ranks within its step
+    (Horovod's, ZeRO's) computes the same in every step: if it takes longer in the untraced steps than in those that the
     profiler slowed, it waits for longer.
     """
     n = len(t.windows)
@@ -316,14 +316,14 @@ def _to(total: float, parts: Mapping[str, float]) -> Parts:
 
 
 def _wait_noise(t: Timing, counted_ns: float, has_device: bool, steady_steps: pd.DataFrame) -> float:
-    """Return the standard error of the mean wait for data, of which `counted_ns` count, ns."""
+    """Return the standard error of the mean wait for data, ns; `counted_ns`: the part of the wait that counts."""
     waits, lengths = (steady_steps[c].to_numpy(dtype=float) for c in ("fetch_ns", "length_ns"))
     noise = standard_error(waits)
     if on_device_clock(steady_steps):
-        # A host that runs ahead waits for data now and then, and for longer: its device waits more evenly.
+        # A host that runs ahead has fewer, longer waits for data. Its device waits more evenly.
         noise = min(noise, standard_error(lengths))
     elif has_device and len(waits) >= 2 * STRETCHES:
-        # Its waits come in bursts. Of a wait that is hidden in part, only so much counts as the steps are longer for.
+        # The waits come in bursts. If a wait is hidden in part, only the increase of the step's length counts.
         hidden = counted_ns < _HIDDEN * t.phases.get("fetch", 0.0)
         noise = min(noise, standard_error(stretch_means(lengths if hidden else waits)))
     return noise
@@ -335,7 +335,7 @@ def part(breakdown: pd.DataFrame, *categories: str) -> dict[int, float]:
 
 
 def part_least(breakdown: pd.DataFrame, *categories: str) -> float:
-    """Return the least of such a part in any traced step, ns, on the rank that has most of it."""
+    """Return the least of such a part in any traced step, ns, on the rank with the largest part."""
     frame = breakdown[breakdown["category"].isin(categories)]
     by = frame.groupby("rank")[["ns", "least_ns"]].sum().sort_values("ns")
     return float(by["least_ns"].iloc[-1]) if len(by) else 0.0
@@ -348,11 +348,10 @@ def part_noise(breakdown: pd.DataFrame, *categories: str) -> float:
 
 
 def room(breakdown: pd.DataFrame, categories: Iterable[str]) -> float:
-    """Return the most that work on some categories can take off the mean steady step, ns.
+    """Return the most that the mean steady step can shrink if some categories disappear, ns.
 
-    That is, on the rank where it is most, the rank's own time in them, and of its waiting as much as the other ranks
-    have of them: a job's step is one for all, and in the steps in which another rank stands still this one waits.
-    Raises NotMeasured where the step is not divided.
+    That is the largest over the ranks of a rank's own time in these categories, plus its waiting, up to the other
+    ranks' time in them: a rank waits while another one stands still. Raises NotMeasured where the step is not divided.
     """
     chosen = frozenset(categories)
     own, waits = part(breakdown, *chosen), part(breakdown, *(c for c in _WAITING if c not in chosen))

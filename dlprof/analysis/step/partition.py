@@ -164,7 +164,7 @@ def claims(
 def partition(
     timing: Timing = needs(timing), claims: list[tuple[str, iv.Intervals]] = needs(claims)
 ) -> dict[str, iv.Intervals]:
-    """Return the parts of the steady traced steps: category → time; disjoint, and together exactly those steps."""
+    """Return the parts of the steady traced steps: category → time; disjoint, and they cover these steps exactly."""
     left = iv.merge(timing.windows)
     parts: dict[str, iv.Intervals] = {}
     for category, claim in [*claims, ("other", _EVERYTHING)]:
@@ -183,7 +183,7 @@ def _belongs_to_a_device(spans: pd.DataFrame, rank: RankFacts) -> bool:
 
 
 def _why_none(rank: RankFacts) -> str:
-    """Say why a trace holds nothing of a GPU: what the profiler complained of, or that it was not asked."""
+    """Say why a trace holds no GPU work: the profiler's error, or that the profiler was not set to record it."""
     errors = (rank.facts.get("window") or {}).get("errors") or rank.trace_facts.get("errors")
     if errors:
         return f"the profiler said: {errors[0]}"

@@ -81,7 +81,7 @@ def saving_in_pipelines(
 ) -> float:
     """Return the same where the ranks are stages of pipelines (None: of none).
 
-    What holds one stage up holds up its neighbours, which count it as their bubble: that is as much shorter then.
+    A delay of one stage delays its neighbours, and counts there as their bubble: without it, the bubble is shorter too.
     """
     if pipelines is None:
         return saving(own_time, removed)
@@ -89,7 +89,7 @@ def saving_in_pipelines(
     own = own_time.set_index("rank")["own_ns"]
     idle, less = (pd.Series(of, dtype=float).reindex(own.index) for of in (bubble, removed))
     of_pipeline = less.groupby(pipelines.drop_duplicates("rank").set_index("rank")["ranks"].reindex(own.index))
-    # Ranks of which neither is known stay unknown.
+    # Ranks with neither value stay unknown.
     most = pd.Series(np.fmax(less, np.minimum(of_pipeline.transform("max"), idle)), own.index)
     return saving(own_time.assign(own_ns=(own + idle.fillna(0.0)).to_numpy()), most)
 
@@ -152,7 +152,7 @@ def _saving_of_steps(own_time: pd.DataFrame, lost: pd.DataFrame, means: pd.Serie
 _PARTS = 4
 
 
-# So many standard errors a figure must be away from nothing: what comes and goes by chance is no finding.
+# A figure must differ from zero by so many standard errors: a chance difference is not a finding.
 LEAST_NOISE = 2.0
 
 

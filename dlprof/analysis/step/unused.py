@@ -20,18 +20,17 @@ from dlprof.errors import NotMeasured
 def unused_forward(
     steady_steps: Frame = needs(steady_steps), patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns)
 ) -> pd.DataFrame:
-    """Return one row: what forward passes that no backward pass uses take of a steady step, and how many there are.
+    """Return one row: the time and number of forward passes of a steady step that no backward pass uses.
 
     Columns: ns and its standard error noise_ns, share (of the time in forward passes), forwards (of a step), backwards.
-    Of the steps without what comes every n-th time only, which is not counted here. Raises NotMeasured where it was not
-    recorded.
+    Steps with periodic extra work are left out. Raises NotMeasured where it was not recorded.
     """
     between = [n for one in patterns.or_none() or () if not one.trains for n in one.steps]
     steps = steady_steps[~steady_steps["step"].isin(between)]
     unused = steps["unused_forward_ns"].to_numpy(dtype=float)
     if not len(steps) or (unused < 0).any():
         raise NotMeasured("which forward passes a backward pass uses was not recorded, or no steady step was")
-    # Of most steps: what few of them do is no part of each.
+    # In most steps: work in only a few of them is not part of each.
     ns = float(unused.mean()) if np.median(unused) > 0 else 0.0
     row = {
         "ns": ns,

@@ -21,18 +21,18 @@ from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
 from dlprof.result.figures import MANY, Member
 
-# As far from the median a rank is unlike the others: a share of the step, and standard deviations, by the median
-# absolute deviation, which is 1/1.4826 of one of normal values.
+# A rank differs from the others if it is this far from the median: a share of the step, and standard deviations. These
+# are estimated from the median absolute deviation, which is 1/1.4826 standard deviations of normal values.
 NOTABLE_SHARE = 0.02
 SIGMAS = 6.0
 _OF_DEVIATION = 1.4826
 
-# So many ranks, and this share of those that should be alike, make a group of their own.
+# The fewest ranks, and the least share of those that should be alike, that make a group of their own.
 LEAST_RANKS = 8
 LEAST_SHARE = 0.05
 MOST_GROUPS = 4  # of those that should be alike
 
-# In these a rank waits for others.
+# The categories in which a rank waits for others.
 _WAITING = ("pipeline_bubble",)
 
 
@@ -94,7 +94,7 @@ def _far(parts: pd.DataFrame, step: float) -> tuple[pd.Series[float], pd.Series[
     """Return the median of ranks, and which are far from it in any part of the step."""
     middle = parts.median()
     away = (parts - middle).abs()
-    # Who comes late exchanges for less time: a consequence.
+    # A late rank exchanges for less time: a consequence.
     away["communication"] = (parts["communication"] - middle["communication"]).clip(lower=0.0)
     near = np.maximum(NOTABLE_SHARE * step, SIGMAS * _OF_DEVIATION * away.median())
     return middle, (away > near).any(axis=1)

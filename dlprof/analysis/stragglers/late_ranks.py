@@ -1,14 +1,13 @@
 """Which ranks are late, what that costs, and how much of the cost is theirs alone.
 
-The lead of the ranks with the longest own time over the next is what they cost. What another rule answers for, what a
-short trace shows by chance, and what the others would then lack of the host's cores is taken off that, step by step.
+The late ranks cost the lead of their own time over the next longest. Three parts are then subtracted: what another rule
+reports, what a short trace may show by chance, and what the other ranks would lose for lack of the host's cores.
 
-How much each rank has to do in a step, which distinguishes more work from slower work.
+The work of each rank in a step distinguishes more work from slower work.
 
-Which rank is late, without clocks and without all ranks: the one whose collectives are abnormally short.
-
-Who comes last to a collective finds the others there and stays only for the transfer. So a late rank's collectives are
-shorter than everybody else's, whatever its clock says and whichever other ranks were not recorded.
+A late rank also shows without clocks and without all ranks: its collectives are abnormally short. The last rank to
+enter a collective finds the others there and stays only for the transfer. So its collectives are shorter than those of
+all others, whatever its clock shows and whichever other ranks were not recorded.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import CATEGORIES
 from dlprof.units import percent, ranks_named
 
-# What a late rank may do with its time that another rule answers for: which claims the saving of it.
+# The causes of a late rank that another rule reports, with that rule, which claims the saving.
 OWNERS: Mapping[str, tuple[str, str]] = {
     "input_wait": ("waits longer for its data", "input_wait"),
     "pipeline_bubble": ("idles longer in its pipeline", "pipeline_bubble"),
@@ -55,7 +54,7 @@ OWNERS: Mapping[str, tuple[str, str]] = {
     "periodic_work": ("does more between its steps every n-th time", "periodic_work"),
 }
 
-# What else a late rank may do longer, and what to change.
+# The other causes of a late rank, and what to change.
 CAUSES: Mapping[str, tuple[str, str]] = {
     "computation": (
         "computes longer",
@@ -82,7 +81,7 @@ _SHOWN_IN: Mapping[str, str] = {
 class Reason:
     """Why a rank computes longer than the others, what to do, and whether they have less to do for it."""
 
-    said: str = ""
+    words: str = ""
     do: str = ""
     shared: bool = False
     owner: str = ""  # the rule that answers for it
@@ -176,15 +175,15 @@ def _named(job: Job, ranks: tuple[int, ...]) -> str:
 
 
 def _dearest(job: Job, steps: pd.DataFrame, stages: pd.DataFrame) -> Lead:
-    """Return the lead that costs most: that of the slowest rank, or that of all of its host or its pipeline."""
+    """Return the lead that costs most: of the slowest rank alone, or of all ranks on its host or in its pipeline."""
     alone = lead(steps)
     slowest = alone.ranks[0]
     on_host = [r for r in map(int, steps.columns) if settings.host(job, r) == settings.host(job, slowest)]
     mine = stages["ranks"].get(slowest)
     in_pipeline = [r for r in map(int, steps.columns) if mine is not None and stages["ranks"].get(r) == mine]
-    # What others are late by costs nothing while the slowest is as late.
-    together = [lead(steps, ranks) for ranks in (on_host, in_pipeline) if 1 < len(ranks) < len(steps.columns)]
-    return max((alone, *together), key=lambda found: found.saving_ns)
+    # A delay of other ranks costs nothing while the slowest is as late.
+    groups = [lead(steps, ranks) for ranks in (on_host, in_pipeline) if 1 < len(ranks) < len(steps.columns)]
+    return max((alone, *groups), key=lambda found: found.saving_ns)
 
 
 def _culprit(late: Lead, parts: pd.DataFrame, stages: pd.DataFrame) -> Lead:
@@ -289,7 +288,7 @@ def _with_reason(
     if late.cause != "computation":
         return late
     because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
-    left = late.cut(0.0, f"{late.behind}, as {because.said}: see {because.owner}") if because.owner else late
+    left = late.cut(0.0, f"{late.behind}, as {because.words}: see {because.owner}") if because.owner else late
     return replace(left, because=because)
 
 
@@ -323,7 +322,7 @@ def _shared_out(late: LateRanks) -> LateRanks:
     if not late.because.shared:
         return late
     share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
-    return late.cut(share, f"{late.behind}, as {late.because.said}; shared out evenly, that saves {percent(share)}")
+    return late.cut(share, f"{late.behind}, as {late.because.words}; shared out evenly, that saves {percent(share)}")
 
 
 def longer_because(
@@ -349,31 +348,31 @@ def longer_because(
     if (balance := expert_balance.or_none()) is not None and balance.saving_ns > 0:
         routed = balance.ranks.set_index("rank")[["routed_ns", "ratio"]]
         if late in routed.index and routed["routed_ns"][late] - routed["routed_ns"].drop(late).median() >= more_ns / 2:
-            said = f"its experts get {routed['ratio'][late]:.2f} × the mean rank's tokens"
-            return Reason(said, "balance the tokens over the experts", owner="expert_imbalance")
+            words = f"its experts get {routed['ratio'][late]:.2f} × the mean rank's tokens"
+            return Reason(words, "balance the tokens over the experts", owner="expert_imbalance")
     held = settings.held(job)
     holds, their = held.get(late, 0), median([n for rank, n in held.items() if rank != late] or [0])
     if holds and holds >= least * their:
-        said = f"it holds {holds:,} parameters, the others {their:,.0f}"
-        return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
+        words = f"it holds {holds:,} parameters, the others {their:,.0f}"
+        return Reason(words, "share out evenly what it holds: tables, layers, experts", shared=True)
     what = "operators" if np.isnan(mine["copied_bytes"]) else "kernels"
     if mine["pieces"] >= least * others["pieces"]:
-        said = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
+        words = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
         do = "give it the same work: the same layers, the same number of batches, nothing that only it computes"
-        return Reason(said, do)
+        return Reason(words, do)
     if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
-        said = f"{mine['copied_bytes'] / others['copied_bytes']:.2f} × the others' data a step"
-        return Reason(said, "give it batches like the others': sort or bucket by length")
+        words = f"{mine['copied_bytes'] / others['copied_bytes']:.2f} × the others' data a step"
+        return Reason(words, "give it batches like the others': sort or bucket by length")
     clock, their_clock = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
     if their_clock >= least * clock:
-        said = f"its clock runs at {clock:,.0f} MHz, the others' at {their_clock:,.0f}"
+        words = f"its clock runs at {clock:,.0f} MHz, the others' at {their_clock:,.0f}"
         do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
         down = any(why and (row["rank"], row["source"]) == (late, "gpu") for row, why, _ in held_down.or_none() or [])
-        return Reason(said, do, owner="throttled_clock" if down else "")
+        return Reason(words, do, owner="throttled_clock" if down else "")
     waited, they = _sampled(sample_means, "processes", WAITED, late)
     if waited - they >= 1 - 1 / least:
-        said = f"for {100 * waited:.0f} % of the time its main thread has no core, the others' {100 * they:.0f} %"
-        return Reason(said, "find out what else runs on its host, or give its process cores of its own")
+        words = f"for {100 * waited:.0f} % of the time its main thread has no core, the others' {100 * they:.0f} %"
+        return Reason(words, "find out what else runs on its host, or give its process cores of its own")
     return Reason(
         f"as many {what}, each {mine['piece_ns'] / others['piece_ns']:.2f} × as long",
         "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
@@ -450,7 +449,7 @@ def outlier(short_collectives: Frame = needs(short_collectives), breakdown: Fram
     late = int(str(short["short"].idxmax()))
     if 2 * short["short"].max() <= short["counted"].iloc[0]:
         raise NotMeasured("the collectives of those that are here last alike: if one is late, its trace is not here")
-    # What is hidden behind computation costs nothing, and is no waiting.
+    # Waiting hidden behind computation costs nothing, and does not count.
     exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(short.index).fillna(0.0)
     waited = short["waited_ns"].clip(upper=exposed_ns).drop(index=late)
     return Outlier(late, short_collectives, float(waited.mean()), float(waited.min()))

@@ -2,14 +2,14 @@
 
 There is one estimate a run, `own_steps`, from one of three sources:
 
-* BUSY, on a CPU where one thread of each rank computes. It stands still only to wait, and in the collectives, where all
-  exchange the same: whose communication is longer in the mean steady step waits for so much. All steady steps show how
-  that spreads.
+* BUSY, on a CPU where one thread of each rank computes. The thread stands still only to wait and in collectives. All
+  ranks exchange the same data, so a rank with longer communication in the mean steady step waits for the difference.
+  All steady steps show the spread.
 * TRACED, on a device, and where nothing else was recorded: the waiting of the traced steps. The mean is that of
-  `step.savings.own_time`, which knows the other steps too.
+  `step.savings.own_time`, which also uses the other steps.
 * LOGGED, on a CPU with several threads a rank: every step of the step log. In the phases in which the trace shows ranks
-  waiting (DDP's backward pass), all are taken to do the same work. So it is blind to a rank that has more to do there,
-  and that alone: where the traced steps show a late rank for sure and the step log none, they are the source.
+  waiting (DDP's backward pass), all ranks are assumed to do the same work. So it misses a rank that has more work only
+  there: if the traced steps show a late rank for sure and the step log none, the traced steps are the source.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from dlprof.errors import NotMeasured
 # Ranks wait in a phase where at least this share of all their waiting falls into it.
 WAITING_PHASE = 0.1
 
-# Disturbances last: steps in a row are alike. Means of this many (as many as a window traces) are nearly independent.
+# Disturbances last: steps in a row are alike. Means of this many (the steps of a window) are nearly independent.
 BLOCK = 5
 
-# What travels of the ranks' use of their cores: a few kilobytes.
+# The most rows of a rank's use of its cores that it passes on: a few kilobytes.
 MOST_ROWS = 400
 
 # A few traced steps in a row count from here on where they alone show a late rank. The slowest is looked at: of two
@@ -122,7 +122,7 @@ def own_steps(
         return _rows(_at_means(used * step, step - (exchanges - exchanges.min())), BUSY)
     logged = _logged(step_series.get(), waiting.get(), phases.get()) if settings.on_cpu(job) and step_series else None
     if logged is None:
-        # A stage that waits for its neighbours is no more late for that: its bubble counts here.
+        # A stage that waits for its neighbours is not late for that: its bubble counts as waiting.
         mean = own_time.set_index("rank")
         means = mean["step_ns"] - mean["wait_ns"]
         # The further apart the ranks are, the more their steps differ.

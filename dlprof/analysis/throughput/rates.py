@@ -54,16 +54,16 @@ def work_done(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs
     steps = steady_steps
     if not len(steps):
         raise NotMeasured("no steady training step was recorded")
-    told = bool((rank.facts.get("step") or {}).get("told"))
-    samples, source = _mean(steps["samples"]), SCRIPT if told else LOADER
+    from_script = bool((rank.facts.get("step") or {}).get("told"))
+    samples, source = _mean(steps["samples"]), SCRIPT if from_script else LOADER
     if math.isnan(samples) and not _has_several(rank):
-        # Of a pipeline every call of every stage counts.
+        # In a pipeline every call of every stage counts.
         stages = len((rank.facts.get("pipeline") or {}).get("stages") or (0,))
         samples, source = _mean(steps["inputs"]) / stages, MODEL
         if any(m.get("batch_first") is False for m in rank.facts.get("models") or []):
             samples = math.nan  # its first dimension may be the sequence's
     tokens = _mean(steps["tokens"])
-    if not told and not any(m.get("reads_sequences") for m in rank.facts.get("models") or []):
+    if not from_script and not any(m.get("reads_sequences") for m in rank.facts.get("models") or []):
         tokens = math.nan  # integers as features, and no text
     if math.isnan(samples) and math.isnan(tokens):
         raise NotMeasured(NOT_COUNTED)
@@ -236,10 +236,10 @@ def described(cost: Cost | None) -> str:
     """Write what a piece of training takes: "2.31 h, 9.24 GPU-hours, 21.4 MJ"; "" of None."""
     if cost is None:
         return ""
-    said = [time_taken(cost.seconds)]
-    said += [f"{digits(cost.gpu_hours)} GPU-hours"] if cost.gpu_hours is not None else []
-    said += [energy(cost.joules)] if cost.joules is not None else []
-    return ", ".join(said)
+    parts = [time_taken(cost.seconds)]
+    parts += [f"{digits(cost.gpu_hours)} GPU-hours"] if cost.gpu_hours is not None else []
+    parts += [energy(cost.joules)] if cost.joules is not None else []
+    return ", ".join(parts)
 
 
 def time_taken(seconds: float) -> str:

@@ -150,7 +150,7 @@ MOST_DEEP = 256
 
 
 def parents(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return of nested intervals, in order of start and the longer first, the one around each; -1: none is.
+    """Return for each of nested intervals, in order of start and the longer first, the one around it; -1: none.
 
     One pass for each level of nesting: calls are a few levels deep, and there are many of them. What lies deeper than
     MOST_DEEP counts to the one at that depth: a file may hold millions of spans that are all the same.

@@ -26,13 +26,13 @@ from dlprof.analysis.timeline import host
 _USUAL_NS, _OF_A_RANGE = 1_500.0, 2.3
 _MOST_NS = 8_000.0
 
-# Of the time in which calls are made this share is left at least (×1.9 was measured for the smallest operators).
+# At least this share of the time with calls is left (×1.9 was measured for the smallest operators).
 _LEAST_LEFT = 0.25
 
-# Of a phase so much is left at least: what takes five times as long while it is traced is not understood.
+# At least this share of a phase is left: a phase that takes five times as long while it is traced is not understood.
 _LEAST_OF_PHASE = 0.2
 
-# So many ends of calls make one piece of the clock, within which the profiler's share is even.
+# One piece of the clock has so many ends of calls; within it, the profiler's share is constant.
 _A_PIECE = 16
 
 # A phase with fewer calls than these shows by chance alone what one costs.
@@ -54,7 +54,7 @@ class HostClock:
         """Return the instants on that host's clock, ns."""
         if not len(self.at):
             return at
-        begin = self.at[0]  # a float has no room for the ns of a date
+        begin = self.at[0]  # a float cannot hold the ns of a date
         moved: NDArray[np.int64] = at - np.rint(np.interp(at - begin, self.at - begin, self.lost)).astype(np.int64)
         return moved
 

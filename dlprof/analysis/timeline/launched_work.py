@@ -23,7 +23,7 @@ from dlprof.errors import NotMeasured
 # So much device work is replayed at most: whole steps, at least one.
 MOST_WORK = 12_000
 
-# A call that launches takes some µs. One that takes this long waits for room in the queue, or for its device.
+# A call that launches takes some µs. One that takes this long waits because the queue is full, or for its device.
 _LONG_LAUNCH_NS = 100_000
 
 # Where too little of the trace shows it: from a launch to its start on an idle device, and from one queued kernel to
@@ -127,7 +127,7 @@ def _called(
 ) -> NDArray[np.int64]:
     """Return from when on each piece of work was in the queue; NEVER: not known, so that nothing waits for it."""
     called, returned = launches.called[rows], launches.returned[rows]
-    # A call that waits for room queues its work when it returns; one that copies has queued it, and waits for it.
+    # A call that waits for a full queue queues its work when it returns. A copying call queues first and then waits.
     blocked = np.isin(called, [w.begin for w in waits if w.from_start])
     at = np.where(blocked & (returned - called > _LONG_LAUNCH_NS), returned - 1, called)
     return np.where(called < UNKNOWN, np.minimum(at, start - 1), NEVER)
@@ -145,11 +145,11 @@ def _previous(work: pd.DataFrame, rows: NDArray[np.int64]) -> tuple[dict[int, in
 def _needed(
     start: NDArray[np.int64], end: NDArray[np.int64], lane: NDArray[np.integer[Any]], explained: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each piece of work the place of that on another stream whose end it waited for (−1: none), and how
-    long after that it started.
+    """Return for each piece of work the place of the work on another stream that it waited for (−1: none), and how long
+    after the end of that it started.
 
-    It waited for what ended last before it started, if that was just before, or much sooner than the rest of its delay,
-    which nothing else explains: also where it was room on the device that it waited for.
+    It is taken to wait for the work that ended last before it started, if that ended just before, or if most of its
+    delay is before that end and nothing else explains it. It may have waited for free multiprocessors.
     """
     order = np.argsort(end, kind="stable")
     at = np.searchsorted(end[order], start + _CLOCK_NS, side="right") - 1

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from itertools import takewhile
 from typing import NamedTuple
 
-# So many modules without children of their own stand for themselves: two convolutions of a block are two layers.
+# The fewest modules without children that are folded: two convolutions of a block are two layers.
 FEWEST_LEAVES = 4
 
 MOST_RANGES = 3  # of indices that a name lists

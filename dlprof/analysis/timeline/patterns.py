@@ -20,18 +20,18 @@ from dlprof.errors import NotMeasured
 
 PERIODIC = "periodic_work"
 
-# A step is long from this multiple of the median on. A pattern has so many long steps at least, since three may lie at
-# equal distances by chance, and costs at least this share of the mean step.
+# A step is long above this multiple of the median. A pattern has at least so many long steps, as three may be at equal
+# distances by chance, and costs at least this share of the mean step.
 LEAST_LONGER = 1.25
 FEWEST = 4
 LEAST_SHARE = 0.005
 
-# So many of the steps at its interval are long, and no more than this share of the others. That so many are by chance
-# has this probability at most (as many as half a thousand intervals are tried).
+# At least this share of the steps at the interval is long, and at most this share of the others. The probability that
+# this is chance is below the last number (up to 500 intervals are tried).
 _ON_TIME, _ELSEWHERE, _CHANCE = 0.8, 0.1, 1e-5
 
-# After so many steps short ones share a line of the log, and single ones cannot be told. Several patterns are looked
-# for, the costliest first, each among some numbers of the longest steps.
+# After so many steps, short steps share a line of the log, so single ones are not known. Several patterns are searched
+# for, the costliest first, each among several counts of the longest steps.
 _MOST_STEPS = 10_000
 _MOST_PATTERNS = 3
 _LADDER = 2 ** np.arange(1, 12) + 1
@@ -101,7 +101,7 @@ def _is_known(light_steps: pd.DataFrame, rank: RankFacts) -> bool:
 def _costliest(
     length: NDArray[np.float64], turn: NDArray[np.int64], left: NDArray[np.bool_]
 ) -> tuple[int, int, NDArray[np.bool_]] | None:
-    """Return the interval whose long steps cost most, their place in it, and which they are; None: there is none."""
+    """Return the interval with the most costly long steps, their place in it, and these steps; None: no such one."""
     if left.sum() < 2 * FEWEST:
         return None
     usual = float(np.median(length[left]))

@@ -156,7 +156,7 @@ class Replay:
         """
         by, first = self._by_stream
         gone = dur < 0
-        # Of work that is gone and waited for, its start is asked for: it stands alone.
+        # Removed work that a wait refers to needs a start of its own: it is a run by itself.
         alone = gone & self._awaited
         begins = np.flatnonzero(first | alone[by])
         ends = np.append(begins[1:], len(by)) - 1

@@ -16,7 +16,7 @@ from dlprof.errors import NotMeasured
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
 
-# What travels between processes: the most expensive compilations, and the longest of the steps that stalled.
+# What a rank passes on: the most expensive compilations, and the longest of the steps that stalled.
 MOST_COMPILATIONS = 200
 
 
@@ -75,10 +75,10 @@ def stall_means(steady_stalls: Frame = needs(steady_stalls), steady_steps: Frame
 
 
 def _longer(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
-    """Return how much longer steps are that stall, and those after them, than the others, their stalls not counted.
+    """Return how much longer the steps with stalls, and those after them, are than the others, without the stalls.
 
-    Of the mean steady step, ns, with its standard error. Who waited meanwhile may have the cores to itself or be ahead
-    in the step after, which makes that one shorter: both count.
+    In ns of the mean steady step, with the standard error. A process that waited meanwhile may have the cores to itself
+    or be ahead in the next step, which makes that one shorter. So both steps count.
     """
     number = steps["step"].to_numpy()
     touched = np.isin(number, [stalls["step"], stalls["step"] + 1])
@@ -93,7 +93,7 @@ def _longer(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
 
 @per_rank
 def stalled_steps(steady_stalls: Frame = needs(steady_stalls)) -> pd.DataFrame:
-    """Return the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
+    """Return the steady steps that stalled: kind, step, ns (the sum), generation and path (of the longest stall)."""
     stalls = steady_stalls.sort_values("dur_ns", ascending=False, kind="stable")
     stalls = stalls.astype({"kind": "str", "path": "str"})
     first = {column: (column, "first") for column in ("generation", "path")}
@@ -129,9 +129,9 @@ def compilations(stalls: Frame = needs(schema.STALLS), steady_stalls: Frame = ne
     )
     alike = frame["reason"].str.replace(r"\d+", "#", regex=True)
     sums = {c: (c, "sum") for c in ("count", "ns", "steady", "steady_ns")}
-    together = frame.groupby(["path", alike.rename("alike")]).agg(reason=("reason", "first"), **sums)
-    together = together.reset_index("path").sort_values("ns", ascending=False, kind="stable", ignore_index=True)
-    return together.head(MOST_COMPILATIONS)
+    grouped = frame.groupby(["path", alike.rename("alike")]).agg(reason=("reason", "first"), **sums)
+    grouped = grouped.reset_index("path").sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    return grouped.head(MOST_COMPILATIONS)
 
 
 @within_rank

@@ -93,8 +93,8 @@ def _without_stock(
     batches ready than the median of the later half, they are as short as if the loader were fast. What is ready when an
     epoch begins is part of every epoch, and counts.
     """
-    asked = loading[(loading["count"] == 1) & (loading["ready"] >= 0)].groupby("step")["ready"].min()
-    ready = asked.reindex(steps["step"]).to_numpy(dtype=float)
+    fewest = loading[(loading["count"] == 1) & (loading["ready"] >= 0)].groupby("step")["ready"].min()
+    ready = fewest.reindex(steps["step"]).to_numpy(dtype=float)
     known = np.flatnonzero(steady & ~np.isnan(ready))
     later = known[len(known) // 2 :]
     if not len(later) or steps["fetch_ns"].to_numpy()[later].clip(0).sum() < STARVED * length[later].sum():

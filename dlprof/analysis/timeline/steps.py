@@ -32,7 +32,7 @@ LEAST_OF_BUSY = 0.97
 
 NOT_MARKED = "nothing marks the steps: starting up cannot be told from training (prof.step() marks them)"
 
-# What travels of the series: enough for any screen and for a replay, a few kilobytes.
+# The most rows of the series that a rank passes on: enough for any screen and for a replay, a few kilobytes.
 MOST_ROWS = 2_000
 
 PHASES = ("fetch", "forward", "backward", "optimizer")

@@ -1,14 +1,12 @@
-"""What a run's step would be with the changes that a user asks for: each alone, and all of them together.
+"""A run's step with the changes that a user requests: each alone, and all of them combined.
 
-A rank's own step is replayed (replays.py); where its loader was recorded, its batches are replayed beside that, so that
-a device twice as fast shows the loader that cannot keep up. Ranks are then settled as everywhere: the job is as fast as
-its slowest. What is not in the recording is said with each answer.
+A rank's own step is replayed (`replays`). If its loader was recorded, its batches are replayed too: with a device twice
+as fast, the loader may not keep up. The job is then as fast as its slowest rank. Each answer states what the recording
+lacks.
 
-One rank's traced steps replayed with other speeds: what travels of a rank for a what-if.
-
-Of a rank with a device, its steps are replayed with kernels, copies, the host and collectives as fast as asked. How
-much of a collective is waiting for other ranks is known only across ranks: so its length is replayed at several shares,
-and what lies between is interpolated. A rank without a device has no replay.
+The steps of a rank with a device are replayed with kernels, copies, the host and collectives at the requested speeds.
+How much of a collective is waiting for other ranks is known only across ranks, so its length is replayed at several
+shares, and values in between are interpolated. A rank without a device has no replay.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from dlprof.read.run import Run
 from dlprof.result.figures import Throughput
 from dlprof.result.scale import Answer, Answers
 
-# Ranks whose loaders are replayed one by one: the slowest. The others are taken to gain what these gain in the mean.
+# The loaders of so many ranks, the slowest, are replayed. The others are assumed to gain the mean of these.
 _MOST_RANKS = 32
 
 # What a CPU job's step is made of that is faster with a faster CPU.
@@ -81,18 +79,18 @@ class Known:
     throughput: Maybe[Throughput] = maybe(throughput)
 
 
-def answers(run: Run, asked: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
+def answers(run: Run, request: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
     """Return what the changes give on a run; raise NotMeasured where no step of it is known."""
-    singles = tuple(asked.singles)
-    every = (*singles, asked) if len(singles) > 1 else singles
+    singles = tuple(request.singles)
+    every = (*singles, request) if len(singles) > 1 else singles
     measured = measure(run, [Known], jobs, progress, also=partial(replays, (Asked(), *every)))
     return answered(measured, every, len(singles))
 
 
-def predictions(run: Run, asked: Sequence[Asked]) -> list[Answer]:
+def predictions(run: Run, changes: Sequence[Asked]) -> list[Answer]:
     """Return what each of several changes gives alone; raise NotMeasured where no step of the run is known."""
-    measured = measure(run, [Known], also=partial(replays, (Asked(), *asked)))
-    return list(answered(measured, asked, len(asked)).alone)
+    measured = measure(run, [Known], also=partial(replays, (Asked(), *changes)))
+    return list(answered(measured, changes, len(changes)).alone)
 
 
 def answered(measured: Measured, every: Sequence[Asked], singles: int) -> Answers:
@@ -106,13 +104,13 @@ def answered(measured: Measured, every: Sequence[Asked], singles: int) -> Answer
     except NotMeasured:
         frame = pd.DataFrame(columns=["rank", *COLUMNS])
     alone = tuple(_answer(known, one, _Replayed(frame, n)) for n, one in enumerate(every[:singles], 1))
-    together = None
+    combined = None
     if len(every) > singles:
-        # What cannot be known alone has no part in it.
+        # A change without an answer of its own is left out.
         lacking = [one for one, a in zip(every, alone, strict=False) if a.step_ns is None]
-        asked = every[singles].without(lacking)
-        together = _answer(known, asked, _Replayed(frame, singles + 1)) if asked.named else None
-    return Answers(known.mean_step_ns, alone, together, known.throughput.or_none())
+        request = every[singles].without(lacking)
+        combined = _answer(known, request, _Replayed(frame, singles + 1)) if request.named else None
+    return Answers(known.mean_step_ns, alone, combined, known.throughput.or_none())
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class _Replayed:
         return self._of(self.place, rank, fetch, left)
 
     def without_fetch(self, rank: int) -> float | None:
-        """Return the same of the rank as it is, but for its wait for data."""
+        """Return the same for the rank without changes and without its wait for data."""
         return self._of(0, rank, 0.0, 1.0)
 
     def _of(self, place: int, rank: int, fetch: float, left: float) -> float | None:
@@ -138,19 +136,19 @@ class _Replayed:
         return float(np.interp(left, mine["communication"], mine["ratio"]))
 
 
-def _answer(known: Known, asked: Asked, replayed: _Replayed) -> Answer:
+def _answer(known: Known, change: Asked, replayed: _Replayed) -> Answer:
     try:
-        step, unknown = _step(known, asked, replayed)
+        step, unknown = _step(known, change, replayed)
     except NotMeasured as e:
-        return Answer(asked.named, None, str(e))
-    return Answer(asked.named, step, unknown=tuple(dict.fromkeys(unknown)))
+        return Answer(change.named, None, str(e))
+    return Answer(change.named, step, unknown=tuple(dict.fromkeys(unknown)))
 
 
-def _step(known: Known, asked: Asked, replays: _Replayed) -> tuple[float, list[str]]:
+def _step(known: Known, change: Asked, replays: _Replayed) -> tuple[float, list[str]]:
     """Return the mean steady step with some changes, and what is not known of it; raise NotMeasured."""
     unknown: list[str] = []
-    factor = _of_pipeline(known, asked, unknown) if asked.of_pipeline else 1.0
-    local = replace(asked, stages=False, microbatches=None, schedule=None)
+    factor = _of_pipeline(known, change, unknown) if change.of_pipeline else 1.0
+    local = replace(change, stages=False, microbatches=None, schedule=None)
     gone: dict[int, float] = {}
     if local.named:
         own = known.own_time.set_index("rank")["own_ns"]
@@ -160,15 +158,15 @@ def _step(known: Known, asked: Asked, replays: _Replayed) -> tuple[float, list[s
         like = float(np.mean([gone[r] / max(own[r], 1.0) for r in gone]))
         gone |= {int(r): like * float(own[r]) for r in own.index if r not in gone}
     gain = _settled(known, local, gone) if gone else 0.0
-    if asked.device is not None and settings.on_cpu(known.job) and len(known.job.ranks) > 1:
+    if change.device is not None and settings.on_cpu(known.job) and len(known.job.ranks) > 1:
         unknown.append("ranks that share a host may share its memory bandwidth, which is no faster")
     return max((known.mean_step_ns - gain) * factor, 0.0), unknown
 
 
-def _settled(known: Known, asked: Asked, gone: Mapping[int, float]) -> float:
+def _settled(known: Known, change: Asked, gone: Mapping[int, float]) -> float:
     """Return how much shorter the job's step is where each rank's own time is shorter by so much; below 0: longer."""
     series = known.step_series.or_none()
-    if asked == Asked(input=PERFECT) and series is not None:
+    if change == Asked(input=PERFECT) and series is not None:
         return saving_input(series, known.own_time, gone)
     if min(gone.values()) >= 0:
         return saving(known.own_time, gone)
@@ -176,32 +174,32 @@ def _settled(known: Known, asked: Asked, gone: Mapping[int, float]) -> float:
     return float(own.max() - max(own[r] - ns for r, ns in gone.items()))
 
 
-def _gained(known: Known, asked: Asked, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
+def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
     """Return how much shorter a rank's own time is, ns; below 0: longer."""
     cpu = settings.on_cpu(known.job)
-    left = _communication_left(known, asked, rank, unknown) if asked.network is not None and not cpu else 1.0
+    left = _communication_left(known, change, rank, unknown) if change.network is not None and not cpu else 1.0
     now, then = replays.without_fetch(rank), replays.ratio(rank, 0.0, left)
     if now is None or then is None:
         if not cpu:
             raise NotMeasured("the traced steps cannot be replayed: the trace lacks launches, or steps")
-        return _gained_on_cpu(known, asked, rank, own_ns, unknown)
+        return _gained_on_cpu(known, change, rank, own_ns, unknown)
     step = known.mean_step_ns
-    if asked.input == PERFECT:
+    if change.input == PERFECT:
         return (1 - then) * step
-    paces = known.paces.or_none()
-    if paces is not None and not _lacks_paces(paces, rank):
-        return step - _with_loader(paces, rank, asked, then / now if now else 1.0)
-    if asked.of_input:
+    recordings = known.paces.or_none()
+    if recordings is not None and not _lacks_batches(recordings, rank):
+        return step - _with_loader(recordings, rank, change, then / now if now else 1.0)
+    if change.of_input:
         raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
-    if asked.device is not None or asked.host is not None:
+    if change.device is not None or change.host is not None:
         unknown.append("whether the loader keeps up with faster steps is not known: its batches were not recorded")
     whole = replays.ratio(rank, 1.0, left)
     return (1 - (then if whole is None else whole)) * step
 
 
-def _gained_on_cpu(known: Known, asked: Asked, rank: int, own_ns: float, unknown: list[str]) -> float:
-    """Return the same for a rank without a device: its parts of the step, each as much shorter as asked."""
-    if asked.host is not None or asked.copies is not None:
+def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknown: list[str]) -> float:
+    """Return the same for a rank without a device: its parts of the step at the requested speeds."""
+    if change.host is not None or change.copies is not None:
         raise NotMeasured("the job trains on the CPU: device is what computes there, and nothing is copied")
     frame = known.breakdown.get()
 
@@ -209,35 +207,35 @@ def _gained_on_cpu(known: Known, asked: Asked, rank: int, own_ns: float, unknown
         return part(frame, *categories).get(rank, 0.0)
 
     removed = 0.0
-    if asked.device is not None:
-        removed += of(*_COMPUTED) * (1 - 1 / asked.device)
-    if asked.network is not None:
+    if change.device is not None:
+        removed += of(*_COMPUTED) * (1 - 1 / change.device)
+    if change.network is not None:
         transfer = float(known.exposed_transfer.get().get(rank, 0.0))
-        removed += transfer * (1 - 1 / asked.network)
+        removed += transfer * (1 - 1 / change.network)
         unknown.append("what of a transfer is starting it, which a faster network leaves, is not known on a CPU")
     waits = known.input_waits.or_none()
     wait = 0.0 if waits is None else by_rank(waits, "wait_ns").get(rank, 0.0)
-    if asked.input == PERFECT:
+    if change.input == PERFECT:
         if waits is None:
             raise NotMeasured(known.input_waits.why())
         return removed + wait
-    paces = known.paces.or_none()
-    if paces is not None and not _lacks_paces(paces, rank):
+    recordings = known.paces.or_none()
+    if recordings is not None and not _lacks_batches(recordings, rank):
         loop = max(own_ns - wait, 1.0)
-        return known.mean_step_ns - _with_loader(paces, rank, asked, max(loop - removed, 1.0) / loop)
-    if asked.of_input:
+        return known.mean_step_ns - _with_loader(recordings, rank, change, max(loop - removed, 1.0) / loop)
+    if change.of_input:
         raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
     return removed
 
 
-def _with_loader(paces: Paces, rank: int, asked: Asked, own: float) -> float:
-    """Return a rank's step where the loop's own work takes `own` times as long, and batches are made as asked."""
-    now, pace = trusted(paces, rank), paces.of(rank)
+def _with_loader(recordings: Paces, rank: int, change: Asked, own: float) -> float:
+    """Return a rank's step if the loop's own work takes `own` times as long and the loader changes as requested."""
+    now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
-    if asked.input is not None:
-        then = _made_faster(then, asked.input)
-    workers = pace.workers if asked.workers is None else asked.workers
-    return correction(paces, rank, now)(replayed(then, workers)).step_ns
+    if change.input is not None:
+        then = _made_faster(then, change.input)
+    workers = pace.workers if change.workers is None else change.workers
+    return correction(recordings, rank, now)(replayed(then, workers)).step_ns
 
 
 def _made_faster(pace: Pace, factor: float) -> Pace:
@@ -251,9 +249,9 @@ def _made_faster(pace: Pace, factor: float) -> Pace:
     )
 
 
-def _lacks_paces(paces: Paces, rank: int) -> bool:
+def _lacks_batches(recordings: Paces, rank: int) -> bool:
     try:
-        trusted(paces, rank)
+        trusted(recordings, rank)
     except NotMeasured:
         return True
     return False
@@ -267,14 +265,14 @@ def _why(known: Known, rank: int) -> str:
     return ""
 
 
-def _communication_left(known: Known, asked: Asked, rank: int, unknown: list[str]) -> float:
-    """Return what share of a rank's collectives is left on a network so many times as fast: its waiting all stays."""
-    assert asked.network is not None
+def _communication_left(known: Known, change: Asked, rank: int, unknown: list[str]) -> float:
+    """Return the remaining share of a rank's collectives on a faster network: the waiting in them stays."""
+    assert change.network is not None
     exposed_transfer = known.exposed_transfer.get()
     exposed = part(known.breakdown.get(), "communication").get(rank, 0.0)
     moves = min(float(exposed_transfer.get(rank, 0.0)) / exposed, 1.0) if exposed > 0 else 1.0
     fit, transfers = known.fitted.or_none(), known.transfers.or_none()
-    if asked.network == PERFECT:
+    if change.network == PERFECT:
         return 1 - moves
     if fit is None or transfers is None:
         unknown.append("what of a collective is starting it, which a faster network leaves, is not known")
@@ -282,16 +280,16 @@ def _communication_left(known: Known, asked: Asked, rank: int, unknown: list[str
         sized = transfers.loc[transfers["bytes"] > 0, "bytes"]
         moving = float(sized.sum()) * fit.byte_ns
         moves *= moving / max(moving + len(sized) * fit.start_ns, 1.0)
-    return 1 - moves * (1 - 1 / asked.network)
+    return 1 - moves * (1 - 1 / change.network)
 
 
-def _of_pipeline(known: Known, asked: Asked, unknown: list[str]) -> float:
-    """Return the pipeline's step with other settings as a multiple of what it is: the slowest of several counts."""
-    if asked.device is not None or asked.network is not None:
+def _of_pipeline(known: Known, change: Asked, unknown: list[str]) -> float:
+    """Return the pipeline's step with other settings as a multiple of its present step: the slowest of several."""
+    if change.device is not None or change.network is not None:
         unknown.append("a pipeline's gain is taken to be the same share of a step that is faster anyway")
     ratios = []
     for model in known.pipeline_models.get():
-        then = model.step_with(schedule=asked.schedule, microbatches=asked.microbatches, even=asked.stages)
+        then = model.step_with(schedule=change.schedule, microbatches=change.microbatches, even=change.stages)
         ratios.append(1 - (model.pipe.step_ns - then) * model.pipe.calls_a_step / known.mean_step_ns)
     return max(ratios, default=1.0)
 
@@ -303,10 +301,10 @@ LEFT = (0.0, 0.5, 1.0)
 COLUMNS = ("change", "fetch", "communication", "ratio")
 
 
-def replays(asked: Sequence[Asked], rank: RankData) -> pd.DataFrame:
-    """Return how long the rank's step is with each change, as a multiple of its step as it is.
+def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
+    """Return the rank's step with each change, as a multiple of its present step.
 
-    Columns: change (its place in `asked`), fetch (1: with the wait for data as it is, 0: without), communication (the
+    Columns: change (its place in `changes`), fetch (1: with the wait for data as it is, 0: without), communication (the
     share of the collectives' length that is left), ratio. No rows where the trace cannot be replayed.
     """
 
@@ -316,7 +314,7 @@ def replays(asked: Sequence[Asked], rank: RankData) -> pd.DataFrame:
             return pd.DataFrame({c: pd.Series(dtype=float) for c in COLUMNS})
         work = device_work.get().iloc[steps.replay.rows]
         rows = []
-        for n, one in enumerate(asked):
+        for n, one in enumerate(changes):
             for left in LEFT if one.network is not None else (1.0,):
                 durations = _durations(one, work, steps.replay.durations, left)
                 share = 1 / one.host if one.host else 1.0
@@ -326,15 +324,15 @@ def replays(asked: Sequence[Asked], rank: RankData) -> pd.DataFrame:
     return rank.call(ratios)
 
 
-def _durations(asked: Asked, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
+def _durations(change: Asked, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
     """Return how long each piece of the device's work takes; kernels keep the least that any kernel takes."""
     then = now.astype(float)
-    if asked.device is not None:
+    if change.device is not None:
         least = np.minimum(now, device.LEAST_KERNEL_NS)
-        then = np.where(host.is_kind(work, "kernel"), least + (now - least) / asked.device, then)
-    if asked.copies is not None:
-        then = np.where(host.is_kind(work, "copy"), now / asked.copies, then)
-    if asked.network is not None:
+        then = np.where(host.is_kind(work, "kernel"), least + (now - least) / change.device, then)
+    if change.copies is not None:
+        then = np.where(host.is_kind(work, "copy"), now / change.copies, then)
+    if change.network is not None:
         then = np.where(host.is_kind(work, "communication"), now * left, then)
     durations: NDArray[np.int64] = np.rint(then).astype(np.int64)
     return durations

@@ -1,4 +1,4 @@
-"""What a user asks: changes of a run, alone and all together."""
+"""A user's what-if request: changes of a run, alone and combined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FACTOR = re.compile(r"[x×]?\s*(\d+(?:\.\d+)?)\s*[x×]?")
 class Asked:
     """Changes of a run. Factors say how many times as fast something is; None: as it is."""
 
-    input: float | None = None  # making batches; PERFECT: each is ready when it is asked for
+    input: float | None = None  # making batches; PERFECT: each is ready when it is requested
     workers: int | None = None
     network: float | None = None  # moving bytes between ranks; PERFECT: in no time
     device: float | None = None  # computing: kernels, or on a CPU all operators
@@ -30,7 +30,7 @@ class Asked:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The changes in words, as they are asked for."""
+        """The changes in words, as in the request."""
         return tuple(_written(f.name, getattr(self, f.name)) for f in fields(self) if self._sets(f.name))
 
     @property
@@ -58,7 +58,7 @@ class Asked:
 
     def _sets(self, name: str) -> bool:
         value = getattr(self, name)
-        return value is not None and value is not False  # 0 workers are asked for
+        return value is not None and value is not False  # 0 workers are a request
 
 
 def _written(name: str, value: float | int | str | bool) -> str:

@@ -25,7 +25,7 @@ def test_a_cpu_has_operators(tmp_path: Path) -> None:
     frame = run.frame(workload).set_index("rank")
     assert frame["pieces"].to_dict() == {0: 2, 1: 2}
     assert np.isnan(frame["copied_bytes"]).all()
-    assert asked(run, longer_because, 1).said.startswith("as many operators, each 1.67 ×")
+    assert asked(run, longer_because, 1).words.startswith("as many operators, each 1.67 ×")
 
 
 def test_waiting_within_an_operator_is_no_work(tmp_path: Path) -> None:

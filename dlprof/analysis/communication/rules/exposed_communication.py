@@ -6,7 +6,7 @@ after the backward pass instead of during it, many small collectives, or more by
 Needs a trace with collectives. With the traces of all ranks, waiting for a late rank is separated from transfer and
 left to `straggler`; where a rank's trace is missing that is not possible, and the summary says so.
 
-Saving: the best of what one change can give, by replay over the ranks; two together give less than their sum. The
+Saving: the best of what one change can give, by replay over the ranks; two changes give less than their sum. The
 exposed transfer hidden, as far as there is computation that hides nothing yet (of the backward pass, where that is
 known, for gradients are not there before it; on a CPU, no more than the cores stand idle, for sending takes cores). Or
 half the bytes, or half as many exchanges; where two classes of size show what a collective takes to start and for each

@@ -8,8 +8,8 @@ Needs the dumps of the ranks, a file a rank: `TORCH_FR_BUFFER_SIZE=2000` (before
 `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1` make NCCL write them, `TORCH_FR_DUMP_TEMP_FILE` names
 them. Give dlprof their folder. A rank without a dump is not blamed: it may have died, or its file may be elsewhere.
 
-Saving: none of a step. The job could not go on, which is why this is told before any saving. Where a missing rank waits
-in another collective itself, that one is told first.
+Saving: none of a step. The job could not go on, so the report lists it before any saving. If a missing rank itself
+waits in another collective, that one comes first.
 
 What to change: the line that the missing ranks did not reach. Each must issue the same collectives in the same order:
 no collective in a branch that depends on the rank's own data, as many batches on each rank (`drop_last=True`,
@@ -112,14 +112,14 @@ def explain(estimate: Estimate, rank_places: Frame = needs(rank_places)) -> Expl
 
 
 def _seen(last: pd.DataFrame) -> str:
-    """Say where the missing ranks were seen last, those of one place together."""
-    said = []
+    """Say where the missing ranks were seen last, one sentence for each place."""
+    sentences = []
     for (doing, op, number, named, site), of in last.groupby(["doing", "op", "sequence", "named", "site"], sort=False):
         at = f" at {site}" if site else ""
         what = "issued" if doing == "last issued" else "waits in" if len(of) == 1 else "wait in"
         when = " last" if doing == "last issued" else ""
-        said.append(f" {ranks_named(of['rank']).capitalize()}{when} {what} {op} #{number} of {named}{at}.")
-    return "".join(said[:3])
+        sentences.append(f" {ranks_named(of['rank']).capitalize()}{when} {what} {op} #{number} of {named}{at}.")
+    return "".join(sentences[:3])
 
 
 def _running(first: Hang) -> str:

@@ -6,7 +6,7 @@ numbers.
 
 Needs the dumps of PyTorch's flight recorder of two ranks at least, see `hung_collective`.
 
-Saving: none of a step: what was computed after it may be wrong. It is told before any saving.
+Saving: none of a step: what was computed after it may be wrong. The report lists it before any saving.
 
 What to change: the first pair that differs; those after it follow from it. The table has the line of each. The usual
 causes: a branch that depends on the rank, parameters or buckets in another order, a last batch of another size, another
@@ -67,16 +67,16 @@ def explain(estimate: Estimate) -> Explanation:
     many = len(frame.drop_duplicates(["named", "sequence"]))
     column = _PART[one["differs"]]
     variants = first.groupby(column, sort=False).first().reset_index().head(3)
-    said = " and ".join(
+    differing = " and ".join(
         f"{_what(row, column)} on rank{'s' if row['many'] > 1 else ''} {row['ranks']}"
         for row in variants.to_dict("records")
     )
     at = " and ".join(dict.fromkeys(f"`{site}`" for site in variants["site"] if site))
     return Explanation(
         title=f"Collective #{one['sequence']} of {one['named']} is not the same on all ranks",
-        summary=f"It is {said}: the {one['differs']} differs. {count(many, 'collective')} differ in all;"
+        summary=f"It is {differing}: the {one['differs']} differs. {count(many, 'collective')} differ in all;"
         " those after the first may follow from it.",
-        verdict=f"The ranks do not issue the same collectives: #{one['sequence']} of {one['named']} is {said}.",
+        verdict=f"The ranks do not issue the same collectives: #{one['sequence']} of {one['named']} is {differing}.",
         changes=(
             change(f"make all ranks issue the same there{f': {at}' if at else ''}"),
             change(

@@ -1,21 +1,23 @@
-"""A link that is slow: large collectives far below what it can carry, or far below the pace of other groups like it.
+"""A slow link: large collectives run far below its peak, or far slower than in similar groups.
 
-GPUs that could talk over NVLink exchange through the host's memory; hosts through a socket where there is InfiniBand;
-one card, cable or slot carries half of what its neighbours do. Every collective on it is slow, and nothing fails.
+GPUs that could talk over NVLink exchange through the host's memory; hosts exchange through a socket although there is
+InfiniBand; one card, cable or slot carries half as much as the others. Every collective on the link is slow, and
+nothing fails.
 
 Needs the traces of a whole process group, with the sizes of its collectives: the transfer is the time that the last
-rank to arrive spends in one. All-reduces, all-gathers and reduce-scatters are judged, in which every rank gives and
-takes alike; those below 1 MiB show starting and not the link. The peak is known of NVLink within a host, and compared
-with collectives of 16 MiB or more. Else groups are compared that are placed alike on as many hosts and exchange alike.
-Of a single group between hosts or over PCIe it is not known what the link can carry, and the rule says nothing.
+rank to arrive spends in one. The rule judges all-reduces, all-gathers and reduce-scatters, in which every rank sends
+and receives the same amount. Below 1 MiB they show the start and not the link. The peak is known for NVLink within a
+host, and collectives of 16 MiB or more are compared with it. Otherwise groups are compared that lie on as many hosts in
+the same way and exchange alike. For a single group between hosts or over PCIe the peak is not known, and the rule
+reports nothing.
 NVIDIA's nccl-tests measure a link by itself: within a host of N GPUs `all_reduce_perf -b 8 -e 1G -f 2 -g N`; between
 two under SLURM, built with MPI=1, `srun -N 2 --ntasks-per-node N all_reduce_perf -b 8 -e 1G -f 2 -g 1`. Their `busbw`
 is what the report's table of collectives calls bus bandwidth: compare it at the same size.
 
-Saving: the exposed transfer of the slow ones, shorter by as much as they would be at three quarters of the link's peak,
-or at the others' pace; then the step replayed, for no rank gets faster than the next slowest. What computation hides
-and waiting for a late rank do not count. In pipelines, the bubbles of the other stages shrink as far. Where collectives
-queue behind each other, more is gained.
+Saving: the exposed transfer of the slow collectives at three quarters of the link's peak, or at the other groups'
+speed; then the step is replayed, as no rank gets faster than the next slowest. Hidden transfer and waiting for a late
+rank do not count. In pipelines, the bubbles of the other stages shrink by as much. If collectives queue behind each
+other, the gain is larger.
 
 What to change: settings that turn the fast path off (`NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE`); then the hardware.
 `NCCL_DEBUG=INFO` shows the path that was taken.
@@ -38,7 +40,7 @@ from dlprof.analysis.step.savings import own_time, saving_in_pipelines
 from dlprof.result import Change, Panel
 from dlprof.units import UNKNOWN, digits, duration, listed, percent, ranks_named, size
 
-# More than this nobody reads.
+# The most rows of a table that a reader looks at.
 MOST_ROWS = 12
 
 

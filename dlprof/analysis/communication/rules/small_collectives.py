@@ -37,7 +37,7 @@ from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Panel
 from dlprof.units import count, digits, duration, size
 
-# So few a step are nobody's buckets: a loss, a gradient norm, a flag.
+# So few collectives a step are not buckets: a loss, a gradient norm, a flag.
 FEW = 8
 
 # DDP's first bucket is to be ready early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES).

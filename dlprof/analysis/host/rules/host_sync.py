@@ -5,12 +5,12 @@ tensor, a boolean mask as an index, copying from pageable memory and `torch.cuda
 that is queued has run. Then the queue is empty, and the device idles until the host has launched again. With an
 optimizer that is not fused, `torch.amp.GradScaler` reads a value itself in every step; the report names it.
 
-Needs a trace of a device that links launches to kernels. Every call that synchronises counts, also one that a traced
-host, which the profiler slows, comes to when its device is done. Waiting for copies to the device is the business of
-`blocking_copy` and `pageable_copy`; the waits of a loop over parameters are told by `parameter_loop`.
+Needs a trace of a device that links launches to kernels. Every call that synchronises counts, even if the device is
+already done when the host, which the profiler slows, makes the call. `blocking_copy` and `pageable_copy` report waits
+for copies to the device; `parameter_loop` reports the waits of a loop over parameters.
 
-Saving: the traced steps, at the pace of those that were not traced, replayed without any of these waits. Without one of
-several the host would only wait in the next: they are told, and counted, together.
+Saving: the traced steps, scaled to the length of the untraced ones, replayed without any of these waits. Without only
+one of several waits, the host would wait in the next: they are reported as one finding with one saving.
 
 What to change: read values every k steps, or a step late; add up in tensors and read the sum; `torch.where` instead of
 masks; pinned memory and `non_blocking=True` for copies; no `torch.cuda.synchronize()` in the loop; `fused=True` in the
@@ -85,8 +85,8 @@ def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     optimizer = settings.optimizer(job)
     known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
-    cures = dict.fromkeys(known[asked] for asked in mine["asked"] if asked in known)
-    together = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""
+    cures = dict.fromkeys(known[operator] for operator in mine["asked"] if operator in known)
+    all_of_them = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
         summary=f"{times} a step rank {rank} waits until its device has caught up,"
@@ -94,7 +94,7 @@ def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(
         changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),
         evidence=table(f"Waits of a traced step on rank {rank}", by_python(mine), COLUMNS),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without these"
-        f" waits{together}.",
+        f" waits{all_of_them}.",
     )
 
 

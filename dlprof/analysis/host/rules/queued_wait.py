@@ -29,7 +29,7 @@ from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import duration
 
-# Waiting counts from here on, as idle time whose cause is known; the saving may be half of it.
+# Waiting counts from this share, as idle time with a known cause; the saving may be half of it.
 NOTABLE_SHARE = 0.05
 
 _CATEGORY = "queued_wait"

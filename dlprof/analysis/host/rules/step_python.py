@@ -5,12 +5,12 @@ weights, batches made by an own function. On a CPU all of it stands between two 
 
 Needs, on a CPU, the step log and stacks (py-spy): the log says how long a step is in none of its phases, the stacks in
 which lines it is then. The lines of a loss and of setting gradients to zero are left out. On a GPU it needs a trace
-that links launches to kernels: what the host does between the phases costs as far as the device runs dry meanwhile.
-Waits for the device and loops over parameters there are told by `host_sync` and `parameter_loop`.
+that links launches to kernels: the host's work between the phases costs as much as the device idles meanwhile.
+`host_sync` and `parameter_loop` report the waits for the device and the loops over parameters there.
 
 Saving: on a CPU the named lines gone, on a GPU the traced steps replayed without what the host does there; the most
-that any change can give. Where on a CPU `host_bound` is larger, the time in which these lines compute nothing is its,
-and what they take besides counts here.
+that any change can give. On a CPU where `host_bound` is larger, it counts the time in which these lines compute
+nothing, and this rule counts the rest.
 
 What to change: what the lines say: log every k steps, keep metrics as tensors and read them rarely, make batches with a
 DataLoader's workers, replace loops in Python.
@@ -58,9 +58,9 @@ def check(
         )
     lines = lines_between.get()
     lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
-    told = between_twice.or_none()
-    if told is not None and not told["lines_first"].any():
-        lines = _left(lines, by_rank(told, "both_ns"))
+    shared = between_twice.or_none()
+    if shared is not None and not shared["lines_first"].any():
+        lines = _left(lines, by_rank(shared, "both_ns"))
         lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
     if not len(lines):
         return nothing("no line between the phases takes a notable part of the step")
@@ -72,10 +72,10 @@ def check(
     )
 
 
-def _left(lines: Frame, told: Mapping[int, float]) -> Frame:
-    """Return the lines with what they take besides the time of each rank that is told elsewhere, by their shares."""
+def _left(lines: Frame, elsewhere: Mapping[int, float]) -> Frame:
+    """Return the lines without the time that another rule reports, subtracted from each rank's lines in proportion."""
     whole = lines.groupby("rank")["ns"].transform("sum")
-    left = (1 - lines["rank"].map(told).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
+    left = (1 - lines["rank"].map(elsewhere).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
     return lines.assign(ns=lines["ns"] * left, noise_ns=lines["noise_ns"] * left)
 
 
@@ -90,14 +90,14 @@ def explain(
 ) -> Explanation:
     rank = estimate.worst
     if estimate.seen is None:
-        said = _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
+        explanation = _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
         if before_forward is None or before_forward[1] < NOTABLE_SHARE * mean_step_ns:
-            return said
+            return explanation
         lead = change(
             f"batches that are made there ({duration(before_forward[1])} of each step pass before the first forward,"
             " and no loader was seen): in a DataLoader's workers, ahead of the step"
         )
-        return replace(said, changes=(*said.changes, lead))
+        return replace(explanation, changes=(*explanation.changes, lead))
     lines = estimate.rows(estimate.seen).sort_values("ns", ascending=False)
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]

@@ -1,20 +1,20 @@
 """The training loop waits for its next batch.
 
 A step begins with `next()` on the loader. While the training thread waits there and the device has nothing left to do,
-no part of the job computes. The wait ends when the loader makes batches at least as fast as the model takes them. What
-`next()` takes for a batch that is ready is receiving it, and not counted.
+no part of the job computes. The wait ends when the loader makes batches at least as fast as the model takes them. The
+time that `next()` needs to receive a ready batch does not count.
 
 Needs the wait in the loader (the step log, or the loader's ranges in a trace) and, on a GPU, a trace that shows when
-the device was idle: the traced steps are replayed without the wait, and one behind which the device still computes
-costs nothing. With several ranks, a wait counts as far as no other rank is slower anyway; where all ranks' traces are
-here, the report names the ranks that wait meanwhile.
+the device was idle: the traced steps are replayed without the wait. A wait costs nothing while the device still
+computes. With several ranks, a wait counts only as far as no other rank is slower anyway. If all ranks' traces are
+present, the report names the ranks that wait meanwhile.
 
 Saving: what more workers would give, predicted from the recorded batches: their fetches are replayed with n workers and
-the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and training
-share the cores of the host; where it waits for storage, they do not. Where cheaper batches would give more than twice
-as much, the saving is theirs: what takes longer of a batch, its samples or collating them, costs nothing, the other is
-as it was, and on a CPU training gets the cores. Where the one thread that pins all batches is the limit, it is that of
-batches that cost nothing to pin. Either is the most that it can give, and the report says so. Where batches were not
+the loop's own steps, in order, through a queue as deep as the loader's. Fetching that computes shares the host's cores
+with training; fetching that waits for storage does not. If cheaper batches would give more than twice as much, the
+saving is theirs: the slower part of making a batch, reading the samples or collating them, then costs nothing, the
+other part stays, and on a CPU training gets the cores. If the thread that pins all batches is the limit, the saving is
+that of batches that cost nothing to pin. Both are upper bounds, and the report says so. Where batches were not
 recorded, the saving is the whole wait.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs

@@ -120,16 +120,16 @@ def explain(
     )
 
 
-def _asked(job: Job, rank: int, threads: int) -> str:
+def _configured(job: Job, rank: int, threads: int) -> str:
     """Return the threads that a rank's environment asks for where they are fewer than it has: its script sets them."""
-    asked = str((job.facts.get(rank, {}).get("env") or {}).get("OMP_NUM_THREADS") or "")
-    return asked if asked.isdecimal() and int(asked) < threads else ""
+    configured = str((job.facts.get(rank, {}).get("env") or {}).get("OMP_NUM_THREADS") or "")
+    return configured if configured.isdecimal() and int(configured) < threads else ""
 
 
 def _trial(job: Job, row: pd.Series[float], workers: int) -> str:
-    """Say what would measure what a rank gains whose loader workers run on the cores of its threads."""
+    """Say how to measure the gain of a rank with loader workers on the cores of its threads."""
     if row["threads"] > 1:
-        name = "torch.num_threads" if _asked(job, int(row["rank"]), int(row["threads"])) else "env.OMP_NUM_THREADS"
+        name = "torch.num_threads" if _configured(job, int(row["rank"]), int(row["threads"])) else "env.OMP_NUM_THREADS"
         return f"`dlprof try` with `--set {name}={max(1, int(row['cores']) - workers)}` measures it"
     return f"`dlprof try` with `--set loader.num_workers={workers - 1}` measures it"
 
@@ -137,8 +137,8 @@ def _trial(job: Job, row: pd.Series[float], workers: int) -> str:
 def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...]:
     workers = settings.training_loader(job, rank).get("num_workers") or 0
     left = max(1, cores - workers)
-    if asked := _asked(job, rank, threads):
-        words = f"`torch.set_num_threads({left})` (is {threads}, although `OMP_NUM_THREADS={asked}` is set)"
+    if configured := _configured(job, rank, threads):
+        words = f"`torch.set_num_threads({left})` (is {threads}, although `OMP_NUM_THREADS={configured}` is set)"
         fewer = change(words, num_threads=(threads, left))
     else:
         words = f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"

@@ -94,7 +94,7 @@ def check(
 
 
 def _multiplied(breakdown: Frame, tensor_cores: Maybe[Frame]) -> dict[int, float]:
-    """Return what each rank computes in kernels that multiply, ns of the mean step; all, where none is known."""
+    """Return each rank's time in kernels that multiply, ns of the mean step; in all kernels if none are known."""
     computed = part(breakdown, "computation")
     frame = tensor_cores.or_none()
     if frame is None:

@@ -71,9 +71,9 @@ def check(
     kept, most = activations(memory_composition)
     if not most:
         return nothing(f"activations are {percent(kept)} of the peak memory, and not its largest part")
-    room = most_times(batch_room)
-    if room >= _ROOM:
-        return nothing(f"a batch {digits(room)} times as large fits without changes: see memory_headroom")
+    fits = most_times(batch_room)
+    if fits >= _ROOM:
+        return nothing(f"a batch {digits(fits)} times as large fits without changes: see memory_headroom")
     replayed, batch = larger_batches.get(), settings.training_loader(job).get("batch_size")
     largest = float(replayed["fills"].max(skipna=False))
     if not largest > 1:
@@ -156,7 +156,7 @@ def way(row: Any) -> str:
     return {"autocast": "autocast to 16 bits", "fused_attention": "fused attention"}[row["change"]]
 
 
-# Of computation: the optimizer's, and the fixed cost of kernels.
+# Computation that a larger batch does not lengthen: the optimizer's, and the fixed cost of kernels.
 _SAVES_FROM = (*HOST, "communication", "computation")
 RULE = Rule(
     "Activations that keep the batch small", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu"

@@ -39,7 +39,7 @@ _COLUMNS = {"call": "call", "calls": "times a step", "ns": "takes_ns"}
 def allocating(
     what_if: WhatIf = needs(what_if), spans: Frame = needs(schema.SPANS), timing: Timing = needs(timing)
 ) -> Frame:
-    """Return how often memory of the device is asked for and given back in a steady traced step: call, calls, ns, and
+    """Return how often memory of the device is requested and given back in a steady traced step: call, calls, ns, and
     gain_ns, how much shorter the mean steady step would be without all of these calls.
     """
     called = host.is_kind(spans, "runtime") & host.is_named(spans, *_ASKS, *_FREES)

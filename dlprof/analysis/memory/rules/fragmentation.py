@@ -33,7 +33,7 @@ _MOMENTS = {"end": "snapshot", "oom": "failed request"}
 
 
 def check(memory_state: Maybe[Frame] = maybe(memory_state), job: Job = needs(JOB)) -> Estimate:
-    """Find devices on which a request failed although the free blocks together were large enough."""
+    """Find devices on which a request failed although the free blocks were large enough in total."""
     frame = memory_state.or_none()
     if frame is None:
         if settings.on_cpu(job):

@@ -8,9 +8,9 @@ Needs the readings of PyTorch's CUDA allocator, and a trace that links launches 
 
 Saving: per sample, the traced steps replayed with the batch with which the GPU works for nine tenths of the step.
 Kernels, copies, waits for data and the script's own Python take so many times as long; calls of the host, the optimizer
-and exchanges stay. The higher efficiency of larger kernels is not counted. Nothing is said where the GPU works so much
-already, where eight times the batch would not fill it, or where what fills it does not fit. Activations, inputs and
-temporary memory grow with the batch, as counted in one step; without a count, all memory that a step frees.
+and exchanges stay. The higher efficiency of larger kernels is not counted. Nothing is reported if the GPU works so
+much already, if eight times the batch would not fill it, or if the batch that fills it does not fit. Activations,
+inputs and temporary memory grow with the batch, as counted in one step; without a count, all memory that a step frees.
 
 What to change: if the training may change, the batch size, and the learning rate with it (a larger batch trains
 differently: compare the loss by samples, not by steps). Near the limit: a smaller batch, `torch.utils.checkpoint`, a
@@ -148,6 +148,6 @@ def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
     )
 
 
-# Of computation: the optimizer's, and the fixed cost of kernels.
+# Computation that a larger batch does not lengthen: the optimizer's, and the fixed cost of kernels.
 _SAVES_FROM = (*HOST, "communication", "computation")
 RULE = Rule("GPU memory", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

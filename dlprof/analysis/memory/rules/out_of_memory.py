@@ -94,13 +94,13 @@ def explain(
         share = float(parts["bytes"].iloc[0] / parts["bytes"].sum())
         most = f" In an earlier step the largest part was {parts['part'].iloc[0]} ({percent(share)})."
     what = "The host" if row["device"] == "host" else f"GPU {row['device']}"
-    told = _told(row)
+    message = _message(row)
     top = None if lines is None or not len(lines) else str(lines["site"].iloc[0])
     return Explanation(
         title=f"{what} ran out of memory",
-        summary=f"On rank {rank} {told}.{most}",
+        summary=f"On rank {rank} {message}.{most}",
         verdict=f"Rank {rank} ran out of {'the host' if row['device'] == 'host' else 'GPU'}"
-        f"{chr(39) + 's' if row['device'] == 'host' else ''} memory: {told}.",
+        f"{chr(39) + 's' if row['device'] == 'host' else ''} memory: {message}.",
         changes=_changes(
             cures(memory_what_if.or_none(), row), top, settings.training_loader(job, rank).get("batch_size")
         ),
@@ -109,7 +109,7 @@ def explain(
     )
 
 
-def _told(row: dict[Any, Any]) -> str:
+def _message(row: dict[Any, Any]) -> str:
     """Return what happened: in which step, how much was requested, where, and how much was allocated."""
     step = f" in step {row['step'] + 1}" if row["step"] >= 0 and row["how"] != SNAPSHOT else ""
     of = "" if isnan(row["total_bytes"]) else f" of {size(row['total_bytes'])}"
@@ -118,13 +118,13 @@ def _told(row: dict[Any, Any]) -> str:
             "" if isnan(row["allocated_bytes"]) else f"; at the last reading it used {size(row['allocated_bytes'])}{of}"
         )
         return f"the process was killed{step}{held}"
-    asked = "a request" if isnan(row["requested_bytes"]) else f"a request for {size(row['requested_bytes'])}"
+    request = "a request" if isnan(row["requested_bytes"]) else f"a request for {size(row['requested_bytes'])}"
     at = f" at {row['site']}" if row["site"] else ""
     again = f" ({count(row['ooms'], 'request')} failed)" if row["ooms"] > 1 else ""
     held = "" if isnan(row["allocated_bytes"]) else f"; {size(row['allocated_bytes'])} were allocated"
     reserved = "" if isnan(row["reserved_bytes"]) else f", {size(row['reserved_bytes'])} reserved by PyTorch"
     left = "" if isnan(row["device_free_bytes"]) else f", {size(row['device_free_bytes'])} free on the device"
-    return f"{asked}{at} failed{step}{again}{held}{reserved}{left}"
+    return f"{request}{at} failed{step}{again}{held}{reserved}{left}"
 
 
 def _changes(known: list[Cure], top: str | None, batch: object) -> tuple[Change, ...]:

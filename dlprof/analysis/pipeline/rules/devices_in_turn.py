@@ -45,12 +45,12 @@ def check(device_turns: Frame = needs(device_turns), own_time: Frame = needs(own
 
 def explain(estimate: Estimate, device_turns: Frame = needs(device_turns)) -> Explanation:
     mine = estimate.rows(device_turns)
-    n, together = len(mine), float(mine["any_ns"].iloc[0])
-    shown = mine.assign(idle=1 - mine["busy_ns"] / together)
-    overlap = 1 - together / float(mine["busy_ns"].sum())
+    n, combined = len(mine), float(mine["any_ns"].iloc[0])
+    shown = mine.assign(idle=1 - mine["busy_ns"] / combined)
+    overlap = 1 - combined / float(mine["busy_ns"].sum())
     return Explanation(
         title=f"{n} devices of one process work in turn",
-        summary=f"In {duration(together)} of a step some device computes; {percent(overlap)} of their work overlaps."
+        summary=f"In {duration(combined)} of a step some device computes; {percent(overlap)} of their work overlaps."
         f" The busiest alone needs {duration(float(mine['busy_ns'].max()))}.",
         changes=(
             change(

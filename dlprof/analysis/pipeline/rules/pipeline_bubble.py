@@ -64,7 +64,7 @@ def check(
     if not len(easy):
         return nothing(f"{idle} is idle, and no other schedule takes these stages")
     calls = easy["ranks"].map(bubbles.groupby("ranks")["calls_a_step"].first())
-    # Of several pipelines the middle one: what only one of them idles is for another reason.
+    # Take the middle one of several pipelines: if only one idles, the reason is another.
     each = easy.assign(saving=easy["gain_ns"] * calls).sort_values("saving", kind="stable")
     each = each.drop_duplicates("ranks", keep="last")
     best = each.to_dict("records")[(len(each) - 1) // 2]
@@ -88,7 +88,7 @@ def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Ex
     ranks, plans, best = estimate.seen
     pipe = ranks.to_dict("records")[0]
     schedule, uneven, handing_over, launching = map(percent, ranks[[*_CAUSES]].div(ranks["step_ns"], axis=0).mean())
-    # Of the other plans, the best that is one line too and of another kind, and the best that is more work.
+    # Add the best other plan of another kind that is also one line, and the best one that is more work.
     rest = plans[~plans["even"] & (plans["gain_ns"] > 0) & (plans["change"] != best["change"])].sort_values("step_ns")
     other_kind = (rest["schedule"] == pipe["schedule"]) != (best["schedule"] == pipe["schedule"])
     others = pd.concat([rest[rest["easy"] & other_kind].head(1), rest[~rest["easy"]].head(1)])

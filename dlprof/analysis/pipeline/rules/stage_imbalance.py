@@ -33,7 +33,7 @@ def check(stage_lengths: Frame = needs(stage_lengths), bubbles: Maybe[Frame] = m
     if (stage_lengths.groupby("ranks")["stage"].count() < 2).all():
         raise DoesNotApply("the pipeline has one stage")
     gains = (stage_lengths["saved_ns"] * stage_lengths["calls_a_step"]).groupby(stage_lengths["ranks"]).first()
-    # Of several pipelines the middle one: what only one of them is late by is no matter of how the model is cut.
+    # Take the middle one of several pipelines: a delay in only one of them does not come from the split of the model.
     middle = gains.sort_values(kind="stable").index[(len(gains) - 1) // 2]
     stages = stage_lengths[stage_lengths["ranks"] == middle].sort_values("stage_ns", kind="stable")
     longest = stages.to_dict("records")[-1]

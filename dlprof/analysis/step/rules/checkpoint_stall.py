@@ -4,8 +4,8 @@
 nothing else, its device soon has nothing left to do, and the other ranks wait at their next collective.
 
 Needs the stalls that dlprof records with the step log: what the training thread spent in `torch.save`,
-`torch.distributed.checkpoint.save` and `async_save` in every steady step. On a GPU also a trace: a save counts as far
-as device work leaves room for it. Checkpoints that another thread saves, or other libraries without these functions,
+`torch.distributed.checkpoint.save` and `async_save` in every steady step. On a GPU also a trace: saves count up to
+the step's time without device work. Checkpoints that another thread saves, or other libraries without these functions,
 are not seen.
 
 Saving: the stalls gone altogether, which saving in the background comes near to, and what the steps that save take

@@ -5,13 +5,13 @@ oldest generation goes through all objects that are alive: data sets kept as lis
 The more there are, the longer every pause, whether or not anything is found.
 
 Needs the stalls that dlprof records with the step log: pauses of a millisecond or more in every steady step. On a GPU
-also a trace: a pause counts as far as device work leaves room for it. With several ranks, a pause of one holds up all
+also a trace: pauses count up to the step's time without device work. With several ranks, a pause of one delays all
 that wait for it.
 
 Saving: the pauses gone altogether.
 
 What to change: after start-up, `gc.collect()` and `gc.freeze()`, so that what is there for good is never searched
-again; or `gc.disable()`, and `gc.collect()` every k steps, on all ranks in the same step, so that they pause together.
+again; or `gc.disable()`, and `gc.collect()` every k steps, on all ranks in the same step.
 Then find what makes garbage in cycles at every step.
 """
 

@@ -5,8 +5,8 @@ while training stands still; from `torch._dynamo.config.recompile_limit` times o
 compiled in the first steps is the price of compiling, and not counted here.
 
 Needs the stalls that dlprof records with the step log: what Dynamo says it spent on each compilation, and why a
-function was compiled anew, taken from its own record after every step. On a GPU also a trace: a compilation counts as
-far as device work leaves room for it.
+function was compiled anew, taken from its own record after every step. On a GPU also a trace: compilations count up
+to the step's time without device work.
 
 Saving: what the steady steps spent compiling, gone altogether.
 

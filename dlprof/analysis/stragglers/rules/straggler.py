@@ -38,7 +38,7 @@ from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
 
-# Of more rows the slowest and the fastest are shown.
+# If there are more rows, the slowest and the fastest are shown.
 MOST_ROWS = 16
 
 _WAITING = {
@@ -119,8 +119,8 @@ def explain(estimate: Estimate, who_waits: Maybe[Frame] = maybe(who_waits), job:
     return Explanation(
         title=f"{who[0].upper()}{who[1:]} makes the others wait",
         summary=f"It is last in {last} of {met} collectives and {waits}, the others wait {duration(others)}; it {does}"
-        f" than the others ({duration(late.more[late.cause])} a step more){': ' if because.said else ''}{because.said}"
-        f"{elsewhere}.",
+        f" than the others ({duration(late.more[late.cause])} a step more){': ' if because.words else ''}"
+        f"{because.words}{elsewhere}.",
         verdict=verdict,
         changes=(change(because.do or do),),
         evidence=table("Who waits for whom, per traced step", shown, _WAITING, note=note),
