@@ -133,6 +133,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp_transformer", "find_unused"): _TWO,
     ("bert_pretrain", "sync_every_batch"): _TWO,
     ("data_parallel", "data_parallel"): _TWO,
+    ("data_parallel", "double"): "these GPUs multiply float64 as fast as float32",
     ("ddp_resnet", "blocking_allreduce"): _TWO,
     ("ddp_resnet", "forward_twice"): "is shown on a CPU only",
     ("ddp_resnet", "histograms"): "is shown on a CPU only",
