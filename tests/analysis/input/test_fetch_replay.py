@@ -135,6 +135,8 @@ def test_the_first_worker_brings_what_handing_over_costs_and_the_last_takes_it_a
     alone = pace(20.0, 3.0, workers=0, handover=TOLD)
     assert replayed(alone, 0).step_ns == pytest.approx(23)
     assert [replayed(alone, n).step_ns for n in (1, 2)] == pytest.approx([26, 26], rel=0.01)
+    # Where fetching is the limit, the worker also sends each batch.
+    assert replayed(pace(20.0, 30.0, workers=0, handover=TOLD), 1).step_ns == pytest.approx(34, rel=0.01)
     served = pace(26.0, 7.0, workers=1, handover=TOLD, gap=4.0)
     assert replayed(served, 1).step_ns == pytest.approx(26, rel=0.01)
     assert replayed(served, 0).step_ns == pytest.approx(23)
