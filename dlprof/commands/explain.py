@@ -10,17 +10,18 @@ import click
 if TYPE_CHECKING:
     from dlprof.analysis.engine.needs import Need
 
-LISTS = ("rules", "sources", "settings")
+LISTS = ("rules", "sources", "settings", "idioms")
 
 
 @click.command(short_help="Print the manual of a rule, a format or the settings.")
-@click.argument("name", metavar="RULE|SOURCE|rules|sources|settings", default="rules")
+@click.argument("name", metavar="RULE|SOURCE|rules|sources|settings|idioms", default="rules")
 @click.option("--needs", is_flag=True, help="Print what the rule stands on: measures, tables, and what records these.")
 def explain(name: str, needs: bool) -> None:
     """Print the manual of a RULE (what it looks at, when it finds something, what to change) or of a SOURCE.
 
     `rules` lists the bottlenecks that dlprof knows, `sources` the files of other tools that it reads, alone or several
-    in one folder, and `settings` what `dlprof wrap --set NAME=VALUE` overrides in a script, with values and risks.
+    in one folder, `settings` what `dlprof wrap --set NAME=VALUE` overrides in a script, with values and risks, and
+    `idioms` the ways of writing a line that are known to cost time, with their remedies.
     """
     from dlprof.commands import say
 
@@ -30,7 +31,7 @@ def explain(name: str, needs: bool) -> None:
 
 def _explained(name: str) -> Iterator[str]:
     if name in LISTS:
-        return {"rules": _rules, "sources": _sources, "settings": _settings}[name]()
+        return {"rules": _rules, "sources": _sources, "settings": _settings, "idioms": _idioms}[name]()
     from dlprof.analysis.rules import RULES
     from dlprof.errors import DlprofError
     from dlprof.read.formats import formats
@@ -76,6 +77,19 @@ def _settings() -> Iterator[str]:
         yield f"{one.name} = {one.values}{'  (changes numbers)' if one.numerics else ''}"
         for text in (one.help, *([f"Risk: {one.risk}"] if one.risk else [])):
             yield from textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
+
+
+def _idioms() -> Iterator[str]:
+    import textwrap
+
+    from dlprof.analysis.idioms import IDIOMS
+
+    yield "What a line of a script may do that costs time: a finding that has seen the line names the remedy."
+    for one in IDIOMS:
+        yield ""
+        yield f"{one.name}: the line {one.what}"
+        yield from textwrap.wrap(one.remedy, 96, initial_indent="    ", subsequent_indent="    ")
+        yield f"    {one.link}"
 
 
 def _needed(name: str) -> Iterator[str]:

@@ -49,6 +49,7 @@ RANK: Mapping[str, Shape] = {
     },
     "alone": bool,
     "failure": _all(str, "type text site"),
+    "error": _all(str, "type text site"),
     "cpu": {
         **_all(int, "count affinity memory_limit_bytes torch_threads torch_interop_threads"),
         "quota": float,

@@ -27,9 +27,14 @@ _Frame = tuple[str, str, str]
 _Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
+# File, line and text of a line of the user's.
+_Text = tuple[str, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], Annotated[str, msgspec.Meta(max_length=400)]]
+
+
 class _Burst(msgspec.Struct):
     start_ns: _Ns
     end_ns: _Ns
+    lines: Annotated[list[_Text], msgspec.Meta(max_length=1000)] = []
 
 
 _burst = msgspec.json.Decoder(_Burst).decode
@@ -53,7 +58,9 @@ _PROFILER = re.compile(r"[/\\]torch[/\\](profiler[/\\]\w+|autograd[/\\]profiler)
 
 
 def read(path: Path) -> Reading:
-    """Return the table "stacks"; facts: `stacks` with bursts and sampled seconds, if the file has them.
+    """Return the table "stacks"; facts: `stacks` with bursts, sampled seconds and lines, if the file has them.
+
+    `lines`: the source of lines that were seen much: file, line and text.
 
     If the end is cut off, only its stacks are lost. Raises DlprofError if the file cannot be read or holds no stack.
     """
@@ -61,6 +68,7 @@ def read(path: Path) -> Reading:
     bursts = ns = bad = 0
     cut = False
     warnings: list[str] = []
+    texts: dict[tuple[str, int], str] = {}
     for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
         for line in text.split("\n"):
             folded, _, times = line.rpartition(" ")
@@ -71,6 +79,7 @@ def read(path: Path) -> Reading:
                     burst = _burst(line[1:])
                     ns += burst.end_ns - burst.start_ns
                     bursts += 1
+                    texts.update(((file, at), source) for file, at, source in burst.lines)
                 except NOT_JSON:
                     bad += 1
             elif line:
@@ -85,7 +94,8 @@ def read(path: Path) -> Reading:
     if lost > 0:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
     frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
-    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts and seen else {}
+    known = [{"file": file, "line": at, "text": text} for (file, at), text in texts.items()]
+    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9, "lines": known}} if bursts and seen else {}
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 

@@ -175,7 +175,10 @@ def devices(result: Result) -> str:
 
 
 def steps(result: Result) -> str:
-    """Write the measured steps, their mean and, where known, MFU: "412 steady steps of 214.6 ms · 23 % MFU"."""
+    """Write the measured steps, their mean and, where known, MFU: "412 steady steps of 214.6 ms · 23 % MFU".
+
+    Steps that grow are not called steady.
+    """
     window = result.window
     if window is None:
         return "no steps recorded"
@@ -184,7 +187,10 @@ def steps(result: Result) -> str:
     used = f" · {percent(window.mfu)} MFU" if window.mfu is not None else ""
     micro = f" (1 step = {window.micro_batches} micro-batches)" if window.micro_batches > 1 else ""
     rate = f" · {throughput(window.throughput)}" if window.throughput else ""
-    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{micro}{rate}{used}"
+    changes = any(one.id == "growing_steps" and one.state == "found" for one in result.outcomes)
+    counts = counted(window.steps, "step" if changes else "steady step")
+    mean = f"{duration(window.step_ns)} in the mean" if changes else duration(window.step_ns)
+    return f"{counts} of {mean}{micro}{rate}{used}"
 
 
 def throughput(t: Throughput) -> str:

@@ -12,7 +12,7 @@ from tests.fixtures.places import ROOT
 
 ANALYSIS = ROOT / "dlprof" / "analysis"
 # Command lines, names of kernels in C++, and paths and names of people.
-READ_OTHERS = {"settings.py", "formatting.py", "sharing.py"}
+READ_OTHERS = {"endings.py", "formatting.py", "idioms.py", "settings.py", "sharing.py"}
 
 
 def module_of(path: Path) -> str:

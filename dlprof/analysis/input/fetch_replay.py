@@ -128,11 +128,18 @@ class Pace:
         fetch, cpu = self.collate, self.collate_cpu
         if part == COLLATING:
             fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
+        return replace(self._making(fetch, cpu), collate=_NOTHING, collate_cpu=_NOTHING)
+
+    def cheaper(self, left: float) -> Pace:
+        """Return the same if the making of a batch, samples and collating alike, took this share of its time."""
+        changed = self._making(self.fetch * left, self.fetch_cpu * left)
+        return replace(changed, collate=self.collate * left, collate_cpu=self.collate_cpu * left)
+
+    def _making(self, fetch: Times, cpu: Times) -> Pace:
         if self.workers:  # the handover costs the same however a batch is made
             cpu = np.maximum(cpu, np.minimum(self.handover.least.sending_ns, self.fetch_cpu))
         others = self.others_cpu * float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
-        changed = replace(self, fetch=fetch, fetch_cpu=cpu, others_cpu=others)
-        return replace(changed, collate=_NOTHING, collate_cpu=_NOTHING)
+        return replace(self, fetch=fetch, fetch_cpu=cpu, others_cpu=others)
 
     def with_workers(self, workers: int) -> Pace:
         """Return the same with so many workers: with the handover's cost for the first, without it for none."""

@@ -46,6 +46,7 @@ from dlprof.analysis.input.loader import (
     loader_means,
     pinning,
 )
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part, room
 from dlprof.analysis.step.savings import own_time, saving_input
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means, step_series
@@ -380,13 +381,17 @@ class FasterLoader:
     """What removes the wait, and the saving, ns a step: more workers, or cheaper batches if workers do not help.
 
     `saving_ns`: of the better one. `plan`: None where the batches were not recorded. `workers_help`: whether the plan's
-    workers are the better one. `part`: the slowest part of making a batch, SAMPLES, COLLATING or PINNING.
+    workers are the better one. `part`: the slowest part of making a batch, SAMPLES, COLLATING or PINNING. `line`: the
+    line of the user's that takes most of making a batch, None: not known; `line_first`: the saving is that of this line
+    gone.
     """
 
     saving_ns: float
     plan: Plan | None = None
     workers_help: bool = False
     part: str = SAMPLES
+    line: CostlyLine | None = None
+    line_first: bool = False
 
 
 @across_ranks
@@ -400,33 +405,47 @@ def faster_loader(
     step_series: Frame = needs(step_series),
     fetch_gains: Maybe[Frame] = maybe(fetch_gains),
     breakdown: Frame = needs(breakdown),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> FasterLoader:
     """Predict the saving of more workers or of cheaper batches, whichever is better; the whole wait if not known.
 
-    The prediction takes long, so it is made only where the wait is notable.
+    A line that is known to do needless work comes before workers that give no more. The prediction takes long, so it is
+    made only where the wait is notable.
     """
     wait, recorded = by_rank(input_waits, "wait_ns"), paces.or_none()
-    if input_cost_ns < NOTABLE_SHARE * mean_step_ns or recorded is None:
+    if input_cost_ns < NOTABLE_SHARE * mean_step_ns:
         return FasterLoader(input_cost_ns)
-    plan = planned(recorded, own_time, fetch_gains, wait)
-    if plan is None:
-        return FasterLoader(input_cost_ns)
+    line = costliest(costly_lines, starving.rank, "worker" if starving.workers else "fetch")
+    plan = None if recorded is None else planned(recorded, own_time, fetch_gains, wait)
+    if recorded is None or plan is None:
+        return FasterLoader(input_cost_ns, line=line)
     pace = recorded.of(starving.rank)
+    costly = pace.costly
     # With a GPU only the wait changes: what the host computes while the GPU is busy costs no time. Ranks without
     # recorded batches are assumed to be like this one.
-    freed = _freed_by(pace, pace.without(pace.costly))
+    freed = _freed_by(pace, pace.without(costly))
     cheaper = saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
     if settings.on_cpu(job):
         with suppress(NotMeasured):
-            cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, pace.costly)
-    elif pace.costly == PINNING:  # without pinning the copies to the device go too, until the workers limit the step
+            cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, costly)
+    elif costly == PINNING:  # without pinning the copies to the device go too, until the workers limit the step
         fed = replayed(replace(pace.without(PINNING), own=np.ones(1)), pace.workers).step_ns
         copied = part(breakdown, "copy").get(starving.rank, 0.0)
         cheaper += min(copied, max(mean_step_ns - cheaper - fed, 0.0))
     gain = max(cheaper, plan.gain_ns)
     helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
-    return FasterLoader(plan.gain_ns if helps else gain, plan, helps, pace.costly)
+    if line is not None and costly != PINNING:
+        left = 1.0 - (line.place.share or 0.0)
+        freed = _freed_by(pace, pace.cheaper(left))
+        gone = saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
+        if settings.on_cpu(job):
+            with suppress(NotMeasured):
+                gone = mean_step_ns - step_with(recorded, own_time, lambda pace: pace.cheaper(left))
+        needless = line.idiom is not None and line.idiom.first
+        if gone >= max(NOTABLE_SHARE * mean_step_ns, plan.gain_ns) and (needless or not helps):
+            return FasterLoader(gone, plan, False, costly, line, line_first=True)
+    return FasterLoader(plan.gain_ns if helps else gain, plan, helps, costly, line)
 
 
 def trusted(paces: Paces, rank: int) -> Forecast:
@@ -505,7 +524,12 @@ def planned(
 
 
 def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
-    """Return the mean step on a CPU if a part of making batches cost nothing, ns; raises as `Paces.of` does.
+    """Return the mean step on a CPU if a part of making batches cost nothing, as `step_with` does."""
+    return step_with(paces, own_time, lambda pace: pace.without(part))
+
+
+def step_with(paces: Paces, own_time: pd.DataFrame, cheaper: Callable[[Pace], Pace]) -> float:
+    """Return the mean step on a CPU if making batches cost less, ns; raises as `Paces.of` does.
 
     Ranks compute the same, on the cores that fetching leaves free. A rank's time without computing is transfer, equal
     on all ranks, or waiting for ranks with fewer cores. The least such time of any rank is kept.
@@ -517,7 +541,7 @@ def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
     def bare(pace: Pace) -> Pace:
         computes = float(pace.own.mean()) * pace.own_cpu
         own = max(computes + stays, 1.0)
-        return replace(pace.without(part), own=np.array([own]), own_cpu=computes / own)
+        return replace(cheaper(pace), own=np.array([own]), own_cpu=computes / own)
 
     def least(changed: Pace) -> float:
         own, fetch, workers = float(changed.own[0]), float(changed.fetch.mean()), changed.workers * changed.loaders

@@ -58,9 +58,16 @@ def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_mean
     return who + (f", {duration(collating)} of it collating" if 2 * collating > fetch else "")
 
 
+def cheaper(faster: FasterLoader) -> str:
+    """Say how a batch gets cheaper: by the line that takes most of making it, where that is known."""
+    if faster.line is None or faster.part == PINNING:
+        return CHEAPER[faster.part][0]
+    return faster.line.advice("make a sample cheaper, or keep what was made, at")
+
+
 def changes(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
     """Propose what makes the loader faster, then settings of its queue that cost nothing."""
-    yield from _by_rate(starving) if faster.plan is None else _by_plan(starving, faster, faster.plan)
+    yield from _by_rate(starving, faster) if faster.plan is None else _by_plan(starving, faster, faster.plan)
     if starving.workers and starving.loader.get("persistent_workers") is False:
         yield change(
             "`persistent_workers=True` (is False): workers start anew each epoch", persistent_workers=(False, True)
@@ -69,8 +76,9 @@ def changes(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
         yield change("`prefetch_factor=2` or more (is 1): one slow sample stalls the queue", prefetch_factor=(1, 2))
 
 
-def _by_rate(starving: Starving) -> Iterator[Change]:
+def _by_rate(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
     """Propose as many workers as keep up with the rest of the step, where no batch was recorded."""
+    samples = cheaper(faster)
     workers, cores, busy = starving.workers, starving.cores, max(starving.step_ns - starving.wait_ns, 1.0)
     if workers is None:
         yield change("more `num_workers`, `persistent_workers=True`", persistent_workers=(None, True))
@@ -79,32 +87,38 @@ def _by_rate(starving: Starving) -> Iterator[Change]:
         # the rest; never only one, or each slow batch stalls the step.
         if cores and starving.threads >= cores:
             taken = f"training computes on all {count(cores, 'core')} of a rank, and a worker would take one from it"
-            yield change(f"{CHEAPER[SAMPLES][0]}: {taken}")
+            yield change(f"{samples}: {taken}")
             return
         need = max(2, math.ceil(starving.wait_ns / busy))
         most = max(1, (cores or need + 1) - 1)
         yield _workers_to(min(need, most), 0, "")
         if cores and need > most:
             there = f"a rank has {count(cores, 'core')}"
-            yield change(f"make a sample cheaper: {need} workers would hide it all, and {there}")
+            yield change(f"{samples}: {need} workers would hide it all, and {there}")
     else:
         need = math.ceil(workers * starving.step_ns / busy)
         if cores is None or need <= cores:
             yield _workers_to(need, workers, ": the rate grows with the workers while cores are free")
         else:
             needed = f"{need} workers would be needed (is {workers}), and a rank has {count(cores, 'core')}"
-            yield change(f"make a sample cheaper, or cache what is decoded: {needed}")
+            yield change(f"{samples}: {needed}")
 
 
 def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[Change]:
     """Propose the workers of a plan, or cheaper batches where these do not help."""
     now, then = plan.now, plan.chosen
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
+    samples = cheaper(faster)
+    if faster.line_first:
+        yield change(f"{samples}; without this line a step of {duration(starving.step_ns - faster.saving_ns)} is left")
+        if plan.gain_ns >= NOTABLE_SHARE * starving.step_ns and then.workers > now.workers:
+            yield _workers_to(then.workers, now.workers, f" alone{predicted}")
+        return
     if not faster.workers_help:
         cores = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
         there = ": one thread pins the batches of all of them" if faster.part == PINNING else cores
         less = plan.sure and then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
-        yield change(f"{CHEAPER[faster.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
+        yield change(f"{samples}; more workers would {'give less' if less else 'not help'}{there}")
         if less:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
@@ -117,7 +131,7 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     slower = then.step_ns - left - (now.step_ns - now.wait_ns)
     if slower > 0.05 * then.step_ns:
         taken = f"the workers take {duration(slower)} a step from training, which needs the same cores"
-        yield change(f"make a sample cheaper, or cache what is decoded: {taken}")
+        yield change(f"{samples}: {taken}")
     if left > 0.05 * then.step_ns:
         yield change(f"{duration(left)} of waiting is then left: only cheaper samples remove it")
 
@@ -142,7 +156,8 @@ def predicted_steps(starving: Starving, faster: FasterLoader, plan: Plan) -> Pan
     rows: list[tuple[str, float, float | None]]
     rows = [(f"{n}{marks[n]}", step_ns - plan.gains.get(n, 0.0), waits[n]) for n in near]
     if not faster.workers_help:
-        rows.append((CHEAPER[faster.part][1], step_ns - faster.saving_ns, None))
+        without = "the line gone" if faster.line_first else CHEAPER[faster.part][1]
+        rows.append((without, step_ns - faster.saving_ns, None))
     columns = ("num_workers", "mean step_ns", f"rank {starving.rank} waits for data_ns", "speed_times")
     with_speed = tuple((*row, step_ns / row[1]) for row in rows)
     return Panel("table", "Predicted step by number of loader workers", with_speed, columns)

@@ -12,15 +12,18 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from dlprof import schema
-from dlprof.analysis.engine import JOB, RANK, Frame, Job, RankFacts, across_ranks, needs, per_rank
-from dlprof.analysis.host.stacks import FRAME, PLACE, is_own, seen_doing
+from dlprof.analysis import idioms
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, needs, per_rank
+from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, seen_doing, shown
 from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.result import Place
+from dlprof.units import short
 
 # The most rows that a rank passes on for each phase: the user's lines, and library functions with no user's line above.
 MOST_LINES = 60
@@ -71,6 +74,86 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
             library = f"{function} ({PLACE.sub('', file)})"
     function, file, _ = frames[0].groups() if frames else ("unknown", "", "0")
     return (False, PLACE.sub("", file), 0, function), ""
+
+
+# A line is called what at least this share of its samples is.
+_NAMED = 0.25
+
+# In these a worker, or the training thread without workers, makes a batch; elsewhere a worker waits, or sends.
+_MAKES = "torch/utils/data/_utils/fetch.py"
+
+
+@per_rank
+def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return the user's lines that were seen most: doing, function, file, line, text, idiom, samples, of.
+
+    `doing`: as in `line_shares`; of workers, and of waiting for a loader without workers, only the making of batches
+    counts. `text`: the line's source, "" where it was not recorded. `idiom`: a name of `idioms.IDIOMS`, "": none.
+    `samples`: in this line and what it calls in libraries; `of`: all of that doing.
+    """
+    texts = {
+        (str(one.get("file")), one.get("line")): str(one.get("text"))
+        for one in (rank.facts.get("stacks") or {}).get("lines") or []
+    }
+    seen: dict[tuple[str, str, str, int], Counter[str]] = {}
+    of: Counter[str] = Counter()
+    for doing, stack, n in seen_doing(stacks):
+        if doing in idioms.DATA and not any(_MAKES in text for text in stack):
+            continue
+        of[doing] += n
+        at = next((i for i in reversed(range(len(stack))) if (f := FRAME.fullmatch(stack[i])) and is_own(f[2])), None)
+        if at is not None and (frame := FRAME.fullmatch(stack[at])) is not None:
+            place = frame[1], frame[2], int(frame[3])
+            found = idioms.known(texts.get(place[1:], ""), (f"{frame[1]} ()", *stack[at + 1 :]), doing)
+            seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
+    directory, rows = str(rank.facts.get("directory") or ""), []
+    for (doing, function, file, line), names in seen.items():
+        samples = names.total()
+        name, times = max(((k, n) for k, n in names.items() if k), key=lambda of: of[1], default=("", 0))
+        text = texts.get((file, line), "")
+        named = name if times >= _NAMED * samples else ""
+        rows.append((doing, function, file.removeprefix(directory), line, text, named, samples, of[doing]))
+    columns = ["doing", "function", "file", "line", "text", "idiom", "samples", "of"]
+    table = pd.DataFrame(rows, columns=columns).sort_values(["doing", "samples"], ascending=[True, False])
+    return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)
+
+
+@dataclass(frozen=True)
+class CostlyLine:
+    """The line of the user's that takes most of something: its share, and what it is known to be."""
+
+    place: Place  # with its share of the samples
+    text: str
+    idiom: idioms.Idiom | None
+
+    @property
+    def shown(self) -> str:
+        """The line as a report names it: decode (data.py:41), with its source where that was recorded."""
+        named = shown(self.place.function, self.place.file, self.place.line)
+        return f"{named} `{short(self.text, 80)}`" if self.text else named
+
+    def advice(self, otherwise: str) -> str:
+        """Say what to change: the remedy of what the line is known to be, or that none is known, and `otherwise`."""
+        if self.idiom is None:
+            return f"{otherwise} {self.shown}: dlprof knows no remedy for what this line does"
+        return f"{self.shown} {self.idiom.what}: {self.idiom.remedy} ({self.idiom.link})"
+
+
+def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine | None:
+    """Return the line that a rank was seen in most while doing one of these.
+
+    None where stacks were not recorded, are too few, or show no line in particular.
+    """
+    frame = lines.or_none()
+    if frame is None:
+        return None
+    mine = frame[(frame["rank"] == rank) & frame["doing"].isin(doing)]
+    of = int(mine.drop_duplicates("doing")["of"].sum())
+    if of < LEAST_SAMPLES or mine["samples"].max() < NOTABLE_SHARE * of:
+        return None
+    top = mine.iloc[[int(mine["samples"].argmax())]].to_dict("records")[0]
+    place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
+    return CostlyLine(place, str(top["text"]), idioms.BY_NAME.get(str(top["idiom"])))
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:

@@ -121,6 +121,7 @@ class Facts:
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
             "ended": recorder.ended,
             "failure": _ask(memory_failure) if recorder.ended else None,
+            "error": _ask(last_error) if recorder.ended else None,
             "ended_ns": time.time_ns() if recorder.ended else None,
         }
         write(recorder.folder / "facts.json", json.dumps(facts, default=str))
@@ -398,6 +399,34 @@ _MOST_TEXT = 2_000  # characters of an error's text
 
 # What PyTorch's allocator of host memory says in a RuntimeError.
 _ON_HOST = "DefaultCPUAllocator: can't allocate memory"
+
+
+# The most characters of any other error's text, of which only the first line is kept.
+_MOST_LINE = 300
+
+# The lines of a worker's traceback, which is in the text of the error that its loader raises.
+_WORKERS = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def last_error() -> dict[str, Any] | None:
+    """Return the error that nobody caught and that ends the process: type, text and site; None: it ends otherwise.
+
+    The text is the first line of what a library says, redacted: what the user's own code says may hold anything, and is
+    left out. The site of an error in a loader's worker is the line there.
+    """
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return None
+    is_own, said, at = own_files(), str(error), error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    from_own = at is not None and is_own(at.tb_frame.f_code.co_filename)
+    site = _site(error)
+    if "DataLoader worker" in said:
+        frames = [found for found in _WORKERS.findall(said) if is_own(found[0])]
+        site = "{2} ({0}:{1})".format(*frames[-1]) if frames else site
+    line = said.strip().partition("\n")[0]
+    return {"type": type(error).__name__, "text": "" if from_own else redaction.text(line)[:_MOST_LINE], "site": site}
 
 
 def memory_failure() -> dict[str, Any] | None:

@@ -15,13 +15,17 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dlprof import redaction
+from dlprof.record.calls.frames import MOST_FILE_BYTES, MOST_SOURCE, own_files
 from dlprof.record.launch.process import tied, wait_or_kill
 from dlprof.record.samplers.sampling import Host, RankHere
 
@@ -29,6 +33,11 @@ from dlprof.record.samplers.sampling import Host, RankHere
 # process, or a thread.
 _PROCESS = re.compile(rb'process \d+:"')
 _THREAD = b'";thread ('
+_FRAME = re.compile(rb"(?:.*;)?.* \((.+):(\d+)\)")
+
+# The most lines of a burst whose text is kept, those with the most samples; and of how many files.
+_MOST_LINES = 40
+_MOST_FILES = 12
 
 # The first burst is short, so that a job that dies young leaves something; later ones are long enough that py-spy's
 # start, which is most of its work, counts for little. The pauses grow: a job does the same for hours.
@@ -46,7 +55,11 @@ _STOP_S = 0.7
 
 
 class StacksSampler:
-    """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines."""
+    """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines.
+
+    The JSON holds the text of the user's lines that were seen most, so that a report can tell what they call: py-spy
+    sees no function of C, and the script may be another one by then.
+    """
 
     name = "stacks"
 
@@ -122,6 +135,8 @@ class _Spy:
         self._seen = -1  # what py-spy writes into: no file, since the command lines in it are for nobody's disk
         self._process: subprocess.Popen[bytes] | None = None
         self._begun_ns = 0
+        self._since_ns = time.time_ns()
+        self._texts: set[tuple[str, int]] = set()  # the lines whose text is written
         self._seconds = _FIRST_S
         self._pause_s = _FIRST_PAUSE_S
         self._next = 0.0
@@ -192,10 +207,48 @@ class _Spy:
             return _reason(said) if process.returncode and (self._failures > 1 or _denied(said)) else ""
         self._failures = 0
         burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
-        member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + without_commands(seen), 6)
+        lines = without_commands(seen)
+        with suppress(Exception):  # the stacks are worth more than the text of their lines
+            texts = [one for one in texts_of(lines, self._since_ns) if (one[0], one[1]) not in self._texts]
+            self._texts.update((file, line) for file, line, _ in texts)
+            burst["lines"] = texts
+        member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + lines, 6)
         with self._file.open("ab") as file:
             file.write(member)
         return ""
+
+
+def texts_of(lines: bytes, since_ns: int) -> list[tuple[str, int, str]]:
+    """Return file, line and text of the user's lines that are the innermost of the most stacks, redacted.
+
+    A file that was written after `since_ns` may not be what runs: its lines have no text.
+    """
+    is_own, found = own_files(), Counter[tuple[str, int]]()
+    for folded in lines.splitlines():
+        stack, _, times = folded.rpartition(b" ")
+        for frame in reversed(stack.split(b";")):
+            place = _FRAME.fullmatch(frame)
+            if place is not None and is_own(file := place[1].decode(errors="replace")):
+                found[file, int(place[2])] += int(times) if times.isdigit() else 0
+                break
+    sources: dict[str, list[str]] = {}
+    texts = []
+    for (file, line), _ in found.most_common(_MOST_LINES):
+        if file not in sources:
+            sources[file] = _source(file, since_ns) if len(sources) < _MOST_FILES else []
+        if line <= len(sources[file]) and (text := " ".join(sources[file][line - 1].split())[:MOST_SOURCE]):
+            texts.append((file, line, text))
+    return texts
+
+
+def _source(file: str, since_ns: int) -> list[str]:
+    """Return the lines of a file of source, without what must not be kept; none where it may not be what runs."""
+    path = Path(file)
+    with suppress(OSError):
+        known = path.stat()
+        if stat.S_ISREG(known.st_mode) and known.st_size <= MOST_FILE_BYTES and known.st_mtime_ns <= since_ns:
+            return redaction.source(path.read_text(errors="replace")).splitlines()
+    return []
 
 
 def without_commands(seen: bytes) -> bytes:

@@ -32,6 +32,7 @@ from dlprof.analysis.host.parts import BETWEEN, gains_of, host_parts
 from dlprof.analysis.host.stacks import hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.step.unused import lines_between
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import duration, percent, short
@@ -87,10 +88,12 @@ def explain(
     host_work: Maybe[Frame] = maybe(host_work),
     hottest: Maybe[Frame] = maybe(hottest),
     before_forward: tuple[int, float] | None = needs(before_forward),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
 ) -> Explanation:
     rank = estimate.worst
     if estimate.seen is None:
-        explanation = _on_device(estimate, host_parts.get(), own_python, host_work, hottest)
+        line = costliest(costly_lines, rank, "rest")
+        explanation = _on_device(estimate, host_parts.get(), own_python, host_work, hottest, line)
         if before_forward is None or before_forward[1] < NOTABLE_SHARE * mean_step_ns:
             return explanation
         lead = change(
@@ -102,15 +105,20 @@ def explain(
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]
     more = f" and {len(named) - MOST_LINES} more lines" if len(named) > MOST_LINES else ""
+    line = costliest(costly_lines, rank, "rest")
     first = percent(lines["ns"].iloc[0] / mean_step_ns)
     return Explanation(
         title="Lines between the phases take a notable part of each step",
         summary=f"{duration(estimate.by_rank_ns[rank])} of a step of rank {rank} are in the script's own lines outside"
         f" of fetching, forward, backward and the optimizer: {', '.join(named[:MOST_LINES])} of the step{more}.",
         changes=(
-            change(f"run {places[0]} every k steps, or not at all: at most {first} of the step"),
-            change("replace loops over values in Python by operations on tensors"),
+            change(
+                f"{line.advice('do this every k steps, or not at all:')}; at most {first} of the step"
+                if line is not None and line.place.line == lines["line"].iloc[0]
+                else f"run {places[0]} every k steps, or not at all: at most {first} of the step"
+            ),
         ),
+        where=() if line is None else (line.place,),
         evidence=table(
             f"The script's lines between the phases, rank {rank}",
             lines.assign(place=places, share=lines["ns"] / mean_step_ns),
@@ -127,6 +135,7 @@ def _on_device(
     own_python: Maybe[Frame],
     host_work: Maybe[Frame],
     hottest: Maybe[Frame],
+    line: CostlyLine | None,
 ) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(host_parts[host_parts["part"] == BETWEEN]).iloc[0]
@@ -146,7 +155,13 @@ def _on_device(
         title="The script's Python between the phases holds up the device",
         summary=f"Rank {rank} spends {duration(mine['host_ns'])} of each step between fetching, forward, backward and"
         f" the optimizer, in no loop over parameters and no wait for the device.{seen}",
-        changes=(change(f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"),),
+        changes=(
+            change(
+                line.advice("take this out of the loop, or do it every k steps:")
+                if line is not None
+                else f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"
+            ),
+        ),
         evidence=evidence,
         at_most=True,
         where=() if place is None else (place,),

@@ -17,10 +17,10 @@ other part stays, and on a CPU training gets the cores. If the thread that pins 
 that of batches that cost nothing to pin. Both are upper bounds, and the report says so. Where batches were not
 recorded, the saving is the whole wait.
 
-What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
-(`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
-in one file), collate whole tensors, hand over fewer bytes where pinning them is the limit, and give the loader's
-processes free cores.
+What to change, in this order: cure a line that does needless work for every sample, let worker processes load
+(`num_workers`), keep them between epochs (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what
+is decoded, store what is read together in one file), collate whole tensors, hand over fewer bytes where pinning them is
+the limit, and give the loader's processes free cores.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from dlprof.analysis.input.loader_advice import (
     predicted_steps,
     recorded_waits,
 )
+from dlprof.analysis.source.line_shares import CostlyLine
 from dlprof.analysis.step.breakdown import breakdown, part_least, part_noise
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import step_series
@@ -114,13 +115,20 @@ def explain(
         title=f"{_who_waits(starving.alike) if starving.others else 'The training loop waits'} for data",
         summary=f"Of a step of {duration(starving.step_ns)}, rank {rank} waits {duration(starving.wait_ns)} in next()"
         f" of its loader with nothing else to do; {described(starving, loader_means, worker_means)}.{held_up}"
-        f"{hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
+        f"{_line(faster_loader.line) or hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
         changes=tuple(changes(starving, faster_loader)),
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
         forecasts=() if plan is None else forecasts_of(starving.step_ns, plan),
         sure=_sure(job, faster_loader) + assumed,
         at_most=not faster_loader.workers_help,
+        where=() if faster_loader.line is None or faster_loader.workers_help else (faster_loader.line.place,),
     )
+
+
+def _line(line: CostlyLine | None) -> str:
+    if line is None:
+        return ""
+    return f" Of the time in which batches are made, {percent(line.place.share or 0.0)} is in {line.shown}."
 
 
 def _pinned(pinning: Maybe[Frame], rank: int) -> str:
@@ -142,6 +150,11 @@ def _sure(job: Job, faster: FasterLoader) -> str:
         return (
             f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's"
             " cores and the load that they had; storage is taken to serve more readers at once as fast as these."
+        )
+    if faster.line_first:
+        return (
+            "Estimated as this line gone, as its share of the stacks is, and the rest of making a batch as it is: the"
+            f" most that changing it can give. More workers alone would give {duration(plan.gain_ns)}."
         )
     other = {SAMPLES: "collating", PINNING: "making them"}.get(faster.part, "reading the samples")
     cores = ", and training with the cores that this leaves" if settings.on_cpu(job) else ""

@@ -22,6 +22,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import hottest, hottest_own
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.patterns import PERIODIC, periodic
 from dlprof.analysis.timeline.steps import mean_step_ns
@@ -55,6 +56,7 @@ def explain(
     estimate: Estimate,
     periodic: Frame = needs(periodic),
     hottest: Maybe[Frame] = maybe(hottest),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     mean_step_ns: float = needs(mean_step_ns),
     job: Job = needs(JOB),
 ) -> Explanation:
@@ -64,15 +66,14 @@ def explain(
     share = (estimate.lost_ns or estimate.saving_ns) / mean_step_ns
     passes = max(round(float(first["forwards"])), 0)
     forwards = f", with {count(passes, 'forward pass')} more than the others" if passes else ""
-    seen = hottest_own(hottest, rank, "rest")
+    seen, line = hottest_own(hottest, rank, "rest"), costliest(costly_lines, rank, "rest")
     shown = mine.assign(phase=mine["phase"].map(_WHERE))
     rarer = 2 ** max(math.ceil(math.log2(share / 0.02)), 1) if share else 2
     of_rank = f" of rank {rank}" if len(job.ranks) > 1 else ""
     elsewhere = change("do it in another process while training goes on")
     cures = [elsewhere, change("record with stacks (`pip install py-spy`) to see the lines that it spends its time in")]
-    if seen:
-        faster = "make it faster where the stacks show it: in batches, in tensors, without a loop in Python"
-        cures = [change(faster), elsewhere]
+    if line is not None:
+        cures = [change(line.advice("make it faster, in batches and without a loop in Python, at")), elsewhere]
     return Explanation(
         title=f"Every {every}th step takes {duration(extra)} longer",
         summary=f"One step in {every}{of_rank} takes {duration(extra)} longer than the others, mostly"

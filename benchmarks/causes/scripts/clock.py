@@ -1,0 +1,28 @@
+"""What every script of this folder begins and ends with: its option, and its mean step, by its own clock."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+FIXED = "--fixed" in sys.argv
+torch.manual_seed(0)
+
+
+class Clock:
+    """Times the steps from the `warm`-th to the last."""
+
+    def __init__(self, steps: int, warm: int = 10) -> None:
+        self.steps, self.warm = steps, warm
+        self._done, self._began = 0, 0.0
+
+    def step(self) -> bool:
+        """Count a step; return whether it was not the last one. At the last one, print the mean step."""
+        self._done += 1
+        if self._done == self.warm:
+            self._began = time.perf_counter()
+        if self._done == self.steps:
+            print(f"STEP_MS {(time.perf_counter() - self._began) / (self.steps - self.warm) * 1e3:.3f}", flush=True)
+        return self._done < self.steps

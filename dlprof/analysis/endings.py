@@ -1,0 +1,201 @@
+"""What the errors and signals that end jobs mean, and what to do: a row for each.
+
+An error is known by its text, which a library wrote, or else by its type; a signal by its number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What an error means: what happened, what to do, and `follows` and `anywhere` as in Ending."""
+
+    what: str
+    changes: tuple[str, ...]
+    follows: bool = False
+    anywhere: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One way in which jobs end: a pattern of the error's "type: text", what happened, and what to do.
+
+    `what` continues "The job ended because"; groups of the pattern stand for "{0}", "{1}". `follows`: another process
+    failed before, so that a rank with another error is the one to look at. `anywhere`: the error is raised in whatever
+    line the training thread is just at, which says nothing.
+    """
+
+    pattern: str
+    what: str
+    changes: tuple[str, ...]
+    follows: bool = False
+    anywhere: bool = False
+
+
+ENDINGS: tuple[Ending, ...] = (
+    Ending(
+        r"DataLoader worker \(pid.*\) is killed by signal: (Bus error|Unknown signal 7)",
+        "a loader worker found no room in /dev/shm, in which workers hand over batches",
+        (
+            "more room there: `docker run --shm-size=8g` or `--ipc=host`, an `emptyDir` with `medium: Memory` in"
+            " Kubernetes",
+            "fewer workers, a smaller `prefetch_factor`; or"
+            ' `torch.multiprocessing.set_sharing_strategy("file_system")` where /tmp has room',
+        ),
+        anywhere=True,
+    ),
+    Ending(
+        r"DataLoader worker \(pid.*\) is killed by signal: Killed",
+        "a loader worker was killed from outside (SIGKILL), by the kernel for want of memory or by somebody",
+        (
+            "look into the kernel's log (`dmesg | grep -i kill`): where it names the worker, use fewer workers, or a"
+            " data set that keeps less (arrays, not lists of objects, which every worker copies)",
+        ),
+        anywhere=True,
+    ),
+    Ending(
+        r"DataLoader worker \(pid.*\) (?:is killed by signal: (.+?)\.|exited unexpectedly)",
+        "a loader worker died ({0})",
+        (
+            "run with `num_workers=0` to see the error itself, or `faulthandler.enable()` in `worker_init_fn`",
+            "where a library is not safe after a fork: `multiprocessing_context='spawn'`",
+        ),
+        anywhere=True,
+    ),
+    Ending(
+        r"^(?:ConnectionResetError|EOFError|BrokenPipeError|ConnectionRefusedError):",
+        "a process that it spoke with is gone, mostly a loader worker that was killed",
+        (
+            "look into the kernel's log (`dmesg | grep -i kill`), and above on stderr for a worker's own error",
+            "run with `num_workers=0` to see an error itself",
+        ),
+        anywhere=True,
+    ),
+    Ending(
+        r"DataLoader timed out after (\d+)",
+        "no batch came for {0} s: the loader's workers stood still",
+        (
+            "`py-spy dump --pid` of a worker shows where it waits: often a lock that another thread held when it was"
+            " forked (`multiprocessing_context='spawn'`, or no thread before the loader), or a file system",
+        ),
+    ),
+    Ending(
+        r"Caught (\w+) in DataLoader worker process",
+        "a loader worker raised {0}",
+        ("the line above is the one of the worker that raised it",),
+    ),
+    Ending(
+        r"unable to (?:open|mmap|write|allocate) .*shared memory|insufficient shared memory|shm_open"
+        r"|No space left on device.*shm",
+        "/dev/shm is full, in which workers hand over batches",
+        (
+            "more room there: `docker run --shm-size=8g` or `--ipc=host`",
+            "fewer workers, a smaller `prefetch_factor`",
+        ),
+    ),
+    Ending(
+        r"Too many open files|received \d+ items of ancdata",
+        "the process has as many files open as it may",
+        (
+            "`ulimit -n 65536` before the job",
+            'or `torch.multiprocessing.set_sharing_strategy("file_system")`; keep no batches of workers in lists',
+        ),
+    ),
+    Ending(
+        r"No space left on device",
+        "a disk is full",
+        ("free some of it, or write elsewhere: checkpoints, logs, caches",),
+    ),
+    Ending(
+        r"Watchdog caught collective operation timeout|NCCL.*(?:timeout|timed out)"
+        r"|Timed? ?out.*(?:collective|barrier|store)",
+        "a collective timed out: a rank did not come to it",
+        (
+            "with `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1` the ranks write what they waited for:"
+            " `dlprof report` of their folder names the rank that was missing, and its line",
+        ),
+        follows=True,
+    ),
+    Ending(
+        r"Connection (?:closed|reset)|Broken pipe|Socket Timeout|recvValue failed|NCCL.*(?:remote|system) error",
+        "the connection to another rank broke: that rank ended first",
+        ("look at the rank that ended first",),
+        follows=True,
+    ),
+    Ending(
+        r"device-side assert",
+        "a kernel found what it asserts broken, mostly an index outside of its table (labels, token numbers)",
+        ("`CUDA_LAUNCH_BLOCKING=1` shows the call; on the CPU the same line says which index",),
+    ),
+    Ending(
+        r"illegal memory access|misaligned address|unspecified launch failure",
+        "a kernel touched memory that it may not",
+        ("`CUDA_LAUNCH_BLOCKING=1` shows the call, `compute-sanitizer` the access",),
+    ),
+    Ending(
+        r"(?i)returned nan values|\bnan\b|non-?finite|not finite",
+        "a number was not finite",
+        (
+            "a lower learning rate, gradients clipped (`clip_grad_norm_`), `bfloat16` for `float16`",
+            "`torch.autograd.set_detect_anomaly(True)` for one run names the operation",
+        ),
+    ),
+    Ending(
+        r"Trying to backward through the graph a second time",
+        "a graph was used twice: a tensor of an earlier step is still in the loss",
+        ("detach what one step hands to the next: `hidden = hidden.detach()`",),
+    ),
+    Ending(
+        r"Expected all tensors to be on the same device",
+        "tensors of one operation are on different devices",
+        ("`x = x.to(device)` before that line",),
+    ),
+    Ending(
+        r"CUDA driver version is insufficient|no kernel image is available|CUDA-capable device",
+        "this PyTorch does not fit the GPU or its driver",
+        ("install the wheel for this driver and GPU (https://pytorch.org/get-started/locally/)",),
+    ),
+)
+
+# Signals that end a job, where its own error did not: what happened, and what to do.
+SIGNALS: Mapping[int, Failed] = {
+    7: Failed("a page of memory could not be had (SIGBUS): mostly /dev/shm is full", ENDINGS[0].changes),
+    9: Failed(
+        "it was killed from outside (SIGKILL): by the kernel for want of memory, by a scheduler, or by somebody",
+        ("look into the kernel's log (`dmesg | grep -i kill`) and the scheduler's (`sacct -j JOB`)",),
+    ),
+    11: Failed(
+        "it touched memory that it may not (SIGSEGV)",
+        ("`python -X faulthandler` shows the line; a library in C++ is at fault, often two that do not fit",),
+    ),
+    6: Failed(
+        "a library gave up (SIGABRT)",
+        ("its last words are on stderr; `python -X faulthandler` shows the line",),
+    ),
+    15: Failed(
+        "it was told to end (SIGTERM): a time limit, a preemption, or somebody",
+        ("ask the scheduler (`sacct -j JOB -o state,elapsed,timelimit`); save on SIGTERM, so that a job can go on",),
+    ),
+    10: Failed("a signal came that nobody handles (SIGUSR1)", ("handle it: schedulers warn of a time limit with it",)),
+    12: Failed("a signal came that nobody handles (SIGUSR2)", ("handle it: schedulers warn of a time limit with it",)),
+}
+
+# Errors that are somebody's wish, or that a rule of their own reports.
+_NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "OutOfMemoryError", "MemoryError")
+
+
+def of_error(error: Mapping[str, Any]) -> Failed | None:
+    """Return what an error means; None: it is no failure."""
+    kind, text = str(error.get("type") or ""), str(error.get("text") or "")
+    if kind in _NO_FAILURE or "DefaultCPUAllocator: can't allocate memory" in text or "out of memory" in text:
+        return None
+    for one in ENDINGS:
+        if (found := re.search(one.pattern, f"{kind}: {text}")) is not None:
+            what = one.what.format(*(group or "without a signal" for group in found.groups()))
+            return Failed(what, one.changes, one.follows, one.anywhere)
+    return Failed(f"{kind} was raised", ("its traceback is on stderr",))

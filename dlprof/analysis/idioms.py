@@ -1,0 +1,503 @@
+"""What a slow line of a script is known to be: a row each for the ways of writing it, its remedy, and a page about it.
+
+A line is known by its source, or by the functions of libraries that it was seen in. Rules that have found an expensive
+line look it up here with `known`. Without an entry they name the line and say that they know no remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+# Where a line stands: in the making of a sample or batch (by a worker or the training thread), or in the loop.
+DATA = ("worker", "fetch")
+LOOP = ("rest", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """One way of writing that costs time.
+
+    `what`: what the line does, as "opens an archive for every sample". `remedy`: the change as its user would write it.
+    `source`, `frames`: regular expressions, of which one must be found in the text of the line, or in what it calls,
+    "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
+    before more workers; else it is work that somebody has to do.
+    """
+
+    name: str
+    what: str
+    remedy: str
+    link: str
+    doing: tuple[str, ...]
+    source: str = ""
+    frames: str = ""
+    first: bool = True
+
+
+_PYTORCH = "https://docs.pytorch.org/docs/stable/"
+_TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
+
+IDIOMS: tuple[Idiom, ...] = (
+    # Samples: files and archives.
+    Idiom(
+        "zip_opened",
+        "opens an archive for every sample, and reads its table of contents",
+        "open the archive once in each process: at the first `__getitem__`, kept in an attribute of the data set",
+        "https://docs.python.org/3/library/zipfile.html#zipfile.ZipFile",
+        DATA,
+        source=r"\b(ZipFile|TarFile|tarfile\.open|zipfile\.Path)\(",
+        frames=r"_RealGetContents|zipfile\.py|tarfile\.py",
+    ),
+    Idiom(
+        "hdf5_opened",
+        "opens an HDF5 file for every sample",
+        "open the file once in each process: at the first `__getitem__`, kept in an attribute of the data set",
+        "https://docs.h5py.org/en/stable/high/file.html",
+        DATA,
+        source=r"\bh5py\.File\(",
+        frames=r"(make_fid|__init__) \(h5py[/\\]",
+    ),
+    Idiom(
+        "hdf5_rows",
+        "reads rows of an HDF5 file one by one, each from a chunk that is unpacked for it",
+        "read what lies in one chunk together (the rows of a batch with one index), or write the file with chunks of a"
+        " sample's size",
+        "https://docs.h5py.org/en/stable/high/dataset.html#chunked-storage",
+        DATA,
+        frames=r"h5py[/\\]_hl[/\\]dataset",
+    ),
+    Idiom(
+        "zarr_rows",
+        "reads a chunk of a zarr array for every sample",
+        "write the array with chunks of a sample's size, or keep the last chunk and draw samples chunk by chunk",
+        "https://zarr.readthedocs.io/en/stable/user-guide/performance/",
+        DATA,
+        frames=r"[/\\]?zarr[/\\]",
+    ),
+    Idiom(
+        "unpacked",
+        "unpacks compressed data for every sample",
+        "keep what is unpacked (the last chunk, or all of it where memory allows), or store it unpacked",
+        "https://docs.python.org/3/library/zlib.html",
+        DATA,
+        source=r"\b(zlib|gzip|bz2|lzma|zstd|zstandard|lz4|blosc2?|snappy)\b.*\b(decompress|open|loads?)\w*\(",
+        frames=r"(gzip|bz2|lzma|_compression)\.py",
+    ),
+    Idiom(
+        "npz_loaded",
+        "loads an array from a file for every sample",
+        "one array for many samples, opened once with `np.load(path, mmap_mode='r')`, and indexed",
+        "https://numpy.org/doc/stable/reference/generated/numpy.load.html",
+        DATA,
+        source=r"\b(np|numpy)\.(load|loadtxt|genfromtxt)\(",
+        frames=r"(load|loadtxt|genfromtxt) \(numpy[/\\]lib",
+    ),
+    Idiom(
+        "torch_loaded",
+        "unpickles a file for every sample",
+        "store many samples as one tensor, and open it once with `torch.load(path, mmap=True)`",
+        _PYTORCH + "generated/torch.load.html",
+        DATA,
+        source=r"\b(torch\.load|pickle\.loads?|joblib\.load)\(",
+        frames=r"load \(torch[/\\]serialization",
+    ),
+    Idiom(
+        "csv_parsed",
+        "parses a text file for every sample",
+        "parse it once, in `__init__` or before training, and keep the arrays",
+        "https://pandas.pydata.org/docs/user_guide/io.html",
+        DATA,
+        source=r"\.read_(csv|json|excel|parquet|feather|table)\(",
+        frames=r"pandas[/\\]io[/\\]",
+    ),
+    Idiom(
+        "json_parsed",
+        "parses JSON for every sample",
+        "parse it once, before training, and keep what is used of it as arrays",
+        "https://docs.python.org/3/library/json.html",
+        DATA,
+        source=r"\b(json|orjson|ujson|yaml)\.\w*load\w*\(",
+        frames=r"(json|yaml)[/\\]\w+\.py",
+    ),
+    # Samples: tables and records.
+    Idiom(
+        "dataframe_rows",
+        "takes a row out of a DataFrame for every sample",
+        "make an array of the columns once (`frame.to_numpy()` in `__init__`), and index that",
+        "https://pandas.pydata.org/docs/user_guide/enhancingperf.html",
+        DATA,
+        source=r"\.(iloc|loc|iat|at)\[|\.(iterrows|itertuples|query)\(",
+        frames=r"pandas[/\\]core[/\\]",
+    ),
+    Idiom(
+        "records_of_datasets",
+        "converts a record of a `datasets.Dataset` to Python objects for every sample",
+        '`dataset.set_format("torch", columns=[…])` once, and take a batch with one index',
+        "https://huggingface.co/docs/datasets/use_with_pytorch",
+        DATA,
+        frames=r"datasets[/\\](formatting|arrow_dataset|table)",
+    ),
+    Idiom(
+        "manager_of_processes",
+        "asks another process for every value (a dictionary or list of `multiprocessing.Manager`)",
+        "keep it in the data set itself: as an array or a tensor, whose memory the workers share",
+        _PYTORCH + "notes/multiprocessing.html",
+        DATA,
+        frames=r"multiprocessing[/\\](managers|connection)\.py",
+        source=r"\bManager\(\)\.(dict|list)\(",
+    ),
+    Idiom(
+        "list_of_arrays",
+        "makes a tensor of a list, number by number or array by array",
+        "`torch.from_numpy(np.stack(rows))`, or index an array with all indices at once",
+        _PYTORCH + "generated/torch.tensor.html",
+        (*DATA, "rest"),
+        source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",
+    ),
+    Idiom(
+        "rows_of_tensors",
+        "takes single rows out of tensors, and puts them together again",
+        "take a batch with one index: `DataLoader(data, sampler=BatchSampler(RandomSampler(data), batch_size, False),"
+        " batch_size=None)`",
+        _PYTORCH + "data.html#disable-automatic-batching",
+        DATA,
+        frames=r"torch[/\\]utils[/\\]data[/\\]dataset\.py",
+    ),
+    Idiom(
+        "waits_by_sleeping",
+        "sleeps",
+        "take the `sleep` out, or wait for what it waits for",
+        "https://docs.python.org/3/library/time.html#time.sleep",
+        (*DATA, *LOOP),
+        source=r"\b(time\.)?sleep\(",
+    ),
+    Idiom(
+        "waits_for_a_lock",
+        "waits for a lock that another thread or process holds",
+        "give each worker its own object (a file, a connection, a cache), so that none waits for another",
+        "https://docs.python.org/3/library/threading.html#lock-objects",
+        (*DATA, *LOOP),
+        source=r"\bwith \w*(\.\w*)*[lL]ock\w*\b|\.acquire\(",
+    ),
+    Idiom(
+        "random_access_by_network",
+        "asks a server for every sample",
+        "copy the data to the machine's own disk before training, or read shards of many samples in turn (webdataset)",
+        "https://github.com/webdataset/webdataset",
+        DATA,
+        source=r"\b(requests|urllib|boto3|s3fs|fsspec|httpx)\b|\burlopen\(",
+        frames=r"(urllib3?|requests|botocore|s3fs|fsspec|httpx|http)[/\\]\w+",
+        first=False,
+    ),
+    # Samples: pictures, sound, text.
+    Idiom(
+        "filtered_at_full_size",
+        "filters a picture",
+        "make the picture small first, and then filter it, with a radius as much smaller",
+        "https://pillow.readthedocs.io/en/stable/reference/ImageFilter.html",
+        DATA,
+        source=r"\.filter\(|\b(GaussianBlur|gaussian_blur|medianBlur|bilateralFilter|Sharpness)\b",
+        frames=r"PIL[/\\]ImageFilter",
+    ),
+    Idiom(
+        "colours_at_full_size",
+        "changes the colours of a picture",
+        "crop or resize first, and then change the colours",
+        "https://docs.pytorch.org/vision/stable/transforms.html#performance-considerations",
+        DATA,
+        frames=r"adjust_(hue|saturation|contrast|brightness)|PIL[/\\]ImageEnhance",
+        source=r"\bColorJitter\b|ImageEnhance",
+        first=False,
+    ),
+    Idiom(
+        "picture_decoded",
+        "decodes a picture",
+        "store pictures about as large as they are used; or `image.draft('RGB', size)` before a JPEG is loaded, which"
+        " decodes at a fraction of the size",
+        "https://pillow.readthedocs.io/en/stable/reference/Image.html#PIL.Image.Image.draft",
+        DATA,
+        source=r"\bImage\.open\(|\bimread\(|\bimdecode\(|\bdecode_(jpeg|image|png)\(|\.convert\(",
+        frames=r"(load|load_prepare|open) \(PIL[/\\]|imread|decode_(jpeg|image)",
+        first=False,
+    ),
+    Idiom(
+        "picture_resized",
+        "makes a picture smaller",
+        "store the pictures at about the size that is used",
+        "https://docs.pytorch.org/vision/stable/transforms.html#performance-considerations",
+        DATA,
+        source=r"\.(resize|thumbnail)\(|\b(Resize|RandomResizedCrop)\b",
+        frames=r"resize \((PIL|torchvision|cv2)[/\\]",
+        first=False,
+    ),
+    Idiom(
+        "picture_to_tensor",
+        "converts pictures to floating point in the loader",
+        "hand over `uint8` (`pil_to_tensor`, and no division), and convert the batch on the device",
+        "https://docs.pytorch.org/vision/stable/transforms.html#performance-considerations",
+        DATA,
+        frames=r"to_tensor \(torchvision",
+        source=r"\b(ToTensor|to_tensor)\(",
+        first=False,
+    ),
+    Idiom(
+        "augmented",
+        "augments pictures one by one",
+        "augment the batch on the device (`torchvision.transforms.v2`, kornia), or with more workers",
+        "https://docs.pytorch.org/vision/stable/transforms.html",
+        DATA,
+        frames=r"(torchvision[/\\]transforms|albumentations|kornia|monai[/\\]transforms|imgaug)[/\\]",
+        first=False,
+    ),
+    Idiom(
+        "sound_decoded",
+        "decodes or resamples sound",
+        "resample once, before training, and store what is used",
+        "https://docs.pytorch.org/audio/stable/index.html",
+        DATA,
+        frames=r"(librosa|torchaudio|soundfile|audioread|resampy)[/\\.]",
+        first=False,
+    ),
+    Idiom(
+        "video_decoded",
+        "decodes video",
+        "store clips of the length and size that are used, or decode on the GPU (torchcodec)",
+        "https://github.com/meta-pytorch/torchcodec",
+        DATA,
+        frames=r"(decord|torchcodec|av|torchvision[/\\]io)[/\\.]",
+        source=r"\bVideo(Reader|Decoder|Capture)\(",
+        first=False,
+    ),
+    Idiom(
+        "tokenised",
+        "tokenises texts",
+        "tokenise once, before training (`dataset.map(tokenize, batched=True)`), and keep the numbers",
+        "https://huggingface.co/docs/datasets/process#map",
+        (*DATA, "rest"),
+        source=r"\b(tokeni[sz]er?|tokeni[sz]e|encode_plus|batch_encode_plus|word_tokenize)\w*\(|\.encode\(",
+        frames=r"(tokenization_\w+|tokenizers?[/\\]|nltk[/\\]|spacy[/\\]|sentencepiece|tiktoken)",
+    ),
+    Idiom(
+        "regular_expressions",
+        "matches regular expressions",
+        "do it once, before training, and keep the result",
+        "https://docs.python.org/3/library/re.html",
+        (*DATA, "rest"),
+        source=r"\bre\.\w+\(|\.(findall|finditer|fullmatch)\(",
+        frames=r"[/\\]re([/\\]\w+)?\.py|regex[/\\]",
+    ),
+    Idiom(
+        "padded_in_collate",
+        "pads texts while a batch is put together",
+        "pad to the longest of the batch, and draw texts of like lengths together",
+        "https://huggingface.co/docs/transformers/main_classes/data_collator",
+        DATA,
+        source=r"\bpad_sequence\(|\.pad\(",
+        first=False,
+    ),
+    Idiom(
+        "scipy_filters",
+        "filters or interpolates with SciPy",
+        "do it on the device, for the batch, or once before training",
+        "https://docs.scipy.org/doc/scipy/reference/ndimage.html",
+        DATA,
+        frames=r"scipy[/\\](ndimage|signal|interpolate)",
+        first=False,
+    ),
+    Idiom(
+        "deep_copies",
+        "copies objects of Python",
+        "copy only what is changed (`tensor.clone()`, `dict(row)`), or nothing",
+        "https://docs.python.org/3/library/copy.html",
+        (*DATA, *LOOP),
+        source=r"\b(copy\.)?deepcopy\(",
+        frames=r"deepcopy \(|[/\\]copy\.py",
+    ),
+    Idiom(
+        "whole_order",
+        "makes a list of all indices, of which the job may use few",
+        "draw indices as they are needed (`RandomSampler(data, num_samples=…)`), or keep the order as a tensor:"
+        " `torch.randperm(n)` without `tolist()`",
+        _PYTORCH + "data.html#torch.utils.data.RandomSampler",
+        (*DATA, "rest"),
+        source=r"\brange\(len\(|\blist\(range\(|\brandom\.shuffle\(|\brandperm\(.*tolist\(",
+        frames=r"__iter__ \(torch[/\\]utils[/\\]data[/\\](sampler|distributed)\.py",
+    ),
+    Idiom(
+        "drawn_by_numpy",
+        "draws random numbers for every sample",
+        "draw them for the batch, on the device",
+        _PYTORCH + "generated/torch.rand.html",
+        DATA,
+        source=r"\b(np|numpy)\.random\.|\btorch\.(rand|randn)\w*\(",
+        first=False,
+    ),
+    # The loop: what stands between the phases.
+    Idiom(
+        "average_of_weights",
+        "keeps an average of the weights, parameter by parameter",
+        "`torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))`, or"
+        " `torch._foreach_lerp_` of all parameters at once",
+        _PYTORCH + "optim.html#weight-averaging-swa-and-ema",
+        LOOP,
+        source=r"\bfor .*\bstate_dict\(\)|\blerp_\(|\bmul_\(.*\)\.add_\(|\*= *(self\.)?\w*(decay|momentum|0?\.9\d*)\b",
+        frames=r"(^|_)(ema|average)(_\w*)? \(|(\b|_)ema\w*\.py|swa_utils\.py|(_|\b)Ema\w*\.",
+    ),
+    Idiom(
+        "histograms",
+        "makes histograms",
+        "every k-th step, or of few parameters",
+        "https://docs.wandb.ai/models/track/log/",
+        LOOP,
+        source=r"\b(histogram|histc|add_histogram)\(|wandb\.Histogram|\.watch\(",
+        frames=r"histogram",
+    ),
+    Idiom(
+        "logged_to_a_service",
+        "logs",
+        "every k-th step (`if step % 50 == 0`), with values that are read from the device together",
+        "https://docs.wandb.ai/models/track/log/",
+        LOOP,
+        source=r"\b(wandb|mlflow|neptune|comet|writer|logger|tb)\.(log\w*|add_\w+)\(|\.add_(scalar|image|figure)s?\(",
+        frames=r"(wandb|mlflow|neptune|comet_ml|tensorboard\w*|torch[/\\]utils[/\\]tensorboard)[/\\]",
+    ),
+    Idiom(
+        "figures_drawn",
+        "draws figures",
+        "every k-th step, or after training, from what was kept",
+        "https://matplotlib.org/stable/users/explain/performance.html",
+        LOOP,
+        source=r"\bplt\.|\.savefig\(",
+        frames=r"matplotlib[/\\]|seaborn[/\\]|plotly[/\\]",
+    ),
+    Idiom(
+        "metrics_of_all",
+        "computes a metric of everything so far",
+        "keep the metric's state instead of all outputs (sums, counts, bins: `thresholds=` of torchmetrics), and"
+        " compute it once an epoch",
+        "https://lightning.ai/docs/torchmetrics/stable/pages/overview.html",
+        LOOP,
+        source=r"\btorch\.(cat|stack)\(\w*(all|scores?|preds?|outputs?|labels?|targets?|losses)\w*\)|\.compute\(\)",
+        frames=r"torchmetrics[/\\]|sklearn[/\\]metrics",
+    ),
+    Idiom(
+        "metrics_on_the_host",
+        "computes metrics with NumPy or scikit-learn",
+        "with tensors, on the device (torchmetrics), and every k-th step",
+        "https://lightning.ai/docs/torchmetrics/stable/",
+        LOOP,
+        source=r"\b\w*(roc_auc|f1|accuracy|precision|recall|confusion)\w*\(",
+        frames=r"sklearn[/\\]|scipy[/\\]stats",
+    ),
+    Idiom(
+        "nms_by_hand",
+        "matches boxes or filters them in Python",
+        "`torchvision.ops.batched_nms`, `box_iou`: for all boxes at once",
+        "https://docs.pytorch.org/vision/stable/ops.html",
+        LOOP,
+        source=r"\b(iou|nms|box)\w*\(",
+        first=False,
+    ),
+    Idiom(
+        "values_read_one_by_one",
+        "reads values of tensors one by one",
+        "keep them as tensors, and read them together every k-th step (`torch.stack(values).tolist()`)",
+        _TUNING + "#avoid-unnecessary-cpu-gpu-synchronization",
+        LOOP,
+        source=r"\.(item|tolist|cpu|numpy)\(\)|\bfloat\(\w*loss",
+    ),
+    Idiom(
+        "gradients_checked",
+        "looks at every gradient",
+        "of all at once: `torch.nn.utils.get_total_norm(grads)`, or `torch._foreach_norm(grads)`; every k-th step",
+        _PYTORCH + "generated/torch.nn.utils.get_total_norm.html",
+        LOOP,
+        source=r"\.grad\b.*\.(norm|abs|max|mean|isnan|isfinite)\(|\bisnan\(|\bisfinite\(",
+    ),
+    Idiom(
+        "printed",
+        "prints",
+        "every k-th step",
+        _TUNING,
+        LOOP,
+        source=r"^print\(|\btqdm\.write\(|\.set_(postfix|description)\(|\bpprint\(",
+        frames=r"tqdm[/\\]|rich[/\\]",
+    ),
+    Idiom(
+        "saved",
+        "writes a file",
+        "every k-th step, in a thread (`torch.distributed.checkpoint.async_save`), or fewer bytes",
+        "https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",
+        LOOP,
+        source=r"\b(torch\.save|np\.save\w*|pickle\.dump|json\.dump|to_csv|save_pretrained)\(|\.write\(",
+        frames=r"save \(torch[/\\]serialization|safetensors",
+        first=False,
+    ),
+    Idiom(
+        "collected_by_hand",
+        "collects garbage",
+        "leave it out: Python collects by itself",
+        "https://docs.python.org/3/library/gc.html",
+        LOOP,
+        source=r"\bgc\.collect\(",
+    ),
+    Idiom(
+        "cache_emptied",
+        "empties the allocator's cache",
+        "leave it out: what is freed is used again without it",
+        _PYTORCH + "notes/cuda.html#cuda-memory-management",
+        LOOP,
+        source=r"\bempty_cache\(",
+    ),
+    Idiom(
+        "games_played",
+        "steps an environment",
+        "several environments at once (`gymnasium.make_vec`), in processes of their own",
+        "https://gymnasium.farama.org/api/vector/",
+        LOOP,
+        source=r"\benvs?\.(step|reset)\(",
+        frames=r"(gymnasium|gym|ale_py|pettingzoo)[/\\]",
+        first=False,
+    ),
+    Idiom(
+        "simulated_in_python",
+        "loops over numbers in Python",
+        "an operation on whole arrays or tensors",
+        "https://numpy.org/doc/stable/user/basics.broadcasting.html",
+        (*DATA, *LOOP),
+        source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
+        first=False,
+    ),
+    Idiom(
+        "evaluated",
+        "evaluates",
+        "under `torch.inference_mode()`, in larger batches; or every k-th time",
+        _PYTORCH + "generated/torch.autograd.grad_mode.inference_mode.html",
+        ("rest", "forward"),
+        source=r"\b(evaluat|validat)\w*\(",
+        first=False,
+    ),
+)
+
+
+@cache
+def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
+    """Return what a line is known to be: by its source first, else by what it calls, the innermost first.
+
+    `frames`: the function that it stands in, and those of libraries that it was seen in, "function (file:line)", the
+    outermost first.
+    """
+    fitting = [one for one in IDIOMS if doing in one.doing]
+    for one in fitting:
+        if one.source and re.search(one.source, source):
+            return one
+    for frame in reversed(frames):
+        for one in fitting:
+            if one.frames and re.search(one.frames, frame):
+                return one
+    return None
+
+
+BY_NAME: Mapping[str, Idiom] = {one.name: one for one in IDIOMS}

@@ -1,0 +1,100 @@
+"""Steps that grow or jump are found, with the phase; a slower machine, noise and a slow start are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from dlprof.analysis.step.rules.growing_steps import RULE
+from tests.fixtures import runs
+from tests.fixtures.asking import ask
+from tests.fixtures.runs import MS
+
+GPU = {"device": {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB"}}
+N = 203  # of which three warm up
+
+
+def recorded(folder: Path, lengths: Callable[[int], dict[str, float]], facts: object = runs.CPU, n: int = N) -> Path:
+    """Record steps with so many ms in each phase; "rest" is what is left of the step."""
+    steps = []
+    for step in range(n):
+        phases = lengths(step)
+        named = {f"{p}_ns": round(ms * MS) for p, ms in phases.items() if p != "rest"}
+        total = round(sum(phases.values()) * MS)
+        steps.append(runs.light(step, total, device_step_ns=total if facts is GPU else -1, **named))
+    return runs.recorded(folder / "run", (None, steps, facts))  # type: ignore[arg-type]
+
+
+def noise(step: int, share: float = 0.1) -> float:
+    """Return a factor near 1, another one for each step."""
+    return 1 + share * (Random(step).random() - 0.5)
+
+
+def rest(step: int) -> dict[str, float]:
+    return {"forward": 10 * noise(step), "backward": 10 * noise(-step), "rest": 0.5 * step}
+
+
+# What a step takes, where it is recorded, and what must come out: kind, phase, and the share of the mean step that is
+# saved at most; None: nothing is found.
+CASES = [
+    pytest.param(rest, runs.CPU, ("grow", "script's own lines", 0.63), id="a list that grows between the phases"),
+    pytest.param(
+        lambda n: {"forward": 10 * noise(n), "backward": 5 + 0.2 * n, "rest": 1.0},
+        runs.CPU,
+        ("grow", "backward", 0.49),
+        id="a graph that is kept",
+    ),
+    pytest.param(
+        lambda n: {"forward": 10 * noise(n) * (4 if n > 103 else 1), "optimizer": 10 * noise(-n)},
+        runs.CPU,
+        ("on", "forward", 0.42),
+        id="denormals from the middle on",
+    ),
+    pytest.param(
+        lambda n: {"forward": 10 + 0.1 * n, "backward": 10 + 0.1 * n},
+        runs.CPU,
+        None,
+        id="a machine that gets slower slows all phases",
+    ),
+    pytest.param(lambda n: {"forward": 10 + 0.1 * n, "backward": 10 + 0.1 * n}, GPU, ("grow", "", 0.46), id="on a GPU"),
+    pytest.param(lambda n: {"forward": 10 * noise(n, 1.5), "rest": 10.0}, runs.CPU, None, id="noise"),
+    pytest.param(lambda n: {"forward": 10.0, "rest": 10 - 0.02 * n}, runs.CPU, None, id="steps that become shorter"),
+    pytest.param(lambda n: {"forward": 10.0, "rest": 10 + 0.01 * n}, runs.CPU, None, id="too little"),
+    pytest.param(
+        lambda n: {"forward": 10.0, "rest": 100.0 if 80 < n < 120 else 10.0},
+        runs.CPU,
+        None,
+        id="longer for a while",
+    ),
+    pytest.param(lambda n: {"forward": 10.0, "rest": 10 + 30 * (n % 2)}, runs.CPU, None, id="in turn"),
+]
+
+
+@pytest.mark.parametrize(("lengths", "facts", "told"), CASES)
+def test_steps_that_grow_are_found_with_their_phase(
+    tmp_path: Path, lengths: Callable[[int], dict[str, float]], facts: object, told: tuple[str, str, float] | None
+) -> None:
+    found = ask(RULE, recorded(tmp_path, lengths, facts))
+    if told is None:
+        assert found.state == "clear"
+        return
+    kind, phase, share = told
+    assert found.state == "found"
+    assert kind in found.title
+    assert phase in found.summary
+    assert found.share == pytest.approx(share, abs=0.02)
+    assert found.at_most
+
+
+def test_few_steps_tell_nothing(tmp_path: Path) -> None:
+    assert ask(RULE, recorded(tmp_path, rest, n=40)).state == "not_measured"
+
+
+def test_the_last_step_and_when_it_has_doubled_are_said(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, lambda n: {"forward": 20.0, "rest": 1.0 * n}))
+    # The medians of the first and the last twenty of 200 steps; each is 1 ms longer than the one before.
+    assert found.title == "Steps grow from 32.5 ms to 212.5 ms"
+    assert "by 1.00 ms with every step: in 212 more steps" in found.summary
