@@ -95,7 +95,8 @@ def read(path: Path) -> Reading:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
     frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
     known = [{"file": file, "line": at, "text": text} for (file, at), text in texts.items()]
-    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9, "lines": known}} if bursts and seen else {}
+    told = {"bursts": bursts, "seconds": ns / 1e9, **({"lines": known} if known else {})}
+    facts = {"stacks": told} if bursts and seen else {}
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 

@@ -132,10 +132,10 @@ class CostlyLine:
         named = shown(self.place.function, self.place.file, self.place.line)
         return f"{named} `{short(self.text, 80)}`" if self.text else named
 
-    def advice(self, otherwise: str) -> str:
-        """Say what to change: the remedy of what the line is known to be, or that none is known, and `otherwise`."""
+    def advice(self, otherwise: str = "make this line faster:") -> str:
+        """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so."""
         if self.idiom is None:
-            return f"{otherwise} {self.shown}: dlprof knows no remedy for what this line does"
+            return f"{otherwise} {self.shown} (what it does is not known to dlprof)"
         return f"{self.shown} {self.idiom.what}: {self.idiom.remedy} ({self.idiom.link})"
 
 

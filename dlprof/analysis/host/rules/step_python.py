@@ -113,8 +113,8 @@ def explain(
         f" of fetching, forward, backward and the optimizer: {', '.join(named[:MOST_LINES])} of the step{more}.",
         changes=(
             change(
-                f"{line.advice('do this every k steps, or not at all:')}; at most {first} of the step"
-                if line is not None and line.place.line == lines["line"].iloc[0]
+                f"{line.advice()}; at most {first} of the step"
+                if line is not None and line.idiom is not None and line.place.line == lines["line"].iloc[0]
                 else f"run {places[0]} every k steps, or not at all: at most {first} of the step"
             ),
         ),
@@ -157,8 +157,8 @@ def _on_device(
         f" the optimizer, in no loop over parameters and no wait for the device.{seen}",
         changes=(
             change(
-                line.advice("take this out of the loop, or do it every k steps:")
-                if line is not None
+                line.advice()
+                if line is not None and line.idiom is not None
                 else f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"
             ),
         ),

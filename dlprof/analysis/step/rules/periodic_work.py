@@ -73,7 +73,7 @@ def explain(
     elsewhere = change("do it in another process while training goes on")
     cures = [elsewhere, change("record with stacks (`pip install py-spy`) to see the lines that it spends its time in")]
     if line is not None:
-        cures = [change(line.advice("make it faster, in batches and without a loop in Python, at")), elsewhere]
+        cures = [change(line.advice("make this line faster (in batches, without a loop in Python):")), elsewhere]
     return Explanation(
         title=f"Every {every}th step takes {duration(extra)} longer",
         summary=f"One step in {every}{of_rank} takes {duration(extra)} longer than the others, mostly"

@@ -42,7 +42,7 @@ def test_roll_outs_are_found_with_their_interval_and_function(tmp_path: Path) ->
     assert found.evidence.rows[0][:2] == (16, 12)
     # To do it more rarely changes the training: it is the last of the changes, and all of it gone is a bound.
     assert ([c.training for c in found.changes], found.at_most) == ([False, False, True], True)
-    assert "where the stacks show it" in found.advice[0]
+    assert "simulate (rl.py:12)" in found.advice[0]
 
 
 def test_the_rank_that_does_more_of_it_counts(tmp_path: Path) -> None:
