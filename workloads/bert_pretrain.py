@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "boolean_mask": "host_sync",  # masked words are picked by a mask: how many there are, only the GPU knows
+    "kept_outputs": "growing_steps",  # how often it was right so far is computed of all outputs, which are kept
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
     "padded": "padding",  # sentences are padded to four times the longest of their batch
     "sync_every_batch": "exposed_communication",  # gradients are exchanged for every batch, not once they add up
@@ -49,10 +50,12 @@ def plant(args: argparse.Namespace) -> None:
     healthy: dict[str, Any] = {
         "choose": lambda _tokens, places: places,
         "padded": args.length,
+        "score_all": False,
         "sync_every_batch": False,
     }
     faulty: dict[str, dict[str, Any]] = {
         "boolean_mask": {"choose": as_mask},
+        "kept_outputs": {"score_all": True},
         "loop_optimizer": {"optimizer": "adamw", "how": "loop"},
         "padded": {"padded": 4 * args.length},
         "sync_every_batch": {"sync_every_batch": True},
@@ -228,19 +231,25 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed + args.rank)  # other words hidden on every rank
 
     log = Log(args, "sentences", args.batch_size * args.world)
+    outputs, expected = [], []
     for step, batch in enumerate(build_loader(args), start=1):
         tokens, places, words, *padding = (part.to(args.device, non_blocking=True) for part in batch)
         accumulating = step % args.accumulate > 0  # gradients stay on this rank, to be added to the next batch's
         keeps = accumulating and not args.sync_every_batch
         quiet = keeps and isinstance(model, DistributedDataParallel) and model.no_sync()
         with quiet or contextlib.nullcontext(), in_precision:
-            loss = F.cross_entropy(model(tokens, args.choose(tokens, places), *padding), words.flatten())
+            output = model(tokens, args.choose(tokens, places), *padding)
+            loss = F.cross_entropy(output, words.flatten())
         (loss / args.accumulate).backward()
         if not accumulating:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
+        if args.score_all:
+            outputs.append(output.detach())
+            expected.append(words.flatten())
+            (torch.cat(outputs).argmax(-1) == torch.cat(expected)).float().mean()
         log.step(step, loss)
 
 

@@ -162,7 +162,8 @@ ENDINGS: tuple[Ending, ...] = (
     ),
 )
 
-# Signals that end a job, where its own error did not: what happened, and what to do.
+# Signals that end a job where its own error did not: what happened, and what to do. SIGTERM and SIGUSR1 are no failure
+# of the job's: a time limit or a preemption, which the report says elsewhere.
 SIGNALS: Mapping[int, Failed] = {
     7: Failed("a page of memory could not be had (SIGBUS): mostly /dev/shm is full", ENDINGS[0].changes),
     9: Failed(
@@ -177,12 +178,6 @@ SIGNALS: Mapping[int, Failed] = {
         "a library gave up (SIGABRT)",
         ("its last words are on stderr; `python -X faulthandler` shows the line",),
     ),
-    15: Failed(
-        "it was told to end (SIGTERM): a time limit, a preemption, or somebody",
-        ("ask the scheduler (`sacct -j JOB -o state,elapsed,timelimit`); save on SIGTERM, so that a job can go on",),
-    ),
-    10: Failed("a signal came that nobody handles (SIGUSR1)", ("handle it: schedulers warn of a time limit with it",)),
-    12: Failed("a signal came that nobody handles (SIGUSR2)", ("handle it: schedulers warn of a time limit with it",)),
 }
 
 # Errors that are somebody's wish, or that a rule of their own reports.

@@ -269,7 +269,8 @@ def host_limited(result: Result) -> str:
 def notices(result: Result) -> list[str]:
     """Return what a reader must know before trusting the figures: how the run ended, and its warnings."""
     code, signal = result.run.exit.get("code"), result.run.exit.get("signal")
-    ended = f"was ended by signal {signal}" if signal else f"ended with exit code {code}" if code else ""
+    why = " (SIGTERM: a time limit, a preemption, or somebody)" if signal == 15 else ""
+    ended = f"was ended by signal {signal}{why}" if signal else f"ended with exit code {code}" if code else ""
     first = [f"The command {ended}; the figures cover what was recorded until then."] if ended else []
     return first + [plain(warning, 600) for warning in result.run.warnings]
 
