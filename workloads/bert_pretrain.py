@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "boolean_mask": "host_sync",  # masked words are picked by a mask: how many there are, only the GPU knows
+    "busy_thread": "busy_thread",  # a thread looks all the time whether anything is to be said
     "kept_outputs": "growing_steps",  # how often it was right so far is computed of all outputs, which are kept
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
     "padded": "padding",  # sentences are padded to four times the longest of their batch
@@ -51,10 +54,12 @@ def plant(args: argparse.Namespace) -> None:
         "choose": lambda _tokens, places: places,
         "padded": args.length,
         "score_all": False,
+        "watch_s": 1.0,
         "sync_every_batch": False,
     }
     faulty: dict[str, dict[str, Any]] = {
         "boolean_mask": {"choose": as_mask},
+        "busy_thread": {"watch_s": 0.0},
         "kept_outputs": {"score_all": True},
         "loop_optimizer": {"optimizer": "adamw", "how": "loop"},
         "padded": {"padded": 4 * args.length},
@@ -214,6 +219,15 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     return torch.optim.AdamW(groups, args.lr, **how)  # type: ignore[arg-type]
 
 
+def watch(seconds: float) -> None:
+    """Look again and again whether the job still goes on, as monitors do."""
+    looks = 0
+    while True:
+        looks += 1
+        if seconds:
+            time.sleep(seconds)
+
+
 def train(args: argparse.Namespace) -> None:
     in_precision = autocast(args)
     torch.manual_seed(args.seed)  # the same model on every rank
@@ -232,6 +246,7 @@ def train(args: argparse.Namespace) -> None:
 
     log = Log(args, "sentences", args.batch_size * args.world)
     outputs, expected = [], []
+    threading.Thread(target=watch, args=(args.watch_s,), daemon=True).start()
     for step, batch in enumerate(build_loader(args), start=1):
         tokens, places, words, *padding = (part.to(args.device, non_blocking=True) for part in batch)
         accumulating = step % args.accumulate > 0  # gradients stay on this rank, to be added to the next batch's

@@ -27,6 +27,7 @@ from dlprof.analysis.estimate import Rule
 from dlprof.analysis.experts.rules import expert_imbalance
 from dlprof.analysis.host.rules import (
     anomaly_mode,
+    busy_thread,
     host_bound,
     host_embedding,
     host_sync,
@@ -68,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     allocator_retries.RULE,
     anomaly_mode.RULE,
     blocking_copy.RULE,
+    busy_thread.RULE,
     checkpoint_stall.RULE,
     data_parallel.RULE,
     device_allocations.RULE,

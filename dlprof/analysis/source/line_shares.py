@@ -83,6 +83,15 @@ _NAMED = 0.25
 _MAKES = "torch/utils/data/_utils/fetch.py"
 
 
+def texts_of(rank: RankFacts) -> dict[tuple[str, int], str]:
+    """Return the source of lines that a rank was seen in, by file and line, as far as it was recorded with the stacks.
+
+    The stacks must have been read before: `needs(schema.STACKS)`.
+    """
+    lines = (rank.trace_facts.get("stacks") or {}).get("lines") or []
+    return {(str(one["file"]), int(one["line"])): str(one["text"]) for one in lines}
+
+
 @per_rank
 def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     """Return the user's lines that were seen most: doing, function, file, line, text, idiom, samples, of.
@@ -91,10 +100,7 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     counts. `text`: the line's source, "" where it was not recorded. `idiom`: a name of `idioms.IDIOMS`, "": none.
     `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
-    texts = {
-        (str(one.get("file")), one.get("line")): str(one.get("text"))
-        for one in (rank.facts.get("stacks") or {}).get("lines") or []
-    }
+    texts = texts_of(rank)
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
     for doing, stack, n in seen_doing(stacks):
@@ -130,13 +136,13 @@ class CostlyLine:
     def shown(self) -> str:
         """The line as a report names it: decode (data.py:41), with its source where that was recorded."""
         named = shown(self.place.function, self.place.file, self.place.line)
-        return f"{named} `{short(self.text, 80)}`" if self.text else named
+        return f"{named}, `{short(self.text, 80)}`," if self.text else named
 
     def advice(self, otherwise: str = "make this line faster:") -> str:
         """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so."""
         if self.idiom is None:
-            return f"{otherwise} {self.shown} (what it does is not known to dlprof)"
-        return f"{self.shown} {self.idiom.what}: {self.idiom.remedy} ({self.idiom.link})"
+            return f"{otherwise} {self.shown.rstrip(',')} (what it does is not known to dlprof)"
+        return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link})"
 
 
 def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine | None:

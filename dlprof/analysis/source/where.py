@@ -82,6 +82,7 @@ _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
 CONCERNS: Mapping[str, Concern] = {
     "anomaly_mode": Concern(("anomaly", "backward")),
     "blocking_copy": Concern(("copy",)),
+    "busy_thread": Concern((), ()),
     "checkpoint_stall": Concern(("save",)),
     "data_parallel": Concern(("data_parallel",), ("forward",)),
     "expert_imbalance": Concern(("forward",)),

@@ -128,7 +128,7 @@ def explain(
 def _line(line: CostlyLine | None) -> str:
     if line is None:
         return ""
-    return f" Of the time in which batches are made, {percent(line.place.share or 0.0)} is in {line.shown}."
+    return f" Of the time in which batches are made, {percent(line.place.share or 0.0)} is in {line.shown.rstrip(',')}."
 
 
 def _pinned(pinning: Maybe[Frame], rank: int) -> str:

@@ -1,0 +1,1 @@
+"""Small training scripts with one mistake each, after public reports: is the first line of a report that mistake?"""

@@ -1,0 +1,144 @@
+"""Whether the first line of a report is the mistake of a script, and how near the predicted gain is to the measured.
+
+    python -m benchmarks.causes                          all of them, some 40 s each
+    python -m benchmarks.causes --only denormals ema     some of them
+    python -m benchmarks.causes --out docs/causes.md     write the table
+
+Each script runs plain and with --fixed in turn, A B A B, by its own clock; then it is recorded, and the first finding
+compared with the case. The machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.causes.cases import CASES, SCRIPTS, Case
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
+from dlprof.result import Outcome, Result
+
+_SAID = re.compile(r"^STEP_MS (\d+(?:\.\d+)?)$", re.MULTILINE)
+_MOST_S = 240
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one case: the first finding, what of it is right, and predicted and measured gain."""
+
+    case: Case
+    first: str
+    said: str
+    cause: bool
+    remedy: bool
+    line: bool
+    predicted: float
+    at_most: bool
+    measured: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the first line is the mistake, with its line and its remedy."""
+        return self.cause and self.remedy and self.line
+
+
+def step_ms(script: Path, *, fixed: bool) -> float:
+    """Return the mean step of a script by its own clock, ms."""
+    command = [sys.executable, str(script), *(["--fixed"] if fixed else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=False)
+    found = _SAID.search(done.stdout)
+    return float(found[1]) if found else float("nan")
+
+
+def recorded(script: Path, folder: Path) -> Result:
+    """Record a script and diagnose it."""
+    command = [sys.executable, "-m", "dlprof", "wrap", "--quiet", "--no-report", "-o", str(folder), str(script)]
+    subprocess.run(command, capture_output=True, timeout=_MOST_S, check=False)
+    return diagnose(open_run(folder), RULES)
+
+
+def judged(case: Case, result: Result, measured: float) -> Row:
+    """Compare the first finding of a report with a case."""
+    first: Outcome | None = next(iter(result.found), None)
+    if first is None:
+        return Row(case, "nothing", "", False, False, False, 1.0, False, measured)
+    text = first.changes[0].text if first.changes else ""
+    places = [(Path(place.file).stem, place.line) for place in first.where]
+    line = not case.line or any((case.script, n) in places for n in case.lines)
+    return Row(
+        case,
+        first.id,
+        text,
+        first.id in case.rules,
+        any(word in text for word in case.words),
+        line,
+        first.speedup,
+        first.at_most,
+        measured,
+    )
+
+
+def run(case: Case, keep: Path | None) -> Row:
+    """Measure, record and judge one case."""
+    script = SCRIPTS / f"{case.script}.py"
+    plain, fixed = [], []
+    for _ in range(2 if case.gains else 0):
+        plain.append(step_ms(script, fixed=False))
+        fixed.append(step_ms(script, fixed=True))
+    measured = median(plain) / median(fixed) if case.gains else float("nan")
+    with tempfile.TemporaryDirectory() as folder:
+        return judged(case, recorded(script, (keep or Path(folder)) / case.script), measured)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Write the rows as a table of Markdown, with the sums first."""
+    right, tuned = sum(row.right for row in rows), [row for row in rows if row.case.half == "tuned"]
+    held_out = [row for row in rows if row.case.half != "tuned"]
+    lines = [
+        f"First cause, line and remedy right: {right} of {len(rows)}"
+        f" (tuned on {sum(r.right for r in tuned)} of {len(tuned)},"
+        f" held out {sum(r.right for r in held_out)} of {len(held_out)}).",
+        "",
+        "| script | after | half | first finding | cause | line | remedy | predicted | measured |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        marks = " | ".join("yes" if one else "no" for one in (row.cause, row.line, row.remedy))
+        lines.append(
+            f"| {row.case.script} | {row.case.after} | {row.case.half.replace('_', ' ')} | `{row.first}` | {marks} |"
+            f" {'≤ ' if row.at_most else ''}{row.predicted:.2f} × | {row.measured:.2f} × |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases; return 1 where one is not right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[case.script for case in CASES], metavar="SCRIPT")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the recordings there")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there")
+    args = parser.parse_args(argv)
+    rows = []
+    for case in CASES:
+        if args.only is None or case.script in args.only:
+            rows.append(run(case, args.keep))
+            row = rows[-1]
+            print(f"{case.script}: {'right' if row.right else 'WRONG'}, {row.first}: {row.said}", flush=True)
+            print(f"    predicted {row.predicted:.2f}, measured {row.measured:.2f}", flush=True)
+    text = table(rows)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(f"# Is the first line the mistake?\n\n{text}")
+    return int(not all(row.right for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

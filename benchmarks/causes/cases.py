@@ -1,0 +1,64 @@
+"""The mistakes that the scripts make, and what the first finding of a report must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+# What the lines end with that a report may point at.
+MARK = "# the cause"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script: the rules of which one must come first, and words of which the first change must have one.
+
+    `after`: the public report that it was written after. `half`: rules may be tuned on one half; the other is only
+    reported. `line`: whether the finding must name a line that is marked. `gains`: whether the script takes another
+    time with `--fixed` than without.
+    """
+
+    script: str
+    after: str
+    rules: tuple[str, ...]
+    words: tuple[str, ...]
+    half: str = "tuned"
+    line: bool = True
+    gains: bool = True
+
+    @property
+    def lines(self) -> list[int]:
+        """The lines of the script that a report may point at."""
+        text = (SCRIPTS / f"{self.script}.py").read_text()
+        return [n for n, line in enumerate(text.splitlines(), start=1) if MARK in line]
+
+
+CASES: tuple[Case, ...] = (
+    Case("denormals", "pytorch/pytorch 3863", ("growing_steps",), ("set_flush_denormal",)),
+    Case("iterators", "pytorch/pytorch 12831", ("worker_restart", "input_wait"), ("iterator", "iter(")),
+    Case("tensor_rows", "pytorch/pytorch 106704", ("input_wait",), ("BatchSampler",), "held_out"),
+    Case("sampler_list", "pytorch/pytorch 50689", ("input_wait", "slow_start"), ("num_samples", "as they are needed")),
+    Case("deadlock", "pytorch/pytorch 1355", ("input_wait", "job_failed"), ("lock", "spawn"), "held_out"),
+    Case("list_to_tensor", "pytorch/pytorch 13918", ("input_wait",), ("np.stack",)),
+    Case("affinity", "pytorch/pytorch 105841", ("idle_cores", "shared_cores"), ("affinity",), "held_out"),
+    Case("zip_open", "pytorch/vision 950", ("input_wait",), ("open the archive once",)),
+    Case("dataframe_rows", "a report of a forum", ("input_wait",), ("to_numpy",), "held_out"),
+    Case("blur_before_resize", "albumentations 1246", ("input_wait",), ("small first",)),
+    Case("anomaly", "Lightning 17359", ("anomaly_mode",), ("detect_anomaly",)),
+    Case("ema", "ultralytics 25315", ("step_python", "host_bound"), ("_foreach_lerp_",), "held_out"),
+    Case("metric_of_all", "torchmetrics 1823", ("growing_steps",), ("keep the metric's state", "sums"), "held_out"),
+    Case("histograms", "wandb 2268", ("step_python",), ("k-th step", "every k")),
+    Case("unpacked_chunks", "OpenMHC 16", ("input_wait",), ("keep what is unpacked",), "held_out"),
+    Case("padding", "DeepSpeedExamples 849", ("padding",), ("longest",)),
+    Case("tokenised_in_collate", "ModernBERT 236", ("input_wait",), ("once, before training",)),
+    Case("evaluation_with_grad", "fairchem 199", ("periodic_work", "unused_forward"), ("no_grad", "inference_mode")),
+    Case("killed_worker", "a killed worker", ("job_failed",), ("dmesg",), line=False, gains=False),
+    Case("compiled_learning_rate", "a compiled step with a changing rate", ("recompilation",), ("tensor",)),
+    Case("cache_lost", "MONAI's caching data sets", ("worker_restart", "input_wait"), ("persistent_workers",)),
+    Case("not_sharded", "an IterableDataset in every worker", ("input_wait",), ("get_worker_info",), "held_out"),
+    Case("thread_with_gil", "a monitor that polls", ("busy_thread",), ("sleep",)),
+    Case("hidden_state", "a hidden state that is kept", ("growing_steps",), ("detach",), "held_out"),
+    Case("managed_dict", "a dictionary of a manager", ("input_wait",), ("in the data set itself",), "held_out"),
+)
