@@ -263,13 +263,6 @@ def test_the_threads_that_gloo_sends_in_match_nothing(tmp_path: Path) -> None:
     assert by_rank(frame, "wait_ns") == {0: 0, 1: 0}
 
 
-def test_waiting_behind_computation_is_not_counted(tmp_path: Path) -> None:
-    made = late_by(0, 600_000)
-    beside = (traces.kernel("other", n * 4_600_000 + 2 * MS, 250_000, stream=9) for n in range(3))
-    made[0]["traceEvents"] += beside
-    assert by_rank(run_of(tmp_path, made).frame(waits), "wait_ns") == {0: 3 * 350_000, 1: 0}
-
-
 def test_of_waits_at_once_the_earliest_has_the_time_that_nothing_is_computed_in(tmp_path: Path) -> None:
     # ms: rank 0 comes at 1 and 2, and computes from 2.5 to 3; rank 1 comes at 4 to the one, and at 5 to the other.
     made = []
