@@ -62,7 +62,10 @@ ODD = [light(4, 500 * MS, first=1), light(5, 90 * MS, kind="validation"), light(
         ([*alike(4, 50 * MS), *ODD, *(light(n, 10 * MS) for n in range(7, 40))], None, (33, 10 * MS)),
         # A stall every k steps is part of the mean.
         ([light(n, 110 * MS if n % 10 == 9 else 10 * MS) for n in range(103)], None, (100, 20 * MS)),
-        # A warm-up of any length leaves two thirds of the run.
+        # Of a job that only infers these are its steps.
+        (alike(30, kind="validation"), None, (27, 10 * MS)),
+        # A warm-up of any length leaves two thirds of the run, and one of six steps the others.
+        ([light(n, (10 + 90 * (n < 6)) * MS) for n in range(40)], None, (34, 10 * MS)),
         ([light(n, (30 - n) * MS) for n in range(30)], None, (20, 10.5 * MS)),
         # A few light steps leave the mean to the trace; a traced step that holds an epoch's end is left out.
         (alike(4, 5 * MS), marked(0, MS, 2 * MS), ("trace", MS, 3)),
