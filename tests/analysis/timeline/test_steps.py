@@ -18,7 +18,7 @@ from dlprof.analysis.step.savings import spread
 from dlprof.analysis.timeline.patterns import periodic
 from dlprof.analysis.timeline.stalls import compilations, stall_means, stalled_steps
 from dlprof.analysis.timeline.steady import STRETCHES, light_steps, standard_error, steady_steps, stretch_means
-from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means, step_series, timing
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step, phases_of_step, step_means, step_series, timing
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
@@ -110,6 +110,18 @@ def test_a_traced_step_in_which_the_job_was_suspended_is_left_out(
 ) -> None:
     found = means(tmp_path, [], made, resumed_ns=[traces.BASE_NS + resumed])
     assert (found["traced_steps"], found["step_ns"]) == expected
+
+
+@pytest.mark.parametrize(("fetches", "micro"), [(1, 1.0), (4, 4.0)])
+def test_phases_share_the_step_and_the_rest_is_what_is_left(fetches: int, micro: float, tmp_path: Path) -> None:
+    spent = {"forward_ns": 2 * MS, "backward_ns": 4 * MS, "optimizer_ns": MS, "fetch_ns": MS}
+    steps = alike(30, **spent, optimizer_steps=1, fetches=fetches, backwards=fetches)
+    run = runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), phases_of_step)
+    frame = run.frame(phases_of_step).set_index("phase")
+    expected = {"fetch": 1, "forward": 2, "backward": 4, "optimizer": 1, "rest": 2}
+    assert (frame["ns"] / MS).to_dict() == pytest.approx(expected)
+    assert (frame["share"] * 10).to_dict() == pytest.approx(expected)
+    assert set(frame["micro_batches"]) == {micro}
 
 
 def test_unmarked_and_overlapping_steps(tmp_path: Path) -> None:
