@@ -93,7 +93,7 @@ def test_serial_and_processes_give_the_same_in_order(job: Run) -> None:
 
 def test_cores_ranks_and_memory_bound_the_processes(job: Run, tmp_path: Path) -> None:
     assert [at_once(job.ranks, jobs) for jobs in (1, 2, 100)] == [1, 2, RANKS]
-    assert at_once(job.ranks * 100) == len(os.sched_getaffinity(0))
+    assert 1 <= at_once(job.ranks * 100) <= (os.cpu_count() or 1)
     free = free_bytes()
     assert free is not None
     with (tmp_path / "0.json").open("wb") as file:
