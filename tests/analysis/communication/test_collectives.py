@@ -116,7 +116,7 @@ def gloo(name: str, call: str, at: int, *inputs: str) -> list[Any]:
 
 
 ON_CPU = {"device": "", "backend": "gloo"}
-UNTOLD = {"group": "7", "told": False}
+UNTOLD: dict[str, Any] = {"group": "7", "told": False}
 TOLD: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, int]]]] = {
     "kernels": ([traces.sent("send", 1, MS, MS), traces.sent("recv", 3, 3 * MS, MS)], {}, [("send", 1), ("recv", 3)]),
     "the calls before a batch's launch": (

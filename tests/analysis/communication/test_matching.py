@@ -174,9 +174,8 @@ def test_who_gives_waits_for_nobody_unless_it_stays(
     ranks, name = tuple(range(len(begins))), f"ncclDevKernel_{kind.capitalize()}_RING_LL"
     made = []
     for rank, begin in enumerate(begins):
-        of = {"ranks": ranks}
-        event = traces.collective(begin, ends[rank] - begin, 1_000, kind, kernel_name=name, **of)
-        both = traces.collective(3 * MS, MS, 1_000, **of)
+        event = traces.collective(begin, ends[rank] - begin, 1_000, kind, kernel_name=name, ranks=ranks)
+        both = traces.collective(3 * MS, MS, 1_000, ranks=ranks)
         made.append(traces.trace(traces.step(0, 0, 5 * MS), event, both, rank=rank, world_size=len(ranks)))
     frame = run_of(tmp_path, made).frame(matched)
     frame = frame[frame["collective"] == kind].set_index("rank")

@@ -260,7 +260,7 @@ def test_as_few_microbatches_as_ranks_are_found(tmp_path: Path) -> None:
 def test_another_schedule_for_the_same_stages_may_be_the_best_line(tmp_path: Path) -> None:
     # The loader's batch cannot be cut further. 11 slots of 60 ms; four micro-batches in two chunks of 60 ms and three
     # forwards.
-    more = {"loaders": [{"role": "train", "batch_size": 4}], "step": 700}
+    more: dict[str, Any] = {"loaders": [{"role": "train", "batch_size": 4}], "step": 700}
     path = pipelines.recorded(tmp_path, "ScheduleInterleaved1F1B", 4, 4, alike(20, 40), chunks=2, **more)
     found = ask(pipeline_bubble.RULE, path)
     assert found.saving_ns == pytest.approx((660 - 540) * MS)
@@ -281,7 +281,8 @@ def test_enough_microbatches_and_what_cannot_be_replayed_are_left_alone(
     shape: tuple[int, int], said: Any, state: str, share: float, told: str, tmp_path: Path
 ) -> None:
     answer = ask(pipeline_bubble.RULE, pipelines.recorded(tmp_path, "Schedule1F1B", *shape, alike(4, 8), **said))
-    assert (answer.state, answer.share) == (state, pytest.approx(share, rel=0.01))
+    assert answer.state == state
+    assert answer.share == pytest.approx(share, rel=0.01)
     assert told in answer.summary + answer.why
     assert answer.why.startswith("43 % of a pipeline's step is idle") is (state == "not_measured")
 

@@ -119,8 +119,8 @@ def test_a_pair_hands_on_only_at_its_end() -> None:
 def test_launching_and_handing_over_take_their_time() -> None:
     made = grid(ONE_F_ONE_B, 2, 2)
     # The second stage's four actions, the first's first and last: six in a row, with two hand-overs.
-    for more, length in (({}, 90), ({"launch": 1}, 96), ({"hand_over": 1}, 92)):
-        assert replay(made.rows, took(made, 10, 10, 10), **more) == length
+    for launch, hand_over, length in ((0, 0, 90), (1, 0, 96), (0, 1, 92)):
+        assert replay(made.rows, took(made, 10, 10, 10), launch=launch, hand_over=hand_over) == length
 
 
 def test_an_order_that_cannot_be_gives_no_number() -> None:
