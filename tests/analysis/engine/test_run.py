@@ -29,10 +29,8 @@ from dlprof.analysis.engine import (
     RankData,
     across_ranks,
     by_rank,
-    check_needs,
     maybe,
     needs,
-    needs_of,
     open_store,
     per_rank,
 )
@@ -348,14 +346,6 @@ taken.__name__ = "breakdown"
 def test_what_needs_nothing_known_or_has_a_taken_name_fails_where_it_is_defined(make: Any, why: str) -> None:
     with pytest.raises(TypeError, match=why):
         make()
-
-
-def test_what_a_caller_gives_needs_nothing() -> None:
-    def given(means: pd.DataFrame, sums: pd.DataFrame = needs(total)) -> int:
-        return len(means) + len(sums)
-
-    check_needs(given, given=1)
-    assert [need.of for need in needs_of(given).values()] == [total]
 
 
 def test_a_need_that_may_be_lacking_says_why_and_a_required_one_raises(job: Run) -> None:

@@ -32,7 +32,7 @@ from dlprof.analysis.engine import RANK, Measure, RankFacts, needs, per_rank
 from dlprof.analysis.engine import store as stores
 from dlprof.analysis.engine.ranks import Failure, RankAnswer
 from dlprof.analysis.engine.run import measure_rank, serial, travelling
-from dlprof.analysis.engine.store import Kept, Store, find, left_out, not_there, open_store, shares
+from dlprof.analysis.engine.store import Kept, Store, find, not_there, open_store, shares
 from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.limits import MOST_ROWS, MOST_TEXT, NO_LIMITS
@@ -655,14 +655,6 @@ def test_which_shards_are_missing_is_told(ranks: int, of: int, gone: set[int], t
 def test_what_was_read_before_is_told(known: list[int], shards: set[str], told: list[str], tmp_path: Path) -> None:
     kept = Kept(dict.fromkeys(known, ANSWER), shards)
     assert not_there(sized(tmp_path, *[100] * 4), kept, only_kept=False) == told
-
-
-def test_what_is_left_out_is_a_warning_of_the_run(tmp_path: Path) -> None:
-    run = sized(tmp_path, *[100] * 4)
-    assert left_out(run, [0, 3]).warnings == ("2 of 4 ranks were read by no shard and are left out: 1, 2",)
-    assert left_out(run, range(4)) == run
-    with pytest.raises(DlprofError, match="no rank of it was read by a shard"):
-        left_out(run, [])
 
 
 def test_shards_are_known_by_what_they_kept(tmp_path: Path) -> None:
