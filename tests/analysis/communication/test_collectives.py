@@ -44,36 +44,38 @@ PAIRS = (
 )
 
 
-def test_expert_parallel_kernels_meet_in_the_group_named_for_experts(tmp_path: Path) -> None:
-    # The second pair is through 1 ms later than the first.
-    frame = run_of(tmp_path, experts(DISPATCH, *PAIRS, ends=(0, 0, MS, MS))).frame(matched)
-    assert set(frame["collective"]) == {"all_to_all"}
-    assert set(frame["members"]) == {"0,1", "2,3"}
-    assert by_rank(frame, "wait_ns") == {0: 3 * MS, 1: 0, 2: 3 * MS, 3: 0}
-
-
-def test_without_smaller_groups_they_are_of_all_ranks(tmp_path: Path) -> None:
-    run = run_of(tmp_path, experts(DISPATCH))
-    assert by_rank(run.frame(matched), "wait_ns") == {0: 9 * MS, 1: 6 * MS, 2: 3 * MS, 3: 0}
-    assert run.frame(unmatched) == ""
+UNNAMED = (group("1", "mesh_tp", 0, 1), group("2", "mesh_tp", 2, 3))
+LOW_LATENCY = "void deep_ep::internode_ll::dispatch<true, 3, 10, 7168>(void*)"
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"),
+    ("name", "groups", "ends", "members", "waited"),
     [
-        (DISPATCH, (group("1", "mesh_tp", 0, 1), group("2", "mesh_tp", 2, 3))),
-        ("void deep_ep::internode_ll::dispatch<true, 3, 10, 7168>(void*)", ()),
+        # The second pair is through 1 ms later than the first.
+        (DISPATCH, PAIRS, (0, 0, MS, MS), {"0,1", "2,3"}, [3 * MS, 0, 3 * MS, 0]),
+        # Without smaller groups they are of all ranks.
+        (DISPATCH, (), (0,) * 4, {""}, [9 * MS, 6 * MS, 3 * MS, 0]),
+        # Where nobody knows with whom they meet, nobody waits.
+        (DISPATCH, UNNAMED, (0,) * 4, None, []),
+        (LOW_LATENCY, (), (0,) * 4, None, []),
     ],
 )
-def test_where_nobody_knows_with_whom_they_meet_nobody_waits(tmp_path: Path, name: str, groups: Any) -> None:
-    run = run_of(tmp_path, experts(name, *groups))
-    with pytest.raises(NotMeasured):
-        run.frame(matched)
-    assert run.frame(unmatched) == NO_GROUP
+def test_expert_parallel_kernels_meet_in_the_group_named_for_experts(
+    name: str, groups: Any, ends: tuple[int, ...], members: set[str] | None, waited: list[int], tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, experts(name, *groups, ends=ends))
+    assert run.frame(unmatched) == (NO_GROUP if members is None else "")
+    if members is None:
+        with pytest.raises(NotMeasured):
+            run.frame(matched)
+        return
+    frame = run.frame(matched)
+    assert (set(frame["collective"]), set(frame["members"])) == ({"all_to_all"}, members)
+    assert by_rank(frame, "wait_ns") == dict(enumerate(waited))
 
 
 def test_kernels_of_an_unknown_group_leave_the_others_matched(tmp_path: Path) -> None:
-    made = experts(DISPATCH, group("1", "mesh_tp", 0, 1), group("2", "mesh_tp", 2, 3))
+    made = experts(DISPATCH, *UNNAMED)
     for rank, one in enumerate(made):
         one["traceEvents"] += [
             traces.collective(n * 10 * MS + (6 + rank % 2) * MS, (3 - rank % 2) * MS, 1_000, ranks=(0, 1, 2, 3))
@@ -83,18 +85,6 @@ def test_kernels_of_an_unknown_group_leave_the_others_matched(tmp_path: Path) ->
     assert by_rank(run.frame(matched), "wait_ns") == {0: 3 * MS, 1: 0, 2: 3 * MS, 3: 0}
     assert set(run.frame(matched)["collective"]) == {"all_reduce"}
     assert run.frame(unmatched) == NO_GROUP
-
-
-def told(folder: Path, *events: Any, rank: int = 0, world_size: int = 4, **keys: Any) -> list[tuple[str, int]]:
-    made = traces.trace(traces.step(0, 0, 5 * MS), *events, rank=rank, world_size=world_size, **keys)
-    data = RankData(Rank(rank, {TRACE: traces.write(folder / "trace.json", made)}))
-    frame = data.once(point_to_point)
-    return list(zip(frame["collective"], frame["peer"], strict=True))
-
-
-def test_kernels_tell_it_themselves(tmp_path: Path) -> None:
-    sends = traces.sent("send", 1, MS, MS), traces.sent("recv", 3, 3 * MS, MS)
-    assert told(tmp_path, *sends) == [("send", 1), ("recv", 3)]
 
 
 def issued(name: str, peer: int, at: int) -> Any:
@@ -107,30 +97,17 @@ def batch(at: int, start: int, number: int) -> list[Any]:
     return traces.launched("ncclDevKernel_SendRecv(ncclDevKernelArgs)", at, start, MS, number, stream=21)
 
 
-def test_of_a_batch_the_calls_before_its_launch_tell(tmp_path: Path) -> None:
-    events = [
-        issued("send", 1, 100 * US),
-        issued("recv", 1, 110 * US),
-        *batch(200 * US, MS, 5),
-        issued("send", 3, 300 * US),
-        *batch(400 * US, 3 * MS, 6),
-    ]
-    assert told(tmp_path, *events) == [("send", 1), ("recv", 1), ("send", 3)]
+def coalesced() -> list[Any]:
+    events = [issued("send", 1, 100 * US), issued("recv", 3, 110 * US), *batch(200 * US, MS, 5)]
+    events[-1]["args"] |= {"Collective name": "coalesced", "Process Group Name": "0", "dtype": "BFloat16"}
+    return events
 
 
-def test_a_kernel_that_no_call_came_before_may_be_a_collective(tmp_path: Path) -> None:
-    events = [*batch(50 * US, MS, 5), issued("recv", 2, 300 * US), *batch(400 * US, 3 * MS, 6)]
-    assert told(tmp_path, *events) == [("recv", 2)]
-
-
-def test_calls_of_another_thread_are_another_kernels(tmp_path: Path) -> None:
-    events = [issued("send", 1, 100 * US), {**issued("send", 2, 110 * US), "tid": 77}, *batch(200 * US, MS, 5)]
-    assert told(tmp_path, *events) == [("send", 1)]
-
-
-@pytest.mark.parametrize(("ranks", "peer"), [((0, 2), 2), ((0, 1, 2), -1)])
-def test_in_a_group_of_two_there_is_only_withe_other(tmp_path: Path, ranks: tuple[int, ...], peer: int) -> None:
-    assert told(tmp_path, traces.sent("send", 2, MS, MS, group="7", ranks=ranks, told=False)) == [("send", peer)]
+def of_group(name: str, key: str) -> Any:
+    """Make an event as torch 2.6 and later do: "Rank" is the other's place among ranks 4 to 7, beside its rank."""
+    event = traces.sent(name, 6, MS, MS, group="3", ranks=(4, 5, 6, 7), told=False)
+    event["args"] |= {"Rank": 2, key: 6, "Seq": -1, "In split size": "[]", "Global rank start": 4}
+    return event
 
 
 def gloo(name: str, call: str, at: int, *inputs: str) -> list[Any]:
@@ -138,45 +115,84 @@ def gloo(name: str, call: str, at: int, *inputs: str) -> list[Any]:
     return [traces.op(call, at, 20 * US, **args), traces.annotation(f"gloo:{name}", at + 10 * US, MS)]
 
 
-def test_gloos_ranges_are_the_calls_that_they_began_in(tmp_path: Path) -> None:
-    events = [
-        *gloo("send", "c10d::send", 0, "1", "0"),
-        *gloo("recv", "c10d::recv_", 30 * US, "3", "0"),
-        *gloo("send", "c10d::send", 3 * MS, "2", "0"),
-    ]
-    assert told(tmp_path, *events, device="", backend="gloo") == [("send", 1), ("recv", 3), ("send", 2)]
-
-
-@pytest.mark.parametrize(("world_size", "peer"), [(2, 0), (3, -1)])
-def test_gloo_without_inputs_tells_only_in_a_job_of_two(tmp_path: Path, world_size: int, peer: int) -> None:
-    events = gloo("recv", "c10d::recv_", 0)
-    found = told(tmp_path, *events, rank=1, world_size=world_size, device="", backend="gloo")
-    assert found == [("recv", peer)]
-
-
-@pytest.mark.parametrize(("name", "key"), [("send", "Dst Rank"), ("recv", "Src Rank")])
-def test_torch_tells_the_others_number_in_the_group_and_its_rank(tmp_path: Path, name: str, key: str) -> None:
-    # As torch 2.6 and later write it: "Rank" is the other's place among ranks 4 to 7, beside its rank in the job.
-    event = traces.sent(name, 6, MS, MS, group="3", ranks=(4, 5, 6, 7), told=False)
-    event["args"] |= {"Rank": 2, key: 6, "Seq": -1, "In split size": "[]", "Global rank start": 4}
-    assert told(tmp_path, event, rank=5, world_size=8) == [(name, 6)]
-
-
-def test_of_a_batch_torch_calls_coalesced_the_calls_tell(tmp_path: Path) -> None:
-    events = [issued("send", 1, 100 * US), issued("recv", 3, 110 * US), *batch(200 * US, MS, 5)]
-    events[-1]["args"] |= {"Collective name": "coalesced", "Process Group Name": "0", "dtype": "BFloat16"}
-    assert told(tmp_path, *events) == [("send", 1), ("recv", 3)]
-
-
-def test_an_older_trace_tells_by_torchs_marks(tmp_path: Path) -> None:
+ON_CPU = {"device": "", "backend": "gloo"}
+UNTOLD: dict[str, Any] = {"group": "7", "told": False}
+TOLD: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, int]]]] = {
+    "kernels": ([traces.sent("send", 1, MS, MS), traces.sent("recv", 3, 3 * MS, MS)], {}, [("send", 1), ("recv", 3)]),
+    "the calls before a batch's launch": (
+        [
+            issued("send", 1, 100 * US),
+            issued("recv", 1, 110 * US),
+            *batch(200 * US, MS, 5),
+            issued("send", 3, 300 * US),
+            *batch(400 * US, 3 * MS, 6),
+        ],
+        {},
+        [("send", 1), ("recv", 1), ("send", 3)],
+    ),
+    "what no call came before may be a collective": (
+        [*batch(50 * US, MS, 5), issued("recv", 2, 300 * US), *batch(400 * US, 3 * MS, 6)],
+        {},
+        [("recv", 2)],
+    ),
+    "calls of another thread are another kernel's": (
+        [issued("send", 1, 100 * US), {**issued("send", 2, 110 * US), "tid": 77}, *batch(200 * US, MS, 5)],
+        {},
+        [("send", 1)],
+    ),
+    "in a group of two there is only the other": (
+        [traces.sent("send", 2, MS, MS, ranks=(0, 2), **UNTOLD)],
+        {},
+        [("send", 2)],
+    ),
+    "not in one of three": ([traces.sent("send", 2, MS, MS, ranks=(0, 1, 2), **UNTOLD)], {}, [("send", -1)]),
+    "gloo's ranges are the calls that they began in": (
+        [
+            *gloo("send", "c10d::send", 0, "1", "0"),
+            *gloo("recv", "c10d::recv_", 30 * US, "3", "0"),
+            *gloo("send", "c10d::send", 3 * MS, "2", "0"),
+        ],
+        ON_CPU,
+        [("send", 1), ("recv", 3), ("send", 2)],
+    ),
+    **{
+        f"gloo's without inputs in a job of {n}": (
+            gloo("recv", "c10d::recv_", 0),
+            {"rank": 1, "world_size": n, **ON_CPU},
+            [("recv", peer)],
+        )
+        for n, peer in ((2, 0), (3, -1))
+    },
+    **{
+        f"a {name} by the number in the group and the rank": (
+            [of_group(name, key)],
+            {"rank": 5, "world_size": 8},
+            [(name, 6)],
+        )
+        for name, key in (("send", "Dst Rank"), ("recv", "Src Rank"))
+    },
+    "coalesced": (coalesced(), {}, [("send", 1), ("recv", 3)]),
     # Before "Dst Rank": the mark around the launch names both places in the group.
-    events = [
-        traces.annotation("nccl:send 1->2", 100 * US, 120 * US),
-        *batch(200 * US, MS, 5),
-        traces.annotation("nccl:recv 1<-0", 300 * US, 120 * US),
-        *batch(400 * US, 3 * MS, 6),
-    ]
-    assert told(tmp_path, *events, rank=1) == [("send", 2), ("recv", 0)]
+    "an older trace's marks": (
+        [
+            traces.annotation("nccl:send 1->2", 100 * US, 120 * US),
+            *batch(200 * US, MS, 5),
+            traces.annotation("nccl:recv 1<-0", 300 * US, 120 * US),
+            *batch(400 * US, 3 * MS, 6),
+        ],
+        {"rank": 1},
+        [("send", 2), ("recv", 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("events", "keys", "expected"), TOLD.values(), ids=TOLD)
+def test_with_whom_a_rank_exchanges_is_told(events: list[Any], keys: Any, expected: Any, tmp_path: Path) -> None:
+    keys = {"rank": 0, "world_size": 4, **keys}
+    made = traces.trace(traces.step(0, 0, 5 * MS), *events, **keys)
+    data = RankData(Rank(keys["rank"], {TRACE: traces.write(tmp_path / "trace.json", made)}))
+    frame = data.once(point_to_point)
+    assert list(zip(frame["collective"], frame["peer"], strict=True)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,44 @@
-"""FSDP2's work on its units, DDP's search and DataParallel's copying, on hand-made traces."""
+"""FSDP2's work on its units, DDP's search and DataParallel's copying, and the rules that find the last two."""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlprof.analysis.communication.rules import data_parallel, unused_parameters
 from dlprof.analysis.communication.wrappers import replication, sharding, unused_search, unused_searches
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.asking import ask
 from tests.fixtures.exchanges import sharded
 from tests.fixtures.runs import MS
 
 SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
+US = 1_000
+ON_CPU: dict[str, Any] = {"device": "", "backend": "gloo"}
 
 
-def test_the_search_and_the_last_reduction_of_each_step_on_a_cpu(tmp_path: Path) -> None:
-    events: list[Any] = []
-    for n in range(2):
-        t = n * MS
-        events += [
-            traces.step(n, t, MS),
-            traces.op("aten::mm", t, 300_000),
-            traces.op(SEARCH, t + 300_000, 40_000),
-            traces.op("aten::mm_backward", t + 350_000, 250_000),
-            traces.annotation("gloo:all_reduce", t + 500_000, 300_000),
-            traces.annotation("gloo:all_reduce", t + 590_000, 300_000),
-        ]
-    rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="gloo"))
-    rows = rank.once(unused_searches)
-    # Of the last reduction 90 µs lie behind the gradients'.
-    assert rows["search_ns"].tolist() == [40_000, 40_000]
-    assert rows["flags_ns"].tolist() == [90_000, 90_000]
+def searching(t: int, *reduced: tuple[int, int]) -> list[Any]:
+    """Return a step of 1 ms on a CPU: a search of 40 µs, computing until 600 µs, and gloo's all-reduces."""
+    events = [traces.step(t // MS, t, MS), traces.op("aten::mm", t, 300 * US), traces.op(SEARCH, t + 300 * US, 40 * US)]
+    events.append(traces.op("aten::mm_backward", t + 350 * US, 250 * US))
+    return events + [traces.annotation("gloo:all_reduce", t + at * US, dur * US) for at, dur in reduced]
+
+
+@pytest.mark.parametrize(
+    ("reduced", "flags"),
+    [
+        (((500, 300), (590, 300)), 90 * US),  # so much of the last lies behind the gradients'
+        (((500, 300),), 0),  # one alone is the gradients'
+    ],
+)
+def test_the_search_and_the_last_reduction_of_each_step_on_a_cpu(reduced: Any, flags: int, tmp_path: Path) -> None:
+    made = traces.trace(*searching(0, *reduced), *searching(MS, *reduced), **ON_CPU)
+    rows = runs.rank_of(tmp_path, made).once(unused_searches)
+    assert rows["search_ns"].tolist() == [40 * US] * 2
+    assert rows["flags_ns"].tolist() == [flags] * 2
 
 
 def test_waiting_for_a_late_rank_at_the_flags_is_not_theirs(tmp_path: Path) -> None:
@@ -47,7 +55,7 @@ def test_waiting_for_a_late_rank_at_the_flags_is_not_theirs(tmp_path: Path) -> N
                 traces.op("aten::mm_backward", t + 400_000, 100_000 + mine),
                 traces.annotation("gloo:all_reduce", t + 500_000 + mine, last - mine + 30_000),
             ]
-        made.append((traces.trace(*events, rank=rank, device="", backend="gloo"), [], runs.CPU))
+        made.append((traces.trace(*events, rank=rank, **ON_CPU), [], runs.CPU))
     frame = runs.measured(runs.recorded(tmp_path / "run", *made), unused_search).frame(unused_search)
     assert frame["search_ns"].tolist() == pytest.approx([40_000] * 2)
     assert frame["flags_ns"].tolist() == pytest.approx([30_000] * 2)
@@ -68,19 +76,29 @@ def test_on_a_gpu_the_flags_are_told_by_their_type(tmp_path: Path) -> None:
     assert (row["search_ns"], row["flags_ns"]) == (40_000, 20_000)
 
 
-def test_one_reduction_alone_is_the_gradients(tmp_path: Path) -> None:
-    events = [
-        traces.step(0, 0, MS),
-        traces.op(SEARCH, 300_000, 40_000),
-        traces.annotation("gloo:all_reduce", 500_000, 300_000),
-    ]
-    rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="gloo"))
-    assert rank.once(unused_searches)["flags_ns"][0] == 0
-
-
-def test_without_a_search_it_abstains(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="no search"):
-        runs.rank_of(tmp_path, traces.training(2)).once(unused_searches)
+@pytest.mark.parametrize(
+    ("ddp", "took", "state", "saving"),
+    [
+        ({}, 100_000, "found", 100_000),
+        ({}, 5_000, "clear", 5_000),
+        ({"unused_parameter_bytes": 4096}, 100_000, "clear", 0),
+        ({"find_unused_parameters": False}, 100_000, "clear", 0),
+        ({"unused_parameter_bytes": None}, 100_000, "not_measured", 0),
+    ],
+)
+def test_a_search_is_found_where_none_is_unused(
+    ddp: dict[str, Any], took: int, state: str, saving: int, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    for t in range(0, 3 * MS, MS):
+        search = traces.op(SEARCH, t + 500_000, took)
+        events += [traces.step(t // MS, t, MS), traces.op("aten::mm", t, 500_000), search]
+    told = {"parameters": 9, "ddp": {"find_unused_parameters": True, "unused_parameter_bytes": 0} | ddp}
+    made = traces.trace(*events, world_size=1, **ON_CPU)
+    outcome = ask(unused_parameters.RULE, runs.recorded(tmp_path / "run", (made, [], {**runs.CPU, "models": [told]})))
+    assert outcome.state == state
+    assert outcome.saving_ns == pytest.approx(saving)
+    assert ("find_unused_parameters=False" in "".join(outcome.advice)) is (state == "found")
 
 
 def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> None:
@@ -96,11 +114,6 @@ def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> Non
     )
     (row,) = runs.rank_of(tmp_path, made).once(replication).to_dict("records")
     assert (row["forward_ns"], row["copying_ns"]) == (600_000, 20_000 + 160_000 + 50_000 + 200_000)
-
-
-def test_without_data_parallel_it_abstains(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotApply, match="DataParallel"):
-        runs.rank_of(tmp_path, traces.training(2)).once(replication)
 
 
 @pytest.mark.parametrize(("devices", "factor"), [(2, 1.0), (4, 1.5)])
@@ -125,6 +138,23 @@ def test_what_takes_data_parallels_place_is_an_all_reduce_beside_the_backward_pa
     assert row["backward_ns"] == pytest.approx(400_000)
 
 
+@pytest.mark.parametrize(("copying", "state"), [(250_000, "found"), (10_000, "clear")])
+def test_data_parallel_is_found_with_what_it_copies(copying: int, state: str, tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(3):
+        t = n * MS
+        events += [
+            traces.step(n, t, MS),
+            traces.annotation("DataParallel.forward", t, 500_000),
+            traces.op("Broadcast", t, copying),
+            traces.launched("gemm", t + 100_000, t + 300_000, 700_000, n + 1),
+        ]
+    outcome = ask(data_parallel.RULE, runs.foreign(tmp_path, traces.trace(*events, world_size=1)))
+    assert outcome.state == state
+    assert outcome.share == pytest.approx(copying / MS)
+    assert ("DistributedDataParallel" in "".join(outcome.advice)) is (state == "found")
+
+
 def test_units_and_the_work_on_them(tmp_path: Path) -> None:
     frame = runs.measured(sharded(tmp_path), sharding).frame(sharding).set_index("rank")
     assert frame["units"].to_dict() == {0: 5, 1: 5}
@@ -132,7 +162,18 @@ def test_units_and_the_work_on_them(tmp_path: Path) -> None:
     assert frame["around_ns"].to_dict() == pytest.approx({0: 3 * MS, 1: 3 * MS})
 
 
-def test_who_shards_nothing_abstains(tmp_path: Path) -> None:
-    run = runs.measured(runs.foreign(tmp_path, traces.training(), traces.training(rank=1)), sharding)
+def test_a_job_without_them_abstains(tmp_path: Path) -> None:
+    rank = runs.rank_of(tmp_path / "rank", traces.training(2))
+    with pytest.raises(NotMeasured, match="no search"):
+        rank.once(unused_searches)
+    with pytest.raises(DoesNotApply, match="DataParallel"):
+        rank.once(replication)
     with pytest.raises(NotMeasured, match="FSDP2"):
-        run.frame(sharding)
+        rank.once(sharding)
+    two = runs.foreign(tmp_path / "two", traces.training(3))
+    assert ask(unused_parameters.RULE, two).state == "not_measured"
+    facts = {"device": {"type": "cuda"}, "models": [{"parameters": 5, "data_parallel": False}]}
+    recorded = runs.recorded(tmp_path / "run", (traces.training(3), [], facts))
+    one = runs.foreign(tmp_path / "one", traces.training(3, world_size=1))
+    for path in (two, recorded, one):
+        assert ask(data_parallel.RULE, path).state == "does_not_apply"

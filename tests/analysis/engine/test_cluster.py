@@ -66,12 +66,19 @@ def test_without_slurm_that_is_told(job: Run, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.long
-def test_local_workers_give_what_this_process_gives(job: Run, tmp_path: Path) -> None:
+def test_local_workers_that_fit_into_memory_give_what_this_process_gives(
+    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(job, tmp_path)
     store.make()
     seen: list[Done] = []
+    lines: list[str] = []
     one = result(job, jobs=1)
-    assert result(job, store=store, backend=dask("local:2"), progress=seen.append) == one
+    free = free_bytes()
+    assert free is not None
+    monkeypatch.setattr(Rank, "unpacked_bytes", int(free * 0.3))
+    assert result(job, store=store, backend=dask("local:4", lines.append), progress=seen.append) == one
+    assert lines == ["the largest rank needs so much memory that 2 workers of 4 can work at once"]
     assert [done.ranks for done in seen] == [0, 1, 2, 3, 4]
     # It was kept by whoever read it: no cluster is asked where all is known.
     assert result(job, store=store, backend=Dask("tcp://127.0.0.1:1", pytest.fail)) == one
@@ -90,18 +97,7 @@ def test_a_rank_that_kills_its_workers_costs_itself(job: Run, tmp_path: Path) ->
     assert sorted(store.read(job.ranks, engine.run.travelling([rows, deadly])).answers) == [0, 2, 3]
 
 
-@pytest.mark.long
-def test_memory_bounds_the_workers(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = free_bytes()
-    assert free is not None
-    monkeypatch.setattr(Rank, "unpacked_bytes", int(free * 0.3))
-    lines: list[str] = []
-    run = engine.measure(job, [rows], backend=dask("local:4", lines.append))
-    assert lines == ["the largest rank needs so much memory that 2 workers of 4 can work at once"]
-    assert len(set(run.frame(rows)["process"])) == 2
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_worker_that_takes_too_much_is_ended(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "free_bytes", lambda: 2 * (900 << 20))
     run = engine.measure(job, [greedy], backend=dask("local:2"))
@@ -147,74 +143,61 @@ def worker(address: str, path: Path = ROOT) -> AbstractContextManager[subprocess
     return started("dask_worker", address, "--no-nanny", "--nthreads", "1", "--host", "127.0.0.1", path=path)
 
 
-@pytest.mark.long
-def test_a_running_scheduler_is_used_and_left_running(
-    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with scheduler() as (address, process), worker(address), worker(address):
-        # The workers stand in another folder.
-        (tmp_path / "here").symlink_to(job.path)
-        monkeypatch.chdir(tmp_path)
-        run = open_run("here")
-        one = result(run, jobs=1)
-        for cache in (Path("a"), Path("b")):
-            store = open_store(run, cache)
-            store.make()
-            assert result(run, store=store, backend=dask(address)) == one
-            assert len(list(cache.rglob("*.npz"))) == RANKS
-        assert process.poll() is None
-
-
 def test_a_scheduler_that_is_not_there_is_one_line(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "ANSWERS_S", 0.5)
     for address in (f"tcp://127.0.0.1:{free_port()}", "tcp://127.0.0.1", "tcp://:0", "nonsense://127.0.0.1:1"):
-        with pytest.raises(DlprofError) as e:
-            engine.measure(job, [rows], backend=dask(address))
-        assert str(e.value) == f"{address}: no Dask scheduler answers there"
+        assert impossible(job, address) == f"{address}: no Dask scheduler answers there"
 
 
-@pytest.mark.long
-def test_a_scheduler_without_workers_is_one_line(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "WORKERS_S", 1)
-    monkeypatch.setattr(cluster, "_LOOKS_S", 1)
-    lines: list[str] = []
-    with scheduler() as (address, _), pytest.raises(DlprofError, match="no worker came within 1 s"):
-        engine.measure(job, [rows], backend=dask(address, lines.append))
-    assert lines == [f"{address}: waiting for the first worker"]
-
-
-@pytest.mark.long
-def test_a_worker_of_another_version_is_one_line(job: Run, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "dlprof", tmp_path / "dlprof", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "dlprof" / "schema.py").open("a") as file:
-        file.write("# another line\n")
-    with scheduler() as (address, _), worker(address, tmp_path), pytest.raises(DlprofError) as e:
-        engine.measure(job, [rows], backend=dask(address))
-    assert str(e.value).startswith(f"{address}: the worker at tcp://127.0.0.1:")
-    assert str(e.value).endswith(" has another version of dlprof or pandas")
-
-
-@pytest.mark.long
-def test_a_worker_that_cannot_run_it_is_one_line(job: Run, tmp_path: Path) -> None:
-    (tmp_path / "dlprof").mkdir()
-    (tmp_path / "dlprof" / "__init__.py").touch()
-    with scheduler() as (address, _), worker(address, tmp_path), pytest.raises(DlprofError) as e:
-        engine.measure(job, [rows], backend=dask(address))
-    assert str(e.value).startswith(f"{address}: a worker cannot run this dlprof: ModuleNotFoundError: ")
+def impossible(run: Run, address: str, tell: Callable[[str], None] = lambda _: None) -> str:
+    """Return the one line that says why a run is not measured there."""
+    with pytest.raises(DlprofError) as e:
+        engine.measure(run, [rows], backend=dask(address, tell))
     assert "\n" not in str(e.value)
+    return str(e.value)
 
 
 @pytest.mark.long
-def test_a_worker_that_does_not_see_the_files_is_one_line(job: Run, tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-        here = Path(f"/proc/self/fd/{os.dup2(file.fileno(), 200)}")  # each process has its own
-        try:
-            run = replace(job, ranks=(Rank(0, {TRACE: here}),))
-            with scheduler() as (address, _), worker(address), pytest.raises(DlprofError) as e:
-                engine.measure(run, [rows], backend=dask(address))
-        finally:
-            os.close(200)
-    assert str(e.value) == f"the worker on {socket.gethostname()} does not see /proc/self/fd/200"
+def test_a_running_scheduler_is_used_and_left_running_and_what_it_lacks_is_one_line(
+    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, empty, here = (tmp_path / name for name in ("other", "empty", "here"))
+    shutil.copytree(ROOT / "dlprof", other / "dlprof", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "dlprof" / "schema.py").open("a") as file:
+        file.write("# another line\n")
+    (empty / "dlprof").mkdir(parents=True)
+    (empty / "dlprof" / "__init__.py").touch()
+    with scheduler() as (address, process):
+        with monkeypatch.context() as patched:
+            patched.setattr(cluster, "WORKERS_S", 1)
+            patched.setattr(cluster, "_LOOKS_S", 1)
+            lines: list[str] = []
+            assert "no worker came within 1 s" in impossible(job, address, lines.append)
+            assert lines == [f"{address}: waiting for the first worker"]
+        with worker(address, other):
+            line = impossible(job, address)
+            assert line.startswith(f"{address}: the worker at tcp://127.0.0.1:")
+            assert line.endswith(" has another version of dlprof or pandas")
+        with worker(address, empty):
+            line = impossible(job, address)
+            assert line.startswith(f"{address}: a worker cannot run this dlprof: ModuleNotFoundError: ")
+        with worker(address), worker(address):
+            with (tmp_path / "file").open("w") as file:
+                fd = Path(f"/proc/self/fd/{os.dup2(file.fileno(), 200)}")  # each process has its own
+                try:
+                    line = impossible(replace(job, ranks=(Rank(0, {TRACE: fd}),)), address)
+                finally:
+                    os.close(200)
+            assert line == f"the worker on {socket.gethostname()} does not see /proc/self/fd/200"
+            # The workers stand in another folder.
+            here.symlink_to(job.path)
+            monkeypatch.chdir(tmp_path)
+            run = open_run("here")
+            store = open_store(run, Path("cache"))
+            store.make()
+            assert result(run, store=store, backend=dask(address)) == result(run, jobs=1)
+            assert len(list(Path("cache").rglob("*.npz"))) == RANKS
+        assert process.poll() is None
 
 
 @pytest.mark.long

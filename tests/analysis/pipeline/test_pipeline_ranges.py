@@ -120,17 +120,18 @@ def unnamed(_schedule: str, passes: list[tuple[Action, int, int]], plan: Grid) -
     return events
 
 
-@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "bubble"),
+    ("schedule", "chunks", "bubble", "gpu"),
     [
-        ("ScheduleGPipe", 1, 2 / 8),
-        ("Schedule1F1B", 1, 2 / 8),
-        ("ScheduleInterleaved1F1B", 2, 2 / 14),
-        ("ScheduleLoopedBFS", 2, 2 / 14),
-        ("ScheduleInterleavedZeroBubble", 2, 2 / 38),
-        ("ScheduleZBVZeroBubble", 2, 0.0),
-        ("ScheduleDualPipeV", 2, None),
+        ("ScheduleGPipe", 1, 2 / 8, False),
+        ("Schedule1F1B", 1, 2 / 8, False),
+        ("ScheduleInterleaved1F1B", 2, 2 / 14, False),
+        ("ScheduleInterleavedZeroBubble", 2, 2 / 38, False),
+        ("ScheduleDualPipeV", 2, None, False),
+        ("ScheduleGPipe", 1, 2 / 8, True),
+        ("Schedule1F1B", 1, 2 / 8, True),
+        ("ScheduleLoopedBFS", 2, 2 / 14, True),
+        ("ScheduleZBVZeroBubble", 2, 0.0, True),
     ],
 )
 def test_chunks_are_what_was_computed_within_the_ranges(
@@ -155,12 +156,6 @@ def test_chunks_are_what_was_computed_within_the_ranges(
     assert ask(RULE, path).state in ("clear", "found")
 
 
-def test_passes_in_another_order_than_1f1b_are_not_told(tmp_path: Path) -> None:
-    path = foreign(tmp_path, "ScheduleGPipe", 3, 3, 1, gpu=False, told="Schedule1F1B")
-    with pytest.raises(NotMeasured, match="not in 1F1B's order"):
-        runs.measured(path, bubbles).frame(bubbles)
-
-
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("ScheduleGPipe", 1), ("Schedule1F1B", 1), ("ScheduleInterleaved1F1B", 2)]
 )
@@ -173,13 +168,19 @@ def test_pipelines_beside_each_other_are_told_by_the_groups_that_send(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "why"), [("ScheduleGPipe", "which ranks are one pipeline"), ("Schedule1F1B", "not in 1F1B's order")]
+    ("schedule", "shape", "how", "why"),
+    [
+        # Where no groups are told, pipelines beside each other are not taken for one.
+        ("ScheduleGPipe", (2, 4), {"beside": 2}, "which ranks are one pipeline"),
+        ("Schedule1F1B", (2, 4), {"beside": 2}, "not in 1F1B's order"),
+        ("ScheduleGPipe", (3, 3), {"told": "Schedule1F1B"}, "not in 1F1B's order"),
+    ],
 )
-def test_where_no_groups_are_told_pipelines_beside_each_other_are_not_taken_for_one(
-    tmp_path: Path, schedule: str, why: str
+def test_passes_in_an_order_that_nobody_knows_are_not_told(
+    schedule: str, shape: tuple[int, int], how: Any, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NotMeasured, match=why):
-        runs.measured(foreign(tmp_path, schedule, 2, 4, 1, gpu=False, beside=2), bubbles).frame(bubbles)
+        runs.measured(foreign(tmp_path, schedule, *shape, 1, gpu=False, **how), bubbles).frame(bubbles)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 7)])
@@ -191,29 +192,26 @@ def test_1f1b_is_told_whatever_its_size(tmp_path: Path, ranks: int, microbatches
     assert frame["bubble"].to_list() == pytest.approx([bubble] * ranks, abs=0.01)
 
 
+MARKS = [traces.step(n, n * MS, MS) for n in range(3)]
+
+
 @pytest.mark.parametrize(
     ("events", "why"),
     [
-        ([], "no pipeline"),
-        ([traces.annotation("Forward 0", 10, 20)], "no pipeline"),
-        ([traces.annotation("gloo:recv", 10, 20)], "names no stage or micro-batch"),
+        (MARKS, "no pipeline"),
+        ([*MARKS, traces.annotation("Forward 0", 10, 20)], "no pipeline"),
+        ([*MARKS, traces.annotation("gloo:recv", 10, 20)], "names no stage or micro-batch"),
         (
-            [traces.annotation("PP:0F0", 10, 20), traces.annotation("PP:(0F1;3B0)OVERLAP_F_B", 40, 20)],
+            [*MARKS, traces.annotation("PP:0F0", 10, 20), traces.annotation("PP:(0F1;3B0)OVERLAP_F_B", 40, 20)],
             "no backward pass in PP:",
         ),
+        ([traces.annotation("PP:0F0", 10, 20)], "nothing in it marks the steps"),
     ],
 )
 def test_what_ranges_do_not_tell_is_not_measured(tmp_path: Path, events: list[Any], why: str) -> None:
-    marks = [traces.step(n, n * MS, MS) for n in range(3)]
-    path = runs.foreign(tmp_path / "traces", traces.trace(*marks, traces.op("aten::mm", 0, 500), *events, device=""))
+    path = runs.foreign(tmp_path / "traces", traces.trace(*events, traces.op("aten::mm", 0, 500), device=""))
     with pytest.raises(NotMeasured, match=why):
         runs.measured(path, bubbles).frame(bubbles)
-
-
-def test_without_marks_of_steps_it_abstains(tmp_path: Path) -> None:
-    made = traces.trace(traces.annotation("PP:0F0", 10, 20), traces.op("aten::mm", 12, 5), device="")
-    with pytest.raises(NotMeasured, match="nothing in it marks the steps"):
-        runs.measured(runs.foreign(tmp_path / "traces", made), bubbles).frame(bubbles)
 
 
 @pytest.mark.slow

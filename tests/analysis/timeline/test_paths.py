@@ -2,122 +2,107 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlprof.analysis.timeline.paths import FEWEST_LEAVES, around, folded, parent
 
 
-def layer(at: str, inside: str = "Linear") -> dict[str, str]:
-    return {at: "Layer", f"{at}.attention": "Attention", f"{at}.attention.out": inside}
-
-
-def test_layers_of_one_class_fold_with_what_is_in_them() -> None:
-    kinds = {"": "Model", "head": "Linear"}
-    for n in range(12):
-        kinds |= layer(f"encoder.layer.{n}")
-    found = folded(kinds)
-    assert Counter(found.values()) == {
-        "": 1,
-        "head": 1,
-        "encoder.layer.*": 12,
-        "encoder.layer.*.attention": 12,
-        "encoder.layer.*.attention.out": 12,
+def layers(at: str, *inside: str) -> dict[str, str]:
+    """Return layers that hold an attention, which holds a layer of a class each."""
+    return {
+        f"{at}.{n}{path}": kind
+        for n, of in enumerate(inside)
+        for path, kind in (("", "Layer"), (".attention", "Attention"), (".attention.out", of))
     }
 
 
-def test_what_is_built_otherwise_stays_apart() -> None:
-    kinds = {**layer("layers.0"), **layer("layers.1", "LoRALinear"), **layer("layers.2"), **layer("layers.3")}
-    found = folded({**kinds, "layers.4": "Norm"})
-    assert found["layers.0"] == found["layers.3"] == "layers.{0,2-3}"
-    assert found["layers.3.attention.out"] == "layers.{0,2-3}.attention.out"
-    assert found["layers.1.attention"] == "layers.1.attention"
-    assert found["layers.4"] == "layers.4"
+def experts(*called: tuple[int, ...]) -> dict[str, str]:
+    """Return layers of which each has called some experts."""
+    up = {f"h.{n}.experts.{e}.up": "Linear" for n, of in enumerate(called) for e in of}
+    return {f"h.{n}": "Layer" for n in range(len(called))} | {path[:-3]: "Expert" for path in up} | up
 
 
-def test_two_kinds_of_layers_in_turn_have_two_names() -> None:
-    kinds: dict[str, str] = {}
-    for n in range(24):
-        kinds |= layer(f"h.{n}", "Dense" if n % 2 else "Experts")
-    found = folded(kinds)
-    assert found["h.22.attention"] == "h.{0,2,4,…}.attention"
-    assert found["h.23.attention"] == "h.{1,3,5,…}.attention"
+def blocks(stages: int) -> dict[str, str]:
+    """Return blocks and stages that are named by a number."""
+    kinds = {f"block{n}": "Block" for n in range(stages)} | {f"block{n}.up": "Linear" for n in range(stages)}
+    kinds |= {f"layer{n}": "Sequential" for n in range(stages)}
+    kinds |= {f"layer{n}.{i}": "BasicBlock" for n in range(stages) for i in range(3)}
+    return kinds | {f"layer{n}.{i}.conv1": "Conv2d" for n in range(stages) for i in range(3)}
 
 
-def test_experts_fold_over_layers_whatever_each_layer_called() -> None:
-    kinds: dict[str, str] = {}
-    for n, called in enumerate([(0, 3), (1, 2), (5,)]):
-        kinds[f"h.{n}"] = "Layer"
-        for e in called:
-            kinds |= {f"h.{n}.experts.{e}": "Expert", f"h.{n}.experts.{e}.up": "Linear"}
-    found = folded(kinds)
-    assert {found[p] for p in kinds if p.endswith(".up")} == {"h.*.experts.*.up"}
+def of_classes(count: int) -> dict[str, str]:
+    """Return blocks of two layers with the names that the profiler makes of their classes."""
+    kinds = {f"Net_0.Block_{n}": "Block" for n in range(count)}
+    return kinds | {f"Net_0.Block_{n // 2}.Conv2d_{n}": "Conv2d" for n in range(2 * count)}
 
 
-def test_single_layers_fold_only_where_many_are_side_by_side() -> None:
-    few = {f"net.{n}": "Linear" for n in range(FEWEST_LEAVES - 1)}
-    assert folded(few) == {path: path for path in few}
-    many = {f"tables.{n}": "EmbeddingBag" for n in range(26)}
-    assert set(folded(many).values()) == {"tables.*"}
-    vgg = {f"features.{n}": "Conv2d" if n % 2 else "ReLU" for n in range(20)}
-    assert folded(vgg) == {path: path for path in vgg}
+def alike(name: str, count: int, *kinds: str) -> dict[str, str]:
+    return {f"{name}{n}": kinds[n % len(kinds)] for n in range(count)}
+
+
+FEW = FEWEST_LEAVES - 1
+# Modules by path, and what some of them become; what is not named stays as it is where nothing is named.
+FOLDED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "with what is in them": (
+        {"": "Model", "head": "Linear", **layers("encoder.layer", *["Linear"] * 12)},
+        {"": "", "head": "head", "encoder.layer.3": "encoder.layer.*"}
+        | {f"encoder.layer.{n}.attention.out": "encoder.layer.*.attention.out" for n in range(12)},
+    ),
+    "what is built otherwise": (
+        {**layers("h", "Linear", "LoRALinear", "Linear", "Linear"), "h.4": "Norm"},
+        {"h.0": "h.{0,2-3}", "h.3.attention.out": "h.{0,2-3}.attention.out", "h.4": "h.4"}
+        | {"h.3": "h.{0,2-3}", "h.1.attention": "h.1.attention"},
+    ),
+    "two kinds in turn": (
+        layers("h", *["Experts", "Dense"] * 12),
+        {"h.22.attention": "h.{0,2,4,…}.attention", "h.23.attention": "h.{1,3,5,…}.attention"},
+    ),
+    "whatever each layer called": (
+        experts((0, 3), (1, 2), (5,)),
+        {path: "h.*.experts.*.up" for path in experts((0, 3), (1, 2), (5,)) if path.endswith(".up")},
+    ),
+    "few single layers": (alike("net.", FEW, "Linear"), {f"net.{n}": f"net.{n}" for n in range(FEW)}),
+    "many single layers": (alike("tables.", 26, "Bag"), {f"tables.{n}": "tables.*" for n in range(26)}),
+    "in turn": (alike("features.", 20, "ReLU", "Conv2d"), {f"features.{n}": f"features.{n}" for n in range(20)}),
     # bn1 and bn2 are different layers, and so are stages of a network.
-    named = {f"block.bn{n}": "BatchNorm2d" for n in range(9)}
-    assert folded(named) == {path: path for path in named}
-
-
-def test_blocks_that_are_named_by_a_number_fold_and_stages_do_not() -> None:
-    kinds: dict[str, str] = {}
-    for n in range(4):
-        kinds |= {f"block{n}": "Block", f"block{n}.up": "Linear", f"layer{n + 1}": "Sequential"}
-        kinds |= {f"layer{n + 1}.{i}.conv1": "Conv2d" for i in range(3)}
-        kinds |= {f"layer{n + 1}.{i}": "BasicBlock" for i in range(3)}
-    found = folded(kinds)
-    assert {found[p] for p in kinds if p.endswith(".up")} == {"block*.up"}
-    assert found["layer2.1.conv1"] == "layer2.*.conv1"
-
-
-def test_names_that_the_profiler_makes_of_classes_fold_by_their_number() -> None:
-    kinds: dict[str, str] = {}
-    for n in range(5):
-        kinds |= {f"Net_0.Block_{n}": "Block", f"Net_0.Block_{n}.Conv2d_{2 * n}": "Conv2d"}
-        kinds |= {f"Net_0.Block_{n}.Conv2d_{2 * n + 1}": "Conv2d"}
-    found = folded(kinds)
-    assert {found[p] for p, kind in kinds.items() if kind == "Block"} == {"Net_0.Block_*"}
+    "names": (alike("block.bn", 9, "BatchNorm2d"), {f"block.bn{n}": f"block.bn{n}" for n in range(9)}),
+    "blocks and stages": (blocks(4), {"block2.up": "block*.up", "layer2.1.conv1": "layer2.*.conv1"}),
     # The first of one block is the first of the other, too.
-    assert found["Net_0.Block_0.Conv2d_0"] == found["Net_0.Block_4.Conv2d_8"] == "Net_0.Block_*.Conv2d_{0,2,4,…}"
-    assert found["Net_0.Block_0.Conv2d_1"] == found["Net_0.Block_4.Conv2d_9"] == "Net_0.Block_*.Conv2d_{1,3,5,…}"
-    tables = {f"Net_0.EmbeddingBag_{n}": "EmbeddingBag" for n in range(26)}
-    assert set(folded(tables).values()) == {"Net_0.EmbeddingBag_*"}
-    # An attribute that is only called so is none.
-    assert folded({"fc_1": "Linear", "fc_2": "Linear", "fc_3": "Linear", "fc_4": "Linear"})["fc_1"] == "fc_1"
+    "names of classes": (
+        of_classes(5),
+        {f"Net_0.Block_{n}": "Net_0.Block_*" for n in range(5)}
+        | {f"Net_0.Block_{n}.Conv2d_{2 * n}": "Net_0.Block_*.Conv2d_{0,2,4,…}" for n in (0, 4)}
+        | {f"Net_0.Block_{n}.Conv2d_{2 * n + 1}": "Net_0.Block_*.Conv2d_{1,3,5,…}" for n in (0, 4)},
+    ),
+    "many of a class": (alike("Net_0.Bag_", 26, "Bag"), {f"Net_0.Bag_{n}": "Net_0.Bag_*" for n in range(26)}),
+    "an attribute that is only called so": (alike("fc_", 5, "Linear"), {f"fc_{n}": f"fc_{n}" for n in range(5)}),
+}
+
+
+@pytest.mark.parametrize(("kinds", "expected"), FOLDED.values(), ids=FOLDED)
+def test_repeated_layers_fold_into_one_path(kinds: dict[str, str], expected: dict[str, str]) -> None:
+    found = folded(kinds)
+    assert {path: found[path] for path in expected} == expected
 
 
 names = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", "4", "5", "A_1", "A_2"]), max_size=4).map(".".join)
 trees = st.dictionaries(names, st.sampled_from(["A", "B", ""]), max_size=30)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(trees)
-def test_every_path_has_one_that_is_below_its_parents(kinds: dict[str, str]) -> None:
+def test_every_path_has_one_that_is_below_its_parents_and_of_one_class(kinds: dict[str, str]) -> None:
     found = folded(kinds)
     assert set(found) == set(kinds)
+    kinds_of: dict[str, set[str]] = {}
     for path, whole in found.items():
         assert whole.count(".") == path.count(".")
         if parent(path) in kinds and path:
             assert parent(whole) == found[parent(path)]
-
-
-@settings(deadline=None)
-@given(trees)
-def test_what_folds_is_of_one_class(kinds: dict[str, str]) -> None:
-    kinds_of: dict[str, set[str]] = {}
-    for path, whole in folded(kinds).items():
         kinds_of.setdefault(whole, set()).add(kinds[path])
-    starred = {whole: of for whole, of in kinds_of.items() if whole.rpartition(".")[2] == "*"}
-    assert all(len(of) == 1 for of in starred.values())
+    assert all(len(of) == 1 for whole, of in kinds_of.items() if whole.rpartition(".")[2] == "*")
 
 
 def test_the_innermost_module_around_several() -> None:

@@ -1,119 +1,432 @@
-"""Which steps are steady, and where the trace's steps are."""
+"""Which steps are steady and how long they are, what stalls and periodic work cost them, and how sure that is."""
 
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means, step_series, timing
+from dlprof.analysis.engine import Measured, RankData
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise
+from dlprof.analysis.step.savings import spread
+from dlprof.analysis.timeline.patterns import periodic
+from dlprof.analysis.timeline.stalls import compilations, stall_means, stalled_steps
+from dlprof.analysis.timeline.steady import STRETCHES, light_steps, standard_error, steady_steps, stretch_means
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step, phases_of_step, step_means, step_series, timing
 from dlprof.errors import NotMeasured
+from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
-from tests.fixtures.runs import MS
+from tests.fixtures.runs import MS, asked, light, stall
+
+GPU = {"device": {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB", "index": 0}}
+NEEDS = (breakdown, periodic, spread, stall_means, stalled_steps, step_means, step_series)
 
 
-def means(folder: Path, steps: list[dict[str, object]], made: dict[str, object] | None = None) -> dict[str, object]:
-    run = runs.measured(runs.recorded(folder / "run", (made, steps, runs.CPU)), step_means)
-    return {str(k): v for k, v in run.frame(step_means).iloc[0].to_dict().items()}
+def measured(
+    folder: Path, steps: Sequence[Any], made: Any = None, stalls: list[Any] | None = None, **facts: Any
+) -> Measured:
+    """Measure a rank of these steps; `made`: its trace."""
+    resumed = {"resumed_ns": facts.pop("resumed_ns")} if "resumed_ns" in facts else {}
+    told = None if stalls is None else [stalls]
+    path = runs.recorded(folder / "run", (made, steps, {**runs.CPU, **facts}), stalls=told, **resumed)
+    return runs.measured(path, *NEEDS)
 
 
-def test_warm_up_profiled_first_and_validation_steps_are_not_steady(tmp_path: Path) -> None:
-    steps = [runs.light(n, 50 * MS) for n in range(4)]
-    steps += [
-        runs.light(4, 500 * MS, first=1),
-        runs.light(5, 90 * MS, kind="validation"),
-        runs.light(6, 70 * MS, profiled=1),
-    ]
-    steps += [runs.light(n, 10 * MS) for n in range(7, 40)]
-    found = means(tmp_path, steps)
-    assert (found["steps"], found["step_ns"]) == (33, 10 * MS)
+def means(folder: Path, steps: Sequence[Any], made: Any = None, **more: Any) -> dict[str, Any]:
+    return {str(k): v for k, v in measured(folder, steps, made, **more).frame(step_means).iloc[0].items()}
 
 
-def test_a_stall_every_k_steps_is_part_of_the_mean(tmp_path: Path) -> None:
-    steps = [runs.light(n, 110 * MS if n % 10 == 9 else 10 * MS) for n in range(103)]
-    found = means(tmp_path, steps)
-    assert found["steps"] == 100
-    assert found["step_ns"] == 20 * MS
+def alike(many: int, length: int = 10 * MS, **more: Any) -> list[Any]:
+    return [light(n, length, **more) for n in range(many)]
 
 
-def test_a_step_in_which_the_job_was_suspended_is_not_steady(tmp_path: Path) -> None:
+def marked(*at: int, length: int = MS, last: int = -1) -> dict[str, Any]:
+    """Make a trace of steps that begin at these times, and of one operator."""
+    steps = (traces.step(n, t, length if n != last else length + 300 * MS) for n, t in enumerate(at))
+    return traces.trace(*steps, traces.op("aten::mm", 0, 10), device="")
+
+
+ODD = [light(4, 500 * MS, first=1), light(5, 90 * MS, kind="validation"), light(6, 70 * MS, profiled=1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "made", "expected"),
+    [
+        # Warm-up, an epoch's first, validation and profiled steps are not steady.
+        ([*alike(4, 50 * MS), *ODD, *(light(n, 10 * MS) for n in range(7, 40))], None, (33, 10 * MS)),
+        # A stall every k steps is part of the mean.
+        ([light(n, 110 * MS if n % 10 == 9 else 10 * MS) for n in range(103)], None, (100, 20 * MS)),
+        # Of a job that only infers these are its steps.
+        (alike(30, kind="validation"), None, (27, 10 * MS)),
+        # A warm-up of any length leaves two thirds of the run, and one of six steps the others.
+        ([light(n, (10 + 90 * (n < 6)) * MS) for n in range(40)], None, (34, 10 * MS)),
+        ([light(n, (30 - n) * MS) for n in range(30)], None, (20, 10.5 * MS)),
+        # A few light steps leave the mean to the trace; a traced step that holds an epoch's end is left out.
+        (alike(4, 5 * MS), marked(0, MS, 2 * MS), ("trace", MS, 3)),
+        ([light(n, 5 * MS, first=int(n == 2)) for n in range(30)], marked(0, MS, 2 * MS, 3 * MS), 3),
+    ],
+)
+def test_which_steps_count_and_their_mean(steps: Any, made: Any, expected: Any, tmp_path: Path) -> None:
+    found = means(tmp_path, steps, made)
+    if made is None:
+        assert (found["steps"], found["step_ns"]) == expected
+    elif isinstance(expected, tuple):
+        assert (found["source"], found["step_ns"], found["traced_steps"]) == expected
+    else:
+        assert found["traced_steps"] == expected
+
+
+@pytest.mark.parametrize("after_ms", [3_900, 4_400])
+def test_a_step_in_which_the_job_was_suspended_is_not_steady(after_ms: int, tmp_path: Path) -> None:
     """When it went on is known from beside it, give or take; a step that ended long before is steady."""
-    steps = [runs.light(n, 4_000 * MS if n == 20 else 10 * MS) for n in range(23)]
-    steps += [runs.light(n, 10 * MS, traces.BASE_NS + (n + 4) * 1_000 * MS) for n in range(23, 43)]
-    for after_ms in (3_900, 4_400):
-        resumed = [traces.BASE_NS + (20_000 + after_ms) * MS]
-        path = runs.recorded(tmp_path / f"run{after_ms}", (None, steps, runs.CPU), resumed_ns=resumed)
-        run = runs.measured(path, step_means, step_series)
-        assert run.frame(step_means)["step_ns"][0] == 10 * MS
-        series = run.frame(step_series)
-        assert series.loc[series["kind"] == "suspended", "step"].to_list() == [20]
+    steps = [light(n, 4_000 * MS if n == 20 else 10 * MS) for n in range(23)]
+    steps += [light(n, 10 * MS, traces.BASE_NS + (n + 4) * 1_000 * MS) for n in range(23, 43)]
+    run = measured(tmp_path, steps, resumed_ns=[traces.BASE_NS + (20_000 + after_ms) * MS])
+    assert run.frame(step_means)["step_ns"][0] == 10 * MS
+    series = run.frame(step_series)
+    assert series.loc[series["kind"] == "suspended", "step"].to_list() == [20]
 
 
-def test_a_traced_step_in_which_the_job_was_suspended_is_left_out(tmp_path: Path) -> None:
-    made = traces.trace(
-        *(traces.step(n, n * 2_000 * MS, MS) for n in range(4)), traces.op("aten::mm", 0, 10), device=""
-    )
-    resumed = [traces.BASE_NS + 4_000 * MS]
-    path = runs.recorded(tmp_path / "run", (made, [], runs.CPU), resumed_ns=resumed)
-    assert runs.measured(path, step_means).frame(step_means)["traced_steps"][0] == 3
+# It stood for 300 ms: of steps shorter than anybody knows when the job went on the longest is left out.
+STOOD = [n * MS + (n > 2) * 300 * MS for n in range(6)]
 
 
-def test_of_traced_steps_shorter_than_anybody_knows_when_the_job_went_on_the_longest_is_left_out(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("made", "resumed", "expected"),
+    [
+        (marked(*(n * 2_000 * MS for n in range(4))), 4_000 * MS, (3, MS)),
+        (marked(*STOOD[:5], last=2), STOOD[3], (4, MS)),
+        (traces.trace(*(traces.fetch(at, 100) for at in STOOD), traces.op("x", 0, 10)), STOOD[3], (4, MS)),
+    ],
+)
+def test_a_traced_step_in_which_the_job_was_suspended_is_left_out(
+    made: Any, resumed: int, expected: Any, tmp_path: Path
 ) -> None:
-    after = 300 * MS  # it stood for so long
-    at = {n: n * MS + (n > 2) * after for n in range(6)}
-    marked = traces.trace(*(traces.step(n, at[n], MS + (n == 2) * after) for n in range(5)), traces.op("x", 0, 10))
-    unmarked = traces.trace(*(traces.fetch(at[n], 100) for n in range(6)), traces.op("x", 0, 10))
-    for name, made in (("marked", marked), ("unmarked", unmarked)):
-        resumed = [traces.BASE_NS + at[3]]
-        path = runs.recorded(tmp_path / name, (made, [], runs.CPU), resumed_ns=resumed)
-        found = runs.measured(path, step_means).frame(step_means)
-        assert (found["traced_steps"][0], found["step_ns"][0]) == (4, MS)
+    found = means(tmp_path, [], made, resumed_ns=[traces.BASE_NS + resumed])
+    assert (found["traced_steps"], found["step_ns"]) == expected
 
 
-def test_a_warm_up_of_any_length_leaves_two_thirds_of_the_run(tmp_path: Path) -> None:
-    assert means(tmp_path, [runs.light(n, (30 - n) * MS) for n in range(30)])["steps"] == 20
+@pytest.mark.parametrize(("fetches", "micro"), [(1, 1.0), (4, 4.0)])
+def test_phases_share_the_step_and_the_rest_is_what_is_left(fetches: int, micro: float, tmp_path: Path) -> None:
+    spent = {"forward_ns": 2 * MS, "backward_ns": 4 * MS, "optimizer_ns": MS, "fetch_ns": MS}
+    steps = alike(30, **spent, optimizer_steps=1, fetches=fetches, backwards=fetches)
+    run = runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), phases_of_step)
+    frame = run.frame(phases_of_step).set_index("phase")
+    expected = {"fetch": 1, "forward": 2, "backward": 4, "optimizer": 1, "rest": 2}
+    assert (frame["ns"] / MS).to_dict() == pytest.approx(expected)
+    assert (frame["share"] * 10).to_dict() == pytest.approx(expected)
+    assert set(frame["micro_batches"]) == {micro}
 
 
-def test_a_few_light_steps_leave_the_mean_to_the_trace(tmp_path: Path) -> None:
-    made = traces.trace(*(traces.step(n, n * MS, MS) for n in range(3)), traces.op("aten::mm", 0, 10), device="")
-    found = means(tmp_path, [runs.light(n, 5 * MS) for n in range(4)], made)
-    assert (found["source"], found["step_ns"], found["traced_steps"]) == ("trace", MS, 3)
-
-
-def test_traced_steps_that_hold_an_epochs_end_are_left_out(tmp_path: Path) -> None:
-    made = traces.trace(*(traces.step(n, n * MS, MS) for n in range(4)), traces.op("aten::mm", 0, 10), device="")
-    steps = [runs.light(n, 5 * MS, first=int(n == 2)) for n in range(30)]
-    assert means(tmp_path, steps, made)["traced_steps"] == 3
-
-
-def test_unmarked_steps_begin_at_the_loader(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path, traces.trace(*(traces.fetch(n * MS, 100) for n in range(4)), traces.op("x", 3 * MS, 10))
-    )
-    found = rank.once(timing)
+def test_unmarked_and_overlapping_steps(tmp_path: Path) -> None:
+    # They begin at the loader, or at the next one's start; where nothing marks a step the trace stands for one.
+    fetched = traces.trace(*(traces.fetch(n * MS, 100) for n in range(4)), traces.op("x", 3 * MS, 10))
+    found = runs.rank_of(tmp_path / "a", fetched).once(timing)
     assert (found.steps, found.step_ns, found.unit) == (3, MS, "step")
-
-
-def test_where_nothing_marks_a_step_the_trace_stands_for_one(tmp_path: Path) -> None:
-    folder = runs.foreign(tmp_path, traces.trace(traces.op("aten::mm", 0, 10), traces.kernel("gemm", 5, 3 * MS - 5)))
-    run = runs.measured(folder, step_means)
-    assert (run.frame(of_step), run.frame(mean_step_ns)) == ("of the traced time", 3 * MS)
-
-
-def test_steps_that_overlap_are_cut_at_the_next_ones_start(tmp_path: Path) -> None:
-    rank = runs.rank_of(tmp_path, traces.trace(traces.step(1, 0, 2 * MS), traces.step(2, MS, MS)))
+    rank = runs.rank_of(tmp_path / "b", traces.trace(traces.step(1, 0, 2 * MS), traces.step(2, MS, MS)))
     assert (rank.once(timing).windows - traces.BASE_NS).tolist() == [[0, MS], [MS, 2 * MS]]
-
-
-def test_nothing_recorded_abstains(tmp_path: Path) -> None:
-    run = runs.measured(runs.recorded(tmp_path / "run", (None, [], runs.CPU)), step_means)
+    none = traces.trace(traces.op("aten::mm", 0, 10), traces.kernel("gemm", 5, 3 * MS - 5))
+    run = runs.measured(runs.foreign(tmp_path / "c", none), step_means)
+    assert (run.frame(of_step), run.frame(mean_step_ns)) == ("of the traced time", 3 * MS)
     with pytest.raises(NotMeasured, match="no complete training step"):
-        run.frame(step_means)
+        measured(tmp_path / "d", []).frame(step_means)
 
 
 def test_long_series_are_thinned_at_the_same_steps_on_every_rank(tmp_path: Path) -> None:
-    ranks = [(None, [runs.light(n, MS) for n in range(first, 5_000)], runs.CPU) for first in (0, 1)]
+    ranks = [(None, [light(n, MS) for n in range(first, 5_000)], runs.CPU) for first in (0, 1)]
     frame = runs.measured(runs.recorded(tmp_path / "run", *ranks), step_series).frame(step_series)
     series = [set(g["step"]) for _, g in frame.groupby("rank")]
     assert len(series[0]) < 2_000
     assert series[0] - series[1] == {0}
+
+
+def test_steps_on_the_devices_clock_are_as_long_as_it_says(tmp_path: Path) -> None:
+    steps = [light(n, MS, device_step_ns=-1 if n == 30 else 10 * MS) for n in range(40)]
+    rank = RankData(open_run(runs.recorded(tmp_path / "run", (None, steps, GPU))).ranks[0])
+    assert set(rank.once(steady_steps)["length_ns"]) == {10 * MS}
+    assert rank.once(light_steps).loc[~rank.once(light_steps)["steady"], "step"].tolist() == [0, 1, 2, 30]
+
+
+def test_the_error_of_a_mean_of_few_is_wide() -> None:
+    assert stretch_means(np.arange(2.0 * STRETCHES)).tolist() == [2 * n + 0.5 for n in range(STRETCHES)]
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 5, 12, 40):
+        draws = rng.normal(10.0, 1.0, (2_000, n))
+        missed = np.mean([abs(d.mean() - 10.0) > 1.96 * standard_error(d) for d in draws])
+        assert missed == pytest.approx(0.05, abs=0.015), n
+    assert standard_error(np.array([3.0])) == 0.0
+
+
+TEN = [2] * 9 + [982]
+# Lengths of a host's steps (ms) without the device's clock, those that begin an epoch, which are steady, their mean.
+HOSTS: dict[str, tuple[list[int], tuple[int, ...], Callable[[Any], bool], float]] = {
+    # The device takes 100 ms a step. After an epoch's end the host runs ahead of it by five steps, and then waits.
+    "gets its lead again": (
+        [100] * 30 + [800] + [1] * 5 + [105] + [100] * 20,
+        (30,),
+        lambda s: not s[31:36].any(),
+        100,
+    ),
+    "a few between two stops": (
+        [100] * 20 + [300, 900, 2, 300] + [100] * 20,
+        (20, 23),
+        lambda s: not s[21:23].any(),
+        100,
+    ),
+    "all stretches are short": ([500, 100, 100, 100] * 6, tuple(range(0, 24, 4)), lambda s: s.sum() >= 12, 100),
+    # Every tenth step the host waits for all that it has launched: from the first wait of each stretch to its last.
+    "waits now and then": (TEN * 3 + [5, *TEN[6:]] + TEN * 2 + TEN[:4], (30,), lambda s: s.sum() == 20 + 20, 100),
+    "pauses that are a small part": (([100] * 20 + [400]) * 2 + [100] * 20, (), lambda s: s.sum() == 59, 6_500 / 59),
+}
+
+
+@pytest.mark.parametrize(("lengths", "stopped", "steady", "mean"), HOSTS.values(), ids=HOSTS)
+def test_steps_in_which_a_hosts_lead_changes_do_not_count(
+    lengths: list[int], stopped: tuple[int, ...], steady: Callable[[Any], bool], mean: float, tmp_path: Path
+) -> None:
+    steps = [light(n, ms * MS, first=int(n in stopped)) for n, ms in enumerate(lengths)]
+    frame: pd.DataFrame = RankData(open_run(runs.recorded(tmp_path, (None, steps, GPU))).ranks[0]).once(light_steps)
+    assert steady(frame["steady"])
+    assert frame["length_ns"][frame["steady"]].mean() == pytest.approx(mean * MS, rel=0.01)
+    # What the host gained, the device had still to do: the whole is as long as it was.
+    assert frame["length_ns"].sum() == pytest.approx(frame["dur_ns"].sum(), rel=0.2)
+
+
+STOCK = [8, 7, 6, 5, 4, 3, 2, 1]
+TWICE = (STOCK + [0] * 8 + STOCK + [0] * 22, [0] * 8 + [30] * 8 + [0] * 8 + [30] * 22)
+
+
+@pytest.mark.parametrize(
+    ("ready", "waits", "more", "steady"),
+    [
+        # Eight batches were ready when training began; the loader makes one in 40 ms.
+        (STOCK + [0] * 22, [0] * 8 + [30] * 22, {}, "." * 8 + "s" * 22),
+        # While step 15 prepares the profiler, it makes eight more.
+        (*TWICE, {"profiled": 15}, "." * 8 + "s" * 7 + "." * 9 + "s" * 22),
+        # Those that are ready when an epoch begins are there in every epoch.
+        (*TWICE, {"first": 15}, "." * 8 + "s" * 7 + "." + "s" * 30),
+        # A loader that keeps up has its batches ready, until its data end.
+        ([8] * 22 + STOCK, [0] * 30, {}, "...." + "s" * 26),
+        # Eight workers that are done at once: what is ready comes in waves, and each is part of what a step is.
+        (list(range(16, 8, -1)) + [0, *STOCK[1:]] * 4, [0] * 8 + ([240] + [0] * 7) * 4, {}, "." * 8 + "s" * 32),
+    ],
+)
+def test_steps_that_use_up_what_a_slow_loader_made_ahead_do_not_count(
+    tmp_path: Path, ready: list[int], waits: list[int], more: dict[str, int], steady: str
+) -> None:
+    first = more.get("first", -1)
+    steps = [
+        light(n, (10 + w) * MS, fetch_ns=w * MS, profiled=int(n == more.get("profiled")), first=int(n in (0, first)))
+        for n, w in enumerate(waits)
+    ]
+    path = runs.recorded(tmp_path / "run", (None, steps, runs.CPU))
+    rows = [
+        {"kind": "batch", "start_ns": s["start_ns"], "dur_ns": s["fetch_ns"], "count": 1, "step": s["step"]}
+        | {"loader": 0, "empty": int(not r), "ready": r, "outstanding": 8}
+        for s, r in zip(steps, ready, strict=True)
+    ]
+    (path / "ranks/00000/loading.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    frame = RankData(open_run(path).ranks[0]).once(light_steps)
+    assert "".join("s" if one else "." for one in frame["steady"]) == steady
+
+
+GC, SAVE = "garbage_collection", "checkpoint"
+
+
+def adds_up(run: Measured) -> bool:
+    return bool(run.frame(breakdown)["ns"].sum() == pytest.approx(run.frame(step_means)["step_ns"][0], rel=1e-12))
+
+
+def test_a_stall_counts_in_the_steady_step_in_which_it_begins(tmp_path: Path) -> None:
+    stalls = [
+        stall(GC, 0, 9 * MS),  # warm-up
+        stall(GC, 5, 2 * MS),
+        stall(GC, 5, 1 * MS, 4 * MS),
+        stall(GC, 6, 4 * MS, 9 * MS),  # 1 ms of it in its step
+        stall(GC, 7, 4 * MS, 10 * MS),  # in no step: they end after 10 ms
+        stall(SAVE, 8, 8 * MS, path="/d/m.pt"),
+        stall("power_failure", 9, 8 * MS),  # of a later dlprof
+    ]
+    run = measured(tmp_path, alike(30), stalls=stalls)
+    rows = run.frame(stall_means).set_index("kind").to_dict("index")
+    pauses, saves = rows[GC], rows[SAVE]
+    assert pauses["mean_ns"] == pytest.approx(4 * MS / 27)
+    assert (pauses["stalls"], pauses["longest_ns"], pauses["every"]) == (3, 2 * MS, 27 / 2)
+    assert (saves["mean_ns"], saves["stalls"], saves["every"]) == (pytest.approx(8 * MS / 27), 1, 27)
+    assert saves["noise_ns"] > 0
+    steps = run.frame(stalled_steps)[["kind", "step", "ns", "generation", "path"]].to_numpy().tolist()
+    assert steps == [[SAVE, 8, 8 * MS, -1, "/d/m.pt"], [GC, 5, 3 * MS, 2, ""], [GC, 6, 1 * MS, 2, ""]]
+
+
+def test_a_row_that_stands_for_many_counts_for_all_of_them(tmp_path: Path) -> None:
+    run = measured(tmp_path, alike(30), stalls=[stall(GC, 5, 3 * MS), stall(GC, 6, 40 * MS) | {"count": 20}])
+    pauses = run.frame(stall_means).set_index("kind").loc[GC]
+    # It is longer than the step in which the first of them fell.
+    assert pauses["mean_ns"] == pytest.approx(43 * MS / 27)
+    assert (pauses["stalls"], pauses["longest_ns"], pauses["every"]) == (21, 3 * MS, 27 / 21)
+
+
+def test_what_stalled_steps_take_longer_besides_is_their_difference_to_the_others(tmp_path: Path) -> None:
+    steps = [light(n, 10 * MS + (n in (10, 20)) * 8 * MS) for n in range(30)]
+    stalls = [stall(SAVE, n, 5 * MS) for n in (10, 20)] + [stall(GC, n, MS) for n in range(4, 30, 2)]
+    rows = measured(tmp_path, steps, stalls=stalls).frame(stall_means).set_index("kind")
+    # Two of 27 steps are 3 ms longer than by what is known.
+    assert rows["longer_ns"][SAVE] == pytest.approx(2 * 3 * MS / 27)
+    assert rows["longer_noise_ns"][SAVE] > 0
+    # Hardly a step has neither a pause nor one before it, and none compiles.
+    assert rows["longer_ns"][[GC, "compilation"]].isna().all()
+
+
+def test_no_stall_is_zero_no_record_abstains_and_a_schedule_is_as_sure_as_its_length(tmp_path: Path) -> None:
+    assert measured(tmp_path / "none", alike(30), stalls=[]).frame(stall_means)["mean_ns"].to_list() == [0.0, 0.0, 0.0]
+    with pytest.raises(NotMeasured, match="no record of garbage collection"):
+        measured(tmp_path / "old", alike(30)).frame(stall_means)
+    for name, of, least, most in (("a", lambda _: 5 * MS, 0, 0), ("b", lambda n: n * MS // 4, 0.1 * MS, MS)):
+        saves = [stall(SAVE, n, of(n)) for n in (5, 15, 25)]
+        assert least <= measured(tmp_path / name, alike(30), stalls=saves).frame(stall_means)["noise_ns"][0] <= most
+
+
+def test_compilations_are_told_by_function_and_reason(tmp_path: Path) -> None:
+    first = stall("compilation", 0, 50 * MS, path="m.py:3 forward", reason=None)
+    more = [first | stall("compilation", n, 4 * MS, reason=f"0/{n}: expected 7, actual {n}") for n in (0, 10, 20)]
+    stalls = [[first, *(one | {"path": "m.py:3 forward"} for one in more), stall(SAVE, 12, 4 * MS)]]
+    path = runs.recorded(tmp_path / "run", (None, alike(30, 60 * MS), runs.CPU), stalls=stalls)
+    frame = runs.measured(path, compilations).frame(compilations)
+    assert frame.drop(columns="rank").to_numpy().tolist() == [
+        ["m.py:3 forward", "", 1, 50 * MS, 0, 0],
+        ["m.py:3 forward", "expected 7, actual 0", 3, 12 * MS, 2, 8 * MS],
+    ]
+
+
+def test_without_a_trace_the_stalls_of_a_cpu_run_are_known(tmp_path: Path) -> None:
+    stalls = [stall(SAVE, n, 2 * MS) for n in range(30)]
+    stalls += [stall(GC, n, MS, 3 * MS, phase="fetch") for n in range(30)]
+    run = measured(tmp_path, alike(30, fetch_ns=3 * MS), stalls=stalls)
+    parts = {SAVE: 2 * MS, GC: MS, "input_wait": 2 * MS, "other": 5 * MS}
+    assert {name: asked(run, part, name)[0] for name in parts} == pytest.approx(parts)
+    assert adds_up(run)
+
+
+@pytest.mark.parametrize("save", [0, 20 * MS], ids=["untraced", "traced"])
+def test_on_the_cpu_stalls_leave_computation_as_it_is(tmp_path: Path, save: int) -> None:
+    # The traced step: 6 ms forward, all operators; 1 ms operators and 1 ms Python in the rest; a save in one case only.
+    at = 1_000 * MS * 10
+    made = traces.trace(
+        traces.step(10, at, 8 * MS + save),
+        traces.annotation("dlprof::forward", at, 6 * MS),
+        traces.op("aten::mm", at, 6 * MS),
+        traces.op("aten::sum", at + 6 * MS, MS),
+        device="",
+        backend="",
+        world_size=1,
+    )
+    # Untraced: 6 ms forward, 2 ms saving, 2 ms else.
+    stalls = [stall(SAVE, n, save if n == 10 else 2 * MS, 7 * MS) for n in range(30) if save or n != 10]
+    steps = alike(30, forward_ns=6 * MS)
+    steps[10] |= {"dur_ns": 8 * MS + save, "profiled": 1}
+    run = measured(tmp_path, steps, made, stalls)
+    parts = {SAVE: 2 * MS, "computation": 7 * MS, "host": MS}
+    assert {name: asked(run, part, name)[0] for name in parts} == pytest.approx(parts)
+    assert adds_up(run)
+
+
+@pytest.mark.parametrize(("length", "pauses"), [(2 * MS, 2 * MS), (9 * MS, 3 * MS)])
+def test_on_a_device_stalls_come_out_of_the_hosts_time_alone(tmp_path: Path, length: int, pauses: int) -> None:
+    launched = traces.launched("gemm", 3 * MS - 10_000, 3 * MS, 7 * MS, 1)
+    made = traces.trace(traces.step(10, 0, 10 * MS), launched, world_size=1)
+    stalls = [stall(GC, n, length) for n in range(30)]
+    run = measured(tmp_path, alike(30), made, stalls, device={"type": "cuda"})
+    assert asked(run, part, "computation") == {0: pytest.approx(7 * MS)}
+    assert asked(run, part, GC) == {0: pytest.approx(pauses, rel=0.01)}
+    assert adds_up(run)
+
+
+def rolls_out(n: int, **said: Any) -> dict[str, Any]:
+    """Return a step of 10 ms, and of 90 ms every 16th time, 20 ms of those in forward passes."""
+    if n % 16:
+        return light(n, 10 * MS, forward_ns=2 * MS, forwards=1, **said)
+    return light(n, 90 * MS, forward_ns=22 * MS, forwards=129, **said)
+
+
+def test_every_16th_step_is_found_with_what_it_costs_and_where(tmp_path: Path) -> None:
+    run = measured(tmp_path / "cpu", [rolls_out(n) for n in range(203)])
+    (row,) = run.frame(periodic).to_dict("records")
+    assert (row["every"], row["steps"], row["phase"], row["forwards"]) == (16, 12, "rest", 128)
+    cost = 80 * MS * 12 / 200
+    assert (row["extra_ns"], row["cost_ns"], row["noise_ns"]) == pytest.approx((80 * MS, cost, 0))
+    assert asked(run, part, "periodic_work") == {0: pytest.approx(cost)}
+    assert asked(run, part, "computation") == {0: pytest.approx(2 * MS)}
+    # A known interval is no noise.
+    assert run.frame(step_means)[["noise_ns", "step_ns"]].iloc[0].tolist() == pytest.approx([0, 10 * MS + cost], abs=1)
+    assert run.frame(spread)["noise_ns"].iloc[0] == pytest.approx(0, abs=1)
+    run = measured(tmp_path / "gpu", [rolls_out(n) for n in range(203)], device={"type": "cuda", "name": "A100"})
+    with pytest.raises(NotMeasured, match="clock"):
+        run.frame(periodic)
+
+
+def test_it_is_found_among_steps_that_vary_by_chance_and_two_are_told_apart(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    steps = [light(n, int((10 + chance.expovariate(1 / 5) + 100 * (n % 16 == 5)) * MS)) for n in range(300)]
+    (row,) = measured(tmp_path / "one", steps).frame(periodic).to_dict("records")
+    assert row["every"] == 16
+    assert row["cost_ns"] == pytest.approx(100 * MS / 16, rel=0.1)
+    steps = [light(n, (10 + 5 * (n % 10 == 0) + 200 * (n % 50 == 7)) * MS) for n in range(403)]
+    rows = measured(tmp_path / "two", steps).frame(periodic).to_dict("records")
+    assert [row["every"] for row in rows] == [50, 10]
+    assert [row["extra_ns"] for row in rows] == pytest.approx([200 * MS, 5 * MS], rel=0.02)
+
+
+def by_chance(seed: int) -> list[Any]:
+    chance = random.Random(seed)
+    return [light(n, int((10 + (80 if chance.random() < 0.06 else chance.random())) * MS)) for n in range(300)]
+
+
+TURNS = [
+    light(n, (10 + 20 * turn) * MS, backward_ns=(5 + 20 * turn) * MS, backwards=1 + turn)
+    for n, turn in ((n, n % 5 == 0) for n in range(203))
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "stalls"),
+    [
+        *((by_chance(seed), None) for seed in range(5)),
+        # What a loader or a stall takes is counted there.
+        ([light(n, (10 + 50 * (n % 8 == 0)) * MS, fetch_ns=50 * MS * (n % 8 == 0)) for n in range(203)], None),
+        (
+            [light(n, (10 + 50 * (n % 8 == 0)) * MS) for n in range(203)],
+            [stall(SAVE, n, 50 * MS) for n in range(0, 203, 8)],
+        ),
+        # Another network's turn is training, and no noise.
+        (TURNS, None),
+    ],
+)
+def test_chance_and_what_is_known_have_no_interval(steps: list[Any], stalls: Any, tmp_path: Path) -> None:
+    run = measured(tmp_path, steps, stalls=stalls)
+    assert run.frame(periodic).empty
+    if steps is TURNS:
+        assert run.frame(step_means)["noise_ns"].iloc[0] == pytest.approx(0, abs=1)
+        assert asked(run, part, "periodic_work") == {0: 0.0}
+
+
+def test_traced_steps_with_it_are_left_out_and_others_are_no_noise(tmp_path: Path) -> None:
+    steps = [rolls_out(n, profiled=int(30 <= n < 35)) for n in range(203)]
+    events: list[Any] = []
+    at = 0
+    for n in range(30, 35):
+        length = (10 if n % 16 else 90) * MS
+        events += [traces.step(n, at, length), traces.annotation("dlprof::forward", at, 2 * MS)]
+        events.append(traces.op("aten::mm", at, 2 * MS))
+        at += length
+    run = measured(tmp_path, steps, traces.trace(*events, device=""))
+    (row,) = run.frame(step_means).to_dict("records")
+    assert (row["traced_steps"], row["overhead"]) == (4, pytest.approx(1.0))
+    assert asked(run, part, "periodic_work")[0] == pytest.approx(80 * MS * 11 / 195)
+    assert asked(run, part, "computation")[0] == pytest.approx(2 * MS)
+    assert asked(run, part_noise, "host") == pytest.approx(0, abs=1)

@@ -1,4 +1,8 @@
-"""Traced steps on the device: what a step launched is its own, however late the device comes to it."""
+"""Traced steps on the device: what a step launched is its own, however late the device comes to it.
+
+Work and time of real asynchronous jobs are those that an independent program made of them. These traces were recorded
+by others and are not part of this project: without them their tests skip.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.timeline import device, host
+from dlprof.analysis.timeline.steps import timing
 from dlprof.analysis.timeline.traced import NO_STEP, main_stream, trace_window
+from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
+from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS
+
+ASYNC = TRACES / "gpu_async"
 
 
 def test_a_device_behind_its_host_has_steps_of_its_own(tmp_path: Path) -> None:
@@ -57,7 +69,7 @@ def test_an_exchange_beside_the_main_stream_ends_its_step(tmp_path: Path) -> Non
     assert (found.windows[:, 1] - found.windows[:, 0]).tolist() == [5 * MS + 10_000, 5 * MS, 5 * MS]
 
 
-def test_work_that_was_launched_before_the_trace_is_of_no_step(tmp_path: Path) -> None:
+def test_work_that_was_launched_before_the_trace_or_between_steps_is_of_none(tmp_path: Path) -> None:
     events = [
         traces.kernel("before", 0, 50_000, 0),
         traces.step(0, 60_000, 500_000),
@@ -66,13 +78,10 @@ def test_work_that_was_launched_before_the_trace_is_of_no_step(tmp_path: Path) -
         traces.step(1, 560_000, 500_000),
         *traces.launched("gemm", 570_000, 600_000, 100_000, 2),
     ]
-    found = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(trace_window)
+    found = runs.rank_of(tmp_path / "before", traces.trace(*events, world_size=1)).once(trace_window)
     # What nobody launched goes with its neighbour on the stream, which runs in order.
     assert found.launched_in.tolist() == [-1, 0, 0, 1]
     assert found.linked == pytest.approx(0.5)
-
-
-def test_work_between_steps_that_do_not_follow_each_other_is_of_none(tmp_path: Path) -> None:
     events = [
         traces.step(0, 0, 100_000),
         *traces.launched("gemm", 0, 10_000, 50_000, 1),
@@ -80,7 +89,7 @@ def test_work_between_steps_that_do_not_follow_each_other_is_of_none(tmp_path: P
         traces.step(7, 400_000, 100_000),
         *traces.launched("gemm", 400_000, 410_000, 50_000, 3),
     ]
-    found = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(trace_window)
+    found = runs.rank_of(tmp_path / "between", traces.trace(*events, world_size=1)).once(trace_window)
     assert found.numbers.tolist() == [0, 7]
     assert found.launched_in.tolist() == [0, NO_STEP, 1]
     assert (found.windows - traces.BASE_NS).tolist() == [[0, 100_000], [400_000, 500_000]]
@@ -134,3 +143,34 @@ def test_the_main_stream_is_the_one_that_computes_most(tmp_path: Path) -> None:
     )
     rank = runs.rank_of(tmp_path, made)
     assert rank.once(main_stream).tolist() == [False, False, True]
+
+
+# Kernels and copies a step, and of them NCCL's or RCCL's; of each steady step, ms, from the least to the most: its
+# length, computation, communication and what of it is exposed.
+JOBS: dict[str, tuple[tuple[int, int], tuple[tuple[float, float], ...]]] = {
+    "v100_ns": ((1_219, 0), ((95.6, 95.6), (93.7, 93.7), (0, 0), (0, 0))),
+    "mi300_resnet": ((895, 4), ((18.6, 19.0), (6.4, 6.4), (15.4, 15.9), (11.4, 12.0))),
+    "v100_rank1_of_2": ((2_503, 10), ((114.8, 123.1), (85.2, 87.5), (36.4, 39.5), (10.5, 13.5))),
+    "queued_graph": ((1_375, 15), ((215, 216), (35.7, 36.3), (26.7, 37.8), (26, 37))),
+}
+
+
+@pytest.mark.skipif(not ASYNC.is_dir(), reason="the reference traces are not here (../shared/traces)")
+@pytest.mark.parametrize("name", JOBS)
+def test_work_and_time_of_real_jobs_are_those_of_the_step_that_launched_them(name: str) -> None:
+    rank = RankData(open_run(ASYNC / f"{name}.json.gz").ranks[0])
+    (pieces, exchanged), times = JOBS[name]
+    work, found = rank.once(device.device_work), rank.once(trace_window)
+    inside = (found.launched_in >= 0) & (found.launched_in < len(found.windows))
+    of = found.launched_in[inside]
+    exchanges = host.is_kind(work, "communication")[inside]
+    assert np.bincount(of).tolist() == [pieces] * len(found.windows)
+    assert np.bincount(of[exchanges], minlength=len(found.windows)).tolist() == [exchanged] * len(found.windows)
+    t, sets = rank.once(timing), rank.once(device.device_sets)
+    parts = (sets.computation, sets.communication, sets.exposed_communication)
+    within = [iv.total(iv.intersect(iv.merge(t.windows), part)) / len(t.windows) for part in parts]
+    for mean, (least, most) in zip([t.step_ns, *within], times, strict=True):
+        assert 0.99 * least <= mean / 1e6 <= 1.01 * most
+    if name == "v100_ns":  # the step in which the host runs ahead is left out
+        assert (np.diff(found.host)[:, 0] / 1e6).round().tolist() == [35, 72, 96, 96, 96]
+        assert t.chosen.tolist() == [1, 2, 3, 4]
