@@ -15,6 +15,7 @@ import pytest
 
 from dlprof.record.calls.attribution import in_place_of, passed_over
 from tests.fixtures.jobs import launch, tiny, wrapped
+from tests.fixtures.overriding import sets
 
 
 def warns(level: int) -> None:
@@ -37,12 +38,8 @@ def warned(function: Callable[..., Any], *args: Any) -> tuple[str, int]:
     return seen[0].filename, seen[0].lineno - line
 
 
-def test_a_plain_wrapper_is_what_a_warning_names() -> None:
-    file, line = warned(wrapper_of(warns), 2)
-    assert (file, line) != (__file__, 0)
-
-
 def test_a_warning_passes_over_wrappers() -> None:
+    assert warned(wrapper_of(warns), 2) != (__file__, 0)
     twice = passed_over(wrapper_of(passed_over(passed_over(wrapper_of(warns)))))
     assert warned(warns, 2) == warned(twice, 2) == (__file__, 0)
 
@@ -164,14 +161,13 @@ OVERRIDDEN = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [(), OVERRIDDEN])
-def test_warnings_of_a_script_are_the_same_recorded(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    script = tiny(tmp_path, WARNING)
-    command = [sys.executable, str(script)]
+def test_warnings_of_a_script_are_the_same_recorded(tmp_path: Path) -> None:
+    command = [sys.executable, str(tiny(tmp_path, WARNING))]
     plain = launch(command, tmp_path).stderr
     assert plain.count("Warning: ") >= 20
-    options = [word for setting in settings for word in ("--set", setting)]
-    recording = wrapped(tmp_path / "run", command, "--window", "1,0,1", "--allow-numerics", *options)
-    recorded = launch(recording, tmp_path).stderr
-    assert [line for line in recorded.splitlines() if not line.startswith("dlprof: ")] == plain.splitlines()
-    assert (tmp_path / "run/ranks/00000/steps.jsonl").exists()
+    for settings in ((), OVERRIDDEN):
+        run = tmp_path / f"run-{len(settings)}"
+        options = ("--window", "1,0,1", "--allow-numerics", *sets(*settings))
+        recorded = launch(wrapped(run, command, *options), tmp_path).stderr
+        assert [line for line in recorded.splitlines() if not line.startswith("dlprof: ")] == plain.splitlines()
+        assert (run / "ranks/00000/steps.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Constructors are called with other arguments, once; what overrides did is counted, and at which lines of the user's."""
+"""Constructors are called with other arguments, once; what overrides did is counted, with the lines of the user's."""
 
 from __future__ import annotations
 
