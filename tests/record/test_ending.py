@@ -177,16 +177,6 @@ def test_whoever_listens_to_signals_already_goes_on_to(tmp_path: Path) -> None:
     assert record(listens, folder=tmp_path / "run", options=["--no-trace"]).stdout == "True True\n"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT)])
-def test_a_ctrl_c_ends_what_runs_python_as_ever(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
-    process = begun(tmp_path, "train(5)\nprint('hangs', flush=True)\ntrain(10**9)")
-    for number in signals:
-        process.send_signal(number)
-    assert process.wait(20) in (-signal.SIGINT, 1)
-    assert len(rows(tmp_path / "run/ranks/00000")) >= 5
-
-
 def test_whoever_kills_what_he_started_kills_the_job(tmp_path: Path) -> None:
     # As without us: a job that ran on would hold its GPUs, and nobody would see it.
     process = begun(tmp_path, "train(25)\nprint('hangs', flush=True)\ntrain(10**9)")

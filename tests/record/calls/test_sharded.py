@@ -109,10 +109,7 @@ synchronised = lambda last: net.set_requires_gradient_sync(last)
 Net.forward = lambda self, x: self.last(checkpoint(self.body, self.first(x), use_reentrant=False))
 """,
     "ahead": f'{FIRST}\nmodel = shard("BACKWARD_PRE", forward_prefetch=True, use_orig_params=True)',
-    "behind": f'{FIRST}\nmodel = shard("BACKWARD_POST")',
-    "second, ahead by itself": SECOND,
 }
-SLOW = ("behind", "second, ahead by itself", "reentrant")
 
 
 class Job(NamedTuple):
@@ -139,7 +136,7 @@ def traced(run: Path) -> list[list[tuple[str, str]]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in JOBS])
+@pytest.fixture(scope="module", params=JOBS)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Record a job, and return of a step what each exchange is, and whose parameters it moves by its size."""
     folder = tmp_path_factory.mktemp("job")

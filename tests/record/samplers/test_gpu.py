@@ -1,8 +1,8 @@
 """Samplers of GPUs against drivers that answer in the types, units and errors that NVML and amdsmi document.
 
 `Nvml` stands where nvidia-ml-py calls the driver, `Amdsmi` for the module of amdsmi 7.0: no AMD GPU was at hand. Their
-figures are made up, but for `PRINTED`, `CONSUMED` and `CAPPED`, which tools on top of NVML (nvidia-smi, dcgm-exporter)
-printed of real GPUs. The last test asks a real driver, and is skipped where there is none.
+figures are made up, but for `CONSUMED`, which dcgm-exporter printed of real GPUs. The last test asks a real driver, and
+is skipped where there is none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import pynvml
 import pytest
 
 import dlprof
-from dlprof.analysis.machine.clocks import REASONS
 from dlprof.record.samplers.amd import AmdSampler
 from dlprof.record.samplers.driver import DriverSampler
 from dlprof.record.samplers.gpu import GpuSampler, Traffic
@@ -286,70 +285,12 @@ def test_an_older_amd_gpu_has_fewer_metrics_and_no_zeros(tmp_path: Path, monkeyp
     assert smi.calls.count("amdsmi_get_gpu_metrics_info") == 1
 
 
-# Of nvidia_gpu_exporter's captures of 2026, made idle and with gpu-burn or ffmpeg running: how busy the GPU and its
-# memory were (%), memory total, free, used and reserved (MiB), power, its limit and default (W), SM, memory and largest
-# SM clock (MHz), °C, clocks_event_reasons.active, and which of the named reasons was "Active". N/A: MIG mode is on.
-PRINTED = """
-H100-80GB-HBM3  590.48.01  100  11   81559   61263  19818  479  631.95  700  700  1980   2619  1980  59  0x0  none
-H100-80GB-HBM3  590.48.01    0   0   81559   81081      0  479   69.85  700  700   345   2619  1980  41  0x1  idle
-H100-MIG        590.48.01  N/A N/A   81559   69956  11125  479  433.78  700  700  1980   2619  1980  53  0x0  none
-H200            590.48.01  100   7  143771  110796  32362  614  627.40  700  700  1980   3201  1980  52  0x0  none
-L40S            595.80       9   2   46068   44225   1235  609  110.23  350  350  2520   9001  2520  54  0x0  none
-RTX-4080-SUPER  595.71.05    7   2   16376   14470   1474  434   84.24  320  320  2805  11251  3165  46  0x0  none
-RTX-2080-SUPER  595.71.05    0   9    8192    7571    214  408   39.32  250  250   765    810  2145  40  0x4  power_cap
-"""
-# What the measure of the clocks calls what held them down; an idle GPU's clock nothing did.
-NAMED: dict[str, set[str]] = {"none": set(), "idle": set(), "power_cap": {"power_cap"}}
-
 # Of public scrapes of dcgm-exporter, which hands on what NVML counts: power (W) and energy (mJ) of the same moment.
 CONSUMED = """
 A800-SXM4-80GB  535.129.03   58.643    196329125
 T4              590.48.01    68.244  15152422938
 L40S            595.58.03    35.686   5551899580
 """
-
-# Of the first captures too: the microseconds of "SW Power Capping" before a load and under it. NVML has nanoseconds.
-CAPPED = """
-RTX-2080-SUPER   595.71.05    212288427    221310321
-RTX-2080-SUPER   610.57.04  15814235622  15820333506
-L40S             595.80       200740215    204642816
-H100-80GB-HBM3   590.48.01            0            0
-"""
-
-
-@pytest.mark.parametrize("line", PRINTED.strip().splitlines(), ids=lambda line: "-".join(line.split()[::15]))
-def test_real_gpus_are_reported_as_nvidia_smi_prints_them(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words: list[Any] = [int(word) if word.isdigit() else word for word in line.split()]
-    _, _, *shares, total, free, used, reserved, watts, limit, default, sm, memory, most, celsius, mask, active = words
-    power, bits, driver = float(watts), int(mask, 16), Nvml(monkeypatch)
-    is_slice = shares[0] == "N/A"
-    driver.answers |= {
-        "nvmlDeviceGetUtilizationRates": lambda _: pynvml.c_nvmlUtilization_t(gpu=shares[0], memory=shares[1]),
-        "nvmlDeviceGetMemoryInfo": lambda _: pynvml.c_nvmlMemory_t(
-            total=total << 20, free=free << 20, used=(total - free) << 20
-        ),
-        "nvmlDeviceGetPowerUsage": lambda _: round(1000 * power),
-        "nvmlDeviceGetEnforcedPowerLimit": lambda _: 1000 * limit,
-        "nvmlDeviceGetPowerManagementDefaultLimit": lambda _: 1000 * default,
-        "nvmlDeviceGetClockInfo": lambda _, kind: {pynvml.NVML_CLOCK_SM: sm, pynvml.NVML_CLOCK_MEM: memory}[kind],
-        "nvmlDeviceGetMaxClockInfo": lambda _, kind: {pynvml.NVML_CLOCK_SM: most}[kind],
-        "nvmlDeviceGetTemperature": lambda _, sensor: {pynvml.NVML_TEMPERATURE_GPU: celsius}[sensor],
-        "nvmlDeviceGetCurrentClocksEventReasons": lambda _: bits,
-    }
-    driver.refused = {"nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED} if is_slice else {}
-    host = host_with(tmp_path, cuda())
-    ticks(host).stop()
-    row = rows(host)[-1]
-    busy = [None, None] if is_slice else [share / 100 for share in shares]
-    assert [row.get("busy_share"), row.get("memory_busy_share")] == busy
-    assert [row[n] for n in ("power_w", "power_limit_w", "power_limit_default_w")] == [power, limit, default]
-    assert [row[n] for n in ("sm_clock_mhz", "memory_clock_mhz", "sm_clock_max_mhz")] == [sm, memory, most]
-    assert row["temperature_c"] == celsius
-    # What the driver keeps for itself is used as well: nobody else can have it. Megabytes are rounded.
-    assert row["memory_used_bytes"] >> 20 == pytest.approx(used + reserved, abs=2)
-    assert {name for name, mask in REASONS.items() if row["clock_reasons_bits"] & mask} == NAMED[active]
 
 
 @pytest.mark.parametrize("line", CONSUMED.strip().splitlines(), ids=lambda line: line.split()[0])
@@ -363,18 +304,6 @@ def test_energy_of_real_gpus_is_in_joules(line: str, tmp_path: Path, monkeypatch
     row = rows(host)[-1]
     # The driver has been up for minutes or days: in another unit these GPUs would have run for a second, or a century.
     assert 600 < row["energy_j"] / row["power_w"] < 30 * 86400
-
-
-@pytest.mark.parametrize("line", CAPPED.strip().splitlines(), ids=lambda line: "-".join(line.split()[:2]))
-def test_time_that_power_held_clocks_down_is_in_ns(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Nvml(monkeypatch)
-    host = host_with(tmp_path, cuda())
-    sampler = ticks(host, 0)
-    printed = [int(word) for word in line.split()[2:]]
-    for microseconds in printed:
-        driver.counted[74] = 1000 * microseconds
-        sampler.tick()
-    assert [row["clocks_held_by_power_ns"] // 1000 for row in rows(host)] == printed
 
 
 # What fails in the third of four readings, and in which of them there is a metric: while the GPU and its driver are
@@ -657,8 +586,8 @@ def test_without_a_driver_one_line_says_so(
     assert rows(host) == []
 
 
-# A driver in C, loaded in NVML's place: it answers as an H200 did (the first captures), as far as that is known. It has
-# gone once a file is there, and lacks functions, as older drivers do.
+# A driver in C, loaded in NVML's place: it answers as an H200 did, as far as that is known. It has gone once a file is
+# there, and lacks functions, as older drivers do.
 DRIVER = r"""
 #include <stdlib.h>
 #include <string.h>

@@ -16,7 +16,6 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from dlprof.read.run import open_run
@@ -102,46 +101,21 @@ def log():
 
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-ranks = os.environ["DLPROF_RUN"] + "/ranks"
-written = [f"{ranks}/{n:05d}/stacks.txt.gz" for n in range(int(os.environ.get("WORLD_SIZE", 1)))]
 for batch in DataLoader(Images(), batch_size=4, num_workers=1):
     optimizer.zero_grad()
     model(batch).square().mean().backward()
     optimizer.step()
     log()
-    if all(map(os.path.exists, written)):
-        break
 """
 
 
 def seen(rank: Path, function: str) -> set[tuple[str, str]]:
     """Return the roles and phases in which a function was seen."""
-    table = stacks(rank)
+    table = read(rank / "stacks.txt.gz").tables["stacks"].astype({"role": str, "phase": str, "stack": str})
+    assert not table["stack"].str.contains(r"/dlprof/(?:hooks|recorder)\.py").any()
+    assert table[table["role"] == "worker"]["stack"].str.startswith("_worker_loop (").all()
     found = table[table["stack"].str.contains(f"{function} (", regex=False)]
     return set(zip(found["role"], found["phase"], strict=True))
-
-
-def stacks(rank: Path) -> pd.DataFrame:
-    table = read(rank / "stacks.txt.gz").tables["stacks"]
-    return table.astype({"role": str, "phase": str, "stack": str})
-
-
-@pytest.mark.slow
-def test_two_ranks_of_torchrun_and_their_forked_workers(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    (tmp_path / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "train.py")]
-    done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "py-spy" not in done.stderr
-    for rank in (0, 1):
-        folder = tmp_path / f"run/ranks/{rank:05d}"
-        table = stacks(folder)
-        assert seen(folder, "decode") == {("worker", "")}
-        assert seen(folder, "log") == {("main", "rest")}
-        assert "fetch" in set(table["phase"])
-        assert table[table["role"] == "worker"]["stack"].str.startswith("_worker_loop (").all()
-        assert not table["stack"].str.contains(r"/dlprof/(?:hooks|recorder)\.py").any()
 
 
 @pytest.mark.long
