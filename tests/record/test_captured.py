@@ -246,7 +246,7 @@ TRANSFORMED = """
 @pytest.mark.long
 def test_a_loop_of_function_transforms_is_recorded_as_training(tmp_path: Path) -> None:
     loop = tiny(tmp_path, TRANSFORMED)
-    done = launch(wrapped(tmp_path / "run", [sys.executable, loop], "--window", "20,1,3"), tmp_path)
+    done = launch(wrapped(tmp_path / "run", [sys.executable, loop], "--window", "20,1,3"), tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     rank = tmp_path / "run/ranks/00000"
     assert facts(rank)["warnings"] == []

@@ -495,14 +495,14 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: now.__setitem__(0, now[0] + 0.1)
 
 
-def test_counters_of_32_bits_are_read_between_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_32_bits_are_read_between_the_lines(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """As an A100's: no GPM, and a link that fills the counter several times between two lines."""
     driver = Nvml(monkeypatch, gpm=0, pcie=4)
     move = moving(monkeypatch)
     monkeypatch.setenv("DLPROF_SAMPLE", "1")
     host = host_with(tmp_path, cuda())
     sampler = ticks(host, 0, GpuSampler())
-    for n in range(20):
+    for n in range(19):
         sent = n * 2_500_000_000  # 25 GB/s
         driver.counted |= {197: sent, 198: sent // 2}
         # A bad reading of the counters costs one reading.
@@ -513,18 +513,29 @@ def test_counters_of_32_bits_are_read_between_the_lines(tmp_path: Path, monkeypa
     first, second = rows(host)
     assert SENT not in first
     assert (second[SENT], second[RECEIVED], second["power_w"]) == (pytest.approx(25e9), pytest.approx(12.5e9), 612.345)
+    driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_GPU_IS_LOST}
+    sampler.tick()
+    assert capfd.readouterr().err == f"dlprof: GPU {ONE} is not sampled any more: GPU is lost\n"
 
 
 @pytest.mark.parametrize(
     ("generation", "period_s", "refused"),
-    [(3, 0.1, ()), (4, 0.1, ()), (5, 1.0, ()), (6, 1.0, ()), (4, 1.0, (197, 198)), (5, 0.1, ("generation",))],
+    [
+        (3, 0.1, ()),
+        (4, 0.1, ()),
+        (5, 1.0, ()),
+        (6, 1.0, ()),
+        (4, 1.0, (197, 198)),
+        (4, 1.0, ("fields",)),
+        (5, 0.1, ("generation",)),
+    ],
 )
 def test_only_links_up_to_pcie_4_are_counted(
     generation: int, period_s: float, refused: Iterable[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor are they on a V100, whose driver 580 answers neither these counters nor GPM."""
     driver = Nvml(monkeypatch, gpm=0, pcie=generation)
-    names = {"generation": "nvmlDeviceGetMaxPcieLinkGeneration"}
+    names = {"generation": "nvmlDeviceGetMaxPcieLinkGeneration", "fields": "nvmlDeviceGetFieldValues"}
     driver.refused = dict.fromkeys([names.get(n, n) for n in (*refused, 138, 139)], pynvml.NVML_ERROR_NOT_SUPPORTED)
     monkeypatch.setenv("DLPROF_SAMPLE", "1")
     host = host_with(tmp_path, cuda())
