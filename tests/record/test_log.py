@@ -138,4 +138,10 @@ def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: p
         log.write(later, last=True)
     assert sum(row[3] for row in written(tmp_path)) == 20 * 50
     # 50 lines fill the file; a later one may fill what 20 seconds have added, and each of the others has one line.
-    assert len(written(tmp_path)) < 50 + 50 + 20
+    lines = len(written(tmp_path))
+    assert lines < 50 + 50 + 20
+    # In an hour there is room for more.
+    log = budget(tmp_path, 3600 * 1_000_000_000)
+    log.rows = [(0, 7, n, 1, 5) for n in range(50)]
+    log.write(time.perf_counter_ns(), last=True)
+    assert len(written(tmp_path)) == lines + 50

@@ -174,7 +174,14 @@ def test_phases_exclude_each_other_and_what_is_none_is_the_rest(job: Job) -> Non
     def closure() -> None:
         job.now += 10
         job.forward(100)
+        job.now += 4
         job.backward(1000)
+        job.now += 6
+
+    def inside() -> None:
+        job.now += 8
+        job.forward(50)
+        job.now += 9
 
     job.fetch(2)
     job.now += 5
@@ -182,14 +189,14 @@ def test_phases_exclude_each_other_and_what_is_none_is_the_rest(job: Job) -> Non
     job.backward(11)
     job.now += 3
     job.update(20, closure)
-    job.fetch(1, inside=lambda: job.forward(50))
+    job.fetch(1, inside)
     job.backward()
     job.update(0)
     job.fetch()
     first, second = job.steps
-    assert (first.dur_ns, first.lead_ns) == (2 + 5 + 7 + 11 + 3 + 20 + 10 + 100 + 1000, 5)
-    assert first[4:8] == (2, 7 + 100, 11 + 1000, 20 + 10)
-    assert second[4:8] == (1, 50, 1, 0)
+    assert (first.dur_ns, first.lead_ns) == (2 + 5 + 7 + 11 + 3 + 20 + 10 + 100 + 4 + 1000 + 6, 5)
+    assert first[4:8] == (2, 7 + 100, 11 + 1000, 20 + 10 + 4 + 6)
+    assert second[4:8] == (1 + 8 + 9, 50, 1, 0)
     assert (second.start_ns, second.number) == (first.start_ns + first.dur_ns, 1)
 
 
@@ -455,7 +462,7 @@ class Refuses:
         self.failed.append(str(error))
 
 
-def test_phases_and_the_scripts_own_blocks_have_ranges_while_a_trace_is_recorded() -> None:
+def test_phases_and_the_scripts_own_blocks_have_ranges_while_a_trace_is_recorded(job: Job) -> None:
     opened, driver = list[str](), Refuses()
     phases = Phases(driver)  # type: ignore[arg-type]
 
@@ -474,6 +481,12 @@ def test_phases_and_the_scripts_own_blocks_have_ranges_while_a_trace_is_recorded
     phases.open_range("mine").__exit__(None, None, None)
     names = ["dlprof::optimizer", "dlprof::backward"]
     assert opened == [f"+{names[0]}", f"+{names[1]}", f"-{names[1]}", f"-{names[0]}", "+mine", "-mine"]
+    opened.clear()
+    job.clock.ranges.append(named)
+    job.fetch()
+    job.train()
+    parts = ("fetch", "forward", "backward", "optimizer")
+    assert opened == [f"{sign}dlprof::{part}" for part in parts for sign in "+-"]
     phases.ranges[:] = [lambda name: {}[name]]  # one that cannot be opened switches off
     assert phases.open_range("mine") is None
     phases.ranges.clear()

@@ -272,7 +272,7 @@ def test_an_older_amd_gpu_has_fewer_metrics_and_no_zeros(tmp_path: Path, monkeyp
     residencies = [f"{what}_residency_acc" for what in ("ppt", "socket_thm", "vr_thm", "hbm_thm")]
     smi.answers |= {
         "amdsmi_get_power_info": lambda _: {"current_socket_power": "N/A", "average_socket_power": 300},
-        "amdsmi_get_power_cap_info": lambda _: {"power_cap": 500, "default_power_cap": 560},
+        "amdsmi_get_power_cap_info": lambda _: {"power_cap": 500, "default_power_cap": 0},
         "amdsmi_get_clock_info": lambda *_: {"cur_clk": 1700, "max_clk": 1700},
         "amdsmi_get_gpu_metrics_info": lambda _: dict.fromkeys([*residencies, "accumulation_counter"], "N/A"),
     }
@@ -280,7 +280,7 @@ def test_an_older_amd_gpu_has_fewer_metrics_and_no_zeros(tmp_path: Path, monkeyp
     ticks(host, 3, AmdSampler())
     row = rows(host)[-1]
     names = ("power_w", "power_limit_w", "power_limit_default_w", "sm_clock_mhz", "memory_clock_mhz")
-    assert [row[name] for name in names] == [300, 500, 560, 1700, 1700]
+    assert [row.get(name) for name in names] == [300, 500, None, 1700, 1700]
     assert not [name for name in row if name.startswith("clocks_held")]
     assert smi.calls.count("amdsmi_get_gpu_metrics_info") == 1
 
