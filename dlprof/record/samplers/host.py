@@ -189,7 +189,7 @@ def _host() -> dict[str, Any]:
     disk = psutil.disk_io_counters()
     if disk is not None:
         row |= {"disk_read_bytes": disk.read_bytes, "disk_written_bytes": disk.write_bytes}
-    # Not the loopback: what ranks of one host tell each other leaves on no wire.
+    # Not the loopback: what ranks of one host send each other is on no wire.
     networks = [n for name, n in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     if networks:
         row["network_received_bytes"] = sum(n.bytes_recv for n in networks)
