@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -321,6 +322,18 @@ def given_up(job: Job) -> None:
     assert job.recorder.device.captures == 0
 
 
+def in_another_thread(job: Job) -> None:
+    """What another thread captures is no work of the steps."""
+    job.train()
+    graph = type("Graph", (), {})()
+    thread = threading.Thread(target=job.graphs.begin_capture, args=(graph,))
+    thread.start()
+    thread.join()
+    assert job.recorder.device.captures == 1
+    job.train()
+    job.graphs.end_capture(graph)
+
+
 TRAIN = ("train", 1, 1)
 # What a script does, the steps that come of it, what marks them, and the graphs that were captured.
 SCRIPTS: dict[str, tuple[Callable[[Job], object], list[tuple[str, int, int]], str, int]] = {
@@ -338,6 +351,7 @@ SCRIPTS: dict[str, tuple[Callable[[Job], object], list[tuple[str, int, int]], st
     ),
     "a replay within a module's call": (within_a_call, [TRAIN] * 3, "optimizer", 1),
     "a capture within a module's call": (capturing_within_a_call, [TRAIN] * 2, "optimizer", 1),
+    "a capture in another thread": (in_another_thread, [TRAIN] * 2, "optimizer", 0),
     "a capture that is given up": (given_up, [TRAIN] * 3, "optimizer", 0),
 }
 
