@@ -107,7 +107,7 @@ UNINSTALLED = """
 @pytest.mark.long
 def test_uninstalling_leaves_pytorch_and_the_process_as_they_were(tmp_path: Path) -> None:
     env = environment(PYTHONPATH=str(ROOT), DLPROF_WINDOW="2,1,2")
-    done = launch([sys.executable, tiny(tmp_path, UNINSTALLED)], tmp_path, env=env)
+    done = launch([sys.executable, tiny(tmp_path, UNINSTALLED)], tmp_path, env=env, timeout=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "[]", "['torch.autograd.backward']", "True 1 0"]
     assert "dlprof" not in done.stderr

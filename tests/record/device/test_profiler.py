@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -85,24 +84,6 @@ def test_what_is_kept_is_bounded() -> None:
     passed, kept = relayed(*([ERROR + b"z" * 950, b"\n"] * 60), b"after\n")
     assert passed == b"after\n"
     assert 30_000 < len(kept) < 35_000
-
-
-def test_the_relay_is_nobodys_child_and_ends_with_the_pipe() -> None:
-    read, write = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
-    passed, stderr = os.pipe2(os.O_CLOEXEC)
-    command = [sys.executable, "-I", "-S", relay.__file__]
-    first = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, stderr=stderr)
-    # It has ended, and what relays is no child of this process, for which os.wait() would return.
-    assert first.wait(timeout=60) == 0
-    os.close(read)
-    os.close(stderr)
-    os.write(write, OTHERS)
-    assert select.select([passed], [], [], 60)[0]
-    assert os.read(passed, 100) == OTHERS
-    os.close(write)
-    assert select.select([passed], [], [], 60)[0]
-    assert os.read(passed, 100) == b""
-    os.close(passed)
 
 
 # Kineto says that it cannot write where there is no folder: a real error, with its chatter around it.
