@@ -246,6 +246,7 @@ def test_rows_without_padding_are_seen_as_such() -> None:
         (images(4), torch.tensor([1, 0, 2, 1])),
         (FRAMES, torch.randint(0, 2, (4, 40), generator=torch.Generator().manual_seed(1)).bool()),  # hidden at random
         (IDS, TYPES),
+        {"x": FRAMES, "seen": MASK},  # of another name
         {"x": FRAMES, "x_len": torch.tensor([41, 3, 17, 8])},  # of something else
         {"input_ids": IDS.to("meta"), "attention_mask": MASK.to("meta")},  # on a device: it would have to be waited for
         ["text"],

@@ -102,12 +102,12 @@ def test_rows_beyond_the_budget_are_summed_by_their_keys(tmp_path: Path, monkeyp
     log = budget(tmp_path)
     log.rows.append((0, 7, 100, 1, 5))
     log.write(0, last=False)
-    log.rows += [(0, 7, 101, 1, 5), (1, 8, 102, 1, 6), (0, 7, 103, 1, 7), (1, 8, 104, 1, -1)]
+    log.rows += [(0, 7, 101, 1, 5), (1, 8, 102, 1, 6), (0, 7, 103, 1, 0), (1, 8, 104, 1, -1)]
     log.write(0, last=False)
     assert len(written(tmp_path)) == 1  # the file is full
     log.rows.append((0, 7, 105, 1, 1))
     log.write(0, last=True)
-    assert written(tmp_path) == [(0, 7, 100, 1, 5), (0, 7, 101, 3, 13), (1, 8, 102, 2, -1)]
+    assert written(tmp_path) == [(0, 7, 100, 1, 5), (0, 7, 101, 3, 6), (1, 8, 102, 2, -1)]
 
 
 def test_rows_wait_for_their_file_in_bounded_memory_and_a_forks_child_forgets_them(tmp_path: Path) -> None:
