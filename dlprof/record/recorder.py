@@ -30,9 +30,9 @@ from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
 
-# Collectors hear of steps this often, and in longer intervals the longer the job has run, but at least once a second: a
-# crash costs at most so much. What they do for one step alone, with nothing of theirs in the processor's caches, takes
-# several times as long as for many.
+# Steps are passed on to the collectors this often, and less often the longer the job has run, but at least once a
+# second: a crash loses at most so much. Handling one step alone, with cold processor caches, takes them several times
+# as long as handling it among many.
 _PASS_ON_EVERY_NS = 250_000_000
 _PASS_ON_SHARE = 40  # the interval is this part of the job so far
 _PASS_ON_MOST_NS = 1_000_000_000

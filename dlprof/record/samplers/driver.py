@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Paced, RankHere, line
+from dlprof.record.samplers.sampling import Periodic, RankHere, line
 
 Reading = Mapping[str, float]
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Gpu:
         return row
 
 
-class DriverSampler(Paced, ABC):
+class DriverSampler(Periodic, ABC):
     """Writes gpu.jsonl of each rank here that trains on a GPU of one vendor: keys as metrics of the table `samples`."""
 
     name: str
@@ -78,7 +78,7 @@ class DriverSampler(Paced, ABC):
 
     @abstractmethod
     def _open(self, name: str, device: Mapping[str, Any]) -> Gpu:
-        """Find a GPU; raise one of the driver's errors where there is none."""
+        """Find a GPU; raise one of the driver's errors if there is none."""
 
     @abstractmethod
     def fate(self, error: Exception) -> Fate:

@@ -1,9 +1,9 @@
 """What NVIDIA's GPUs do, from the driver's own counters (NVML): nothing runs on a GPU for it.
 
-Of a slice of a GPU (MIG) memory and activity are its own. Clocks, their reasons and temperature are its GPU's, which it
-shares; power, energy and links are left out, since nobody says whose they are. No slice was at hand to try this.
+For a slice of a GPU (MIG), memory and activity are its own. Clocks, their reasons and temperature are those of the
+whole GPU; power, energy and links are left out, since they cannot be attributed. This was not tried on a real slice.
 
-How much a GPU sends and receives over PCIe, from counters that soon begin again at 0.
+The bytes that a GPU sends and receives over PCIe come from counters that soon wrap around.
 
 nvmlDeviceGetPcieThroughput would wait for 20 ms each time. The counters have 32 bits on the drivers seen so far, and
 "can be wrapped" (nvml.h): 31.5 GB/s, which PCIe 4.0 carries over 16 lanes, fill them in 0.136 s. So they are read every

@@ -166,8 +166,8 @@ class Host:
         return RankHere(int(facts["rank"]), word.folder, facts["pid"], since, facts.get("device") or {})
 
 
-class Paced:
-    """A sampler that reads as often as its host says."""
+class Periodic:
+    """A sampler that reads at its host's period."""
 
     host: Host
 
@@ -177,7 +177,7 @@ class Paced:
         return self.host.period_s
 
     def start(self, host: Host) -> None:
-        """Know the host."""
+        """Remember the host."""
         self.host = host
 
 
@@ -212,7 +212,7 @@ def over(end: int, seconds: float) -> bool:
 
 def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
     """Drive the samplers of this host until the job is over; or wait to, while another process does."""
-    name = _name(run)  # once: those that wait leave the disk alone
+    name = _name(run)  # once: processes that wait do not access the disk
     while (claimed := _bound(name)) is None:
         if over(end, _CLAIM_AGAIN_S):
             return
