@@ -288,7 +288,8 @@ def size_of(batch: Any) -> tuple[int, int]:
 
     (−1, −1): it has too many parts to tell. No code of the script's is called.
     """
-    tensor: Any = sys.modules["torch"].Tensor
+    torch: Any = sys.modules["torch"]
+    tensor = torch.Tensor
     tensors, size, parts, seen = 0, 0, [batch], set()
     for _ in range(_MOST_PARTS):
         if not parts:
@@ -297,7 +298,7 @@ def size_of(batch: Any) -> tuple[int, int]:
         kind = type(part)
         if kind is tensor:
             tensors += 1
-            size += part.nelement() * part.element_size() if part.layout is _strided() else 0
+            size += part.nelement() * part.element_size() if part.layout is torch.strided else 0
         elif issubclass(kind, tensor):  # its methods may be the script's
             tensors += 1
         elif issubclass(kind, (list, tuple)):
@@ -310,10 +311,6 @@ def size_of(batch: Any) -> tuple[int, int]:
             inside = _attributes(part)
             parts.extend(inside.values() if type(inside) is dict else ())
     return UNSEEN
-
-
-def _strided() -> Any:
-    return sys.modules["torch"].strided
 
 
 def _attributes(part: Any) -> Any:
