@@ -286,7 +286,12 @@ def with_a_loader(job: Job) -> None:
 
 def accumulating(job: Job) -> None:
     job.train()
-    graph = job.capture(lambda: (job.forward(), job.backward()))
+
+    def both() -> None:
+        job.forward()
+        job.backward()
+
+    graph = job.capture(both)
     for _ in range(4):
         job.replay(graph, 2)
         job.update()

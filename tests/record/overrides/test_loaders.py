@@ -30,7 +30,7 @@ def numbers(loader: Any) -> list[int]:
 
 
 # Settings, loaders that the script makes, how they are, and what is noted of some: applied, before, error.
-MADE: dict[str, tuple[str, list[dict[str, Any]], list[tuple[int, int | None, bool]], dict[str, tuple[Any, ...]]]] = {
+MADE: dict[str, tuple[Any, ...]] = {
     "workers": (
         *("num_workers=2 prefetch_factor=3 persistent_workers=on", [{}], [(2, 3, True)]),
         {"num_workers": (1, [0], None), "prefetch_factor": (1, [None], None)},

@@ -336,6 +336,7 @@ FAILS = {
 def test_an_error_costs_what_it_means(
     what: Any, status: str, metric: str, there: str, said: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
+    sampler: DriverSampler
     if is_amd := str(what).startswith("amdsmi"):
         driver: Driver = Amdsmi(monkeypatch)
         host, sampler, error = host_with(tmp_path, amd()), AmdSampler(), status

@@ -201,8 +201,8 @@ def test_without_py_spy_one_line_says_so(tmp_path: Path) -> None:
     lean.mkdir()
     (lean / "python").symlink_to(Path(sys.executable).resolve())
     env = environment(PATH="/nowhere", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-    command = [lean / "python", "-m", "dlprof", "wrap", "-o", "run", "--no-report", tmp_path / "rank.py", "1"]
-    done = launch(command, tmp_path, env=env)
+    command = ["-m", "dlprof", "wrap", "-o", "run", "--no-report", str(tmp_path / "rank.py"), "1"]
+    done = launch([lean / "python", *command], tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     text = "stacks are not sampled: py-spy is not installed (pip install py-spy)"
     assert [line for line in done.stderr.splitlines() if "py-spy" in line] == [f"dlprof: {text}"]
