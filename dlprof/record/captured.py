@@ -1,4 +1,4 @@
-"""Tells whether what runs is captured into a graph: then nothing of ours may run, as it would be in the graph.
+"""Finds out whether what runs is captured into a graph: then no code of ours may run, as it would be in the graph.
 
 torch.jit.trace, the ONNX exporters, torch.fx, make_fx, torch.export and AOTAutograd note every operator that is called
 while they look. That holds for the ranges of the profiler, and for a look at the shape of a tensor too. And what runs
@@ -18,7 +18,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @functools.cache
 def capture_test() -> Callable[[], bool]:
-    """Return what tells it of the calling thread, in about 0.1 µs; what this torch has not is not asked for.
+    """Return a function that checks this for the calling thread, in about 0.1 µs; it skips what this torch lacks.
 
     Where Dynamo may read the caller, ask torch.compiler.is_dynamo_compiling() before.
     """
@@ -50,7 +50,7 @@ def _with_flag(module: Any, name: str) -> Any:
 
 
 def unseen(function: _F) -> _F:
-    """Have no TorchFunctionMode of the script see what a function of ours asks of tensors: their shapes, say."""
+    """Hide what a function of ours reads of tensors, such as their shapes, from the script's TorchFunctionModes."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Has the script's signal handlers wait while the main thread is in our code.
+"""Makes the script's signal handlers wait while the main thread is in our code.
 
 Python calls a handler between two instructions of whatever the main thread is at. In a hook of ours, what the handler
 raises would be taken for our own failure, or leave the hook half done; in a callback of the garbage collector Python
-drops it. So each handler of the script's is kept in an object that looks where the main thread is: in our code, the
-signal is set again, and Python asks again a few instructions later; else the handler is called. Where Python has asked
-often, only a thread looks on, as asking slows our code down; it sends the signal again when the main thread has left
-that. This is done where handlers reach the C module `_signal`, which shows them as they were: `signal.signal` and
+drops it. So each handler of the script's is replaced by an object that checks where the main thread is: in our code,
+the signal is set again, and Python calls again a few instructions later; else the handler is called. After many such
+calls, which slow our code down, a thread checks instead; it sends the signal again when the main thread has left our
+code. This is done where handlers reach the C module `_signal`, which shows them as they were: `signal.signal` and
 `signal.getsignal` stay Python's own.
 """
 
@@ -27,10 +27,10 @@ from typing import Any
 
 from dlprof.record.calls.attribution import is_wrapper, passed
 
-# Where ours takes longer, as in a system call that hangs, Ctrl-C must get through.
+# If our code takes longer, as in a system call that hangs, Ctrl-C must get through.
 _WAITS_NS = 1_000_000_000
 
-# Python asks so often, at each turn of a loop, which takes a millisecond. Few hooks have more of them.
+# Python calls it so often, at each turn of a loop, which takes a millisecond. Few hooks have more of them.
 _MOST_ASKED = 100
 _LOOKS_EVERY_S = 0.001
 
@@ -75,7 +75,7 @@ class _Waiting:
             now, since = perf_counter_ns(), _since.get(self.number)
             if since is None:
                 _since[self.number], self.asked = (since := now), 0
-                with contextlib.suppress(RuntimeError):  # no thread can be started: the next signal asks again
+                with contextlib.suppress(RuntimeError):  # no thread can be started: the next signal tries again
                     _thread.start_new_thread(self._send_again, ())
             self.asked += 1
             if now - since < _WAITS_NS:
@@ -104,7 +104,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
     Ours calls what has wrappers too.
     """
-    # Wrappers ask torch whether it compiles: that is no call that they pass on.
+    # Wrappers check whether torch compiles: that is no call that they pass on.
     asked = getattr(sys.modules.get("torch.compiler"), "__file__", None)
     while frame is not None and frame.f_code.co_filename == asked:
         frame = frame.f_back
@@ -118,7 +118,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 def _waiting(number: int, handler: Any) -> Any:
-    """Return what stands for a handler; SIG_DFL, SIG_IGN, and ours that is shown as one of them, for themselves."""
+    """Return the object that replaces a handler; SIG_DFL, SIG_IGN, and ours that looks like one of them, stay."""
     known = isinstance(handler, (int, _Waiting)) or not callable(handler)
     return handler if known or getattr(handler, "__name__", None) == _SILENT else _Waiting(number, handler)
 
@@ -133,7 +133,7 @@ def watch(put: Callable[..., object], at_uninstall: Callable[[Callable[[], objec
     setting, getting = module.signal, module.getsignal
 
     def exchange(new: Callable[[int, Any], Any]) -> None:
-        """Put what stands for a handler in its place in Python, and leave what the kernel calls as it is."""
+        """Replace Python's handlers, and leave what the kernel calls unchanged."""
         libc = ctypes.CDLL(None)
         for number in signal.valid_signals():
             handler = getting(number)

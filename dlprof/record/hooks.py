@@ -5,7 +5,7 @@ The hooks stand on PyTorch itself, and on torchdata's loader, never on the scrip
 nothing of ours is in a model that the script pickles, scripts, compiles or copies. Collectors put their own wrappers in
 place with `put`, too. The rules for a wrapper are in dlprof/record/__init__.py.
 
-What is watched of torch to see where the script makes its loaders, wrappers and optimizers, and what it calls.
+Also hooks that see where the script makes its loaders, wrappers and optimizers, and what it calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Patch:
         setattr(owner, name, wrapper)
 
     def undo(self) -> bool:
-        """Put the original back; False: ours is no longer there, or somebody has wrapped it since."""
+        """Put the original back; False: ours is no longer there, or it was wrapped since."""
         if vars(self._owner).get(self._name, _ABSENT) is not self._wrapper:
             return False
         if self._original is _ABSENT:
@@ -64,7 +64,7 @@ _undo: list[Callable[[], object]] = []  # what takes each change of this process
 def put(owner: Any, name: str, wrapper: Any) -> Patch:
     """Put a wrapper in the place of an attribute of a module or a class, until `uninstall`.
 
-    A function calls what it stands for from its own frame: warnings name the same lines as without it.
+    A wrapper must call the original from its own frame: then warnings name the same lines as without it.
     """
     return _replace(owner, name, passed_over(wrapper))
 
@@ -109,7 +109,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
 def uninstall() -> None:
     """End the recording and undo `install`, wherever the wrapper in place is ours.
 
-    A wrapper that somebody has wrapped since stays, and passes its calls on. So do the entries in os.register_at_fork.
+    A wrapper that was wrapped since stays, and passes its calls on. So do the entries in os.register_at_fork.
     """
     if marks.recorder is not None:
         marks.recorder.leave()
@@ -163,7 +163,7 @@ def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
 
 
 def _is_traced() -> Callable[[], bool]:
-    """Return what Dynamo reads as True, so that it reads nothing that stands after it, at the least cost to others."""
+    """Return a function that Dynamo reads as True, so that it reads nothing that follows; else it costs little."""
     import torch
 
     return getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
@@ -397,7 +397,7 @@ def _watch_loaders(clock: StepClock) -> None:
         """Fetch one of the batches that accelerate's rank 0 fetches for all, which make one fetch of its own."""
         nonlocal dispatching
         clock.ask(iterator)
-        dispatching = False  # whatever that asks other loaders for is no batch of the script's
+        dispatching = False  # batches that this fetches from other loaders are not the script's
         try:
             with passing:
                 batch = following(iterator)
@@ -407,7 +407,7 @@ def _watch_loaders(clock: StepClock) -> None:
         return batch
 
     def watch_dispatcher() -> None:
-        """Watch accelerate's loader for iterable data: its rank 0 fetches for all, and the others ask no loader."""
+        """Hook into accelerate's loader for iterable data: its rank 0 fetches for all, and the others use no loader."""
         module: Any = sys.modules.get("accelerate.data_loader")
         dispatcher = getattr(module, "DataLoaderDispatcher", None)
         fetching = getattr(dispatcher, "_fetch_batches", None)
@@ -449,7 +449,7 @@ _SHARDED = "FSDPModule"
 
 
 def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object], hidden: Callable[..., Any]) -> None:
-    """Put wrappers in the place of what makes such things, by `put` and `hidden` of hooks.py."""
+    """Put wrappers in place of what makes and calls these, by `put` and `hidden` of hooks.py."""
     import torch
     from torch.amp.autocast_mode import autocast
     from torch.amp.grad_scaler import GradScaler

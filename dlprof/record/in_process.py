@@ -184,7 +184,7 @@ class Block:
 
 @contextlib.contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and restore those that nobody has changed meanwhile."""
+    """Set variables of the environment, and restore those that were not changed meanwhile."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

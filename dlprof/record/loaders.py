@@ -96,7 +96,7 @@ def worker_info() -> Any:
 
 
 def settings_of(loader: Any) -> dict[str, Any]:
-    """Return how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
+    """Return how a loader was set up, while it exists: most scripts drop theirs as soon as they iterate it."""
     dataset = loader.dataset
     iterable = isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset)
     context = loader.multiprocessing_context
@@ -147,7 +147,7 @@ def _share(loader: Any, sampler: Any) -> dict[str, int | None]:
 
 
 def _collating(collate: Any) -> dict[str, Any] | None:
-    """Return what makes a batch of samples, and where it stands; None: it is no Python."""
+    """Return what makes a batch of samples, and its file and line; None: it is not written in Python."""
     collate = getattr(collate, "data_collator", collate)  # that the Trainer of transformers wraps
     code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
     name = getattr(collate, "__qualname__", type(collate).__qualname__)
@@ -288,7 +288,8 @@ def size_of(batch: Any) -> tuple[int, int]:
 
     (−1, −1): it has too many parts to tell. No code of the script's is called.
     """
-    tensor: Any = sys.modules["torch"].Tensor
+    torch: Any = sys.modules["torch"]
+    tensor = torch.Tensor
     tensors, size, parts, seen = 0, 0, [batch], set()
     for _ in range(_MOST_PARTS):
         if not parts:
@@ -297,8 +298,8 @@ def size_of(batch: Any) -> tuple[int, int]:
         kind = type(part)
         if kind is tensor:
             tensors += 1
-            size += part.nelement() * part.element_size() if part.layout is _strided() else 0
-        elif issubclass(kind, tensor):  # what asks it may be the script's
+            size += part.nelement() * part.element_size() if part.layout is torch.strided else 0
+        elif issubclass(kind, tensor):  # its methods may be the script's
             tensors += 1
         elif issubclass(kind, (list, tuple)):
             items = tuple.__iter__(part) if issubclass(kind, tuple) else list.__iter__(part)
@@ -310,10 +311,6 @@ def size_of(batch: Any) -> tuple[int, int]:
             inside = _attributes(part)
             parts.extend(inside.values() if type(inside) is dict else ())
     return UNSEEN
-
-
-def _strided() -> Any:
-    return sys.modules["torch"].strided
 
 
 def _attributes(part: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A file of ours that grows inside somebody else's process, by lines and only while it is certainly ours.
+"""Appends lines to a file of ours from within the script's process.
 
 A script may close descriptors that it never opened, as daemons do, and the next file that it opens then gets the number
-of ours. So the descriptor is asked who it is before each write.
+of ours. So each write checks first whether the descriptor is still that of our file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BudgetLog:
         self._begun_ns = perf_counter_ns() - age_ns
 
     def fit(self) -> None:
-        """Sum what has gathered, if there is no file yet; rows are added without asking, as each takes its time."""
+        """Sum the rows so far, if there is no file yet. Callers append rows without this check, which takes time."""
         if not self.is_open:
             self._sum()
 

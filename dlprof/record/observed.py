@@ -23,7 +23,7 @@ _AUTOCAST_LOOKS = 16
 
 @dataclass(slots=True, eq=False)
 class Observed:
-    """What the hooks have seen. References are weak: nothing of the script's lives longer for being watched."""
+    """What the hooks have seen. References are weak: they keep none of the script's objects alive."""
 
     news: bool = False  # something is not in facts.json yet
     calls: Calls = field(default_factory=Calls)

@@ -57,7 +57,7 @@ def local_rank() -> int | None:
 def is_among(asked: str, run: Path, rank: int, pipeline: Sequence[int] | None) -> bool:
     """Return whether a rank is one of those that --ranks names, as `launch.options.ranks` checks it.
 
-    `pipeline`: the ranks of the pipeline that it is a stage of; None: not known yet. Asks nothing of other ranks.
+    `pipeline`: the ranks of the pipeline that it is a stage of; None: not known yet. Needs nothing from other ranks.
     """
     return any(_is_named(part, run, rank, pipeline) for part in asked.split(","))
 
@@ -70,7 +70,7 @@ def _is_named(part: str, run: Path, rank: int, pipeline: Sequence[int] | None) -
         return rank + 1 == (distributed.get_world_size() if distributed is not None else find_size() or 1)
     if part == "per-host":
         local = local_rank()
-        # Without a launcher, the first of those that train on this host: each has left word when it began to.
+        # Without a launcher, the first of those that train on this host: each wrote its file when it began to.
         return local == 0 if local is not None else rank == min(w.rank for w in words_here(run) if w.runs)
     if part == "per-stage":
         ranks = pipeline or _pipeline_group()
@@ -180,7 +180,7 @@ def _host(run: Path) -> Path:
 
 
 def _leave_word(run: Path, folder: Path) -> None:
-    """Say which folder this process has.
+    """Write down which folder this process has.
 
     To its loaders' workers, which were started before, and to the supervisor, which looks at what the job has left: a
     process's environment may be written over later.
@@ -195,7 +195,7 @@ def _leave_word(run: Path, folder: Path) -> None:
 def _trains(run: Path, folder: Path) -> bool:
     """Return whether the process that has a folder still runs: another one than this.
 
-    One that has left no word on this host is taken to run: it has just made the folder, or is of another host.
+    One without a file on this host is assumed to run: it has just made the folder, or is on another host.
     """
     word = next((word for word in words_here(run) if run / "ranks" / word.folder == folder), None)
     return word is None or (word.pid != os.getpid() and word.runs)

@@ -30,9 +30,9 @@ from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
 
-# Collectors hear of steps this often, and in longer intervals the longer the job has run, but at least once a second: a
-# crash costs at most so much. What they do for one step alone, with nothing of theirs in the processor's caches, takes
-# several times as long as for many.
+# Steps are passed on to the collectors this often, and less often the longer the job has run, but at least once a
+# second: a crash loses at most so much. Handling one step alone, with cold processor caches, takes them several times
+# as long as handling it among many.
 _PASS_ON_EVERY_NS = 250_000_000
 _PASS_ON_SHARE = 40  # the interval is this part of the job so far
 _PASS_ON_MOST_NS = 1_000_000_000
@@ -69,7 +69,7 @@ class Saver(Protocol):
     def save(self, done: Sequence[Step]) -> None:
         """Write what has gathered, and the steps that `step` was not called with yet; it will be.
 
-        Runs on a thread of ours, at any time, and may ask nothing of the device.
+        Runs on a thread of ours, at any time, and must not query the device.
         """
 
 
@@ -77,7 +77,7 @@ _STDERR = file_of(2)
 
 
 def say(text: str) -> None:
-    """Put one line of ours on stderr, if there is one: a file that the script has opened in its place is none."""
+    """Write one line to stderr, unless the script has closed it or opened a file in its place."""
     with contextlib.suppress(OSError):
         if file_of(2) == _STDERR or not stat.S_ISREG(os.fstat(2).st_mode):
             tell(text)
@@ -158,7 +158,7 @@ class Recorder:
         """Start recording: the process has just begun to train."""
         clock = self.clock
         if clock.capturing:
-            return  # what is captured is replayed later, and the collectors may ask nothing of the device now
+            return  # what is captured is replayed later, and the collectors must not query the device now
         if worker_info() is not None:
             self.switch_off()
             return

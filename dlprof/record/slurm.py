@@ -21,7 +21,7 @@ from dlprof.errors import DlprofError
 
 Launcher = Literal["srun", "torchrun"]
 
-# What a rank is told, as torchrun would: SLURM tells its tasks the same in other words.
+# The variables of a rank that torchrun would set: SLURM sets the same under other names.
 _TELLS = (
     "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS"
     ' LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE; exec "$@"'
@@ -42,7 +42,7 @@ class Batch:
     threads: int  # of a rank's OpenMP pool
     runs: Path  # where the run folders are, on a disk that all nodes share
     directory: Path  # where the job runs
-    dlprof: tuple[str, ...]  # the words that start dlprof outside a container
+    dlprof: tuple[str, ...]  # the command that starts dlprof outside a container
     python: str  # the interpreter that trains
     recording: tuple[str, ...] = ()  # options of dlprof wrap
     directives: tuple[str, ...] = ()  # more lines #SBATCH, in the order given
@@ -185,7 +185,7 @@ def _outermost(places: Sequence[Path]) -> list[Path]:
     return kept
 
 
-# sbatch itself asks a controller that does not answer again and again, for minutes.
+# sbatch itself retries a controller that does not answer, for minutes.
 _PATIENCE_S = 180
 
 

@@ -56,8 +56,8 @@ class StepClock(Phases):
     capturing: bool = False  # a CUDA graph is being captured on the training thread; see graphs.py
     end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
     fetch_watcher: FetchWatcher | None = None
-    done: list[tuple[Any, ...]] = field(default_factory=list)  # the cells of Steps that nobody has heard of
-    due_ns: int = 0  # they hear of them at the first step that ends then or later, or
+    done: list[tuple[Any, ...]] = field(default_factory=list)  # the cells of Steps that were not passed on yet
+    due_ns: int = 0  # they are passed on at the first step that ends then or later, or
     due_step: int = NO_STEP  # when this one begins
     _beginning: bool = False  # the first backward pass or optimizer's step: threads may make theirs at a time
     _fetched: bool = False  # any loader was seen
@@ -78,7 +78,7 @@ class StepClock(Phases):
     # in the processor's caches, and a function more to call is more to bring there than to run.
 
     def begin_backward(self) -> bool:
-        """Enter a backward pass. Like all of these, return False where it is not ours to time: do not call end()."""
+        """Enter a backward pass. Like all of these, return False if it is not to be timed: then do not call end()."""
         try:
             if self.off or (get_ident() != self.owner and not self.owns(BACKWARD)):
                 return False

@@ -1,7 +1,12 @@
-"""How many samples and tokens batches hold, and of what they are made: within bounds, without the script's code."""
+"""Loaders describe themselves, and their batches show samples, tokens, bytes and padding: without the script's code.
+
+What is kept of the script's loaders, models and optimizers, and for how long.
+"""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import sys
 from collections import UserDict, namedtuple
 from pathlib import Path
@@ -11,12 +16,81 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.loaders import BatchSize, Padding, Pass, lengths_of, look_at, samples_of, size_of
+from dlprof.record.loaders import (
+    BatchSize,
+    LoaderSeen,
+    Padding,
+    Pass,
+    adopt,
+    forget_passes,
+    lengths_of,
+    look_at,
+    samples_of,
+    settings_of,
+    size_of,
+)
+from dlprof.record.observed import Observed
+from tests.fixtures.devices import Model, Parameter
 from tests.fixtures.jobs import COMPILES_NOTHING, facts, record
+from tests.fixtures.ticking import Job
 
-torch = pytest.importorskip("torch", reason="recording needs torch")
+torch: Any = pytest.importorskip("torch", reason="recording needs torch")
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler  # noqa: E402
 
 Pair = namedtuple("Pair", "image label")
+NUMBERS: Any = list(range(10))
+
+
+class Endless(IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+BATCHES = BatchSampler(RandomSampler(NUMBERS), batch_size=3, drop_last=False)
+AROUND: Any = SimpleNamespace(batch_sampler=BATCHES, __len__=lambda: 4)  # as accelerate wraps the script's
+DEFAULT = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+@pytest.mark.parametrize(
+    ("loader", "settings"),
+    [
+        (
+            DataLoader(NUMBERS, batch_size=4, shuffle=True, drop_last=True),
+            {"num_workers": 0, "batch_size": 4, "shuffle": True, "drop_last": True, "dataset": "list"}
+            | {"dataset_length": 10, "iterable": False, "start_method": None},
+        ),
+        (
+            DataLoader(NUMBERS, num_workers=2, prefetch_factor=3, multiprocessing_context="spawn"),
+            {"num_workers": 2, "prefetch_factor": 3, "start_method": "spawn", "shuffle": False},
+        ),
+        (DataLoader(NUMBERS, num_workers=2), {"start_method": DEFAULT}),
+        (
+            DataLoader(Endless(), batch_size=2),
+            {"dataset": "Endless", "dataset_length": None, "iterable": True, "shuffle": None},
+        ),
+        (DataLoader(NUMBERS, batch_sampler=BATCHES), {"batch_size": 3, "shuffle": True}),
+        (DataLoader(NUMBERS, batch_sampler=AROUND), {"batch_size": 3, "shuffle": True}),
+        (DataLoader(NUMBERS, batch_size=None), {"batch_size": None}),  # its samples are batches
+    ],
+)
+def test_how_a_loader_is_set_up(loader: Any, settings: dict[str, Any]) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    assert settings.items() <= settings_of(loader).items()
+    assert multiprocessing.get_start_method(allow_none=True) == before  # which is not decided for the script
+
+
+def test_an_iterator_that_was_not_seen_being_made_gets_a_pass_once() -> None:
+    iterator = SimpleNamespace(_dlprof_pass=None)
+    over = adopt(iterator)
+    assert over.loader is None
+    assert over.began_ns > 0
+    assert adopt(iterator) is iterator._dlprof_pass is over
+    over.reported, over.place = True, 3
+    forget_passes()
+    assert (over.loader, over.reported, over.place, over.unsettled) == (None, False, -1, True)
 
 
 def passing(batch_size: int | None = None, length: int | None = None) -> Pass:
@@ -27,52 +101,33 @@ def images(n: int) -> Any:
     return torch.zeros(n, 3, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("batch", "of"),
-    [
-        ([images(4), torch.zeros(4)], 4),
-        (Pair(images(4), torch.zeros(4)), 4),
-        ({"input_ids": torch.zeros(4, 9, dtype=torch.int64)}, 4),
-        (UserDict(input_ids=torch.zeros(4, 9, dtype=torch.int64)), 4),
-        (images(4), 4),
-        # What does not show its samples has as many as the loader's batches.
-        ([[torch.zeros(3, 2, 2), torch.zeros(3, 5, 5)], [{"boxes": torch.zeros(7, 4)}]], 4),
-        (["a.jpg", "b.jpg"], 4),
-        (SimpleNamespace(x=torch.zeros(90, 3)), 4),
-        (torch.tensor(3.0), 4),
-    ],
-)
-def test_batches_of_a_loader_with_a_batch_size(batch: object, of: int) -> None:
-    assert samples_of(batch, passing(4)) == of
+# Batches of one pass over a loader, its batch size and the length of its data set, and the samples of each.
+SAMPLES: list[tuple[list[Any], int | None, int | None, list[int]]] = [
+    ([[images(4), torch.zeros(4)]], 4, None, [4]),
+    ([Pair(images(4), torch.zeros(4))], 4, None, [4]),
+    ([UserDict(input_ids=torch.zeros(4, 9, dtype=torch.int64))], 4, None, [4]),
+    # What does not show its samples has as many as the loader's batches.
+    ([[[torch.zeros(3, 2, 2), torch.zeros(3, 5, 5)], [{"boxes": torch.zeros(7, 4)}]], ["a.jpg"]], 4, None, [4, 4]),
+    ([SimpleNamespace(x=torch.zeros(90, 3)), torch.tensor(3.0)], 4, None, [4, 4]),
+    ([[images(3)], [images(3)]], 4, 3, [3, 3]),  # the data set is smaller than a batch
+    # Without a batch size, the tensors must agree in their first dimension.
+    ([[images(6), torch.zeros(6)]], None, None, [6]),
+    ([[images(6), torch.zeros(6), torch.tensor(3.0)]], None, None, [-1]),
+    ([[images(6), torch.zeros(5)]], None, None, [-1]),
+    ([[torch.zeros(0, 2)]], None, None, [-1]),
+    (["text", []], None, None, [-1, -1]),
+    # A bucketing sampler's are counted one by one.
+    ([{"x": torch.zeros(n, 5), "n": torch.zeros(n)} for n in (6, 9, 2)], None, None, [6, 9, 2]),
+]
 
 
-def test_a_data_set_that_is_smaller_than_a_batch_is_one() -> None:
-    over = passing(4, length=3)
-    assert [samples_of([images(n)], over) for n in (3, 3)] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("batch", "of"),
-    [
-        ([images(6), torch.zeros(6)], 6),
-        ([images(6), torch.zeros(6), torch.tensor(3.0)], -1),
-        ([images(6), torch.zeros(5)], -1),
-        ([torch.zeros(0, 2)], -1),
-        ("text", -1),
-        ([], -1),
-    ],
-)
-def test_batches_of_a_loader_without_one_must_agree(batch: object, of: int) -> None:
-    assert samples_of(batch, passing()) == of
-
-
-def test_batches_of_a_bucketing_sampler_are_counted_one_by_one() -> None:
-    over = passing()
-    assert [samples_of({"x": torch.zeros(n, 5), "n": torch.zeros(n)}, over) for n in (6, 9, 2)] == [6, 9, 2]
-
-
-def test_a_pass_whose_loader_was_not_seen_counts_by_its_tensors() -> None:
-    assert samples_of([images(5), torch.zeros(5)], Pass(None, 0, 0)) == 5
+@pytest.mark.parametrize(("batches", "batch_size", "length", "of"), SAMPLES)
+def test_the_samples_of_batches(batches: Any, batch_size: Any, length: Any, of: list[int]) -> None:
+    over = passing(batch_size, length)
+    assert [samples_of(batch, over) for batch in batches] == of
+    if batch_size is None:
+        over = Pass(None, 0, 0)  # whose loader was not seen
+        assert [samples_of(batch, over) for batch in batches] == of
 
 
 @pytest.mark.parametrize(
@@ -191,6 +246,7 @@ def test_rows_without_padding_are_seen_as_such() -> None:
         (images(4), torch.tensor([1, 0, 2, 1])),
         (FRAMES, torch.randint(0, 2, (4, 40), generator=torch.Generator().manual_seed(1)).bool()),  # hidden at random
         (IDS, TYPES),
+        {"x": FRAMES, "seen": MASK},  # of another name
         {"x": FRAMES, "x_len": torch.tensor([41, 3, 17, 8])},  # of something else
         {"input_ids": IDS.to("meta"), "attention_mask": MASK.to("meta")},  # on a device: it would have to be waited for
         ["text"],
@@ -199,9 +255,6 @@ def test_rows_without_padding_are_seen_as_such() -> None:
 )
 def test_what_shows_no_lengths(batch: Any) -> None:
     assert lengths_of(batch) is None
-
-
-def test_ids_on_a_device_are_not_read() -> None:
     assert lengths_of((IDS.to("meta"),), (0,)) is None
 
 
@@ -248,7 +301,6 @@ def test_a_batch_of_an_unforeseen_kind_ends_the_looks() -> None:
 
 
 SCRIPT = f"""{COMPILES_NOTHING}
-import sys
 from torch import nn
 from torch.utils.data import DataLoader
 torch.manual_seed(0)
@@ -270,9 +322,8 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 loader = DataLoader(rows, 8, collate_fn=collate)
-batches = loader if sys.argv[1] == "loader" else [collate(rows[n : n + 8]) for n in range(0, 64, 8)]
 for epoch in range(3):
-    for batch in batches:
+    for batch in loader:
         optimizer.zero_grad()
         model(**batch).backward()
         optimizer.step()
@@ -283,19 +334,97 @@ for epoch in range(3):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["loader", "forward"])
-def test_lengths_of_a_real_job(kind: str, tmp_path: Path) -> None:
-    script = SCRIPT if kind == "loader" else SCRIPT.partition("    with torch.no_grad")[0]
-    (tmp_path / "train.py").write_text(script)
-    record(tmp_path / "train.py", kind, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
-    told = facts(tmp_path / "run/ranks/00000")
-    assert told["warnings"] == []
-    assert told["padding"]
+def test_lengths_of_a_real_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    record(script, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
+    known = facts(tmp_path / "run/ranks/00000")
+    assert known["warnings"] == []
     # Batches to train on, and none to validate with.
-    assert {(row["source"], row["padded"], tuple(row["lengths"])) for row in told["padding"]} == {
+    assert {(row["source"], row["padded"], tuple(row["lengths"])) for row in known["padding"]} == {
         ("attention_mask", 32, tuple(range(4, 12)))
     }
-    if kind == "loader":
-        collate = told["loaders"][0]["collate"]
-        line = script.splitlines().index("def collate(rows):") + 1
-        assert collate == {"name": "collate", "file": str(tmp_path / "train.py"), "line": line}
+    line = SCRIPT.splitlines().index("def collate(rows):") + 1
+    assert known["loaders"][0]["collate"] == {"name": "collate", "file": str(script), "line": line}
+
+
+def test_without_a_loader_what_the_model_gets_is_looked_at(job: Job) -> None:
+    job.model = torch.nn.Embedding(50, 8)
+    job.train()  # from here on it is known that it trains
+    for with_grad in (True, False):
+        job.forward(1, {"input_ids": IDS, "attention_mask": MASK}, with_grad=with_grad)
+        job.now = sys.maxsize - 1
+    assert [row["lengths"] for row in job.clock.observed.padding.seen] == [LENGTHS]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(monkeypatch)
+
+
+def loader(batch_size: int = 4) -> Any:
+    return DataLoader(NUMBERS, batch_size=batch_size)
+
+
+def test_a_model_is_kept_once_and_only_as_long_as_the_script_keeps_it() -> None:
+    observed = Observed()
+    model = Model(Parameter(4, "cpu"))
+    for _ in range(2):
+        observed.see_model(model)
+        observed.see_model(Model())  # a loss: it has no parameters
+    (kept,) = observed.models
+    assert kept() is model
+    assert observed.news
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+def test_modules_and_optimizers_that_are_made_as_it_goes_are_kept_within_bounds() -> None:
+    observed = Observed()
+    made = [Model(Parameter(1, "cpu")) for _ in range(150)]
+    for one in made:
+        observed.see_model(one)
+    assert len(observed.models) == 100
+    assert [observed.see_optimizer(one) for one in made] == [True] * 100 + [False] * 50
+    assert len(observed.optimizers) == 100
+    observed.news = False
+    assert not observed.see_optimizer(made[0])  # it is not new
+    assert not observed.news
+    assert observed.optimizer_id == id(made[0])
+
+
+def test_a_loader_that_is_made_anew_each_epoch_is_one_and_two_at_a_time_are_two() -> None:
+    observed = Observed()
+    for _ in range(3):
+        iterator = SimpleNamespace()
+        observed.see_loader(loader(), iterator, 5, 7)  # gone at once
+    (seen,) = observed.loaders
+    over = iterator._dlprof_pass
+    assert (over.loader, over.began_ns, over.took_ns) == (seen, 5, 7)
+    first, second = loader(), loader()
+    for one in (first, second, first):
+        observed.see_loader(one, SimpleNamespace(), 0, 0)
+    observed.see_loader(loader(batch_size=2), SimpleNamespace(), 0, 0)
+    assert [seen.settings["batch_size"] for seen in observed.loaders] == [4, 4, 2]
+    assert [seen.loader() for seen in observed.loaders[:2]] == [first, second]
+
+
+def test_autocast_is_looked_for_until_it_is_seen() -> None:
+    observed = Observed()
+    observed.see_autocast()
+    assert observed.autocast == {"enabled": False, "dtype": None}
+    assert observed.autocast_looks == 15
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        observed.see_autocast()
+    assert observed.autocast == {"enabled": True, "dtype": "bfloat16"}
+    assert observed.autocast_looks == 0
+
+
+def test_batches_to_validate_with_are_not_looked_at() -> None:
+    observed, batch = Observed(), {name: torch.ones(2, 4, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    for step, role in enumerate(("validation", "unknown", "train")):
+        seen = LoaderSeen(gc.collect, {}, role)  # type: ignore[arg-type]
+        observed.see_batch(batch, step, Pass(seen, 0, 0))
+    observed.see_batch(batch, 3)
+    assert [row["step"] for row in observed.padding.seen] == [2, 3]

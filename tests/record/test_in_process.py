@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -115,63 +114,32 @@ def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -
                 run.result
             except DlprofError as e:
                 print(e)
+        os.environ["DLPROF_RUN"] = "elsewhere"
+        with dlprof.record("x"):
+            print("runs")
     """
     done = plain(tmp_path, body, TMPDIR=str(tmp_path / "none"))
-    first, *more = done.stdout.splitlines()
+    first, *more, last = done.stdout.splitlines()
     assert "cannot record into file/run: Not a directory; cannot record into" in first
     assert [line.partition(": ")[2] for line in more] == [
         "no backward() and no optimizer step was seen in the block"
     ] * 2
-    assert done.stderr.count("dlprof:") == len(done.stderr.splitlines()) == 4
+    assert last == "runs"
+    assert "into elsewhere" in done.stderr
+    assert done.stderr.count("dlprof:") == len(done.stderr.splitlines()) == 5
     assert "dlprof: idle already holds a run; recording into idle-2\n" in done.stderr
-    wrapped = plain(tmp_path, "import dlprof\nwith dlprof.record('x'): print('runs')", DLPROF_RUN="elsewhere")
-    assert wrapped.stdout == "runs\n"
-    assert "into elsewhere" in wrapped.stderr
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.long
-def test_settings_of_a_block_are_overridden_in_it_alone(tmp_path: Path) -> None:
+def test_settings_of_a_block_hold_in_it_alone_and_a_forks_child_ends_no_recording(tmp_path: Path) -> None:
     body = """
         import dlprof
         wanted = {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
         before = DataLoader(data, batch_size=8)
-        with dlprof.record("run", sample="off", trace=False, set=wanted) as run:
+        with dlprof.record("run", sample=0.1, stacks="off", trace=False, set=wanted) as run:
             made = torch.optim.SGD(model.parameters(), lr=0.1)
             loader = DataLoader(data, batch_size=8)
-            for batch in loader:
-                train(batch)
-        print(loader.num_workers, before.num_workers, made.defaults["foreach"])
-        print(DataLoader(data).num_workers, torch.optim.SGD(model.parameters(), lr=0.1).defaults["foreach"])
-        print("DLPROF_SET" in os.environ)
-    """
-    done = plain(tmp_path, body)
-    assert done.stdout.splitlines() == ["1 0 False", "0 None", "False"]
-    said = done.stderr.splitlines()
-    assert "dlprof: loader.num_workers 0 → 1 at train.py:30, 1 time" in said
-    assert "dlprof: optimizer.foreach None → False at train.py:29, 1 time" in said
-    assert [line for line in said if "never applied" in line] == ["dlprof: --set ddp.static_graph=True never applied"]
-    info = json.loads((tmp_path / "run/run.json").read_text())
-    assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
-    assert info["warnings"] == ["--set ddp.static_graph=True never applied"]
-    applied = json.loads((tmp_path / "run/ranks/00000/overrides.json").read_text())
-    assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
-
-
-def test_settings_that_change_numbers_are_allowed_or_refused() -> None:
-    with pytest.raises(ValueError, match="allow_numerics=True"):
-        dlprof.record(set={"torch.autocast": "bf16"})
-    with pytest.raises(TypeError):
-        dlprof.record(set=4)
-    dlprof.record(set={"torch.autocast": "bf16"}, allow_numerics=True)
-
-
-@pytest.mark.long
-def test_a_forks_child_ends_no_recording(tmp_path: Path) -> None:
-    body = """
-        import dlprof
-        loader = DataLoader(data, batch_size=8)
-        with dlprof.record("run", sample=0.1, stacks="off") as run:
             for batch in loader:
                 train(batch)
             if os.fork() == 0:
@@ -182,12 +150,24 @@ def test_a_forks_child_ends_no_recording(tmp_path: Path) -> None:
             assert "end_ns\\": null" in (run.path / "run.json").read_text()
             for batch in loader:
                 train(batch)
-        print(run.ranks)
+        print(loader.num_workers, before.num_workers, made.defaults["foreach"])
+        print(DataLoader(data).num_workers, torch.optim.SGD(model.parameters(), lr=0.1).defaults["foreach"])
+        print("DLPROF_SET" in os.environ, run.ranks)
     """
     done = plain(tmp_path, body)
-    assert (done.stdout, done.stderr) == ("(0,)\n", "")
+    assert done.stdout.splitlines() == ["1 0 False", "0 None", "False (0,)"]
+    never = "--set ddp.static_graph=True never applied"
+    assert sorted(line.removeprefix("dlprof: ") for line in done.stderr.splitlines()) == [
+        never,
+        "loader.num_workers 0 → 1 at train.py:30, 1 time",
+        "optimizer.foreach None → False at train.py:29, 1 time",
+    ]
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
+    assert (info["warnings"], info["exit"]["code"]) == ([never], 0)
+    applied = json.loads((tmp_path / "run/ranks/00000/overrides.json").read_text())
+    assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 16
-    assert json.loads((tmp_path / "run/run.json").read_text())["exit"]["code"] == 0
 
 
 @pytest.mark.long
@@ -279,34 +259,43 @@ def test_a_cell_of_a_notebook_is_recorded_and_the_run_shows_its_verdict(tmp_path
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "error", "match"),
     [
-        {"window": (1, 2, 0)},
-        {"window": (1, 2)},
-        {"flops": "maybe"},
-        {"lines": "function"},
-        {"stacks": 0},
-        {"sample": "never"},
+        ({"window": (1, 2, 0)}, ValueError, "window"),
+        ({"window": (1, 2)}, ValueError, "window"),
+        ({"flops": "maybe"}, ValueError, "flops"),
+        ({"lines": "function"}, ValueError, "lines"),
+        ({"stacks": 0}, ValueError, "stacks"),
+        ({"sample": "never"}, ValueError, "sample"),
+        ({"windows": (1, 2, 3)}, TypeError, "windows"),
+        ({"set": 4}, TypeError, ""),
+        ({"set": {"torch.autocast": "bf16"}}, ValueError, "allow_numerics=True"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_before_the_block(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+def test_options_that_make_no_sense_are_refused_before_the_block(wrong: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
         dlprof.record(**wrong)
-    with pytest.raises(TypeError, match="windows"):
-        dlprof.record(windows=(1, 2, 3))
 
 
 def test_before_its_end_a_block_is_no_run() -> None:
-    block: Any = dlprof.record("somewhere")
+    block: Any = dlprof.record("somewhere", set={"torch.autocast": "bf16"}, allow_numerics=True)
     with pytest.raises(DlprofError, match="has not ended"):
         _ = block.result
     assert block._repr_html_() is None
     assert not Path("somewhere").exists()
 
 
-def test_a_block_ends_as_the_command_would() -> None:
-    assert _exit_of(None) == _exit_of(SystemExit()) == _exit_of(SystemExit(0)) == {"code": 0, "signal": None}
-    assert _exit_of(SystemExit(3))["code"] == 3
-    assert _exit_of(SystemExit("no"))["code"] == _exit_of(RuntimeError())["code"] == 1
-    assert _exit_of(KeyboardInterrupt()) == {"code": None, "signal": 2}
-    assert "DLPROF_RUN" not in os.environ
+@pytest.mark.parametrize(
+    ("error", "code", "signal"),
+    [
+        (None, 0, None),
+        (SystemExit(), 0, None),
+        (SystemExit(0), 0, None),
+        (SystemExit(3), 3, None),
+        (SystemExit("no"), 1, None),
+        (RuntimeError(), 1, None),
+        (KeyboardInterrupt(), None, 2),
+    ],
+)
+def test_a_block_ends_as_the_command_would(error: BaseException | None, code: int | None, signal: int | None) -> None:
+    assert _exit_of(error) == {"code": code, "signal": signal}

@@ -22,39 +22,25 @@ def descriptor(path: Path) -> int:
     return fd
 
 
-def test_lines_are_appended_and_an_old_file_is_gone_on_with(tmp_path: Path) -> None:
-    for n in range(2):
-        log = Log(tmp_path / "log")
-        log.write(f"{n} a\n")
-        log.write(f"{n} b\n")
-        log.close()
-    assert (tmp_path / "log").read_text() == "0 a\n0 b\n1 a\n1 b\n"
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_descriptor_that_was_closed_or_taken_is_left_alone_and_the_log_goes_on(taken: bool, tmp_path: Path) -> None:
-    log = Log(tmp_path / "log")
+@pytest.mark.parametrize("how", ["open", "closed", "taken"])
+def test_lines_are_appended_and_a_descriptor_that_the_script_took_is_left_alone(how: str, tmp_path: Path) -> None:
+    log, theirs = Log(tmp_path / "log"), -1
     log.write("before\n")
     fd = descriptor(tmp_path / "log")
-    os.close(fd)
-    theirs = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT) if taken else -1
-    assert not taken or theirs == fd
+    if how != "open":
+        os.close(fd)
+    if how == "taken":
+        theirs = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT)
+        assert theirs == fd
     log.write("after\n")
     log.close()
-    assert (tmp_path / "log").read_text() == "before\nafter\n"
-    if taken:
+    again = Log(tmp_path / "log")  # an old file is gone on with
+    again.write("again\n")
+    again.close()
+    assert (tmp_path / "log").read_text() == "before\nafter\nagain\n"
+    if how == "taken":
         assert os.fstat(theirs).st_size == 0
         os.close(theirs)
-
-
-def test_closing_leaves_a_taken_descriptor_open(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log")
-    fd = descriptor(tmp_path / "log")
-    os.close(fd)
-    theirs = os.open(tmp_path / "theirs", os.O_WRONLY | os.O_CREAT)
-    assert theirs == fd
-    log.close()
-    os.close(theirs)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -78,68 +64,6 @@ def test_where_stdout_is_closed_what_is_printed_is_not_in_the_log(tmp_path: Path
     assert (tmp_path / "log").read_text() == "ours\n"
 
 
-def line(row: Row) -> str:
-    """Write a row of a worker, a process, a time, and what is summed: how many, and ns that may be unknown."""
-    return json.dumps(dict(zip(("worker", "pid", "at", "count", "ns"), row, strict=True))) + "\n"
-
-
-def budget() -> BudgetLog:
-    return BudgetLog("log", line, keys=2, sums=3)
-
-
-def written(folder: Path) -> list[dict[str, int]]:
-    return [json.loads(text) for text in (folder / "log").read_text().splitlines()]
-
-
-def test_rows_beyond_the_budget_are_summed_by_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_BURST_BYTES", 10)
-    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 0)
-    log = budget()
-    log.open(tmp_path)
-    log.rows.append((0, 7, 100, 1, 5))
-    log.write(0, last=False)
-    log.rows += [(0, 7, 101, 1, 5), (1, 8, 102, 1, 6), (0, 7, 103, 1, 7), (1, 8, 104, 1, -1)]
-    log.write(0, last=False)
-    assert len(written(tmp_path)) == 1  # the file is full
-    log.rows.append((0, 7, 105, 1, 1))
-    log.write(0, last=True)
-    first, *sums = [tuple(row.values()) for row in written(tmp_path)]
-    assert first == (0, 7, 100, 1, 5)
-    assert sums == [(0, 7, 101, 3, 13), (1, 8, 102, 2, -1)]
-
-
-def test_rows_wait_for_their_file_in_bounded_memory_and_a_forks_child_forgets_them(tmp_path: Path) -> None:
-    log = budget()
-    log.rows += [(0, 7, n, 1, 2) for n in range(1000)]
-    log.fit()
-    assert log.rows == [(0, 7, 0, 1000, 2000)]
-    log.forget()
-    log.write(0, last=True)
-    log.open(tmp_path)
-    log.rows.append((0, 7, 1, 1, 2))
-    log.fit()  # there is a file: rows stay as they are
-    log.rows.append((0, 7, 2, 1, 2))
-    log.write(time.perf_counter_ns(), last=True)
-    assert [row["at"] for row in written(tmp_path)] == [1, 2]
-    log.close()
-    assert not log.is_open
-
-
-def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_BURST_BYTES", 1_500)
-    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 50)
-    for second in range(20):  # each has a worker of its own, which makes 50 batches
-        log = budget()
-        log.open(tmp_path, second * 1_000_000_000)
-        log.rows = [(0, 1000 + second, n, 1, 5) for n in range(50)]
-        later = time.perf_counter_ns() + 500_000_000
-        log.write(later, last=False)
-        log.write(later, last=True)
-    assert sum(row["count"] for row in written(tmp_path)) == 20 * 50
-    # 50 lines fill the file; a later one may fill what 20 seconds have added, and each of the others has one line.
-    assert len(written(tmp_path)) < 50 + 50 + 20
-
-
 def test_a_descriptor_is_ours_until_somebody_closes_it(tmp_path: Path) -> None:
     ours, theirs = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("ours", "theirs"))
     file = Descriptor(ours)
@@ -155,3 +79,69 @@ def test_a_descriptor_is_ours_until_somebody_closes_it(tmp_path: Path) -> None:
         os.fstat(theirs)
     os.close(ours)
     assert not Descriptor(-1).is_ours
+
+
+def line(row: Row) -> str:
+    """Write a row of a worker, a process, a time, and what is summed: how many, and ns that may be unknown."""
+    return json.dumps(dict(zip(("worker", "pid", "at", "count", "ns"), row, strict=True))) + "\n"
+
+
+def budget(folder: Path, age_ns: int = 0) -> BudgetLog:
+    log = BudgetLog("log", line, keys=2, sums=3)
+    log.open(folder, age_ns)
+    return log
+
+
+def written(folder: Path) -> list[tuple[int, ...]]:
+    return [tuple(json.loads(text).values()) for text in (folder / "log").read_text().splitlines()]
+
+
+def test_rows_beyond_the_budget_are_summed_by_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_BURST_BYTES", 10)
+    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 0)
+    log = budget(tmp_path)
+    log.rows.append((0, 7, 100, 1, 5))
+    log.write(0, last=False)
+    log.rows += [(0, 7, 101, 1, 5), (1, 8, 102, 1, 6), (0, 7, 103, 1, 0), (1, 8, 104, 1, -1)]
+    log.write(0, last=False)
+    assert len(written(tmp_path)) == 1  # the file is full
+    log.rows.append((0, 7, 105, 1, 1))
+    log.write(0, last=True)
+    assert written(tmp_path) == [(0, 7, 100, 1, 5), (0, 7, 101, 3, 6), (1, 8, 102, 2, -1)]
+
+
+def test_rows_wait_for_their_file_in_bounded_memory_and_a_forks_child_forgets_them(tmp_path: Path) -> None:
+    log = BudgetLog("log", line, keys=2, sums=3)
+    log.rows += [(0, 7, n, 1, 2) for n in range(1000)]
+    log.fit()
+    assert log.rows == [(0, 7, 0, 1000, 2000)]
+    log.forget()
+    log.write(0, last=True)
+    log.open(tmp_path)
+    log.rows.append((0, 7, 1, 1, 2))
+    log.fit()  # there is a file: rows stay as they are
+    log.rows.append((0, 7, 2, 1, 2))
+    log.write(time.perf_counter_ns(), last=True)
+    assert [row[2] for row in written(tmp_path)] == [1, 2]
+    log.close()
+    assert not log.is_open
+
+
+def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_BURST_BYTES", 1_500)
+    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 50)
+    for second in range(20):  # each has a worker of its own, which makes 50 batches
+        log = budget(tmp_path, second * 1_000_000_000)
+        log.rows = [(0, 1000 + second, n, 1, 5) for n in range(50)]
+        later = time.perf_counter_ns() + 500_000_000
+        log.write(later, last=False)
+        log.write(later, last=True)
+    assert sum(row[3] for row in written(tmp_path)) == 20 * 50
+    # 50 lines fill the file; a later one may fill what 20 seconds have added, and each of the others has one line.
+    lines = len(written(tmp_path))
+    assert lines < 50 + 50 + 20
+    # In an hour there is room for more.
+    log = budget(tmp_path, 3600 * 1_000_000_000)
+    log.rows = [(0, 7, n, 1, 5) for n in range(50)]
+    log.write(time.perf_counter_ns(), last=True)
+    assert len(written(tmp_path)) == lines + 50

@@ -17,34 +17,30 @@ VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_
 
 
 @pytest.mark.parametrize(
-    ("set_by", "rank"),
+    ("set_by", "grouped", "rank", "alone"),
     [
-        ({}, 0),
-        ({"RANK": "3"}, 3),
-        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "2"}, 2),  # mpirun in a batch script
-        ({"SLURM_PROCID": "5"}, 5),
-        ({"RANK": "three", "PMI_RANK": "1"}, 1),
-        ({"RANK": ""}, 0),
+        ({}, False, 0, True),
+        ({"RANK": "3"}, False, 3, False),
+        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "2"}, False, 2, False),  # mpirun in a batch script
+        ({"SLURM_PROCID": "0"}, False, 0, True),  # a batch script
+        ({"SLURM_PROCID": "5"}, False, 5, False),
+        ({"RANK": "three", "PMI_RANK": "1"}, False, 1, False),
+        ({"RANK": ""}, False, 0, True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False, 0, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, False, 0, False),
+        ({"RANK": "3"}, True, 9, False),  # a process group knows better
     ],
 )
-def test_the_rank_is_what_the_innermost_launcher_says(
-    set_by: dict[str, str], rank: int, monkeypatch: pytest.MonkeyPatch
+def test_the_rank_is_what_the_process_group_or_the_innermost_launcher_says(
+    set_by: dict[str, str], grouped: bool, rank: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in VARIABLES:
+    for name in (*VARIABLES, *ranks._SIZES):
         monkeypatch.delenv(name, raising=False)
     for name, value in set_by.items():
         monkeypatch.setenv(name, value)
-    assert ranks.find_rank() == rank
-
-
-@pytest.mark.parametrize(("initialized", "rank"), [(True, 9), (False, 3)])
-def test_a_process_group_knows_better_than_the_environment(
-    initialized: bool, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: initialized, get_rank=lambda: 9)
+    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: grouped, get_rank=lambda: 9)
     monkeypatch.setitem(sys.modules, "torch.distributed", group)
-    monkeypatch.setenv("RANK", "3")
-    assert ranks.find_rank() == rank
+    assert (ranks.find_rank(), ranks.is_alone()) == (rank, alone)
 
 
 def test_a_worker_finds_the_folder_that_its_rank_has_left_word_of(
@@ -63,30 +59,8 @@ def test_a_worker_finds_the_folder_that_its_rank_has_left_word_of(
     assert 3_600_000_000_000 <= ranks.age_of_rank(tmp_path) < 3_700_000_000_000
     os.utime(word, (hour + 7200, hour + 7200))  # the clock was set back
     assert ranks.age_of_rank(tmp_path) == 0
-
-
-def test_a_process_that_nobody_started_as_a_worker_has_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiprocessing.process.parent_process", lambda: None)
-    assert ranks.folder_of_rank(tmp_path) is None
-
-
-def alone(monkeypatch: pytest.MonkeyPatch, **environment: str) -> bool:
-    for name in (*VARIABLES, *ranks._SIZES):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return ranks.is_alone()
-
-
-def test_only_what_nothing_makes_one_of_several_ranks_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert alone(monkeypatch)
-    assert alone(monkeypatch, RANK="0", WORLD_SIZE="1")
-    assert alone(monkeypatch, SLURM_PROCID="0")  # a batch script
-    assert not alone(monkeypatch, RANK="0", WORLD_SIZE="2")
-    assert not alone(monkeypatch, SLURM_PROCID="3")
-    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: 0)
-    monkeypatch.setitem(sys.modules, "torch.distributed", group)
-    assert not alone(monkeypatch)
+    assert ranks.folder_of_rank(tmp_path) is None  # nobody started it as a worker
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ _in_place: list[CodeType] = []  # of wrappers that look like another function; t
 def passed_over(wrapper: Any) -> Any:
     """Have warnings and logging count no frame of a function, or of a class method's, in place; return it.
 
-    For a wrapper that calls what it stands for from its own frame. Anything else is returned as it is.
+    For a wrapper that calls the original from its own frame. Anything else is returned unchanged.
     """
     function = getattr(wrapper, "__func__", wrapper)
     if isinstance(function, FunctionType):
@@ -33,7 +33,7 @@ def passed_over(wrapper: Any) -> Any:
 
 
 def passed(error: BaseException) -> None:
-    """Take the caller's frame out of the traceback of what came from the function that it stands for; it re-raises.
+    """Take the caller's frame, a wrapper's, out of the traceback of what the original raised; the caller re-raises.
 
     Python 3.10 keeps a traceback of its own for that, and shows the frame.
     """
@@ -43,7 +43,7 @@ def passed(error: BaseException) -> None:
 
 
 class _Passing:
-    """A block in which a wrapper calls what it stands for: see `passed`."""
+    """A block in which a wrapper calls the original: see `passed`."""
 
     def __enter__(self) -> None:
         pass
@@ -57,7 +57,7 @@ passing = _Passing()
 
 
 def is_wrapper(code: CodeType) -> bool:
-    """Return whether code is that of a wrapper: it passes on the call of what it stands for."""
+    """Return whether code is that of a wrapper, which passes its call on to the original."""
     file = code.co_filename
     return (_NOT_COUNTED in file and file.startswith(_OURS)) or any(code is one for one in _in_place)
 

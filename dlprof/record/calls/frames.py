@@ -1,4 +1,4 @@
-"""The user's line that a call comes from: the innermost frame that is neither Python's, nor installed, nor ours."""
+"""Finds the user's line that a call comes from: the innermost frame that is not Python's, a package's or dlprof's."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OURS = __file__.rpartition("record/")[0]  # as co_filename is written
 
 @dataclass(frozen=True)
 class Place:
-    """A call in the user's code. `file` is named from the working directory where it lies below it.
+    """A call in the user's code. `file` is relative to the working directory if it is below it.
 
-    `end_line`, `column`, `end_column`: where the call's text ends and stands in its lines, in bytes of UTF-8; 0: Python
-    did not say. `source`: what is kept of that text. `digest`: SHA-256 of the whole file; "": not known. `via`: the
-    function of a library that made the call for the user's line; "": that line made it.
+    `end_line`, `column`, `end_column`: the last line and the columns of the call's text, in bytes of UTF-8; 0: unknown.
+    `source`: what is kept of that text. `digest`: SHA-256 of the whole file; "": unknown. `via`: the function of a
+    library that made the call for the user's line; "": that line made it.
     """
 
     file: str
@@ -79,7 +79,7 @@ class Frames:
         return None, None
 
     def place(self, frame: FrameType, library: FrameType | None = None, *, is_call: bool = True) -> Place:
-        """Return where a frame of the user's stands now; `is_call`: in a call, and not in a loop's head."""
+        """Return where a frame of the user's is now; `is_call`: in a call, and not in the first line of a loop."""
         code = frame.f_code
         line, end_line, column, end_column = _position(frame) if is_call else (frame.f_lineno, 0, 0, 0)
         path = os.path.join(self._here, code.co_filename)  # noqa: PTH118
@@ -119,7 +119,7 @@ class Frames:
 
 
 def _kept(text: str) -> list[bytes]:
-    """Return the lines of a whole source that are kept: of one line alone nobody knows whether it is in a string."""
+    """Return the lines that are kept of a whole source: one line alone does not show whether it is inside a string."""
     return redaction.source(text).encode(errors="replace").splitlines(keepends=True)
 
 

@@ -52,19 +52,19 @@ class Call:
 class Calls:
     """Keeps the places that calls of each kind came from.
 
-    What is made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's anomaly mode),
-    compile. What is called: model
-    (`to` or `cuda` of a module with parameters), iteration (a loop over a loader), forward (of an outermost module),
-    backward, optimizer_step, save (of a checkpoint), synchronize and empty_cache (torch.cuda's); and in the step whose
-    operators are counted: sync (the host gets a value), copy (to a device), and of the forward pass and the loss norm
-    (a variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for backward
-    passes, which are asked for often: the caller compares before it calls.
+    Of objects that are made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's
+    anomaly mode), compile. Of calls: model (`to` or `cuda` of a module with parameters), iteration (a loop over a
+    loader), forward (of an outermost module), backward, optimizer_step, save (of a checkpoint), synchronize and
+    empty_cache (torch.cuda's). In the step whose operators are counted also: sync (the host gets a value), copy (to a
+    device), and in the forward pass and the loss: norm (a variance, a root), softmax, loss (a logarithm), one_hot, cat,
+    embedding. `looks` are those left for backward
+    passes, of which there are many: the caller checks it before it calls.
     """
 
     def __init__(self) -> None:
         self.looks = LOOKS
         self.off = False
-        self.problem = ""  # why no call is looked at any more, until it is told
+        self.problem = ""  # why calls are no longer looked at, until that was reported
         self.news = False
         self._looks: Counter[str] = Counter()
         self._calls: dict[tuple[str, str, int, int], Call] = {}

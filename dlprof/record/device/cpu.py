@@ -1,6 +1,6 @@
-"""What the kernel says of the processor: its name, the units that it multiplies with, and how much of it is ours.
+"""Reads from the kernel: the processor's name, its units for multiplying, and how much of it this process may use.
 
-What the kernel has counted of this process: time on the cores, waiting for one, and bytes from storage.
+Also what the kernel has counted for this process: time on the cores, time waiting for one, and bytes from storage.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class KernelCounters:
     """What this process has used of the cores and of storage.
 
     CPU time is the whole process's in a loader's worker: data sets decode in threads of their own, and a worker ships
-    its batches in one. Else it is the asking thread's: OpenMP's others spin on for a while after each operator.
+    its batches in one. Otherwise it is the calling thread's: OpenMP's others spin for a while after each operator.
     What it waited for a core is known of `thread`, a number of the kernel's, else of the one that fetches or trains.
     """
 
@@ -177,7 +177,7 @@ def _opened(path: str) -> Descriptor:
 
 
 def _words(file: Descriptor) -> list[bytes]:
-    """Return the words of such a file now; none where it cannot be read, or the script has closed it."""
+    """Return what such a file holds now, split at white space; none if it cannot be read or the script closed it."""
     if not file.is_ours:
         return []
     try:

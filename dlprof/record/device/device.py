@@ -51,7 +51,7 @@ class RankDevice:
                 return
 
     def in_use(self) -> int | None:
-        """Return the index of the GPU to measure; None: the script uses none, and asking would wake one.
+        """Return the index of the GPU to measure; None: the script uses none, and a query would wake one.
 
         The current device where the parameters are on none, as those that are offloaded to the host are.
         """
@@ -67,9 +67,9 @@ class RankDevice:
         return current if is_awake is None or is_awake(current) else None
 
     def capturing(self) -> bool:
-        """Return whether a CUDA graph is captured: a device that is asked anything meanwhile makes that fail.
+        """Return whether a CUDA graph is being captured: any query of a device meanwhile makes the capture fail.
 
-        By default also when it is another thread that asks (cudaStreamCaptureModeGlobal, CUDA Runtime API).
+        By default also a query from another thread (cudaStreamCaptureModeGlobal, CUDA Runtime API).
         """
         if self.captures > 0:
             return True
@@ -94,12 +94,12 @@ def most_on(parameters: Iterable[Any]) -> int | None:
         for tensor in parameters:
             if tensor.device.type == "cuda":
                 elements[tensor.device.index] += tensor.numel()
-    except Exception:  # noqa: BLE001 - the script's own classes answer; what was counted until here stands
+    except Exception:  # noqa: BLE001 - raised by the script's own classes; what was counted so far is kept
         pass
     return max(elements, key=lambda index: (elements[index], -index)) if elements else None
 
 
-# Every event of ours that is there.
+# All events of ours that exist.
 _events: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
@@ -132,8 +132,8 @@ class Events:
         """Record an event and return it; None while the stream is captured into a CUDA graph."""
         cuda = self._cuda
         if cuda.current_device() != self.index:
-            # The stream and its capture are asked of the current device. Leaving this block wakes no device that was
-            # asleep: torch only remembers its number.
+            # Stream and capture are those of the current device. Leaving this block wakes no device that was asleep:
+            # torch only remembers its number.
             with cuda.device(self.index):
                 return self.record()
         if cuda.is_current_stream_capturing():
@@ -147,7 +147,7 @@ class Events:
         return event
 
     def release(self, *events: Any) -> None:
-        """Take back events that nobody will ask any more."""
+        """Take back events that are no longer needed."""
         self._pool += events
 
 
@@ -156,7 +156,7 @@ Span = tuple[Events, Any, Any]
 
 
 class DeviceClock:
-    """How long each step takes on the device's own clock, from events that are asked later and never waited for.
+    """Measures steps on the device's own clock, with events that are queried later and never waited for.
 
     An event is recorded at the end of each step, which is also where the next one begins. So a job that never
     synchronises is timed as its device works, however far the host runs ahead.

@@ -29,7 +29,7 @@ class Held(NamedTuple):
     optimizer_steps: int
 
 
-# A graph that was captured where nobody looked: its replay is work of some kind.
+# A graph whose capture was not seen: its replay is work of an unknown kind.
 _UNKNOWN = Held(1, 0, 0)
 
 
@@ -40,9 +40,9 @@ class Graphs:
         self._recorder = recorder
         self._clock = recorder.clock
         self._held: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
-        self._captured: dict[int, weakref.ref[Any]] = {}  # that captures are under way of, on any thread
-        self._row: Row | None = None  # the step's own, while another stands in for it
-        self._noted = 0  # the graph that the other is for
+        self._captured: dict[int, weakref.ref[Any]] = {}  # graphs that are being captured, on any thread
+        self._row: Row | None = None  # the step's own, while another one replaces it
+        self._noted = 0  # the graph that the other row counts for
 
     def fail(self, error: Exception) -> None:
         """Switch the recording off, since a hook failed."""

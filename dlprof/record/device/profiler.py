@@ -39,7 +39,7 @@ _KEPT_S = 1.0
 class Kineto:
     """Kineto's stderr and environment around the calls of our profiler.
 
-    `errors` is what it reported; None: nobody listened.
+    `errors` is what it reported; None: its messages were not kept.
     """
 
     def __init__(self, on_device: bool, *, elsewhere: bool = False) -> None:
@@ -105,8 +105,8 @@ class Kineto:
         """Make the calls into CUDA in one of which Kineto takes CUPTI down, so that it does so now.
 
         It waits for the next one of any thread. A profiler that the script starts before that comes finds itself
-        without device events, or crashes (kineto#1554, kineto#1169). A stream is asked whether it is idle: that waits
-        for nothing.
+        without device events, or crashes (kineto#1554, kineto#1169). Querying whether a stream is idle waits for
+        nothing.
         """
         if not self._tearing_down or index is None:
             return
@@ -162,7 +162,7 @@ class _Relay:
             self._stderr = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, 3)
             our_ends.callback(os.close, self._stderr)
             command = [sys.executable, "-I", "-S", relay.__file__, *(["all"] if everything else [])]
-            # Nothing of ours is to be loaded into it, nor is it one of the job's processes.
+            # It must load nothing of ours, and is not one of the job's processes.
             env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
             first = subprocess.Popen(command, stdin=read, stdout=kept, stderr=self._stderr, env=env)
             if first.wait():
@@ -177,7 +177,7 @@ class _Relay:
             return
         readers = select.poll()
         readers.register(self._write, 0)
-        if not readers.poll(0):  # which would report that nobody reads any more
+        if not readers.poll(0):  # it would report that there is no reader any more
             os.dup2(self._write, 2)
             self._is_in = True
 

@@ -29,7 +29,7 @@ MESSAGE = re.compile(
 )
 KEPT_LEVELS = (b"WARNING", b"ERROR")
 
-# A pipe holds 64 KiB, and nobody reads what is kept before the end.
+# A pipe holds 64 KiB, and what is kept is read at the end only.
 _MOST_KEPT = 32 << 10
 _MOST_EACH = 1000
 
@@ -51,7 +51,7 @@ def relay(pipe: int, stderr: int, kept: int, everything: bool) -> None:
         if everything:
             _pass_on(stderr, packet)
         if found is not None and found[1] in KEPT_LEVELS and room > 0:
-            # One line each, for whoever reads them.
+            # One line each, so that a reader can split them.
             text = packet[:_MOST_EACH].strip().replace(b"\n", b" ") + b"\n"
             room -= len(text)
             os.write(kept, text)
@@ -60,7 +60,7 @@ def relay(pipe: int, stderr: int, kept: int, everything: bool) -> None:
 
 
 def _pass_on(stderr: int, data: bytes) -> None:
-    """Write all of it; where nobody listens any more, nothing."""
+    """Write all of it, or nothing if there is no reader any more."""
     with contextlib.suppress(OSError):
         while data:
             select.select([], [stderr], [])  # the script may have it not block

@@ -132,7 +132,7 @@ Place = tuple[str, int, str]  # file, line and function
 
 
 class Effects:
-    """The overrides of a process, by name; its collector writes them. May be asked from any thread."""
+    """The overrides of a process, by name; its collector writes them. Any thread may call these methods."""
 
     def __init__(self, asked: Mapping[str, Value]) -> None:
         self.news = True  # something is not in the file yet

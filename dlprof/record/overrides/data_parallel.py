@@ -59,7 +59,7 @@ class _Wrapping(Kind):
             self.effects.took(_HOOK, None)
 
     def registering(self, original: Any) -> Any:
-        """Return what the script registers a hook with: where ours is in place it stays, for there can be one only."""
+        """Return the method with which the script registers a hook: ours stays where it is in place."""
         if original.__name__ == "register_comm_hook":
             self._register = original
 

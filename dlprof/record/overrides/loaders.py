@@ -102,7 +102,7 @@ def _why_not(given: Mapping[str, Any], workers: int) -> str:
 
 
 def _shares(dataset: Any, depth: int = 4) -> bool:
-    """Return whether an iterable data set asks which worker it is in, as one must that shares its samples.
+    """Return whether an iterable data set looks up which worker it is in, as it must to share its samples.
 
     By the code of its class, or that of all iterable data sets that it wraps.
     """

@@ -92,7 +92,8 @@ class _Models:
             with passing:
                 result = self._called(original, module, args, kwargs)
         finally:
-            self._leave(context)
+            if context is not None:
+                context.__exit__(None, None, None)
         return self._in_float32(result) if context is not None and self._autocast != "off" else result
 
     def _prepare(
@@ -108,10 +109,6 @@ class _Models:
         if context is not None:
             context.__enter__()
         return args, kwargs, context
-
-    def _leave(self, context: Any) -> None:
-        if context is not None:
-            context.__exit__(None, None, None)
 
     def _see(self, module: Any) -> None:
         self._seen.add(module)

@@ -16,7 +16,7 @@ from typing import Any
 from dlprof.plain import words_of
 from dlprof.record.samplers.driver import DriverSampler, Fate, Gpu, Reading
 
-# Statuses of amdsmi.h: what a GPU, driver or user does not have now it will not later; without a driver nobody does.
+# Statuses of amdsmi.h: what a GPU, driver or user lacks now it lacks for good; without a driver all GPUs do.
 _REFUSED = ("NOT_SUPPORTED", "NOT_YET_IMPLEMENTED", "NO_PERM", "FAIL_LOAD_SYMBOL", "INVAL")
 _OVER = ("NOT_INIT", "DRIVER_NOT_LOADED")
 

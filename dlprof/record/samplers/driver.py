@@ -1,6 +1,6 @@
-"""What the samplers of GPUs share: each asks its vendor's driver about the GPUs that this host's ranks train on.
+"""What the samplers of GPUs share: each queries its vendor's driver about the GPUs that this host's ranks train on.
 
-Nothing is asked before a rank trains on such a GPU. Each query is tried once on each GPU: what this GPU, driver or
+Nothing is queried before a rank trains on such a GPU. Each query is tried once on each GPU: what this GPU, driver or
 permission does not give is left out of the file from then on, and never a zero in it. What fails once is missing once.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Paced, RankHere, line
+from dlprof.record.samplers.sampling import Periodic, RankHere, line
 
 Reading = Mapping[str, float]
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Fate(Enum):
 
 
 class Gpu:
-    """One GPU: what is asked about it, as far as it answers."""
+    """One GPU, and the queries that it answers."""
 
     def __init__(self, sampler: DriverSampler, *queries: Callable[[], Reading]) -> None:
         self.sampler = sampler
@@ -50,7 +50,7 @@ class Gpu:
         return row
 
 
-class DriverSampler(Paced, ABC):
+class DriverSampler(Periodic, ABC):
     """Writes gpu.jsonl of each rank here that trains on a GPU of one vendor: keys as metrics of the table `samples`."""
 
     name: str
@@ -66,11 +66,11 @@ class DriverSampler(Paced, ABC):
 
     @abstractmethod
     def _name_of(self, device: Mapping[str, Any]) -> str | None:
-        """Return what names a rank's GPU to the driver, "" where this torch does not say it; None: another vendor's."""
+        """Return the driver's name for a rank's GPU; "": this torch does not report it, None: another vendor's."""
 
     @abstractmethod
     def _load(self) -> Any:
-        """Return the driver, ready, and set `errors`; raise OSError, in words, where this host has none that works."""
+        """Return the driver, ready, and set `errors`; raise OSError with a message if this host has none that works."""
 
     @abstractmethod
     def _unload(self) -> None:
@@ -78,7 +78,7 @@ class DriverSampler(Paced, ABC):
 
     @abstractmethod
     def _open(self, name: str, device: Mapping[str, Any]) -> Gpu:
-        """Find a GPU; raise one of the driver's errors where there is none."""
+        """Find a GPU; raise one of the driver's errors if there is none."""
 
     @abstractmethod
     def fate(self, error: Exception) -> Fate:

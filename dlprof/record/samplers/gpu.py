@@ -1,9 +1,9 @@
 """What NVIDIA's GPUs do, from the driver's own counters (NVML): nothing runs on a GPU for it.
 
-Of a slice of a GPU (MIG) memory and activity are its own. Clocks, their reasons and temperature are its GPU's, which it
-shares; power, energy and links are left out, since nobody says whose they are. No slice was at hand to try this.
+For a slice of a GPU (MIG), memory and activity are its own. Clocks, their reasons and temperature are those of the
+whole GPU; power, energy and links are left out, since they cannot be attributed. This was not tried on a real slice.
 
-How much a GPU sends and receives over PCIe, from counters that soon begin again at 0.
+The bytes that a GPU sends and receives over PCIe come from counters that soon wrap around.
 
 nvmlDeviceGetPcieThroughput would wait for 20 ms each time. The counters have 32 bits on the drivers seen so far, and
 "can be wrapped" (nvml.h): 31.5 GB/s, which PCIe 4.0 carries over 16 lanes, fill them in 0.136 s. So they are read every
@@ -50,7 +50,7 @@ _OVER = ("Uninitialized", "DriverNotLoaded", "LibRmVersionMismatch")
 # What a GPU does not have, or does not say to this user, it will not later either.
 _REFUSED = ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument", "NotFound")
 
-# GPM's metrics of a slice's own: whose traffic on the links is, nobody says.
+# GPM's metrics that are a slice's own: it is not known whose the traffic on the links is.
 _OWN_ACTIVITY = range(2, 11)
 
 # GPM metric → name and scale. Means over the time since the last reading, on Hopper and later.
@@ -183,7 +183,7 @@ class _Gpu(Gpu):
         return {"busy_share": now.gpu / 100, "memory_busy_share": now.memory / 100}
 
     def _memory(self) -> Reading:
-        # Used is what nobody else can have: also what the driver keeps for itself, which nvidia-smi shows apart.
+        # Used is what no process can get: also what the driver keeps for itself, which nvidia-smi shows separately.
         now = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return {"memory_used_bytes": now.used, "memory_total_bytes": now.total}
 
@@ -248,7 +248,7 @@ class _Gpu(Gpu):
         return row
 
     def _sampled(self, sample: Any) -> Any:
-        """Fill a sample of GPM's, and return it. A slice is asked of its GPU, by its number there."""
+        """Fill a sample of GPM's, and return it. A slice's is read from its GPU, by its number there."""
         if self._instance is None:
             self._nvml.nvmlGpmSampleGet(self._whole, sample)
         else:
@@ -272,7 +272,7 @@ def _is_slice(nvml: Any, handle: Any) -> bool:
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """Find a GPU, or a part of one; torch leaves out the word in front that NVML wants."""
+    """Find a GPU, or a part of one; torch leaves out the prefix that NVML needs."""
     if uuid.startswith(("GPU-", "MIG-")):
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     try:
@@ -352,7 +352,7 @@ class Traffic:
             self._counted[field] = counted + (is_now - was) % (1 << 32 if wraps else 1 << 64), took + now - at
 
     def rates(self) -> Mapping[str, float]:
-        """Return the bytes a second since this was asked last, over the time that could be counted."""
+        """Return the bytes a second since the last call, over the time that could be counted."""
         counted, self._counted = self._counted, {}
         return {_PCIE_FIELDS[field]: round(sent / took * 1e9, 1) for field, (sent, took) in counted.items()}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dlprof.record.launch.process import family, has_ended, stat_of, stats
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Host, Paced, RankHere, line
+from dlprof.record.samplers.sampling import Host, Periodic, RankHere, line
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
 _LOOK_FOR_CHILDREN_S = 5.0
@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class HostSampler(Paced):
+class HostSampler(Periodic):
     """Writes hosts/HOST/host.jsonl, and processes.jsonl of each rank here: keys as metrics of the table `samples`.
 
     What only grows (bytes, faults, switches, CPU seconds) is written as it stands: a lost line then costs nothing.
@@ -189,7 +189,7 @@ def _host() -> dict[str, Any]:
     disk = psutil.disk_io_counters()
     if disk is not None:
         row |= {"disk_read_bytes": disk.read_bytes, "disk_written_bytes": disk.write_bytes}
-    # Not the loopback: what ranks of one host tell each other leaves on no wire.
+    # Not the loopback: what ranks of one host send each other is on no wire.
     networks = [n for name, n in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     if networks:
         row["network_received_bytes"] = sum(n.bytes_recv for n in networks)

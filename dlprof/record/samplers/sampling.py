@@ -26,7 +26,7 @@ from dlprof.record.launch.process import started
 from dlprof.record.log import Log
 from dlprof.record.ranks import Word, words_here
 
-# How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
+# How often a process that found its host claimed tries again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
 
 # How often samplers read where the user has not said it, in seconds: a job of hours does the same for hours. The time
@@ -34,7 +34,7 @@ _CLAIM_AGAIN_S = 2.0
 _AGE_SHARE = 600
 _LEAST_S, _MOST_S = 1.0, 5.0
 
-# How often the host's folder is listed after it has changed: some disks tell only the second of a change.
+# How often the host's folder is listed after it has changed: some disks store the time of a change in seconds only.
 _LISTINGS = 5
 
 
@@ -46,7 +46,7 @@ class RankHere:
     name: str  # of its folder below ranks/
     pid: int
     since: int  # the kernel's start time of the process, which tells it from a later one of the same pid
-    device: Mapping[str, Any] = field(compare=False)  # type, uuid, name ...; empty where it could not be told
+    device: Mapping[str, Any] = field(compare=False)  # type, uuid, name ...; empty if unknown
 
 
 class Sampler(Protocol):
@@ -60,7 +60,7 @@ class Sampler(Protocol):
 
     @property
     def period_s(self) -> float:
-        """The seconds to the next tick, asked for after each."""
+        """The seconds to the next tick, read after each."""
 
     def start(self, host: Host) -> None:
         """Begin: host.folder exists. Ranks come later, host.ranks is empty as yet."""
@@ -97,7 +97,7 @@ class Host:
 
     @property
     def period_s(self) -> float:
-        """The seconds between two readings: what the user asked for, else more the longer the job has run."""
+        """The seconds between two readings: the user's setting, else more the longer the job has run."""
         asked = os.environ.get("DLPROF_SAMPLE") or "auto"
         if asked != "auto":
             return float(asked)
@@ -166,8 +166,8 @@ class Host:
         return RankHere(int(facts["rank"]), word.folder, facts["pid"], since, facts.get("device") or {})
 
 
-class Paced:
-    """A sampler that reads as often as its host says."""
+class Periodic:
+    """A sampler that reads at its host's period."""
 
     host: Host
 
@@ -177,7 +177,7 @@ class Paced:
         return self.host.period_s
 
     def start(self, host: Host) -> None:
-        """Know the host."""
+        """Remember the host."""
         self.host = host
 
 
@@ -212,7 +212,7 @@ def over(end: int, seconds: float) -> bool:
 
 def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
     """Drive the samplers of this host until the job is over; or wait to, while another process does."""
-    name = _name(run)  # once: those that wait leave the disk alone
+    name = _name(run)  # once: processes that wait do not access the disk
     while (claimed := _bound(name)) is None:
         if over(end, _CLAIM_AGAIN_S):
             return

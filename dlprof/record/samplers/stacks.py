@@ -132,7 +132,7 @@ class _Spy:
         self._command += ["--full-filenames", "--format", "raw", "--rate", str(rate)]
         self._rate = rate
         self._file = folder / "stacks.txt.gz"
-        self._seen = -1  # what py-spy writes into: no file, since the command lines in it are for nobody's disk
+        self._seen = -1  # what py-spy writes into: no file, since the command lines in it must not reach the disk
         self._process: subprocess.Popen[bytes] | None = None
         self._begun_ns = 0
         self._since_ns = time.time_ns()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -89,16 +91,14 @@ model = fully_shard(net)
 """
 
 JOBS = {
-    "ahead": f'{FIRST}\nmodel = shard("BACKWARD_PRE", forward_prefetch=True, use_orig_params=True)',
-    "behind": f'{FIRST}\nmodel = shard("BACKWARD_POST")',
     "checkpointed": f"{FIRST}\nmodel = shard(inner=checkpoint_wrapper)",
-    "reentrant": f'{FIRST}\nmodel = shard("BACKWARD_PRE", lambda m: checkpoint_wrapper(m, CheckpointImpl.REENTRANT))',
-    "accumulating": (
-        f'{FIRST}\nmodel, passes = shard("BACKWARD_PRE", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 3'
+    "ahead, accumulating": (
+        f'{FIRST}\nmodel, passes = shard("BACKWARD_PRE", forward_prefetch=True, use_orig_params=True, '
+        "sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 3"
         "\nsynchronised = lambda last: None if last else model.no_sync()"
     ),
-    "second, ahead by itself": SECOND,
-    "second, ahead as told": f"""{SECOND}
+    "reentrant": f'{FIRST}\nmodel = shard("BACKWARD_PRE", lambda m: checkpoint_wrapper(m, CheckpointImpl.REENTRANT))',
+    "second, ahead as the script says": f"""{SECOND}
 net.set_modules_to_forward_prefetch(units[:2])
 units[0].set_modules_to_forward_prefetch(units[2:])
 net.set_modules_to_backward_prefetch(units[1:][::-1])
@@ -108,7 +108,16 @@ passes = 2
 synchronised = lambda last: net.set_requires_gradient_sync(last)
 Net.forward = lambda self, x: self.last(checkpoint(self.body, self.first(x), use_reentrant=False))
 """,
+    "ahead": f'{FIRST}\nmodel = shard("BACKWARD_PRE", forward_prefetch=True, use_orig_params=True)',
 }
+
+
+class Job(NamedTuple):
+    """A recorded job of two ranks, and its exchanges in a step: which each is, and whose parameters it moves."""
+
+    name: str
+    run: Path
+    truth: list[tuple[str, str]]
 
 
 def traced(run: Path) -> list[list[tuple[str, str]]]:
@@ -127,39 +136,38 @@ def traced(run: Path) -> list[list[tuple[str, str]]]:
     return found
 
 
-def of_job(folder: Path, job: str) -> list[tuple[str, str]]:
+@pytest.fixture(scope="module", params=JOBS)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Record a job, and return of a step what each exchange is, and whose parameters it moves by its size."""
+    folder = tmp_path_factory.mktemp("job")
     script = folder / "train.py"
-    script.write_text(dedent(HEAD) + JOBS[job] + dedent(LOOP))
+    script.write_text(dedent(HEAD) + JOBS[request.param] + dedent(LOOP))
     done = launch(wrapped(folder / "run", [sys.executable, *TORCHRUN, script], "--window", "6,1,4"), folder)
     assert done.returncode == 0, done.stderr
     assert "dlprof: modules" not in done.stderr
     moved: list[list[tuple[str, int]]] = json.loads(done.stdout.splitlines()[-1])
     assert all(step == moved[-1] for step in moved[2:])
     assert {size for _, size in moved[-1]} == {OUTERMOST, *UNITS}
-    return [(kind, UNITS.get(size, "")) for kind, size in moved[-1]]
+    return Job(request.param, folder / "run", [(kind, UNITS.get(size, "")) for kind, size in moved[-1]])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", JOBS)
-def test_an_exchange_is_for_the_module_whose_parameters_it_moves(tmp_path: Path, job: str) -> None:
-    truth = of_job(tmp_path, job)
-    steps = traced(tmp_path / "run")
-    assert len(steps) == 4
-    assert all(step == truth for step in steps)
+def test_an_exchange_is_for_the_module_whose_parameters_it_moves(job: Job) -> None:
+    assert traced(job.run) == [job.truth] * 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", ["ahead", "checkpointed"])
-def test_a_trace_of_others_tells_of_what_is_not_gathered_ahead(tmp_path: Path, job: str) -> None:
-    truth = of_job(tmp_path, job)
-    path = tmp_path / "run/ranks/00001/trace.json.gz"
-    told = json.loads(gzip.decompress(path.read_bytes()))
+def test_a_trace_of_others_shows_what_is_not_gathered_ahead(job: Job, tmp_path: Path) -> None:
+    if job.name not in ("ahead", "checkpointed"):
+        pytest.skip("a case of each is enough")
+    run = Path(shutil.copytree(job.run, tmp_path / "run"))
+    path = run / "ranks/00001/trace.json.gz"
+    trace = json.loads(gzip.decompress(path.read_bytes()))
     ours = ("dlprof::all_gather", "dlprof::reduce")
-    told["traceEvents"] = [e for e in told["traceEvents"] if not str(e.get("name")).startswith(ours)]
-    path.write_bytes(gzip.compress(json.dumps(told).encode()))
-    for step in traced(tmp_path / "run"):
-        known = [(kind, "?" if of == "?" else whose) for (kind, whose), (_, of) in zip(truth, step, strict=True)]
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if not str(e.get("name")).startswith(ours)]
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    for step in traced(run):
+        known = [(kind, "?" if of == "?" else whose) for (kind, whose), (_, of) in zip(job.truth, step, strict=True)]
         assert step == known
-        assert (step == truth) == (job == "checkpointed")
-        assert (step[0], step[-1]) == (truth[0], truth[-1])
+        assert (step == job.truth) == (job.name == "checkpointed")
+        assert (step[0], step[-1]) == (job.truth[0], job.truth[-1])

@@ -1,65 +1,55 @@
-"""What the kernel says of the first core, and the units that a process may use."""
+"""What the kernel says of the processor, and counts of this process; None or −1 where it does not say."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dlprof.record.device import cpu
+from dlprof.record.device.cpu import KernelCounters, used_between
 
+UNKNOWN = -1
 XEON = "processor\t: 0\nmodel name\t: Intel Xeon\nflags\t\t: fpu fma avx2 avx512f avx512_bf16 amx_tile amx_bf16\n\n"
-ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 i8mm sve\n\n"
+VECTORS = ["avx2", "avx512_bf16", "avx512f", "fma"]
+TILES = ["amx_bf16", "amx_tile"]
 
 
-@pytest.fixture
-def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "cpuinfo"
-    first = cpu._first_core.__wrapped__
-    monkeypatch.setattr(cpu, "_first_core", lambda: first(str(path)))
-    return path
+@pytest.mark.parametrize(
+    ("text", "tiles", "name", "units"),
+    [
+        # The first core stands for all.
+        (f"{XEON}processor\t: 1\nmodel name\t: another\nflags\t\t: fpu\n\n", True, "Intel Xeon", TILES + VECTORS),
+        (XEON, False, "Intel Xeon", VECTORS),  # the kernel does not grant the tiles
+        (XEON, None, "Intel Xeon", TILES + VECTORS),  # an older torch does not know
+        ("processor\t: 0\nFeatures\t: fp asimdhp i8mm sve\n\n", None, None, ["asimdhp", "i8mm", "sve"]),  # Arm
+        ("processor\t: 0\n\n", None, None, None),
+    ],
+)
+def test_the_first_cores_name_and_units(
+    text: str, tiles: bool | None, name: Any, units: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    first = cpu._first_core.__wrapped__(str(tmp_path / "cpuinfo"))
+    monkeypatch.setattr(cpu, "_first_core", lambda: first)
+    answers = {} if tiles is None else {"_is_amx_tile_supported": lambda: tiles}
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=SimpleNamespace(**answers)))
+    assert cpu.name() == (name or os.uname().machine)
+    assert cpu.units() == units
 
 
-def torch_that(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
-    questions = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=SimpleNamespace(**questions)))
-
-
-def test_the_first_core_stands_for_all(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    core.write_text(XEON + "processor\t: 1\nmodel name\t: another\nflags\t\t: fpu\n\n")
-    torch_that(monkeypatch, _is_amx_tile_supported=True)
-    assert cpu.name() == "Intel Xeon"
-    assert cpu.units() == ["amx_bf16", "amx_tile", "avx2", "avx512_bf16", "avx512f", "fma"]
-
-
-def test_tiles_that_the_kernel_does_not_grant_are_none(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    core.write_text(XEON)
-    torch_that(monkeypatch, _is_amx_tile_supported=False)
-    assert cpu.units() == ["avx2", "avx512_bf16", "avx512f", "fma"]
-    torch_that(monkeypatch)  # an older torch does not know
-    assert "amx_bf16" in (cpu.units() or ())
-
-
-def test_arm_calls_them_features_and_what_names_none_is_not_known(core: Path) -> None:
-    core.write_text(ARM)
-    assert cpu.units() == ["bf16", "i8mm", "sve"]
-    core.write_text("processor\t: 0\n\n")
-    assert cpu.units() is None
-
-
-def test_this_processor_has_a_name_and_a_quota_above_nothing() -> None:
-    assert cpu.name()
+def test_this_machine_answers() -> None:
     quota = cpu.quota()
     assert quota is None or quota > 0
-
-
-def test_cores_are_written_as_the_kernel_writes_them() -> None:
-    assert cpu.listed([3, 0, 1, 2, 8]) == "0-3,8"
-    assert cpu.listed([5]) == "5"
-    assert cpu.listed([0, 1]) == "0-1"
-    assert cpu.cores()
+    assert cpu.name()
+    assert cpu.cores() == cpu.listed(os.sched_getaffinity(0))
+    assert [cpu.listed(n) for n in ([3, 0, 1, 2, 8], [5], [0, 1])] == ["0-3,8", "5", "0-1"]
 
 
 def test_the_nodes_of_a_host_and_of_a_device(tmp_path: Path) -> None:
@@ -68,32 +58,85 @@ def test_the_nodes_of_a_host_and_of_a_device(tmp_path: Path) -> None:
         (tmp_path / "nodes" / node / "cpulist").write_text(f"{cores}\n")
     assert cpu.nodes(str(tmp_path / "nodes")) == {"0": "0-15", "1": "16-31"}
     assert cpu.nodes(str(tmp_path / "none")) == {}
-    for pci, node in (("0000:c1:00.0", "1"), ("0000:01:00.0", "-1")):
+    for pci, number in (("0000:c1:00.0", "1"), ("0000:c2:00.0", "0"), ("0000:01:00.0", "-1")):
         (tmp_path / pci).mkdir()
-        (tmp_path / pci / "numa_node").write_text(f"{node}\n")
-    assert cpu.node_of("0000:c1:00.0", str(tmp_path)) == 1
-    assert cpu.node_of("0000:01:00.0", str(tmp_path)) is None
-    assert cpu.node_of(None) is None
+        (tmp_path / pci / "numa_node").write_text(f"{number}\n")
+    found = [cpu.node_of(pci, str(tmp_path)) for pci in ("0000:c1:00.0", "0000:c2:00.0", "0000:01:00.0", None)]
+    assert found == [1, 0, None, None]
 
 
-def test_the_memory_of_a_process_is_the_least_that_its_groups_grant(tmp_path: Path) -> None:
-    groups = tmp_path / "groups"
-    process = tmp_path / "cgroup"
-    process.write_text("0::/slurm/job_1/step_0\n")
-    for name, text in (("slurm", "max"), ("slurm/job_1", "3000"), ("slurm/job_1/step_0", "max")):
-        (groups / name).mkdir(parents=True, exist_ok=True)
-        (groups / name / "memory.max").write_text(f"{text}\n")
-    assert cpu.memory_limit(str(process), str(groups)) == 3000
-    # Version 1 has a tree of its own, and writes a huge number where there is no limit.
-    process.write_text("5:cpu,cpuacct:/a\n4:memory:/a\n")
-    (groups / "memory/a").mkdir(parents=True)
-    (groups / "memory/a/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert cpu.memory_limit(str(process), str(groups)) is None
-    (groups / "memory/memory.limit_in_bytes").write_text("5000\n")
-    assert cpu.memory_limit(str(process), str(groups)) == 5000
+@pytest.mark.parametrize(
+    ("process", "limits", "least"),
+    [
+        ("0::/slurm/job_1/step_0\n", {"slurm": "max", "slurm/job_1": "3000", "slurm/job_1/step_0": "max"}, 3000),
+        ("0::/a/b\n", {"a": "2000", "a/b": "3000"}, 2000),
+        # Version 1 has a tree of its own, and writes a huge number where there is no limit.
+        ("5:cpu,cpuacct:/a\n4:memory:/a\n", {"a": "7", "memory/a": "9223372036854771712"}, None),
+        ("4:memory:/a\n", {"memory/a": "9223372036854771712", "memory": "5000"}, 5000),
+    ],
+)
+def test_the_memory_of_a_process_is_the_least_that_its_groups_grant(
+    process: str, limits: dict[str, str], least: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text(process)
+    for group, text in limits.items():
+        (tmp_path / "groups" / group).mkdir(parents=True, exist_ok=True)
+        name = "memory.limit_in_bytes" if group.startswith("memory") else "memory.max"
+        (tmp_path / "groups" / group / name).write_text(f"{text}\n")
+    assert cpu.memory_limit(str(tmp_path / "cgroup"), str(tmp_path / "groups")) == least
 
 
 def test_processes_that_the_kernel_killed_are_counted(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\nother 1\n")
     assert cpu.oom_kills(str(tmp_path / "vmstat")) == 3
     assert cpu.oom_kills(str(tmp_path / "none")) is None
+
+
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        sum(range(1000))
+
+
+def test_what_the_thread_and_what_the_process_have_used_are_two_things(tmp_path: Path) -> None:
+    counters = {whole: KernelCounters(whole_process=whole) for whole in (False, True)}
+    before = {whole: one.all() for whole, one in counters.items()}
+    cores = counters[True].cores()
+    other = threading.Thread(target=spin, args=(0.05,))
+    other.start()
+    other.join()
+    spin(0.01)
+    time.sleep(0.05)  # waiting is no use of a core
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    assert len((tmp_path / "file").read_bytes()) == 100_000
+    used = {whole: used_between(before[whole], one.all()) for whole, one in counters.items()}
+    assert 10_000_000 <= used[False][0] < 50_000_000
+    assert used[True][0] >= 60_000_000
+    for _, delayed, stored, read in used.values():
+        assert min(delayed, stored) >= 0
+        assert read >= 100_000
+    process, _, thread = used_between(cores, counters[True].cores())
+    assert process >= 60_000_000
+    assert 10_000_000 <= thread < 50_000_000
+    assert used_between((UNKNOWN, 5), (7, 9)) == (UNKNOWN, 4)
+
+
+@pytest.mark.parametrize("how", ["closed by the script", "closed by us", "taken"])
+def test_what_cannot_be_read_any_more_is_unknown_and_no_descriptor_is_touched(how: str, tmp_path: Path) -> None:
+    counters = KernelCounters(whole_process=True)
+    fd = counters._io.fd
+    theirs = -1
+    if how == "closed by us":
+        counters.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    else:
+        os.close(fd)
+    if how == "taken":
+        theirs = os.open(tmp_path / "theirs", os.O_RDWR | os.O_CREAT)
+        assert theirs == fd
+    assert counters.all()[2:] == (UNKNOWN, UNKNOWN)
+    counters.close()
+    if how == "taken":
+        os.fstat(theirs)
+        os.close(theirs)

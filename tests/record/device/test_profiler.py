@@ -1,4 +1,4 @@
-"""Kineto's words and everybody else's, in real processes with the real profiler, and when CUPTI is torn down."""
+"""Kineto's messages are kept and all others pass, packet by packet and in real processes; when CUPTI is torn down."""
 
 from __future__ import annotations
 
@@ -7,17 +7,84 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
+from dlprof.record.device import relay
 from dlprof.record.device.profiler import Kineto
 from tests.fixtures.devices import Devices
 from tests.fixtures.jobs import environment
 
-torch = pytest.importorskip("torch", reason="recording needs torch")
+torch: Any = pytest.importorskip("torch", reason="recording needs torch")
+
+HEAD = b"%s:2026-01-02 03:04:05 17:18 init.cpp:178] "
+WARNING, STAGE, ERROR = (HEAD % level for level in (b"WARNING", b"STAGE", b"ERROR"))
+
+
+def relayed(*packets: bytes, everything: bool = False, is_read: bool = True) -> tuple[bytes, bytes]:
+    """Return what is passed on and what is kept of packets that are written one after the other."""
+    read, write = os.pipe2(os.O_DIRECT)
+    passed, stderr = os.pipe()
+    kept, keep = os.pipe()
+
+    def write_all() -> None:
+        for packet in packets:
+            os.write(write, packet)
+        os.close(write)
+
+    if not is_read:
+        os.close(passed)
+    writer = threading.Thread(target=write_all)
+    writer.start()
+    relay.relay(read, stderr, keep, everything)
+    writer.join()
+    for fd in (read, stderr, keep):
+        os.close(fd)
+    found = []
+    for fd in (passed, kept) if is_read else (kept,):
+        with open(fd, "rb") as file:  # noqa: PTH123 - a descriptor
+            found.append(file.read())
+    return (found[0] if is_read else b""), found[-1]
+
+
+KINETO, OTHERS = STAGE + b"Completed Stage: Warm Up", b"loss 0.1\n"
+
+
+@pytest.mark.parametrize(
+    ("packets", "passed", "kept"),
+    [
+        ([KINETO, b"\n"], b"", b""),
+        ([ERROR + b"no", b"\n"], b"", ERROR + b"no\n"),
+        ([OTHERS, ERROR + b"no", b"\n", b"loss 0.2\n"], b"loss 0.1\nloss 0.2\n", ERROR + b"no\n"),
+        # Another thread writes between a message and the end of its line.
+        ([WARNING + b"no", OTHERS, b"\n"], b"loss 0.1\n\n", WARNING + b"no\n"),
+        ([WARNING + b"one\ntwo\n", b"\n"], b"\n", WARNING + b"one two\n"),
+        # A progress bar, and words that only look like Kineto's.
+        ([b"\r 10 %", b"\r 20 %"], b"\r 10 %\r 20 %", b""),
+        ([b"ERROR:root:no\n", b"WARNING: slow\n"], b"ERROR:root:no\nWARNING: slow\n", b""),
+        ([b"\xff\x00\n", b"\n"], b"\xff\x00\n\n", b""),
+        ([], b"", b""),
+        # Longer than a packet: all of it stays, a part is kept.
+        ([STAGE + b"x" * 10_000, b"\n", OTHERS], OTHERS, b""),
+        ([ERROR + b"y" * 10_000, OTHERS], OTHERS, ERROR + b"y" * (1000 - len(ERROR)) + b"\n"),
+    ],
+)
+def test_kinetos_messages_stay_and_all_else_passes_in_order(packets: list[bytes], passed: bytes, kept: bytes) -> None:
+    assert relayed(*packets) == (passed, kept)
+    assert relayed(*packets, is_read=False) == (b"", kept)  # stderr that nobody reads stops nothing
+    assert relayed(*packets, everything=True) == (b"".join(packets), kept)  # the user asked for Kineto's, too
+
+
+def test_what_is_kept_is_bounded() -> None:
+    # A pipe that is full would hold up what others write.
+    passed, kept = relayed(*([ERROR + b"z" * 950, b"\n"] * 60), b"after\n")
+    assert passed == b"after\n"
+    assert 30_000 < len(kept) < 35_000
+
 
 # Kineto says that it cannot write where there is no folder: a real error, with its chatter around it.
 JOB = """
@@ -26,9 +93,9 @@ import torch
 from dlprof.record.device.profiler import Kineto
 
 kineto = Kineto(on_device=True)
-profiler = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-def trace(path="/nowhere/at/all.json"):
+def trace(path="/nowhere/at/all.json", during=lambda: None):
+    profiler = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActivity.CPU])
     with kineto.preparing():
         profiler.prepare_trace()
     with kineto.listening():
@@ -38,31 +105,22 @@ def trace(path="/nowhere/at/all.json"):
         during()
         profiler.export_chrome_trace(path)
 
-def during():
-    pass
-
 def end():
     kineto.close()
-    print(json.dumps({"errors": kineto.errors, "level": os.environ.get("KINETO_LOG_LEVEL")}))
+    print(json.dumps({"errors": kineto.errors, "level": os.environ.get("KINETO_LOG_LEVEL")}), flush=True)
 """
 
 
 def run(body: str, **env: str) -> subprocess.CompletedProcess[str]:
-    script = dedent(JOB) + dedent(body)
-    command = [sys.executable, "-c", script]
+    command, cwd = [sys.executable, "-c", dedent(JOB) + dedent(body)], Path.cwd()
     return subprocess.run(
-        command, env=environment(**env), capture_output=True, text=True, timeout=120, check=False, cwd=Path.cwd()
+        command, env=environment(**env), capture_output=True, text=True, timeout=120, check=False, cwd=cwd
     )
 
 
-def heard(done: subprocess.CompletedProcess[str]) -> Any:
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert "Failed to open '/nowhere/at/all.json'" in said["errors"][0]
-    return said
-
-
-def test_what_kineto_says_is_kept_and_the_scripts_stderr_has_what_others_say(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_what_kineto_says_is_kept_and_stderr_has_what_all_others_say() -> None:
     done = run(
         """
         talking = True
@@ -73,123 +131,78 @@ def test_what_kineto_says_is_kept_and_the_scripts_stderr_has_what_others_say(tmp
                 n += 1
                 time.sleep(0.0001)
             os.write(2, b"in all %d\\n" % n)
+        def during():
+            later = "import sys, time; time.sleep(1); sys.stderr.write('child\\\\n')"
+            subprocess.Popen([sys.executable, "-c", later])  # outlives the call and its parent
+            if os.fork() == 0:
+                os.write(2, b"fork %s\\n" % os.readlink("/proc/self/fd/2").encode())
+                os._exit(0)
+            os.wait()
+        print(os.readlink("/proc/self/fd/2"), os.getpid(), flush=True)
         thread = threading.Thread(target=talk)
         thread.start()
-        trace()
+        trace(during=during)
+        with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as children:
+            print(len(children.read().split()))  # the script's own alone
         talking = False
         thread.join()
         end()
-        sys.stderr.write("the end\\n")
+        profiler = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActivity.CPU])
+        profiler.prepare_trace(); profiler.start_trace(); profiler.stop_trace()
+        profiler.export_chrome_trace("/nowhere/else.json")
         """
     )
-    said = heard(done)
+    assert done.returncode == 0, done.stderr
+    first, children, last = done.stdout.splitlines()
+    assert children == "1"
+    said = json.loads(last)
+    assert "Failed to open '/nowhere/at/all.json'" in said["errors"][0]
     assert [error.split(":")[0] for error in said["errors"]] == ["ERROR"] * len(said["errors"])
-    *lines, last, end = done.stderr.splitlines()
-    assert lines == [f"thread {n}" for n in range(len(lines))]
-    assert (last, end) == (f"in all {len(lines)}", "the end")
     assert said["level"] is None
+    lines = done.stderr.splitlines()
+    threads = [int(line.split()[1]) for line in lines if line.startswith("thread")]
+    assert sorted(threads) == list(range(len(threads)))  # none is lost
+    assert [line for line in lines if line.startswith(("in all", "fork", "child"))] == [
+        f"fork {first.split()[0]}",  # the real stderr
+        f"in all {len(threads)}",
+        "child",
+    ]
+    # Afterwards Kineto says what it says without us.
+    assert any(line.startswith("ERROR:") and "Failed to open '/nowhere/else.json'" in line for line in lines)
 
 
-@pytest.mark.long
-def test_after_it_kineto_says_what_it_would_have_said_without_us() -> None:
-    again = """
-    profiler = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActivity.CPU])
-    profiler.prepare_trace(); profiler.start_trace(); profiler.stop_trace()
-    profiler.export_chrome_trace("/nowhere/else.json")
-    """
-    ours = run(f"trace()\nend()\n{dedent(again)}")
-    plain = run(dedent(again))
-    heard(ours)
-
-    def words(done: subprocess.CompletedProcess[str]) -> list[str]:
-        return [line.partition("] ")[2] for line in done.stderr.splitlines()]
-
-    assert words(ours) == words(plain)
-    assert "Failed to open '/nowhere/else.json' : No such file or directory" in words(plain)
-
-
-def test_a_user_who_wants_kinetos_words_has_them_all() -> None:
+def test_a_user_who_asked_for_kinetos_messages_has_them_all() -> None:
     done = run("trace()\nend()", KINETO_LOG_LEVEL="0")
-    said = heard(done)
     assert "Completed Stage: Collection" in done.stderr
     assert "Failed to open '/nowhere/at/all.json'" in done.stderr
-    assert said["level"] == "0"
-
-
-@pytest.mark.long
-def test_a_child_that_outlives_the_call_and_its_parent_is_heard_to_its_end() -> None:
-    done = run(
-        """
-        def during():
-            later = "import sys, time; time.sleep(1); sys.stderr.write('child\\\\n')"
-            subprocess.Popen([sys.executable, "-c", later])
-        trace()
-        end()
-        """
-    )
-    heard(done)
-    assert done.stderr.splitlines() == ["child"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_fork_meanwhile_has_the_real_stderr_and_no_child_more_is_waited_for() -> None:
-    done = run(
-        """
-        def during():
-            if os.fork() == 0:
-                os.write(2, b"%s\\n" % os.readlink("/proc/self/fd/2").encode())
-                os._exit(0)
-            os.wait()
-            try:
-                os.wait()
-            except ChildProcessError:
-                os.write(2, b"no child\\n")
-        print(os.readlink("/proc/self/fd/2"))
-        trace()
-        end()
-        """
-    )
-    heard(done)
-    assert done.stderr.splitlines() == [done.stdout.splitlines()[0], "no child"]
+    assert json.loads(done.stdout)["level"] == "0"
 
 
 def test_the_last_words_of_a_process_that_dies_in_the_call_are_there() -> None:
-    done = run(
-        """
-        import faulthandler
-        faulthandler.enable()
-        def during():
-            os.abort()
-        trace()
-        """
-    )
+    done = run("import faulthandler\nfaulthandler.enable()\ntrace(during=os.abort)")
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
     assert "USDT" not in done.stderr
 
 
-def test_a_script_that_changes_its_stderr_meanwhile_keeps_the_new_one(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_script_that_changes_or_closes_its_stderr_is_recorded_all_the_same(tmp_path: Path) -> None:
     done = run(
         f"""
         def during():
-            fd = os.open({str(tmp_path / "err.txt")!r}, os.O_CREAT | os.O_WRONLY)
-            os.dup2(fd, 2)
-        trace()
+            os.dup2(os.open({str(tmp_path / "err.txt")!r}, os.O_CREAT | os.O_WRONLY), 2)
+        trace(during=during)
         end()
         os.write(2, b"to the file\\n")
+        os.close(2)
+        kineto = Kineto(on_device=True)
+        trace()
+        end()
         """
     )
-    assert done.returncode == 0
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "err.txt").read_text().endswith("to the file\n")
-
-
-@pytest.mark.long
-def test_a_script_without_stderr_is_recorded_all_the_same() -> None:
-    done = run("end()", PYTHONUNBUFFERED="1")
-    assert json.loads(done.stdout)["errors"] == []
-    silent = run("import os\nos.close(2)\nkineto = Kineto(on_device=True)\ntrace()\nend()")
-    assert json.loads(silent.stdout.splitlines()[-1])["errors"] is None
+    assert json.loads(done.stdout.splitlines()[-1])["errors"] is None
 
 
 def test_on_a_cpu_kineto_is_silent_and_nobody_listens(tmp_path: Path) -> None:
@@ -198,56 +211,48 @@ def test_on_a_cpu_kineto_is_silent_and_nobody_listens(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {"errors": None, "level": None}
 
 
-class Environment:
-    """What Kineto would find in the environment, for a version of CUDA."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cuda: str | None, said: str | None = None) -> None:
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
-        if said is not None:
-            monkeypatch.setenv("TEARDOWN_CUPTI", said)
-        self.kineto = Kineto(on_device=False)
-        self.will = self.kineto.tear_down()
-        self.found = os.environ.get("TEARDOWN_CUPTI")
-        self.kineto.leave()
-        self.left = os.environ.get("TEARDOWN_CUPTI")
-
-
 @pytest.mark.parametrize(
     ("cuda", "said", "will", "found", "left"),
     [
         ("12.6", None, True, "1", None),
         ("13.0", None, True, "1", None),
-        ("12.4", None, False, None, None),
+        ("12.5", None, False, None, None),
         ("11.8", None, False, None, None),
         (None, None, None, None, None),
         ("12.8", "0", False, "0", "0"),
         ("12.4", "1", True, "1", "1"),
     ],
 )
-def test_cupti_is_torn_down_where_that_is_safe_and_the_users_word_stands(
+def test_cupti_is_torn_down_where_that_is_safe_unless_the_user_has_set_it(
     cuda: str | None, said: str | None, will: bool | None, found: str | None, left: str | None, monkeypatch: Any
 ) -> None:
-    got = Environment(monkeypatch, cuda, said)
-    assert (got.will, got.found, got.left) == (will, found, left)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if said is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", said)
+    kineto = Kineto(on_device=False)
+    assert (kineto.tear_down(), os.environ.get("TEARDOWN_CUPTI")) == (will, found)
+    kineto.leave()
+    assert os.environ.get("TEARDOWN_CUPTI") == left
 
 
-def test_the_call_that_tears_it_down_is_made_at_once_and_on_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = Devices(monkeypatch)
-    monkeypatch.setattr("dlprof.record.device.profiler._TEAR_DOWN_S", 0.01)
-    asked = []
+def test_cupti_is_torn_down_in_a_call_to_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, asked = Devices(monkeypatch), list[int]()
 
     class Stream:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
         def query(self) -> bool:
-            asked.append(True)
+            asked.append(self.index)
             return False
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream() if index == 1 else None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     kineto = Kineto(on_device=False)
     kineto.torn_down(1)
     assert asked == []
     assert kineto.tear_down()
     kineto.torn_down(1)
-    assert asked
+    assert {*asked} == {1}
     kineto.leave()
     assert devices.awake == set()

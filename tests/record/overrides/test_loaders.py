@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dlprof.record.overrides.loaders import install  # noqa: E402
 
 DATA: Any = TensorDataset(torch.arange(12))
+WORKERS = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "timeout": 9}
 
 
 def seen(loader: Any) -> tuple[int, int | None, bool]:
@@ -28,42 +29,41 @@ def numbers(loader: Any) -> list[int]:
     return sorted(int(n) for (batch,) in loader for n in batch)
 
 
-def test_workers_are_started_and_give_the_same_samples_in_the_same_order() -> None:
-    with overriding(
-        install, "loader.num_workers=2", "loader.prefetch_factor=3", "loader.persistent_workers=on"
-    ) as effects:
-        loader = DataLoader(DATA, batch_size=5)
-        assert seen(loader) == (2, 3, True)
-        assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
-        assert done(effects, "loader.num_workers") == (1, [0], None)
-        assert done(effects, "loader.prefetch_factor") == (1, [None], None)
+# Settings, loaders that the script makes, how they are, and what is noted of some: applied, before, error.
+MADE: dict[str, tuple[Any, ...]] = {
+    "workers": (
+        *("num_workers=2 prefetch_factor=3 persistent_workers=on", [{}], [(2, 3, True)]),
+        {"num_workers": (1, [0], None), "prefetch_factor": (1, [None], None)},
+    ),
+    "all loaders, that of the validation too": (
+        *("num_workers=1", [{"num_workers": 0}, {"num_workers": 2}], [(1, 2, False), (1, 2, False)]),
+        {"num_workers": (2, [0, 2], None)},
+    ),
+    "without workers what belongs to them goes too": (
+        *("num_workers=0", [WORKERS | {"multiprocessing_context": "fork"}], [(0, None, False)]),
+        {"num_workers": (1, [2], None)},
+    ),
+    "one without workers takes nothing of theirs": (
+        *("prefetch_factor=4 pin_memory=False", [{}], [(0, None, False)]),
+        {"prefetch_factor": (0, [], "a loader has no workers"), "pin_memory": (1, [False], None)},
+    ),
+    "one with workers does": (
+        *("prefetch_factor=4 pin_memory=False", [{}, {"num_workers": 1}], [(0, None, False), (1, 4, False)]),
+        {"prefetch_factor": (1, [None], "a loader has no workers")},
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "made", "expected", "noted"), MADE.values(), ids=MADE)
+def test_loaders_are_made_as_asked_for(settings: str, made: Any, expected: Any, noted: Any) -> None:
+    with overriding(install, *(f"loader.{setting}" for setting in settings.split())) as effects:
+        loaders = [DataLoader(DATA, batch_size=5, **given) for given in made]
+        assert list(map(seen, loaders)) == expected
+        assert {name: done(effects, f"loader.{name}") for name in noted} == noted
+        if len(made) == 1:
+            batches = [batch.tolist() for (batch,) in loaders[0]]
+            assert batches == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
     assert seen(DataLoader(DATA)) == (0, None, False)
-
-
-def test_all_loaders_are_changed_those_of_the_validation_too() -> None:
-    with overriding(install, "loader.num_workers=1") as effects:
-        assert [seen(DataLoader(DATA, num_workers=n))[0] for n in (0, 2)] == [1, 1]
-        assert done(effects, "loader.num_workers") == (2, [0, 2], None)
-
-
-def test_without_workers_what_belongs_to_them_goes_too() -> None:
-    with overriding(install, "loader.num_workers=0") as effects:
-        loader = DataLoader(
-            DATA, num_workers=2, prefetch_factor=4, persistent_workers=True, timeout=9, multiprocessing_context="fork"
-        )
-        assert seen(loader) == (0, None, False)
-        assert (loader.timeout, loader.multiprocessing_context) == (0, None)
-        assert numbers(loader) == list(range(12))
-        assert done(effects, "loader.num_workers") == (1, [2], None)
-
-
-def test_a_loader_without_workers_takes_nothing_of_theirs_and_that_is_noted() -> None:
-    with overriding(install, "loader.prefetch_factor=4", "loader.pin_memory=False") as effects:
-        assert seen(DataLoader(DATA)) == (0, None, False)
-        assert done(effects, "loader.prefetch_factor") == (0, [], "a loader has no workers")
-        assert done(effects, "loader.pin_memory") == (1, [False], None)
-        assert seen(DataLoader(DATA, num_workers=1)) == (1, 4, False)
-        assert done(effects, "loader.prefetch_factor")[:2] == (1, [None])
 
 
 class Loader(DataLoader[Any]):
@@ -99,7 +99,7 @@ class Shared(IterableDataset[Any]):
 
 
 class Wrapper(IterableDataset[Any]):
-    """Passes the samples of another data set on."""
+    """Passes the samples of other data sets on."""
 
     def __init__(self, *datasets: Any) -> None:
         self.datasets = datasets
@@ -109,30 +109,27 @@ class Wrapper(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("data", "before", "after"),
+    ("data", "before", "asked", "after"),
     [
-        (Whole(), 0, 0),
-        (Shared(), 0, 2),
-        (Whole(), 3, 3),
-        (Shared(), 3, 2),
-        (Wrapper(Wrapper(Shared())), 0, 2),
-        (Wrapper(Shared(), Whole()), 0, 0),
+        (Whole(), 0, 2, 0),
+        (Whole(), 0, 1, 1),
+        (Shared(), 0, 2, 2),
+        (Whole(), 3, 2, 3),
+        (Shared(), 3, 2, 2),
+        (Wrapper(Wrapper(Shared())), 0, 2, 2),
+        (Wrapper(Shared(), Whole()), 0, 2, 0),
     ],
 )
 def test_an_iterable_data_set_that_would_give_its_samples_twice_keeps_its_workers(
-    data: Any, before: int, after: int
+    data: Any, before: int, asked: int, after: int
 ) -> None:
-    with overriding(install, "loader.num_workers=2") as effects:
-        assert DataLoader(data, num_workers=before).num_workers == after
+    with overriding(install, f"loader.num_workers={asked}") as effects:
+        loader = DataLoader(data, batch_size=4, num_workers=before)
+        assert loader.num_workers == after
         applied, _, error = done(effects, "loader.num_workers")
-        assert (applied, error is None) == ((1, True) if after == 2 else (0, False))
-
-
-def test_one_worker_gives_an_iterable_data_set_once() -> None:
-    with overriding(install, "loader.num_workers=1"):
-        loader = DataLoader(Whole(), batch_size=4)
-        assert loader.num_workers == 1
-        assert numbers(loader) == list(range(12))
+        assert (applied, error is None) == ((1, True) if after == asked else (0, False))
+        if isinstance(data, (Whole, Shared)):
+            assert after == 3 or numbers(loader) == list(range(12))
 
 
 class Unpicklable(Dataset[Any]):
@@ -160,11 +157,6 @@ def test_workers_that_do_not_start_leave_the_loader_as_the_script_has_it() -> No
             assert error
 
 
-def test_workers_of_the_scripts_own_that_do_not_start_fail_as_ever() -> None:
-    with overriding(install, "loader.pin_memory=False"), pytest.raises(Exception, match=r"[Pp]ickle"):
-        numbers(DataLoader(Unpicklable(), num_workers=1, multiprocessing_context="spawn"))
-
-
 class Nested(Dataset[Any]):
     """Iterates a loader of its own in each sample."""
 
@@ -176,31 +168,37 @@ class Nested(Dataset[Any]):
         return (torch.tensor(inner.num_workers), next(iter(inner))[0].sum())
 
 
-def test_a_loader_inside_a_worker_stays_as_it_is() -> None:
+def test_workers_and_daemonic_processes_start_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with overriding(install, "loader.num_workers=1"):
         batches: Any = DataLoader(Nested(), batch_size=4)
         ((inner, total),) = batches
-        assert inner.tolist() == [0, 0, 0, 0]
-        assert total.tolist() == [66, 66, 66, 66]
-
-
-def test_a_daemonic_process_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert (inner.tolist(), total.tolist()) == ([0] * 4, [66] * 4)
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
     with overriding(install, "loader.num_workers=2") as effects:
         assert DataLoader(DATA).num_workers == 0
         assert "daemonic" in str(done(effects, "loader.num_workers")[2])
 
 
-def test_wrong_arguments_are_the_scripts_own_error() -> None:
-    with overriding(install, "loader.num_workers=2"), pytest.raises(TypeError):
-        DataLoader()  # type: ignore[call-arg]
-    with overriding(install, "loader.num_workers=2"), pytest.raises(ValueError, match="batch_sampler"):
-        DataLoader(DATA, batch_sampler=[[0]], shuffle=True)
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no data": (lambda: DataLoader(), TypeError, "dataset"),  # type: ignore[call-arg]
+    "two orders": (lambda: DataLoader(DATA, batch_sampler=[[0]], shuffle=True), ValueError, "batch_sampler"),
+    "workers of its own that do not start": (
+        *(lambda: numbers(DataLoader(Unpicklable(), num_workers=1, multiprocessing_context="spawn")), Exception),
+        "[Pp]ickle",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "match"), MISTAKES.values(), ids=MISTAKES)
+def test_wrong_arguments_are_the_scripts_own_error(make: Any, error: type[Exception], match: str) -> None:
+    setting = "loader.pin_memory=False" if error is Exception else "loader.num_workers=2"
+    with overriding(install, setting), pytest.raises(error, match=match):
+        make()
 
 
 def test_torchdatas_loader_is_changed_too() -> None:
     with overriding(install, "loader.num_workers=2") as effects:
-        # Its class is made while loaders are watched, as in a script that imports it.
+        # Its class is made while loaders are wrapped, as in a script that imports it.
         stateful = pytest.importorskip("torchdata.stateful_dataloader.stateful_dataloader")
         kind: Any = stateful.StatefulDataLoader
         if not hasattr(kind.__init__, "__wrapped__"):

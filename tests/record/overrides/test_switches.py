@@ -1,4 +1,4 @@
-"""What holds for the whole process is set at once, and stays as asked for when the script sets it."""
+"""What holds for the whole process stays as asked for when the script sets it; copies to a device wait or do not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.overrides import Value
 from dlprof.record import hooks
-from dlprof.record.overrides import switches
+from dlprof.record.overrides import copies, switches
 from dlprof.record.overrides.constructors import Effects
 from tests.fixtures.overriding import done, overriding
 
@@ -26,62 +26,69 @@ def _as_before() -> Iterator[None]:
     (gc.enable if collecting else gc.disable)()
 
 
-def test_threads_win_over_the_scripts_own_and_loader_workers_keep_one() -> None:
-    torch.set_num_threads(1)
-    with overriding(switches.install, "torch.num_threads=2") as effects:
-        assert torch.get_num_threads() == 2
-        torch.set_num_threads(3)
-        assert torch.get_num_threads() == 2
-        assert done(effects, "torch.num_threads") == (2, [1, 3], None)
-        with pytest.raises(RuntimeError):
-            torch.set_num_threads(0)
-        data = torch.utils.data.DataLoader(_Threads(), num_workers=1)
-        assert [int(n) for n in data] == [1, 1]
-    assert torch.get_num_threads() == 1
+def set_threads(value: int) -> None:
+    torch.set_num_threads(value)
 
 
-class _Threads(torch.utils.data.Dataset[Any]):  # type: ignore[misc]
+def set_tf32(value: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = value
+
+
+def set_benchmark(value: bool) -> None:
+    torch.backends.cudnn.benchmark = value
+
+
+def set_gc(value: bool) -> None:
+    (gc.enable if value else gc.disable)()
+
+
+PRECISION = (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+BENCHMARK = (lambda: torch.backends.cudnn.benchmark, set_benchmark)
+# A setting and its value, what reads and sets it, its value before, what the script sets and how, and what is noted
+# to have been there.
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "torch.num_threads": (2, torch.get_num_threads, set_threads, 1, [(set_threads, 3)], [1, 3]),
+    "torch.float32_matmul_precision": (
+        *("high", *PRECISION, "highest"),
+        *([(PRECISION[1], "medium"), (set_tf32, False)], ["highest", "medium", False]),
+    ),
+    "torch.cudnn_benchmark": (True, *BENCHMARK, False, [(set_benchmark, False)], [False]),
+    "gc.enabled": (False, gc.isenabled, set_gc, True, [(set_gc, True)], [True]),
+    "gc.enabled ": (True, gc.isenabled, set_gc, False, [(set_gc, False)], [False]),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_stays_as_asked_for_until_the_end(name: str) -> None:
+    value, read, switch, before, sets, noted = SWITCHES[name]
+    switch(before)
+    with overriding(switches.install, f"{name.strip()}={value}") as effects:
+        assert read() == value
+        for by, other in sets:
+            by(other)
+            assert read() == value
+        assert done(effects, name.strip()) == (1 + len(sets), noted, None)
+    assert read() == before
+    switch(value)  # as without us
+    assert read() == value
+    switch(before)
+
+
+class Threads(torch.utils.data.Dataset[Any]):  # type: ignore[misc]
+    """The threads of the worker that makes a sample."""
+
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, n: int) -> int:
+    def __getitem__(self, _: int) -> int:
         return int(torch.get_num_threads())
 
 
-def test_precision_wins_however_the_script_sets_it() -> None:
-    assert torch.get_float32_matmul_precision() == "highest"
-    with overriding(switches.install, "torch.float32_matmul_precision=high") as effects:
-        for sets in (
-            lambda: torch.set_float32_matmul_precision("medium"),
-            lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False),
-        ):
-            sets()
-            assert torch.get_float32_matmul_precision() == "high"
-        assert done(effects, "torch.float32_matmul_precision") == (3, ["highest", "medium", False], None)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_cudnns_benchmark_wins() -> None:
-    with overriding(switches.install, "torch.cudnn_benchmark=True") as effects:
-        assert torch.backends.cudnn.benchmark is True
-        torch.backends.cudnn.benchmark = False
-        assert torch.backends.cudnn.benchmark is True
-        assert done(effects, "torch.cudnn_benchmark") == (2, [False], None)
-    assert torch.backends.cudnn.benchmark is False
-    torch.backends.cudnn.benchmark = True
-    assert torch.backends.cudnn.benchmark is True
-    torch.backends.cudnn.benchmark = False
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_garbage_collection_wins(value: bool) -> None:
-    (gc.disable if value else gc.enable)()
-    with overriding(switches.install, f"gc.enabled={value}") as effects:
-        assert gc.isenabled() is value
-        (gc.disable if value else gc.enable)()
-        assert gc.isenabled() is value
-        assert done(effects, "gc.enabled") == (2, [not value], None)
-    assert gc.isenabled() is not value
+def test_loader_workers_keep_one_thread_and_what_torch_refuses_is_refused() -> None:
+    with overriding(switches.install, "torch.num_threads=2"):
+        with pytest.raises(RuntimeError):
+            torch.set_num_threads(0)
+        assert [int(n) for n in torch.utils.data.DataLoader(Threads(), num_workers=1)] == [1, 1]
 
 
 def test_objects_are_frozen_when_training_begins() -> None:
@@ -95,16 +102,13 @@ def test_objects_are_frozen_when_training_begins() -> None:
     finally:
         hooks.uninstall()
     assert gc.get_freeze_count() == 0
-
-
-def test_the_script_does_not_freeze() -> None:
     with overriding(switches.install, "gc.freeze=False") as effects:
-        gc.freeze()
+        gc.freeze()  # the script's own
         assert gc.get_freeze_count() == 0
         assert done(effects, "gc.freeze") == (1, [True], None)
 
 
-def test_variables_are_seen_with_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_noted_with_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Value] = {"env.DL_ONE": "1", "env.DL_TWO": "2", "loader.num_workers": 1}
     monkeypatch.setenv("DL_ONE", "1")
     monkeypatch.setenv("DL_TWO", "other")
@@ -121,3 +125,64 @@ def test_a_torch_without_a_switch_costs_that_one_alone(monkeypatch: pytest.Monke
     with overriding(switches.install, "torch.float32_matmul_precision=high", "torch.num_threads=2") as effects:
         assert "AttributeError" in str(done(effects, "torch.float32_matmul_precision")[2])
         assert done(effects, "torch.num_threads")[0] == 1
+
+
+COPY = "copy.non_blocking"
+THERE = torch.ones(2, device="meta")
+HOST, OFF = torch.ones(2), {"non_blocking": False}
+ON = {"non_blocking": True}
+# A method, its arguments, those that torch gets with non_blocking=True, and what was there; None: it is no such copy.
+COPIES: list[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any], bool | None]] = [
+    ("to", ("meta",), {}, ("meta",), ON, False),
+    ("to", (torch.device("meta"),), OFF, (torch.device("meta"),), ON, False),
+    ("to", ("meta", torch.float16, False), {}, ("meta", torch.float16, True), {}, False),
+    ("to", ("meta", None, True, True), {}, ("meta", None, True, True), {}, True),
+    ("to", (), {"device": "meta"}, (), {"device": "meta", **ON}, False),
+    ("to", (THERE,), {}, (THERE,), ON, False),
+    ("cuda", (), {}, (), ON, False),
+    ("cuda", (0, False), {}, (0, True), {}, False),
+    ("to", ("cpu",), {}, ("cpu",), {}, None),
+    ("to", (torch.float16,), {}, (torch.float16,), {}, None),
+    ("to", (), {}, (), {}, None),
+]
+
+
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return what Tensor.to and Tensor.cuda are called with, below the override."""
+    made: list[Any] = []
+    for name in ("to", "cuda"):
+        monkeypatch.setattr(torch.Tensor, name, lambda _, *args, **kwargs: made.append((args, kwargs)))
+    return made
+
+
+@pytest.mark.parametrize(("method", "args", "kwargs", "with_args", "with_kwargs", "before"), COPIES)
+def test_only_copies_to_a_device_do_not_wait(
+    method: str, args: Any, kwargs: Any, with_args: Any, with_kwargs: Any, before: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = copied(monkeypatch)
+    with overriding(copies.install, f"{COPY}=True") as effects:
+        getattr(HOST, method)(*args, **kwargs)
+        assert calls == [(with_args, with_kwargs)]
+        assert done(effects, COPY) == ((0, [], None) if before is None else (1, [before], None))
+
+
+def test_what_did_not_wait_waits_and_a_copy_from_a_device_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may read what was copied at once."""
+    calls = copied(monkeypatch)
+    with overriding(copies.install, f"{COPY}=off") as effects:
+        HOST.to("meta", non_blocking=True)
+        THERE.to("cpu", non_blocking=True)
+        assert calls == [(("meta",), OFF), (("cpu",), ON)]
+        assert done(effects, COPY) == (1, [True], None)
+
+
+def test_a_real_copy_and_a_wrong_one() -> None:
+    with overriding(copies.install, f"{COPY}=True") as effects:
+        assert HOST.to("meta").device.type == "meta"
+        assert HOST.to(torch.float16).dtype == torch.float16
+        with pytest.raises(RuntimeError):
+            HOST.to("no such device")
+        model = torch.nn.Linear(2, 2).to("meta")  # torch's own calls
+        assert model.weight.device.type == "meta"
+        assert done(effects, COPY)[0] == 1
+    assert "to" not in vars(torch.Tensor)

@@ -1,9 +1,8 @@
-"""The GPU sampler against NVML's answers as its documentation has them: their units and types are not recorded.
+"""Samplers of GPUs against drivers that answer in the types, units and errors that NVML and amdsmi document.
 
-No GPU was at hand: `Documented` stands where nvidia-ml-py calls the driver and answers in the types of the real module,
-by default with figures made up. `PRINTED`, `CONSUMED` and `CAPPED` are those of real GPUs, as tools that stand on NVML
-told them: nvidia-smi and dcgm-exporter.
-The last test asks a real driver, and is skipped where there is none.
+`Nvml` stands where nvidia-ml-py calls the driver, `Amdsmi` for the module of amdsmi 7.0: no AMD GPU was at hand. Their
+figures are made up, but for `CONSUMED`, which dcgm-exporter printed of real GPUs. The last test asks a real driver, and
+is skipped where there is none.
 """
 
 from __future__ import annotations
@@ -13,81 +12,91 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import IntEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pynvml
 import pytest
 
 import dlprof
-from dlprof.analysis.machine.clocks import REASONS
-from dlprof.record.samplers.gpu import GpuSampler
+from dlprof.record.samplers.amd import AmdSampler
+from dlprof.record.samplers.driver import DriverSampler
+from dlprof.record.samplers.gpu import GpuSampler, Traffic
 from dlprof.record.samplers.sampling import Host, sample
 from tests.fixtures.jobs import environment, until
 from tests.fixtures.sampling import host_with, rows
 
 ONE, TWO = "11111111-2222-3333-4444-555555555555", "66666666-7777-8888-9999-000000000000"
+SENT, RECEIVED = "pcie_sent_bytes_per_s", "pcie_received_bytes_per_s"
+TIMES = {"at_ns", "perf_ns"}
 
 
-class Documented:
-    """A driver with GPUs that NVML knows by UUID. `refused` are functions and fields that answer with an error."""
+class Driver:
+    """Answers calls by name, and notes them. `refused`: calls that raise, and their errors."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...] = (f"GPU-{ONE}",)) -> None:
-        self.known = known
+    def __init__(self, error: type[Exception], answers: dict[str, Callable[..., Any]]) -> None:
+        self.error, self.answers = error, answers
         self.calls: list[str] = []
-        self.refused: dict[str | int, int] = {}
-        self.millijoules = 5_000_000
-        self.counted: dict[int, int] = {}  # by field, instead of figures made up
-        self.slices: dict[int, tuple[Any, int]] = {}  # id of a handle → that of its GPU, and its number there
+        self.refused: dict[Any, Any] = {}
+
+    def call(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            if name in self.refused:
+                raise self.error(self.refused[name])
+            return self.answers[name](*args)
+
+        return call
+
+
+class Nvml(Driver):
+    """NVML with GPUs that it knows by UUID; `refused` may name fields and GPM's metrics, too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *known: str, gpm: int = 1, pcie: int = 5) -> None:
+        self.known = known or (f"GPU-{ONE}",)
         self.handles: dict[str, Any] = {}
-        self.sampled: list[tuple[int, int]] = []  # of which GPU and slice GPM was asked
-        self.answers: dict[str, Callable[..., Any]] = {
+        self.slices: dict[int, tuple[Any, int]] = {}  # id of a handle → that of its GPU, and its number there
+        self.sampled: list[tuple[int, int]] = []  # the GPUs and slices that GPM was asked about
+        self.counted: dict[int, int] = {}  # by field, instead of figures made up
+        self.wide = False  # PCIe's counters have 64 bits
+        self.millijoules = 5_000_000
+        answers: dict[str, Callable[..., Any]] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
-            "nvmlDeviceGetHandleByUUID": self._handle,
+            "nvmlDeviceGetHandleByUUID": self.handle,
             "nvmlDeviceGetUtilizationRates": lambda _: pynvml.c_nvmlUtilization_t(gpu=87, memory=41),
             "nvmlDeviceGetMemoryInfo": lambda _: pynvml.c_nvmlMemory_t(total=80 << 30, free=20 << 30, used=60 << 30),
             "nvmlDeviceGetPowerUsage": lambda _: 612_345,  # mW
-            "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,  # mW
-            "nvmlDeviceGetPowerManagementDefaultLimit": lambda _: 750_000,  # mW
-            "nvmlDeviceGetTotalEnergyConsumption": self._energy,  # mJ
+            "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,
+            "nvmlDeviceGetPowerManagementDefaultLimit": lambda _: 750_000,
+            "nvmlDeviceGetTotalEnergyConsumption": self._energy,
             "nvmlDeviceGetClockInfo": lambda _, kind: {1: 1755, 2: 2619}[kind],
             "nvmlDeviceGetMaxClockInfo": lambda _, kind: {1: 1980, 2: 2619}[kind],
             "nvmlDeviceGetTemperature": lambda _, sensor: {0: 61}[sensor],
             "nvmlDeviceGetCurrentClocksEventReasons": lambda _: 0x24,
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x4,
             "nvmlDeviceGetFieldValues": self._fields,
-            "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+            "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: pcie,
             "nvmlDeviceIsMigDeviceHandle": lambda handle: ctypes.c_uint(id(handle) in self.slices),
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: self.slices[id(handle)][0],
             "nvmlDeviceGetGpuInstanceId": lambda handle: self.slices[id(handle)][1],
-            "nvmlGpmMigSampleGet": self._sample_of_slice,
-            "nvmlGpmQueryDeviceSupport": lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=1),
+            "nvmlGpmMigSampleGet": lambda gpu, instance, _: self.sampled.append((id(gpu), instance)),
+            "nvmlGpmQueryDeviceSupport": lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=gpm),
             "nvmlGpmSampleAlloc": pynvml.c_nvmlGpmSample_t,
             "nvmlGpmSampleGet": lambda _, taken: taken,
             "nvmlGpmMetricsGet": self._gpm,
         }
-        for name in self.answers:
-            monkeypatch.setattr(pynvml, name, self._asked(name))
+        super().__init__(pynvml.NVMLError, answers)
+        for name in answers:
+            monkeypatch.setattr(pynvml, name, self.call(name))
 
-    def _asked(self, name: str) -> Callable[..., Any]:
-        def ask(*args: Any) -> Any:
-            self.calls.append(name)
-            if name in self.refused:
-                raise pynvml.NVMLError(self.refused[name])
-            return self.answers[name](*args)
-
-        return ask
-
-    def _handle(self, uuid: str) -> Any:
+    def handle(self, uuid: str) -> Any:
         if uuid not in self.known:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return self.handles.setdefault(uuid, pynvml.c_nvmlDevice_t())
-
-    def _sample_of_slice(self, gpu: Any, instance: int, taken: Any) -> Any:
-        self.sampled.append((id(gpu), instance))
-        return taken
 
     def _energy(self, _handle: Any) -> int:
         self.millijoules += 600_000
@@ -96,73 +105,83 @@ class Documented:
     def _fields(self, _handle: Any, asked: list[tuple[int, int]]) -> Any:
         values = (pynvml.c_nvmlFieldValue_t * len(asked))()
         for value, (field, scope) in zip(values, asked, strict=True):
-            value.fieldId, value.scopeId = field, scope
-            value.nvmlReturn = self.refused.get(field, pynvml.NVML_SUCCESS)
-            if field in (197, 198):
-                value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
-                value.value.uiVal = self.counted.get(field, 1000 + field) % (1 << 32)
-                continue
-            if field in (138, 139) and scope == 0xFFFFFFFF:
-                value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 7
+            value.fieldId, value.scopeId, value.nvmlReturn = field, scope, self.refused.get(field, pynvml.NVML_SUCCESS)
+            made_up = 7 if scope == 0xFFFFFFFF else (1 << 40) + field
+            number = self.counted.get(field, made_up)
+            if field in (197, 198) and not self.wide:
+                value.valueType, value.value.uiVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, number % (1 << 32)
             else:
-                value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, (1 << 40) + field
-            if field in self.counted:
-                value.value.ullVal = self.counted[field]
+                value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, number
         return values
 
     def _gpm(self, asked: Any) -> Any:
         assert asked.version == 1
-        for slot in range(asked.numMetrics):
-            metric = asked.metrics[slot]
+        measured = {2: 93.5, 3: 40.0, 5: 55.25, 10: 62.0, 20: 12.0, 21: 34.0, 60: 3.0, 61: float("nan")}
+        for metric in asked.metrics[: asked.numMetrics]:
             metric.nvmlReturn = self.refused.get(f"gpm {metric.metricId}", 0)
-            metric.value = {2: 93.5, 3: 40.0, 5: 55.25, 10: 62.0, 20: 12.0, 21: 34.0, 60: 3.0, 61: float("nan")}[
-                metric.metricId
-            ]
+            metric.value = measured[metric.metricId]
         return asked
 
 
-# Of nvidia_gpu_exporter's captures of 2026, made idle and with gpu-burn or ffmpeg running: how busy the GPU and its
-# memory were (%), memory total, free, used and reserved (MiB), power, its limit and default (W), SM, memory and largest
-# SM clock (MHz), °C, clocks_event_reasons.active, and which of the named reasons was "Active". N/A: MIG mode is on.
-PRINTED = """
-H100-80GB-HBM3  590.48.01  100  11   81559   61263  19818  479  631.95  700  700  1980   2619  1980  59  0x0  none
-H100-80GB-HBM3  590.48.01    0   0   81559   81081      0  479   69.85  700  700   345   2619  1980  41  0x1  idle
-H100-MIG        590.48.01  N/A N/A   81559   69956  11125  479  433.78  700  700  1980   2619  1980  53  0x0  none
-H200            590.48.01  100   7  143771  110796  32362  614  627.40  700  700  1980   3201  1980  52  0x0  none
-L40S            595.80       9   2   46068   44225   1235  609  110.23  350  350  2520   9001  2520  54  0x0  none
-RTX-4080-SUPER  595.71.05    7   2   16376   14470   1474  434   84.24  320  320  2805  11251  3165  46  0x0  none
-RTX-2080-SUPER  595.71.05    0   9    8192    7571    214  408   39.32  250  250   765    810  2145  40  0x4  power_cap
-"""
-# What the measure of the clocks calls what held them down; an idle GPU's clock nothing did.
-NAMED: dict[str, set[str]] = {"none": set(), "idle": set(), "power_cap": {"power_cap"}}
+class Kind(IntEnum):
+    """Clocks, temperatures and which of their values, as amdsmi names them."""
 
-# Of public scrapes of dcgm-exporter, which hands on what NVML counts: power (W) and energy (mJ) of the same moment.
-CONSUMED = """
-A800-SXM4-80GB  535.129.03   58.643    196329125
-T4              590.48.01    68.244  15152422938
-L40S            595.58.03    35.686   5551899580
-"""
-
-# Of the first captures too: the microseconds of "SW Power Capping" before a load and under it. NVML has nanoseconds.
-CAPPED = """
-RTX-2080-SUPER   595.71.05    212288427    221310321
-RTX-2080-SUPER   610.57.04  15814235622  15820333506
-L40S             595.80       200740215    204642816
-H100-80GB-HBM3   590.48.01            0            0
-"""
+    GFX, MEM, JUNCTION, CURRENT = range(4)
 
 
-def moving(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Callable[[], None]:
-    """Set the sampler's clocks, and return what moves them on by the next of these."""
-    now = [1000.0]
-    left = list(seconds)
-    monkeypatch.setattr("dlprof.record.samplers.gpu.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+class AmdSmiException(Exception):  # noqa: N818 - its name
+    """As amdsmi's: its text has the name of the status."""
 
-    def move() -> None:
-        now[0] += left.pop(0)
+    def __init__(self, status: str) -> None:
+        super().__init__(f"Error code:\n\t2 | AMDSMI_STATUS_{status} - in words")
 
-    return move
+
+PLACES = {"five": "0000:05:00.0", "c1": "0000:c1:00.0"}
+SERIAL = "98b61aaf1e1d4b21"
+CLOCKS = {Kind.GFX: {"clk": 1755, "max_clk": 2100}, Kind.MEM: {"clk": 1300, "max_clk": 1300}}
+
+
+class Amdsmi(Driver, ModuleType):
+    """amdsmi with two GPUs, in another order than HIP's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ModuleType.__init__(self, "amdsmi")
+        self.counter = 1000
+        self.AmdSmiException = AmdSmiException
+        self.AmdSmiClkType = self.AmdSmiTemperatureType = self.AmdSmiTemperatureMetric = Kind
+        serials = {"five": "0x00000000000000AB", "c1": f"0x{SERIAL.upper()}"}
+        answers: dict[str, Callable[..., Any]] = {
+            "init": lambda: None,
+            "shut_down": lambda: None,
+            "get_processor_handles": lambda: ["five", "c1"],
+            "get_gpu_device_bdf": lambda handle: PLACES[handle].upper(),
+            "get_gpu_asic_info": lambda handle: {"asic_serial": serials[handle]},
+            "get_gpu_activity": lambda _: {"gfx_activity": 87, "umc_activity": 41, "mm_activity": "N/A"},
+            "get_gpu_vram_usage": lambda h: {"vram_total": 196592, "vram_used": {"five": 300, "c1": 60000}[h]},
+            "get_power_info": lambda _: {"current_socket_power": 612, "average_socket_power": "N/A"},
+            "get_power_cap_info": lambda _: {"power_cap": 700_000_000, "default_power_cap": 750_000_000},
+            "get_energy_count": lambda _: {"energy_accumulator": 40_000_000_000, "counter_resolution": 15.25},
+            "get_clock_info": lambda _, kind: CLOCKS[kind],
+            "get_temp_metric": lambda _, *asked: {(Kind.JUNCTION, Kind.CURRENT): 61}[asked],
+            "get_gpu_metrics_info": self._metrics,
+        }
+        Driver.__init__(self, AmdSmiException, {f"amdsmi_{name}": answer for name, answer in answers.items()})
+        for name in self.answers:
+            setattr(self, name, self.call(name))
+        monkeypatch.setitem(sys.modules, "amdsmi", self)
+
+    def _metrics(self, _handle: Any) -> dict[str, Any]:
+        self.counter += 1000
+        residencies = {"ppt": self.counter // 4, "socket_thm": self.counter // 10, "vr_thm": 3, "hbm_thm": 0}
+        return {f"{what}_residency_acc": n for what, n in residencies.items()} | {"accumulation_counter": self.counter}
+
+
+def cuda(uuid: str | None = ONE) -> dict[str, Any]:
+    return {"type": "cuda", "uuid": uuid, "name": "NVIDIA H100"}
+
+
+def amd(pci: str | None = PLACES["c1"], uuid: str | None = None) -> dict[str, Any]:
+    return {"type": "cuda", "vendor": "amd", "pci": pci, "uuid": uuid, "name": "AMD Instinct MI300X"}
 
 
 class Sampler(GpuSampler):
@@ -173,27 +192,27 @@ class Sampler(GpuSampler):
         super().tick()
 
 
-def ticks(host: Host, times: int = 2) -> GpuSampler:
-    sampler = Sampler()
+def ticks(host: Host, times: int = 2, sampler: DriverSampler | None = None) -> DriverSampler:
+    sampler = sampler or Sampler()
     sampler.start(host)
     for _ in range(times):
         sampler.tick()
     return sampler
 
 
-def cuda(uuid: str | None = ONE) -> dict[str, Any]:
-    return {"type": "cuda", "uuid": uuid, "name": "NVIDIA H100"}
+def figures(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in TIMES}
 
 
-def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Documented(monkeypatch)
+def test_nvidias_metrics_have_the_units_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Nvml(monkeypatch)
     host = host_with(tmp_path, cuda())
     ticks(host).stop()
     first, second = rows(host)
-    # GPM tells of the time between two readings.
-    assert "sm_busy_share" not in first
-    told = {k: v for k, v in second.items() if k not in ("at_ns", "perf_ns") and not k.endswith("_ns")}
-    assert told == {
+    assert "sm_busy_share" not in first  # GPM measures between two readings
+    held = ("power", "heat", "sync_boost", "board", "low_use", "reliability")
+    names = [f"clocks_held_by_{what}_ns" for what in held] + ["below_application_clocks_ns", "below_base_clocks_ns"]
+    assert figures(second) == {
         "busy_share": 0.87,
         "memory_busy_share": 0.41,
         "memory_used_bytes": 60 << 30,
@@ -209,353 +228,323 @@ def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pyte
         "clock_reasons_bits": 0x24,
         "nvlink_sent_bytes": 7 * 1024,
         "nvlink_received_bytes": 7 * 1024,
-        "pcie_sent_bytes_per_s": 12 << 20,
-        "pcie_received_bytes_per_s": 34 << 20,
+        SENT: 12 << 20,
+        RECEIVED: 34 << 20,
         "sm_busy_share": 0.935,
         "sm_occupancy_share": 0.4,
         "tensor_busy_share": 0.5525,
         "dram_share": 0.62,
         "nvlink_received_bytes_per_s": 3 << 20,
+        **{name: (1 << 40) + 74 + n for n, name in enumerate(names)},
     }
-    held = {k: v for k, v in second.items() if k.endswith("_ns") and k not in ("at_ns", "perf_ns")}
-    assert len(held) == 8
-    assert held["clocks_held_by_power_ns"] == (1 << 40) + 74
-    assert held["below_base_clocks_ns"] == (1 << 40) + 81
-    assert second["energy_j"] - first["energy_j"] == 600
 
 
-@pytest.mark.parametrize("printed", PRINTED.strip().splitlines(), ids=lambda line: "-".join(line.split()[::15]))
-def test_what_real_gpus_said_is_told_as_nvidia_smi_prints_it(
-    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words: list[Any] = [int(word) if word.isdigit() else word for word in printed.split()]
-    _, _, *shares, total, free, used, reserved, watts, limit, default, sm, memory, most, celsius, mask, active = words
-    busy, memory_busy = shares
-    power, bits = float(watts), int(mask, 16)
-    driver = Documented(monkeypatch)
-    # Megabytes are rounded, each for itself.
-    assert abs(total - free - used - reserved) <= 2
-    driver.answers |= {
-        "nvmlDeviceGetUtilizationRates": lambda _: pynvml.c_nvmlUtilization_t(gpu=busy, memory=memory_busy),
-        "nvmlDeviceGetMemoryInfo": lambda _: pynvml.c_nvmlMemory_t(
-            total=total << 20, free=free << 20, used=(total - free) << 20
-        ),
-        "nvmlDeviceGetPowerUsage": lambda _: round(1000 * power),
-        "nvmlDeviceGetEnforcedPowerLimit": lambda _: 1000 * limit,
-        "nvmlDeviceGetPowerManagementDefaultLimit": lambda _: 1000 * default,
-        "nvmlDeviceGetClockInfo": lambda _, kind: {pynvml.NVML_CLOCK_SM: sm, pynvml.NVML_CLOCK_MEM: memory}[kind],
-        "nvmlDeviceGetMaxClockInfo": lambda _, kind: {pynvml.NVML_CLOCK_SM: most}[kind],
-        "nvmlDeviceGetTemperature": lambda _, sensor: {pynvml.NVML_TEMPERATURE_GPU: celsius}[sensor],
-        "nvmlDeviceGetCurrentClocksEventReasons": lambda _: bits,
+def test_amds_metrics_have_the_same_names_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = Amdsmi(monkeypatch)
+    host = host_with(tmp_path, amd())
+    ticks(host, sampler=AmdSampler()).stop()
+    first, second = rows(host)
+    assert "clocks_held_by_power_share" not in first
+    assert figures(second) == pytest.approx(
+        {
+            "busy_share": 0.87,
+            "memory_busy_share": 0.41,
+            "memory_used_bytes": 60000 << 20,
+            "memory_total_bytes": 196592 << 20,
+            "power_w": 612,
+            "power_limit_w": 700,
+            "power_limit_default_w": 750,
+            "energy_j": 610_000,
+            "sm_clock_mhz": 1755,
+            "sm_clock_max_mhz": 2100,
+            "memory_clock_mhz": 1300,
+            "temperature_c": 61,
+            "clocks_held_by_power_share": 0.25,
+            "clocks_held_by_heat_share": 0.1,
+        }
+    )
+    assert smi.calls[-1] == "amdsmi_shut_down"
+
+
+def test_an_older_amd_gpu_has_fewer_metrics_and_no_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a MI250 with ROCm 6.0: an average of power, watts, another name of the clock, and no residencies."""
+    smi = Amdsmi(monkeypatch)
+    residencies = [f"{what}_residency_acc" for what in ("ppt", "socket_thm", "vr_thm", "hbm_thm")]
+    smi.answers |= {
+        "amdsmi_get_power_info": lambda _: {"current_socket_power": "N/A", "average_socket_power": 300},
+        "amdsmi_get_power_cap_info": lambda _: {"power_cap": 500, "default_power_cap": 0},
+        "amdsmi_get_clock_info": lambda *_: {"cur_clk": 1700, "max_clk": 1700},
+        "amdsmi_get_gpu_metrics_info": lambda _: dict.fromkeys([*residencies, "accumulation_counter"], "N/A"),
     }
-    if busy == "N/A":
-        driver.refused["nvmlDeviceGetUtilizationRates"] = pynvml.NVML_ERROR_NOT_SUPPORTED
-    host = host_with(tmp_path, cuda())
-    ticks(host).stop()
+    host = host_with(tmp_path, amd())
+    ticks(host, 3, AmdSampler())
     row = rows(host)[-1]
-    told = (None, None) if busy == "N/A" else (busy / 100, memory_busy / 100)
-    assert (row.get("busy_share"), row.get("memory_busy_share")) == told
-    assert (row["power_w"], row["power_limit_w"], row["power_limit_default_w"]) == (power, limit, default)
-    assert (row["sm_clock_mhz"], row["memory_clock_mhz"], row["sm_clock_max_mhz"]) == (sm, memory, most)
-    assert row["temperature_c"] == celsius
-    # What the driver keeps for itself is used as well: nobody else can have it.
-    assert row["memory_used_bytes"] >> 20 == pytest.approx(used + reserved, abs=2)
-    assert row["memory_used_bytes"] + (free << 20) == row["memory_total_bytes"]
-    assert {name for name, mask in REASONS.items() if row["clock_reasons_bits"] & mask} == NAMED[active]
-    assert bool(row["clock_reasons_bits"] & 0x1) == (active == "idle")
+    names = ("power_w", "power_limit_w", "power_limit_default_w", "sm_clock_mhz", "memory_clock_mhz")
+    assert [row.get(name) for name in names] == [300, 500, None, 1700, 1700]
+    assert not [name for name in row if name.startswith("clocks_held")]
+    assert smi.calls.count("amdsmi_get_gpu_metrics_info") == 1
 
 
-def named(line: str) -> str:
-    """Name a line of real answers: its GPU and its driver."""
-    return "-".join(line.split()[:2])
+# Of public scrapes of dcgm-exporter, which hands on what NVML counts: power (W) and energy (mJ) of the same moment.
+CONSUMED = """
+A800-SXM4-80GB  535.129.03   58.643    196329125
+T4              590.48.01    68.244  15152422938
+L40S            595.58.03    35.686   5551899580
+"""
 
 
-@pytest.mark.parametrize("line", CONSUMED.strip().splitlines(), ids=named)
-def test_energy_that_real_gpus_counted_is_in_joules(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", CONSUMED.strip().splitlines(), ids=lambda line: line.split()[0])
+def test_energy_of_real_gpus_is_in_joules(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     power_w, energy_mj = float(line.split()[2]), int(line.split()[3])
-    driver = Documented(monkeypatch)
+    driver = Nvml(monkeypatch)
     driver.answers["nvmlDeviceGetPowerUsage"] = lambda _: round(1000 * power_w)
     driver.answers["nvmlDeviceGetTotalEnergyConsumption"] = lambda _: energy_mj
     host = host_with(tmp_path, cuda())
     ticks(host)
     row = rows(host)[-1]
-    assert (row["power_w"], row["energy_j"]) == (power_w, energy_mj / 1000)
     # The driver has been up for minutes or days: in another unit these GPUs would have run for a second, or a century.
     assert 600 < row["energy_j"] / row["power_w"] < 30 * 86400
 
 
-@pytest.mark.parametrize("line", CAPPED.strip().splitlines(), ids=named)
-def test_time_that_power_held_real_clocks_down_is_in_nanoseconds(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# What fails in the third of four readings, and in which of them there is a metric: while the GPU and its driver are
+# there, one bad reading is one gap, and what is refused is asked no more.
+FAILS = {
+    "one bad reading": ("nvmlDeviceGetPowerUsage", "UNKNOWN", "power_w", "yy-y", ""),
+    "one bad reading of a field": (76, "UNKNOWN", "clocks_held_by_sync_boost_ns", "yy-y", ""),
+    "one bad reading of GPM": ("nvmlGpmSampleGet", "UNKNOWN", "sm_busy_share", "-y-y", ""),
+    "not supported": ("nvmlDeviceGetTotalEnergyConsumption", "NOT_SUPPORTED", "energy_j", "yy--", ""),
+    "not in this driver": ("nvmlDeviceGetUtilizationRates", "FUNCTION_NOT_FOUND", "busy_share", "yy--", ""),
+    "not for this user": (81, "NO_PERMISSION", "below_base_clocks_ns", "yy--", ""),
+    "an activity that this GPU lacks": ("gpm 5", "NOT_SUPPORTED", "tensor_busy_share", "-y-y", ""),
+    "a lost GPU": ("nvmlDeviceGetMemoryInfo", "GPU_IS_LOST", "power_w", "yy", f"GPU {ONE} is not sampled any more: "),
+    "to be reset": ("nvmlDeviceGetTemperature", "RESET_REQUIRED", "power_w", "yy", f"GPU {ONE} is not sampled any "),
+    "to be reset, by a field": (74, "RESET_REQUIRED", "power_w", "yy", f"GPU {ONE} is not sampled any more: "),
+    "to be reset, by GPM": ("nvmlGpmSampleGet", "RESET_REQUIRED", "power_w", "yy", f"GPU {ONE} is not sampled any "),
+    "no driver any more": ("nvmlDeviceGetMemoryInfo", "UNINITIALIZED", "power_w", "yy", "no GPU is sampled any more: "),
+    # amdsmi
+    "a bad reading of AMD's": ("amdsmi_get_power_info", "BUSY", "power_w", "yy-y", ""),
+    "not supported by AMD's": ("amdsmi_get_energy_count", "NOT_SUPPORTED", "energy_j", "yy--", ""),
+    "not for this user of AMD's": ("amdsmi_get_temp_metric", "NO_PERM", "temperature_c", "yy--", ""),
+    "AMD's driver has gone": (
+        *("amdsmi_get_gpu_activity", "DRIVER_NOT_LOADED", "power_w", "yy"),
+        "no GPU is sampled any more: amdsmi: Error code: 2 | AMDSMI_STATUS_DRIVER_NOT_LOADED",
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "status", "metric", "there", "said"), FAILS.values(), ids=FAILS)
+def test_an_error_costs_what_it_means(
+    what: Any, status: str, metric: str, there: str, said: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
-    driver = Documented(monkeypatch)
-    host = host_with(tmp_path, cuda())
-    sampler = Sampler()
-    sampler.start(host)
-    printed = [int(word) for word in line.split()[2:]]
-    for microseconds in printed:
-        driver.counted[74] = 1000 * microseconds
-        sampler.tick()
-    assert [row["clocks_held_by_power_ns"] // 1000 for row in rows(host)] == printed
+    sampler: DriverSampler
+    if is_amd := str(what).startswith("amdsmi"):
+        driver: Driver = Amdsmi(monkeypatch)
+        host, sampler, error = host_with(tmp_path, amd()), AmdSampler(), status
+    else:
+        driver = Nvml(monkeypatch)
+        host, sampler, error = host_with(tmp_path, cuda()), Sampler(), getattr(pynvml, f"NVML_ERROR_{status}")
+    ticks(host, 2, sampler)
+    driver.refused = {what: error}
+    sampler.tick()
+    asked = driver.calls.count(what)
+    driver.refused = {}
+    sampler.tick()
+    assert "".join("y" if metric in row else "-" for row in rows(host)) == there
+    assert [line.startswith(f"dlprof: {said}") for line in capfd.readouterr().err.splitlines()] == [True] * bool(said)
+    if there.endswith("--"):
+        assert driver.calls.count(what) == asked
+    driver.refused = {"amdsmi_shut_down": "NOT_INIT"} if is_amd else {"nvmlShutdown": pynvml.NVML_ERROR_UNINITIALIZED}
+    sampler.stop()
 
 
-def test_a_v100_tells_nothing_of_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its driver 580 was found to answer, links and all: neither these counters, nor GPM, which is for Hopper."""
-    driver = Documented(monkeypatch)
-    driver.refused = dict.fromkeys([138, 139], pynvml.NVML_ERROR_NOT_SUPPORTED)
-    driver.answers["nvmlGpmQueryDeviceSupport"] = lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=0)
-    host = host_with(tmp_path, cuda())
-    ticks(host, 3)
-    assert not [name for row in rows(host) for name in row if name.startswith(("nvlink", "sm_busy", "dram"))]
-    assert [driver.calls.count(name) for name in ("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc")] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION],
-)
-def test_what_a_gpu_refuses_is_absent_and_asked_once(
-    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_without_a_driver_for_one_gpu_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    driver = Documented(monkeypatch)
-    refused = ["nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetUtilizationRates", "nvmlGpmQueryDeviceSupport"]
-    driver.refused = dict.fromkeys([*refused, 76, 81, "gpm 5"], error)
-    host = host_with(tmp_path, cuda())
-    ticks(host, 3)
-    for row in rows(host):
-        absent = {"energy_j", "busy_share", "memory_busy_share", "below_base_clocks_ns"}
-        absent |= {"clocks_held_by_sync_boost_ns"}
-        assert not absent & set(row)
-        assert {"power_w", "below_application_clocks_ns", "temperature_c"} <= set(row)
-    assert [driver.calls.count(name) for name in refused] == [1, 1, 1]
+    """Of two ranks on one GPU both have its reading; a slice is found by its number, and another one is not known."""
+    driver = Nvml(monkeypatch, f"GPU-{ONE}", f"MIG-{TWO}")
+    other = {"type": "cuda", "uuid": "other", "vendor": "amd"}
+    host = host_with(
+        tmp_path, cuda("lost"), cuda(), cuda(), cuda(TWO), {"type": "cpu", "uuid": None}, other, cuda(None)
+    )
+    ticks(host)
+    assert [len(rows(host, rank)) for rank in range(7)] == [0, 2, 2, 2, 0, 0, 0]
+    assert figures(rows(host, 1)[0]) == figures(rows(host, 2)[0])
+    assert driver.calls.count("nvmlDeviceGetPowerUsage") == 4
+    assert capfd.readouterr().err.splitlines() == [
+        "dlprof: GPU lost is not sampled: Not Found",
+        "dlprof: the GPU of rank 6 is not sampled: this torch does not tell its UUID",
+    ]
+    driver.refused = {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_UNINITIALIZED}
+    before = driver.calls.count("nvmlDeviceGetMemoryInfo")
+    ticks(host)
+    assert driver.calls.count("nvmlDeviceGetMemoryInfo") == before + 1  # the driver has gone for all of them
+    assert capfd.readouterr().err.count("no GPU is sampled any more") == 1
+
+
+def test_no_driver_is_loaded_for_gpus_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    drivers = Nvml(monkeypatch), Amdsmi(monkeypatch)
+    for name, device, sampler in (("a", amd(), Sampler()), ("n", cuda(), AmdSampler()), ("c", {}, Sampler())):
+        host = host_with(tmp_path / name, device)
+        ticks(host, 1, sampler).stop()
+        assert rows(host) == []
+    assert [driver.calls for driver in drivers] == [[], []]
     assert capfd.readouterr().err == ""
 
 
-def test_activity_that_some_gpus_lack_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Documented(monkeypatch)
-    driver.refused = {"gpm 5": pynvml.NVML_ERROR_NOT_SUPPORTED}
-    host = host_with(tmp_path, cuda())
-    ticks(host)
-    row = rows(host)[-1]
-    assert "tensor_busy_share" not in row
-    assert row["sm_busy_share"] == 0.935
+@pytest.mark.parametrize(
+    ("pci", "uuid", "used"),
+    [
+        (PLACES["c1"], None, 60000),
+        (PLACES["five"], None, 300),
+        # As HIP has it: 16 bytes, each a digit of the serial number, which torch writes as a UUID.
+        (None, "39386236-3161-6166-3165-316434623231", 60000),
+        (None, f"GPU-{SERIAL}", 60000),
+    ],
+)
+def test_amds_gpu_is_found_by_its_place_or_serial_number(
+    pci: str | None, uuid: str | None, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Amdsmi(monkeypatch)
+    host = host_with(tmp_path, amd(pci, uuid))
+    ticks(host, 1, AmdSampler())
+    assert rows(host)[0]["memory_used_bytes"] == used << 20
 
 
-def test_an_older_driver_tells_the_reasons_by_their_older_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Documented(monkeypatch)
+def test_amds_gpu_that_is_unknown_or_known_twice_is_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    smi = Amdsmi(monkeypatch)
+    host = host_with(tmp_path, amd("0000:99:00.0"), amd(None, None), amd())
+    ticks(host, sampler=AmdSampler())
+    assert [len(rows(host, rank)) for rank in range(3)] == [0, 0, 2]
+    first, second = capfd.readouterr().err.splitlines()
+    assert "GPU 0000:99:00.0 is not sampled: amdsmi does not know it" in first
+    assert "rank 1" in second
+    smi.answers["amdsmi_get_gpu_device_bdf"] = lambda _: PLACES["c1"]  # several partitions have one place
+    ticks(host, sampler=AmdSampler())
+    assert "knows several parts of it" in capfd.readouterr().err
+
+
+def test_an_older_driver_has_the_reasons_under_their_older_name(tmp_path: Path, monkeypatch: Any) -> None:
+    driver = Nvml(monkeypatch)
     driver.refused = {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
     host = host_with(tmp_path, cuda())
     ticks(host)
     assert rows(host)[-1]["clock_reasons_bits"] == 0x4
 
 
-def test_a_lost_gpu_is_told_of_once_and_the_others_are_read_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    driver = Documented(monkeypatch, (f"GPU-{ONE}",))
-    host = host_with(tmp_path, cuda(TWO), cuda(ONE))
-    sampler = ticks(host)
-    assert capfd.readouterr().err == f"dlprof: GPU {TWO} is not sampled: Not Found\n"
-    assert (len(rows(host, 0)), len(rows(host, 1))) == (0, 2)
-    driver.refused = {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST}
-    sampler.tick()
-    sampler.tick()
-    assert capfd.readouterr().err == f"dlprof: GPU {ONE} is not sampled any more: GPU is lost\n"
-    assert len(rows(host, 1)) == 2
-    driver.refused = {"nvmlShutdown": pynvml.NVML_ERROR_UNINITIALIZED}
-    sampler.stop()
-
-
-def test_counters_of_32_bits_are_read_before_they_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an A100's: no GPM, and a link that fills the counter several times between two readings."""
-    driver = Documented(monkeypatch)
-    driver.answers["nvmlGpmQueryDeviceSupport"] = lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=0)
-    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: 4
-    steps = [0.1] * 20
-    move = moving(monkeypatch, *steps)
-    monkeypatch.setenv("DLPROF_SAMPLE", "1")
-    host = host_with(tmp_path, cuda())
-    sampler = GpuSampler()
-    sampler.start(host)
-    sent = 0
-    for _ in steps:
-        driver.counted |= {197: sent, 198: sent // 2}
-        sampler.tick()
-        assert sampler.period_s == 0.1
-        sent += 2_500_000_000  # 25 GB/s
-        move()
-    first, second = rows(host)
-    assert "pcie_sent_bytes_per_s" not in first
-    assert second["pcie_sent_bytes_per_s"] == pytest.approx(25e9)
-    assert second["pcie_received_bytes_per_s"] == pytest.approx(12.5e9)
-    assert second["power_w"] == 612.345
-
-
-def test_what_lay_too_far_apart_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Documented(monkeypatch)
-    driver.refused = {"nvmlGpmQueryDeviceSupport": pynvml.NVML_ERROR_NOT_SUPPORTED}
-    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: 3
-    move = moving(monkeypatch, 0.1, 0.7, 0.1, 0.1)
-    monkeypatch.setenv("DLPROF_SAMPLE", "1")
-    host = host_with(tmp_path, cuda())
-    sampler = GpuSampler()
-    sampler.start(host)
-    # The process was held up for 0.7 s: nobody knows how often the counter began again.
-    for sent in (0, 1 << 28, 1 << 20, 1 << 28):
-        driver.counted[197] = sent
-        sampler.tick()
-        move()
-    driver.counted[197] = 1 << 29
-    sampler.tick()
-    *_, last = rows(host)
-    counted = (1 << 28) + ((1 << 28) - (1 << 20)) + (1 << 28)
-    assert last["pcie_sent_bytes_per_s"] == pytest.approx(counted / 0.3)
-
-
-def test_a_bad_reading_of_the_traffic_is_one_reading_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    driver = Documented(monkeypatch)
-    driver.answers["nvmlGpmQueryDeviceSupport"] = lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=0)
-    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: 4
-    move = moving(monkeypatch, *[0.05] * 4)
-    host = host_with(tmp_path, cuda())
-    sampler = ticks(host, 1)
-    for fails in (False, True, False):
-        move()
-        driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_UNKNOWN} if fails else {}
-        sampler.tick()
-    move()
-    assert [("pcie_sent_bytes_per_s" in row, "power_w" in row) for row in rows(host)] == [
-        (False, True),
-        (True, True),
-        (False, True),
-        (True, True),
-    ]
-    driver.refused = {197: pynvml.NVML_ERROR_NOT_SUPPORTED, 198: pynvml.NVML_ERROR_NOT_SUPPORTED}
-    sampler.tick()
-    assert sampler.period_s == host.period_s
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("generation", [5, 6])
-def test_a_faster_link_without_gpm_is_not_guessed(
-    generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = Documented(monkeypatch)
-    driver.refused = {"nvmlGpmQueryDeviceSupport": pynvml.NVML_ERROR_NOT_SUPPORTED}
-    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: generation
-    host = host_with(tmp_path, cuda())
-    sampler = ticks(host, 3)
-    assert not [name for row in rows(host) for name in row if name.startswith("pcie")]
-    assert sampler.period_s == host.period_s
-
-
-def test_one_bad_reading_is_one_gap_and_no_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    driver = Documented(monkeypatch)
-    host = host_with(tmp_path, cuda())
-    sampler = ticks(host)
-    for name in ("nvmlDeviceGetPowerUsage", 76, "nvmlGpmSampleGet"):
-        driver.refused = {name: pynvml.NVML_ERROR_UNKNOWN}
-        sampler.tick()
-    driver.refused = {}
-    sampler.tick()
-    told = [("power_w" in row, "clocks_held_by_sync_boost_ns" in row, "sm_busy_share" in row) for row in rows(host)[1:]]
-    assert told == [
-        (True, True, True),
-        (False, True, True),
-        (True, False, True),
-        (True, True, False),
-        (True, True, True),
-    ]
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", ["nvmlDeviceGetTemperature", 74, "nvmlGpmSampleGet"])
-def test_a_gpu_that_must_be_reset_is_given_up_wherever_it_says_so(
-    name: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    driver = Documented(monkeypatch)
-    host = host_with(tmp_path, cuda())
-    sampler = ticks(host)
-    driver.refused = {name: pynvml.NVML_ERROR_RESET_REQUIRED}
-    sampler.tick()
-    driver.refused = {}
-    sampler.tick()
-    assert len(rows(host)) == 2
-    assert capfd.readouterr().err.startswith(f"dlprof: GPU {ONE} is not sampled any more: ")
-
-
-def test_a_driver_that_goes_takes_all_gpus_along_with_one_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    driver = Documented(monkeypatch, (f"GPU-{ONE}", f"GPU-{TWO}"))
-    host = host_with(tmp_path, cuda(ONE), cuda(TWO))
-    sampler = ticks(host)
-    driver.refused = {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_UNINITIALIZED}
-    asked = len(driver.calls)
-    sampler.tick()
-    assert driver.calls[asked:].count("nvmlDeviceGetMemoryInfo") == 1
-    sampler.tick()
-    assert [len(rows(host, rank)) for rank in (0, 1)] == [2, 2]
-    assert capfd.readouterr().err == "dlprof: no GPU is sampled any more: NVML: Uninitialized\n"
-
-
 def test_a_slice_has_its_own_activity_and_memory_and_its_gpus_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Documented(monkeypatch, (f"MIG-{TWO}", f"GPU-{ONE}"))
-    whole, part = driver._handle(f"GPU-{ONE}"), driver._handle(f"MIG-{TWO}")
+    driver = Nvml(monkeypatch, f"MIG-{TWO}", f"GPU-{ONE}")
+    whole, part = driver.handle(f"GPU-{ONE}"), driver.handle(f"MIG-{TWO}")
     driver.slices = {id(part): (whole, 9)}
     driver.refused = {"nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED}
-    used = {id(whole): 60 << 30, id(part): 7 << 30}
-    driver.answers["nvmlDeviceGetMemoryInfo"] = lambda handle: pynvml.c_nvmlMemory_t(
-        total=10 << 30, used=used[id(handle)]
-    )
-    clocks = {id(whole): 1755}
-    driver.answers["nvmlDeviceGetClockInfo"] = lambda handle, _: clocks[id(handle)]
-    # torch tells the whole GPU, and the script was given the slice by name.
+    used, clocks = {id(whole): 60 << 30, id(part): 7 << 30}, {id(whole): 1755}
+    driver.answers["nvmlDeviceGetMemoryInfo"] = lambda h: pynvml.c_nvmlMemory_t(total=10 << 30, used=used[id(h)])
+    driver.answers["nvmlDeviceGetClockInfo"] = lambda h, _: clocks[id(h)]
+    # torch names the whole GPU, and the script was given the slice by name.
     host = host_with(tmp_path, cuda(ONE) | {"slice": f"MIG-{TWO}"})
     ticks(host).stop()
     row = rows(host)[-1]
     assert (row["memory_used_bytes"], row["sm_clock_mhz"], row["sm_busy_share"]) == (7 << 30, 1755, 0.935)
     assert driver.sampled == [(id(whole), 9)] * 2
     assert "clocks_held_by_heat_ns" in row
-    assert not {"power_w", "energy_j", "busy_share", "pcie_sent_bytes_per_s", "nvlink_sent_bytes"} & set(row)
+    assert not {"power_w", "energy_j", "busy_share", SENT, "nvlink_sent_bytes"} & set(row)
 
 
-def test_a_gpu_of_another_maker_is_none_of_nvmls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+# Of PCIe's counters: bytes sent and received and ms of each reading after the first, what the first had, whether they
+# have 64 bits, what is refused, and the rates then.
+TRAFFIC: dict[str, tuple[list[tuple[int, int, int]], int, bool, Iterable[int], dict[str, float]]] = {
+    "nothing": ([], 0, False, (), {}),
+    "a mean over time": ([(1_000, 500, 100), (2_000, 500, 100)], 0, False, (), {SENT: 15_000.0, RECEIVED: 5_000.0}),
+    "begins again": ([(3_000, 0, 100)], (1 << 32) - 1000, False, (), {SENT: 30_000.0, RECEIVED: 0.0}),
+    "just close enough": ([(1_300, 0, 130)], 0, False, (), {SENT: 10_000.0, RECEIVED: 0.0}),
+    "too far apart, once": ([(9, 9, 131), (1_000, 0, 100)], 0, False, (), {SENT: 10_000.0, RECEIVED: 0.0}),
+    "64 bits, read seldom": ([(1 << 40, 0, 1000)], 0, True, (), {SENT: float(1 << 40), RECEIVED: 0.0}),
+    "64 bits, loaded anew": ([(-5, 0, 100)], 9, True, (), {RECEIVED: 0.0}),
+    "one counter": ([(100, 100, 100)], 0, False, (197,), {RECEIVED: 1000.0}),
+    "none": ([(100, 100, 100)], 0, False, (197, 198), {}),
+}
+
+
+@pytest.mark.parametrize(("moves", "first", "wide", "refused", "rates"), TRAFFIC.values(), ids=TRAFFIC)
+def test_traffic_is_what_counters_differ_by(
+    moves: Any, first: int, wide: bool, refused: Iterable[int], rates: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Documented(monkeypatch)
-    host = host_with(tmp_path, cuda() | {"vendor": "amd"})
-    ticks(host).stop()
-    assert (driver.calls, rows(host), capfd.readouterr().err) == ([], [], "")
+    driver = Nvml(monkeypatch)
+    driver.counted, driver.wide = {197: first, 198: 0}, wide
+    driver.refused = dict.fromkeys(refused, pynvml.NVML_ERROR_NOT_SUPPORTED)
+    now_ms = [0]
+    monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: now_ms[0] * 1_000_000)
+    not_supported: Any = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    traffic = Traffic(pynvml, driver.handle(f"GPU-{ONE}"), (type(not_supported),), ())
+    traffic.count()
+    for sent, received, ms in moves:
+        driver.counted = {197: driver.counted[197] + sent, 198: driver.counted[198] + received}
+        now_ms[0] += ms
+        assert traffic.count() == (tuple(refused) != (197, 198))
+    assert traffic.rates() == rates
+    assert traffic.rates() == {}
 
 
-def test_ranks_that_share_a_gpu_both_have_it_and_a_part_of_one_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def moving(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Set the sampler's clocks, and return what moves them on by 0.1 s."""
+    now = [1000.0]
+    monkeypatch.setattr("dlprof.record.samplers.gpu.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+    return lambda: now.__setitem__(0, now[0] + 0.1)
+
+
+def test_counters_of_32_bits_are_read_between_the_lines(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    """As an A100's: no GPM, and a link that fills the counter several times between two lines."""
+    driver = Nvml(monkeypatch, gpm=0, pcie=4)
+    move = moving(monkeypatch)
+    monkeypatch.setenv("DLPROF_SAMPLE", "1")
+    host = host_with(tmp_path, cuda())
+    sampler = ticks(host, 0, GpuSampler())
+    for n in range(19):
+        sent = n * 2_500_000_000  # 25 GB/s
+        driver.counted |= {197: sent, 198: sent // 2}
+        # A bad reading of the counters costs one reading.
+        driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_UNKNOWN} if n == 12 else {}
+        sampler.tick()
+        assert sampler.period_s == 0.1
+        move()
+    first, second = rows(host)
+    assert SENT not in first
+    assert (second[SENT], second[RECEIVED], second["power_w"]) == (pytest.approx(25e9), pytest.approx(12.5e9), 612.345)
+    driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_GPU_IS_LOST}
+    sampler.tick()
+    assert capfd.readouterr().err == f"dlprof: GPU {ONE} is not sampled any more: GPU is lost\n"
+
+
+@pytest.mark.parametrize(
+    ("generation", "period_s", "refused"),
+    [
+        (3, 0.1, ()),
+        (4, 0.1, ()),
+        (5, 1.0, ()),
+        (6, 1.0, ()),
+        (4, 1.0, (197, 198)),
+        (4, 1.0, ("fields",)),
+        (5, 0.1, ("generation",)),
+    ],
+)
+def test_only_links_up_to_pcie_4_are_counted(
+    generation: int, period_s: float, refused: Iterable[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Documented(monkeypatch, (f"MIG-{TWO}", f"GPU-{ONE}"))
-    host = host_with(tmp_path, cuda(), cuda(), cuda(TWO), {"type": "cpu", "uuid": None})
-    ticks(host, 1)
-    assert [len(rows(host, rank)) for rank in range(4)] == [1, 1, 1, 0]
-    assert {k: v for k, v in rows(host, 0)[0].items() if not k.endswith("_ns")} == {
-        k: v for k, v in rows(host, 1)[0].items() if not k.endswith("_ns")
-    }
-    assert driver.calls.count("nvmlDeviceGetPowerUsage") == 2
-
-
-def test_a_gpu_without_a_uuid_is_not_guessed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Documented(monkeypatch)
-    host = host_with(tmp_path, cuda(None))
-    ticks(host)
-    assert rows(host) == []
-    assert capfd.readouterr().err.count("does not tell its UUID") == 1
+    """Nor are they on a V100, whose driver 580 answers neither these counters nor GPM."""
+    driver = Nvml(monkeypatch, gpm=0, pcie=generation)
+    names = {"generation": "nvmlDeviceGetMaxPcieLinkGeneration", "fields": "nvmlDeviceGetFieldValues"}
+    driver.refused = dict.fromkeys([names.get(n, n) for n in (*refused, 138, 139)], pynvml.NVML_ERROR_NOT_SUPPORTED)
+    monkeypatch.setenv("DLPROF_SAMPLE", "1")
+    host = host_with(tmp_path, cuda())
+    sampler = ticks(host, 3)
+    assert sampler.period_s == period_s
+    assert any(SENT in row for row in rows(host)) == (period_s < 1)
+    assert not [name for row in rows(host) for name in row if name.startswith(("nvlink", "sm_busy", "dram"))]
+    assert [driver.calls.count(name) for name in ("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc")] == [1, 0]
 
 
 def no_driver() -> bool:
@@ -567,42 +556,50 @@ def no_driver() -> bool:
     return False
 
 
-@pytest.mark.skipif(not no_driver(), reason="this machine has an NVIDIA driver")
-def test_without_a_driver_one_line_says_so_and_no_file_is_made(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+# Where a driver's library is not, or its module is not installed. Nothing stands in for NVML here.
+ABSENT: dict[str, tuple[type[DriverSampler], str | None, tuple[str, ...]]] = {
+    "NVML": (GpuSampler, None, ("NVML: NVML Shared Library Not Found", "NVML: Driver Not Loaded")),
+    "amdsmi": (AmdSampler, None, ("amdsmi, which reports what a ROCm GPU does, is not installed",)),
+    "amdsmi's library": (
+        *(AmdSampler, "print('no library')\nraise KeyError('libamd_smi.so')"),
+        ("amdsmi does not find its library (KeyError: 'libamd_smi.so')",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "module", "whys"), ABSENT.values(), ids=ABSENT)
+def test_without_a_driver_one_line_says_so(
+    kind: type[DriverSampler], module: str | None, whys: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
-    """Nothing stands in for the driver here."""
-    host = host_with(tmp_path, cuda())
+    if kind is GpuSampler and not no_driver():
+        pytest.skip("this machine has an NVIDIA driver")
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    if module is None:
+        monkeypatch.setitem(sys.modules, "amdsmi", None)
+    else:
+        (tmp_path / "amdsmi.py").write_text(module)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    run = tmp_path / "run"
+    host = host_with(run, amd() if kind is AmdSampler else cuda())
     reading, writing = os.pipe()
 
-    class Ends(GpuSampler):
+    class Ends(kind):  # type: ignore[valid-type, misc]
         """Ends the job at its first tick."""
 
         def tick(self) -> None:
             os.close(writing)
             super().tick()
 
-    sample(tmp_path, [Ends], reading)
+    sample(run, [Ends], reading)
     os.close(reading)
-    said = capfd.readouterr().err
-    # No library, or one without its driver.
-    whys = ("NVML Shared Library Not Found", "Driver Not Loaded")
-    assert said in [f"dlprof: the gpu sampler is off: NVML: {why}; the job goes on without it\n" for why in whys]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err in [f"dlprof: the {kind.name} sampler is off: {why}; the job goes on without it\n" for why in whys]
     assert rows(host) == []
 
 
-def test_a_job_on_the_cpu_never_asks_for_nvml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    driver = Documented(monkeypatch)
-    host = host_with(tmp_path, {"type": "cpu", "uuid": None})
-    ticks(host).stop()
-    assert driver.calls == []
-    assert capfd.readouterr().err == ""
-
-
-# A driver in C, loaded in NVML's place: it answers as an H200 did (the first captures), as far as that is known. It has
-# gone once a file is there, and lacks functions, as older drivers do.
+# A driver in C, loaded in NVML's place: it answers as an H200 did, as far as that is known. It has gone once a file is
+# there, and lacks functions, as older drivers do.
 DRIVER = r"""
 #include <stdlib.h>
 #include <string.h>
