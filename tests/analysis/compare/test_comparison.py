@@ -185,7 +185,8 @@ def test_a_run_beside_other_programs_is_a_doubt() -> None:
 )
 def test_a_difference_counts_beyond_its_noise(b: float, noise: float | None, verdict: str) -> None:
     step = step_of(compare(run(100, noise=noise), run(b, noise=noise)))
-    assert (step.verdict, step.ns) == (verdict, pytest.approx((b - 100) * MS))
+    assert step.verdict == verdict
+    assert step.ns == pytest.approx((b - 100) * MS)
     if noise is not None:
         assert step.noise_ns == pytest.approx(2**0.5 * noise * MS)
 
@@ -225,8 +226,8 @@ OF_MICRO = (Forecast("microbatches", "8", 80 * MS), Forecast("microbatches", "16
 WAIT, WAITS_NOT = "input_wait", clear("input_wait")
 
 
-def of(name: str, value: str) -> tuple[Fact, ...]:
-    return (Fact(*name.split("."), value),) if not name.startswith("ddp") else (Fact("Model", name, value),)
+def of(section: str, name: str, value: str) -> tuple[Fact, ...]:
+    return (Fact(section, name, value),)
 
 
 def waits(step: float, facts: tuple[Fact, ...] = WORKERS[1:2], *outcomes: Outcome) -> Result:
@@ -274,20 +275,20 @@ PREDICTIONS: dict[str, tuple[Result, Result, dict[str, Any] | None]] = {
         {"findings": ("one", "other"), "least_ns": 55, "most_ns": 70, "verdict": "as_predicted"},
     ),
     "a setting of DDP by its own name": (
-        run(100, found("unused_parameters", 3, SEARCH), facts=of("ddp.find_unused_parameters", "True")),
-        run(100, clear("x"), facts=of("ddp.find_unused_parameters", "False")),
+        run(100, found("unused_parameters", 3, SEARCH), facts=of("Model", "ddp.find_unused_parameters", "True")),
+        run(100, clear("x"), facts=of("Model", "ddp.find_unused_parameters", "False")),
         {"changed": ("find_unused_parameters True → False",)},
     ),
     "a setting that took one bottleneck away owes nothing for others": (
         run(100, found("exposed_communication", 40, SEARCH), found("unused_parameters", 5, SEARCH),
-            facts=of("ddp.find_unused_parameters", "True")),
+            facts=of("Model", "ddp.find_unused_parameters", "True")),
         run(95, found("exposed_communication", 36, change("larger buckets", bucket_cap_mb=(25, 50))),
-            clear("unused_parameters"), facts=of("ddp.find_unused_parameters", "False")),
+            clear("unused_parameters"), facts=of("Model", "ddp.find_unused_parameters", "False")),
         {"findings": ("unused_parameters",), "verdict": "as_predicted"},
     ),
     "a forecast is found by the name of the fact": (
-        run(100, found("pipeline_bubble", 30, MICRO, forecasts=OF_MICRO), facts=of("Pipeline.microbatches", "4")),
-        run(81, found("pipeline_bubble", 10), facts=of("Pipeline.microbatches", "8")),
+        run(100, found("pipeline_bubble", 30, MICRO, forecasts=OF_MICRO), facts=of("Pipeline", "microbatches", "4")),
+        run(81, found("pipeline_bubble", 10), facts=of("Pipeline", "microbatches", "8")),
         {"most_ns": 80, "verdict": "as_predicted", "changed": ("microbatches 4 → 8",)},
     ),
     "nothing was changed": (run(100, found("one", 30)), run(70, found("one", 28)), None),
@@ -316,8 +317,8 @@ def test_another_device_or_a_step_of_other_work_is_a_doubt_and_no_test_of_a_pred
     a, b = run(100, found("one", 30)), run(50, clear("one"))
     c = compare(a, replace(b, run=replace(b.run, device="NVIDIA H200")))
     assert (c.prediction, "the devices differ (CPU and NVIDIA H200)" in c.doubts[0]) == (None, True)
-    a = run(100, found("one", 30, change("larger", batch_size=(32, 64))), facts=of("Loader.batch size", "32"))
-    c = compare(a, run(150, clear("one"), facts=of("Loader.batch size", "64")))
+    a = run(100, found("one", 30, change("larger", batch_size=(32, 64))), facts=of("Loader", "batch size", "32"))
+    c = compare(a, run(150, clear("one"), facts=of("Loader", "batch size", "64")))
     assert (c.prediction, "different work" in c.doubts[0]) == (None, True)
 
 

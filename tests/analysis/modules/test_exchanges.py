@@ -120,7 +120,7 @@ FSDP = """
 def of_two_ranks(folder: Path, script: str, window: str) -> str:
     """Record a job of two ranks, and return what it printed."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, *TORCHRUN, folder / "train.py"]
+    command: list[str | Path] = [sys.executable, *TORCHRUN, folder / "train.py"]
     done = launch(wrapped(folder / "run", command, "--window", window), folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -129,8 +129,8 @@ def of_two_ranks(folder: Path, script: str, window: str) -> str:
 @pytest.mark.long
 def test_what_fsdp_moves_is_for_the_module_that_it_shards(tmp_path: Path) -> None:
     of_two_ranks(tmp_path, dedent(HEAD) + dedent(FSDP), "6,1,4")
-    work = runs.measured(tmp_path / "run", module_work).frame(module_work)
-    work = work[work["rank"] == 1]
+    frame = runs.measured(tmp_path / "run", module_work).frame(module_work)
+    work: Any = frame[frame["rank"] == 1]
     exchanged = work[work["part"] == "communication"].set_index("path")
     assert set(exchanged.index) >= {"", "body.2", "last"}
     # One gather forward and one back, and the reduction of the gradients; the outermost one keeps what it gathered.

@@ -277,6 +277,8 @@ def test_calls_of_ranks_are_taken_once_and_what_is_no_call_is_not() -> None:
     told = {"calls": [row, {"kind": "loader"}, 7, {**row, "file": None}], "directory": "/x/"}
     (call,) = calls_of([told, told, {}, {"calls": None}])
     assert call == Call("loader", "a.py", 3, roles=("train",), span=Span(3, 5, 4, 6), directory="/x/")
+    (by_line,) = calls_of([{"calls": [{"kind": "loader", "file": "a.py", "line": 3}]}])
+    assert by_line.span == Span(3)
 
 
 def test_overrides_are_an_edit_where_each_of_them_is_one(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ def test_products_on_a_cpu(tmp_path: Path) -> None:
     assert dict(zip(names[rows], ns, strict=True)) == {"aten::addmm": 160.0, "aten::mm": 80.0}
 
 
+@pytest.mark.long
 def test_what_is_written_out_has_the_operators_of_its_chains(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     x = torch.randn(512, 256, requires_grad=True)
