@@ -1,4 +1,4 @@
-"""What memory is made of at its fullest, by part and by module, from figures made by hand."""
+"""What memory is made of at its fullest, by part and by module, and what the result tells of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.memory.composition import MOST_ROWS, held_by_module, held_names, memory_composition
+from dlprof.analysis.memory.holdings import OF_NONE, OUTSIDE, memory_footprint, modules
 from dlprof.errors import NotMeasured
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import MOMENTS, row
@@ -16,15 +17,9 @@ from tests.fixtures.traces import BASE_NS
 
 # 100 of parameters, twice as much of state, 500 of activations, which are gone when the gradients are there.
 ROWS = [
-    row("parameter", "a", 60),
-    row("parameter", "b", 40),
-    row("gradient", "a", 60),
-    row("gradient", "b", 40),
-    row("optimizer", "a", 120),
-    row("optimizer", "b", 80),
-    row("activation", "a", 500),
-    row("buffer", "b", 5),
-]
+    row("parameter", "a", 60), row("parameter", "b", 40), row("gradient", "a", 60), row("gradient", "b", 40),
+    row("optimizer", "a", 120), row("optimizer", "b", 80), row("activation", "a", 500), row("buffer", "b", 5),
+]  # fmt: skip
 
 
 def parts(path: Path, device: str = "cuda:0") -> dict[str, tuple[float, str]]:
@@ -44,66 +39,59 @@ def test_what_a_backward_pass_begins_with(tmp_path: Path) -> None:
     gpu = [{"at_ns": BASE_NS + 6_000_000_000 + n, "memory_used_bytes": 1_200 + 300 + 10 * n} for n in range(3)]
     (path / "ranks/00000/gpu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in gpu))
     assert parts(path) == {
-        "parameter": (100, "counted"),
-        "optimizer": (200, "counted"),
-        "activation": (500, "counted"),
-        "buffer": (5, "counted"),
-        "temporary": (950 - 805, "difference"),
-        "cache": (1_200 - 950, "allocator"),
+        "parameter": (100, "counted"), "optimizer": (200, "counted"),
+        "activation": (500, "counted"), "buffer": (5, "counted"),
+        "temporary": (950 - 805, "difference"), "cache": (1_200 - 950, "allocator"),
         "libraries": (310, "driver"),
-    }
+    }  # fmt: skip
 
 
-def test_gradients_that_outweigh_activations(tmp_path: Path) -> None:
-    path = holding.recorded(tmp_path, [*ROWS[:6], row("activation", "a", 50), ROWS[7]])
-    allocator.write(path, [reading(400, 450, 450)])
-    found = parts(path)
-    assert found["gradient"] == (100, "counted")
-    assert found["temporary"] == (450 - 405, "difference")
-    assert "activation" not in found
-    assert "cache" not in found
+LASTING = {"parameter": (100, "counted"), "optimizer": (200, "counted"), "buffer": (5, "counted")}
+ACTIVATIONS = {**LASTING, "activation": (500, "counted")}
+GRADIENTS = {**LASTING, "gradient": (100, "counted")}
+OF_HOST = {"device": "cpu"}
+# Rows, what else was told, and the allocator's reading → the parts of a device.
+COMPOSED: dict[str, tuple[list[Any], dict[str, Any], tuple[int, int, int] | None, dict[str, tuple[float, str]]]] = {
+    "gradients outweigh activations": (
+        [*ROWS[:6], row("activation", "a", 50), ROWS[7]], {},
+        (400, 450, 450),
+        {**GRADIENTS, "temporary": (450 - 405, "difference")},
+    ),
+    # The allocator was not asked: nothing is temporary.
+    "gradients are there when the backward pass begins": (
+        ROWS, {"moments": [MOMENTS[0] | {"gradient_bytes": 90}, MOMENTS[1]]}, None,
+        {**ACTIVATIONS, "gradient": (90, "counted")},
+    ),
+    "more was counted than there was": (
+        ROWS, {},
+        (400, 700, 700),
+        {**ACTIVATIONS, "unexplained": (-105, "difference")},
+    ),
+    # The gradients are more than nothing; what was not counted is not called temporary.
+    "activations were not counted": (
+        [r for r in ROWS if r["part"] != "activation"],
+        {"activations": {"state": "abstained", "why": "an old PyTorch"}},
+        (400, 950, 950),
+        {**GRADIENTS, "unexplained": (950 - 405, "difference")},
+    ),
+    "the host by its process": (
+        [r | OF_HOST for r in ROWS],
+        {"moments": [m | OF_HOST for m in MOMENTS], "process": {"before_bytes": 1_000, "anonymous_bytes": 2_000}},
+        None, {**ACTIVATIONS, "process": (1_000, "process"), "unexplained": (1_000 - 805, "difference")},
+    ),
+    "state that was offloaded is the host's": (
+        [*ROWS[:2], row("optimizer", "a", 120) | OF_HOST], {}, None, {"optimizer": (120, "counted")},
+    ),
+}  # fmt: skip
 
 
-def test_gradients_that_are_there_when_the_backward_pass_begins(tmp_path: Path) -> None:
-    path = holding.recorded(tmp_path, ROWS, moments=[MOMENTS[0] | {"gradient_bytes": 90}, MOMENTS[1]])
-    found = parts(path)
-    assert found["gradient"] == (90, "counted")
-    assert found["activation"] == (500, "counted")
-    assert "temporary" not in found  # the allocator was not asked
-
-
-def test_more_counted_than_there_was_is_not_hidden(tmp_path: Path) -> None:
-    path = holding.recorded(tmp_path, ROWS)
-    allocator.write(path, [reading(400, 700, 700)])
-    found = parts(path)
-    assert found["unexplained"] == (-105, "difference")
-    assert "temporary" not in found
-
-
-def test_what_was_not_counted_is_not_called_temporary(tmp_path: Path) -> None:
-    rows = [r for r in ROWS if r["part"] != "activation"]
-    path = holding.recorded(tmp_path, rows, activations={"state": "abstained", "why": "an old PyTorch"})
-    allocator.write(path, [reading(400, 950, 950)])
-    found = parts(path)
-    assert found["unexplained"] == (950 - 405, "difference")  # the gradients are more than nothing
-    assert "temporary" not in found
-
-
-def test_the_host_by_its_process(tmp_path: Path) -> None:
-    rows = [row(r["part"], r["module"], r["bytes"], device="cpu") for r in ROWS]
-    moments = [m | {"device": "cpu"} for m in MOMENTS]
-    process = {"before_bytes": 1_000, "anonymous_bytes": 2_000}
-    path = holding.recorded(tmp_path, rows, moments=moments, process=process)
-    found = parts(path, "cpu")
-    assert found["process"] == (1_000, "process")
-    assert found["unexplained"] == (1_000 - 805, "difference")
-    assert sum(size for size, _ in found.values()) == 2_000
-
-
-def test_state_that_was_offloaded_is_the_hosts(tmp_path: Path) -> None:
-    path = holding.recorded(tmp_path, [*ROWS[:2], row("optimizer", "a", 120, device="cpu")])
-    assert parts(path, "cpu") == {"optimizer": (120, "counted")}
-    assert "optimizer" not in parts(path)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_memory_is_made_of(name: str, tmp_path: Path) -> None:
+    rows, told, read, found = COMPOSED[name]
+    path = holding.recorded(tmp_path, rows, **told)
+    if read is not None:
+        allocator.write(path, [reading(*read)])
+    assert parts(path, "cpu" if "host" in name else "cuda:0") == found
 
 
 def test_modules_by_what_they_hold_the_largest_first(tmp_path: Path) -> None:
@@ -154,3 +142,55 @@ def test_why_nothing_was_counted(measure: Any, tmp_path: Path) -> None:
     (path / "ranks/00000/held.json").unlink()
     with pytest.raises(NotMeasured, match="was not counted"):
         runs.measured(path, measure).frame(measure)
+
+
+# -- what the result tells: parts of each rank, alike layers as one, and what changes would make
+
+ENCODER = [
+    *(row("parameter", f"encoder.layer.{n}.fc", 100) for n in range(12)),
+    *(row("activation", f"encoder.layer.{n}.fc", 400) for n in range(12)),
+    *(row("activation", f"encoder.layer.{n}", 50, "Layer") for n in range(12)),
+    row("parameter", "head", 700),
+    row("gradient", "head", 700),
+    row("activation", "", 30, "Model"),
+]
+
+
+def recorded(folder: Path) -> Path:
+    path = holding.recorded(folder, ENCODER)
+    read = {"peak_allocated_bytes": 8_000, "reserved_bytes": 9_000, "peak_reserved_bytes": 9_000}
+    allocator.write(path, [allocator.reading(5, 2_000, **read)])
+    return path
+
+
+def test_layers_that_are_built_alike_are_one_row_with_all_inside(tmp_path: Path) -> None:
+    measured = runs.measured(recorded(tmp_path), held_by_module, held_names)
+    rows = {m.module: m for m in modules(measured.frame(held_by_module), measured.frame(held_names))}
+    layer = rows["encoder.layer.*"]
+    assert (layer.kind, layer.modules, layer.bytes) == ("Layer", 12, 12 * 550)
+    assert (layer.parameter, layer.activation) == (1_200, 5_400)
+    assert (rows["encoder.layer.*.fc"].modules, rows["encoder.layer.*.fc"].bytes) == (12, 6_000)
+    assert (rows["head"].parameter, rows["head"].gradient) == (700, 700)
+    assert rows[OUTSIDE].bytes == 30
+    # What is around the layers holds them alone: one row is enough, that of the layers.
+    assert [name for name in rows if name in ("encoder", "encoder.layer")] == []
+
+
+def test_of_several_models_the_batch_is_no_ones(tmp_path: Path) -> None:
+    rows = [row("parameter", "(Net).fc", 100), row("parameter", "(Critic).fc", 60), row("input", "", 30, "")]
+    measured = runs.measured(holding.recorded(tmp_path, rows), held_by_module, held_names)
+    found = {m.module: m.bytes for m in modules(measured.frame(held_by_module), measured.frame(held_names))}
+    assert found == {"(Net).fc": 100, "(Critic).fc": 60, OF_NONE: 30}
+
+
+def test_the_fullest_device_and_its_changes(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    found = runs.measured(path, memory_footprint).frame(memory_footprint)
+    (device,) = found.devices
+    assert (device.rank, device.device, device.total_bytes) == (0, "cuda:0", 100_000)
+    assert device.bytes == 9_000
+    assert [p.part for p in device.parts] == ["parameter", "activation", "temporary", "cache"]
+    assert {c.change for c in found.changes} >= {"batch", "autocast"}
+    # A layer keeps little more than its input: it saves nothing to compute it again.
+    assert "checkpoint" not in {c.change for c in found.changes}
+    assert all(c.change for c in found.changes)

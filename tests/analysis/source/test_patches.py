@@ -1,4 +1,4 @@
-"""Diffs that `git apply` takes, of files that are as they were recorded, and of no others."""
+"""Keyword arguments are set in a call's own layout, in files that are as recorded; else the reason is told."""
 
 from __future__ import annotations
 
@@ -9,10 +9,149 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import pytest
 
-from dlprof.analysis.source.patches import Call, Span, Wanted, calls_of, edit_of, kind_of, patch, sites, wanted_of
+from dlprof.analysis.source.patches import (
+    Call,
+    NotEditable,
+    Span,
+    Wanted,
+    calls_of,
+    edit_of,
+    edited,
+    kind_of,
+    patch,
+    sites,
+    wanted_of,
+)
+
+IMPORT = "from torch.utils.data import DataLoader\n"
+
+
+def span_of(source: bytes, nth: int = 0) -> Span:
+    """Return where the nth call that is an argument of nothing stands: `x = …` or `…` alone."""
+    outer = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Assign, ast.Expr)) and isinstance(node.value, ast.Call)
+    ]
+    call = outer[nth]
+    return Span(call.lineno, call.end_lineno or 0, call.col_offset, call.end_col_offset or 0)
+
+
+def done(text: str, kind: str = "loader", columns: bool = True, **settings: Any) -> str:
+    """Return a source whose first call has these settings."""
+    source = dedent(text).encode()
+    span = span_of(source)
+    return edited(source, span if columns else Span(span.line), kind, settings or {"num_workers": 4}).decode()
+
+
+# Before and after num_workers=4 is set.
+LAYOUTS = [
+    ("x = DataLoader(data)", "x = DataLoader(data, num_workers=4)"),
+    ("x = DataLoader(data,)", "x = DataLoader(data, num_workers=4,)"),
+    ("x = DataLoader(data, num_workers = 0, shuffle=True)", "x = DataLoader(data, num_workers = 4, shuffle=True)"),
+    ("x = DataLoader()", "x = DataLoader(num_workers=4)"),
+    ("x = DataLoader((data) )  # ü", "x = DataLoader((data), num_workers=4 )  # ü"),
+    ("x = DataLoader(f(')', b'#'), shuffle=(True))", "x = DataLoader(f(')', b'#'), shuffle=(True), num_workers=4)"),
+    ("'ü'; x = DataLoader('ü')", "'ü'; x = DataLoader('ü', num_workers=4)"),
+    ("x = DataLoader(\n    data,\n)", "x = DataLoader(\n    data,\n    num_workers=4,\n)"),
+    ("x = DataLoader(\n\tdata\n)", "x = DataLoader(\n\tdata,\n\tnum_workers=4\n)"),
+    ("x = DataLoader(\n    d,  # not\n    # )\n)", "x = DataLoader(\n    d,  # not\n    num_workers=4,\n    # )\n)"),
+    ("x = DataLoader(\n    data  # why\n)", "x = DataLoader(\n    data,  # why\n    num_workers=4\n)"),
+    ("x = DataLoader(d,\n               s=True)", "x = DataLoader(d,\n               s=True, num_workers=4)"),
+    ("x = DataLoader(data, shuffle=True\n)", "x = DataLoader(data, shuffle=True, num_workers=4\n)"),
+    ("x = DataLoader(\r\n    data,\r\n)\r\n", "x = DataLoader(\r\n    data,\r\n    num_workers=4,\r\n)\r\n"),
+    (
+        "x = DataLoader(\n    f(\n        1,\n    ),\n)",
+        "x = DataLoader(\n    f(\n        1,\n    ),\n    num_workers=4,\n)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), LAYOUTS)
+def test_an_argument_is_set_and_all_else_stays(before: str, after: str) -> None:
+    for columns in (True, False):  # the call's place is known, or its line alone
+        assert done(IMPORT + before, columns=columns) == IMPORT + after
+
+
+DDP, ADAM, COMPILE = "DistributedDataParallel(m", "torch.optim.AdamW(p, 0.1", "torch.compile(m, mode="
+MANY: dict[str, Any] = {"num_workers": 2, "pin_memory": True, "multiprocessing_context": "forkserver"}
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "settings", "after"),
+    [
+        # Another name of the class is followed.
+        ("from torch.utils.data import DataLoader as DL\nx = DL(d)", "loader", {}, "\nx = DL(d, num_workers=4)"),
+        ("import torch.utils.data as tud\nx = tud.DataLoader(d)", "loader", {}, "tud.DataLoader(d, num_workers=4)"),
+        ("L = torch.utils.data.DataLoader\nx = L(data)", "loader", {}, "\nx = L(data, num_workers=4)"),
+        (f"{DDP})", "ddp", {"bucket_cap_mb": 25.0}, f"{DDP}, bucket_cap_mb=25)"),
+        (f"{ADAM})", "optimizer", {"fused": True}, f"{ADAM}, fused=True)"),
+        (f"{COMPILE}'default')", "compile", {"mode": "reduce-overhead"}, f"{COMPILE}'reduce-overhead')"),
+        ("x = b.to(device)", "copy", {"non_blocking": True}, "x = b.to(device, non_blocking=True)"),
+        (
+            'x = DataLoader(\n    data,\n    pin_memory=False,\n    f=None,\n)\ny = "a", "b"\n',
+            "loader",
+            MANY,
+            "x = DataLoader(\n    data,\n    pin_memory=True,\n    f=None,\n    num_workers=2,\n"
+            '    multiprocessing_context="forkserver",\n)\ny = "a", "b"\n',
+        ),
+    ],
+)
+def test_names_of_calls_and_kinds_of_values(before: str, kind: str, settings: dict[str, Any], after: str) -> None:
+    assert done(before, kind, **settings).endswith(after)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x = DataLoader(data, num_workers=args.workers)", "num_workers is `args.workers` there"),
+        ("x = DataLoader(data, num_workers=4)", "num_workers is 4 there already"),
+        ("x = DataLoader(data, **options)", "num_workers may be among the arguments that `*` or `**` passes there"),
+        ("x = DataLoader(*given)", "num_workers may be among the arguments that `*` or `**` passes there"),
+        ("x = DataLoader(d, 4, True, None, None, 2)", "num_workers may be one of the positional arguments there"),
+        ("x = list(map(DataLoader, sets))", "there is no such call on that line"),
+        ("x = loader_class(data)", "there is no such call on that line"),
+        ("x = DataLoader(n for n in data)", "the call is written in a way that is not edited"),
+    ],
+)
+def test_what_is_not_certain_is_left_alone(text: str, why: str) -> None:
+    with pytest.raises(NotEditable) as reason:
+        done(text)
+    assert str(reason.value) == why
+
+
+def test_two_calls_in_one_line_are_told_apart_by_their_columns_alone() -> None:
+    text = "a = DataLoader(x); b = DataLoader(y)\n"
+    second = edited(text.encode(), span_of(text.encode(), 1), "loader", {"num_workers": 4})
+    assert second == b"a = DataLoader(x); b = DataLoader(y, num_workers=4)\n"
+    with pytest.raises(NotEditable, match="several such calls"):
+        edited(text.encode(), Span(1), "loader", {"num_workers": 4})
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (b"x = DataLoader(data\n", "parsed"),
+        (b"\0\x80\xff" * 99, "UTF-8"),
+        (b"x = DataLoader(data)\0", "parsed"),
+        ("# coding: latin-1\nx = 'ü'; DataLoader(data)\n".encode("latin-1"), "UTF-8"),
+        ("\ufeffx = DataLoader(data)\n".encode(), "UTF-8"),
+        (b"a = 1\rx = DataLoader(data)\r", "carriage returns"),
+        (b"(" * 5000 + b")" * 5000, "parsed"),
+        (b"", "no such call"),
+    ],
+)
+def test_a_hostile_file_is_left_alone(source: bytes, why: str) -> None:
+    with pytest.raises(NotEditable, match=why):
+        edited(source, Span(1, 1, 4, 20), "loader", {"num_workers": 4})
+
+
+# -- patches of several calls and files
 
 SCRIPT = """\
 from torch import optim
@@ -71,37 +210,35 @@ def test_git_applies_the_edits_of_several_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [SCRIPT.replace("\n", "\r\n"), SCRIPT.replace("    ", "\t"), SCRIPT.rstrip("\n"), "'ü→'\n" + SCRIPT]
+    ("name", "text"),
+    [
+        ("train.py", SCRIPT.replace("\n", "\r\n")),
+        ("sub folder/trän.py", SCRIPT.replace("    ", "\t")),
+        ("train.py", SCRIPT.rstrip("\n")),
+        ("sub folder/trän.py", "'ü→'\n" + SCRIPT),
+    ],
+    ids=["carriage returns", "tabs", "no last newline", "not ASCII"],
 )
-@pytest.mark.parametrize("name", ["train.py", "sub folder/trän.py"])
-def test_git_applies_it_to_files_of_all_kinds(tmp_path: Path, text: str, name: str) -> None:
-    applied(tmp_path, patch(calls(tmp_path, name, text), [FUSED]).text)
-    after = (tmp_path / name).read_bytes().decode()
-    assert after == text.replace("a.parameters(), 1e-3)", "a.parameters(), 1e-3, fused=True)").replace(
-        "fused=False", "fused=True"
-    )
-
-
-def test_git_applies_it_below_the_root_of_a_repository(tmp_path: Path) -> None:
+def test_git_applies_it_to_files_of_all_kinds_below_the_root_of_a_repository(
+    tmp_path: Path, name: str, text: str
+) -> None:
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True, capture_output=True)
     folder = tmp_path / "examples"
-    made = patch(calls(folder), [WORKERS])
-    (folder / "fix.diff").write_text(made.text)
+    (folder / "fix.diff").parent.mkdir()
+    (folder / "fix.diff").write_bytes(patch(calls(folder, name, text), [FUSED]).text.encode())
     subprocess.run(["git", "apply", "fix.diff"], cwd=folder, check=True, capture_output=True)
-    assert "num_workers=4" in (folder / "train.py").read_text()
+    expected = text.replace("a.parameters(), 1e-3)", "a.parameters(), 1e-3, fused=True)")
+    assert (folder / name).read_bytes().decode() == expected.replace("fused=False", "fused=True")
 
 
 def test_a_file_that_is_not_as_it_was_recorded_is_left_alone(tmp_path: Path) -> None:
     known = calls(tmp_path)[:1]
     (tmp_path / "train.py").write_text(SCRIPT + "\n")
     assert whys(known, WORKERS) == ["the file has changed since it was recorded"]
-    (tmp_path / "train.py").unlink()
-    assert whys(known, WORKERS) == ["the file is not here"]
-    os.mkfifo(tmp_path / "train.py")  # nobody writes into it
-    assert whys(known, WORKERS) == ["the file is not here"]
-    (tmp_path / "train.py").unlink()
-    (tmp_path / "train.py").mkdir()
-    assert whys(known, WORKERS) == ["the file is not here"]
+    for make in (lambda _: None, os.mkfifo, os.mkdir):  # none, one that nobody writes into, a folder
+        (tmp_path / "train.py").unlink(missing_ok=True)
+        make(tmp_path / "train.py")
+        assert whys(known, WORKERS) == ["the file is not here"]
     assert whys([replace(known[0], digest="")], WORKERS) == ["what the file held was not recorded"]
     assert whys([replace(known[0], via="fit (fancy/trainer.py:3)")], WORKERS) == [
         "fit (fancy/trainer.py:3) makes the call"
@@ -140,6 +277,8 @@ def test_calls_of_ranks_are_taken_once_and_what_is_no_call_is_not() -> None:
     told = {"calls": [row, {"kind": "loader"}, 7, {**row, "file": None}], "directory": "/x/"}
     (call,) = calls_of([told, told, {}, {"calls": None}])
     assert call == Call("loader", "a.py", 3, roles=("train",), span=Span(3, 5, 4, 6), directory="/x/")
+    (by_line,) = calls_of([{"calls": [{"kind": "loader", "file": "a.py", "line": 3}]}])
+    assert by_line.span == Span(3)
 
 
 def test_overrides_are_an_edit_where_each_of_them_is_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which lines a finding names, and what its change looks like there."""
+"""Which lines and modules a finding names, what its change looks like there, and which lines count for a stack."""
 
 from __future__ import annotations
 
@@ -11,13 +11,31 @@ import pandas as pd
 import pytest
 from msgspec.structs import replace
 
+from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.engine import Maybe
+from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
+from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, names_in, over_ranks
 from dlprof.analysis.source.patches import Call, Span
-from dlprof.analysis.source.where import CONCERNS, Source, changes_numbers, placed, wanted
+from dlprof.analysis.source.where import (
+    CONCERNED,
+    CONCERNS,
+    MOST_NAMED,
+    Source,
+    changes_numbers,
+    concerned_rows,
+    found_in_modules,
+    in_modules,
+    placed,
+    wanted,
+)
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES, Change, Outcome, Place, change
 from dlprof.result.figures import InModule
+from tests.fixtures import layers, operators, runs, traces
+from tests.fixtures.runs import CPU, MS, light, measured, recorded
+from tests.fixtures.sampled_stacks import LOADER as FETCHING
+from tests.fixtures.sampled_stacks import MAIN, WORKER, stacked
 
 TEXT = "train = DataLoader(data)\n"
 LOADER = Call("loader", "train.py", 1, "main", TEXT.strip(), roles=("train",), span=Span(1, 1, 8, 24))
@@ -147,6 +165,243 @@ def test_a_change_wants_its_keywords_by_kind_of_call() -> None:
 
 
 def test_each_rule_that_is_listed_is_there() -> None:
-    assert CONCERNS.keys() <= {rule.id for rule in RULES}
+    assert CONCERNS.keys() | set(CONCERNED) <= {rule.id for rule in RULES}
     for rule in RULES:
         assert rule.id in CONCERNS or set(rule.saves_from) <= set(CATEGORIES)
+
+
+# -- the smallest modules that hold most of a finding
+
+
+def inside(*rows: tuple[str, str, float], total: float = 100.0, rank: int = 0) -> pd.DataFrame:
+    """Return what a finding has in modules with what is inside them: path, class, ns."""
+    frame = pd.DataFrame(rows, columns=["path", "kind", "ns"])
+    return frame.assign(about="float32", total_ns=total, rank=rank)
+
+
+BERT = inside(
+    ("", "Bert", 100.0),
+    ("layer.*", "Layer", 90.0),
+    ("layer.*.attention", "Attention", 50.0),
+    ("layer.*.mlp", "MLP", 35.0),
+    ("layer.*.norm", "LayerNorm", 5.0),
+    ("head", "Linear", 10.0),
+)
+SMALL = inside(("", "Net", 100.0), *[(f"block{n}", "Block", 5.0) for n in range(20)])
+RANKS = pd.concat([inside(("a", "A", 10.0), total=10.0), inside(("b", "B", 30.0), total=30.0, rank=1)])
+
+SMALLEST: dict[str, tuple[str, pd.DataFrame | None, list[InModule]]] = {
+    "what is inside is named where it has most of it": (
+        "fp32_matmul", BERT,
+        [
+            InModule("layer.*.attention", "Attention", 0.5), InModule("layer.*.mlp", "MLP", 0.35),
+            InModule("head", "Linear", 0.1),
+        ],
+    ),
+    "many small ones are named by what is around them": ("fp32_matmul", SMALL, [InModule("", "Net", 1.0)]),
+    "what is in no module is said beside others": (
+        "fp32_matmul", inside(("a", "Linear", 60.0), (OUTSIDE, "", 40.0)),
+        [InModule("a", "Linear", 0.6), InModule("", "", 0.4)],
+    ),
+    "and not alone": ("fp32_matmul", inside((OUTSIDE, "", 100.0)), []),
+    "ranks count by what they have": ("fp32_matmul", RANKS, [InModule("b", "B", 0.75), InModule("a", "A", 0.25)]),
+    "of other spans": ("host_sync", inside(("a", "Linear", 60.0)), []),
+    "of no spans": ("input_wait", inside(("a", "Linear", 60.0)), []),
+    "not known": ("fp32_matmul", None, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_finding_names_the_smallest_modules(name: str) -> None:
+    rule, frame, named = SMALLEST[name]
+    assert [*in_modules(rule, frame)] == named
+    many = inside(*[(f"m{n}", "Linear", 10.0) for n in range(10)])
+    assert len(in_modules("fp32_matmul", many)) == MOST_NAMED
+
+
+# -- what findings are about, in a step of a device whose every gap, product and copy is made by hand
+
+US = 1_000
+ODD = {"Input Dims": [[64, 1001], [1001, 50257]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+SGEMM, HALF, SHORT = "ampere_sgemm_128x64_tn", "ampere_bf16_s16816gemm_bf16_128x64", "vectorized_elementwise_kernel"
+
+
+def job() -> list[traces.Event | list[traces.Event]]:
+    """Return two alike steps of 1 ms on a device, whose modules differ in what is wrong with them.
+
+    a multiplies in float32 for 200 µs. b multiplies odd sizes in 16 bits for 100 µs. c waits with a kernel of 5 µs for
+    its launch, 286 µs long. d copies from pageable memory for 50 µs, and its gradients are exchanged for 80 µs. e waits
+    for the device for 150 µs.
+    """
+    events: list[traces.Event | list[traces.Event]] = []
+    for n in range(2):
+        at, ids = n * 1000 * US, 10 * n
+        events += [
+            traces.step(n, at, 1000 * US), layers.called("", "Net", at, 990 * US),
+            layers.called("a", "Linear", at, 100 * US), traces.op("aten::mm", at + 5 * US, 60 * US),
+            traces.launched(SGEMM, at + 10 * US, at + 20 * US, 200 * US, ids + 1),
+            layers.called("b", "Linear", at + 100 * US, 100 * US),
+            traces.op("aten::mm", at + 105 * US, 60 * US, **ODD),
+            traces.launched(HALF, at + 110 * US, at + 220 * US, 100 * US, ids + 2),
+            layers.called("c", "Act", at + 500 * US, 150 * US), traces.op("aten::gelu", at + 600 * US, 20 * US),
+            traces.launched(SHORT, at + 601 * US, at + 610 * US, 5 * US, ids + 3),
+            layers.called("d", "Linear", at + 660 * US, 100 * US), traces.op("aten::copy_", at + 660 * US, 20 * US),
+            traces.call("cudaMemcpyAsync", at + 661 * US, 5 * US, ids + 4),
+            traces.copy(at + 670 * US, 50 * US, 1_000_000, correlation=ids + 4),
+            traces.call("cudaLaunchKernel", at + 700 * US, 5 * US, ids + 5),
+            traces.collective(at + 720 * US, 80 * US, 1_000_000, correlation=ids + 5),
+            layers.called("e", "Loss", at + 800 * US, 180 * US), traces.op("aten::item", at + 810 * US, 160 * US),
+            traces.call("cudaStreamSynchronize", at + 815 * US, 150 * US, ids + 6),
+        ]  # fmt: skip
+    return events
+
+
+def test_each_kind_of_finding_has_its_spans_and_their_modules(tmp_path: Path) -> None:
+    made = traces.trace(*job(), world_size=2)
+    rank = runs.rank_of(tmp_path, made)
+    names = rank.table("spans")["name"].astype(str).to_numpy()
+    each = {
+        about: pd.Series(ns / 2 / US).groupby(names[rows]).sum().to_dict()
+        for about, (rows, ns) in rank.once(concerned_rows).items()
+    }
+    assert each["float32"] == {SGEMM: 200.0}
+    assert each["misaligned"] == {HALF: 100.0}
+    assert each["late"][SHORT] == 286.0
+    assert each["copies pageable"] == {"Memcpy HtoD (Pageable -> Device)": 50.0}
+    assert list(each["exchanges"].values()) == [80.0]
+    assert each["waits"] == {"cudaStreamSynchronize": 150.0}
+    assert each["queued"] == each["copies"] == each["attention"] == {}
+
+    found = runs.measured(traces.write(tmp_path / "of_modules.json", made), found_in_modules).frame(found_in_modules)
+    of = found[found["path"] != ""].groupby("about")["path"].agg("".join).to_dict()
+    told = {"float32": "a", "misaligned": "b", "copies pageable": "d", "exchanges": "d", "waits": "e"}
+    assert {about: of[about] for about in told} == told
+    assert found.loc[(found["about"] == "late") & (found["path"] == "c"), "ns"].tolist() == [2 * 286.0 * US]
+
+
+def test_products_on_a_cpu(tmp_path: Path) -> None:
+    rank = runs.rank_of(tmp_path, layers.on_cpu(*layers.two_layers()))
+    names = rank.table("spans")["name"].astype(str).to_numpy()
+    rows, ns = rank.once(concerned_rows)["float32"]
+    assert dict(zip(names[rows], ns, strict=True)) == {"aten::addmm": 160.0, "aten::mm": 80.0}
+
+
+@pytest.mark.long
+def test_what_is_written_out_has_the_operators_of_its_chains(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.randn(512, 256, requires_grad=True)
+    w = torch.randn(256, 256, requires_grad=True)
+
+    def run() -> None:
+        y = x @ w
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * w[0]
+        (y @ w).sum().backward()
+
+    rank = operators.profiled(torch, tmp_path, run)
+    rows, ns = rank.once(concerned_rows)["norms"]
+    names = rank.table("spans")["name"].astype(str).to_numpy()
+    assert {"aten::pow", "aten::mean", "aten::rsqrt", "aten::mul"} <= set(names[rows])
+    assert not any("mm" in name for name in names[rows])
+    assert ns.sum() == pytest.approx(rank.once(norms)["ns"].sum())
+    assert rank.once(concerned_rows)["losses"][1].sum() == 0
+
+
+# -- which lines count for a stack, and over several ranks
+
+LIBRARY = "/lib/python3.11/site-packages"
+BACKWARD = f"backward ({LIBRARY}/torch/_tensor.py:500)"
+WORKING = 'process 10:"python train.py";process 11:"python train.py";thread (0x2): MainThread'
+
+
+def test_a_stack_counts_for_the_innermost_line_of_the_users(tmp_path: Path) -> None:
+    path = stacked(
+        tmp_path, f"{MAIN};<module> (/w/train.py:90);main (/w/train.py:68) 60\n",
+        f"{MAIN};<module> (/w/train.py:90);main (/w/train.py:69) 30\n",
+        f"{MAIN};<module> (/w/train.py:90);main (/w/train.py:69);dumps ({LIBRARY}/fast/json.py:5) 10\n",
+        f"{MAIN};<module> (/w/train.py:90);main (/w/train.py:70);{BACKWARD} 40\n",
+        f"{MAIN};<module> (/w/train.py:90);main (/w/train.py:61);{FETCHING};decode (/w/data.py:7) 25\n",
+        f"{WORKING};{WORKER};decode (/w/data.py:8) 50\n", f"{MAIN};run ({LIBRARY}/fancy/cli.py:3) 5\n", ranks=2,
+    )  # fmt: skip
+    frame = measured(path, line_shares).frame(line_shares)
+    of_rank = frame[frame["rank"] == 0]
+    rows = of_rank[["doing", "own", "file", "line", "function", "samples", "of"]].to_numpy().tolist()
+    assert rows == [
+        ["backward", True, "/w/train.py", 70, "main", 40, 40], ["fetch", True, "/w/data.py", 7, "decode", 25, 25],
+        ["rest", True, "/w/train.py", 68, "main", 60, 105], ["rest", True, "/w/train.py", 69, "main", 40, 105],
+        ["rest", False, "fancy/cli.py", 0, "run", 5, 105], ["worker", True, "/w/data.py", 8, "decode", 50, 50],
+    ]  # fmt: skip
+    assert of_rank["library"].tolist()[0] == "backward (torch/_tensor.py)"
+    both = over_ranks(frame)
+    first = both.iloc[0]
+    assert (first["line"], first["samples"], first["of"], first["share"]) == (68, 120, 210, 120 / 210)
+
+
+def test_what_the_users_line_called_is_named_where_it_was_seen_most(tmp_path: Path) -> None:
+    log = f"main (/w/train.py:69);dumps ({LIBRARY}/fast/json.py:5);deep ({LIBRARY}/fast/x.py:1)"
+    path = stacked(tmp_path, f"{MAIN};{log} 30\n", f"{MAIN};main (/w/train.py:69) 10\n")
+    frame = measured(path, line_shares).frame(line_shares)
+    assert frame[["line", "library", "samples"]].to_numpy().tolist() == [[69, "dumps (fast/json.py)", 40]]
+
+
+def test_without_stacks_it_is_not_known(tmp_path: Path) -> None:
+    run = measured(stacked(tmp_path, 'process 10:"python train.py";thread (0x2): other;f (/w/x.py:1) 5\n'), line_shares)
+    with pytest.raises(NotMeasured):
+        run.frame(line_shares)
+
+
+# -- the line that calls operators most often, by the phase, and the function beside it
+
+
+def line(number: int, function: str, *, after: str = "backward", phase: str = "", **operators: int) -> dict[str, Any]:
+    of = {f"aten::{name}": n for name, n in operators.items()}
+    return {"file": "a.py", "line": number, "function": function, "source": "x", "phase": phase, "after": after} | {
+        "operators": of
+    }
+
+
+@pytest.mark.parametrize(
+    ("lines", "places"),
+    [
+        ([], []),
+        ([line(1, "f", mul=5), line(2, "f", mul=9)], [2]),
+        ([line(1, "f", mul=9), line(2, "g", mul=3), line(3, "h", mul=8)], [1, 3]),
+        # A function that hardly calls them says nothing.
+        ([line(1, "f", mul=9), line(2, "g", mul=2)], [1]),
+        ([line(1, "f", add=9), line(2, "g", mul=2)], [2]),
+        ([line(1, "f", mul=9, after="forward"), line(2, "g", mul=9, phase="forward")], []),
+    ],
+)
+def test_the_busiest_line_of_each_function(lines: list[dict[str, Any]], places: list[int]) -> None:
+    found = busiest({"flops": {"lines": lines}}, "", "backward", {"aten::mul"})
+    assert [place.line for place in found] == places
+    for facts in ({}, {"flops": None}, {"flops": {"state": "off"}}):  # recordings without lines
+        assert busiest(facts, "", "backward", {"aten::mul"}) == ()
+
+
+# -- the calls of all ranks
+
+ROW = {"kind": "save", "file": "train.py", "line": 7, "function": "main", "source": "torch.save(x)"}
+
+
+def test_calls_are_those_of_all_ranks_each_once(tmp_path: Path) -> None:
+    other = {**ROW, "line": 9}
+    ranks = [(None, [light(n, MS) for n in range(9)], {**CPU, "calls": rows}) for rows in ([ROW], [ROW, other])]
+    found = measured(recorded(tmp_path, *ranks), call_sites).frame(call_sites)
+    assert [(call.line, call.source) for call in found] == [(7, "torch.save(x)"), (9, "torch.save(x)")]
+    none = recorded(tmp_path / "none", (None, [light(n, MS) for n in range(9)], CPU))
+    assert measured(none, call_sites).frame(call_sites) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "names"),
+    [
+        ("loss = F.cross_entropy(model(images), labels)", "model(images)", ("model", "images")),
+        ("out = self.net(batch.x, mask=m)", "self.net(batch.x, mask=m)", ("self.net", "batch.x")),
+        ("out = model(x.to(device))", "model(x.to(device))", ("model", "")),
+        ("out = model(**batch)", "model(**batch)", ("", "")),
+        ("for x in model(images):", "model(images)", ("", "")),
+    ],
+)
+def test_what_a_line_calls_and_with_what(source: str, text: str, names: tuple[str, str]) -> None:
+    at = source.index(text)
+    assert names_in(Call("forward", "t.py", 1, source=source, span=Span(1, 1, at, at + len(text)))) == names

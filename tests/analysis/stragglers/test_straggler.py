@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,15 +41,36 @@ def test_where_some_ranks_were_asked_for_no_trace_that_is_why_it_is_not_measured
     assert "of rank 1: this rank was asked for no trace (--ranks 0,last)" in str(outcome.why)
 
 
-def test_the_next_slowest_bounds_the_gain(tmp_path: Path) -> None:
-    clear = ask(RULE, runs.foreign(tmp_path, *late_by(0, 2 * MS, 2 * MS)))
-    assert (clear.state, clear.share, clear.summary) == ("clear", 0.0, "no rank makes the others wait")
+HOSTS = ["node-1"] * 4 + ["node-2"] * 4
+OF_HOST = [{"host": int(MS * slow)} for slow in (0, 0.1, 0.05, 0, 1, 1.02, 1.05, 1)]
+
+# Traces of ranks → the outcome, who is late, what is saved and what its lateness costs in all, ns, and words.
+LATE: dict[str, tuple[list[dict[str, Any]], str, tuple[int, ...], float, float, str]] = {
+    "the next slowest bounds the gain": (
+        late_by(0, 2 * MS, 2 * MS), "clear", (), 0, 0, "no rank makes the others wait"),
+    "ranks are alike": (late_by(10_000, 0, 20_000), "clear", (2,), 10_000, 10_000, ""),
+    "a late loader is its rule's to find": (
+        held_up({}, {"input_wait": 2 * MS}, {}), "clear", (1,), 0, 2 * MS,
+        "rank 1 is 40 % of a step behind, as it waits longer for its data: see input_wait",
+    ),
+    "what another rule owns is not claimed twice": (
+        held_up({}, {"input_wait": MS, "computation": MS}, {}), "found", (1,), MS, 2 * MS, "counted by input_wait",
+    ),
+    "all ranks of a host": (held_up(*OF_HOST, hosts=HOSTS), "found", (4, 5, 6, 7), 0.9 * MS, 0.9 * MS, "host node-2"),
+    "a rank is missing": (late_by(0, 0, 2 * MS)[:2], "not_measured", (), 0, 0, "1 of 3 ranks missing"),
+    "one rank": (late_by(0), "does_not_apply", (), 0, 0, ""),
+}  # fmt: skip
 
 
-def test_ranks_alike_are_left_alone(tmp_path: Path) -> None:
-    clear = ask(RULE, runs.foreign(tmp_path, *late_by(10_000, 0, 20_000)))
-    assert (clear.state, clear.ranks) == ("clear", (2,))
-    assert clear.saving_ns == pytest.approx(10_000)
+@pytest.mark.parametrize("name", LATE)
+def test_who_is_late(name: str, tmp_path: Path) -> None:
+    made, state, ranks, saved, costs, words = LATE[name]
+    found = ask(RULE, runs.foreign(tmp_path, *made))
+    assert (found.state, found.ranks) == (state, ranks)
+    assert words in f"{found.summary} {found.verdict} {found.why}"
+    assert found.saving_ns == pytest.approx(saved, abs=1)
+    if costs:
+        assert found.by_rank[0].ns == pytest.approx(costs)
 
 
 def test_ranks_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
@@ -67,31 +89,6 @@ def test_ranks_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
                 )
         made.append({**one[rank], "traceEvents": events})
     assert ask(RULE, runs.foreign(tmp_path, *made)).state != "found"
-
-
-def test_a_late_loader_is_the_loaders_rule_to_find(tmp_path: Path) -> None:
-    clear = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": 2 * MS}, {})))
-    assert (clear.state, clear.ranks) == ("clear", (1,))
-    assert clear.share == pytest.approx(0.0)
-    assert clear.by_rank[0].ns == pytest.approx(2 * MS)
-    assert "rank 1 is 40 % of a step behind, as it waits longer for its data: see input_wait" in clear.summary
-
-
-def test_what_another_rule_owns_is_not_claimed_twice(tmp_path: Path) -> None:
-    found = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": MS, "computation": MS}, {})))
-    assert (found.state, found.ranks) == ("found", (1,))
-    assert found.saving_ns == pytest.approx(MS)
-    assert found.by_rank[0].ns == pytest.approx(2 * MS)  # what its lateness costs in all
-    assert "counted by input_wait" in found.summary
-
-
-def test_all_ranks_of_a_host_may_be_late_together(tmp_path: Path) -> None:
-    hosts = ["node-1"] * 4 + ["node-2"] * 4
-    more = [{"host": int(MS * slow)} for slow in (0, 0.1, 0.05, 0, 1, 1.02, 1.05, 1)]
-    found = ask(RULE, runs.foreign(tmp_path, *held_up(*more, hosts=hosts)))
-    assert (found.state, found.ranks) == ("found", (4, 5, 6, 7))
-    assert found.saving_ns == pytest.approx(0.9 * MS)
-    assert "host node-2" in found.verdict
 
 
 def test_more_kernels_are_more_work_and_longer_ones_are_not(tmp_path: Path) -> None:
@@ -132,74 +129,73 @@ def test_where_ranks_are_missing_the_shortest_collectives_vote(tmp_path: Path) -
     assert "its trace is not here" in answer.why
 
 
-def test_a_missing_rank_abstains(tmp_path: Path) -> None:
-    answer = ask(RULE, runs.foreign(tmp_path, *late_by(0, 0, 2 * MS)[:2]))
-    assert (answer.state, "1 of 3 ranks missing" in answer.why) == ("not_measured", True)
-
-
-def test_one_rank_abstains(tmp_path: Path) -> None:
-    assert ask(RULE, runs.foreign(tmp_path, *late_by(0))).state == "does_not_apply"
-
-
-def test_what_was_unusual_about_the_traced_steps_is_taken_off(tmp_path: Path) -> None:
-    # Rank 1 needs 1 ms more forward in every step; in two of the three traced steps rank 0 was held up by 1 ms itself.
-    held = (1 * MS, 0, 1 * MS)
-    made, light = [], []
-    for rank in range(2):
-        events, rows = [], []
-        for n in range(3):
-            forward = 3 * MS if rank else 2 * MS + held[n]
+def logged(folder: Path, *ranks: tuple[list[int], list[int]]) -> Path:
+    """Record ranks of steps of 8 ms: how long each step's forward pass takes, untraced ones and then three traced."""
+    of = []
+    for rank, (usual, traced) in enumerate(ranks):
+        events: list[Any] = []
+        for n, forward in enumerate(traced, len(usual)):
             t = n * 8 * MS
             events += [
-                traces.step(20 + n, t, 8 * MS),
+                traces.step(n, t, 8 * MS),
                 traces.annotation("dlprof::forward", t, forward),
                 traces.op("aten::conv2d", t, forward),
                 traces.annotation("dlprof::backward", t + forward, 8 * MS - forward),
                 traces.op("aten::conv_backward", t + forward, 2 * MS),
                 traces.annotation("gloo:all_reduce", t + forward + 2 * MS, 6 * MS - forward),
             ]
-            rows.append(runs.light(20 + n, 8 * MS, forward_ns=forward, backward_ns=8 * MS - forward, profiled=1))
-        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
-        usual = 3 * MS if rank else 2 * MS
-        light.append([runs.light(n, 8 * MS, forward_ns=usual, backward_ns=8 * MS - usual) for n in range(20)] + rows)
-    folder = runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True)))
-    found = ask(RULE, folder)
+        rows = [(n, ns, int(n >= len(usual))) for n, ns in enumerate([*usual, *traced])]
+        log = [runs.light(n, 8 * MS, forward_ns=f, backward_ns=8 * MS - f, profiled=p) for n, f, p in rows]
+        of.append((traces.trace(*events, rank=rank, backend="gloo", device=""), log, runs.CPU))
+    return runs.recorded(folder / "run", *of)
+
+
+def test_what_was_unusual_about_the_traced_steps_is_taken_off(tmp_path: Path) -> None:
+    # Rank 1 needs 1 ms more forward in every step; in two of the three traced steps rank 0 was held up by 1 ms itself.
+    found = ask(RULE, logged(tmp_path, ([2 * MS] * 20, [3 * MS, 2 * MS, 3 * MS]), ([3 * MS] * 20, [3 * MS] * 3)))
     assert (found.state, found.ranks) == ("found", (1,))
     assert found.saving_ns == pytest.approx(1 * MS, rel=0.01)
 
 
-@pytest.mark.parametrize(("cores", "state"), [((0.8, 0.81), "clear"), ((0.8, 0.97), "found"), ((), "found")])
-def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
-    tmp_path: Path, cores: tuple[float, ...], state: str
-) -> None:
-    """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the step log cannot tell it."""
-    folder = runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
-    for rank, mine in enumerate(cores):
-        runs.loading(folder, rank, step=6 * MS, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
-    said = ask(RULE, folder)
+@pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (2.5, "not_measured")])
+def test_what_all_steps_show_counts_before_a_few_that_were_traced(tmp_path: Path, apart: float, state: str) -> None:
+    # Rank 0 is 1 ms behind in the mean of 100 steps, 8 or 1.6 times its standard error; in the traced ones, rank 1 is.
+    # Disturbances last for ten steps.
+    late = [round((3 + apart * (-1) ** (n // 10)) * MS) for n in range(100)]
+    said = ask(RULE, logged(tmp_path, (late, [2 * MS] * 3), ([2 * MS] * 100, [5 * MS // 2] * 3)))
     assert said.state == state
     if state == "found":
-        assert said.ranks == (1,)
-        assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
+        assert said.ranks == (0,)
+        assert said.by_rank[0].ns > 0.05 * 8 * MS
+
+
+# Six steps of a job on a CPU, and how busy its ranks are in all of them → what is saved, or lost and left alone, ms.
+ONE = {"torch_threads": 1, "count": 8, "affinity": 8}
+EVEN, UNEVEN = (MS, MS, MS), (MS * 4 // 5, MS, MS * 6 // 5)
+BUSY: dict[str, tuple[dict[str, int], tuple[int, ...], float, tuple[float, ...], float, str]] = {
+    # In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the step log cannot tell it.
+    "who is late in the traced steps alone is not busy for longer": ({}, EVEN, 6, (0.8, 0.81), -0.0, ""),
+    "who is late is busy for longer": ({}, EVEN, 6, (0.8, 0.97), 1.0, ""),
+    "how busy it was is not known": ({}, EVEN, 6, (), 1.0, ""),
+    # In three steps rank 1 takes 0.8 to 1.2 of 6.2 ms more; in all of them it is busy for a tenth more.
+    "one thread is busy for longer": (ONE, UNEVEN, 6.2, (0.8, 0.9), 0.62, "how long each rank computes"),
+    "one thread is hardly busy for longer": (ONE, UNEVEN, 6.2, (0.8, 0.84), -0.04 * 6.2, ""),
+}
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_a_job_on_a_cpu_where(name: str, tmp_path: Path) -> None:
+    cpu, more, step, cores, saved, sure = BUSY[name]
+    folder = runs.cpu_run(tmp_path, MS, MS, extra_backward=more, **cpu)
+    for rank, mine in enumerate(cores):
+        runs.loading(folder, rank, step=int(step * MS), wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
+    said = ask(RULE, folder)
+    assert said.state == ("found" if saved > 0 else "clear")
+    if saved > 0:
+        assert (said.ranks, sure in said.sure) == ((1,), True)
+        assert said.saving_ns == pytest.approx(saved * MS, rel=0.05 if step == 6 else 0.01)
     else:
-        assert said.share == 0
-
-
-def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> None:
-    """In three steps rank 1 takes 0.8 to 1.2 of 6.2 ms more; in all of them it is busy for a tenth more."""
-    for name, mine, state in (("late", 0.9, "found"), ("alike", 0.84, "clear")):
-        folder = runs.cpu_run(
-            tmp_path / name, MS, MS, extra_backward=(MS * 4 // 5, MS, MS * 6 // 5), torch_threads=1, count=8, affinity=8
-        )
-        for rank, cores in enumerate((0.8, mine)):
-            runs.loading(folder, rank, step=31 * MS // 5, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=cores)
-        said = ask(RULE, folder)
-        assert said.state == state
-        if state == "found":
-            assert said.saving_ns == pytest.approx(0.62 * MS, rel=0.01)
-            assert "how long each rank computes" in said.sure
-        else:
-            assert said.share == pytest.approx(0.04)
+        assert said.share == pytest.approx(-saved / step)
 
 
 def without_a_core(tmp_path: Path, waited: tuple[float, float], others: float = 0.0, affinity: int = 2) -> Path:
@@ -255,37 +251,6 @@ def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: floa
     assert said.state == state
     if state == "clear":
         assert said.share < 0.02
-
-
-@pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (2.5, "not_measured")])
-def test_what_all_steps_show_counts_before_a_few_that_were_traced(tmp_path: Path, apart: float, state: str) -> None:
-    # Rank 0 is 1 ms behind in the mean of 100 steps, 8 or 1.6 times its standard error; in the traced ones, rank 1 is.
-    # Disturbances last for ten steps.
-    made, light = [], []
-    for rank in range(2):
-        late = [round((2 + (1 + apart * (-1) ** (n // 10)) * (rank == 0)) * MS) for n in range(100)]
-        forward = [*late, *(2 * MS + rank * MS // 2 for _ in range(3))]
-        events = []
-        for n in range(100, 103):
-            t = (n - 100) * 8 * MS
-            events += [
-                traces.step(n, t, 8 * MS),
-                traces.annotation("dlprof::forward", t, forward[n]),
-                traces.op("aten::conv2d", t, forward[n]),
-                traces.annotation("dlprof::backward", t + forward[n], 8 * MS - forward[n]),
-                traces.op("aten::conv_backward", t + forward[n], 2 * MS),
-                traces.annotation("gloo:all_reduce", t + forward[n] + 2 * MS, 6 * MS - forward[n]),
-            ]
-        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
-        rows = [(n, f, int(n >= 100)) for n, f in enumerate(forward)]
-        light.append(
-            [runs.light(n, 8 * MS, forward_ns=f, backward_ns=8 * MS - f, profiled=traced) for n, f, traced in rows]
-        )
-    said = ask(RULE, runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True))))
-    assert said.state == state
-    if state == "found":
-        assert said.ranks == (0,)
-        assert said.by_rank[0].ns > 0.05 * 8 * MS
 
 
 @pytest.mark.parametrize(
