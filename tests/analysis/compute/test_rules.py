@@ -334,19 +334,26 @@ GROWING = {
 
 ONE_HOT = [("aten::one_hot", 4 * MS), ("aten::to", 3 * MS), ("aten::matmul", 2 * MS), ("aten::matmul", MS)]
 ROWS = [*ONE_HOT, *times(["MmBackward0"] * 2, MS), ("MmBackward0", 2 * MS)]
+
+
 # 1,000 rows of 1,000 words, 100 wide: the product moves 1.2 million values, of which the chosen rows are a sixth;
 # backward the matrix too.
-SHAPES = [
-    {"operator": "aten::mm", "dtype": "float32", "shape": "1000x1000 1000x100", "calls": 1, "flops": 1, "bytes": 1}
-]
-FLOPS = {"state": "counted", "total": 1, "shapes": SHAPES, "one_hot": [{"values": 1_000_000, "classes": 1_000}]}
+def rows_of(shape: str = "1000x1000 1000x100", values: int = 1_000_000) -> dict[str, Any]:
+    row = {"operator": "aten::mm", "dtype": "float32", "shape": shape, "calls": 1, "flops": 1, "bytes": 1}
+    return {"state": "counted", "total": 1, "shapes": [row], "one_hot": [{"values": values, "classes": 1_000}]}
+
+
 EMBEDDED = (4 + 3 + 2 + 2 - 2 * (1 / 6 + 1 / 3)) * MS
 INPUT = {
     "what an embedding leaves": Case(
-        calls(*ROWS, flops=FLOPS), "found", EMBEDDED, sharp=0.02, says=["embedding(index, weight)"]
+        calls(*ROWS, flops=rows_of()), "found", EMBEDDED, sharp=0.02, says=["embedding(index, weight)"]
     ),
-    "on a CPU": Case(calls(*ROWS, on_cpu=True, flops=FLOPS), "found", EMBEDDED, sharp=0.02),
+    "on a CPU": Case(calls(*ROWS, on_cpu=True, flops=rows_of()), "found", EMBEDDED, sharp=0.02),
     "without shapes the product stays": Case(calls(*ROWS), "found", 7 * MS, sharp=0.02),
+    "another product's shape": Case(calls(*ROWS, flops=rows_of("64x64 64x64")), "found", 7 * MS, sharp=0.02),
+    "other one-hot rows": Case(calls(*ROWS, flops=rows_of(values=7_000)), "found", 7 * MS, sharp=0.02),
+    # Where backward functions are not as many as products, none is taken for another.
+    "one gradient less": Case(calls(*ROWS[:-1], flops=rows_of()), "found", (9 - 2 / 6) * MS, sharp=0.02),
     "embedding": Case(calls(("aten::embedding", MS), ONE_HOT[2]), "clear", share=0),
     "targets": Case(calls(ONE_HOT[0], ("aten::mul", MS), ONE_HOT[2]), "clear", share=0),
     "rows with other features": Case(calls(ONE_HOT[0], ("aten::cat", MS), ONE_HOT[2]), "clear", share=0),
@@ -357,17 +364,27 @@ LINES = [{**GATES, "source": "x.tanh()", "calls": 9, "operators": {"aten::tanh":
 
 
 def loop(body: str, *says: str) -> Case:
+    """Return 40 turns: the host launches an operator in 10 µs; what is left are two kernels of 3 µs a turn, or one."""
     flops = {"state": "counted", "total": 1, "lines": LINES}
-    found = [*says, "make_graphed_callables", f"{40 * len(body.split()):,} small operators"]
-    return Case(lambda p: network(p, body, 40, flops=flops), "found", says=found, where=[("train.py", 22)])
+    size = len(body.split())
+    says = (*says, "make_graphed_callables", f"{40 * size:,} small operators")
+    gain = 40 * (size * 10 - min(2, size) * 3) * US
+    where = [("train.py", 22)]
+    return Case(lambda p: network(p, body, 40, flops=flops), "found", gain, sharp=0.15, says=says, where=where)
 
 
+DEEP, TRANSFORMER = "addmm mul tanh add", "layer_norm addmm bmm softmax bmm addmm add layer_norm addmm gelu addmm add"
 RECURRENT = {
     "an LSTM": loop(LSTM, "`nn.LSTM("),
     "a GRU": loop(GRU, "`nn.GRU("),
     "an RNN": loop(RNN, "`nn.RNN("),
     "a cell": loop("lstm_cell", "instead of its cell"),
-    "few turns": Case(lambda p: network(p, LSTM, 8), "clear"),
+    "few turns": Case(lambda p: network(p, LSTM, 15), "clear"),
+    "a deep network has weights for each layer": Case(lambda p: network(p, DEEP, 40, 80), "clear"),
+    "the same with the weights of one": Case(lambda p: network(p, DEEP, 40, 39), "found"),
+    "a transformer": Case(lambda p: network(p, TRANSFORMER, 24), "clear"),
+    "layers without gates": Case(lambda p: network(p, "addmm relu", 100), "clear"),
+    "parameters that are not known": Case(lambda p: network(p, LSTM, 40, None), "not_measured", says=["parameters"]),
 }
 
 BY_TANH, BY_ERF = "mul pow mul add mul tanh add mul", "mul div erf add mul"
@@ -396,6 +413,8 @@ NORM = {
         ],
     ),
     "on a CPU": Case(calls(*BY_MEAN, on_cpu=True), "found", 12 * 0.85 * MS, sharp=0.02),
+    # PyTorch's own is made of the same operators there.
+    "a mean of squares on a CPU": Case(calls(*chain("pow mean add rsqrt mul mul"), on_cpu=True), "clear", share=0),
     "a mean of squares": Case(calls(*chain("pow mean add rsqrt mul mul")), "found", 6 * 0.72 * MS, says=["rms_norm"]),
     "a fused one": Case(calls(("aten::layer_norm", 5 * MS), ("NativeLayerNormBackward0", 9 * MS)), "clear", share=0),
     "a short one": Case(
@@ -422,6 +441,9 @@ LOSS = {
         15 * 0.67 * MS,
         says=["torch.compile"],
         numerics=[False, True],
+    ),
+    "a float32 copy on a CPU": Case(
+        calls(("aten::to", 2 * MS), *PLAIN, ("ToCopyBackward0", 2 * MS), on_cpu=True), "clear", share=0
     ),
     "cross entropy": Case(calls(*PLAIN), "clear", share=0),
     "a cast of something small": Case(calls(*PLAIN, ("ToCopyBackward0", MS // 10)), "clear"),
