@@ -11,13 +11,12 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.chains.gelus import ERF, TANH, gelus
-from dlprof.analysis.chains.growing import LEAST_CALLS, growing_cats
+from dlprof.analysis.chains.growing import growing_cats
 from dlprof.analysis.chains.losses import COPY, EXP, LOG, ONE_HOT, SHIFTED, SUM, losses
 from dlprof.analysis.chains.norms import LAYER, RMS, norms
 from dlprof.analysis.chains.one_hot import GRADIENT, one_hots
 from dlprof.analysis.chains.one_hot import ONE_HOT as BY_ONE_HOT
 from tests.fixtures import operators
-from tests.fixtures.runs import MS
 
 torch: Any = pytest.importorskip("torch")
 F: Any = torch.nn.functional
@@ -284,18 +283,10 @@ def test_an_optimizer_and_clipping_are_no_normalisation(tmp_path: Path) -> None:
     assert operators.profiled(torch, tmp_path, run).once(norms).empty
 
 
-# ---- products with one-hot rows ------------------------------------------------------------------------------------
+# ---- products with one-hot rows, and tensors that grow -------------------------------------------------------------
 
 N, V, H = 32, 128, 16
 WORDS = torch.arange(N) % V
-# Of what the product moves: rows read and written; backward the whole matrix, too.
-MOVED = N * V + V * H + N * H
-FORWARD, BACKWARD = 2 * N * H / MOVED, 2 * (N + V) * H / MOVED
-
-
-def multiplied(folder: Path, way: Way) -> pd.DataFrame:
-    weight, layer = torch.randn(V, H, requires_grad=True), torch.nn.Linear(H, 4)
-    return traced(folder, one_hots, lambda: layer(torch.tanh(way(weight))).sum())
 
 
 @pytest.mark.parametrize(
@@ -308,38 +299,18 @@ def multiplied(folder: Path, way: Way) -> pd.DataFrame:
     ids=["one_hot", "scatter_", "linear"],
 )
 def test_a_product_with_one_hot_rows_is_found_with_its_gradient(tmp_path: Path, way: Way) -> None:
-    frame = multiplied(tmp_path, way).set_index("form")
+    weight, layer = torch.randn(V, H, requires_grad=True), torch.nn.Linear(H, 4)
+    frame = traced(tmp_path, one_hots, lambda: layer(torch.tanh(way(weight))).sum()).set_index("form")
     assert frame["calls"].to_dict() == {BY_ONE_HOT: 1, GRADIENT: 1}
-    # The product's kernel takes as long as its largest operand has values.
-    product = operators.LEAST + max(N * V, V * H)
-    assert frame.loc[BY_ONE_HOT, "left_ns"] == pytest.approx(max(FORWARD * product, operators.LEAST))
-    assert frame.loc[GRADIENT, "left_ns"] == pytest.approx(BACKWARD * frame.loc[GRADIENT, "ns"])
+    # Of what the product moves: rows read and written; backward the whole matrix, too. Its kernel takes as long as its
+    # largest operand has values.
+    moved, product = N * V + V * H + N * H, operators.LEAST + max(N * V, V * H)
+    assert frame.loc[BY_ONE_HOT, "left_ns"] == pytest.approx(max(2 * N * H / moved * product, operators.LEAST))
+    assert frame.loc[GRADIENT, "left_ns"] == pytest.approx(2 * (N + V) * H / moved * frame.loc[GRADIENT, "ns"])
     assert frame["ns"].max() >= 2 * product
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda w: F.embedding(WORDS, w),
-        lambda w: torch.cat([F.one_hot(WORDS, V).float(), torch.ones(N, 4)], 1)[:, :V] @ w,
-        lambda w: ((torch.ones(N, H) @ w.t()) * F.one_hot(WORDS, V))[:, :H],
-    ],
-    ids=["embedding", "with something else", "targets"],
-)
-def test_other_rows_are_left_alone(tmp_path: Path, way: Way) -> None:
-    assert multiplied(tmp_path, way).empty
-
-
-# ---- tensors that grow ---------------------------------------------------------------------------------------------
-
 PIECES, ROW = 12, 64
-
-
-def grown(x: Any, times: int = PIECES) -> Any:
-    made = x
-    for _ in range(times):
-        made = torch.cat([made, torch.tanh(x)])
-    return made
 
 
 def two_grow(x: Any) -> Any:
@@ -350,56 +321,23 @@ def two_grow(x: Any) -> Any:
     return first + second
 
 
-def dense(x: Any) -> Any:
-    """Return features as DenseNet does: each layer reads all before it."""
-    made = x
+def not_grown(x: Any) -> Any:
+    """Return features as DenseNet does, of which each layer reads all before it; and other calls of `cat`."""
+    dense, less = x, x.repeat(PIECES, 1)
     for _ in range(PIECES):
-        made = torch.cat([made, torch.tanh(made * 2)[:ROW]])
-    return made
-
-
-def shrinking(x: Any) -> Any:
-    made = x.repeat(PIECES, 1)
+        dense = torch.cat([dense, torch.tanh(dense * 2)[:ROW]])
     for n in range(PIECES):
-        made = torch.cat([torch.tanh(made[n * ROW :]), x])
-    return made
+        less = torch.cat([torch.tanh(less[n * ROW :]), x])
+    skips = [torch.cat([x, torch.sigmoid(x)]) for _ in range(PIECES)][-1]
+    return dense.sum() + less.sum() + skips.sum() + torch.cat([torch.tanh(x) for _ in range(PIECES)]).sum()
 
 
-def of_loop(folder: Path, loop: Way) -> pd.DataFrame:
+def test_tensors_that_grow_are_found_and_others_left_alone(tmp_path: Path) -> None:
     x = torch.randn(ROW, ROW, requires_grad=True)
-    return traced(folder, growing_cats, lambda: loop(x).sum())
-
-
-@pytest.mark.parametrize(("loop", "tensors"), [(two_grow, 2), (lambda x: grown(x) + grown(x), 2)], ids=["two", "twice"])
-def test_a_tensor_that_grows_is_found(tmp_path: Path, loop: Way, tensors: int) -> None:
-    frame = of_loop(tmp_path, loop)
+    assert traced(tmp_path, growing_cats, lambda: not_grown(x)).empty
+    frame = traced(tmp_path, growing_cats, lambda: two_grow(x).sum())
     (forward,) = frame[frame["passes"] == "forward"].to_dict("records")
     # A kernel takes as long as its operands have values.
     each = [operators.LEAST + (n + 1) * ROW * ROW for n in range(1, PIECES + 1)]
-    assert forward["calls"] == tensors * PIECES
-    assert (forward["ns"], forward["left_ns"]) == (tensors * sum(each), tensors * each[-1])
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        dense,
-        shrinking,
-        lambda x: torch.cat([torch.tanh(x) for _ in range(PIECES)]),
-        lambda x: [torch.cat([x, torch.tanh(x)]) for _ in range(PIECES)][-1],
-        lambda x: grown(x, LEAST_CALLS - 1),
-    ],
-    ids=["dense", "shrinking", "listed", "skips", "few"],
-)
-def test_other_calls_of_cat_are_left_alone(tmp_path: Path, loop: Way) -> None:
-    assert of_loop(tmp_path, loop).empty
-
-
-def test_one_call_that_is_held_up_hides_none(tmp_path: Path) -> None:
-    called = [("aten::tanh", MS // 10), ("aten::cat", 0)] * 10
-    called = [(name, ns or (place // 2 + 1) * MS // 10) for place, (name, ns) in enumerate(called)]
-    called[15] = ("aten::cat", 4 * MS)  # in place of 0.8 ms
-    backward = operators.times(["CatBackward0"] * 10 + ["MmBackward0"], 1_000)
-    frame = operators.rank_of(operators.job(tmp_path, *called, *backward, on_cpu=True)).once(growing_cats)
-    assert frame["calls"].tolist() == [10, 10]
-    assert frame["gain_ns"].iloc[0] == pytest.approx((4.5 - 0.8 + 4) * MS + 9_000, rel=0.01)
+    assert forward["calls"] == 2 * PIECES
+    assert (forward["ns"], forward["left_ns"]) == (2 * sum(each), 2 * each[-1])

@@ -16,7 +16,7 @@ from dlprof.analysis.compute.rules import unfused_attention
 from dlprof.analysis.estimate import Rule
 from tests.fixtures import operators, runs, traces
 from tests.fixtures.operators import A100
-from tests.fixtures.ruled import Case, check, table
+from tests.fixtures.ruled import Case, check, clear, found, jobs, table, unmeasured
 from tests.fixtures.runs import MS
 
 US = 1_000
@@ -133,7 +133,7 @@ def test_without_shapes_those_of_the_counted_step_count(tmp_path: Path) -> None:
     assert traced["fused_ns"].isna().all()
     whole = json.loads((tmp_path / "trace.json").read_text())
     other = ("9x64x64 9x64x7", 1)
-    for name, shapes, found in (
+    for name, shapes, seen in (
         (
             "one",
             [("4x128x16 4x16x128", 2), ("4x128x128 4x128x16", 3), ("4x16x128 4x128x128", 1), other],
@@ -149,8 +149,8 @@ def test_without_shapes_those_of_the_counted_step_count(tmp_path: Path) -> None:
     ):
         facts = {"device": {"type": "cuda", "name": A100}, **counted(*shapes)}
         frame = operators.rank_of(runs.recorded(tmp_path / name, (whole, [], facts))).once(attention)
-        assert set(frame["shape"]) == found, name
-        assert set(frame["dtype"]) == {"bfloat16"} if found else frame.empty
+        assert set(frame["shape"]) == seen, name
+        assert set(frame["dtype"]) == {"bfloat16"} if seen else frame.empty
 
 
 def on_a_device(called: Sequence[tuple[str, Any]], device: str = A100) -> dict[str, Any]:
@@ -274,8 +274,11 @@ def on_a_cpu(folder: Path, drop: Sequence[str] = (), known: bool = True) -> Path
     return operators.job(folder, *called, on_cpu=True, **(counted(*shapes) if known else {}))
 
 
+gpu, cpu, sdpa = jobs(trained), jobs(on_a_cpu), jobs(by_math)
+
+
 def of(model: dict[str, Any], *says: str, never: Sequence[str] = ()) -> Case:
-    return Case(lambda p: trained(p, models=[model]), "found", says=says, never=never)
+    return found(gpu(models=[model]), None, *says, never=never)
 
 
 # Two products of 16 × 4096² × 64 at a share of 312 TFLOP/s.
@@ -284,20 +287,18 @@ CALL, MADE = "scaled_dot_product_attention(q, k, v", 'attn_implementation="sdpa"
 UNKNOWN = ["how fast a fused kernel is on this device", "takes 6"]
 TOLD = counted(("16x4096x64 16x64x4096", 1), ("16x4096x4096 16x4096x64", 1))
 CASES = {
-    "what a fused kernel leaves": Case(
+    "what a fused kernel leaves": found(
         trained,
-        "found",
         25 * MS - 4 * LEAST,
+        f"{CALL}, is_causal=True or attn_mask=…)",
         sharp=1e-3,
-        says=[f"{CALL}, is_causal=True or attn_mask=…)"],
         settings=[[], [("attn_implementation", None, "sdpa"), ("need_weights", None, False)]],
         rows=[("forward", "16x4096x64 16x4096x64", "bfloat16", 1, 25 * MS, pytest.approx(4 * LEAST))],
         numerics=[False, False],
     ),
     # The second FlashAttention is faster than the host launches five operators, 0.1 ms apart.
-    "no sooner than the host launches": Case(
-        lambda p: trained(p, versions={"torch": "2.4.0"}),
-        "found",
+    "no sooner than the host launches": found(
+        gpu(versions={"torch": "2.4.0"}),
         24.5 * MS,
         sharp=1e-4,
         rows=[("forward", "16x4096x64 16x4096x64", "bfloat16", 1, 25 * MS, pytest.approx(2 * LEAST))],
@@ -306,31 +307,25 @@ CASES = {
     "transformers by its name": of({"class": "BertForSequenceClassification"}, MADE, "BertForSequenceClassification"),
     "transformers that calls sdpa": of({"class": "GPT2LMHeadModel", "attention": "sdpa"}, CALL, never=[MADE]),
     "a model of the script's own": of({"class": "Transformer"}, CALL, never=[MADE]),
-    "a function of the scores": Case(
-        lambda p: trained(p, between=("aten::tanh", "aten::mul")), "found", says=["flex_attention", "tanh"]
-    ),
-    "fused": Case(lambda p: trained(p, fused=True), "clear", share=0),
-    "short sequences": Case(lambda p: trained(p, length=127), "clear", share=0),
-    "a late host": Case(lambda p: trained(p, waits=False), "clear", share=0),
-    "an unknown device": Case(lambda p: trained(p, device="Some GPU 9"), "not_measured", says=UNKNOWN),
-    "a device without it": Case(
-        lambda p: trained(p, device="Tesla V100-SXM2-16GB", dtype="c10::Half"), "not_measured", says=UNKNOWN
-    ),
-    "float32": Case(lambda p: trained(p, dtype="float"), "not_measured", says=UNKNOWN),
+    "a function of the scores": found(gpu(between=("aten::tanh", "aten::mul")), None, *("flex_attention", "tanh")),
+    "fused": clear(gpu(fused=True)),
+    "short sequences": clear(gpu(length=127)),
+    "a late host": clear(gpu(waits=False)),
+    "an unknown device": unmeasured(gpu(device="Some GPU 9"), *UNKNOWN),
+    "a device without it": unmeasured(gpu(device="Tesla V100-SXM2-16GB", dtype="c10::Half"), *UNKNOWN),
+    "float32": unmeasured(gpu(dtype="float"), *UNKNOWN),
     # Five kernels of 0.1 ms in 40 ms: fused, it would save no more.
-    "an unknown device, where it is short": Case(
-        lambda p: trained(p, device="Some GPU 9", took=100 * US), "clear", share=pytest.approx(0.0125)
-    ),
-    "no shapes": Case(lambda p: trained(p, shapes=False), "not_measured", says=["record_shapes=True"]),
-    "shapes of a counted step": Case(lambda p: trained(p, shapes=False, **TOLD), "found"),
-    "too wide": Case(lambda p: by_math(p, 512), "found", says=["512 wide"]),
-    "an odd width": Case(lambda p: by_math(p, 36), "found", says=["no multiple of 8"]),
-    "the widest": Case(lambda p: by_math(p, 256), "found", says=["found no fused kernel. `"]),
-    "an added mask": Case(lambda p: by_math(p, 64, "aten::add"), "found", says=["a mask"]),
+    "an unknown device, where it is short": clear(gpu(device="Some GPU 9", took=100 * US), pytest.approx(0.0125)),
+    "no shapes": unmeasured(gpu(shapes=False), "record_shapes=True"),
+    "shapes of a counted step": found(gpu(shapes=False, **TOLD)),
+    "too wide": found(sdpa(512), None, "512 wide"),
+    "an odd width": found(sdpa(36), None, "no multiple of 8"),
+    "the widest": found(sdpa(256), None, "found no fused kernel. `"),
+    "an added mask": found(sdpa(64, "aten::add"), None, "a mask"),
     # Two products of five operators forward, four of seven backward; 15 % longer than the products alone.
-    "a CPU": Case(on_a_cpu, "found", (5 + 7 - 6 * 1.15) * 2 * MS, says=["measured on a CPU"]),
-    "dropout on a CPU": Case(lambda p: on_a_cpu(p, ["aten::native_dropout"]), "clear", share=0),
-    "a CPU without shapes": Case(lambda p: on_a_cpu(p, known=False), "not_measured", says=["neither traced"]),
+    "a CPU": found(on_a_cpu, (5 + 7 - 6 * 1.15) * 2 * MS, "measured on a CPU"),
+    "dropout on a CPU": clear(cpu(["aten::native_dropout"])),
+    "a CPU without shapes": unmeasured(cpu(known=False), "neither traced"),
 }
 
 

@@ -41,45 +41,36 @@ NAMES = {
     ("attention", "tensor"): """
         void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false, false
         void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloop
-        cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0
         _ZN7ck_tile6kentryILi2ENS_38FmhaBatchPrefillWithPagedKVCacheKernelINS_40BlockFmhaBatchPrefillPipelineQRKS
         void paged_attention_ll4mi_QKV_mfma16_kernel<0, __hip_bfloat16, __hip_bfloat16, (vllm::Fp8KVCacheDataType
     """,
     ("attention", "tf32"): """
         fmha_cutlassF_f32_aligned_64x128_gmem_sm80(PyTorchMemEffAttention::AttentionKernel<float, cutlass::arch::
-        fmha_cutlassB_f32_aligned_64x64_k64_dropout_sm80(Params)
     """,
     ("attention", "unknown"): """
-        attn_fwd
         bwd_kernel_dk_dv
         kernel_unified_attention_2d
         sage_fwd
         _attn_fwd
-        triton_tem_fused_flex_attention_2
     """,
     ("convolution", ""): """
         void cudnn::cnn::reduce_wgrad_nchw_helper<float, float>(void*, void const*, float, int, int)
         cask_cudnn_train::computeWgradSplitKOffsetsKernel(cask_cudnn_train::ComputeSplitKOffsetsParams)
         Im2d2Col_v2
-        void at::native::im2col_kernel<float>(long)
     """,
     ("convolution", "float32"): """
         volta_scudnn_128x64_relu_interior_nn_v1
         void cudnn::cnn::wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int
-        void implicit_convolve_sgemm<float, float, 1024, 6, 7, 3, 3, 5, 1, false, true, true>(int
         void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>(cudnn::winograd_nonfused::Winograd
         void cudnn::winograd::generateWinogradTilesKernel<0, float, float>(cudnn::winograd::GenerateWinogradTiles
         void fft2d_r2c_32x32<float, false, 5u, true>(float2*, float const*, int
         igemm_fwd_gtcx3_nhwc_fp32_bx0_ex0_bt128x128x16_wt32x32x2_ws1x1_wr2x2_ta1x4x2x1_1x4x1x64
     """,
     ("convolution", "tensor"): """
-        void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8>
         igemm_wrw_gtcx3_nhwc_bf16_bx0_ex1_bt128x64x32_wt32x32x8_ws1x1_wr1x2_ta1x4x1x4_1x8x1x32
-        _ZN2ck16…kernel_grouped_conv_fwd_xdl_cshuffle_v3INS_28GridwiseGemm_xdl_…ColumnMajorES7_ttfttNS0_12element
         sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64
     """,
     ("convolution", "tf32"): """
-        void cutlass_cudnn_infer::Kernel<cutlass_tensorop_s1688dgrad_optimized_tf32_64x128_32x3_nhwc_align4>(cutl
         sm80_xmma_fprop_implicit_gemm_indexed_tf32f32_tf32f32_f32_nhwckrsc_nchw_tilesize128x128x16_stage4
         _ZN19cutlass_cudnn_train6KernelINS_4conv…Conv2dWgradOutputGradient…NS_10tfloat32_tENS_9transform29Pitch
     """,
@@ -95,14 +86,11 @@ NAMES = {
         triton_poi_fused_addmm_gelu_view_15
         triton_poi_fused__scaled_dot_product_flash_attention_cat_transpose_view_10
         void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)
-        void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::masked_fill_kernel(a
         void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(
-        triton_poi_fused_add_native_layer_norm_backward_7
         _swiglu_forward_kernel
     """,
     ("embedding, gather and sort", ""): """
         void fbgemm_gpu::permute_2D_data_kernel<false, int, int, decltype(nullptr)>(int, int
-        void cub::DeviceRadixSortOnesweepKernel<cub::DeviceRadixSortPolicy<long, int, int>::Policy800, false
         void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)
         split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_cta_per_row_1
     """,
@@ -110,7 +98,6 @@ NAMES = {
         SubTensorOpWithScalar1d
         void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(P)
         batched_transpose_32x32_half
-        void at::native::vectorized_elementwise_kernel<4, at::native::direct_copy_kernel_cuda(at::TensorIteratorB
         void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(at::TensorIterato
         void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2, 128, 1>(float*)
         triton_poi_fused__to_copy_clone_transpose_3
@@ -120,7 +107,6 @@ NAMES = {
         void cublasLt::splitKreduce_kernel<32, 16, int, float>(float)
     """,
     ("matrix products", "float32"): """
-        ampere_sgemm_128x64_tn
         void gemmSN_NN_kernel<float, 256, 4, 2, 8, 4, 4, false>(cublas
         std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, float, float, float, float, false
         sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_aligna4_alignc4
@@ -130,13 +116,11 @@ NAMES = {
         volta_h884gemm_256x64_ldg8_tn
         turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn
         ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn
-        sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kern
         nvjet_sm100_qqtst_mma_128x256x64_4_64x32x256_cga2x1x1_2cta
         bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1_16dp256b_rM_TN_transOut
         void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)1, 0u, 4096u, 7168u, 1u, 128u, 128u>
         void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<…MainloopSm90ArrayTmaGmmaWarpSpecializedFP8<4
         Cijk_Alik_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT16x16x256_MI16x16x1_SN_LDSB1_AFC1_AFEM1_AFEM1
-        Cijk_Alik_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SE_1LDSB0_APM1_AF0EM8_AF1EM1_AMAS3_ASAE01
         Cijk_Alik_Bljk_F8F8S_BH_Bias_HAS_SAB_SAV_UserArgs_MT256x256x128_MI16x16x1_SN_LDSB1
     """,
     ("matrix products", "tf32"): """
@@ -144,7 +128,6 @@ NAMES = {
         Cijk_Ailk_Bjlk_S_MX_B_Bias_HA_S_SAV_UserArgs_MT16x16x512_MI16x16x1_SN_LDSB1
     """,
     ("matrix products", "unknown"): """
-        triton_tem_fused_addmm_relu_0
         fused_moe_kernel
         matmul_kernel
         volta_dgemm_64x64_nn
@@ -153,9 +136,7 @@ NAMES = {
     """,
     ("normalization", ""): """
         void cudnn::bn_bw_1C11_kernel_new<float, float, float2, 512, true, 1>(float
-        triton_red_fused__unsafe_view_add_addmm_mul_native_layer_norm_split_unsqueeze_19
         MIOpenBatchNormFwdTrainSpatial
-        void at::native::batch_norm_backward_kernel<c10::BFloat16, float, float, int>(int)
         void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1>(float)
         void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>(long)
         triton_per_fused_add_native_layer_norm_5
@@ -177,7 +158,6 @@ NAMES = {
     """,
     ("softmax and loss", ""): """
         void at::native::(anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 9, fals
-        void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true>(float*)
         void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*
         void cunn_ClassNLLCriterion_updateOutput_kernel<float, float>(float*)
         liger_cross_entropy_kernel

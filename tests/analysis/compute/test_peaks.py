@@ -21,20 +21,11 @@ from dlprof.analysis.compute.peaks import (
     nvlink,
     part,
 )
-from dlprof.analysis.compute.products import (
-    autocast,
-    misaligned,
-    misaligned_sizes,
-    products,
-    saved_in_16_bits,
-    tf32,
-)
+from dlprof.analysis.compute.products import misaligned, misaligned_sizes, products, saved_in_16_bits
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.errors import NotMeasured
-from dlprof.plain import NBSP
 from dlprof.read.run import open_run
 from dlprof.report import formatting
-from dlprof.result import Setting
 from tests.fixtures import runs
 from tests.fixtures.runs import A100, MS
 
@@ -212,62 +203,41 @@ def counted(folder: Path, device: dict[str, Any], *operators: dict[str, Any], **
     return runs.recorded(folder / "run", (None, [runs.light(n, 10 * MS) for n in range(30)], facts))
 
 
-def test_a_known_share_of_a_known_peak(tmp_path: Path) -> None:
-    path = counted(tmp_path, A100, row("bfloat16", 1.56e12))
-    (found,) = runs.measured(path, arithmetic).frame(arithmetic).to_dict("records")
-    assert (found["flops_per_s"], found["mfu"], found["peak"]) == pytest.approx((156e12, 0.5, 312e12))
-    assert found["backward"] == pytest.approx(1 / 3)
-    result = diagnose(open_run(path), (), jobs=1)
-    assert result.window is not None
-    assert (result.window.flops, result.window.mfu) == (1.56e12, pytest.approx(0.5))
-    assert formatting.steps(result).endswith(f" of 10.0{NBSP}ms · 50{NBSP}% MFU")
-
-
 # Half of the step at the peak of bfloat16, a quarter at TF32's, an eighth at float32's.
 MIXED = [row("bfloat16", 1.56e12), row("float32", 0.39e12, "aten::convolution"), row("float32", 19.5e12 * 0.01 / 8)]
+CPU, RADEON, T4 = ({"type": kind, "name": name} for kind, name in (("cpu", "EPYC"), ("cuda", "Radeon"), ("cuda", "T4")))
 
 
 @pytest.mark.parametrize(
-    ("operators", "mfu", "peak"),
+    ("device", "operators", "mfu", "peak", "why"),
     [
-        (MIXED, 0.875, math.nan),
+        (A100, [row("bfloat16", 1.56e12)], 0.5, 312e12, ""),
+        (A100, MIXED, 0.875, math.nan, ""),
         # A precision without a peak in less than a hundredth of the FLOPs does no harm.
-        ([row("bfloat16", 3.12e11), row("int8", 3e9)], 0.1, 312e12),
-        ([row("bfloat16", 3.12e11), row("int8", 4e9)], math.nan, math.nan),
+        (A100, [row("bfloat16", 3.12e11), row("int8", 3e9)], 0.1, 312e12, ""),
+        (A100, [row("bfloat16", 3.12e11), row("int8", 4e9)], math.nan, math.nan, "one of the step's precisions"),
+        (T4, [row("bfloat16", 1e12)], math.nan, math.nan, "one of the step's precisions"),
+        (CPU, [row("float32", 1e12)], math.nan, math.nan, "peak of a CPU"),
+        (RADEON, [row("float16", 1e12)], math.nan, math.nan, "peak of Radeon"),
+        # 25 TFLOP/s, of 19.5.
+        (A100, [row("float32", 2.5e11)], math.nan, 19.5e12, "not a typical one"),
     ],
-    ids=["mixed", "little unknown", "more unknown"],
+    ids=["one", "mixed", "little unknown", "more unknown", "unknown", "CPU", "unknown device", "exceeded"],
 )
 def test_each_precision_counts_against_its_own_peak(
-    tmp_path: Path, operators: list[dict[str, Any]], mfu: float, peak: float
+    tmp_path: Path, device: Any, operators: Any, mfu: float, peak: float, why: str
 ) -> None:
-    matmul = {"allow_tf32": False, "cudnn_allow_tf32": True}
-    path = counted(tmp_path, A100, *operators, matmul=matmul)
+    path = counted(tmp_path, device, *operators, matmul={"allow_tf32": False, "cudnn_allow_tf32": True})
     (found,) = runs.measured(path, arithmetic).frame(arithmetic).to_dict("records")
     assert (found["mfu"], found["peak"]) == pytest.approx((mfu, peak), rel=1e-4, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "why"),
-    [
-        ({"type": "cpu", "name": "AMD EPYC"}, "float32", "peak of a CPU"),
-        ({"type": "cuda", "name": "AMD Radeon Graphics"}, "float16", "peak of AMD Radeon Graphics"),
-        ({"type": "cuda", "name": "Tesla T4"}, "bfloat16", "one of the step's precisions"),
-        (A100, "float32", "not a typical one"),
-    ],
-)
-def test_no_share_of_a_peak_that_is_not_known_or_exceeded(
-    tmp_path: Path, device: dict[str, Any], dtype: str, why: str
-) -> None:
-    # 25 TFLOP/s, of an A100's 19.5.
-    path = counted(tmp_path, device, row(dtype, 2.5e11))
-    (found,) = runs.measured(path, arithmetic).frame(arithmetic).to_dict("records")
-    assert math.isnan(found["mfu"])
+    total = sum(one["flops"] for one in operators)
+    assert (found["flops_per_s"], found["backward"]) == pytest.approx((total * 100, 1 / 3))
     assert why in found["why"]
-    assert found["flops_per_s"] == pytest.approx(2.5e13)
     result = diagnose(open_run(path), (), jobs=1)
     assert result.window is not None
-    assert (result.window.flops, result.window.mfu) == (2.5e11, None)
-    assert any(f.section == "Arithmetic" and f.name == "MFU" and why in f.value for f in result.facts)
+    assert (result.window.flops, result.window.mfu) == (total, None if why else pytest.approx(mfu, rel=1e-4))
+    assert not why or any(f.section == "Arithmetic" and f.name == "MFU" and why in f.value for f in result.facts)
+    assert ("% MFU" in formatting.steps(result)) == (not why)
 
 
 @pytest.mark.parametrize(
@@ -301,25 +271,6 @@ def test_tf32_is_what_the_job_set_by_either_of_torchs_ways(
     matmul: dict[str, Any], product: bool, convolution: bool
 ) -> None:
     assert (allows_tf32(matmul, False), allows_tf32(matmul, True)) == (product, convolution)
-
-
-@pytest.mark.parametrize(("device", "half", "scaler"), [("cpu", "bfloat16", False), ("cuda", "float16", True)])
-def test_autocast_is_of_the_jobs_device(tmp_path: Path, device: str, half: str, scaler: bool) -> None:
-    made = autocast(job(tmp_path, device={"type": device}, autocast={"enabled": False}), 0, half)
-    assert f'torch.autocast("{device}", torch.{half})' in made.text
-    assert ("GradScaler" in made.text) is scaler
-    assert made.numerics
-    assert made.settings == (Setting("autocast_enabled", False, True), Setting("autocast_dtype", None, half))
-
-
-def test_convolutions_that_have_tf32_need_no_change(tmp_path: Path) -> None:
-    matmul = {"float32_precision": "highest", "cudnn_allow_tf32": True}
-    (product,) = tf32(job(tmp_path, matmul=matmul), 0, "NVIDIA A100")
-    assert product.settings == (Setting("float32_precision", "highest", "high"),)
-
-
-def job(folder: Path, **facts: Any) -> Any:
-    return runs.measured(runs.recorded(folder, (None, [runs.light(n, MS) for n in range(9)], facts))).job
 
 
 # ---- products by their shapes --------------------------------------------------------------------------------------

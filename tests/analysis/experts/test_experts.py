@@ -18,7 +18,7 @@ from dlprof.analysis.stragglers.rules import straggler
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.routed import routed
-from tests.fixtures.ruled import Case, check, table
+from tests.fixtures.ruled import Case, check, clear, found, inapplicable, table
 
 FULL = ((100, 100, 100, 500), (100, 100, 200, 400))
 SAME = ((100, 100, 100, 500), (100, 100, 100, 500))
@@ -134,26 +134,22 @@ ALWAYS = of((100, 100, 100, 500), (100, 100, 120, 480), (120, 100, 100, 480))
 SLOW = of(*EVEN, (196, 200, 200, 204), slower=(1, 1, 1, 3))
 NO_TOKENS = of(*[SAME[0]] * 3)
 IMBALANCE = {
-    "a full rank": Case(
-        ALWAYS,
-        "found",
-        1_000 * (300 + 280 + 280) / 3,
-        ranks=[3],
-        says=["rank 3 gets most"],
-        numerics=[False, True, True],
+    "a full rank": found(
+        ALWAYS, 1_000 * (300 + 280 + 280) / 3, "rank 3 gets most", ranks=[3], numerics=[False, True, True]
     ),
-    "a rank that is full in turn": Case(
-        of((100, 100, 100, 500), (500, 100, 100, 100), (100, 500, 100, 100)), "found", 300_000, says=["changes"]
+    "a rank that is full in turn": found(
+        of((100, 100, 100, 500), (500, 100, 100, 100), (100, 500, 100, 100)), 300_000, "changes"
     ),
-    "even tokens": Case(of(*EVEN, (196, 200, 200, 204)), "clear"),
-    "a slow rank": Case(SLOW, "clear"),
-    "sizes that do not change": Case(NO_TOKENS, "does_not_apply"),
+    # The fullest has 4 tokens, of a microsecond each, above the mean, in steps of 1.5 and of 2.8 ms.
+    "even tokens": clear(of(*EVEN, (196, 200, 200, 204)), pytest.approx(4 / 1_504, rel=0.01)),
+    "a slow rank": clear(SLOW, pytest.approx(4 / 2_801, rel=0.05)),
+    "sizes that do not change": inapplicable(NO_TOKENS),
 }
 # What is a straggler then, and what is left to the rule above.
 STRAGGLERS = {
-    "a full rank": Case(ALWAYS, "clear", says=["see expert_imbalance"]),
-    "a slow rank": Case(SLOW, "found"),
-    "sizes that do not change": Case(NO_TOKENS, "found"),
+    "a full rank": clear(ALWAYS, 0, "see expert_imbalance"),
+    "a slow rank": found(SLOW),
+    "sizes that do not change": found(NO_TOKENS),
 }
 
 

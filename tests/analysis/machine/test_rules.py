@@ -16,14 +16,13 @@ from dlprof.read.run import open_run
 from tests.fixtures import readings, runs, traces
 from tests.fixtures.processors import PRODUCTS, SPLIT, computing
 from tests.fixtures.readings import NORMAL, clocked, crowded
-from tests.fixtures.ruled import Case, check, table
+from tests.fixtures.ruled import Case, check, clear, found, inapplicable, jobs, table, unmeasured
 from tests.fixtures.runs import MS
 
 Job = Callable[[Path], Path]
 
 
-def waits(*shares: float | None, **how: Any) -> Job:
-    return lambda folder: crowded(folder, *shares, **how)
+waits, cpu = jobs(crowded), jobs(computing)
 
 
 def told(job: Job, **facts: Any) -> Job:
@@ -49,20 +48,19 @@ def on_gpu(folder: Path) -> Path:
 # ---- cores that nobody uses ----------------------------------------------------------------------------------------
 
 IDLE = {
-    "one thread on two cores": Case(
+    "one thread on two cores": found(
         computing,
-        "found",
         PRODUCTS * (1 - 2**-0.9) + SPLIT * (1 - 2**-0.7) - 2 * 5_000,
-        says=["at most 30"],  # (400 + 200) / 2 ms
+        "at most 30",
         settings=[[("num_threads", 1, 2)]],
         rows=[("rank 0", 1, 2, pytest.approx(1.0), 2)],
         numerics=[False],
     ),
-    "cores in use": Case(lambda p: computing(p, used=1.9), "clear", 0, says=["1 thread and 2 cores", "of which 0.1"]),
-    "threads enough": Case(lambda p: computing(p, threads=2), "clear", 0),
-    "no trace": Case(lambda p: computing(p, traced=False), "not_measured", says=["torch.set_num_threads(2)"]),
-    "a GPU": Case(on_gpu, "does_not_apply"),
-    "no samples": Case(untraced, "not_measured"),
+    "cores in use": clear(cpu(used=1.9), 0, *("1 thread and 2 cores", "of which 0.1")),
+    "threads enough": clear(cpu(threads=2)),
+    "no trace": unmeasured(cpu(traced=False), "torch.set_num_threads(2)"),
+    "a GPU": inapplicable(on_gpu),
+    "no samples": unmeasured(untraced),
 }
 
 # ---- ranks bound to the same cores ---------------------------------------------------------------------------------
@@ -70,21 +68,21 @@ IDLE = {
 SAME, OWN = ("0-1", "0-1"), ("0-1", "2-3")
 SHARED = {
     # All wait for the rank that gains least.
-    "two ranks on the same two of eight": Case(
+    "two ranks on the same two of eight": found(
         waits(0.3, 0.4, threads=2, ours=2.0, bound=SAME),
-        "found",
+        None,
+        *("2 cores each, of which others may use 2 cores", "6 cores", "--cpus-per-task=5"),
         share=pytest.approx(0.3, abs=0.001),
-        says=["2 cores each, of which others may use 2 cores", "6 cores", "--cpus-per-task=5"],
         rows=[(rank, "node-1", 2, 2, 6, pytest.approx(ms * MS)) for rank, ms in ((0, 270), (1, 360))],
     ),
-    "programs outside the job have the half of it": Case(
-        waits(0.3, 0.4, threads=2, others=4.0, bound=SAME), "found", share=pytest.approx(0.15, abs=0.001)
+    "programs outside the job have the half of it": found(
+        waits(0.3, 0.4, threads=2, others=4.0, bound=SAME), share=pytest.approx(0.15, abs=0.001)
     ),
-    "cores of their own": Case(waits(0.3, 0.3, threads=2, bound=OWN), "clear"),
-    "all that there are": Case(waits(0.3, 0.3, threads=2, bound=("0-3", "0-7")), "clear"),
-    "no wait": Case(waits(0.0, 0.0, threads=1, ours=1.0, bound=SAME), "clear"),
-    "not bound": Case(waits(0.3, 0.3, bound=("0-7", "0-7")), "does_not_apply"),
-    "not recorded": Case(waits(0.3, 0.3), "not_measured"),
+    "cores of their own": clear(waits(0.3, 0.3, threads=2, bound=OWN)),
+    "all that there are": clear(waits(0.3, 0.3, threads=2, bound=("0-3", "0-7"))),
+    "no wait": clear(waits(0.0, 0.0, threads=1, ours=1.0, bound=SAME)),
+    "not bound": inapplicable(waits(0.3, 0.3, bound=("0-7", "0-7"))),
+    "not recorded": unmeasured(waits(0.3, 0.3)),
 }
 
 
@@ -114,11 +112,11 @@ CUDA = {"type": "cuda"}
 THREADS = {
     # One of the two cores is for the loader's worker. They use the two cores that each has: if all of that is work, no
     # number of threads does it sooner.
-    "four ranks with eight threads each on eight cores": Case(
+    "four ranks with eight threads each on eight cores": found(
         waits(0.2, 0.25, 0.2, 0.2, workers=1),
-        "found",
+        None,
+        *("Rank 1 computes with 8 threads and has 2 cores to itself: for 25 %", "each other, nothing is saved."),
         share=pytest.approx(0.2, abs=0.001),
-        says=["Rank 1 computes with 8 threads and has 2 cores to itself: for 25 %", "each other, nothing is saved."],
         settings=[[("OMP_NUM_THREADS", 8, 1)]],
         rows=[
             ("rank 0", 8, 2, pytest.approx(180 * MS)),
@@ -127,75 +125,68 @@ THREADS = {
         ranks=[0, 1, 2, 3],
         never=["outside the job"],
     ),
-    "threads that the script sets": Case(
+    "threads that the script sets": found(
         waits(*ALL, env={"OMP_NUM_THREADS": "2"}),
-        "found",
-        says=["although `OMP_NUM_THREADS=2` is set"],
+        None,
+        "although `OMP_NUM_THREADS=2` is set",
         settings=[[("num_threads", 8, 2)]],
     ),
-    "threads of the environment": Case(
-        waits(*ALL, env={"OMP_NUM_THREADS": "8"}), "found", settings=[[("OMP_NUM_THREADS", 8, 2)]]
+    "threads of the environment": found(
+        waits(*ALL, env={"OMP_NUM_THREADS": "8"}), settings=[[("OMP_NUM_THREADS", 8, 2)]]
     ),
     # The two ranks use four cores, and somebody else the other four.
-    "others cause half of it": Case(
-        waits(0.3, 0.3, others=4.0), "found", share=pytest.approx(0.15), says=["50 % of the used cores"]
+    "others cause half of it": found(
+        waits(0.3, 0.3, others=4.0), None, "50 % of the used cores", share=pytest.approx(0.15)
     ),
-    "workers that take all cores": Case(
+    "workers that take all cores": found(
         waits(0.3, 0.3, workers=6),
-        "found",
-        says=["6 of them and the rank share 4 cores"],
+        None,
+        "6 of them and the rank share 4 cores",
         settings=[[("OMP_NUM_THREADS", 8, 1)], []],
     ),
     # A rank uses two of three cores: with all of them it would take two thirds of the time.
-    "what is saved at least": Case(
-        waits(0.5, 0.5, count=6, affinity=6), "found", share=pytest.approx(0.5), says=["each other, 300.0 ms is saved."]
+    "what is saved at least": found(
+        waits(0.5, 0.5, count=6, affinity=6), None, "each other, 300.0 ms is saved.", share=pytest.approx(0.5)
     ),
     # Main thread and the other one each have a core for 45 % of the time; all of the step may be one operator.
-    "an operator waits for all of its pool": Case(
-        waits(0.55, 0.55, threads=2, pool=0.55, count=2, affinity=2), "found", share=pytest.approx(1 - 2 * 0.45**2)
+    "an operator waits for all of its pool": found(
+        waits(0.55, 0.55, threads=2, pool=0.55, count=2, affinity=2), share=pytest.approx(1 - 2 * 0.45**2)
     ),
-    "a pool that waits less than its main thread": Case(
-        waits(0.55, 0.55, threads=2, pool=0.1, count=2, affinity=2), "found", share=pytest.approx(0.55)
+    "a pool that waits less than its main thread": found(
+        waits(0.55, 0.55, threads=2, pool=0.1, count=2, affinity=2), share=pytest.approx(0.55)
     ),
-    "a little": Case(waits(0.01, 0.02), "clear", share=pytest.approx(0.01)),
+    "a little": clear(waits(0.01, 0.02), pytest.approx(0.01)),
     # With as many threads as cores somebody else has them: that is no all-clear, and no finding.
-    "as many as cores": Case(
-        waits(*ALL, threads=2, others=4.0), "not_measured", share=0, says=["30 %", "with 2 threads and 2 cores a rank"]
+    "as many as cores": unmeasured(
+        waits(*ALL, threads=2, others=4.0), *("30 %", "with 2 threads and 2 cores a rank"), share=0
     ),
-    "as many as bound to": Case(waits(*ALL, threads=2, affinity=2), "not_measured"),
-    "as many, beside others": Case(
-        waits(0.3, 0.3, threads=4, others=4.0, ours=4.0), "not_measured", says=["outside the job used 4 cores"]
+    "as many as bound to": unmeasured(waits(*ALL, threads=2, affinity=2)),
+    "as many, beside others": unmeasured(
+        waits(0.3, 0.3, threads=4, others=4.0, ours=4.0), "outside the job used 4 cores"
     ),
-    "as many, seldom": Case(
-        waits(0.04, 0.03, threads=2), "clear", says=["2 threads and 4 cores a rank; 4.0 % of the time"]
-    ),
-    "workers on the threads' cores": Case(
+    "as many, seldom": clear(waits(0.04, 0.03, threads=2), 0, "2 threads and 4 cores a rank; 4.0 % of the time"),
+    "workers on the threads' cores": unmeasured(
         waits(0.3, 0.3, threads=4, workers=3, ours=4.0),
-        "not_measured",
+        *("with 4 threads, 3 loader workers and 4 cores a rank; what", "--set env.OMP_NUM_THREADS=1`"),
         share=0,
-        says=["with 4 threads, 3 loader workers and 4 cores a rank; what", "--set env.OMP_NUM_THREADS=1`"],
     ),
-    "the same where the script sets threads": Case(
-        waits(0.3, 0.3, threads=4, workers=3, ours=4.0, env={"OMP_NUM_THREADS": "1"}),
-        "not_measured",
-        says=["--set torch.num_threads=1`"],
+    "the same where the script sets threads": unmeasured(
+        waits(0.3, 0.3, threads=4, workers=3, ours=4.0, env={"OMP_NUM_THREADS": "1"}), "--set torch.num_threads=1`"
     ),
-    "workers beside one thread": Case(
-        waits(0.3, 0.3, threads=1, workers=3, ours=4.0), "not_measured", says=["--set loader.num_workers=2`"]
+    "workers beside one thread": unmeasured(
+        waits(0.3, 0.3, threads=1, workers=3, ours=4.0), "--set loader.num_workers=2`"
     ),
-    "workers beside others": Case(
-        waits(0.3, 0.3, threads=4, workers=3, others=4.0, ours=4.0), "not_measured", says=["used 4 cores; what"]
+    "workers beside others": unmeasured(
+        waits(0.3, 0.3, threads=4, workers=3, others=4.0, ours=4.0), "used 4 cores; what"
     ),
-    "workers, seldom": Case(waits(0.04, 0.03, threads=2, workers=3, ours=4.0), "clear"),
-    "a kernel that does not count": Case(waits(None), "not_measured", says=["does not count"]),
-    "nothing sampled": Case(untraced, "not_measured", says=["nothing was sampled"]),
-    "cores that are not known": Case(told(waits(0.3), cpu=None), "not_measured", says=["not recorded"]),
+    "workers, seldom": clear(waits(0.04, 0.03, threads=2, workers=3, ours=4.0)),
+    "a kernel that does not count": unmeasured(waits(None), "does not count"),
+    "nothing sampled": unmeasured(untraced, "nothing was sampled"),
+    "cores that are not known": unmeasured(told(waits(0.3), cpu=None), "not recorded"),
     # With more threads than its 8 cores it needs to know when the GPU was idle.
-    "a GPU": Case(told(waits(0.3), device=CUDA), "not_measured", says=["with 8 threads and 8 cores a rank"]),
-    "a GPU whose idle time is not known": Case(
-        told(waits(0.3), device=CUDA, cpu={"count": 8, "affinity": 8, "torch_threads": 64}),
-        "not_measured",
-        never=["64 threads"],
+    "a GPU": unmeasured(told(waits(0.3), device=CUDA), "with 8 threads and 8 cores a rank"),
+    "a GPU whose idle time is not known": unmeasured(
+        told(waits(0.3), device=CUDA, cpu={"count": 8, "affinity": 8, "torch_threads": 64}), never=["64 threads"]
     ),
 }
 
@@ -222,59 +213,49 @@ def of_clock(share: float) -> Any:
 FREE = {"clock_reasons_bits": 0}
 CLOCKS = {
     # 1,350 MHz in the mean, of 1,800.
-    "heat, by what the same GPU has without": Case(
+    "heat, by what the same GPU has without": found(
         reads(FREE, {"sm_clock_mhz": 900, "clock_reasons_bits": 0x24}),
-        "found",
+        None,
+        "too hot",
         share=of_clock(0.25),
-        says=["too hot"],
         rows=[("rank 0", pytest.approx(1_350, rel=0.02), 1_980, pytest.approx(0.5, abs=0.015))],
         ranks=[0],
     ),
-    "heat all the time, by the maximum": Case(
-        reads({"sm_clock_mhz": 990, "clock_reasons_bits": 0x40}), "found", share=of_clock(0.5)
+    "heat all the time, by the maximum": found(
+        reads({"sm_clock_mhz": 990, "clock_reasons_bits": 0x40}), share=of_clock(0.5)
     ),
-    "a power brake": Case(reads({"sm_clock_mhz": 990, "clock_reasons_bits": 0x80}), "found", share=of_clock(0.5)),
-    "a clock that was set": Case(
-        reads({"sm_clock_mhz": 1_485, "clock_reasons_bits": 0x2}),
-        "found",
-        share=of_clock(0.25),
-        says=["nvidia-smi -rgc"],
+    "a power brake": found(reads({"sm_clock_mhz": 990, "clock_reasons_bits": 0x80}), share=of_clock(0.5)),
+    "a clock that was set": found(
+        reads({"sm_clock_mhz": 1_485, "clock_reasons_bits": 0x2}), None, "nvidia-smi -rgc", share=of_clock(0.25)
     ),
-    "a locked clock": Case(
+    "a locked clock": found(
         reads({"sm_clock_mhz": 1_200, **FREE}),
-        "found",
+        None,
+        *("far below its maximum", "`nvidia-smi -rgc`"),
         share=of_clock(1 - 1_200 / 1_980),
-        says=["far below its maximum", "`nvidia-smi -rgc`"],
     ),
     # Twice the power would give 2^(1/3) times the clock.
-    "a lowered limit": Case(
+    "a lowered limit": found(
         reads({"sm_clock_mhz": 1_400, "power_limit_w": 350}),
-        "found",
+        None,
+        "`nvidia-smi -pl 700` (is 350 W)",
         share=of_clock(1 - 2 ** (-1 / 3)),
-        says=["`nvidia-smi -pl 700` (is 350 W)"],
     ),
-    "a log of nvidia-smi": Case(log, "found", share=of_clock(0.5), says=["00000000:3B:00.0"], ranks=[]),
-    "a GPU that names more than it reaches": Case(reads({"sm_clock_mhz": 1_750, **FREE}), "clear"),
-    "a clock that moves with the load": Case(
-        reads({"sm_clock_mhz": 1_200, **FREE}, {"sm_clock_mhz": 1_400, **FREE}), "clear"
+    "a log of nvidia-smi": found(log, None, "00000000:3B:00.0", share=of_clock(0.5), ranks=[]),
+    "a GPU that names more than it reaches": clear(reads({"sm_clock_mhz": 1_750, **FREE})),
+    "a clock that moves with the load": clear(reads({"sm_clock_mhz": 1_200, **FREE}, {"sm_clock_mhz": 1_400, **FREE})),
+    "a clock that is low at its power limit": clear(
+        reads({"sm_clock_mhz": 1_200, **FREE}, {"sm_clock_mhz": 1_200, "clock_reasons_bits": 0x4})
     ),
-    "a clock that is low at its power limit": Case(
-        reads({"sm_clock_mhz": 1_200, **FREE}, {"sm_clock_mhz": 1_200, "clock_reasons_bits": 0x4}), "clear"
-    ),
-    "a normal limit, and an idle GPU": Case(
-        reads({"sm_clock_mhz": 1_300}, {"sm_clock_mhz": 210, "clock_reasons_bits": 0x1}),
-        "clear",
-        share=0,
-        says=["normal power limit"],
+    "a normal limit, and an idle GPU": clear(
+        reads({"sm_clock_mhz": 1_300}, {"sm_clock_mhz": 210, "clock_reasons_bits": 0x1}), 0, "normal power limit"
     ),
     # 1,775 MHz in the mean, of 1,800.
-    "a little heat": Case(
-        reads(FREE, {"sm_clock_mhz": 1_750, "clock_reasons_bits": 0x20}), "clear", share=of_clock(25 / 1_800), ranks=[0]
+    "a little heat": clear(
+        reads(FREE, {"sm_clock_mhz": 1_750, "clock_reasons_bits": 0x20}), of_clock(25 / 1_800), ranks=[0]
     ),
-    "a CPU": Case(lambda p: clocked(p, NORMAL, facts=dict(runs.CPU)), "does_not_apply", says=["on the CPU"]),
-    "a clock that was not read": Case(
-        lambda p: clocked(p, {"power_w": 300.0}), "not_measured", says=["clock was read"]
-    ),
+    "a CPU": inapplicable(lambda p: clocked(p, NORMAL, facts=dict(runs.CPU)), "on the CPU"),
+    "a clock that was not read": unmeasured(lambda p: clocked(p, {"power_w": 300.0}), "clock was read"),
 }
 
 

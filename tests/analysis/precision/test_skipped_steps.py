@@ -14,7 +14,7 @@ from dlprof.analysis.precision.rules import skipped_steps
 from dlprof.analysis.precision.scalers import scale_changes, scalers
 from dlprof.errors import DoesNotApply
 from tests.fixtures import runs
-from tests.fixtures.ruled import Case, check, table
+from tests.fixtures.ruled import Case, check, clear, found, inapplicable, jobs, table, unmeasured
 from tests.fixtures.runs import MS, measured
 from tests.fixtures.scalers import scaled
 
@@ -56,16 +56,15 @@ def test_a_job_without_a_scaler_has_none(tmp_path: Path) -> None:
             measured(one, scalers).frame(scalers)
 
 
-def skips(change: Callable[[Path], Any] | None = None, **how: Any) -> Callable[[Path], Path]:
-    """Return a job with a scaler, whose log or facts may be changed."""
+def recorded(folder: Path, change: Callable[[Path], Any] | None = None, **how: Any) -> Path:
+    """Record a job with a scaler, and change its log or its facts."""
+    path = scaled(folder, **how)
+    if change is not None:
+        change(path)
+    return path
 
-    def made(folder: Path) -> Path:
-        path = scaled(folder, **how)
-        if change is not None:
-            change(path)
-        return path
 
-    return made
+job = jobs(recorded)
 
 
 def unknown_on_first(path: Path) -> None:
@@ -84,42 +83,27 @@ def without_scaler(path: Path) -> None:
     facts.write_text(facts.read_text().replace('"grad_scaler": true', '"grad_scaler": false'))
 
 
-def not_steady(path: Path) -> None:
-    steps = path / "ranks/00000/steps.jsonl"
-    steps.write_text("".join(steps.read_text().splitlines(keepends=True)[:1]))
-
-
 TOO_OFTEN: Any = {"skipped": range(10, 100, 5), "grown": range(9, 99, 5)}
 CASES = {
-    "a scale that grows too often": Case(
-        skips(**TOO_OFTEN, interval=4),
-        "found",
+    "a scale that grows too often": found(
+        job(**TOO_OFTEN, interval=4),
         18 * MS,
+        "18 of 100 steady steps",
         share=pytest.approx(0.18),
-        says=["18 of 100 steady steps"],
         settings=[[("growth_interval", 4, 2_000)], []],
     ),
-    "as often with the usual interval": Case(
-        skips(**TOO_OFTEN), "found", 18 * MS, says=["bfloat16", "init_scale=32768"], never=["growth_interval"]
+    "as often with the usual interval": found(job(**TOO_OFTEN, scale=50_000.0), 18 * MS, "init_scale=32768"),
+    "a scale that is not known": found(
+        job(without_scales, **TOO_OFTEN), 18 * MS, "scale was unknown", never=["init_scale"]
     ),
-    "a scale that is not known": Case(
-        skips(without_scales, **TOO_OFTEN), "found", 18 * MS, says=["scale was unknown"], never=["init_scale"]
+    "gradients that are never finite": found(job(skipped=range(30, 100)), 70 * MS, "at any scale", settings=[[], []]),
+    "a scale that fits after some steps": clear(
+        job(skipped=(*range(12), 70), grown=(69,)), pytest.approx(0.01), "13 steps"
     ),
-    "gradients that are never finite": Case(
-        skips(skipped=range(30, 100)), "found", 70 * MS, says=["at any scale"], settings=[[], []]
-    ),
-    "a scale that fits after some steps": Case(
-        skips(skipped=(*range(12), 70), grown=(69,)), "clear", share=pytest.approx(0.01), says=["13 steps"]
-    ),
-    "one rank of two whose skips are known": Case(
-        skips(unknown_on_first, **TOO_OFTEN, ranks=2), "found", 18 * MS, ranks=[1]
-    ),
-    "a fused optimizer that skips on the device": Case(
-        skips(unknown=True, ranks=2), "not_measured", says=["fused optimizer"]
-    ),
-    "a scaler without a record": Case(skips(lambda path: (path / LOG).unlink()), "not_measured"),
-    "no scaler": Case(skips(without_scaler), "does_not_apply"),
-    "no steady step": Case(skips(not_steady, **TOO_OFTEN), "not_measured"),
+    "one rank of two whose skips are known": found(job(unknown_on_first, **TOO_OFTEN, ranks=2), 18 * MS, ranks=[1]),
+    "a fused optimizer that skips on the device": unmeasured(job(unknown=True, ranks=2), "fused optimizer"),
+    "a scaler without a record": unmeasured(job(lambda path: (path / LOG).unlink())),
+    "no scaler": inapplicable(job(without_scaler)),
 }
 
 
