@@ -26,7 +26,8 @@ Way = Callable[..., Any]
 
 def traced(folder: Path, measure: Any, run: Callable[[], Any]) -> pd.DataFrame:
     """Trace what a function computes and its backward pass, and return what is found of it."""
-    return operators.profiled(torch, folder, lambda: run().backward()).once(measure)
+    frame: pd.DataFrame = operators.profiled(torch, folder, lambda: run().backward()).once(measure)
+    return frame
 
 
 def both(frame: pd.DataFrame, form: str, calls: int, forward: float, backward: float) -> None:
@@ -300,7 +301,7 @@ WORDS = torch.arange(N) % V
 )
 def test_a_product_with_one_hot_rows_is_found_with_its_gradient(tmp_path: Path, way: Way) -> None:
     weight, layer = torch.randn(V, H, requires_grad=True), torch.nn.Linear(H, 4)
-    frame = traced(tmp_path, one_hots, lambda: layer(torch.tanh(way(weight))).sum()).set_index("form")
+    frame: Any = traced(tmp_path, one_hots, lambda: layer(torch.tanh(way(weight))).sum()).set_index("form")
     assert frame["calls"].to_dict() == {BY_ONE_HOT: 1, GRADIENT: 1}
     # Of what the product moves: rows read and written; backward the whole matrix, too. Its kernel takes as long as its
     # largest operand has values.

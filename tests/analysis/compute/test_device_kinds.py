@@ -132,7 +132,7 @@ KINDS: dict[str, tuple[list[Piece], int, dict[str, Any], dict[str, tuple[float, 
 def test_what_each_kind_takes_and_the_least_it_could(tmp_path: Path, name: str) -> None:
     pieces, optimizer, facts, kinds = KINDS[name]
     work = work_of(tmp_path, job(*pieces, optimizer=optimizer), facts)
-    found = {row.kind: (row.ns / MS, round((row.floor_ns or 0) / MS, 5)) for row in work.rows}
+    found: dict[str, Any] = {row.kind: (row.ns / MS, round((row.floor_ns or 0) / MS, 5)) for row in work.rows}
     assert found == {kind: (ns, pytest.approx(floor, rel=1e-4)) for kind, (ns, floor) in kinds.items()}
     assert work.floor_ns == pytest.approx(sum(floor for _, floor in kinds.values()) * MS, rel=1e-4)
     assert work.ns == pytest.approx(sum(ns for ns, _ in kinds.values()) * MS)

@@ -264,18 +264,6 @@ def test_time_on_tensor_cores_and_what_16_bits_would_save(tmp_path: Path) -> Non
     assert row["aligned"] == 0
 
 
-def test_no_kernel_can_run_before_it_is_launched(tmp_path: Path) -> None:
-    # Each kernel ends before the next is launched: shorter ones only leave the device idle.
-    made = traces.trace(
-        traces.step(0, 0, 4 * MS),
-        *(traces.launched("ampere_sgemm_128x128_tn", n * MS, n * MS + 10_000, MS - 20_000, n + 1) for n in range(4)),
-        device=A100,
-    )
-    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores).to_dict("records")
-    assert row["float32_ns"] == 4 * (MS - 20_000)
-    assert row["fp32_saved_ns"] == 0  # the host launches no sooner
-
-
 def steps_of(busy: int, optimizer: int = 0, *, python: bool = False) -> dict[str, Any]:
     """Make steps of 1 ms of host time, operators or the script's own: `busy` ns of computing, `optimizer` ns of it."""
     events: list[Any] = []
@@ -320,7 +308,7 @@ def test_what_larger_batches_gain(name: str, tmp_path: Path) -> None:
     frame = RankData(open_run(path).ranks[0]).once(larger_batches).set_index("times")
     assert frame.index.tolist() == [1, 1.5, 2, 3, 4, 8]
     assert (frame.loc[[2, 4, 8], "gain_ns"] / 1_000).tolist() == pytest.approx(gains, abs=20)
-    assert frame.loc[2, "again_ns"] / 1_000 == pytest.approx(again, abs=20)
+    assert frame["again_ns"].tolist()[2] / 1_000 == pytest.approx(again, abs=20)
     assert frame["wait_share"].iloc[0] == pytest.approx(waits, abs=0.02)
     assert frame["fills"].iloc[0] == pytest.approx(fills, rel=0.02, nan_ok=True)
 

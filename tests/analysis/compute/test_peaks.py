@@ -163,6 +163,7 @@ def test_the_device_is_the_recorders_else_the_traces_and_units_are_the_traces() 
     mixed = [*listed, {"name": "AMD Instinct MI300X", "numSms": 38}]
     assert device_of({"device": {"name": "AMD Instinct MI300X"}}, {"devices": mixed}) == ("AMD Instinct MI300X", 0)
     assert device_of({}, {"devices": [7, {"name": "x", "numSms": [1]}]}) == ("x", 0)
+    assert device_of({}, {"devices": [{"name": "x", "numSms": -1}]}) == ("x", 0)
     assert device_of({}, {}) == ("", 0)
 
 
@@ -332,13 +333,6 @@ def test_each_width_is_held_against_its_own_products() -> None:
     assert (took, looked) == (1e6, True)
     # No good product of 16 bits is here, so half of the peak counts, and not what FP8 reaches.
     assert saved == pytest.approx(1e6 - 2 * 1024 * 1024 * 1023 / 100e12 * 1e9)
-
-
-def test_without_a_peak_nothing_is_saved_but_the_time_is_told() -> None:
-    bad = {"operator": "aten::mm", "shape": "1024x1024 1024x1023", "dtype": "bfloat16"}
-    took, saved, looked = misaligned(frame(bad), {}, 0.0)
-    assert (took, math.isnan(saved), looked) == (1e6, True, True)
-    assert misaligned(frame(bad | {"dtype": "float32"}), PEAKS, 1e12) == (0.0, 0.0, False)
 
 
 def test_float32_in_16_bits_is_bound_by_arithmetic_or_memory() -> None:

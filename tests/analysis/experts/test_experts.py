@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from dlprof.analysis.communication.collectives import NO_SIZES
 from dlprof.analysis.engine import by_rank
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.experts.rules import expert_imbalance
-from dlprof.analysis.experts.tokens import Balance, _one_each, destinations, dispatches, expert_balance
+from dlprof.analysis.experts.tokens import Balance, destinations, dispatches, expert_balance
 from dlprof.analysis.stragglers.rules import straggler
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs
@@ -106,24 +105,6 @@ def test_four_all_to_alls_that_each_give_back_the_last_are_two_dispatches(tmp_pa
         [4, 0, 200, 400],
         [6, 1, 200, 400],
     ]
-
-
-@pytest.mark.parametrize(
-    ("experts", "layers", "why"),
-    [
-        ([(0, 1), (0, 1), (1, 1), (1, 1)], 2, ""),
-        ([(0, 2), (1, 2)], 0, "each rank holds 2 experts"),
-        ([(0, 1), (1, 2)], 0, "ranks hold up to 2 experts"),
-        ([(0, 1), (0, 1), (1, 1)], 0, "not every rank"),
-        ([(0, 1), (1, 0)], 0, "not every rank"),
-        ([(0, 1)], 0, "not known"),
-    ],
-)
-def test_in_how_many_layers_each_rank_holds_one_expert(
-    experts: Sequence[tuple[int, int]], layers: int, why: str
-) -> None:
-    found = _one_each(pd.DataFrame(experts, columns=["rank", "experts"]), [0, 1])
-    assert (found[0], why in found[1]) == (layers, True)
 
 
 def of(*steps: Sequence[int], **how: Any) -> Any:

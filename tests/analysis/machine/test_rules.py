@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,8 @@ THREADS = {
 # ---- clocks --------------------------------------------------------------------------------------------------------
 
 
-def reads(*read: dict[str, float]) -> Job:
-    return lambda folder: clocked(folder, *(NORMAL | one for one in read))
+def reads(*read: Mapping[str, float]) -> Job:
+    return lambda folder: clocked(folder, *({**NORMAL, **one} for one in read))
 
 
 def log(folder: Path) -> Path:

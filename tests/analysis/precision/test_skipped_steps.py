@@ -89,10 +89,12 @@ CASES = {
         job(**TOO_OFTEN, interval=4),
         18 * MS,
         "18 of 100 steady steps",
+        noise=(0.18 * 0.82 / 100) ** 0.5 * 100 * MS,
         share=pytest.approx(0.18),
         settings=[[("growth_interval", 4, 2_000)], []],
     ),
     "as often with the usual interval": found(job(**TOO_OFTEN, scale=50_000.0), 18 * MS, "init_scale=32768"),
+    "a scale between 1 and 2": found(job(**TOO_OFTEN, scale=1.5), 18 * MS, "init_scale=1)"),
     "a scale that is not known": found(
         job(without_scales, **TOO_OFTEN), 18 * MS, "scale was unknown", never=["init_scale"]
     ),

@@ -197,7 +197,7 @@ def test_a_real_job_counts_what_it_trains_on(tmp_path: Path, name: str) -> None:
     script = jobs.tiny(tmp_path, body)
     done = jobs.launch(jobs.wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"), tmp_path)
     assert done.returncode == 0, done.stderr
-    t = runs.measured(tmp_path / "run", throughput).frame(throughput)
+    t: Any = runs.measured(tmp_path / "run", throughput).frame(throughput)
     assert (t.source, t.samples_per_step, t.tokens_per_step) == counts
     assert t.samples_per_s > t.samples_per_step  # a step takes far less than a second
 
@@ -283,9 +283,10 @@ def test_collectives_by_size_without_waiting_and_ranks_that_differ_for_good(tmp_
         assert list(values) == sorted(values)
         assert abs(sum(values)) <= 1e-3 * sum(map(abs, values))
     # The mean is 1.04; of four ranks, deviations count √(4 ÷ 3) as much.
-    apart = step_of(job) * (1.1 - 1.04) * (4 / 3) ** 0.5
-    assert (len(found.uneven_ns), found.uneven_ns[-1]) == (4, pytest.approx(apart, rel=0.15))
-    assert found.wait_ns is not None
+    slower = step_of(job) * (1.1 - 1.04)
+    assert len(found.uneven_ns) == 4
+    assert found.uneven_ns[-1] == pytest.approx(slower * (4 / 3) ** 0.5, rel=0.15)
+    assert found.wait_ns == pytest.approx(slower, rel=0.2)
     assert found.transfer_ns is not None
 
 
