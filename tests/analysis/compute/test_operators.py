@@ -85,6 +85,9 @@ def test_on_a_cpu_an_operator_has_the_time_that_it_spends_in_no_other(tmp_path: 
     # Long names are cut in what compares runs.
     assert rows["name"].tolist() == [*list(own)[:3], "x" * (LONGEST_NAME - 1) + "…"]
     assert (set(rows["kind"]), rows["ns"].tolist(), set(rows["noise_ns"])) == ({"operator"}, [*own.values()], {0})
+    # Without marks all of the trace is a step, which begins with an operator.
+    alone = runs.rank_of(tmp_path / "alone", traces.trace(traces.op("aten::mm", 0, 1_000), **CPU)).once(work)
+    assert alone[["name", "ns"]].to_numpy().tolist() == [["aten::mm", 1_000]]
     with pytest.raises(NotMeasured):
         runs.rank_of(tmp_path / "none", traces.trace(traces.step(0, 0, MS), **CPU)).once(work)
 

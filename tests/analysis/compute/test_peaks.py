@@ -206,6 +206,7 @@ def counted(folder: Path, device: dict[str, Any], *operators: dict[str, Any], **
 
 # Half of the step at the peak of bfloat16, a quarter at TF32's, an eighth at float32's.
 MIXED = [row("bfloat16", 1.56e12), row("float32", 0.39e12, "aten::convolution"), row("float32", 19.5e12 * 0.01 / 8)]
+HALVES = [row("bfloat16", 1.56e11)] * 2
 CPU, RADEON, T4 = ({"type": kind, "name": name} for kind, name in (("cpu", "EPYC"), ("cuda", "Radeon"), ("cuda", "T4")))
 
 
@@ -215,8 +216,8 @@ CPU, RADEON, T4 = ({"type": kind, "name": name} for kind, name in (("cpu", "EPYC
         (A100, [row("bfloat16", 1.56e12)], 0.5, 312e12, ""),
         (A100, MIXED, 0.875, math.nan, ""),
         # A precision without a peak in less than a hundredth of the FLOPs does no harm.
-        (A100, [row("bfloat16", 3.12e11), row("int8", 3e9)], 0.1, 312e12, ""),
-        (A100, [row("bfloat16", 3.12e11), row("int8", 4e9)], math.nan, math.nan, "one of the step's precisions"),
+        (A100, [*HALVES, row("int8", 3e9)], 0.1, 312e12, ""),
+        (A100, [*HALVES, row("int8", 2e9), row("int4", 2e9)], math.nan, math.nan, "one of the step's precisions"),
         (T4, [row("bfloat16", 1e12)], math.nan, math.nan, "one of the step's precisions"),
         (CPU, [row("float32", 1e12)], math.nan, math.nan, "peak of a CPU"),
         (RADEON, [row("float16", 1e12)], math.nan, math.nan, "peak of Radeon"),
