@@ -1,15 +1,17 @@
-"""The operators of each thread as letters: what they are, what they took, and which kernels are theirs."""
+"""The operators of each thread as letters, what chains of them take, and what one operator in place of each gains."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from dlprof.analysis.chains.calls import Calls, calls
-from dlprof.analysis.engine import RankData
+from dlprof.analysis.chains.calls import Calls, Chain, calls, gains, replaced
+from dlprof.analysis.engine import Maybe, RankData
 from dlprof.read.run import open_run
 from tests.fixtures import layers, operators, runs, traces
 from tests.fixtures.runs import MS
@@ -93,3 +95,43 @@ def test_without_numbers_as_many_functions_as_operators_are_theirs_the_other_way
     assert found.made(0, 1).tolist() == [6]
     assert found.made(2, 3).tolist() == [3]
     assert found.made(0, 3).tolist() == [3, 6]  # one of two functions is not that of the sum
+
+
+TEN = operators.times(["aten::mul"] * 10, MS)
+SHORT = operators.times(["aten::mul"] * 10, US)
+
+
+@pytest.mark.parametrize(
+    ("called", "how", "left", "ns", "left_ns", "gain_ns"),
+    [
+        (TEN, {}, 0.2, 10 * MS, 2 * MS, 8 * MS),
+        (TEN, {}, 0.0, 10 * MS, 0, 10 * MS),
+        (TEN, {"on_cpu": True}, 0.2, 10 * MS, 2 * MS, 8 * MS),
+        # An empty kernel takes 2 µs; of the launches, 12 µs apart, hardly one is left.
+        (SHORT, {}, 0.01, 10 * US, 2 * US, 0.99 * 120 * US),
+        # Each launched 12 µs after the one before, of which two in ten are left.
+        (SHORT, {"rest": 200 * US, "waits": False}, 0.2, 10 * US, 2 * US, 96 * US),
+    ],
+    ids=["a device", "nothing left", "a CPU", "an empty kernel", "a late host"],
+)
+def test_what_one_operator_in_place_of_ten_gains(
+    tmp_path: Path, called: Any, how: Any, left: float, ns: float, left_ns: float, gain_ns: float
+) -> None:
+    rank = RankData(open_run(operators.job(tmp_path, *called, **how)).ranks[0])
+    text = rank.once(calls).text
+    starts = [n for n in range(len(text)) if text.startswith("x" * 10, n)]
+    assert len(starts) == 3
+    chains = [Chain("products", "forward", np.arange(n, n + 10), left) for n in starts]
+    (row,) = rank.once(replaced)(chains).to_dict("records")
+    assert (row["form"], row["passes"], row["calls"], row["operators"]) == ("products", "forward", 1, 10)
+    assert (row["ns"], row["left_ns"]) == pytest.approx((ns, left_ns), rel=0.01)
+    assert row["gain_ns"] == pytest.approx(gain_ns, rel=0.15)
+    assert rank.once(replaced)([]).empty
+
+
+def test_what_the_profiler_made_longer_is_brought_to_all_steps_on_a_cpu() -> None:
+    chains = pd.DataFrame({"rank": [0, 0, 1], "gain_ns": [4.0, 4.0, 2.0]})
+    whole = Maybe(lambda: pd.DataFrame({"rank": [0, 1], "operators_ns": [50.0, 100.0]}))
+    traced = Maybe(lambda: pd.DataFrame({"rank": [0, 1], "operators_ns": [100.0, 100.0]}))
+    assert gains(chains, whole, traced, on_cpu=False) == {0: 4.0, 1: 2.0}
+    assert gains(chains, whole, traced, on_cpu=True) == {0: 2.0, 1: 2.0}

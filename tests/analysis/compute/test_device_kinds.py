@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.compute.device_kinds import kinds_of_work
-from dlprof.result.figures import DeviceWork, WorkKind
+from dlprof.result.figures import DeviceWork
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS
@@ -49,6 +49,9 @@ def job(*pieces: Piece, optimizer: int = 0) -> dict[str, Any]:
     return traces.trace(*events, world_size=1)
 
 
+FLOPS, BYTES = int(PEAK / 1e3), int(BANDWIDTH / 1e3)  # that take 1 ms
+
+
 def shape(operator: str, flops: float = 0, size: float = 0, dtype: str = "bfloat16") -> dict[str, Any]:
     return {"operator": operator, "dtype": dtype, "shape": "1x1", "calls": 1, "flops": int(flops), "bytes": int(size)}
 
@@ -67,9 +70,9 @@ def counted(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**H100, "flops": found | more}
 
 
-def work_of(folder: Path, made: dict[str, Any], facts: dict[str, Any], modules: list[Any] | None = None) -> DeviceWork:
+def work_of(folder: Path, made: dict[str, Any], facts: dict[str, Any], *modules: Any) -> DeviceWork:
     path = runs.recorded(folder / "run", (made, [], facts))
-    if modules is not None:
+    if modules:
         (path / "ranks/00000/modules.jsonl").write_text("".join(json.dumps(m) + "\n" for m in modules))
     return work_at(path)
 
@@ -80,94 +83,81 @@ def work_at(path: Path) -> DeviceWork:
     return work
 
 
-def by_kind(work: DeviceWork) -> dict[str, WorkKind]:
-    return {row.kind: row for row in work.rows}
+MM, ADDED = ("aten::mm", GEMM, 4.0), "elementwise operators"
+CONVOLUTION = "aten::conv2d aten::convolution aten::cudnn_convolution"
+UNKEPT = {"operators": [{"operator": "aten::mm", "dtype": "bfloat16", "flops": int(1.5 * FLOPS), "calls": 9}]}
+
+# Pieces of a step and how many the optimizer launches, the facts; of each kind its time and its floor, ms.
+KINDS: dict[str, tuple[list[Piece], int, dict[str, Any], dict[str, tuple[float, float]]]] = {
+    "a product's FLOPs": ([MM], 0, counted(shape("aten::mm", 2 * FLOPS, 1e6)), {"matrix products": (4, 2)}),
+    "each shape by what takes it longer, and those not kept": (
+        [MM],
+        0,
+        counted(shape("aten::mm", FLOPS), shape("aten::mm", 0, BYTES), moved("aten::mm", BYTES), **UNKEPT),
+        {"matrix products": (4, 2.5)},
+    ),
+    # The clone is the script's, the three others are not.
+    "changes of layout in a convolution have no floor": (
+        [(CONVOLUTION, TO_NHWC, 3), (CONVOLUTION, GEMM, 2), ("aten::contiguous aten::clone aten::copy_", TO_NHWC, 2)],
+        0,
+        counted(shape("aten::convolution", FLOPS), moved("aten::clone", BYTES), moved("aten::copy_", 8)),
+        {"layout and type changes": (5, 1), "convolution": (2, 1)},
+    ),
+    "no operator needs longer than it takes": (
+        [("aten::add", ADD, 1), ("aten::mul", ADD, 2)],
+        0,
+        counted(moved("aten::add", 3 * BYTES), moved("aten::mul", BYTES)),
+        {ADDED: (3, 2)},
+    ),
+    "what the optimizer launches is its own by any name": (
+        [("aten::mul", ADD, 3), ("aten::_foreach_mul_", ADD, 1)],
+        1,
+        counted(moved("aten::mul", BYTES), moved("aten::_foreach_mul_", BYTES / 2)),
+        {ADDED: (3, 1), "optimizer kernels": (1, 0.5)},
+    ),
+    # An operator of a formula that nobody knows has more of a floor than its bytes; bytes of the CPU are the host's.
+    "what is not known takes as long as it does": (
+        [("aten::mm", GEMM, 8), ("", "my_kernel", 1), ("mine::attention", "flash_fwd_kernel", 1)],
+        0,
+        counted(
+            *(shape("aten::mm", FLOPS), moved("mine::attention", 8), moved("aten::mm", BANDWIDTH, device="cpu")),
+            uncounted={"mine::attention": 1},
+        ),
+        {"matrix products": (8, 1), "other": (1, 1), "attention": (1, 1)},
+    ),
+}
 
 
-def test_of_a_product_it_is_the_flops_at_the_peak_and_of_a_copy_the_bytes_at_the_bandwidth(tmp_path: Path) -> None:
-    made = job(("aten::mm", GEMM, 4), ("aten::copy_", "Memcpy DtoD (Device -> Device)", 2), ("", "Memset", 1))
+@pytest.mark.parametrize("name", KINDS)
+def test_what_each_kind_takes_and_the_least_it_could(tmp_path: Path, name: str) -> None:
+    pieces, optimizer, facts, kinds = KINDS[name]
+    work = work_of(tmp_path, job(*pieces, optimizer=optimizer), facts)
+    found: dict[str, Any] = {row.kind: (row.ns / MS, round((row.floor_ns or 0) / MS, 5)) for row in work.rows}
+    assert found == {kind: (ns, pytest.approx(floor, rel=1e-4)) for kind, (ns, floor) in kinds.items()}
+    assert work.floor_ns == pytest.approx(sum(floor for _, floor in kinds.values()) * MS, rel=1e-4)
+    assert work.ns == pytest.approx(sum(ns for ns, _ in kinds.values()) * MS)
+    assert sum(map(work.above_ns, work.rows)) == pytest.approx(work.ns - (work.floor_ns or 0))
+    assert (work.fused_floor_ns, work.why) == (None, "")
+
+
+def test_copies_are_read_and_written_and_fills_written(tmp_path: Path) -> None:
+    made = job(("aten::copy_", "Memcpy DtoD (Device -> Device)", 2), ("", "Memset", 1), ("aten::mm", GEMM, 8))
     later = traces.call("cudaMemsetAsync", 80 * MS, 5_000, 999), traces.clear(90 * MS, MS, 10**9)
     later[1]["args"]["correlation"] = 999
     made["traceEvents"] += later  # behind the last step
-    work = work_of(tmp_path, made, counted(shape("aten::mm", 2 * PEAK / 1e3, 1e6), moved("aten::mm", 1e6)))
-    product, copies = work.rows
-    assert [copies.ns, copies.floor_ns] == pytest.approx([3 * MS, 5e6 / BANDWIDTH * 1e9])
-    assert (product.kind, product.kernels, product.ns) == ("matrix products", 1, 4 * MS)
-    assert product.floor_ns == pytest.approx(2 * MS)
-    assert product.flops == pytest.approx(2 * PEAK / 1e3)
-    # 2 MB are copied, read and written; 1 MB is set.
-    assert (copies.kind, copies.kernels, copies.bytes) == ("copies and fills", 2, 5e6)
-    assert work.floor_ns == pytest.approx(2 * MS + 5e6 / BANDWIDTH * 1e9)
-    assert (work.ns, work.fused_floor_ns, work.why) == (7 * MS, None, "")
-
-
-def test_each_shape_is_bound_by_what_takes_it_longer(tmp_path: Path) -> None:
-    # 1 ms of arithmetic and next to no bytes; 1 ms of bytes and next to no arithmetic; 0.5 ms of shapes not kept.
-    flops, size = PEAK / 1e3, BANDWIDTH / 1e3
-    facts = counted(shape("aten::mm", flops), shape("aten::mm", 0, size), moved("aten::mm", size))
-    facts["flops"]["operators"] = [{"operator": "aten::mm", "dtype": "bfloat16", "flops": int(1.5 * flops), "calls": 9}]
-    work = work_of(tmp_path, job(("aten::mm", GEMM, 4)), facts)
-    assert work.floor_ns == pytest.approx(2.5 * MS)
-
-
-def test_changes_of_layout_in_a_convolution_are_beyond_its_floor(tmp_path: Path) -> None:
-    convolution = "aten::conv2d aten::convolution aten::cudnn_convolution"
-    made = job(
-        (convolution, TO_NHWC, 3), (convolution, GEMM, 2), ("aten::contiguous aten::clone aten::copy_", TO_NHWC, 2)
-    )
-    facts = counted(
-        shape("aten::convolution", PEAK / 1e3), moved("aten::clone", BANDWIDTH / 1e3), moved("aten::copy_", 8)
-    )
-    kinds = by_kind(work_of(tmp_path, made, facts))
-    assert kinds["convolution"].floor_ns == pytest.approx(1 * MS)
-    assert kinds["convolution"].ns == 2 * MS
-    # The clone is the script's, the three others are not.
-    layout = kinds["layout and type changes"]
-    assert [layout.ns, layout.floor_ns] == pytest.approx([5 * MS, 1 * MS])
-
-
-def test_no_operator_needs_longer_than_it_takes(tmp_path: Path) -> None:
-    facts = counted(moved("aten::add", 3 * BANDWIDTH / 1e3), moved("aten::mul", BANDWIDTH / 1e3))
-    work = work_of(tmp_path, job(("aten::add", ADD, 1), ("aten::mul", ADD, 2)), facts)
-    (row,) = work.rows
-    assert row.kind == "elementwise operators"
-    assert row.floor_ns == pytest.approx(2 * MS)
-
-
-def test_what_the_optimizer_launches_is_its_own_by_any_name(tmp_path: Path) -> None:
-    made = job(("aten::mul", ADD, 3), ("aten::_foreach_mul_", ADD, 1), optimizer=1)
-    facts = counted(moved("aten::mul", BANDWIDTH / 1e3), moved("aten::_foreach_mul_", BANDWIDTH / 2e3))
-    kinds = by_kind(work_of(tmp_path, made, facts))
-    assert {kind: (row.ns, round(row.floor_ns or 0)) for kind, row in kinds.items()} == {
-        "elementwise operators": (3 * MS, 1 * MS),
-        "optimizer kernels": (1 * MS, MS // 2),
-    }
-
-
-def test_what_is_not_known_counts_as_long_as_it_takes(tmp_path: Path) -> None:
-    made = job(("aten::mm", GEMM, 8), ("", "my_kernel", 1), ("mine::attention", "flash_fwd_kernel", 1))
-    # An operator of a formula that nobody knows has more of a floor than its bytes.
-    facts = counted(
-        shape("aten::mm", PEAK / 1e3),
-        moved("mine::attention", 8),
-        moved("aten::mm", BANDWIDTH, device="cpu"),  # that is the host's
-        uncounted={"mine::attention": 1},
-    )
-    work = work_of(tmp_path, made, facts)
-    assert work.floor_ns == pytest.approx(3 * MS)
-    assert {row.kind: work.above_ns(row) for row in work.rows} == {
-        "matrix products": pytest.approx(7 * MS),
-        "other": 0,
-        "attention": 0,
-    }
+    product, copies = work_of(tmp_path, made, counted(shape("aten::mm", FLOPS))).rows
+    # 2 MB are copied; 1 MB is set.
+    assert (copies.kind, copies.kernels, copies.bytes, copies.ns) == ("copies and fills", 2, 5e6, 3 * MS)
+    assert copies.floor_ns == pytest.approx(5e6 / BANDWIDTH * 1e9)
+    assert (product.kernels, product.flops) == (1, FLOPS)
 
 
 def test_rates_are_of_kinds_that_are_known(tmp_path: Path) -> None:
     made = job(("aten::mm", GEMM, 8), ("mine::mm", GEMM, 2), ("aten::add", ADD, 1))
-    kinds = by_kind(work_of(tmp_path, made, counted(shape("aten::mm", PEAK / 1e3), moved("aten::add", 1e6))))
-    assert [(kinds[k].flops, kinds[k].bytes) for k in ("matrix products", "elementwise operators")] == [
-        (None, None),
-        (None, 1e6),
+    work = work_of(tmp_path, made, counted(shape("aten::mm", FLOPS), moved("aten::add", 1e6)))
+    assert [(row.kind, row.flops, row.bytes) for row in work.rows] == [
+        ("matrix products", None, None),
+        (ADDED, None, 1e6),
     ]
 
 
@@ -189,47 +179,41 @@ def test_without_bytes_or_limits_there_is_no_floor(
     assert work.rows[0].ns == 2 * MS
 
 
-def test_fused_chains_take_off_the_bytes_that_stay_in_registers(tmp_path: Path) -> None:
-    size = int(BANDWIDTH / 1e3)
-    facts = counted(moved("aten::add", 4 * size), chained_bytes=4 * size, fused_bytes=size)
-    work = work_of(tmp_path / "a", job(("aten::add", ADD, 5)), facts)
-    assert [work.floor_ns, work.fused_floor_ns] == pytest.approx([4 * MS, 1 * MS])
-    # In a cache the operators take half of what the memory would: so does what is saved.
-    work = work_of(tmp_path / "b", job(("aten::add", ADD, 2)), facts)
-    assert [work.floor_ns, work.fused_floor_ns] == pytest.approx([2 * MS, MS / 2])
+# In a cache the operators take half of what the memory would: so does what is saved.
+@pytest.mark.parametrize(("ms", "floor", "fused"), [(5, 4, 1), (2, 2, 0.5)])
+def test_fused_chains_take_off_the_bytes_that_stay_in_registers(
+    tmp_path: Path, ms: int, floor: float, fused: float
+) -> None:
+    facts = counted(moved("aten::add", 4 * BYTES), chained_bytes=4 * BYTES, fused_bytes=BYTES)
+    work = work_of(tmp_path, job(("aten::add", ADD, ms)), facts)
+    assert [work.floor_ns, work.fused_floor_ns] == pytest.approx([floor * MS, fused * MS])
 
 
 def test_of_the_modules_bytes_all_kinds_but_products_share_one_floor(tmp_path: Path) -> None:
-    size = int(BANDWIDTH / 1e3)
-    made = job(
-        ("aten::mm", GEMM, 4), ("aten::batch_norm", NORM, 5), ("aten::add", ADD, 1), ("mine::attention", "flash_fwd", 1)
-    )
+    own = ("mine::attention", "flash_fwd", 1)
+    made = job(MM, ("aten::batch_norm", NORM, 5), ("aten::add", ADD, 1), own)
     # All that the host launches in a step is the module's.
     made["traceEvents"] += [traces.annotation("nn.Module: x (X)", step * 12 * MS, 80_000) for step in range(3)]
     row = {"parameters": 1, "parameter_bytes": 4, "bucket": -1, "recompute_flops": 0, "sharded": 0, "forward_flops": 1}
-    module = {"path": "x", "kind": "X", "backward_flops": 0, "moved_bytes": 3 * size, **row}
-    facts = counted(shape("aten::mm", 2 * PEAK / 1e3, size), uncounted={"mine::attention": 1})
+    module = {"path": "x", "kind": "X", "backward_flops": 0, "moved_bytes": 3 * BYTES, **row}
+    facts = counted(shape("aten::mm", 2 * FLOPS, BYTES), uncounted={"mine::attention": 1})
     del facts["flops"]["moved"]
-    work = work_of(tmp_path, made, facts, [module])
-    assert work.floor_ns == pytest.approx((2 + 2 + 1) * MS)
-    assert work.shared_floor_ns == pytest.approx(2 * MS)
-    kinds = by_kind(work)
-    above = {kind: work.above_ns(row) for kind, row in kinds.items()}
+    work = work_of(tmp_path, made, facts, module)
+    assert (work.floor_ns, work.shared_floor_ns) == pytest.approx(((2 + 2 + 1) * MS, 2 * MS))
     # Were all of the bytes those of the normalization, it would take 2 of its 5 ms.
-    assert above == {
-        "normalization": pytest.approx(3 * MS),
-        "matrix products": pytest.approx(2 * MS),
-        "elementwise operators": 0,
+    assert {row.kind: round(work.above_ns(row) / MS, 4) for row in work.rows} == {
+        "normalization": 3,
+        "matrix products": 2,
+        ADDED: 0,
         "attention": 0,  # of no known formula
     }
-    assert kinds["normalization"].bytes is None
+    assert next(row.bytes for row in work.rows if row.kind == "normalization") is None
 
 
 def test_ranks_are_averaged(tmp_path: Path) -> None:
-    facts = counted(shape("aten::mm", 2 * PEAK / 1e3))
-    steps = (job(("aten::mm", GEMM, 4)), job(("aten::mm", GEMM, 6), ("aten::mm", GEMM, 2)))
-    path = runs.recorded(tmp_path / "run", *((made, [], facts) for made in steps))
-    work = work_at(path)
+    facts = counted(shape("aten::mm", 2 * FLOPS))
+    steps = (job(MM), job(("aten::mm", GEMM, 6), ("aten::mm", GEMM, 2)))
+    work = work_at(runs.recorded(tmp_path / "run", *((made, [], facts) for made in steps)))
     assert [(row.kernels, row.ns) for row in work.rows] == [(1.5, 6 * MS)]
     assert work.floor_ns == pytest.approx(2 * MS)
 

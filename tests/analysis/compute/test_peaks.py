@@ -1,8 +1,33 @@
-"""Peaks by a device's name: held against multiprocessors × clock × rate, which their makers give elsewhere."""
+"""Peaks of devices by their names, products by their shapes, and the share of the peak that a step computes at."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
 import pytest
 
-from dlprof.analysis.compute.peaks import PARTS, PCIE_REACHED, device_of, device_peaks, host_link, nvlink, part
+from dlprof.analysis.compute.peaks import (
+    PARTS,
+    PCIE_REACHED,
+    allows_tf32,
+    arithmetic,
+    device_of,
+    device_peaks,
+    host_link,
+    nvlink,
+    part,
+)
+from dlprof.analysis.compute.products import misaligned, misaligned_sizes, products, saved_in_16_bits
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.errors import NotMeasured
+from dlprof.read.run import open_run
+from dlprof.report import formatting
+from tests.fixtures import runs
+from tests.fixtures.runs import A100, MS
 
 
 @pytest.mark.parametrize(
@@ -72,23 +97,16 @@ def test_a_peak_is_what_its_units_and_their_clock_make(
         ("AMD Instinct MI300X", {"float8": 2614.9, "bfloat16": 1307.4, "tf32": 653.7, "float32": 163.4}),
         ("AMD Instinct MI250X", {"bfloat16": 191.5, "float32": 47.9}),
         ("Tesla P100-PCIE-16GB", {"float16": 18.7, "float32": 9.35}),
+        # 0: no tensor cores for it.
+        ("Tesla V100-SXM2-16GB", {"bfloat16": 0}),
+        ("NVIDIA A100-SXM4-80GB", {"float8": 0}),
+        ("AMD Instinct MI355X", {"tf32": 0}),
     ],
 )
 def test_each_precision_has_its_own(name: str, tflops: dict[str, float]) -> None:
     found = part(name)
     assert found is not None
-    for precision, peak in tflops.items():
-        assert found.flops[precision] == pytest.approx(peak * 1e12, rel=2e-3)
-
-
-def test_what_has_no_tensor_cores_for_a_precision_has_no_peak_in_it() -> None:
-    for name, precision in (("Tesla V100-SXM2-16GB", "bfloat16"), ("NVIDIA A100-SXM4-80GB", "float8")):
-        found = part(name)
-        assert found is not None
-        assert precision not in found.flops
-    cdna4 = part("AMD Instinct MI355X")
-    assert cdna4 is not None
-    assert "tf32" not in cdna4.flops
+    assert {p: found.flops.get(p, 0) / 1e12 for p in tflops} == pytest.approx(tflops, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,6 @@ def test_what_has_no_tensor_cores_for_a_precision_has_no_peak_in_it() -> None:
     ],
 )
 def test_another_part_by_a_like_name_is_not_known(name: str) -> None:
-    assert part(name) is None
     assert device_peaks({"device": {"name": name}}, {}) == (name, {}, 0.0)
 
 
@@ -133,13 +150,11 @@ def test_a_slice_has_its_share(name: str, sms: int, share: float, memory: float)
 
 
 def test_units_tell_parts_of_one_name_apart() -> None:
-    both = {units: part("AMD Instinct MI250X/MI250", units) for units in (0, 104, 110)}
-    assert {units: round(p.flops["bfloat16"] / 1e12, 1) for units, p in both.items() if p} == {
-        0: 181.0,
-        104: 181.0,
-        110: 191.5,
-    }
+    dies = [part("AMD Instinct MI250X/MI250", units) for units in (0, 104, 110)]
+    assert [round(p.flops["bfloat16"] / 1e12, 1) for p in dies if p] == [181.0, 181.0, 191.5]
     assert part("AMD Instinct MI300X", 38) is None  # one of eight partitions of it
+    names = [p.pattern for p in PARTS if p.pattern.isalnum() or " " in p.pattern]
+    assert all(sum(p.pattern == name or part(name) is p for p in PARTS) <= 1 for name in names)
 
 
 def test_the_device_is_the_recorders_else_the_traces_and_units_are_the_traces() -> None:
@@ -148,6 +163,7 @@ def test_the_device_is_the_recorders_else_the_traces_and_units_are_the_traces() 
     mixed = [*listed, {"name": "AMD Instinct MI300X", "numSms": 38}]
     assert device_of({"device": {"name": "AMD Instinct MI300X"}}, {"devices": mixed}) == ("AMD Instinct MI300X", 0)
     assert device_of({}, {"devices": [7, {"name": "x", "numSms": [1]}]}) == ("x", 0)
+    assert device_of({}, {"devices": [{"name": "x", "numSms": -1}]}) == ("x", 0)
     assert device_of({}, {}) == ("", 0)
 
 
@@ -165,19 +181,168 @@ def test_the_device_is_the_recorders_else_the_traces_and_units_are_the_traces() 
     ],
 )
 def test_the_link_to_the_host(name: str, gb_s: float | None) -> None:
-    found = host_link(name)
-    assert found == (None if gb_s is None else pytest.approx(gb_s * 1e9, rel=1e-3))
+    assert host_link(name) == (None if gb_s is None else pytest.approx(gb_s * 1e9, rel=1e-3))
 
 
-def test_what_was_measured_of_pinned_copies_is_near_what_pcie_reaches() -> None:
-    for name, measured in (("NVIDIA GeForce RTX 4090", 26.3e9), ("NVIDIA A100-SXM4-40GB", 25.1e9)):
-        link = host_link(name)
-        assert link is not None
-        assert measured / link == pytest.approx(PCIE_REACHED, abs=0.05)
+@pytest.mark.parametrize(("name", "measured"), [("NVIDIA GeForce RTX 4090", 26.3e9), ("NVIDIA A100-SXM4-40GB", 25.1e9)])
+def test_what_was_measured_of_pinned_copies_is_near_what_pcie_reaches(name: str, measured: float) -> None:
+    assert measured == pytest.approx(PCIE_REACHED * (host_link(name) or 0), rel=0.06)
 
 
-def test_no_name_is_two_parts_but_those_that_rocm_gives_alike() -> None:
-    names = ["Instinct MI250X/MI250", *(p.pattern for p in PARTS if p.pattern.isalnum() or " " in p.pattern)]
-    for name in names:
-        found = [p for p in PARTS if p.pattern == name or part(name) is p]
-        assert len(found) <= 1 or name == "Instinct MI250X/MI250"
+# ---- the share of the peak -----------------------------------------------------------------------------------------
+
+
+def row(dtype: str, flops: float, operator: str = "aten::mm") -> dict[str, Any]:
+    return {"operator": operator, "dtype": dtype, "flops": int(flops), "calls": 1}
+
+
+def counted(folder: Path, device: dict[str, Any], *operators: dict[str, Any], **more: Any) -> Path:
+    """Write 30 steps of 10 ms, of which one was counted."""
+    total = sum(r["flops"] for r in operators)
+    told = {"state": "counted", "step": 9, "total": total, "backward": total // 3, "operators": list(operators)}
+    facts = {"device": device, "flops": told, **more}
+    return runs.recorded(folder / "run", (None, [runs.light(n, 10 * MS) for n in range(30)], facts))
+
+
+# Half of the step at the peak of bfloat16, a quarter at TF32's, an eighth at float32's.
+MIXED = [row("bfloat16", 1.56e12), row("float32", 0.39e12, "aten::convolution"), row("float32", 19.5e12 * 0.01 / 8)]
+HALVES = [row("bfloat16", 1.56e11)] * 2
+CPU, RADEON, T4 = ({"type": kind, "name": name} for kind, name in (("cpu", "EPYC"), ("cuda", "Radeon"), ("cuda", "T4")))
+
+
+@pytest.mark.parametrize(
+    ("device", "operators", "mfu", "peak", "why"),
+    [
+        (A100, [row("bfloat16", 1.56e12)], 0.5, 312e12, ""),
+        (A100, MIXED, 0.875, math.nan, ""),
+        # A precision without a peak in less than a hundredth of the FLOPs does no harm.
+        (A100, [*HALVES, row("int8", 3e9)], 0.1, 312e12, ""),
+        (A100, [*HALVES, row("int8", 2e9), row("int4", 2e9)], math.nan, math.nan, "one of the step's precisions"),
+        (T4, [row("bfloat16", 1e12)], math.nan, math.nan, "one of the step's precisions"),
+        (CPU, [row("float32", 1e12)], math.nan, math.nan, "peak of a CPU"),
+        (RADEON, [row("float16", 1e12)], math.nan, math.nan, "peak of Radeon"),
+        # 25 TFLOP/s, of 19.5.
+        (A100, [row("float32", 2.5e11)], math.nan, 19.5e12, "not a typical one"),
+    ],
+    ids=["one", "mixed", "little unknown", "more unknown", "unknown", "CPU", "unknown device", "exceeded"],
+)
+def test_each_precision_counts_against_its_own_peak(
+    tmp_path: Path, device: Any, operators: Any, mfu: float, peak: float, why: str
+) -> None:
+    path = counted(tmp_path, device, *operators, matmul={"allow_tf32": False, "cudnn_allow_tf32": True})
+    (found,) = runs.measured(path, arithmetic).frame(arithmetic).to_dict("records")
+    assert (found["mfu"], found["peak"]) == pytest.approx((mfu, peak), rel=1e-4, nan_ok=True)
+    total = sum(one["flops"] for one in operators)
+    assert (found["flops_per_s"], found["backward"]) == pytest.approx((total * 100, 1 / 3))
+    assert why in found["why"]
+    result = diagnose(open_run(path), (), jobs=1)
+    assert result.window is not None
+    assert (result.window.flops, result.window.mfu) == (total, None if why else pytest.approx(mfu, rel=1e-4))
+    assert not why or any(f.section == "Arithmetic" and f.name == "MFU" and why in f.value for f in result.facts)
+    assert ("% MFU" in formatting.steps(result)) == (not why)
+
+
+@pytest.mark.parametrize(
+    ("flops", "why"),
+    [
+        ({"state": "off"}, "--flops off"),
+        ({"state": "waiting"}, "ended before"),
+        ({"state": "abstained", "why": "the script uses torch.compile"}, "torch.compile"),
+        ({}, "not counted"),
+        ({"state": "counted", "total": 0, "operators": []}, "not counted"),
+    ],
+)
+def test_what_was_not_counted_is_not_measured(tmp_path: Path, flops: dict[str, Any], why: str) -> None:
+    steps = [runs.light(n, 10 * MS) for n in range(30)]
+    path = runs.recorded(tmp_path / "run", (None, steps, {"device": A100, "flops": flops}))
+    with pytest.raises(NotMeasured, match=why):
+        runs.measured(path, arithmetic).frame(arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("matmul", "product", "convolution"),
+    [
+        ({"allow_tf32": True, "cudnn_allow_tf32": False}, True, False),
+        ({"allow_tf32": None, "matmul_fp32_precision": "tf32", "conv_fp32_precision": "ieee"}, True, False),
+        ({"matmul_fp32_precision": "none", "conv_fp32_precision": "none", "fp32_precision": "tf32"}, True, True),
+        ({"matmul_fp32_precision": "none", "conv_fp32_precision": "tf32", "fp32_precision": "none"}, False, True),
+        ({}, False, False),
+    ],
+)
+def test_tf32_is_what_the_job_set_by_either_of_torchs_ways(
+    matmul: dict[str, Any], product: bool, convolution: bool
+) -> None:
+    assert (allows_tf32(matmul, False), allows_tf32(matmul, True)) == (product, convolution)
+
+
+# ---- products by their shapes --------------------------------------------------------------------------------------
+
+PEAKS = {"float8": 400e12, "bfloat16": 200e12, "float32": 20e12}
+
+
+def frame(*rows: Mapping[str, Any]) -> pd.DataFrame:
+    """Return rows of operators of one call, each of 1 ms, whose FLOPs are those of their shapes."""
+    made = []
+    for row in rows:
+        flops, size = products(str(row["operator"]), str(row["shape"]), str(row["dtype"]))
+        made.append({"calls": 1.0, "ns": 1e6, "flops": flops, "bytes": size, "shared": False, "float32_ns": 0.0, **row})
+    return pd.DataFrame(made)
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "dtype", "flops", "size"),
+    [
+        ("aten::bmm", "4x2x3 4x3x5", "float32", 2 * 4 * 2 * 3 * 5, 4 * 4 * (6 + 15 + 10)),
+        ("aten::addmm", "5 2x3 3x5", "bfloat16", 2 * 2 * 3 * 5, 2 * (6 + 15 + 10)),
+        # Operands of a byte, their scales, and a product of two.
+        ("aten::_scaled_mm", "2x3 3x5 1 1", "float8_e4m3fn", 2 * 2 * 3 * 5, 6 + 15 + 2 * 10),
+        # What these shapes do not tell.
+        ("aten::convolution", "8x3x9x9 4x3x3x3", "float32", math.nan, math.nan),
+        ("aten::mm", "2x3", "float32", math.nan, math.nan),
+        ("aten::mm", "2x3 4x5", "float32", math.nan, math.nan),
+        ("aten::mm", "3 3", "float32", math.nan, math.nan),
+    ],
+)
+def test_what_a_product_computes_and_moves(operator: str, shape: str, dtype: str, flops: float, size: float) -> None:
+    assert products(operator, shape, dtype) == pytest.approx((flops, size), nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "dtype", "found"),
+    [
+        ("aten::addmm", "50257 8192x768 768x50257", "bfloat16", [50257]),
+        ("aten::mm", "8191x768 768x3072", "bfloat16", []),  # any batch will do
+        ("aten::mm", "8192x768 768x10", "float16", []),  # ten classes
+        ("aten::mm", "8192x768 768x17", "float16", [17]),
+        ("aten::mm", "8192x768 768x50257", "float32", []),
+        ("aten::_scaled_mm", "64x64 64x1032 1 1", "float8_e4m3fn", [1032]),
+        ("aten::mm", "64x64 64x1032", "bfloat16", []),
+        ("aten::convolution", "8x3x224x224 64x3x7x7", "bfloat16", []),
+        ("aten::convolution", "8x30x9x9 66x30x3x3", "bfloat16", [30, 30]),
+        ("aten::mm", "64x64 64x15", "float16", []),
+        ("aten::mm", "64x64 64x1036", "float16", [1036]),
+    ],
+)
+def test_sizes_that_tensor_cores_do_not_like(operator: str, shape: str, dtype: str, found: list[int]) -> None:
+    assert misaligned_sizes(operator, shape, dtype) == found
+
+
+def test_each_width_is_held_against_its_own_products() -> None:
+    bad = {"operator": "aten::mm", "shape": "1024x1024 1024x1023", "dtype": "bfloat16"}
+    good = {"operator": "aten::_scaled_mm", "shape": "1024x1024 1024x1024", "dtype": "float8_e4m3fn", "ns": 2e4}
+    took, saved, looked = misaligned(frame(bad, good), PEAKS, 1e12)
+    assert (took, looked) == (1e6, True)
+    # No good product of 16 bits is here, so half of the peak counts, and not what FP8 reaches.
+    assert saved == pytest.approx(1e6 - 2 * 1024 * 1024 * 1023 / 100e12 * 1e9)
+
+
+def test_float32_in_16_bits_is_bound_by_arithmetic_or_memory() -> None:
+    flat = {"operator": "aten::mm", "shape": "4096x4096 4096x4096", "dtype": "float32", "float32_ns": 7e6, "ns": 7e6}
+    thin = {"operator": "aten::mm", "shape": "8192x8 8x8192", "dtype": "float32", "float32_ns": 1e6}
+    untold = {"operator": "own", "shape": "", "dtype": "", "float32_ns": 1e6}
+    # A forward product's operands and result are cast: half of the bytes of all products once more, in 1.5 × a third.
+    casts = 4 * 3 * 4096**2 / 2 / 1e12 * 1e9
+    assert saved_in_16_bits(frame(flat), 100e12, 1e12, 20e12) == pytest.approx(7e6 - 2 * 4096**3 / 100e12 * 1e9 - casts)
+    size = 4 * (2 * 8192 * 8 + 8192 * 8192)
+    assert saved_in_16_bits(frame(thin), 100e12, 1e12, 20e12) == pytest.approx(1e6 - 2 * size / 2 / 1e12 * 1e9)
+    assert saved_in_16_bits(frame(untold), 100e12, 1e12, 20e12) == pytest.approx(0.8e6)
