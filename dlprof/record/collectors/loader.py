@@ -19,7 +19,7 @@ from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.calls.attribution import passing
 from dlprof.record.device.cpu import KernelCounters, used_between
-from dlprof.record.hooks import Patch, hidden, put, watch_method
+from dlprof.record.hooks import Patch, at_uninstall, hidden, put, watch_method
 from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
@@ -66,6 +66,7 @@ class Loader:
         self._watch_ends()
         self._fetches = Fetches()
         os.register_at_fork(after_in_child=self._forked)
+        at_uninstall(self._fetches.stop)  # where nothing has trained, nobody stops this collector
 
     def start(self, recorder: Recorder) -> None:
         """Open the files; the recorder passes on the batches that this process fetches itself."""
