@@ -6,11 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dlprof.record.collectors.overrides import Overrides
+from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import environment, free_port, launch, record, tiny, wrapped
 from tests.fixtures.overriding import left, sets
 
@@ -34,24 +34,17 @@ print(json.dumps({
 """
 
 
-def test_without_overrides_nothing_is_installed_and_nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DLPROF_SET", raising=False)
-    before = set(sys.modules)
-    made = Overrides()
-    made.start(None)  # type: ignore[arg-type]
-    made.step([])
-    made.stop()
-    assert {m for m in set(sys.modules) - before if m.startswith("dlprof.record.overrides")} == set()
-
-
 @pytest.mark.long
 def test_a_recorded_script_has_the_settings_and_its_files_say_where(tmp_path: Path) -> None:
     script = tiny(tmp_path, LOOP)
+    script.write_text(
+        "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n" + script.read_text()
+    )
     settings = ("loader.num_workers=1", "torch.num_threads=2", "optimizer.fused=True", "env.OMP_WAIT_POLICY=PASSIVE")
     plain = json.loads(launch([sys.executable, script], tmp_path).stdout)
     done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets(*settings)))
     said = json.loads(done.stdout)
-    assert plain == {"workers": [0, 0], "threads": 1, "fused": None, "variable": None}
+    assert plain == {"workers": [0, 0], "threads": 1, "fused": None, "variable": "ACTIVE"}
     assert said == {"workers": [1, 1], "threads": 2, "fused": True, "variable": "PASSIVE"}
     effects = left(tmp_path / "run")
     lines = script.read_text().splitlines()
@@ -68,7 +61,8 @@ def test_a_recorded_script_has_the_settings_and_its_files_say_where(tmp_path: Pa
         ["train.py", at("import torch"), "<module>"],
         ["train.py", at("torch.set"), "<module>"],
     ]
-    assert effects["env.OMP_WAIT_POLICY"]["before"] == [None]
+    assert effects["env.OMP_WAIT_POLICY"]["before"] == ["ACTIVE"]
+    assert effects["env.OMP_WAIT_POLICY"]["places"] == [["train.py", 2, "<module>"]]
     told = json.loads((tmp_path / "run/run.json").read_text())
     assert told["options"]["set"] == {
         "loader.num_workers": 1,
@@ -120,19 +114,6 @@ def test_torchrun_and_a_launcher_that_sets_the_variable_itself(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_script_that_sets_the_variable_itself_is_overridden_at_its_line(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    tiny(tmp_path, LOOP)
-    script.write_text(
-        "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n" + script.read_text()
-    )
-    done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets("env.OMP_WAIT_POLICY=PASSIVE")))
-    assert json.loads(done.stdout)["variable"] == "PASSIVE"
-    effect = left(tmp_path / "run")["env.OMP_WAIT_POLICY"]
-    assert (effect["before"], effect["places"]) == (["ACTIVE"], [["train.py", 2, "<module>"]])
-
-
-@pytest.mark.long
 def test_loaders_whose_workers_are_spawned_keep_the_overrides_out_of_the_workers(tmp_path: Path) -> None:
     body = """
     import json
@@ -155,20 +136,23 @@ def test_loaders_whose_workers_are_spawned_keep_the_overrides_out_of_the_workers
     assert os.listdir(tmp_path / "run/ranks") == ["00000"]  # noqa: PTH208 - names
 
 
-@pytest.mark.long
 def test_a_child_that_was_forked_writes_nothing_into_the_ranks_file(tmp_path: Path) -> None:
     body = """
-    for n in range(3):
-        train(next(iter(DataLoader(data, batch_size=8))))
-    pid = os.fork()
-    if pid == 0:
-        for n in range(50):
-            DataLoader(data)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    """
-    script = tiny(tmp_path, body)
-    record(script, folder=tmp_path / "run", options=(*SMALL, *sets("loader.num_workers=0")))
+import os, torch
+from torch.utils.data import DataLoader
+data, model = torch.ones(64, 8), torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(3):
+    model(next(iter(DataLoader(data, batch_size=8)))).sum().backward()
+    optimizer.step()
+pid = os.fork()
+if pid == 0:
+    for n in range(50):
+        DataLoader(data)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    run_recorded(tmp_path, body, set={"loader.num_workers": 0})
     assert left(tmp_path / "run")["loader.num_workers"]["applied"] == 3
 
 
@@ -176,10 +160,6 @@ def test_settings_that_are_no_json_switch_the_overrides_off(monkeypatch: pytest.
     monkeypatch.setenv("DLPROF_SET", "{")
     with pytest.raises(ValueError, match="Expecting"):
         Overrides()
-
-
-def told(**more: Any) -> str:
-    return json.dumps({"set": {"loader.num_workers": 1}, "environment": {}, **more})
 
 
 def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
@@ -192,7 +172,9 @@ def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
         raise AttributeError("another torch")
 
     monkeypatch.setattr(loaders, "install", broken)
-    monkeypatch.setenv("DLPROF_SET", told(set={"loader.num_workers": 1, "gc.freeze": True}))
+    monkeypatch.setenv(
+        "DLPROF_SET", json.dumps({"set": {"loader.num_workers": 1, "gc.freeze": True}, "environment": {}})
+    )
     try:
         made = Overrides()
 

@@ -16,8 +16,10 @@ from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
 from dlprof.analysis.pipeline.schedules import grid
 from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.recorder import Recorder
+from tests.fixtures import worlds
 from tests.fixtures.devices import Devices, Place
-from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, record, rows, wrapped
+from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import facts, launch, rows, wrapped
 from tests.fixtures.runs import measured
 from tests.fixtures.stages import STAGES
 
@@ -26,16 +28,7 @@ if not torch.distributed.is_available():
     pytest.skip("pipelines need torch.distributed", allow_module_level=True)
 
 
-ALONE = (
-    STAGES
-    + """
-dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
-"""
-)
-
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
 WORK = ("forward", "backward", "input", "weight")
 
 
@@ -53,11 +46,10 @@ def torchrun(folder: Path, body: str, ranks: int = 2) -> Path:
     return folder / "run"
 
 
-def alone(folder: Path, body: str) -> Path:
-    """Record a script whose only rank holds the whole pipeline, and give the rank's folder."""
-    script = folder / "script.py"
-    script.write_text(COMPILES_NOTHING + ALONE + dedent(body))
-    record(script, folder=folder / "run", options=["--no-trace"])
+def alone(folder: Path, body: str, *, warnings: int = 0) -> Path:
+    """Record a script whose only rank, this process, holds the whole pipeline, and give the rank's folder."""
+    with worlds.of_one():
+        run_recorded(folder, STAGES + dedent(body), warnings=warnings)
     return folder / "run/ranks/00000"
 
 
@@ -200,14 +192,12 @@ def test_evaluation_failures_and_forks_are_left_alone(tmp_path: Path) -> None:
                 assert os.waitpid(child, 0)[1] == 0
         """,
     )
-    assert facts(rank)["warnings"] == []
     written = lines(rank)
     assert [c["step"] for c in written if c["action"] == "schedule"] == list(range(1, 8))
     assert {c["step"] for c in written if c["action"] == "forward"} == set(range(1, 8))
     assert len(written) == 7 * (1 + 2 * 3 + 1)
 
 
-@pytest.mark.long
 def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_path: Path) -> None:
     rank = alone(
         tmp_path,
@@ -232,6 +222,7 @@ def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_pat
             optimizer.zero_grad()
         assert len(losses) == 2, losses
         """,
+        warnings=1,
     )
     (warning,) = facts(rank)["warnings"]
     assert warning.startswith("pipeline is off: AttributeError: no index")
@@ -240,7 +231,7 @@ def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_pat
 
 @pytest.mark.long
 def test_a_long_job_keeps_every_step_and_the_chunks_of_some(tmp_path: Path) -> None:
-    steps = 700
+    steps = 450
     rank = alone(
         tmp_path,
         f"""
@@ -259,32 +250,9 @@ def test_a_long_job_keeps_every_step_and_the_chunks_of_some(tmp_path: Path) -> N
     assert 20_000 <= chunks <= 20_000 + 50 * seconds + a_step
 
 
-def test_a_job_without_a_pipeline_leaves_no_file_and_no_import(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        dedent("""
-        import sys
-        import torch
-        model = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = "torch.distributed.pipelining" in sys.modules
-        for step in range(5):
-            model(torch.randn(4, 8)).sum().backward()
-            optimizer.step()
-        assert ("torch.distributed.pipelining" in sys.modules) == before
-        """)
-    )
-    record(script, folder=tmp_path / "run", options=["--no-trace"])
-    rank = tmp_path / "run/ranks/00000"
-    assert len(rows(rank)) == 5
-    assert not (rank / "chunks.jsonl").exists()
-    assert facts(rank)["pipeline"] is None
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="device times need a GPU")
 def test_on_a_gpu_the_times_are_the_devices(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
     body = """
     class Long(nn.Module):
         def __init__(self):
@@ -298,10 +266,7 @@ def test_on_a_gpu_the_times_are_the_devices(tmp_path: Path) -> None:
         step()
     torch.cuda.synchronize()
     """
-    script.write_text(ALONE.replace('"gloo"', '"nccl"') + dedent(body))
-    done = launch(wrapped(tmp_path / "run", [sys.executable, script], "--no-trace"), tmp_path, env=environment())
-    assert done.returncode == 0, done.stderr
-    forward = [c for c in lines(tmp_path / "run/ranks/00000") if c["action"] == "forward"]
+    forward = [c for c in lines(alone(tmp_path, body)) if c["action"] == "forward"]
     assert len(forward) == 18
     assert all(c["dur_ns"] > 2_000_000 for c in forward)
 
