@@ -94,30 +94,6 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(
     assert told["device"]["type"] in ("cpu", "cuda")
 
 
-def test_what_a_model_does_not_tell_costs_no_other_fact_and_is_said(tmp_path: Path) -> None:
-    run_recorded(
-        tmp_path,
-        """
-import torch
-class Shy(torch.nn.Linear):
-    def modules(self):
-        raise ValueError("not today")
-model = Shy(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-for _ in range(8):
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-""",
-        warnings=1,
-    )
-    told = facts(tmp_path / "run/ranks/00000")
-    (model,) = told["models"]
-    assert (model["class"], model["parameters"], model["modules"]) == ("Shy", 5, 1)
-    assert [o["class"] for o in told["optimizers"]] == ["SGD"]
-    (said,) = told["warnings"]
-    assert "Shy.modules() fails (ValueError: not today): read as torch has it instead" in said
-
-
 # Each in a process of its own, as a script sets one for good: a fork, which has torch already.
 PRECISION = """
 import json, os, sys

@@ -78,7 +78,6 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
     assert ask(checkpoint_stall.RULE, tmp_path / "run").state == "found"
 
 
-@pytest.mark.slow
 def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tells_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,34 +33,36 @@ def found(env: Mapping[str, str], asked: Path | None = None) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("there", ["a run", "a file", "a dangling link", "a link to itself"])
-def test_what_is_in_the_place_of_a_folder_stays_and_the_next_number_is_taken(there: str, tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_stays_and_the_next_number_is_taken(tmp_path: Path) -> None:
     command = wrapped(Path("run"), ["sh", "-c", "echo x >> started; exit 7"], "--no-sample", "--quiet")
+    for name in ("run", "run-2"):
+        done = launch(command, tmp_path)
+        assert (done.returncode, json.loads((tmp_path / name / "run.json").read_text())["exit"]["code"]) == (7, 7)
+    assert "dlprof: run already holds a run; recording into run-2\n" in done.stderr
+    assert (tmp_path / "started").read_text() == "x\n" * 2
+
+
+@pytest.mark.parametrize("there", ["a run", "a file", "nowhere/at/all", "run", None])
+def test_what_is_in_the_place_of_a_folder_stays(
+    there: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "run"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here" if there is None else tmp_path)
+    asked = Path() if there is None else Path("run")  # beside the current folder a run has its name
     if there == "a run":
-        assert launch(command, tmp_path).returncode == 7
+        found({}, asked)
     elif there == "a file":
         place.write_text("theirs")
-    else:
-        place.symlink_to("run" if there == "a link to itself" else "nowhere/at/all")
-    before = place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()
-    for name in ("run-2", "run-3"):
-        (tmp_path / "started").unlink(missing_ok=True)
-        again = launch(command, tmp_path)
-        assert (again.returncode, (tmp_path / "started").read_text()) == (7, "x\n")
-        said = [line for line in again.stderr.splitlines() if "recording into" in line]
-        why = "run already holds a run" if there == "a run" else f"{place} is no folder"
-        assert said == [f"dlprof: {why}; recording into {name}"]
-        assert json.loads((tmp_path / name / "run.json").read_text())["exit"]["code"] == 7
-    assert (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()) == before
-
-
-def test_a_run_beside_the_current_folder_has_its_name(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    command = wrapped(Path(), ["true"], "--no-sample", "--quiet")
-    for _ in range(2):
-        assert launch(command, tmp_path / "here").returncode == 0
-    assert sorted(path.parent.name for path in tmp_path.glob("*/run.json")) == ["here", "here-2"]
+    elif there is not None:
+        place.symlink_to(there)  # to nothing, or to itself
+    before = there and (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text())
+    why = {"a run": "run already holds a run", None: ""}.get(there, f"{place} is no folder")
+    for name in ("run-2", "run-3") if there else ("here", "here-2"):
+        run, said = opened(asked, "train", ["true"], {}, {})
+        assert run is not None
+        assert (run.path.resolve().name, said) == (name, "" if name == "here" else why or ". already holds a run")
+    assert before == (there and (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()))
 
 
 TORCHRUN_RANK = {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
@@ -102,20 +104,23 @@ def test_tasks_of_one_job_share_a_folder_and_others_do_not(
     assert found({}).path != found({}).path
 
 
-def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp_path: Path) -> None:
-    for options, status in ((["--job", "seven"], 0), (["--job", "seven"], 0), (["--job", "seven", "-o", "run"], 0)):
-        command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", *options, "--", "true"]
-        assert launch(command, tmp_path).returncode == status
+def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"DLPROF_JOB": "seven", "PATH": os.environ["PATH"]}
     # This host has recorded its part of the first one: the second is another.
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-2"]
-    (word,) = (tmp_path / "run/tasks").glob("*.json")
+    assert [found(env).path.name for _ in range(2)] == ["train-seven", "train-seven-2"]
+    run = found(env, Path("run"))
+    assert supervise(["true"], run, env).code == 0
+    (word,) = run.path.glob("tasks/*.json")
     assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
     for suffix in (".json", ".ended"):
         word.with_suffix(suffix).rename(word.with_name(f"another-host{suffix}"))
-    assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
-    told = json.loads((tmp_path / "run/run.json").read_text())
+    command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", "--job", "seven", "-o", "run", "--", "false"]
+    assert launch(command, tmp_path).returncode == 1
+    told = json.loads((run.path / "run.json").read_text())
     assert [task["exit"]["code"] for task in told["tasks"]] == [0, 1]
-    assert launch([*DLPROF, "wrap", "--job", "a/b", "--", "true"], tmp_path).returncode == 2
 
 
 # Fails once the other two tasks are there.
@@ -164,14 +169,8 @@ def test_only_the_last_task_to_end_reads_what_all_said(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "PATH": os.environ["PATH"]}
     run, there = tmp_path / "run", tmp_path / "run/tasks/there-2"
     there.parent.mkdir(parents=True)
-    other: dict[str, Any] = {
-        "host": "there",
-        "number": "2",
-        "end_ns": None,
-        "exit": {"code": None, "signal": None},
-        "resumed_ns": [7, 5],
-        "warnings": [],
-    }
+    other: dict[str, Any] = {"host": "there", "number": "2", "end_ns": None, "resumed_ns": [7, 5], "warnings": []}
+    other["exit"] = {"code": None, "signal": None}
     there.with_suffix(".json").write_text(json.dumps(other))
     assert not supervised(["false"], run, step | {"SLURM_PROCID": "0"}).last
     assert json.loads((run / "run.json").read_text())["tasks"] == []
