@@ -87,7 +87,7 @@ def test_the_command_keeps_its_stdin_arguments_descriptors_and_signal_mask(tmp_p
         reading, writing = os.pipe()
         os.write(writing, b"inherited")
         os.close(writing)
-        command = [*prefix, script, str(reading), "-o", "--no-trace", "--", "-x", ""]
+        command: list[str | Path] = [*prefix, script, str(reading), "-o", "--no-trace", "--", "-x", ""]
         done = launch(command, tmp_path, input="typed", pass_fds=[reading])
         os.close(reading)
         told.append(json.loads(done.stdout) if done.stdout else done.stderr)
@@ -189,6 +189,7 @@ def test_the_ranks_that_still_run_are_told_by_what_they_said_of_themselves(
     ours = os.getpid()
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(5)]
     began = [started(child.pid) for child in children]
+    assert 0 < (started(os.getpid()) or 0) < (began[0] or 0)
     said = (
         f"00003.r1 {ours} {began[0]}",
         f"00001 {ours} {began[1]}",
@@ -281,18 +282,24 @@ def test_what_lingers_is_named_once_and_what_ends_in_time_is_not(
     family: tuple[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     in_time = Lingering(family[0], patience_s=0.2)
-    in_time.told_to_end()
+    in_time.end_requested()
     in_time.ended()
     Lingering(family[0]).ended()
     time.sleep(0.4)
     assert capfd.readouterr().err == ""
     lingering = Lingering(family[0], patience_s=0.05)
-    lingering.told_to_end()
-    lingering.told_to_end()
+    lingering.end_requested()
+    lingering.end_requested()
     said: list[str] = []
-    assert until(lambda: said.append(capfd.readouterr().err) or said[-1])
+
+    def says() -> str:
+        said.append(capfd.readouterr().err)
+        return said[-1]
+
+    assert until(says)
     time.sleep(0.2)
-    (line,) = ("".join(said) + capfd.readouterr().err).splitlines()
+    says()
+    (line,) = "".join(said).splitlines()
     lingering.ended()
     assert f"(processes {family[0]}, {family[1]})" in line
 
@@ -434,6 +441,8 @@ _AGAIN = _STEP | {"SLURM_RESTART_COUNT": "2"}
         ({"SLURM_NNODES": "300"}, [], 300),
         (_OPEN | {"OMPI_COMM_WORLD_SIZE": "600", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [], 300),
         ({"WORLD_SIZE": "16384", "LOCAL_WORLD_SIZE": "8"}, [], 2048),
+        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "1"}, [], 5),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "0"}, [], 4),
         ({"WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "0", "PET_NNODES": "x"}, [], 1),
         ({}, ["torchrun", "--nnodes", "16:512", "train.py"], 512),
         ({}, ["torchrun", "--nnodes=512", "train.py"], 512),

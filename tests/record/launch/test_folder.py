@@ -136,7 +136,7 @@ def test_the_last_task_to_end_writes_what_all_said_and_until_then_readers_ask_ea
     assert {"task 2 on there did not end, as far as is known", fails} <= {*so_far.warnings}
     (run / "ranks/00000").mkdir()
     assert open_run(run).ranks[0].resumed_ns == (5, 7)
-    killed = {"end_ns": 1, "exit": {"code": None, "signal": int(signal.SIGABRT)}}
+    killed = {"end_ns": 1 << 62, "exit": {"code": None, "signal": int(signal.SIGABRT)}}
     there.with_suffix(".json").write_text(json.dumps(other | killed))
     there.with_suffix(".ended").touch()
     assert supervised(["true"], run, step | {"SLURM_PROCID": "1"}).last

@@ -74,7 +74,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["whole", "blocks", "ddp"])
-def test_products_are_of_the_layers_that_they_are_of(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_of_the_layers_that_they_are_of(
+    how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     text = JOB.replace("HOW", repr(how))

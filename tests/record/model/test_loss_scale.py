@@ -70,7 +70,7 @@ def test_what_is_skipped_and_the_scale_are_those_of_the_scaler(optimizer: str, t
 class Followed(LossScale):
     """What follows a scaler, without wrappers on torch."""
 
-    def _watch(self) -> None:
+    def _wrap(self) -> None:
         pass
 
 

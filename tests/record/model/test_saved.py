@@ -136,15 +136,24 @@ def test_checkpointing_keeps_its_inputs_and_nothing_is_computed_again(reentrant:
 
 def test_hooks_of_the_script_are_never_asked_to_unpack() -> None:
     unpacked: list[Any] = []
+
+    def unpack(packed: Any) -> Any:
+        unpacked.append(packed)
+        return packed[0].float()
+
     x = torch.randn(100, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (tensor.bfloat16(),), lambda packed: [unpacked.append(packed), packed[0].float()][1]
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.bfloat16(),), unpack):
         loss = x.exp().sum()
     assert kept(loss) == {"bfloat16": 200}
     assert unpacked == []
     loss.backward()
     assert len(unpacked) == 1
+
+
+def test_what_two_nodes_keep_is_of_the_first() -> None:
+    y = torch.randn(10, requires_grad=True).exp()
+    (one,) = walk((y * y).sum()).kept.values()
+    assert one.number == y.grad_fn._sequence_nr()
 
 
 def test_what_was_modified_in_place_still_fails_the_backward_pass() -> None:
@@ -228,6 +237,8 @@ def graph(begins: int, ends: int, *sizes: int, first: int = 0) -> Graph:
         ((graph(0, 30, 100), graph(10, 30, 70, first=10), graph(20, 30, 50, first=20)), 220),
         # The third begins once the first backward pass has.
         ((graph(0, 20, 100), graph(10, 40, 70, first=10), graph(20, 40, 50, first=20)), 170),
+        # What is made after the first backward pass has begun is not there with what that needed.
+        ((graph(0, 20, 100), graph(15, 40, 70, 0, 0, 0, 0, 50, first=10)), 170),
         # What two losses share is there once.
         ((graph(0, 30, 100, 7), graph(0, 30, 100, 9)), 109),
     ],

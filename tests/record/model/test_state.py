@@ -70,7 +70,12 @@ def test_tensors_without_memory_and_those_copied_on_write_or_within_functorch() 
     assert torch._C._is_cow_tensor(second)
     found: list[Any] = []
     whole = torch.zeros(3, 5)
-    torch.vmap(lambda x: [found.extend(of(one) for one in plain(x)), x * 2][1])(whole)
+
+    def look(x: Any) -> Any:
+        found.extend(of(one) for one in plain(x))
+        return x * 2
+
+    torch.vmap(look)(whole)
     assert found == [of(whole)]
 
 
