@@ -178,6 +178,7 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
     ("megabytes", "last"),
     [
         ((4, 4), 4),  # the first bucket, of 1 MiB, is full with the last tensor
+        ((4, 1), 4),
         ((100, 1, 30, 1), 101),
         ((10, 10, 30, 1), 20),
     ],
