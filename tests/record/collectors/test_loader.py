@@ -131,8 +131,8 @@ for persistent in (False, True) if StatefulDataLoader else ():
     assert len(train(stateful, 3)) == 24
     assert stateful.state_dict()["_snapshot"]["_snapshot_step"] == 8
 """
-ORDER = ("validation", "thread", "fork", "stream", "persistent", "own iter", "nested", "beside a busy thread")
-ORDER += ("broken", "broken worker", "late", "stateful", "stateful persistent")
+ORDER: tuple[str, ...] = ("validation", "thread", "fork", "stream", "persistent", "own iter", "nested")
+ORDER += ("beside a busy thread", "broken", "broken worker", "late", "stateful", "stateful persistent")
 
 SPAWNED = """
 for method in ("spawn", "forkserver"):
@@ -312,8 +312,8 @@ def test_files_grow_no_faster_than_their_budget(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("dlprof.record.log._BYTES_A_SECOND", 0)
     monkeypatch.setattr("dlprof.record.collectors.loader.WRITE_EVERY_NS", 20_000_000)
     run_recorded(tmp_path, HEAD + "train(DataLoader(Slow(), 1, num_workers=2), epochs=3)")
-    found = written(tmp_path / "run/ranks/00000", 0)
-    for rows in (found.batches, found.fetches):
+    rank = tmp_path / "run/ranks/00000"
+    for rows in (written(rank, 0).batches, lines(rank / "fetches.jsonl")):
         assert sum(row["count"] for row in rows) == 144
         assert len(rows) < 100
 

@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlprof.record.collectors.overrides import Overrides
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import environment, free_port, launch, record, tiny, wrapped
+from tests.fixtures.jobs import environment, facts, free_port, launch, record, tiny, wrapped
 from tests.fixtures.overriding import left, sets
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -35,62 +36,39 @@ print(json.dumps({
 
 
 @pytest.mark.long
-def test_a_recorded_script_has_the_settings_and_its_files_say_where(tmp_path: Path) -> None:
-    script = tiny(tmp_path, LOOP)
-    script.write_text(
-        "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n" + script.read_text()
-    )
-    settings = ("loader.num_workers=1", "torch.num_threads=2", "optimizer.fused=True", "env.OMP_WAIT_POLICY=PASSIVE")
-    plain = json.loads(launch([sys.executable, script], tmp_path).stdout)
-    done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets(*settings)))
-    said = json.loads(done.stdout)
-    assert plain == {"workers": [0, 0], "threads": 1, "fused": None, "variable": "ACTIVE"}
-    assert said == {"workers": [1, 1], "threads": 2, "fused": True, "variable": "PASSIVE"}
+def test_a_recorded_script_has_the_settings_and_what_each_did_is_written_and_said(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LOOP + "sys.exit(5)\n")
+    sets_it = "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n"
+    script.write_text(sets_it + script.read_text())
+    settings: dict[str, Any] = {"loader.num_workers": 1, "torch.num_threads": 2, "env.OMP_WAIT_POLICY": "PASSIVE"}
+    settings |= {"optimizer.fused": True, "copy.non_blocking": True}
+    options = (*SMALL, *sets(*(f"{name}={value}" for name, value in settings.items())))
+    done = launch(wrapped(tmp_path / "run", [sys.executable, script], *options), tmp_path)
+    assert done.returncode == 5  # the script's
+    expected = {"workers": [1, 1], "threads": 2, "fused": True, "variable": "PASSIVE"}
+    assert json.loads(done.stdout) == expected
     effects = left(tmp_path / "run")
     lines = script.read_text().splitlines()
 
-    def at(text: str) -> int:
-        return next(n for n, line in enumerate(lines, 1) if line.startswith(text))
+    def at(*texts: str) -> list[list[Any]]:
+        numbers = (next(n for n, line in enumerate(lines, 1) if line.startswith(text)) for text in texts)
+        return [["train.py", number, "<module>"] for number in numbers]
 
-    where = [["train.py", at("loader ="), "<module>"], ["train.py", at("validation ="), "<module>"]]
+    where = at("loader =", "validation =")
     assert effects["loader.num_workers"] == {"value": 1, "applied": 2, "before": [0], "places": where, "error": None}
-    assert effects["optimizer.fused"]["places"] == [["train.py", at("optimizer ="), "<module>"]]
-    threads = effects["torch.num_threads"]
-    assert (threads["applied"], threads["before"], threads["error"]) == (2, [1], None)
-    assert threads["places"] == [
-        ["train.py", at("import torch"), "<module>"],
-        ["train.py", at("torch.set"), "<module>"],
-    ]
-    assert effects["env.OMP_WAIT_POLICY"]["before"] == ["ACTIVE"]
-    assert effects["env.OMP_WAIT_POLICY"]["places"] == [["train.py", 2, "<module>"]]
+    assert effects["optimizer.fused"]["places"] == at("optimizer =")
+    threads = {"applied": 2, "before": [1], "error": None, "places": at("import torch", "torch.set")}
+    assert effects["torch.num_threads"] == {"value": 2, **threads}
+    variable = effects["env.OMP_WAIT_POLICY"]
+    assert (variable["before"], variable["places"]) == (["ACTIVE"], [["train.py", 2, "<module>"]])
+    assert effects["copy.non_blocking"]["applied"] == 0
     told = json.loads((tmp_path / "run/run.json").read_text())
-    assert told["options"]["set"] == {
-        "loader.num_workers": 1,
-        "torch.num_threads": 2,
-        "optimizer.fused": True,
-        "env.OMP_WAIT_POLICY": "PASSIVE",
-    }
-    assert told["warnings"] == []
-    assert (
-        f"dlprof: loader.num_workers 0 → 1 at train.py:{where[0][1]}, train.py:{where[1][1]}, 2 times\n" in done.stderr
-    )
-    assert json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())["loaders"][0]["num_workers"] == 1
-
-
-@pytest.mark.long
-def test_what_never_applied_is_told_at_the_end_and_the_exit_status_is_the_scripts(tmp_path: Path) -> None:
-    script = tiny(tmp_path, LOOP + "sys.exit(5)\n")
-    options = (*SMALL, *sets("copy.non_blocking=True", "loader.prefetch_factor=4", "loader.pin_memory=False"))
-    done = launch(wrapped(tmp_path / "run", [sys.executable, script], *options), tmp_path)
-    assert done.returncode == 5
-    said = [
-        "--set copy.non_blocking=True never applied",
-        "--set loader.prefetch_factor=4 never applied: a loader has no workers",
-    ]
-    assert [line for line in done.stderr.splitlines() if "--set" in line] == [f"dlprof: {line}" for line in said]
-    assert json.loads((tmp_path / "run/run.json").read_text())["warnings"] == said
-    effects = left(tmp_path / "run")
-    assert effects["copy.non_blocking"]["applied"] == effects["loader.prefetch_factor"]["applied"] == 0
+    assert told["options"]["set"] == settings
+    assert told["warnings"] == ["--set copy.non_blocking=True never applied"]
+    assert [line for line in done.stderr.splitlines() if "--set" in line] == [f"dlprof: {told['warnings'][0]}"]
+    changed = f"loader.num_workers 0 → 1 at train.py:{where[0][1]}, train.py:{where[1][1]}, 2 times"
+    assert f"dlprof: {changed}\n" in done.stderr
+    assert facts(tmp_path / "run/ranks/00000")["loaders"][0]["num_workers"] == 1
 
 
 @pytest.mark.long

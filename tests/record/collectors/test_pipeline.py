@@ -19,7 +19,7 @@ from dlprof.record.recorder import Recorder
 from tests.fixtures import worlds
 from tests.fixtures.devices import Devices, Place
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import facts, launch, rows, wrapped
+from tests.fixtures.jobs import facts, launch, record, rows, wrapped
 from tests.fixtures.runs import measured
 from tests.fixtures.stages import STAGES
 
@@ -242,12 +242,16 @@ def test_on_a_gpu_the_times_are_the_devices(tmp_path: Path) -> None:
         def forward(self, x):
             torch.cuda._sleep(20_000_000)  # cycles: some 10 ms, of which the host sees nothing
             return self.linear(x)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     schedule, step = build("GPipe", 2, lambda: Long().cuda(), device="cuda")
     for _ in range(10):
         step()
     torch.cuda.synchronize()
+    dist.destroy_process_group()
     """
-    forward = [c for c in lines(alone(tmp_path, body)) if c["action"] == "forward"]
+    (tmp_path / "script.py").write_text(STAGES + dedent(body))
+    record(tmp_path / "script.py", folder=tmp_path / "run", options=["--no-trace"])
+    forward = [c for c in lines(tmp_path / "run/ranks/00000") if c["action"] == "forward"]
     assert len(forward) == 18
     assert all(c["dur_ns"] > 2_000_000 for c in forward)
 

@@ -18,6 +18,7 @@ from dlprof.record.collectors.trace import Trace
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 from tests.fixtures.devices import Devices, Model, Parameter
+from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import facts, launch, record, rows, tiny, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -305,38 +306,42 @@ REAL = """
 """
 
 
-WARNS = """
-from torch.autograd.profiler import profile
-from torch.profiler.profiler import _KinetoProfile
+def test_torchs_warning_of_lost_events_is_the_scripts_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, kineto = torch.autograd.profiler.profile, torch.profiler._KinetoProfile
+    prepare, parse = kineto.prepare_trace, profile._ensure_function_events
+    seen: list[str] = []
+    monkeypatch.setattr(torch.autograd.profiler, "seen", seen, raising=False)  # for the script
 
-prepare, parse = _KinetoProfile.prepare_trace, profile._ensure_function_events
+    def prepare_trace(self: Any) -> None:  # as torch 2.10 to 2.12 do
+        prepare(self)
+        if self.profiler is not None and not self.acc_events:
+            seen.append("clears events")
 
-def prepare_trace(self):  # as torch 2.10 to 2.12 do
-    prepare(self)
-    if self.profiler is not None and not self.acc_events:
-        print("clears events", file=sys.stderr)
+    def parses(self: Any) -> None:
+        seen.append("parsed")
+        parse(self)
 
-def ensure_function_events(self):
-    print("parsed", file=sys.stderr)
-    parse(self)
-
-_KinetoProfile.prepare_trace, profile._ensure_function_events = prepare_trace, ensure_function_events
-for _ in range(5):
-    for batch in DataLoader(data, batch_size=16):
-        train(batch)
-print("the script's own", file=sys.stderr)
-with torch.profiler.profile() as profiler:
-    train(batch)
-print(len(profiler.events()) > 20)
-"""
-
-
-def test_torchs_warning_of_lost_events_is_the_scripts_own_alone(tmp_path: Path) -> None:
-    done = record(tiny(tmp_path, WARNS), folder=tmp_path / "run", options=["--window", "5,1,3"])
+    monkeypatch.setattr(kineto, "prepare_trace", prepare_trace)
+    monkeypatch.setattr(profile, "_ensure_function_events", parses)
+    body = """
+    import torch
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def train():
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    for _ in range(20):
+        train()
+    before = len(torch.autograd.profiler.seen)
+    with torch.profiler.profile() as profiler:
+        train()
+    assert len(profiler.events()) > 20
+    """
+    script = run_recorded(tmp_path, dedent(body), window=(5, 1, 3))
     assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "exported"
-    ours, theirs = done.stderr.split("the script's own")
-    assert (ours.count("clears events"), theirs.count("clears events")) == (0, 1)
-    assert (ours.count("parsed"), theirs.count("parsed"), done.stdout) == (0, 1, "True\n")
+    assert (script["before"], seen) == (0, ["clears events", "parsed"])
 
 
 @pytest.mark.gpu
