@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -62,7 +63,8 @@ def test_the_counters_are_written_a_few_times_a_second(tmp_path: Path, monkeypat
     run_recorded(tmp_path, JOB, flops="off", warnings=None)
     found = lines(tmp_path / "run")
     assert len(asked) == len(found) + 2  # around the backward pass of the step whose memory is counted
-    assert 2 <= len(found) < 20
+    assert len(found) >= 2
+    assert all(after["at_ns"] - before["at_ns"] >= 250_000_000 for before, after in itertools.pairwise(found))
     assert [list(line) for line in found] == [list(MEMORY)] * len(found)
     last = found[-1]
     assert (last["device"], last["allocated_bytes"]) == (3, 100 * len(asked))
