@@ -83,7 +83,8 @@ def test_a_step_of_known_bytes_and_the_same_weights_and_random_numbers(tmp_path:
     plain = run_plainly(tmp_path, LOOP + EPOCH)["left"]
     assert run_recorded(tmp_path, LOOP + EPOCH, window=(10, 1, 2))["left"] == plain
     table, beside = told(tmp_path / "run")
-    assert sums(table) == {**STATE, "activation": ACTIVATIONS, "input": INPUT}
+    # Buffers are of models of other tests, which Dynamo keeps.
+    assert sums(table[table["part"] != "buffer"]) == {**STATE, "activation": ACTIVATIONS, "input": INPUT}
     kept = table[table["part"] == "activation"]
     assert sums(kept, "module") == {
         "": 32 * 8 * 4 + 32 * 8 + 4,
@@ -181,7 +182,7 @@ model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=VIEW)
 DDP_END = "\ndel model\ndist.destroy_process_group()"
 # A script; bytes by part; and what stands beside them: activations' entries, and gradients' bytes at the moments.
 SCRIPTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    "average": (AVERAGED, {"parameter": PARAMETERS, "buffer": PARAMETERS + 8}, {}),  # and how often it was averaged
+    "average": (AVERAGED, {"parameter": PARAMETERS}, {}),
     "micro-batches": (
         MICRO_BATCHES,
         {"activation": ACTIVATIONS, "input": INPUT},
@@ -221,6 +222,7 @@ def test_bytes_of_scripts(name: str, tmp_path: Path) -> None:
     seen = {**at, **beside["activations"], "step": beside["step"], "profiled": profiled(tmp_path)}
     assert {key: seen[key] for key in expected} == expected
     if name == "average":
+        # With how often it was averaged.
         assert sums(table[table["module"] == "(AveragedModel)"]) == {"buffer": PARAMETERS + 8}
     if name == "threads":
         assert set(table[table["part"] == "activation"]["module"]) == {""}
@@ -244,7 +246,8 @@ def test_what_is_compiled_is_counted_and_not_compiled_again(tmp_path: Path) -> N
     done = run_recorded(tmp_path, text)
     assert (done["graphs"], done["left"]) == (plain["graphs"], plain["left"])
     table, beside = told(tmp_path / "run")
-    assert sums(table) == {**STATE, "activation": ACTIVATIONS, "input": INPUT}
+    # Buffers are of models of other tests, which Dynamo keeps.
+    assert sums(table[table["part"] != "buffer"]) == {**STATE, "activation": ACTIVATIONS, "input": INPUT}
     assert beside["activations"]["state"] == "counted"
 
 
