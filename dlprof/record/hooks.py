@@ -144,7 +144,8 @@ def hide(function: Any, *, with_callees: bool = False) -> Any:
 def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
     """Put watched(method) in the place of a class's method, and of that which a class of torchdata's has of its own.
 
-    Those come later, as subclasses, where a script imports them. A subclass of the script's own is left as it is.
+    Those are subclasses that a script imports later, or has imported before a block that is recorded. A subclass of the
+    script's own is left as it is.
     """
     own = vars(kind).get("__init_subclass__")
 
@@ -154,12 +155,20 @@ def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
         else:
             own.__func__(cls, **kwargs)
         with contextlib.suppress(Exception):  # the script's import goes on; its loaders are then known by less
-            if cls.__module__.startswith("torchdata.") and name in vars(cls):
-                put(cls, name, watched(vars(cls)[name]))
+            wrap_if_known(cls)
+
+    def wrap_if_known(cls: type) -> None:
+        if cls.__module__.startswith("torchdata.") and name in vars(cls):
+            put(cls, name, watched(vars(cls)[name]))
 
     put(kind, "__init_subclass__", classmethod(__init_subclass__))
+    known: list[Any] = [kind]
+    for one in known:
+        known += [more for more in one.__subclasses__() if more not in known]
     if name in vars(kind):
         put(kind, name, watched(vars(kind)[name]))
+    for one in known[1:]:
+        wrap_if_known(one)
 
 
 def _is_traced() -> Callable[[], bool]:

@@ -1,8 +1,9 @@
-"""Has nsys record a few steps and not the whole job: cudaProfilerStart before them, cudaProfilerStop behind them.
+"""Makes nsys record a few steps instead of the whole job: cudaProfilerStart before them, cudaProfilerStop after them.
 
-Only where asked for (--nsys on a machine with a GPU). nsys listens from the one call to the other. The step before the
-window is heard too, and not marked: the device waits there for the first launches, as at the start of any profiler.
-Where several ranks run under one nsys, the first to stop ends it for all; their last step may then be incomplete.
+Used only with --nsys on a machine with a GPU. nsys records everything between the two calls. This includes the step
+before the window, which is not marked as traced: there the device waits for the first launches, as it does when any
+profiler starts. If several ranks run under one nsys, the first rank to stop ends the recording for all of them, and
+their last step may be incomplete.
 """
 
 from __future__ import annotations
@@ -16,34 +17,35 @@ from dlprof.record.stepping import Step
 
 _DEFAULT = "10,2,5"
 
-# Unless a window was asked for, one of slow steps begins sooner, and ends once it has been open for so long.
+# If the user gave no window and steps are slow, the window begins after this many steps and this much time, and ends
+# after this much time.
 _SKIP_LEAST, _SKIP_NS, _RECORD_NS = 3, 3_000_000_000, 5_000_000_000
 
 
 class Capture:
-    """Opens and closes nsys' capture range. It is called behind Nvtx: the last step's range has then ended."""
+    """Opens and closes nsys' capture range. It is called after Nvtx, when the range of the last step has ended."""
 
     name = "capture"
     _recorder: Recorder
 
     def __init__(self) -> None:
-        asked = os.environ.get("DLPROF_CAPTURE", "")
-        self._asked = bool(asked)
-        self._by_time = asked == "on"
-        skip, warmup, self._active = map(int, (_DEFAULT if self._by_time or not asked else asked).split(","))
-        self._skip = max(skip + warmup - 1, 0)  # steps before that which is heard and not marked
-        self._first_ns = self._opened_ns = 0  # when training's first step had ended, and when the window began
+        given = os.environ.get("DLPROF_CAPTURE", "")
+        self._wanted = bool(given)
+        self._by_time = given == "on"
+        skip, warmup, self._active = map(int, (_DEFAULT if self._by_time or not given else given).split(","))
+        self._skip = max(skip + warmup - 1, 0)  # steps before the first recorded one, which is not marked
+        self._first_ns = self._opened_ns = 0  # when the first training step ended, and when the window began
         self._opened = False
         self._first = -1  # the first step of the window
 
     def start(self, recorder: Recorder) -> None:
-        """Remember who asks."""
+        """Keep the recorder."""
         self._recorder = recorder
 
     def step(self, done: Sequence[Step]) -> int | None:
         """Open or close the window if it is time."""
         clock = self._recorder.clock
-        if not self._asked:
+        if not self._wanted:
             return None
         now = done[-1].start_ns + done[-1].dur_ns
         self._first_ns = self._first_ns or now
@@ -51,7 +53,7 @@ class Capture:
             return clock.row.number + 1
         if not self._opened:
             passed = now - self._first_ns >= _SKIP_NS
-            # What does not train may be a validation before training.
+            # Steps that do not train may be a validation before training.
             due = clock.position >= self._skip and (clock.trains or passed)
             if due or (self._by_time and clock.trains and clock.position >= _SKIP_LEAST and passed):
                 self._call("start")
@@ -66,15 +68,15 @@ class Capture:
         return clock.row.number + 1
 
     def stop(self) -> None:
-        """Close an open window, with what it has."""
-        if not self._opened or not self._asked:
+        """Close the window if it is open, even if it is incomplete."""
+        if not self._opened or not self._wanted:
             return
-        self._asked = False
+        self._wanted = False
         self._call("stop")
         self._recorder.window |= {"first_step": self._first, "last_step": self._recorder.clock.row.number - 1}
 
     def _call(self, what: str) -> None:
-        """Call CUDA, with nothing left in the device's queue: what runs when nsys stops is not recorded."""
+        """Call CUDA once the device's queue is empty: nsys drops what still runs when it stops."""
         import torch
 
         cuda: Any = torch.cuda
@@ -85,5 +87,5 @@ class Capture:
             cuda.synchronize(index) if index is not None else cuda.synchronize()
             getattr(cuda.profiler, what)()
         except Exception:
-            self._asked = False
+            self._wanted = False
             raise

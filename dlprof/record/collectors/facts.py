@@ -1,6 +1,6 @@
-"""What a rank is: its place in the job, its machine and versions, and the settings of what it trains with.
+"""Describes a rank: its place in the job, its machine and versions, and the settings of models, optimizers and loaders.
 
-What a process died of, where that is memory: the error that Python printed last, and the user's line of it.
+If the process died of a lack of memory, it also has the error that Python printed last, and the user's line of it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# The facts are written as soon as something is new, since what was seen may soon be gone. After so many times, the
-# pause is this many times as long as the last writing took: 0.1 % of the job at most.
+# The facts are written as soon as something is new, since objects may soon be gone. After this many writes, the pause
+# is this many times the duration of the last write: at most 0.1 % of the job.
 _FREE = 50
 _REST = 1000
 
 
-# Variables in which launchers name a job to its ranks: alike in all of them, and in no other job that runs meanwhile.
+# Variables in which launchers name a job to its ranks: the same in all of them, and in no other job at that time.
 _LAUNCH = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 
 
 class Facts:
-    """Writes facts.json: at the first step, whenever something new was seen, and at the end."""
+    """Writes facts.json: at the first step, whenever something is new, and at the end."""
 
     name = "facts"
     _recorder: Recorder
 
     def __init__(self) -> None:
+        problems.clear()  # of an earlier recording of this process
         self._fixed: dict[str, Any] = {}
         self._mark: str | None = None
         self._free = _FREE
-        self._next_ns = 0  # not written again before, once _free is used up
+        self._next_ns = 0  # the earliest time of the next write, once _free is used up
         self._known: dict[int, dict[str, Any]] = {}
         self._group: dict[str, Any] = {"world_size": find_size() or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
-        """Gather what does not change, and have it written."""
+        """Collect the facts that do not change."""
         self._recorder = recorder
         self._fixed = {
             "format": 1,
@@ -71,7 +72,7 @@ class Facts:
         recorder.observed.news = True
 
     def step(self, done: Sequence[Step]) -> None:
-        """Write again if there is news; a script that makes an optimizer a step always has some."""
+        """Write again if something is new; it always is in a script that creates an optimizer in each step."""
         observed = self._recorder.observed
         if not (observed.news or observed.calls.news) and self._recorder.clock.mark == self._mark:
             return
@@ -83,7 +84,7 @@ class Facts:
             self._next_ns = ended_ns + _REST * (time.perf_counter_ns() - began_ns)
 
     def stop(self) -> None:
-        """Write for the last time."""
+        """Write the final state."""
         if self._fixed:
             self._write()
 
@@ -94,13 +95,13 @@ class Facts:
             recorder.warn(problem)
         for method in [name for name, why in problems.items() if why]:
             recorder.warn(problems[method])
-            problems[method] = ""  # it is told once
+            problems[method] = ""  # warn once
         observed.news = observed.calls.news = False
         _unanswered.clear()
         self._mark = recorder.clock.mark
         facts = self._fixed | {
             **self._distributed(),
-            "alone": recorder.alone and not self._group["backend"],  # the script may have made a group since
+            "alone": recorder.alone and not self._group["backend"],  # the script may have created a group since
             "device": _ask(_device, recorder),
             "versions": _ask(_versions),
             "cpu": _ask(_cpu),
@@ -127,14 +128,14 @@ class Facts:
         write(recorder.folder / "facts.json", json.dumps(facts, default=str))
 
     def _distributed(self) -> dict[str, Any]:
-        """Return the size and backend of the job; a script destroys its process group before it ends."""
+        """Return the size and backend of the job; both are kept, since a script destroys its group at its end."""
         distributed = process_group()
         if distributed is not None:
             self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
         return self._group
 
     def _describe(self, question: Callable[[Any], Any], references: Iterable[Callable[[], Any]]) -> list[Any]:
-        """Describe the objects; those that are gone, as most are when a job ends, as they were last described."""
+        """Describe the objects. Objects that are gone, as most are at the end of a job, keep their last description."""
         described = []
         for reference in references:
             thing = reference()
@@ -152,12 +153,12 @@ def _torch() -> Any:
     return torch
 
 
-# Why a question had no answer when facts were last written: by its name, so that many objects of a kind warn once.
+# Why a question had no answer at the last write, by its name: many objects of a kind cause one warning.
 _unanswered: dict[str, str] = {}
 
 
 def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:
-    """Return the answer, or None and a warning where the script's objects or this version of torch cannot answer."""
+    """Return the answer, or None with a warning if the script's objects or this version of torch cannot answer."""
     try:
         return question(*args)
     except Exception as e:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
@@ -167,12 +168,12 @@ def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:
 
 
 def _answers(**questions: Callable[[], Any]) -> dict[str, Any]:
-    """Ask each question by itself, so that one without an answer costs no other; return the answers by name."""
+    """Return the answers by name. Each question is asked separately, so that a failure affects only its own answer."""
     return {name: _ask(question, name=name) for name, question in questions.items()}
 
 
 def _device(recorder: Recorder) -> dict[str, Any]:
-    """Describe the GPU that the rank trains on, or the host where it uses none. No other GPU is asked anything."""
+    """Describe the GPU that the rank trains on, or the host if it uses none. No other GPU is queried."""
     torch = _torch()
     index = recorder.device.in_use()
     if index is None:
@@ -203,14 +204,14 @@ def _device(recorder: Recorder) -> dict[str, Any]:
 
 
 def _slice(index: int) -> str | None:
-    """Return the slice of a GPU (MIG) that the rank was given by name; CUDA may report the whole GPU's UUID for it."""
+    """Return the MIG slice that the rank was given by name; CUDA may report the UUID of the whole GPU for it."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = given[index].strip() if index < len(given) else ""
     return name if name.startswith("MIG-") else None
 
 
 def _pci(properties: Any) -> str | None:
-    """Return a GPU's place on the PCI bus, as 0000:c1:00.0; None where this torch does not know it."""
+    """Return a GPU's address on the PCI bus, such as 0000:c1:00.0; None if this torch does not know it."""
     numbers: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
@@ -268,7 +269,7 @@ def _model(model: Any) -> dict[str, Any]:
             ddp=lambda: _ddp(ddp) if ddp is not None else None,
             tensor_parallel=lambda: _tensor_parallel(parameters, fsdp=fsdp),
             reads_sequences=lambda: any(map(_SEQUENTIAL.search, names)),
-            # How a model of transformers computes attention.
+            # How models of the transformers library compute attention.
             attention=lambda: next(filter(None, (_attention(m) for m in modules)), None),
             batch_first=lambda: all(getattr(m, "batch_first", True) is not False for m in modules),
         ),
@@ -287,9 +288,9 @@ def _attention(module: Any) -> str | None:
 
 
 def _tensor_parallel(parameters: Sequence[Any], *, fsdp: bool) -> int:
-    """Return among how many ranks layers are cut up, all of which get the same batch; 1: they are not.
+    """Return over how many ranks layers are split, all of which get the same batch; 1 if they are not split.
 
-    FSDP cuts up parameters along the first dimension of its mesh, tensor parallelism along the last one.
+    FSDP shards parameters along the first dimension of its mesh, tensor parallelism along the last one.
     """
     most = 1
     for parameter in parameters:
@@ -308,19 +309,19 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 def _last_bucket(sizes: Sequence[int]) -> int:
-    """Return the bytes of the last bucket of parameters of these sizes: when it is full, nothing is left to compute."""
-    held = last = 0
+    """Return the bytes of the last bucket for parameters of these sizes: when it is full, the backward pass is over."""
+    filled = last = 0
     most = _FIRST_BUCKET
     for size in reversed(sizes):
-        held += size
-        last = held
-        if held >= most:
-            held, most = 0, _BUCKET
+        filled += size
+        last = filled
+        if filled >= most:
+            filled, most = 0, _BUCKET
     return last
 
 
 def _channels_last(weights: Sequence[Any]) -> bool | None:
-    """Return whether convolutions are in channels_last; None: their weights are laid out alike in both formats."""
+    """Return whether convolutions are in channels_last; None if their weights have the same layout in both formats."""
     torch = _torch()
     of = {4: torch.channels_last, 5: torch.channels_last_3d}
     layouts = ((w.is_contiguous(memory_format=of[w.dim()]), w.is_contiguous()) for w in weights)
@@ -329,7 +330,7 @@ def _channels_last(weights: Sequence[Any]) -> bool | None:
 
 def _ddp(ddp: Any) -> dict[str, Any]:
     def unused_bytes() -> int | None:
-        # Of the last step that DDP looked at, which is every hundredth; None: of none yet.
+        # Of the last step that DDP examined, which is every hundredth; None if it has examined none yet.
         size = ddp._get_ddp_logging_data().get("unused_parameter_size") if ddp.find_unused_parameters else None
         return None if size is None else int(size)
 
@@ -350,11 +351,11 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
         **_answers(
             fused=lambda: groups[0].get("fused"),
             foreach=lambda: groups[0].get("foreach"),
-            # The constructors of torch's optimizers keep in `defaults` whatever they take.
+            # The constructors of torch's optimizers keep all their arguments in `defaults`.
             takes=lambda: [name for name in ("fused", "foreach") if name in optimizer.defaults],
             parameter_groups=lambda: len(groups),
             parameters=lambda: sum(len(g["params"]) for g in groups),
-            # A tensor on a device is not read: that would wait for the device.
+            # A tensor on a device is not read, since that would wait for the device.
             lr=lambda: rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None,
         ),
     }
@@ -430,11 +431,11 @@ def last_error() -> dict[str, Any] | None:
 
 
 def memory_failure() -> dict[str, Any] | None:
-    """Return the error for want of memory that the process ends with: type, text and site; None: it ends otherwise.
+    """Return the out-of-memory error that ends the process: type, text and site; None if it ends otherwise.
 
-    Python keeps an error that nobody caught when it prints it, before anything that runs at exit.
+    Python keeps an uncaught error when it prints it, before exit handlers run.
     """
-    # Until Python 3.12 it had the first name alone.
+    # Before Python 3.12 only the second name exists.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return None
@@ -445,7 +446,7 @@ def memory_failure() -> dict[str, Any] | None:
 
 
 def _site(error: BaseException) -> str:
-    """Return the innermost line of the user's own that the error passed, as "function (file:line)"; "": none."""
+    """Return the innermost line of the user's own files in the traceback, as "function (file:line)"; "" if none."""
     is_own, site, at = own_files(), "", error.__traceback__
     while at is not None:
         frame: FrameType = at.tb_frame

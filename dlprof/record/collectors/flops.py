@@ -1,11 +1,11 @@
 """Counts the floating-point operations of one training step, so that the report can show how busy the arithmetic is.
 
-For one step, whose times count for nothing, every operator passes through a dispatch mode of ours that looks at the
-shapes. It changes neither arguments nor results, so the step computes what it would have computed. A multiplication
-with its addition is two operations, as for PyTorch's FlopCounterMode; that class itself hooks all modules, fails an
-operator whose formula fails, and counts a grouped convolution's backward pass too high.
+In one step, whose time is not used, every operator passes through a dispatch mode of ours that reads the shapes. It
+changes neither arguments nor results, so the step computes the same. A multiplication with its addition counts as two
+operations, as in PyTorch's FlopCounterMode. We do not use that class, because it hooks all modules, fails an operator
+if its formula fails, and counts too much for the backward pass of a grouped convolution.
 
-Counts the bytes that a step's operators read and write, and those that chains of elementwise operators need.
+The mode also counts the bytes that operators read and write, and the bytes that fused elementwise operators would.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, PHASES, Step
 
-# The tenth step of training is past lazy set-up and the first compilations, and before the default trace window.
+# The tenth training step comes after lazy set-up and the first compilations, and before the default trace window.
 _COUNTED_STEP = 9
 
-# Steps that turned out not to train (validation), or held no arithmetic that is known, before it is given up.
+# Give up after this many steps that did not train (validation) or had no known arithmetic.
 _MOST_TRIES = 8
 
-# What is kept by name; the rest is summed up as "others". And so many of the shapes that operators met.
+# The most operators that are kept by name; the rest is summed as "others". And the most shapes that are kept.
 _MOST_OPERATORS = 10
 _MOST_SHAPES = 40
 
-# Operators with arithmetic of their own that no formula below covers, by how their names begin. They are listed, as
-# are those of all namespaces but PyTorch's.
+# Prefixes of operators with arithmetic that no formula below covers. They are listed in the facts, and so are operators
+# of all namespaces other than PyTorch's.
 _UNCOUNTED_NAMES = """
 _cdist_forward _cudnn_rnn _efficient_attention_forward _fft _flash_attention_forward _grouped_mm _int_mm _linalg_
 _scaled_grouped_mm _sparse_mm _thnn _weight_int linalg_cholesky linalg_householder linalg_inv linalg_lu linalg_qr
 miopen_rnn mkldnn_rnn
 """
 _UNCOUNTED = tuple(_UNCOUNTED_NAMES.split())
-# Operators that read a value for the host, and that copy, maybe to another device: their lines are kept.
+# Operators that read a value on the host, and operators that may copy to another device. Their lines are kept.
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 _COPIES = ("aten::_to_copy", "aten::copy_")
 # Operators of the forward pass and the loss whose lines are kept too, by the kind of call.
@@ -59,38 +59,38 @@ _KINDS = {
     "embedding": "embedding _embedding_bag",
 }
 _KIND_OF = {f"aten::{name}": kind for kind, names in _KINDS.items() for name in names.split()}
-# So many lines are counted, and so many kept with their most frequent operators.
+# The most lines that are counted, and the most that are kept with their most frequent operators.
 _MOST_LINES = 400
 _KEPT_LINES = 40
 _MOST_NAMES = 6
-# So many sizes of one-hot tensors are kept.
+# The most sizes of one-hot tensors that are kept.
 _MOST_ONE_HOT = 8
 _PLAIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "symm_mem")
 
 
 class Flops:
-    """Leaves in the facts what one step computes: `flops`, by operator and data type, and by shape with bytes."""
+    """Puts the arithmetic of one step into the facts: `flops`, by operator and data type, and by shape with bytes."""
 
     name = "flops"
     _recorder: Recorder
 
     def __init__(self) -> None:
-        self._asked = os.environ.get("DLPROF_FLOPS") or "auto"
-        self.facts: dict[str, Any] = {"state": "off" if self._asked == "off" else "waiting", "why": "", "step": None}
-        self._counts: _Counts | None = None  # what our mode has counted, until that is off the stack
+        self._option = os.environ.get("DLPROF_FLOPS") or "auto"
+        self.facts: dict[str, Any] = {"state": "off" if self._option == "off" else "waiting", "why": "", "step": None}
+        self._counts: _Counts | None = None  # what our mode has counted, until it is off the stack
         self._mode: Any = None
         self._counting = False
-        self._follows = False  # modules, of which the operators are
+        self._follows = False  # whether the running module is tracked
         self._thread = 0
         self._tries = 0
 
     def start(self, recorder: Recorder) -> None:
-        """Have the facts show what became of it."""
+        """Add the result to the facts."""
         self._recorder = recorder
         recorder.flops = self.facts
 
     def step(self, done: Sequence[Step]) -> int | None:
-        """Begin to count with the step that has just begun, or keep what was counted in the step that has ended."""
+        """Start to count in the step that has just begun, or keep the counts of the step that has ended."""
         recorder, counts = self._recorder, self._counts
         if counts is None and self.facts["state"] != "waiting":
             return None
@@ -99,14 +99,14 @@ class Flops:
             self._counting = False
             self._keep(done[-1], counts)
         if not left:
-            # Our mode lies below one that the script has entered meanwhile, and does nothing until that is left.
+            # The script has entered a mode of its own above ours, which does nothing until the script's is left.
             recorder.clock.row.profiled = 1
         elif self.facts["state"] == "waiting" and recorder.ended is None and self._is_time():
             self._begin()
         return recorder.clock.row.number + 1
 
     def stop(self) -> None:
-        """Stop counting; half a step is none. Also when recording is switched off, and in a fork's child."""
+        """Stop counting; an incomplete step is dropped. Also used when recording ends early, and in forked children."""
         self._counting = False
         if get_ident() == self._thread:
             self._leave()
@@ -121,7 +121,7 @@ class Flops:
         skipped = window.get("skip")
         if skipped is None or window.get("state") != "waiting":
             return number >= _COUNTED_STEP
-        # Never inside the window, which opens sooner where steps are slow. One that opens at once is waited for.
+        # Never inside the trace window, which opens sooner if steps are slow. If it opens at once, count after it.
         if window.get("first_step") is not None:
             return False
         return min(skipped - 1, _COUNTED_STEP) <= number < skipped and number > 0
@@ -131,10 +131,10 @@ class Flops:
 
         recorder = self._recorder
         autograd: Any = torch.autograd
-        # A step that begins within a phase does so inside of a call that may put the old stack of modes back.
+        # If a step begins within a phase, the enclosing call may restore the old stack of modes.
         if recorder.clock.phase not in (None, FETCH) or autograd._profiler_enabled():
             return
-        why = _obstacle(recorder, untested=self._asked == "on")
+        why = _obstacle(recorder, untested=self._option == "on")
         if why:
             self._abstain(why)
             return
@@ -150,7 +150,7 @@ class Flops:
         recorder.clock.row.profiled = 1
 
     def _keep(self, step: Step, counts: _Counts) -> None:
-        """Keep what was counted in the step that has ended, if that was training; else the next one is tried."""
+        """Keep the counts of the step that has ended if it was a training step; otherwise try the next one."""
         self._recorder.observed.news = True
         counted = counts.facts()
         if counts.error:
@@ -163,7 +163,7 @@ class Flops:
             self._abstain("no operator of known arithmetic was seen (CUDA graphs and custom kernels show none)")
 
     def _leave(self) -> bool:
-        """Stop our mode, if there is one, and take it off the stack if it is on top; False: it lies below another."""
+        """Stop our mode, and take it off the stack if it is on top; return False if it is below another mode."""
         if self._counts is None:
             return True
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -183,12 +183,12 @@ class Flops:
     def _abstain(self, why: str) -> None:
         self.facts.update(state="abstained", why=why)
         self._recorder.observed.news = True
-        if self._asked == "on":
+        if self._option == "on":
             self._recorder.warn(f"floating-point operations are not counted: {why}")
 
 
 def _obstacle(recorder: Recorder, untested: bool) -> str:
-    """Return why this job must not be counted; "": nothing is in the way."""
+    """Return why this job must not be counted, or "" if it can be."""
     import torch
 
     cuda: Any = torch.cuda
@@ -212,7 +212,7 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
 
 
 class _Counts:
-    """What the operators of a step compute."""
+    """Counts what the operators of a step compute."""
 
     def __init__(self, clock: StepClock, module: Callable[[], str]) -> None:
         self._clock = clock
@@ -224,8 +224,8 @@ class _Counts:
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
         self._others: Counter[str] = Counter()  # calls of operators without a formula
-        self._one_hot: set[tuple[int, int]] = set()  # values and classes of what was scattered into
-        # The script's lines that call operators, by the phase that they are in or that ended last before them.
+        self._one_hot: set[tuple[int, int]] = set()  # values and classes of one-hot tensors
+        # The script's lines that call operators, by their phase and the last phase before them.
         self._lines: dict[tuple[str, str, Any, int], Counter[str]] = {}
         self._places: dict[tuple[str, str, Any, int], Place] = {}
         self._after = "fetch" if clock.row.fetches else "optimizer"
@@ -233,7 +233,7 @@ class _Counts:
         self.error = ""
 
     def see(self, func: Any, args: Any, out: Any) -> None:
-        """Count one call of an operator, but for those of the script's own data set, which are not the model's."""
+        """Count one call of an operator, unless the script's data set calls it: that is not the model's arithmetic."""
         phase = self._clock.phase
         if phase == FETCH:
             return
@@ -284,7 +284,7 @@ class _Counts:
         self._lines.setdefault(key, Counter())[name] += 1
 
     def _of_lines(self) -> list[dict[str, Any]]:
-        """Return the lines with the most calls, as the facts have them."""
+        """Return the entries of facts.json for the lines with the most calls."""
         busiest = sorted(self._lines.items(), key=lambda item: -item[1].total())[:_KEPT_LINES]
         return [
             {
@@ -332,25 +332,25 @@ class _Counts:
 
 
 def _computes(name: str) -> bool:
-    """Return whether an operator without a formula may have arithmetic that is missing in the total."""
+    """Return whether an operator without a formula may have arithmetic that the total lacks."""
     namespace, _, operator = name.partition("::")
     return namespace not in _PLAIN_NAMESPACES or operator.startswith(_UNCOUNTED)
 
 
 def _mode(counts: _Counts) -> Any:
-    """Make a dispatch mode that counts until `counts.over` is set, and that never fails an operator."""
+    """Create a dispatch mode that counts until `counts.over` is set and never makes an operator fail."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     plain: Any = torch.Tensor.__torch_dispatch__
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        # False would fail the higher-order operators (cond, checkpoint) of a script.
+        # With False, higher-order operators (cond, checkpoint) of a script would fail.
         supports_higher_order_operators = True
 
         @classmethod
         def is_infra_mode(cls) -> bool:
-            # True, as of what torch.compile enters itself: else Dynamo would leave what is called now uncompiled.
+            # True, as for torch.compile's own modes: otherwise Dynamo would not compile what is called now.
             return True
 
     is_captured = capture_test()
@@ -374,7 +374,7 @@ def _mode(counts: _Counts) -> Any:
                 counts.over = True
         return out
 
-    # Set from outside: what a class brings along is wrapped so that its first call imports Dynamo, a matter of seconds.
+    # Set from outside: PyTorch wraps a method of the class body such that its first call imports Dynamo for seconds.
     Counting.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
     return Counting()  # type: ignore[no-untyped-call]
 
@@ -384,7 +384,7 @@ def _product(args: Any, out: Any) -> int:
 
 
 def _convolved(x: Any, weight: Any, out: Any, transposed: bool = False) -> int:
-    """Count what each value of the output sums up, of a transposed one what each value of the input goes into."""
+    """Count the products for each output value or, if the convolution is transposed, for each input value."""
     return int(2 * (x if transposed else out).numel() * math.prod(weight.shape[1:]))
 
 
@@ -396,13 +396,13 @@ def _convolution_backward(args: Any, _out: Any) -> int:
 
 def _attention(args: Any, _out: Any) -> int:
     query, key, value = args[:3]
-    # Scores and their product with the values, the masked ones too.
+    # The scores and their product with the values, including masked ones.
     return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
 def _attention_backward(args: Any, _out: Any) -> int:
     query, key, value = args[1:4]
-    # The scores again, then the gradients of queries, keys, scores and values.
+    # The scores once more, then the gradients of queries, keys, scores and values.
     return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 

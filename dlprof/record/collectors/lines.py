@@ -1,9 +1,9 @@
-"""Line by line through the functions that the user named (`--lines`), in the rank and in its loader's workers.
+"""Times the functions that the user named (`--lines`) line by line, in the rank and in its loader's workers.
 
-line_profiler counts; it is on only while a chosen function runs, so that nothing else is slowed. A function is changed
-where it stands (its code object), and so is counted under whatever name the script holds it: imported by name,
-decorated, given to a loader as collate_fn. It counts from its next call on, in every thread. What torch.compile
-compiles stays as it is and shows no lines.
+line_profiler does the counting; it is on only while a chosen function runs, so nothing else is slowed down. The code
+object of a function is replaced in place, so its calls count by whatever name the script uses: imported by name,
+decorated, or given to a loader as collate_fn. Counting starts with the next call, in every thread. Functions that
+torch.compile compiles stay unchanged and show no lines.
 """
 
 from __future__ import annotations
@@ -34,56 +34,56 @@ from dlprof.record.ranks import folder_of_rank
 from dlprof.record.recorder import Recorder, say
 from dlprof.record.stepping import Step
 
-# The first lines are on disk soon, the later ones rarely: a kill costs little, and the file of a long job stays small.
+# The first counts are written soon and later ones rarely: a kill loses little, and the file of a long job stays small.
 _FIRST_WRITE_NS = 1_000_000_000
 _LAST_WRITE_NS = 60_000_000_000
 
-# `--lines auto` looks at a thread so often, chooses after so many looks, and takes at most so many functions, each with
-# at least this share of the looks. 250 looks of 20 ms are 5 s of training.
+# `--lines auto` samples a thread at this interval, chooses after these numbers of samples, and takes at most this many
+# functions, each with at least this share of the samples. 250 samples every 20 ms are 5 s of training.
 _LOOK_S = 0.02
 _CHOOSE_AFTER = (25, 75, 250)
 _MOST_FUNCTIONS = 5
 _LEAST_SHARE = 0.05
 
-# Loaders that make their workers anew each epoch bring new processes, each with the source text: not beyond this size
-# of the file.
+# Loaders that start new workers in each epoch bring new processes, and each writes the source text, unless the file is
+# larger than this.
 _MOST_SOURCE_BYTES = 4 << 20
 
-_CALL = "__dlprof_lines_"  # what a changed function calls, with a number
+_CALL = "__dlprof_lines_"  # a changed function calls this name with a number
 
 
 class Lines:
-    """Writes lines.jsonl: what each process counted since its last line, by function, and the source text once."""
+    """Writes lines.jsonl: the counts of each process since its last line, by function, and the source text once."""
 
     name = "lines"
 
     def __init__(self) -> None:
-        asked = [target for target in os.environ.get("DLPROF_LINES", "").split("\n") if target]
-        self._asked = bool(asked)
-        self._auto = "auto" in asked
-        self._left = [target for target in asked if target != "auto"]
+        targets = [target for target in os.environ.get("DLPROF_LINES", "").split("\n") if target]
+        self._wanted = bool(targets)
+        self._auto = "auto" in targets
+        self._left = [target for target in targets if target != "auto"]
         self._run = Path(os.environ.get("DLPROF_RUN", ""))
         self._recorder: Recorder | None = None
         self._counts: _Counts | None = None
         self._problem = ""
-        self._over = False  # nothing is counted any more
-        self._modules = 0  # how many there were when a file's module was last looked for
-        if self._asked:
-            self._watch_torch()
+        self._over = False  # counting has ended
+        self._modules = 0  # how many modules there were at the last search
+        if self._wanted:
+            self._wrap_torch()
             at_uninstall(self._end)
-            # What a loader's workers run must be changed before they are forked.
+            # Functions that a loader's workers run must be changed before the workers are forked.
             os.register_at_fork(before=self._look, after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
-        """Look the functions up, as far as they are there by now."""
-        if not self._asked:
+        """Change the functions that exist by now."""
+        if not self._wanted:
             return
         self._recorder = recorder
         self._look()
-        self._watch_thread()
+        self._sample_thread()
 
     def step(self, done: Sequence[Step]) -> None:
-        """Look for functions that came later, and write from time to time."""
+        """Change functions that were defined since, and write from time to time."""
         recorder = self._recorder
         if recorder is None:
             return
@@ -104,7 +104,7 @@ class Lines:
         self._warn(recorder)
 
     def _end(self) -> None:
-        """Change no function any more, and give those that were changed their own code back."""
+        """Stop changing functions, and restore the code of those that were changed."""
         self._over = True
         if self._counts is not None:
             self._counts.restore()
@@ -115,10 +115,10 @@ class Lines:
 
     @guarded
     def _look(self) -> None:
-        """Change the wanted functions that are there by now."""
+        """Change the wanted functions that exist by now."""
         if self._problem or self._over or not self._left:
             return
-        # Of the modules that were there at the last look, only the script's own may have grown.
+        # Of the modules that existed at the last search, only the script itself can have new functions.
         modules = list(sys.modules.values()) if len(sys.modules) != self._modules else [sys.modules.get("__main__")]
         self._modules = len(sys.modules)
         for target in tuple(self._left):
@@ -128,7 +128,7 @@ class Lines:
                 self._left.remove(target)
 
     def fail(self, error: Exception) -> None:
-        """Change no further function, and keep the reason for the next step to warn of."""
+        """Change no further functions, and keep the reason for a warning in the next step."""
         self._problem = f"lines are off: {_reason(error)}"
 
     def _add(self, target: str, function: FunctionType) -> None:
@@ -136,16 +136,16 @@ class Lines:
         self._counts.add(target, function)
 
     def _forked(self) -> None:
-        """Begin anew in a fork's child: it is no rank, or yet to become one."""
+        """Reset in a forked child: it is not a rank, or will become one later."""
         self._recorder = None
         if self._counts is not None:
             self._counts.forget()
 
-    def _watch_torch(self) -> None:
+    def _wrap_torch(self) -> None:
         from torch.optim import Optimizer
         from torch.utils.data import _utils
 
-        # A script makes its optimizer after it has defined its functions and before it calls the one with its loop.
+        # A script creates its optimizer after it has defined its functions and before it calls its training loop.
         making: Any = Optimizer.__init__
 
         @functools.wraps(making)
@@ -153,7 +153,7 @@ class Lines:
             self._look()
             making(optimizer, *args, **kwargs)
 
-        # The first thing that a worker does: PyTorch's, and torchdata's, whose loop is its own.
+        # Workers of PyTorch, and of torchdata, which has a loop of its own, call this first.
         handling: Any = _utils.signal_handling
         beginning = handling._set_worker_signal_handlers
 
@@ -168,11 +168,11 @@ class Lines:
         put(handling, "_set_worker_signal_handlers", _set_worker_signal_handlers)
 
     def _begin_worker(self) -> None:
-        """Count in a loader's worker too, and see to it that what is counted is written."""
+        """Count in a loader's worker too, and write its counts regularly and at its end."""
         from multiprocessing.util import Finalize
 
         self._look()
-        self._watch_thread()
+        self._sample_thread()
         writing = threading.Lock()
 
         def write() -> None:
@@ -193,11 +193,11 @@ class Lines:
         Finalize(None, write, exitpriority=10)
 
     @guarded
-    def _watch_thread(self) -> None:
-        """Choose the hottest functions of the user's own files, where that was asked, from looks at this thread."""
+    def _sample_thread(self) -> None:
+        """With `--lines auto`, choose the hottest functions of the user's own files from samples of this thread."""
         if not self._auto or self._problem:
             return
-        # Here, since a thread that imports must not meet a fork.
+        # Here, because a thread must not be importing while the process forks.
         self._counts = self._counts or _Counts()
         arguments = (get_ident(), own_files())
         threading.Thread(target=self._choose, args=arguments, name="dlprof lines auto", daemon=True).start()
@@ -215,7 +215,7 @@ class Lines:
                 frame = frame.f_back
             if frame is not None:
                 seen[frame.f_code, str(frame.f_globals.get("__name__"))] += 1
-            frame = None  # it would keep the script's tensors
+            frame = None  # a frame keeps the script's tensors alive
             for (code, name), times in seen.most_common(_MOST_FUNCTIONS) if look in _CHOOSE_AFTER else ():
                 function = _function_of(code, sys.modules.get(name))
                 often = times >= _LEAST_SHARE * look and len(chosen) < _MOST_FUNCTIONS
@@ -225,7 +225,7 @@ class Lines:
 
 
 class _Counts:
-    """The line_profiler of a process, the functions that it counts, and what of that is written."""
+    """The line_profiler of a process, the functions that it counts, and the counts that were written."""
 
     def __init__(self) -> None:
         from line_profiler import LineProfiler
@@ -235,15 +235,15 @@ class _Counts:
         if other not in (None, "line_profiler"):
             raise RuntimeError(f"the script is being profiled by {other}")
         self._profiler: Any = LineProfiler()
-        self._changed: list[tuple[FunctionType, CodeType, str]] = []  # with their own code, and the name of our call
+        self._changed: list[tuple[FunctionType, CodeType, str]] = []  # with the original code and the name of our call
         self._functions: dict[tuple[str, int], str] = {}  # file and first line → its name
-        self._source: dict[tuple[str, int], str] = {}  # yet to be written
+        self._source: dict[tuple[str, int], str] = {}  # not written yet
         self._written: dict[tuple[str, int, int], tuple[int, int]] = {}  # file, first line, line → hits, ns
         self._pause_ns = _FIRST_WRITE_NS
         self.due_ns = time.perf_counter_ns() + self._pause_ns
 
     def add(self, name: str, function: FunctionType) -> None:
-        """Count a function from its next call on. Other threads may be in it: it changes by one assignment."""
+        """Count a function from its next call on. It changes by one assignment, since other threads may be in it."""
         import torch
 
         code = function.__code__
@@ -256,7 +256,7 @@ class _Counts:
         self._functions[at] = name
         block = inspect.getblock(linecache.getlines(at[0], function.__globals__)[at[1] - 1 :])
         self._source[at] = redaction.source("".join(block))
-        # By a global name of its own: of what a code object can refer to, that is what torch.compile can follow.
+        # The new code refers to our call by a global name: torch.compile can follow that.
         call = f"{_CALL}{len(self._functions)}"
         function.__globals__[call] = self._counted(inner, torch.compiler.is_compiling)
         if not hasattr(function, "__signature__"):
@@ -272,7 +272,7 @@ class _Counts:
             return profiler.wrap_callable(inner)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Neither what is being compiled nor a thread that a debugger or coverage follows is touched.
+            # Leave alone what is being compiled, and threads that a debugger or coverage traces.
             if is_compiling() or (sys.gettrace() is not None and not profiler.enable_count):
                 return inner(*args, **kwargs)
             profiler.enable_by_count()
@@ -284,19 +284,19 @@ class _Counts:
         return hidden(call)
 
     def restore(self) -> None:
-        """Give the functions their own code back."""
+        """Restore the original code of the functions."""
         for function, code, call in self._changed:
             function.__code__ = code
             function.__globals__.pop(call, None)
 
     def forget(self) -> None:
-        """Forget what another process, this one's parent, has counted."""
+        """Forget what the parent process has counted."""
         while self._profiler.enable_count:
             self._profiler.disable_by_count()
         self._written = self._now()
 
     def write(self, folder: Path, role: str) -> None:
-        """Append what was counted since the last time; raises OSError where the folder is full or gone."""
+        """Append the counts since the last time. Raises OSError if the folder is full or gone."""
         self.due_ns = time.perf_counter_ns() + self._pause_ns
         self._pause_ns = min(self._pause_ns * 2, _LAST_WRITE_NS)
         before, self._written = self._written, self._now()
@@ -330,9 +330,9 @@ def _is_of(module: Any, path: str) -> bool:
 
 
 def _find(target: str, modules: Iterable[Any]) -> FunctionType | None:
-    """Return the function of module:function or path.py:function, if its module is there and has it.
+    """Return the function of module:function or path.py:function, if its module is loaded and has it.
 
-    A path is looked for among `modules`.
+    A path is searched among `modules`.
     """
     where, _, name = target.rpartition(":")
     found: Any = sys.modules.get(where)
@@ -345,7 +345,7 @@ def _find(target: str, modules: Iterable[Any]) -> FunctionType | None:
 
 
 def _innermost(found: Any) -> FunctionType | None:
-    """Return the function inside decorators, a property, a bound or static method; None: there is none."""
+    """Return the function inside decorators, a property, a bound or static method; None if there is none."""
     for _ in range(100):
         if isinstance(found, property):
             found = found.fget
@@ -361,7 +361,7 @@ def _innermost(found: Any) -> FunctionType | None:
 
 
 def _function_of(code: CodeType, module: ModuleType | None) -> FunctionType | None:
-    """Find the function of a code object among those of a module and of its classes; None: it has no name there."""
+    """Find the function of a code object in a module and its classes; None if no name there leads to it."""
     spaces: list[Any] = [module]
     for space in spaces:
         for value in tuple(getattr(space, "__dict__", {}).values()):
@@ -374,7 +374,7 @@ def _function_of(code: CodeType, module: ModuleType | None) -> FunctionType | No
 
 
 def _passing_on(call: str, code: CodeType) -> CodeType:
-    """Return the code of a function that passes its call on, in the place and under the name of the original."""
+    """Return code that passes the call on, with the name and the line of the original."""
     text = f"def passing_on(*args, **kwargs): return {call}(*args, **kwargs)"
     made: CodeType = compile(text, code.co_filename, "exec").co_consts[0]
     return made.replace(co_name=code.co_name, co_firstlineno=code.co_firstlineno, co_freevars=code.co_freevars)

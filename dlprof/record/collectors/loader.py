@@ -1,9 +1,8 @@
-"""How batches come to the training thread: what it waited for in its loaders, and what each worker did for a batch.
+"""Records how batches reach the training thread: its waits for loaders, and the work of each worker for a batch.
 
-The rank writes loading.jsonl: the wait for every batch, what it took where the training thread fetches it itself,
-starting and ending an epoch, and what the process itself used of its cores. Workers write fetches.jsonl, rows of the
-same table. A worker starts before its rank knows its own folder, so it keeps its lines until the rank has named the
-folder.
+The rank writes loading.jsonl: the wait for every batch, the cost of the fetch if the training thread fetches itself,
+starts and ends of epochs, and the CPU time of the process. Workers write fetches.jsonl, with rows of the same table. A
+worker starts before its rank knows its folder, so it keeps its lines until the rank has announced the folder.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.calls.attribution import passing
 from dlprof.record.device.cpu import KernelCounters, used_between
-from dlprof.record.hooks import Patch, hidden, put, watch_method
+from dlprof.record.hooks import Patch, at_uninstall, hidden, put, watch_method
 from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# Rows kept in memory while there is no file yet: most of a validation before training.
+# Rows kept in memory while there is no file yet: enough for most validations before training.
 _MOST_ROWS = 4_096
 
-# Where the training thread fetches itself, the kernel is asked what it used only if fetching takes this long.
+# If the training thread fetches itself, the kernel's counters are read only if a fetch takes at least this long.
 _WORTH_ASKING_NS = 2_000_000
 
-# Batches ready, batches being made and the worker whose turn it is: not known.
+# Batches ready, batches in preparation and the worker that is next: unknown.
 _UNKNOWN = (-1, -1, -1)
 
-# What a process and its thread that pins used of the cores, and what a batch took to fetch: nothing of the row's.
+# CPU times of the process and of its pinning thread, and the cost of a fetch: not applicable to this row.
 _UNUSED = (-1, -1, -1, -1)
 _UNFETCHED = (-1, -1, -1, -1, -1)
 
-# What the kernel has counted of a fetch, where it was not asked.
-_UNASKED = (-1, -1, -1, -1)
+# The kernel's counters of a fetch, if they were not read.
+_UNREAD = (-1, -1, -1, -1)
 
-# An iterator of another make, or a system whose queues do not know their size.
+# Raised by unknown kinds of iterators, and on systems whose queues do not know their size.
 _UNLIKE_OURS = (AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 
 class Loader:
-    """Writes loading.jsonl: units as in that table."""
+    """Writes loading.jsonl, with the units of the table `loading`."""
 
     name = "loader"
 
@@ -55,17 +54,18 @@ class Loader:
         self._recorder: Recorder | None = None
         self._loading = BudgetLog("loading.jsonl", _loading_line, keys=2, sums=6)
         self._counters: KernelCounters | None = None
-        self._pins: KernelCounters | None = None  # of the thread that pins the batches of the loader begun last
-        self._usage = (0, 0, 0, 0, -1)  # when it was last written; of this process, and of that thread
-        # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
+        self._pins: KernelCounters | None = None  # of the pinning thread of the newest loader pass
+        self._usage = (0, 0, 0, 0, -1)  # when usage was last written; CPU times of this process and of that thread
+        # Batches without rows yet. Rows are made later: while a batch arrives, our code is not in the CPU's caches.
         self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], tuple[int, ...]]] = []
-        self._asked = _UNKNOWN  # the state of the iterator's queue when it was last asked for a batch
-        self._before = _UNASKED  # what the training thread had used when it began to fetch
+        self._queue = _UNKNOWN  # the state of the iterator's queue at the last request for a batch
+        self._before = _UNREAD  # the training thread's counters when it began to fetch
         self._last_fetch_ns = 0
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
-        self._watch_ends()
+        self._wrap_ends()
         self._fetches = Fetches()
         os.register_at_fork(after_in_child=self._forked)
+        at_uninstall(self._fetches.stop)  # if nothing has trained, stop() is never called
 
     def start(self, recorder: Recorder) -> None:
         """Open the files; the recorder passes on the batches that this process fetches itself."""
@@ -76,7 +76,7 @@ class Loader:
         self._usage = (perf_counter_ns(), *self._counters.cores(), -1)
 
     def step(self, done: Sequence[Step]) -> None:
-        """Write what has gathered."""
+        """Write the rows collected so far."""
         now = done[-1].end_ns
         if now - self._usage[0] >= WRITE_EVERY_NS:
             self._write(now)
@@ -94,15 +94,15 @@ class Loader:
 
     @guarded
     def begun(self, iterator: Any) -> None:
-        """Look who fetches in this pass, before its first batch is."""
+        """Find out who fetches in this pass, before its first batch is fetched."""
         if not self._fetches.off and not self._fetches.busy:
             self._look_at(iterator)
 
     def ask(self, iterator: Any) -> None:
-        """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
+        """Note how many batches are ready, how many are in preparation, and which worker prepares the next one."""
         if self._fetches.busy:
             return
-        self._asked = _UNKNOWN
+        self._queue = _UNKNOWN
         tasks = getattr(iterator, "_task_info", None)
         try:
             if tasks is None:
@@ -111,14 +111,14 @@ class Loader:
                 return
             outstanding = iterator._tasks_outstanding
             due = tasks.get(iterator._rcvd_idx)
-            # Those that came before their turn are kept among the tasks.
+            # Batches that came before their turn are kept among the tasks.
             ready = iterator._data_queue.qsize() + len(tasks) - outstanding
-            self._asked = (ready, outstanding, -1 if due is None else due[0])
+            self._queue = (ready, outstanding, -1 if due is None else due[0])
         except _UNLIKE_OURS:
             pass
 
     def got(self, iterator: Any, step: int, began_ns: int, took_ns: int) -> None:
-        """Keep the wait for a batch, and what it took to fetch where the training thread does so itself."""
+        """Keep the wait for a batch, and the cost of its fetch if the training thread fetched it."""
         fetches = self._fetches
         if fetches.off or fetches.busy:
             return
@@ -126,15 +126,15 @@ class Loader:
             over = iterator._dlprof_pass
             if over is None or not over.looked_at:
                 over = self._look_at(iterator)
-            used: tuple[int, ...] = _UNASKED
+            used: tuple[int, ...] = _UNREAD
             if over.fetches:
                 self._last_fetch_ns = took_ns
                 over.asks = took_ns > _WORTH_ASKING_NS
-                if self._before is not _UNASKED and self._counters is not None:
+                if self._before is not _UNREAD and self._counters is not None:
                     used = used_between(self._before, self._counters.all())
-                    self._before = _UNASKED
+                    self._before = _UNREAD
             of_fetch = (fetches.collate_ns, *used, *fetches.size)
-            self._batches.append((over, step, began_ns, took_ns, self._asked, of_fetch))
+            self._batches.append((over, step, began_ns, took_ns, self._queue, of_fetch))
             fetches.collate_ns = 0
             if len(self._batches) >= _MOST_ROWS:
                 self._add_batches()
@@ -142,7 +142,7 @@ class Loader:
             self.fail(e)
 
     def fail(self, error: Exception) -> None:
-        """Switch off: whoever fetches is watched no more."""
+        """Switch off: fetches are no longer timed."""
         self._fetches.fail(error)
 
     def _look_at(self, iterator: Any) -> Pass:
@@ -161,13 +161,13 @@ class Loader:
         over.looked_at = True
         return over
 
-    def _watch_ends(self) -> None:
+    def _wrap_ends(self) -> None:
         from torch.utils.data import dataloader
 
-        def watched(ending: Any) -> Any:
+        def timed(ending: Any) -> Any:
             @functools.wraps(ending)
             def _shutdown_workers(iterator: Any) -> Any:
-                # Also called by __del__, when the interpreter may be half gone.
+                # Also called by __del__, possibly while the interpreter shuts down.
                 if self._recorder is None or getattr(iterator, "_shutdown", True):
                     with passing:
                         return ending(iterator)
@@ -181,8 +181,8 @@ class Loader:
             return _shutdown_workers
 
         ours: Any = dataloader._MultiProcessingDataLoaderIter
-        put(ours, "_shutdown_workers", watched(ours._shutdown_workers))
-        watch_method(dataloader._BaseDataLoaderIter, "_shutdown_workers", watched)
+        put(ours, "_shutdown_workers", timed(ours._shutdown_workers))
+        watch_method(dataloader._BaseDataLoaderIter, "_shutdown_workers", timed)
 
     @guarded
     def _ended(self, iterator: Any, began: int, took: int) -> None:
@@ -194,11 +194,11 @@ class Loader:
         self._loading.rows.append(("end", over.place, *at, -1, "", 1, took, *_UNKNOWN, *_UNUSED, *_UNFETCHED))
 
     def _add_batches(self) -> None:
-        """Make rows of the batches that have none yet."""
+        """Make rows for the batches that have none yet."""
         recorder = marks.recorder
-        batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
+        batches, self._batches = self._batches, []  # at once: a signal handler may get here too
         unix, loading = recorder.unix(0), self._loading.rows
-        for over, step, began, took, asked, of_fetch in batches:
+        for over, step, began, took, queue, of_fetch in batches:
             kind, at = "batch", began + unix
             if not over.reported:
                 over.reported, kind = True, "first"
@@ -206,7 +206,7 @@ class Loader:
                 at_iter = (over.began_ns + unix, step)
                 began_with = ("start", over.place, *at_iter, -1, over.workers, 1, over.took_ns)
                 loading.append((*began_with, *_UNKNOWN, *_UNUSED, *_UNFETCHED))
-            ready, outstanding, worker = _UNKNOWN if over.fetches else asked
+            ready, outstanding, worker = _UNKNOWN if over.fetches else queue
             empty = -1 if ready < 0 else 0 if ready else 1
             waited = (kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding)
             collate, cpu, delay, *read = of_fetch
@@ -229,7 +229,7 @@ class Loader:
         self._loading.write(now, last=last)
 
     def _forked(self) -> None:
-        """Begin anew in a fork's child, which may be a worker."""
+        """Reset in a forked child, which may be a worker."""
         self._recorder = None
         self._counters = self._pins = None
         self._batches.clear()
@@ -238,41 +238,41 @@ class Loader:
 
 
 class Fetches:
-    """What each batch took to fetch. In a loader's worker it watches PyTorch's fetchers, and writes fetches.jsonl."""
+    """Times the fetch of each batch. In a loader's worker it wraps PyTorch's fetchers and writes fetches.jsonl."""
 
     def __init__(self) -> None:
         self.log = BudgetLog("fetches.jsonl", _FETCH.__mod__, keys=2, sums=3)
         self.off = False
-        self.busy = False  # this worker fetches; loaders that its data set asks are no concern of ours
-        self.collate_ns = 0  # of the batch that is being fetched
-        self.size = UNSEEN  # of it, when batches of its loader were last looked at
+        self.busy = False  # this worker is fetching; loaders that its data set uses are not timed
+        self.collate_ns = 0  # of the current batch
+        self.size = UNSEEN  # of the batch of this loader that was last measured
         self._worker = -1  # the number of this worker
-        self._counters: KernelCounters | None = None  # of this worker, and what they were after its last fetch
-        self._last: tuple[int, int, int, int] = _UNASKED
+        self._counters: KernelCounters | None = None  # of this worker; below, their values after its last fetch
+        self._last: tuple[int, int, int, int] = _UNREAD
         self._patches: list[Patch] = []
-        self._watch()
+        self._wrap()
 
     def start(self) -> None:
-        """Watch no fetcher: this process trains, and is no worker."""
-        self._unwatch()
+        """Unwrap the fetchers: this process trains and is not a worker."""
+        self._unwrap()
 
     def stop(self) -> None:
-        """Close the file; what is fetched from now on is not watched."""
-        self._unwatch()
+        """Close the file; fetches are no longer timed."""
+        self._unwrap()
         self.off = True
         self.log.close()
 
     def forked(self) -> None:
-        """Begin anew in a fork's child, which may be a worker."""
+        """Reset in a forked child, which may be a worker."""
         self.log.forget()
         self.busy = False
         self.size = UNSEEN
         self._counters = None
         if not self.off:
-            self._watch()
+            self._wrap()
 
     def fail(self, error: Exception) -> None:
-        """Switch off. Where a folder is gone or full, the rank warns, not each worker."""
+        """Switch off. If a folder is gone or full, only the rank warns, not each worker."""
         recorder = marks.recorder
         if not self.off and recorder is not None and not (self._counters is not None and isinstance(error, OSError)):
             recorder.warn(f"{Loader.name} is off: {words_of(error)}; the job goes on without it")
@@ -298,15 +298,15 @@ class Fetches:
         timed.is_timed = True  # type: ignore[attr-defined]
         return hidden(timed)
 
-    def _watch(self) -> None:
-        """Watch PyTorch's fetchers, which the worker loops of other libraries call too."""
+    def _wrap(self) -> None:
+        """Wrap PyTorch's fetchers, which the worker loops of other libraries call too."""
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
-        self._unwatch()
+        self._unwrap()
         fetchers: tuple[Any, ...] = (_IterableDatasetFetcher, _MapDatasetFetcher)
         self._patches = [put(fetcher, "fetch", self._timed(fetcher.fetch)) for fetcher in fetchers]
 
-    def _unwatch(self) -> None:
+    def _unwrap(self) -> None:
         for patch in self._patches:
             patch.undo()
         self._patches = []
@@ -330,7 +330,7 @@ class Fetches:
         return fetch
 
     def _begin(self, fetcher: Any) -> int:
-        """Return the time; 0: not ours to time."""
+        """Return the time, or 0 if this fetch is not timed."""
         try:
             if self.off:
                 return 0
@@ -352,7 +352,7 @@ class Fetches:
             now = perf_counter_ns()
             if self._counters is None:
                 return
-            # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
+            # From the end of one fetch to the end of the next: a batch is sent while the next one is fetched.
             before, self._last = self._last, self._counters.all()
             at, used = marks.recorder.unix(began), used_between(before, self._last)
             row = (self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used, *self.size)
@@ -360,12 +360,12 @@ class Fetches:
             if len(self.log.rows) >= _MOST_ROWS:
                 self.log.fit()
             if now - self.log.written_ns > WRITE_EVERY_NS:
-                self._ship(now)
+                self._send(now)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
 
     def _join(self, worker: int) -> None:
-        """Become a worker: its lines are written as it goes and when it ends, which it does without atexit."""
+        """Set up recording in a worker: lines are written from time to time and at its end, which skips atexit."""
         from multiprocessing.util import Finalize
 
         Finalize(None, self._leave, exitpriority=10)
@@ -373,7 +373,7 @@ class Fetches:
         self._counters = KernelCounters(whole_process=True)
         self._last = self._counters.all()
 
-    def _ship(self, now: int, *, last: bool = False) -> None:
+    def _send(self, now: int, *, last: bool = False) -> None:
         run = marks.recorder.run
         if not self.log.is_open:
             folder = folder_of_rank(run)
@@ -385,7 +385,7 @@ class Fetches:
 
     @guarded
     def _leave(self) -> None:
-        self._ship(perf_counter_ns(), last=True)
+        self._send(perf_counter_ns(), last=True)
 
 
 # In %-format, which takes half the time that f-strings take.

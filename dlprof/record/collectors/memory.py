@@ -1,7 +1,7 @@
-"""What PyTorch's CUDA allocator holds over the job and, where asked for, the history of its allocations.
+"""Records the memory of PyTorch's CUDA allocator during the job and, with --memory, the history of its allocations.
 
-The allocator's own counters are read a few times a second, of the device that the rank trains on; nothing is reset,
-since the script may use the peaks itself. A job that does not use CUDA leaves no file.
+The allocator's own counters of the rank's device are read a few times a second. Nothing is reset, since the script may
+use the peaks itself. A job that does not use CUDA leaves no file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dlprof.record.log import Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# The counters come as a dictionary of a hundred entries: they are read this often, however short a step is.
+# The counters come as a dictionary of a hundred entries, so they are read this often, even if steps are shorter.
 _READ_EVERY_NS = 250_000_000
 
-# Allocations and frees that the history keeps, the latest: some tens of megabytes on disk, with their stacks.
+# The history keeps this many of the latest allocations and frees: some tens of megabytes on disk, with their stacks.
 _HISTORY_ENTRIES = 100_000
 
 
@@ -34,21 +34,21 @@ class Memory:
         self._counters: Any = None  # function of a device's index
         self._log: Log | None = None
         self._read_ns = 0
-        self._history = "asked" if os.environ.get("DLPROF_MEMORY") == "on" else "off"
+        self._history = "wanted" if os.environ.get("DLPROF_MEMORY") == "on" else "off"
 
     def start(self, recorder: Recorder) -> None:
-        """Look whether there is an allocator to ask."""
+        """Find the allocator's counters, if this PyTorch has them."""
         import torch
 
         self._recorder = recorder
         self._counters = getattr(torch._C, "_cuda_memoryStats", None)
-        if self._counters is None and self._history == "asked":
+        if self._counters is None and self._history == "wanted":
             recorder.warn("no history of memory: this PyTorch was built without CUDA")
             self._history = "off"
         self._begin_history()
 
     def step(self, done: Sequence[Step]) -> None:
-        """Read the counters, if the last reading is old enough."""
+        """Read the counters if the last reading is old enough."""
         now = done[-1].end_ns
         if self._counters is not None and now - self._read_ns >= _READ_EVERY_NS:
             self._read_ns = now
@@ -56,7 +56,7 @@ class Memory:
             self._read(now, done[-1].number)
 
     def stop(self) -> None:
-        """Close the file, and leave the history on disk."""
+        """Close the file, and write the history to disk."""
         if self._log is not None:
             self._log.close()
         if self._history == "on":
@@ -91,12 +91,12 @@ class Memory:
         self._log.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def _begin_history(self) -> None:
-        """Begin to record allocations, once the script has woken CUDA and unless it records them itself."""
+        """Start recording allocations once the script has initialized CUDA, unless it records them itself."""
         import torch
 
         cuda: Any = torch.cuda
         bindings: Any = torch._C
-        if self._history != "asked" or not cuda.is_initialized():
+        if self._history != "wanted" or not cuda.is_initialized():
             return
         self._history = "off"
         if bindings._cuda_isHistoryEnabled():
@@ -107,7 +107,7 @@ class Memory:
         self._history = "on"
 
     def _out_of_memory(self, *_: object) -> None:
-        # Called by the allocator before it raises the script's error, of which ours must not take the place.
+        # The allocator calls this before it raises the script's error; an error of ours must not replace that.
         try:
             if self._history == "on":
                 self._dump()

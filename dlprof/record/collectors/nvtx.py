@@ -1,7 +1,7 @@
 """Names what a rank does for NVIDIA's tools: steps, their phases and collectives as NVTX ranges, for the whole job.
 
-Only where asked for (--nvtx, --nsys). The ranges go through PyTorch's own binding, or through the package nvtx where
-PyTorch was built without CUDA; they cost little while nobody listens. Not named: what runs before the first backward
+Used only with --nvtx or --nsys. The ranges go through PyTorch's own binding, or through the package nvtx if PyTorch was
+built without CUDA. They cost little while no tool listens. Two things have no range: work before the first backward
 pass, and collectives that DistributedDataParallel issues from C++ (NCCL names those itself).
 """
 
@@ -26,7 +26,7 @@ _POINT_TO_POINT = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
 
 
 class Library(NamedTuple):
-    """What speaks NVTX. Ranges that are pushed nest in their thread; those that are started need not."""
+    """The functions of an NVTX library. Pushed ranges nest within their thread; started ranges need not."""
 
     push: Callable[[str], Any]
     pop: Callable[[], Any]
@@ -41,15 +41,15 @@ class Nvtx:
 
     def __init__(self) -> None:
         self._library: Library | None = None
-        self._step: Any = None  # the range of the step that is under way
-        self._asked = os.environ.get("DLPROF_NVTX") == "on"
-        if self._asked:
+        self._step: Any = None  # the range of the current step
+        self._wanted = os.environ.get("DLPROF_NVTX") == "on"
+        if self._wanted:
             # Now, when torch was just imported: later the script may hold the originals by names of its own.
             self._watch_collectives()
 
     def start(self, recorder: Recorder) -> None:
-        """Open a range for the step that is under way, and from now on one for each phase."""
-        if not self._asked:
+        """Open a range for the current step, and from now on one for each phase."""
+        if not self._wanted:
             return
         self._library = library = _library()
         if library is None:
@@ -59,7 +59,7 @@ class Nvtx:
         self._step = library.start(f"dlprof::step {recorder.clock.row.number}")
 
     def step(self, done: Sequence[Step]) -> int | None:
-        """End a step's range and start the next one's: phases and the script's own ranges may cross its ends."""
+        """End the range of a step and start the next one. Phases and the script's own ranges may overlap its ends."""
         if self._library is None:
             return None
         begun = done[-1].number + 1
@@ -118,7 +118,7 @@ class _Range(NamedTuple):
 
 
 def _library() -> Library | None:
-    """Return PyTorch's NVTX, else the package's; None: there is neither."""
+    """Return PyTorch's NVTX or else that of the package nvtx; None if neither is installed."""
     import torch
 
     ours: Any = getattr(torch._C, "_nvtx", None)

@@ -1,4 +1,4 @@
-"""Puts the overrides of `--set` in place, and writes what each of them did: overrides.json."""
+"""Applies the overrides of `--set`, and writes to overrides.json what each of them did."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlprof.record.stepping import Step
 if TYPE_CHECKING:
     from dlprof.record.overrides.constructors import Effects
 
-# The file is written when training starts, soon after, ever less often, and at the end.
+# The file is written when training starts, then at intervals that double, and at the end.
 _FIRST_PAUSE_NS = 1_000_000_000
 
 
@@ -24,20 +24,20 @@ class _Part(Protocol):
     """A module of dlprof/record/overrides."""
 
     def install(self, asked: Mapping[str, Value], effects: Effects) -> None:
-        """Put the wrappers of its overrides in place."""
+        """Install the wrappers of its overrides."""
 
 
 class Overrides:
-    """Writes overrides.json: of each override its value, how often it took effect, where, and what was before."""
+    """Writes overrides.json: for each override its value, how often and where it took effect, and the value before."""
 
     name = "overrides"
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
-        self._asked: Mapping[str, Value] = {}
+        self._values: Mapping[str, Value] = {}
         self._before: Mapping[str, Any] = {}  # variables of the command's environment that are overridden
-        self._effects: Effects | None = None  # None: nothing is overridden
-        self._switches: Any = None  # the module, once it is needed
+        self._effects: Effects | None = None  # None if nothing is overridden
+        self._switches: Any = None  # the module, imported when it is needed
         self._due_ns = 0
         self._pause_ns = _FIRST_PAUSE_NS
         if text := os.environ.get("DLPROF_SET"):
@@ -47,11 +47,11 @@ class Overrides:
         """Write what took effect before training."""
         if self._effects is not None:
             self._recorder = recorder
-            self._switches.begin(self._asked, self._effects)
+            self._switches.begin(self._values, self._effects)
             self._write(perf_counter_ns())
 
     def step(self, done: Sequence[Step]) -> None:
-        """Write again where there is news."""
+        """Write again if something new took effect."""
         if self._recorder is None or self._effects is None or not self._effects.news:
             return
         now = done[-1].end_ns
@@ -59,13 +59,13 @@ class Overrides:
             self._write(now)
 
     def stop(self) -> None:
-        """Write for the last time."""
+        """Write the final state."""
         if self._recorder is not None:
             self._write(perf_counter_ns())
             self._recorder = None
 
-    def _install(self, told: Mapping[str, Any]) -> None:
-        """Put the wrappers in place: now, right after torch was imported and before the script makes anything."""
+    def _install(self, settings: Mapping[str, Any]) -> None:
+        """Install the wrappers. This happens right after torch was imported, before the script creates anything."""
         from dlprof.record.overrides import constructors, copies, data_parallel, loaders, models, optimizers, switches
 
         parts: Mapping[str, tuple[_Part, ...]] = {
@@ -77,18 +77,18 @@ class Overrides:
             "gc": (switches,),
             "copy": (copies,),
         }
-        self._asked, self._before = told["set"], told["environment"]
-        self._effects = constructors.Effects(self._asked)
+        self._values, self._before = settings["set"], settings["environment"]
+        self._effects = constructors.Effects(self._values)
         self._switches = switches
-        groups = {name.partition(".")[0] for name in self._asked}
+        groups = {name.partition(".")[0] for name in self._values}
         for part in dict.fromkeys(part for group, some in parts.items() if group in groups for part in some):
-            its = (name for name in self._asked if part in parts.get(name.partition(".")[0], ()))
+            its = (name for name in self._values if part in parts.get(name.partition(".")[0], ()))
             with self._effects.noting(*its):
-                part.install(self._asked, self._effects)
+                part.install(self._values, self._effects)
 
     def _write(self, now_ns: int) -> None:
         assert self._recorder is not None
         assert self._effects is not None
-        self._switches.see_environment(self._asked, self._before, self._effects)
+        self._switches.see_environment(self._values, self._before, self._effects)
         write(self._recorder.folder / "overrides.json", json.dumps(self._effects.written()))
         self._due_ns, self._pause_ns = now_ns + self._pause_ns, self._pause_ns * 2

@@ -1,7 +1,7 @@
-"""What a pipeline stage works on, and when: each micro-batch's forward and backward, within schedule.step().
+"""Records what a pipeline stage does and when: forward and backward of each micro-batch within schedule.step().
 
-torch's own ranges contain the wait for the neighbour; the stage's methods that run one chunk do not. They are wrapped
-once the script has imported torch.distributed.pipelining, which is never imported for our sake.
+torch's own ranges include the wait for the neighbouring stage, but the stage's methods that run one chunk do not. These
+methods are wrapped once the script has imported torch.distributed.pipelining; dlprof never imports it itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# Chunks are written for the first steps and then for as many as keep the file below some 20 MB an hour: a line takes
-# about 110 bytes. What a whole schedule.step() took, and how much of it was work, is written for every one.
+# Chunks are written for the first steps, and then for as many steps as keep the file below some 20 MB an hour: a line
+# takes about 110 bytes. The duration of each schedule.step(), and how much of it was work, is always written.
 _ROWS_AT_FIRST = 20_000
 _ROWS_A_SECOND = 50
 
-# Calls whose device times are outstanding; a device that is further behind than this loses those of the oldest.
+# The most calls that wait for their device times. If the device is further behind, the oldest calls get none.
 _MAX_WAITING = 64
 
 Chunk = tuple[int, int, str]  # stage, micro-batch, action
@@ -36,7 +36,7 @@ Chunk = tuple[int, int, str]  # stage, micro-batch, action
 
 @dataclass(slots=True)
 class _Call:
-    """One schedule.step(). Its moments are perf_counter ns or, where the stages are on a GPU, events of that."""
+    """One schedule.step(). Times are perf_counter readings in ns or, if the stages are on a GPU, events on it."""
 
     began_ns: int
     detailed: bool
@@ -46,11 +46,11 @@ class _Call:
     chunks: list[tuple[Chunk, Any, Any]] = field(default_factory=list)  # each with its begin and end
 
     def events(self) -> list[Any]:
-        """Return all events of this call, the last one first: when that is over, most often all are."""
+        """Return all events of this call, the last one first: if it has completed, most likely all have."""
         return [self.ended, self.begun, *(event for _, begin, end in self.chunks for event in (begin, end))]
 
     def at(self, moment: Any) -> int:
-        """Return a moment in perf_counter ns; an event, as if the device had begun the call when its host did."""
+        """Return a time in perf_counter ns. For an event it assumes that device and host began the call together."""
         return int(moment if self.begun is None else self.began_ns + round(self.begun.elapsed_time(moment) * 1e6))
 
 
@@ -60,12 +60,12 @@ class Pipeline:
     name = "pipeline"
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None  # None: not started, or no longer recording
+        self._recorder: Recorder | None = None  # None before the start and after the end
         self._thread = 0
         self._log: Log | None = None
         self._lines: list[str] = []
         self._written_ns = 0
-        self._watched = False
+        self._wrapped = False
         self._schedule: Any = None
         self._call: _Call | None = None
         self._rows = float(_ROWS_AT_FIRST)
@@ -74,23 +74,23 @@ class Pipeline:
         self._waiting: deque[_Call] = deque()
 
     def start(self, recorder: Recorder) -> None:
-        """Watch from the next schedule.step() on, if the script has a pipeline: the first one also sets it up."""
+        """Record from the next schedule.step() on if the script has a pipeline: the first call also sets it up."""
         self._thread = get_ident()
         os.register_at_fork(after_in_child=self._disarm)
         self._recorder = recorder
-        self._watch()
+        self._wrap()
 
     def step(self, done: Sequence[Step]) -> None:
-        """Write what has gathered."""
-        if not self._watched:
-            self._watch()
+        """Write the rows collected so far."""
+        if not self._wrapped:
+            self._wrap()
         now = done[-1].end_ns
         if (self._lines or self._waiting) and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
             self._write(len(self._waiting) - _MAX_WAITING)
 
     def stop(self) -> None:
-        """Write the rest; a device time that is not known by now never will be."""
+        """Write the rest. Device times that are unknown now stay unknown."""
         try:
             self._write(0)
         finally:
@@ -99,25 +99,25 @@ class Pipeline:
                 self._log.close()
 
     def _disarm(self) -> None:
-        """Record nothing from here on: the wrappers only pass on. Also what a fork's child does."""
+        """Stop recording: the wrappers only pass calls on. A forked child calls this too."""
         self._recorder = self._call = None
         self._lines.clear()
         self._waiting.clear()
 
     def fail(self, error: Exception) -> None:
-        """Switch off, since a hook failed."""
+        """Switch off because a hook failed."""
         if self._recorder is not None:
             self._recorder.drop(self, error)
 
-    # -- watching
+    # -- wrappers
 
-    def _watch(self) -> None:
+    def _wrap(self) -> None:
         schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
-        # While a module is being imported its last class is not yet there.
+        # While a module is being imported, its last class is missing.
         if not hasattr(schedules, "PipelineScheduleMulti") or not hasattr(stages, "PipelineStage"):
             return
-        self._watched = True
+        self._wrapped = True
         for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
             put(schedule, "step", self._around_step(schedule.step))
         base, stage = schedules._PipelineSchedule, stages._PipelineStageBase
@@ -141,7 +141,7 @@ class Pipeline:
             try:
                 result = original(schedule, *args, **kwargs)
             except BaseException as e:
-                self._call = None  # half a step has no meaning
+                self._call = None  # half a step is not recorded
                 passed(e)
                 raise
             self._end()
@@ -159,7 +159,7 @@ class Pipeline:
             try:
                 chunk = chunk_of(*args, **kwargs)
                 began = self._now() if chunk is not None else None
-            except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
+            except Exception as e:  # noqa: BLE001 - an unknown kind of stage; the script goes on
                 self.fail(e)
                 chunk = None
             if chunk is None:
@@ -179,13 +179,13 @@ class Pipeline:
     # -- measuring
 
     def _begin(self, schedule: Any) -> bool:
-        """Begin to measure a schedule's step; False: nothing is measured of it."""
+        """Begin to measure a schedule's step; return False if it is not measured."""
         recorder = self._recorder
         if recorder is None or self._call is not None or get_ident() != self._thread:
-            return False  # one within another is its own eval()
+            return False  # a call within another is the schedule's own eval()
         try:
             if not schedule._has_backward or recorder.clock.capturing or recorder.device.capturing():
-                return False  # it evaluates, or what it does is captured into a CUDA graph and runs later
+                return False  # an evaluation, or work that is captured into a CUDA graph and runs later
             if schedule is not self._schedule:
                 self._see(schedule, recorder)
             now = time.perf_counter_ns()
@@ -210,14 +210,14 @@ class Pipeline:
             call.ended = self._now()
             if self._events is None:
                 self._add(recorder, call)
-            # A call in which the stream was captured at some chunk's begin or end has no times.
+            # A call has no times if the stream was captured when one of its chunks began or ended.
             elif all(event is not None for event in call.events()):
                 self._waiting.append(call)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
 
     def _see(self, schedule: Any, recorder: Recorder) -> None:
-        """Remember which schedule runs, over which stages."""
+        """Keep which schedule runs, and over which stages."""
         stages = getattr(schedule, "_stages", None) or [schedule._stage]
         distributed: Any = sys.modules["torch.distributed"]
         group = stages[0].group if stages[0].group is not None else distributed.group.WORLD
@@ -235,12 +235,12 @@ class Pipeline:
             index = device.index if device.index is not None else recorder.device.in_use()
             if index is not None and (self._events is None or self._events.index != index):
                 self._events = Events(index)
-                self._waiting.clear()  # of another device, whose events are none of these
+                self._waiting.clear()  # their events are on another device
         if self._log is None:
             self._log = Log(recorder.folder / "chunks.jsonl")
 
     def _now(self) -> Any:
-        """Return the time on the host, or an event that the device will reach; None while a graph is captured."""
+        """Return the host's time, or record an event on the device; None while a graph is captured."""
         return time.perf_counter_ns() if self._events is None else self._events.record()
 
     # -- writing

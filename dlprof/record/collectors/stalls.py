@@ -1,4 +1,4 @@
-"""What holds up a step and shows in no trace: Python's garbage collector, saving checkpoints, compiling."""
+"""Records what delays a step and is in no trace: garbage collection, saving checkpoints, compiling."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import PHASES, Step
 
-# Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
-# of those costs microseconds. What is left is rare, and the file small.
+# Shorter stalls are dropped and not counted. Young generations are collected many times a second, which takes
+# microseconds each time. Longer stalls are rare, so the file stays small.
 _LEAST_NS = 1_000_000
 
-# So many have a line each. In a job that collects garbage in every step, those of one write share a line from then on:
-# some 8 lines a second, or 5 MB an hour.
+# This many stalls have a line each. After that, the collections of one write share a line: some 8 lines a second, or
+# 5 MB an hour, in a job that collects garbage in every step.
 _MOST_FULL = 10_000
 
 
 @dataclass(frozen=True)
 class _Stall:
-    """One stall, as its line has it."""
+    """One stall, with the fields of its line."""
 
     kind: str
     start_ns: int
@@ -43,21 +43,21 @@ class _Stall:
     path: str | None
     phase: str
     reason: str | None = None
-    count: int = 1  # that the line stands for; dur_ns is their sum
+    count: int = 1  # stalls on this line; dur_ns is their sum
 
 
 class Stalls:
     """Writes stalls.jsonl: keys and units as in the table `stalls`.
 
-    A pause of the collector stops every thread of the interpreter, so it counts whichever thread set it off. Saving
-    counts on the training thread only; what is saved, or collected, inside a save belongs to the outermost one.
-    Compilations are Dynamo's own record, read after each step: nothing of ours runs while it compiles.
+    Garbage collection stops every thread of the interpreter, so it counts on whichever thread it started. Saving counts
+    on the training thread only. A save or a collection inside a save is part of the outermost save. Compilations are
+    read from Dynamo's own record after each step: no code of ours runs while Dynamo compiles.
     """
 
     name = "stalls"
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None  # None: not started, or no longer recording
+        self._recorder: Recorder | None = None  # None before the start and after the end
         self._thread = 0
         self._log: Log | None = None
         self._found: list[_Stall] = []
@@ -65,28 +65,28 @@ class Stalls:
         self._lines = 0
         self._gc_began_ns = 0
         self._saving = False
-        self._distributed_seen = False
-        self._compilation: Any = None  # the newest of Dynamo's that we have seen
+        self._distributed_wrapped = False
+        self._compilation: Any = None  # the newest compilation that we have read
         self._compiled_to_us = 0
         self._dynamo_is_known = True
-        self._watch_torch()
+        self._wrap_torch()
 
     def start(self, recorder: Recorder) -> None:
-        """Open the file, which stays empty where nothing stalls, and listen to the collector."""
+        """Open the file, which stays empty if nothing stalls, and register with the garbage collector."""
         self._log = Log(recorder.folder / "stalls.jsonl")
         self._thread = get_ident()
-        self._watch_distributed()
+        self._wrap_distributed()
         os.register_at_fork(after_in_child=self._disarm)
         self._recorder = recorder
         self._see_compilations(recorder, ())
         gc.callbacks.append(self._collecting)
 
     def step(self, done: Sequence[Step]) -> None:
-        """Write what has gathered."""
+        """Write the stalls collected so far."""
         if self._recorder is None:
             return
-        if not self._distributed_seen:
-            self._watch_distributed()
+        if not self._distributed_wrapped:
+            self._wrap_distributed()
         self._see_compilations(self._recorder, done)
         now = done[-1].end_ns
         if self._found and now - self._written_ns >= WRITE_EVERY_NS:
@@ -94,7 +94,7 @@ class Stalls:
             self._write()
 
     def stop(self) -> None:
-        """Stop listening and write the rest."""
+        """Stop recording and write the rest."""
         try:
             if self._recorder is not None:
                 self._see_compilations(self._recorder, ())
@@ -105,14 +105,14 @@ class Stalls:
                 self._log.close()
 
     def _disarm(self) -> None:
-        """Record nothing from here on: the wrappers only pass on. Also what a fork's child does."""
+        """Stop recording: the wrappers only pass calls on. A forked child calls this too."""
         self._recorder = None
         self._found.clear()
         if self._collecting in gc.callbacks:
             gc.callbacks.remove(self._collecting)
 
     def _collecting(self, moment: str, info: dict[str, Any]) -> None:
-        # Called inside the collector: nothing may be raised here, and little done.
+        # This runs inside the garbage collector: it must not raise, and must be quick.
         if moment == "start":
             self._gc_began_ns = time.perf_counter_ns()
             return
@@ -121,25 +121,25 @@ class Stalls:
             self._add("garbage_collection", began, generation=info.get("generation"))
 
     def _add(self, kind: str, began: int, generation: int | None = None, path: str | None = None) -> None:
-        """Keep a stall that ends now."""
+        """Add a stall that ends now."""
         dur, recorder = time.perf_counter_ns() - began, self._recorder
         if recorder is None or dur < _LEAST_NS:
             return
-        # A pause may end in a later step than it began in, where another thread set it off: then it is the later's.
+        # A collection that another thread started may end in a later step than it began in: it counts there.
         clock = recorder.clock
         phase = PHASES[clock.phase] if clock.phase is not None else "rest"
         self._found.append(_Stall(kind, recorder.unix(began), dur, clock.row.number, generation, path, phase))
 
     def _see_compilations(self, recorder: Recorder, done: Sequence[Step]) -> None:
-        """Look whether Dynamo has compiled since we last looked: in these steps, or in the one that has begun."""
-        # Where Dynamo keeps what it knows of its last compilations; a process that compiles nothing never imports it.
+        """Add what Dynamo has compiled since the last call: in these steps, or in the step that has just begun."""
+        # Dynamo keeps its last compilations here. A process that compiles nothing never imports this module.
         known = getattr(sys.modules.get("torch._dynamo.utils"), "_compilation_metrics", None)
         if not known or known[-1] is self._compilation or not self._dynamo_is_known:
             return
         self._compilation = known[-1]
         try:
             self._add_compilations(recorder, known, done)
-        except (AttributeError, TypeError, ValueError) as e:  # a Dynamo of another make
+        except (AttributeError, TypeError, ValueError) as e:  # an unknown version of Dynamo
             self._dynamo_is_known = False
             recorder.warn(f"compilations are not recorded from here on: {words_of(e)}")
 
@@ -152,7 +152,7 @@ class Stalls:
         if self._compiled_to_us and len(new) == known.maxlen:
             recorder.warn(f"{known.maxlen} or more compilations in one step: Dynamo remembers no more of them")
         self._compiled_to_us = max(c.end_time_us for c in new)
-        # Dynamo's times are those of the system clock, which may have been set meanwhile.
+        # Dynamo uses the system clock, which may have been changed during the job.
         ahead = time.time_ns() - recorder.unix(time.perf_counter_ns())
         frames = {str(c.compile_id): c for c in known if c.co_name}
         ended = 0
@@ -169,31 +169,31 @@ class Stalls:
             phase = "backward" if c.is_forward is False else "forward"
             within = (s.number for s in done if recorder.unix(s.end_ns) >= end)
             step = next(within, recorder.clock.row.number)
-            # What was collected meanwhile is part of it.
+            # A garbage collection during the compilation is part of it.
             self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
             self._found.append(_Stall("compilation", start, end - start, step, None, path, phase, reason))
 
-    def _watch_torch(self) -> None:
-        """Watch torch.save from its import on: later the script may hold the original by a name of its own."""
+    def _wrap_torch(self) -> None:
+        """Wrap torch.save now: later the script may have imported the original under a name of its own."""
         import torch
 
-        # Two names of one function; pickle finds it by the second.
+        # One function with two names; pickle uses the second.
         save = self._timed(torch.save, lambda _obj=None, f=None, *_, **__: f)
         put(torch, "save", save)
         put(torch.serialization, "save", save)
 
-    def _watch_distributed(self) -> None:
-        # Never imported for our sake: it is large. A name that the script took from it earlier is not watched.
+    def _wrap_distributed(self) -> None:
+        # The module is large: we never import it. Functions that the script imported from it earlier are not wrapped.
         module: Any = sys.modules.get("torch.distributed.checkpoint")
-        # While it is being imported its functions are not yet there.
+        # While it is being imported, its functions are missing.
         if module is None or not hasattr(module, "async_save"):
             return
-        self._distributed_seen = True
+        self._distributed_wrapped = True
         for name in ("save", "async_save"):
             put(module, name, self._timed(getattr(module, name), lambda *_, **kwargs: kwargs.get("checkpoint_id")))
 
     def _timed(self, original: Callable[..., Any], path_of: Callable[..., Any]) -> Any:
-        """Wrap a function that saves; `path_of` returns the path among its arguments, or anything else."""
+        """Wrap a function that saves; `path_of` returns its path argument, which may be of any type."""
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -219,14 +219,14 @@ class Stalls:
         self._add("checkpoint", began, path=named)
 
     def fail(self, error: Exception) -> None:
-        """Switch off, since a hook failed."""
+        """Switch off because a hook failed."""
         if self._recorder is not None:
             self._recorder.drop(self, error)
 
     def _write(self) -> None:
         if not self._found or self._log is None:
             return
-        # The collector may add to the list while we work: take what is there, and no more.
+        # A garbage collection may add to the list meanwhile: take only what is there now.
         count = len(self._found)
         found = self._found[:count]
         del self._found[:count]
@@ -237,7 +237,7 @@ class Stalls:
 
 
 def _summed(found: Sequence[_Stall]) -> list[_Stall]:
-    """Make one of the collections of garbage that are alike; the other stalls stay as they are."""
+    """Sum garbage collections of the same generation and phase; other stalls stay as they are."""
     alike: dict[Any, list[_Stall]] = {}
     for n, stall in enumerate(found):
         key = (stall.generation, stall.phase) if stall.kind == "garbage_collection" else n

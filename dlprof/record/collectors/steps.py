@@ -1,4 +1,4 @@
-"""The step log: one line a step for the whole job, so that a run can be judged where nobody traced it."""
+"""The step log: one line per step for the whole job, so that steps outside the trace can be judged too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of
 
-# A job may write 50 MB an hour and rank, and steps of a millisecond would write 900. So after so many that have a line
-# each, short ones share a line until they fill it: 25 lines a second, or 23 MB an hour. A long one keeps its own.
+# A rank may write 50 MB an hour, and steps of a millisecond would write 900 MB. So this many steps have a line each.
+# After that, short steps share lines of this duration: 25 lines a second, or 23 MB an hour. Longer steps do not share.
 _EACH_STEPS = 10_000
 _SHARED_NS = 40_000_000
 
@@ -24,13 +24,13 @@ _LINE = (
     '"optimizer_steps":%s,"unused_forward_ns":%s,"samples":%s,"inputs":%s,"tokens":%s,"profiled":%s,"first":%s%s}\n'
 )
 
-# Steps whose device time is still outstanding; a device that is further behind than this loses it, not the step. About
-# 1,024 launches fit into a stream's queue before the host must wait, and a step is at least a launch and an event: one
-# that replays a graph a step is further behind than any other, and never so far.
+# The most steps that wait for their device time. If the device is further behind, a step is written without it. About
+# 1,024 launches fit into a stream's queue before the host must wait, and a step has at least a launch and an event. So
+# even a job that replays one graph per step, whose device is furthest behind, does not reach this number.
 _MAX_WAITING = 1_024
 
-# A step whose device time is outstanding is saved without it, and written again once that is known, unless the job ends
-# before: such a line counts where none of another kind follows.
+# A step whose device time is unknown is saved with this mark, and written again once the time is known. The marked line
+# counts only if no other line of the step follows, as when the job ended before.
 _OUTSTANDING = ',"outstanding":1'
 
 
@@ -46,15 +46,15 @@ class Steps:
         self._written_ns = 0
         self._offset_ns = 0
         self._waiting: deque[Step] = deque()
-        # The steps that share the next line, with their times on the device, and what they have in common.
+        # The steps that share the next line with their device times, their duration, and what they have in common.
         self._shared: list[tuple[Step, int]] = []
         self._shared_ns = 0
         self._alike: tuple[Any, ...] = ()
-        # What is above belongs to whoever holds this: the training thread, or the one that saves. Reentrant, for a
-        # signal's handler may come upon the training thread in here.
+        # Guards the fields above: the training thread and the thread that saves use them. It is reentrant because a
+        # signal handler may interrupt the training thread here.
         self._lock = threading.RLock()
-        self._seen = -1  # the number of the last step that was taken in
-        self._saved = -1  # and that of the last one that was saved without its device time
+        self._seen = -1  # the number of the last step that was added
+        self._saved = -1  # the number of the last step that was saved without its device time
 
     def start(self, recorder: Recorder) -> None:
         """Open the file."""
@@ -63,7 +63,7 @@ class Steps:
         self._device = DeviceClock(recorder.clock, recorder.device, recorder.warn)
 
     def step(self, done: Sequence[Step]) -> None:
-        """Add each step's line, once its device time is known, and write what has gathered."""
+        """Add the line of each step once its device time is known, and write the lines from time to time."""
         with self._lock:
             self._take(done)
             self._drain(len(self._waiting) - _MAX_WAITING)
@@ -73,7 +73,7 @@ class Steps:
                 self._write()
 
     def save(self, done: Sequence[Step]) -> None:
-        """Write all steps that have ended, those whose device time is outstanding without it."""
+        """Write all steps that have ended; a step whose device time is unknown is written without it."""
         with self._lock:
             self._take(done)
             self._share()
@@ -83,7 +83,7 @@ class Steps:
                 self._saved = unsaved[-1].number
 
     def stop(self) -> None:
-        """Write the rest; a device time that is not known by now never will be."""
+        """Write the rest. Device times that are unknown now stay unknown."""
         with self._lock:
             self._drain(len(self._waiting))
             self._share()
@@ -93,7 +93,7 @@ class Steps:
                 self._log = None
 
     def _take(self, done: Sequence[Step]) -> None:
-        """Take in the steps that are new."""
+        """Add the steps that are new."""
         for step in done:
             if step.number <= self._seen:
                 continue
@@ -104,7 +104,7 @@ class Steps:
                 self._waiting.append(step)
 
     def _drain(self, overdue: int) -> None:
-        """Move the waiting steps on whose device time is known, in their order, and the first `overdue` in any case."""
+        """Add the waiting steps in order while their device times are known; the first `overdue` are added without."""
         while self._waiting:
             step = self._waiting[0]
             measured = UNKNOWN if step.device is None else self._device.measure(step.device)
@@ -115,7 +115,7 @@ class Steps:
             self._add(step, UNKNOWN if measured is None else measured)
 
     def _add(self, step: Step, device: int) -> None:
-        """Add a step and its time on the device; where there are many steps, short ones that are alike share a line."""
+        """Add a step with its time on the device. In a job of many steps, similar short steps share a line."""
         if step.number < _EACH_STEPS or step.dur_ns >= _SHARED_NS:
             self._share()
             self._lines.append(self._line(step, _figures(step, device)))
@@ -130,7 +130,7 @@ class Steps:
             self._share()
 
     def _share(self) -> None:
-        """End the line that short steps share."""
+        """Complete the line that short steps share."""
         if not self._shared:
             return
         shared, self._shared, self._shared_ns = self._shared, [], 0
@@ -149,6 +149,6 @@ class Steps:
 
 
 def _figures(step: Step, device: int) -> tuple[int, ...]:
-    """Return what a line of several steps has the sums of, in its order; −1: not measured."""
+    """Return the figures that a line of several steps sums, in the order of the line; −1 if not measured."""
     _, _, *times, fetches, forwards, backwards, steps, _, _, _, unused, samples, inputs, tokens = step
     return (*times, device, fetches, forwards, backwards, steps, unused, samples, inputs, tokens)

@@ -1,9 +1,8 @@
-"""The trace window: torch's own profiler over a few steps, and out of its way where the script profiles.
+"""The trace window: runs torch's profiler for a few steps, and makes way for a profiler of the script.
 
-Names the module whose parameters an exchange of FSDP's first version moves, while the profiler records.
-
-Its own ranges do not say whose they are, and it gathers parameters ahead, while another module runs. A range is
-"dlprof::all_gather nn.Module: PATH (Class)", or "dlprof::reduce …" of gradients. FSDP2's own ranges name the module.
+While the profiler records, exchanges of FSDP's first version are named after the module whose parameters they move.
+FSDP1's own ranges do not name it, and it gathers parameters in advance, while another module runs. A range is
+"dlprof::all_gather nn.Module: PATH (Class)", or "dlprof::reduce …" for gradients. FSDP2's own ranges name the module.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from dlprof.record.stepping import Step, kind_of
 
 _DEFAULT_WINDOW = "10,2,5"
 
-# Unless a window was asked for, one of slow steps begins sooner: after so many steps, once the job has gone on for so
-# long since its first one. It then warms up for one step, and traces no more steps once it has recorded for so long.
+# If the user gave no window and steps are slow, the window begins sooner: after this many steps and this much time
+# since the first one. It then has one warm-up step, and ends once it has recorded for this long.
 _SKIP_LEAST, _SKIP_NS, _WARMUP_SLOW, _RECORD_NS = 3, 3_000_000_000, 1, 5_000_000_000
 
-# On a device the profiler's start empties the queue of launches, and the host's first steps are short until it is full
-# again: the host then runs ahead as it does in the rest of the job. In a V100's trace (traces of GPU.md §1) its steps
-# took 35, 72, 96, 96 and 96 ms. So the window goes on, for a few steps at most, while the last step is shorter than
-# this part of the steps before the window, or this much off the traced one before it.
+# On a device, the start of the profiler empties the queue of launches. The host's first steps are short until the queue
+# is full again and the host runs ahead as in the rest of the job. In a trace of a V100 (traces of GPU.md §1) they took
+# 35, 72, 96, 96 and 96 ms. So the window is extended by a few steps at most, while the last step is shorter than this
+# share of the steps before the window, or differs by this share from the traced step before it.
 _SETTLED, _CHANGED = 0.9, 0.1
 _MOST_MORE = 3
 _COMPARED = 64  # untraced steps
@@ -59,41 +58,41 @@ class Trace:
     _named: Any  # opens a named range in the trace
 
     def __init__(self) -> None:
-        asked = os.environ.get("DLPROF_WINDOW")
-        text = asked or _DEFAULT_WINDOW
-        self._by_time = not asked
+        given = os.environ.get("DLPROF_WINDOW")
+        text = given or _DEFAULT_WINDOW
+        self._by_time = not given
         self._first_ns = 0  # when the first step of training had ended
-        # Only one of the two can listen to the device: a window of ours would leave nsys, or us, without its events.
+        # Only one of the two can record the device: with a window of ours, nsys or we would lose events.
         if text != "off" and os.environ.get("NSYS_PROFILING_SESSION_ID"):
             text = "nsys"
         self._done = text in ("off", "nsys")
-        self._asked_of = os.environ.get("DLPROF_RANKS") or "all"
-        self._stands_by = False  # the window of a rank that was asked for no trace
+        self._ranks = os.environ.get("DLPROF_RANKS") or "all"
+        self._stands_by = False  # this rank records no trace, and only marks the steps of the window
         self._stands = range(0)  # its steps
         self._stands_ns = 0  # when the first of them began
         skip, warmup, active = (None, None, None) if self._done else map(int, text.split(","))
         self.window: dict[str, Any] = {"skip": skip, "warmup": warmup, "active": active}
         self.window.update(state=text if self._done else "waiting", first_step=None, last_step=None, export_ns=None)
-        # errors: what Kineto and CUPTI reported; None: nobody listened, as on a CPU.
+        # errors: what Kineto and CUPTI reported; None if their messages were not read, as on a CPU.
         self.window.update(extended=0, cupti_torn_down=None, errors=None, modules=None)
         self._profiler: Any = None
-        self._thread = threading.local()  # what the thread that the profiler was prepared in has alone
-        self._range: Any = None  # of the step that is under way
+        self._thread = threading.local()  # data of the thread that prepared the profiler
+        self._range: Any = None  # of the current step
         self._recording = False
         self._exchanges: list[Patch] = []  # while it records
         self._now_ns = 0  # when the last step had ended
         self._opening = False
-        self._settling = False  # the step after the window still feels it
-        self._of_inference = False  # the window that was opened last
+        self._settling = False  # the step after the window is still affected by it
+        self._of_inference = False  # whether the last window was of inference
         self._theirs: set[int] = set()
         self._on_device = False
         self._untraced: deque[int] = deque(maxlen=_COMPARED)  # ns of the last steps of training before the window
         self._traced: list[int] = []
         if not self._done:
-            self._watch_profilers()
+            self._wrap_profilers()
 
     def start(self, recorder: Recorder) -> None:
-        """Open the window at once if it skips nothing."""
+        """Open the window at once if it skips no steps."""
         self._recorder = recorder
         recorder.window = self.window
         if self.window["skip"] == 0:
@@ -126,12 +125,12 @@ class Trace:
         return int(clock.trained_from + self.window["skip"]) if waits else clock.row.number + 1
 
     def stop(self) -> None:
-        """Leave what the open window has."""
-        # The script ends while a thread of it still trains: only that thread could stop the profiler.
+        """Write what an open window has recorded."""
+        # If the script ends while one of its threads still trains, only that thread could stop the profiler.
         self._end("" if hasattr(self._thread, "end") else "with its training thread still running")
 
     def _end(self, why: str) -> None:
-        """Close the window early, unless there is a reason why that cannot be."""
+        """Close the window early, unless a reason is given why that is impossible."""
         recorder = self._recorder
         if self._profiler is None:
             return
@@ -154,9 +153,11 @@ class Trace:
             self._of_inference = not recorder.clock.trains
             slow = recorder.clock.position < window["skip"]
             first = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
-            if not self._is_asked():
-                window.update(state="not_asked", asked=self._asked_of)
-                more = _MOST_MORE if recorder.device.index is not None else 0  # that others' windows may take
+            if not self._is_wanted():
+                window.update(state="not_asked", asked=self._ranks)
+                more = (
+                    _MOST_MORE if recorder.device.index is not None else 0
+                )  # by which the windows of other ranks may be extended
                 self._stands_by, self._stands = True, range(first, first + window["active"] + more)
                 self._stand_by(number)
                 return
@@ -193,31 +194,31 @@ class Trace:
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
-    def _is_asked(self) -> bool:
-        """Return whether --ranks names this rank; only when the window is due is it known which stage it is."""
+    def _is_wanted(self) -> bool:
+        """Return whether --ranks names this rank. Its pipeline stage is known only when the window is due."""
         recorder = self._recorder
         pipeline = (recorder.observed.pipeline or {}).get("ranks")
-        return is_among(self._asked_of, recorder.run, recorder.rank, pipeline)
+        return is_among(self._ranks, recorder.run, recorder.rank, pipeline)
 
     def _stand_by(self, number: int) -> None:
-        """Mark the steps in which other ranks trace: they are slow then, and this one waits for them."""
-        self._recorder.clock.row.profiled = 1  # also the step in which they export, after their last one
+        """Mark the steps in which other ranks trace: these are slow then, and this rank waits for them."""
+        self._recorder.clock.row.profiled = 1  # including the step in which they export, after their last traced step
         if number == self._stands.start:
             self._stands_ns = self._now_ns
         slow = self._by_time and number > self._stands.start and self._now_ns - self._stands_ns >= _RECORD_NS
         self._done = self._settling = slow or number >= self._stands.stop
 
     def _skipping(self) -> bool:
-        """Return whether the window is still to come; that of a slow job, by the time that has passed."""
+        """Return whether the window has not begun yet; if steps are slow, this depends on the time that has passed."""
         clock, skip = self._recorder.clock, self.window["skip"]
         passed = self._now_ns - self._first_ns if self._first_ns else 0
         if not clock.trains:
-            return clock.position < skip or passed < _SKIP_NS  # it may be a validation before training
+            return clock.position < skip or passed < _SKIP_NS  # this may be a validation before training
         slow = self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS
         return clock.position < skip and not slow
 
     def _begin_anew(self) -> None:
-        """Wait for training's window: what was traced was a validation before it."""
+        """Wait for the window of training: the trace so far is of a validation before it."""
         self._done = self._of_inference = self._stands_by = False
         self._first_ns = 0
         self._traced, self._untraced = [], deque(maxlen=_COMPARED)
@@ -230,7 +231,7 @@ class Trace:
             self._range = None
 
     def _goes_on(self) -> None:
-        """Let the window take one more step, if the host does not run ahead yet as it otherwise does."""
+        """Extend the window by one step if the host does not run ahead as usual yet."""
         if not self._on_device or self.window["extended"] >= _MOST_MORE or not self._traced:
             return
         before, last = (self._traced[:1] + self._traced)[-2:]
@@ -247,17 +248,17 @@ class Trace:
         kinds: Any = torch.profiler.ProfilerActivity
         make: Any = torch.profiler._KinetoProfile  # type: ignore[attr-defined]
         activities = [kinds.CPU]
-        # Asking for a device that the script does not use would wake it.
+        # Requesting a device that the script does not use would initialize it.
         for name in ("cuda", "xpu"):
             device: Any = getattr(torch, name, None)
             if device is not None and device.is_available() and device.is_initialized():
                 activities.append(getattr(kinds, name.upper()))
         self._on_device = len(activities) > 1
         self._named = unseen_range()
-        # Of tiny operators shapes make the traced steps a third longer, and the file half as large again.
+        # With tiny operators, shapes make the traced steps a third longer and the file half as large again.
         profiler = make(activities=activities, record_shapes=os.environ.get("DLPROF_SHAPES") == "on")
-        # torch 2.10 to 2.12 warn on the script's stderr of every profiler that does not accumulate events. Ours passes
-        # for one that does while it is prepared, and no longer: it would parse all its events where it stops.
+        # torch 2.10 to 2.12 warn on the script's stderr about every profiler that does not accumulate events. Ours
+        # claims to do so only while it is prepared: otherwise it would parse all its events when it stops.
         profiler.acc_events = True
         self._kineto = Kineto(self._on_device, elsewhere=get_ident() != self._recorder.made_in)
         self._recorder.clock.row.profiled = 1
@@ -269,11 +270,13 @@ class Trace:
         except Exception:
             self._report()
             raise
-        self._thread.end = _End(functools.partial(self._thread_ends, profiler))  # in this order: one before it goes
+        self._thread.end = _End(
+            functools.partial(self._thread_ends, profiler)
+        )  # in this order: a previous one ends first
         self._profiler = profiler
 
     def _close(self, state: str) -> None:
-        """Stop the profiler and, if it recorded a step, write the file; the window ends in that state."""
+        """Stop the profiler and, if it recorded a step, write the file; the window ends in the given state."""
         recorder, window = self._recorder, self.window
         profiler, self._profiler = self._profiler, None
         recorded, self._recording = self._recording, False
@@ -289,7 +292,7 @@ class Trace:
             window["first_step"] = window["first_step"] if recorded else None
         began = time.perf_counter_ns()
         try:
-            # Not where the script's own profiler begins now, which would lose its events, nor where the job ends.
+            # Not if the script's own profiler is starting, which would lose its events, nor if the job is ending.
             if state == "exported" and self._on_device:
                 window["cupti_torn_down"] = self._kineto.tear_down()
             with self._kineto.listening():
@@ -311,20 +314,20 @@ class Trace:
             self._report()
 
     def _thread_ends(self, profiler: Any) -> None:
-        """Close the window with the thread that it was opened in, which alone can; another may have its number then."""
+        """Close the window when its thread ends: only that thread can, and another one may get its number later."""
         clock = self._recorder.clock
         if profiler is self._profiler and not clock.off:
             try:
                 if clock.row.worked:
-                    clock.row.first = 1  # cut off, as a step is by the end of the job
+                    clock.row.first = 1  # an incomplete step, as at the end of the job
                     clock.end_step(time.perf_counter_ns())
                 self._end("")
-            except Exception as e:  # noqa: BLE001 - nobody would hear of it
+            except Exception as e:  # noqa: BLE001 - it would go unnoticed in __del__
                 self._recorder.drop(self, e)
             self._done, self._profiler = True, None
 
     def _end_modules(self) -> None:
-        """Name no more modules, and keep how often and at what cost it was done."""
+        """Stop naming modules, and keep the number and the cost of the ranges."""
         ranges = self._recorder.module_ranges
         ranges.stop()
         for patch in self._exchanges:
@@ -334,14 +337,14 @@ class Trace:
             self.window["modules"] = {"ranges": ranges.count, "ns_each": took}
             rows = rows_of(self._models(), ranges.flops, ranges.moved)
             write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        except Exception as e:  # noqa: BLE001 - it asks the script's own classes
+        except Exception as e:  # noqa: BLE001 - it calls the script's own classes
             self._recorder.warn(f"the model's modules are not known: {words_of(e)}")
 
     def _models(self) -> list[Any]:
         return [model for ref in self._recorder.observed.models if (model := ref()) is not None]
 
     def _ours(self, call: Callable[[], Any]) -> None:
-        """Call the profiler, which synchronises the current device: that must be the rank's, or another one wakes."""
+        """Call the profiler. It synchronizes the current device, which must be the rank's: another would be woken."""
         import torch
 
         cuda: Any = torch.cuda
@@ -354,7 +357,7 @@ class Trace:
             self._opening = False
 
     def _report(self) -> None:
-        """Keep Kineto's messages, and warn the user of what the trace lacks because of them."""
+        """Keep Kineto's messages, and warn the user if the trace lacks events because of them."""
         self._kineto.close()
         if self._kineto.errors is None:
             return
@@ -364,8 +367,8 @@ class Trace:
             advice = cupti.remedy(errors)
             self._recorder.warn(f"the trace may lack what the GPU did: {lost}" + (f"; {advice}" if advice else ""))
 
-    def _watch_profilers(self) -> None:
-        """Make way for a profiler that the script starts: two at once leave one of them empty."""
+    def _wrap_profilers(self) -> None:
+        """Stop our profiler if the script starts its own: of two at once, one records nothing."""
         from torch.autograd.profiler import profile
 
         prepare: Any = profile._prepare_trace
@@ -399,7 +402,7 @@ class Trace:
 
 
 class _End:
-    """Calls a function when the thread ends that has it among its own."""
+    """Calls a function when the thread that holds this in its local data ends."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -410,16 +413,16 @@ class _End:
 
 def _export(profiler: Any, path: Path) -> None:
     unfinished = path.with_name(path.name + ".tmp")
-    theirs = unfinished.with_name(unfinished.name + ".tmp")  # Kineto's own, which it renames once it is whole
+    theirs = unfinished.with_name(unfinished.name + ".tmp")  # Kineto's own file, which it renames when it is complete
     try:
-        # Kineto leaves line breaks out of a path: by the folder's descriptor it has none.
+        # Kineto drops line breaks from a path; the path of the folder's descriptor has none.
         fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             profiler.export_chrome_trace(f"/proc/self/fd/{fd}/{unfinished.name}")
         finally:
             os.close(fd)
         if theirs.exists():
-            # Kineto does not report why it came to no end: a full disk, or a limit on the size of files. More would.
+            # Kineto does not say why it stopped early. Writing more raises the error: a full disk, or a size limit.
             with theirs.open("ab") as file:
                 file.write(bytes(1 << 20))
         with unfinished.open("rb") as file:
@@ -433,10 +436,10 @@ def _export(profiler: Any, path: Path) -> None:
         raise
 
 
-# By module of torch's, class there ("": none) and function: what its range is called, and which argument says whose
-# parameters it moves. None of these is in PyTorch's documentation; without them the ranges are not there.
+# By torch module, class in it ("" if none) and function: the name of its range, and the index of the argument that
+# leads to the module. None of these is documented by PyTorch; if one is missing, its ranges are too.
 _MOVING = {
-    # With the views of what was gathered, whose functions are the module's as well.
+    # This includes the views of the gathered parameters; their autograd functions are of the module too.
     ("_flat_param", "FlatParamHandle", "unshard"): ("all_gather", 0),
     ("_runtime_utils", "", "_reduce_grad"): ("reduce", 1),
     ("_runtime_utils", "", "_reduce_grad_no_shard"): ("reduce", 1),
@@ -444,7 +447,7 @@ _MOVING = {
 
 
 def name_exchanges(ranges: Ranges) -> list[Patch]:
-    """Open a range around each exchange until the patches are undone; none where the script does not use this FSDP."""
+    """Open a range around each exchange until the patches are undone. Returns [] if the script does not use FSDP1."""
     patches = []
     for (module, kind, name), (moves, place) in _MOVING.items():
         owner: Any = sys.modules.get(f"torch.distributed.fsdp.{module}")

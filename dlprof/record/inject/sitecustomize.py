@@ -1,11 +1,11 @@
-"""Gets the recorder into every Python of a watched job without touching the script.
+"""Loads the recorder into every Python process of a recorded job, without a change of the script.
 
-The supervisor puts this folder first on PYTHONPATH, so Python imports this file as it starts. It leaves word that it
-was here, waits until somebody imports torch, and loads the recorder then. It then hands over to the sitecustomize that
-it shadows. It uses the standard library only, runs on Python 3.8 and later, and never fails a script.
+The supervisor puts this folder first on PYTHONPATH, so Python imports this file when it starts. It writes a line to
+show that it was reached, and loads the recorder when torch is imported. It also runs the sitecustomize that it shadows.
+It uses the standard library only, runs on Python 3.8 and later, and never makes a script fail.
 """
 
-# Every interpreter of the job runs this as it starts, and pathlib and contextlib would cost it milliseconds.
+# Every interpreter of the job runs this when it starts; importing pathlib and contextlib would take milliseconds.
 # ruff: noqa: PTH100, PTH103, PTH112, PTH118, PTH120, SIM105
 
 import os
@@ -13,15 +13,15 @@ import sys
 
 
 def _say(error):
-    """Tell the user, in one line, that this process is not recorded."""
+    """Tell the user in one line that this process is not recorded."""
     try:
         sys.stderr.write(f"dlprof: {type(error).__name__}: {error}; the job goes on without it\n")
     except Exception:  # noqa: BLE001 - stderr may be closed; the job goes on
         pass
 
 
-def _unwatched():
-    """Return whether this interpreter is one that never trains: a tracker of multiprocessing or a compiler's worker."""
+def _never_trains():
+    """Return whether this interpreter never trains: a tracker of multiprocessing, or a compile worker."""
     words = " ".join(getattr(sys, "orig_argv", None) or getattr(sys, "argv", None) or [])
     return any(
         w in words for w in ("multiprocessing.resource_tracker", "multiprocessing.semaphore_tracker", "compile_worker")
@@ -29,10 +29,10 @@ def _unwatched():
 
 
 def _hello(run, line):
-    """Append a line to this host's list of interpreters, from which the supervisor knows whether we got in."""
+    """Append a line to this host's list of interpreters, which shows the supervisor that this hook was reached."""
     host = os.uname().nodename
     folder, many = os.path.join(run, "hosts", host), os.path.join(run, "many-hosts")
-    if os.path.isdir(many):  # as dlprof/run_folder.py has it
+    if os.path.isdir(many):  # as in dlprof/run_folder.py
         import zlib
 
         folder = os.path.join(many, f"{zlib.crc32(host.encode()) % 64:02x}", host)
@@ -45,11 +45,11 @@ def _hello(run, line):
 
 
 def _load_recorder(run):
-    """Load the recorder that belongs to this file and let it watch torch, which has just been imported."""
+    """Load the recorder that belongs to this file and let it hook into torch, which has just been imported."""
     try:
         _hello(run, f'{{"pid": {os.getpid()}, "torch": true}}\n')
         if "dlprof" not in sys.modules:
-            # By its place, not by name: the script's interpreter may have no dlprof, or another one.
+            # By its path, not by name: the script's interpreter may have no dlprof, or another version.
             import importlib.util
 
             package = os.path.abspath(__file__).rpartition(os.path.join("", "record", "inject", ""))[0]
@@ -67,13 +67,13 @@ def _load_recorder(run):
 
 
 class _TorchFinder:
-    """Stands first among the import system's finders until torch has been imported, and finds nothing itself."""
+    """The first finder of the import system until torch has been imported. It finds no modules itself."""
 
     def __init__(self, run):
         self._run = run
 
     def find_spec(self, name, path=None, target=None):
-        """Return what the other finders give; for torch, see to it that we are called once it has run."""
+        """For torch, return the spec of the other finders, and load the recorder once torch is imported."""
         if name != "torch":
             return None
         for finder in sys.meta_path:
@@ -91,7 +91,7 @@ class _TorchFinder:
             return
 
         def exec_module(module):
-            # The loader is as it was before anybody's code can look at it.
+            # Restore the loader before other code can see the change.
             del loader.exec_module
             original(module)
             if self in sys.meta_path:
@@ -100,14 +100,14 @@ class _TorchFinder:
 
         try:
             loader.exec_module = exec_module
-        except Exception as e:  # noqa: BLE001 - a loader that takes no attributes: not recorded
+        except Exception as e:  # noqa: BLE001 - a loader that accepts no attributes: not recorded
             _say(e)
 
 
-def _watch_exec(run):
-    """See to it that a script that replaces itself by another program leaves its recording, and word of that."""
+def _wrap_exec(run):
+    """Make a script that replaces itself by another program write its recording, and a line about that, before."""
 
-    def watched(original):
+    def wrapped(original):
         def call(*args, **kwargs):
             try:
                 _hello(run, f'{{"pid": {os.getpid()}, "exec": true}}\n')
@@ -121,18 +121,18 @@ def _watch_exec(run):
         call.__name__, call.__doc__, call.__wrapped__ = original.__name__, original.__doc__, original
         return call
 
-    # All others of the family call one of these two.
-    os.execv, os.execve = watched(os.execv), watched(os.execve)
+    # All other functions of the family call one of these two.
+    os.execv, os.execve = wrapped(os.execv), wrapped(os.execve)
 
 
 def _keep_environment(text):
-    """Set the variables that --set names, which a launcher may have changed, and keep them if the script sets them."""
+    """Set the variables of --set, which a launcher may have changed, and keep their values if the script sets them."""
     import json
 
     kept = {name[4:]: value for name, value in json.loads(text)["set"].items() if name.startswith("env.")}
     if not kept:
         return
-    changed = []  # what did not hold: variable, value, and the file, line and function that set it; for the recorder
+    changed = []  # for the recorder, the other values: variable, value, and the file, line and function that set it
     setting = type(os.environ).__setitem__
 
     def keep(self, name, value):
@@ -151,10 +151,10 @@ def _keep_environment(text):
     type(os.environ).__setitem__ = keep
 
 
-def _watch():
+def _install():
     run = os.environ.get("DLPROF_RUN")
-    # Whoever imports sitecustomize again gets this file again; two finders would ask each other for torch for ever.
-    if not run or _unwatched() or hasattr(os.execv, "__wrapped__"):
+    # If sitecustomize is imported again, this file runs again; two finders would call each other for torch forever.
+    if not run or _never_trains() or hasattr(os.execv, "__wrapped__"):
         return
     try:
         if os.environ.get("DLPROF_SET"):
@@ -164,15 +164,15 @@ def _watch():
             _load_recorder(run)
         else:
             sys.meta_path.insert(0, _TorchFinder(run))
-        _watch_exec(run)
+        _wrap_exec(run)
     except Exception as e:  # noqa: BLE001 - see the file's docstring
         _say(e)
 
 
 def _shadowed():
-    """Run the sitecustomize that Python would have found without us, in our place.
+    """Run the sitecustomize that Python would have found without this one.
 
-    It may run the next one on the path in turn, as agents of tracing services do: meanwhile we are not on the path.
+    It may in turn run the next one on the path, as agents of tracing services do, so this folder is off the path then.
     """
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -186,12 +186,12 @@ def _shadowed():
         if spec is not None and spec.loader is not None:
             module = module_from_spec(spec)
             sys.modules["sitecustomize"] = module
-            # Not guarded: what goes wrong in it, Python reports as it always does.
+            # Not guarded: Python reports its errors as usual.
             spec.loader.exec_module(module)
     finally:
         for at, p in ours:
             sys.path.insert(at, p)
 
 
-_watch()
+_install()
 _shadowed()

@@ -1,16 +1,14 @@
-"""Runs the user's command as a child in the same process group, on the same terminal, with what it would inherit.
+"""Runs the user's command as a child in the same process group, on the same terminal, with all that it would inherit.
 
-Says which processes of a command still run some seconds after it was told to end; a shell waits for it as well.
+Signals that reach only the supervisor are passed on to the command, each once.
 
-A parent that waits for its children, as multiprocessing's does at its end, outlives a Ctrl-C that reached it alone; and
-a child that is blocked in C never gets as far as Python's handler.
+If the command still runs some seconds after a signal that ends it, its processes are named. A parent that waits for its
+children, as multiprocessing does at exit, outlives a Ctrl-C that reached it alone, and a child that is blocked in C
+never runs Python's signal handler.
 
-Notices that this process was suspended without a signal, as `docker pause` and schedulers freeze a control group.
-
-A thread sleeps, and is woken far too late, though it has not waited for a core: for that time it could not run. A
-virtual machine that stood still shows as well, and a busy host does not.
-
-Passes on to the user's command the signals that reached the supervisor alone, each once.
+Suspensions without a signal, as by `docker pause` and schedulers that freeze a control group, are noticed too: a
+sleeping thread wakes far too late although it did not wait for a core. This also shows a paused virtual machine, but
+not a busy host.
 """
 
 from __future__ import annotations
@@ -31,25 +29,25 @@ from dlprof.plain import tell
 from dlprof.record.device.cpu import KernelCounters
 from dlprof.record.launch.process import awaits, family, running, tied
 
-# A suspension that both a signal and the clock have shown counts once, by its signal.
+# A suspension that both a signal and the clock show within this time counts once.
 _TOGETHER_NS = 1_000_000_000
 
-# Signals that ask a command to end.
+# Signals that end a command unless it handles them.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[], None]) -> tuple[int, list[int]]:
-    """Run the command to its end; return its wait status, and when it went on again after it was stopped, Unix ns.
+    """Run the command to its end; return its wait status, and when it continued after being stopped, Unix ns.
 
-    Once it runs, `beside` is called, to start what is to run next to it.
+    `beside` is called once the command runs, to start other processes next to it.
     """
-    watched = {signal.SIGCHLD, *PASSED_ON}
-    # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
+    waited_for = {signal.SIGCHLD, *PASSED_ON}
+    # If a parent process has set SIGCHLD to be ignored, the kernel would reap the child before we wait for it.
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     witness, suspensions = Witness(), Suspensions()
     lingering: Lingering | None = None
-    resumed: list[int] = []  # when the command went on again,
+    resumed: list[int] = []  # when the command continued,
     continued: list[int] = []  # and when this process did, by a signal
     try:
         try:
@@ -64,18 +62,18 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             tell(f"{command[0]}: {said}" + ("; leave out the -- to run it under Python" if is_script else ""))
             return (127 if missing else 126) << 8, resumed
         waiter = threading.Thread(target=_signal_end, args=(child.pid, threading.get_ident()), daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+        with contextlib.suppress(RuntimeError):  # no more threads are allowed here
             waiter.start()
         suspensions.start()
         while True:
             # Never with a timeout: in a process that was suspended for longer than that, Python returns a signal that
-            # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is returned).
-            info = signal.sigwaitinfo(watched)
+            # was never sent (sigtimedwait is interrupted, and Python returns a structure that was not filled in).
+            info = signal.sigwaitinfo(waited_for)
             if info.si_signo != signal.SIGCHLD:
                 if info.si_signo == signal.SIGCONT:
                     continued.append(time.time_ns())
                 if info.si_signo in _ENDING:
-                    lingering.told_to_end()
+                    lingering.end_requested()
                 pass_on(child.pid, info, witness)
                 continue
             pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
@@ -93,22 +91,22 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
         suspensions.end()
         if lingering is not None:
             lingering.ended()
-        # What arrived for the command while it ended is not meant for the report.
-        while signal.sigtimedwait(watched, 0) is not None:
+        # Signals for the command that arrived while it ended must not affect the report.
+        while signal.sigtimedwait(waited_for, 0) is not None:
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
 
 
 def _signal_end(child: int, waiting: int) -> None:
-    """Send the waiting thread a SIGCHLD once the child has ended: the kernel's may be another thread's, or lost."""
+    """Send the waiting thread a SIGCHLD once the child has ended: the kernel may send its own to another thread."""
     with contextlib.suppress(OSError):  # reaped already
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     signal.pthread_kill(waiting, signal.SIGCHLD)
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any) -> subprocess.Popen[bytes]:
-    # Should this process be killed, the command must not run on unseen.
+    # If this process is killed, the command must not go on running unnoticed.
     tie = tied(signal.SIGTERM)
 
     def before_exec() -> None:
@@ -117,11 +115,11 @@ def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    # Inherited descriptors (a shell's <(...) or 3<file) are the command's own: keep them.
+    # Inherited descriptors (a shell's <(...) or 3<file) are meant for the command: keep them.
     return subprocess.Popen(command, env=dict(env), close_fds=False, preexec_fn=before_exec)
 
 
-# As long as a script may take to save a checkpoint before it ends.
+# A script may take this long to save a checkpoint before it ends.
 _PATIENCE_S = 15.0
 
 
@@ -129,22 +127,22 @@ _MOST_NAMED = 8
 
 
 class Lingering:
-    """Watches one command from the first signal that tells it to end."""
+    """Warns if a command still runs some time after the first signal that ends it."""
 
     def __init__(self, pid: int, patience_s: float = _PATIENCE_S) -> None:
         self._pid, self._patience_s = pid, patience_s
         self._timer: threading.Timer | None = None
 
-    def told_to_end(self) -> None:
-        """Start the clock, unless it runs."""
+    def end_requested(self) -> None:
+        """Start the timer, unless it runs already."""
         if self._timer is None:
             self._timer = threading.Timer(self._patience_s, self._say)
             self._timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+            with contextlib.suppress(RuntimeError):  # no more threads are allowed here
                 self._timer.start()
 
     def ended(self) -> None:
-        """Say nothing any more."""
+        """Cancel the warning."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -158,7 +156,7 @@ class Lingering:
         )
 
 
-# A suspension that is longer than both together is seen.
+# Suspensions longer than the sum of both are noticed.
 _EVERY_S = 2.0
 
 
@@ -166,7 +164,7 @@ _LATE_S = 1.5
 
 
 class Suspensions:
-    """Watches this process from its start() to its end()."""
+    """Notices suspensions of this process between start() and end()."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -174,19 +172,19 @@ class Suspensions:
         self._resumed: list[int] = []
 
     def start(self) -> None:
-        """Begin; where no thread more is allowed, nothing will be seen."""
+        """Start; if no more threads are allowed, no suspension will be noticed."""
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
     def end(self) -> list[int]:
-        """Return when this process went on again after each suspension, Unix ns."""
+        """Return when this process continued after each suspension, Unix ns."""
         self._over.set()
         return self._resumed
 
     def _watch(self) -> None:
-        counters = KernelCounters(whole_process=False)  # of this thread: among them how long it waited for a core
+        counters = KernelCounters(whole_process=False)  # of this thread, including its wait for a core
         due, waited_ns = time.monotonic() + _EVERY_S, counters.cores()[1]
-        # −1: this kernel does not say it.
+        # −1: this kernel does not report the wait.
         while waited_ns >= 0 and not self._over.wait(due - time.monotonic()):
             late, before_ns = time.monotonic() - due, waited_ns
             due, waited_ns = time.monotonic() + _EVERY_S, counters.cores()[1]
@@ -195,7 +193,7 @@ class Suspensions:
         counters.close()
 
 
-_SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: sent by the kernel, as the terminal's Ctrl-C is, to the whole group
+_SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: the kernel sent it to the whole group, as for Ctrl-C on a terminal
 
 
 PASSED_ON = {
@@ -211,7 +209,7 @@ PASSED_ON = {
 }
 
 
-# What the witness runs: it writes which signals reach it, and from whom.
+# The program of the witness: it writes which signals reach it, and their senders.
 _WITNESS = """
 import os, signal, sys
 while True:
@@ -220,19 +218,19 @@ while True:
 """
 
 
-# How long a signal may take to reach all whom its sender named; so long one to this process alone is held back.
+# A signal may take this long to reach all processes that its sender named; one to this process alone waits as long.
 _TOGETHER_S = 0.1
 
 
-# How long the witness may take to write what has reached it: on a busy host it waits for a core as all others do.
+# The witness may take this long to write a signal: on a busy host it waits for a core like all others.
 _WRITTEN_S = 5.0
 
 
 class Witness:
-    """A process that does nothing but sit in the command's process group, to know who a signal was for.
+    """An idle process in the command's process group, which shows whether a signal was for the whole group.
 
-    A scheduler may signal the whole group, or every process of the job. Then the command has had the signal, and would
-    have it twice if it were passed on: many a script takes the second for "at once, and without a checkpoint".
+    A scheduler may signal the whole group, or every process of the job. Then the command already has the signal, and
+    must not get it twice: many scripts understand the second as "end at once, without a checkpoint".
     """
 
     def __init__(self) -> None:
@@ -240,7 +238,7 @@ class Witness:
         self._seen: list[tuple[float, list[bytes]]] = []
 
     def start(self) -> None:
-        """Start it; without it every signal to this process is passed on."""
+        """Start it. Without it, every signal to this process is passed on."""
         tie = tied(signal.SIGKILL)
 
         def before_exec() -> None:
@@ -258,7 +256,7 @@ class Witness:
             )
 
     def saw(self, info: signal.struct_siginfo) -> bool:
-        """Return whether the same signal, of the same sender, has reached the witness too."""
+        """Return whether the same signal from the same sender has reached the witness too."""
         if self._process is None or self._process.stdout is None:
             return False
         same = b"%d %d" % (info.si_signo, info.si_pid)
@@ -266,13 +264,13 @@ class Witness:
         until = time.monotonic() + _TOGETHER_S
         while True:
             now = time.monotonic()
-            # What reached it alone has nothing to do with what comes later.
+            # Drop old signals that reached only the witness.
             self._seen = [(at, lines) for at, lines in self._seen if lines and now - at < 10 * _TOGETHER_S]
             for _, seen in self._seen:
                 if same in seen:
                     seen.remove(same)
                     return True
-            # Sent to both, it is there by now; that the witness has come to write it is another matter.
+            # A signal to both has arrived by now, but the witness may not have written it yet.
             late = now >= until
             wait = (
                 _TOGETHER_S if late and now < until + _WRITTEN_S and awaits(self._process.pid, info.si_signo) else 0.0
@@ -296,9 +294,9 @@ class Witness:
 
 @contextlib.contextmanager
 def deaf() -> Iterator[None]:
-    """Take no SIGTERM: a launcher that ends all tasks once one has failed means their commands, and this one's is over.
+    """Ignore SIGTERM: a launcher that ends all tasks after a failure means their commands, and this one has ended.
 
-    What is started meanwhile takes none either.
+    Processes that are started in this block ignore it too.
     """
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -308,7 +306,7 @@ def deaf() -> Iterator[None]:
 
 
 def pass_on(child: int, info: signal.struct_siginfo, witness: Witness) -> None:
-    """Send the child a signal that reached only this process; stop with it where it is to stop."""
+    """Send the child a signal that reached only this process; if it is SIGTSTP, stop too."""
     number = info.si_signo
     if info.si_code != _SI_KERNEL and not witness.saw(info):
         try:
@@ -316,7 +314,7 @@ def pass_on(child: int, info: signal.struct_siginfo, witness: Witness) -> None:
         except ProcessLookupError:
             return
     if number == signal.SIGTSTP:
-        # Stop as anybody would, and go on here when continued.
+        # Stop like any process, and continue here after SIGCONT.
         os.kill(os.getpid(), signal.SIGTSTP)
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -1,7 +1,7 @@
-"""Makes the folder of a run, and writes there what runs and how it ended: for one command, or for all tasks of a job.
+"""Creates the folder of a run, and records there what runs and how it ended, for one command or all tasks of a job.
 
-The tasks have nothing else in common: no process knows them all, and the disk that their hosts share may know no locks.
-Each writes files of its own. run.json is written twice: by whoever makes the folder, and by whichever task ends last.
+The folder is all that the tasks share: no process knows all of them, and their shared disk may not support locks. Each
+writes files of its own. run.json is written twice: when a task creates the folder, and when the last task ends.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from dlprof.marks import __version__
 from dlprof.record.launch.tasks import Task, host_count, task_of
 from dlprof.record.ranks import words_here
 
-# The tasks of a job start together. A task that starts so long after a job has ended is of another job, whose name is
-# the same.
+# The tasks of a job start together. A task that starts this long after a job has ended is of another job with the same
+# name.
 _OVER_NS = 60_000_000_000
 
-# A run holds command lines, paths and code: only its user may read it, until he shares it.
+# A run contains command lines, paths and code: only its user may read it, unless he shares it.
 _PRIVATE = 0o700
 
 
 class TakenError(DlprofError):
-    """A folder has another run, or is none; the message says so."""
+    """A path has another run or is not a folder, as the message says."""
 
 
 def opened(
-    asked: Path | None, name: str, command: Sequence[str], options: Mapping[str, Any], env: Mapping[str, str]
+    requested: Path | None, name: str, command: Sequence[str], options: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[RunFolder | None, str]:
-    """Return the folder to record into, made, and why it is not the one asked for; "": it is. None: there is none.
+    """Create the folder to record into. Return it, or None, and why it is not the requested one ("" if it is).
 
-    `asked`: None stands for a new one under ./runs, by name and time. Where that has another run, or is no folder, the
-    next number is taken: out, out-2, … Where nothing can be written there, it is one for temporary files.
+    If `requested` is None, the folder is a new one under ./runs, named after `name` and the time. If the path has
+    another run or is not a folder, the next number is taken: out, out-2, … If nothing can be written there, the folder
+    is among the temporary files.
 
-    The tasks of a job decide alike without asking each other: by what the disk holds that they share, where their
-    first one has made the folder. A task that records several times, as a script of several commands does, has a folder
-    for each time.
+    The tasks of a job choose the same folder without communication: they see on the shared disk that the first of them
+    has created it. A task that records several times, as in a script with several commands, gets a folder each time.
     """
     task = task_of(env)
-    # A script's name may be as long as a file's, and more is to follow.
+    # A script's name may have the maximum length of a file name, and more follows it.
     stem = f"{name[:50]}-{task.job if task else time.strftime('%Y%m%d-%H%M%S')}"
     stem = "".join(c if c.isalnum() or c in "._-" else "_" for c in stem)
     why: list[str] = []
-    for first, is_named in ((asked or Path("runs", stem), asked is not None), (_temporary(env) / stem, False)):
+    for first, is_named in ((requested or Path("runs", stem), requested is not None), (_temporary(env) / stem, False)):
         try:
             if why:
                 _make_ours(first.parent)
@@ -78,7 +78,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 
 def make_first(folders: Iterable[Path]) -> Path | None:
-    """Make the first of these folders that does not exist, and return it; None: all exist. Raises OSError."""
+    """Create the first of these folders that does not exist and return it; None if all exist. Raises OSError."""
     for folder in folders:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
@@ -87,15 +87,15 @@ def make_first(folders: Iterable[Path]) -> Path | None:
 
 
 def _temporary(env: Mapping[str, str]) -> Path:
-    """Return where runs of this user go that can go nowhere else; all may write beside it."""
+    """Return the last resort for runs of this user: a folder next to which everybody may write."""
     try:
         return Path(env.get("TMPDIR") or tempfile.gettempdir(), f"dlprof-{os.getuid()}").absolute()
-    except OSError:  # nothing that Python tries can be written
+    except OSError:  # Python finds no writable folder
         return Path("/tmp", f"dlprof-{os.getuid()}")
 
 
 def _make_ours(folder: Path) -> None:
-    """Make a folder, or find it, that nobody else can have made or can write to. Raises OSError."""
+    """Create a folder, or check that an existing one is this user's and only theirs to write. Raises OSError."""
     folder.mkdir(_PRIVATE, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -106,13 +106,13 @@ class RunFolder:
     """The folder of a run: this process writes its run.json, alone or with the other tasks of its job."""
 
     def __init__(self, path: Path, command: Sequence[str], options: Mapping[str, Any], env: Mapping[str, str]) -> None:
-        """Make the folder ours, or this task's part of a folder that its job has already.
+        """Create the folder, or this task's part of the folder that its job already has.
 
-        Raises TakenError where it has another run, and OSError where it cannot be written; it is left as it was.
+        Raises TakenError if it has another run, and OSError if it cannot be written; then nothing is changed.
         """
         self.named = path
         self.path = path = path.absolute()
-        self.made = False  # by this task, and not by another one
+        self.made = False  # whether this task created it
         self._task = task = task_of(env)
         self._record: dict[str, Any] = {
             "format": 1,
@@ -129,7 +129,7 @@ class RunFolder:
             "warnings": [],
             "tasks": [],
         }
-        # Of thousands of tasks most find the folder made: each then makes nothing but its own file.
+        # Of thousands of tasks, most find the folder already there and create only their own file.
         if task is None or not (path / "run.json").exists():
             self._make(many_hosts=host_count(env, command) > run_folder.MANY_HOSTS)
         if task is not None:
@@ -141,7 +141,7 @@ class RunFolder:
             self._create(ours, {"host": task.host, "number": task.number} | begun)
 
     def _make(self, *, many_hosts: bool) -> None:
-        """Make the folder; another task may do so at the same time. Raises TakenError, OSError."""
+        """Create the folder; another task may do so at the same time. Raises TakenError, OSError."""
         folders = (self.path, self.path / "ranks", *([self.path / run_folder.SPREAD_HOSTS] if many_hosts else ()))
         new = [folder for folder in folders if not os.path.lexists(folder)]
         try:
@@ -157,12 +157,12 @@ class RunFolder:
             raise TakenError(f"{e.filename} is no folder") from None
         except OSError:
             for folder in reversed(new):
-                with contextlib.suppress(OSError):  # not empty: another task has begun there
+                with contextlib.suppress(OSError):  # not empty: another task uses it
                     folder.rmdir()
             raise
 
     def _create(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Write a file that nobody has, or nothing. Raises TakenError, OSError."""
+        """Write a file that does not exist yet, completely or not at all. Raises TakenError, OSError."""
         try:
             file = path.open("x")
         except FileExistsError:
@@ -176,7 +176,7 @@ class RunFolder:
 
     @cached_property
     def ranks(self) -> list[Path]:
-        """The folders of the ranks of this command, which has ended; of one of several tasks those on its host."""
+        """The folders of the ranks of this command, which has ended; for one of several tasks, of those on its host."""
         if self._task is None:
             return list(run_folder.in_ranks(self.path))
         ours = [word.folder for word in words_here(self.path) if word.supervisor == str(os.getpid())]
@@ -184,7 +184,7 @@ class RunFolder:
 
     @property
     def hosts(self) -> list[Path]:
-        """The folders of the hosts of this command; of one of several tasks that of its host."""
+        """The folders of the hosts of this command; for one of several tasks, that of its host."""
         if self._task is None:
             return run_folder.in_hosts(self.path)
         return [run_folder.host_folder(self.path, os.uname().nodename)]
@@ -192,9 +192,9 @@ class RunFolder:
     def end(self, of_all: Callable[[], list[str]], **end: Any) -> list[str] | None:
         """Write how the command ended: end_ns, exit, resumed_ns and warnings, as in run.json.
 
-        Return None where other tasks still run, or one that ended at the same time reports on all. Else this process is
-        to report on the run: return the warnings that `of_all` then gives of it. Raises OSError or ValueError where
-        run.json cannot be written, or not be read.
+        Return None if other tasks still run, or if one that ended at the same time reports on all. Otherwise this
+        process must report on the run: return the warnings that `of_all` gives. Raises OSError or ValueError if
+        run.json cannot be written or read.
         """
         if self._task is not None:
             return _end_task(self.path, self._task, end, of_all)
@@ -204,7 +204,7 @@ class RunFolder:
 
 
 def compress(ranks: Iterable[Path]) -> None:
-    """Turn the trace*.json of ranks into trace*.json.gz; one that cannot be compressed stays as it is."""
+    """Compress the trace*.json of ranks to trace*.json.gz; a file that cannot be compressed stays as it is."""
     for path in run_folder.of_ranks(ranks, "trace*.json"):
         with contextlib.suppress(OSError, EOFError):
             with path.open("rb") as source, whole(path.with_name(path.name + ".gz")) as part, _gzip(part) as target:
@@ -222,7 +222,7 @@ _HOLDS = "already holds a run"
 
 
 def _why_not(folder: Path, task: Task) -> str:
-    """Return why a task cannot record into a folder, for a sentence; "": it can.
+    """Return why a task cannot record into a folder, as part of a sentence; "" if it can.
 
     Raises OSError.
     """
@@ -245,9 +245,9 @@ def _why_not(folder: Path, task: Task) -> str:
 def _end_task(folder: Path, task: Task, end: Mapping[str, Any], of_all: Callable[[], list[str]]) -> list[str] | None:
     """Write how this task ended; the last one to end writes run.json, from the files of all tasks. See RunFolder.end.
 
-    Tasks end at the same time on several hosts, and the disks that these share often know no locks. So each looks once
-    it has written: whoever wrote last sees that all have ended. Most look at no more than the few hundred tasks that
-    lie together with theirs: that thousands each look at thousands would keep a shared disk busy for minutes.
+    Tasks on several hosts may end at the same time, and their shared disk often does not support locks. So each task
+    writes first and then checks: the last writer sees that all have ended. Most check only the few hundred tasks in the
+    same folder: if thousands of tasks each checked thousands, a shared disk would be busy for minutes.
     """
     ours = _task_file(folder, task)
     write(ours, json.dumps(json.loads(ours.read_text()) | end))
@@ -263,15 +263,15 @@ def _end_task(folder: Path, task: Task, end: Mapping[str, Any], of_all: Callable
             break
         more = of_all()
         record = json.loads((folder / "run.json").read_text())
-        told = run_folder.together(_tasks(folder))
-        told["warnings"] += [text for text in more if text not in told["warnings"]]
-        write(folder / "run.json", json.dumps(record | told))
+        ended_record = run_folder.together(_tasks(folder))
+        ended_record["warnings"] += [text for text in more if text not in ended_record["warnings"]]
+        write(folder / "run.json", json.dumps(record | ended_record))
         written = ended
     return more
 
 
 def _all_ended(tasks: Path) -> int:
-    """Return how many tasks there are, if all of them have ended; else 0."""
+    """Return the number of tasks if all of them have ended, otherwise 0."""
     with os.scandir(tasks) as found:
         groups = [tasks, *(tasks / entry.name for entry in found if entry.is_dir())]
     counts = []
@@ -283,14 +283,14 @@ def _all_ended(tasks: Path) -> int:
 
 
 def _ended(group: Path) -> int | None:
-    """Return how many tasks lie in a folder, if all of them have ended; None: one has not."""
+    """Return the number of tasks in a folder if all of them have ended, otherwise None."""
     suffixes = [path.suffix for path in group.iterdir()]
     begun, ended = suffixes.count(".json"), suffixes.count(".ended")
     return begun if ended == begun else None
 
 
 def _tasks(folder: Path) -> list[dict[str, Any]]:
-    """Return what the tasks of a job have written; one whose file is half written has not ended."""
+    """Return what the tasks of a job have written; a task with an incomplete file has not ended."""
     tasks = []
     for path in run_folder.in_tasks(folder):
         if path.suffix != ".json":
@@ -305,12 +305,12 @@ def _tasks(folder: Path) -> list[dict[str, Any]]:
 def _cwd() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # it was deleted: the command may well run there
+    except OSError:  # the folder was deleted; the command may run there all the same
         return os.environ.get("PWD", "/")
 
 
 def _begun(path: Path) -> dict[str, Any]:
-    """Return what run.json holds; another task may be writing it at this moment. {}: it cannot be read."""
+    """Return the contents of run.json, which another task may be writing right now; {} if it cannot be read."""
     for _ in range(20):
         try:
             found = json.loads(path.read_text())

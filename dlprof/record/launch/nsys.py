@@ -1,4 +1,4 @@
-"""Starts a job under NVIDIA's nsys, and has nsys export what it recorded, so that dlprof reads it."""
+"""Starts a job under NVIDIA's nsys, and has nsys export its report in a format that dlprof reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlprof import nsys
 from dlprof.errors import DlprofError
 from dlprof.record.launch.tasks import number_of
 
-# A window of a few steps is exported in seconds; a whole job may take minutes, and the job has ended.
+# The export of a few steps takes seconds, that of a whole job perhaps minutes.
 _EXPORT_S = 900
 
 # The driver's device files; the second is that of WSL.
@@ -20,13 +20,13 @@ _DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 
 
 def has_gpu() -> bool:
-    """Return whether the machine has a GPU of NVIDIA, as far as its device files show."""
+    """Return whether the machine has a GPU of NVIDIA, judging by its device files."""
     return any(map(os.path.exists, _DEVICES))
 
 
 @dataclass(frozen=True)
 class Nsys:
-    """nsys around a command. `name` is that of its report, without suffix; `window`: it waits for cudaProfilerStart."""
+    """nsys around a command. `name`: that of its report without suffix; `window`: it waits for cudaProfilerStart."""
 
     program: str
     name: str
@@ -41,14 +41,14 @@ class Nsys:
             "--cuda-graph-trace=node",
             # py-spy samples Python; nsys' own sampling of the cores slows the job, and 2022.4 may not end with it.
             *("--sample=none", "--cpuctxsw=none"),
-            "--wait=primary",  # with "all", nsys 2022.4 does not end even where the command left nothing
-            "--kill=none",  # the end of a recording ends nobody
+            "--wait=primary",  # with "all", nsys 2022.4 does not end even if no process is left
+            "--kill=none",  # the end of the recording must not kill the job
             "--force-overwrite=true",
             f"--output={folder / self.name}",
         )
 
     def ended(self, folder: Path) -> list[str]:
-        """Export the report that was left; return a warning where there is none, or it could not be exported."""
+        """Export the report; return a warning if there is none or if the export failed."""
         report = folder / f"{self.name}.nsys-rep"
         if not report.exists():
             if (folder / f"{self.name}.qdstrm").exists():
@@ -64,11 +64,11 @@ class Nsys:
 def launcher(env: Mapping[str, str], window: bool) -> Nsys:
     """Return the nsys on the PATH of a command.
 
-    Raises DlprofError where there is none: it was asked for, and something else would be recorded without it.
+    Raises DlprofError if there is none: without it, the recording would not be what the user wants.
     """
     program = nsys.found(env.get("PATH"))
     if program is None:
         raise DlprofError("--nsys: no nsys on the PATH; install NVIDIA Nsight Systems, or record without --nsys")
-    # Tasks of one job on one host each have an nsys of their own.
+    # Each task of a job has its own nsys, and several tasks may run on one host.
     number = number_of(env)
     return Nsys(program, "nsys" + re.sub(r"[^\w.-]", "_", f"-{number}" if number else ""), window)

@@ -1,6 +1,6 @@
-"""What can be asked of a recording, on the command line and by `dlprof.record`, and what collectors and samplers read.
+"""The options of a recording, from the command line or `dlprof.record`, and how collectors and samplers read them.
 
-Each check returns the value as it is kept, or raises ValueError with what it should be.
+Each check returns the value in its canonical form, or raises ValueError with the values that are allowed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping
 
-# Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
+# Enough for shares of a few per cent after one burst. A round number would be in phase with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"
 
 _RANKS = re.compile(r"all|last|per-host|per-stage|([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def window(text: str) -> str:
-    """Check the steps to skip, to warm up and to trace; "": as the recorder chooses."""
+    """Check the steps to skip, to warm up and to trace; "" lets the recorder choose."""
     if not text:
         return ""
     try:
@@ -29,7 +29,7 @@ def window(text: str) -> str:
 
 
 def ranks(text: str) -> str:
-    """Check which ranks are to record a trace: all; or numbers, ranges and words, with commas between."""
+    """Check which ranks record a trace: all; or numbers, ranges and words, separated by commas."""
     for part in text.split(","):
         found = _RANKS.fullmatch(part)
         if found is None or (found[2] and int(found[1]) > int(found[2])):
@@ -38,7 +38,7 @@ def ranks(text: str) -> str:
 
 
 def function(text: str) -> str:
-    """Check what is to be timed line by line."""
+    """Check which function is timed line by line."""
     where, _, name = text.rpartition(":")
     if text != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"{text!r} is neither MODULE:FUNCTION nor auto")
@@ -46,14 +46,14 @@ def function(text: str) -> str:
 
 
 def flops(text: str) -> str:
-    """Check whether operations are to be counted."""
+    """Check whether operations are counted."""
     if text not in ("auto", "on", "off"):
         raise ValueError("auto, on or off")
     return text
 
 
 def stacks(text: str) -> str:
-    """Check how many stacks a second are to be read."""
+    """Check how many stacks per second are read."""
     if text in ("on", "off"):
         return STACKS_A_SECOND if text == "on" else text
     if not text.isdigit() or not 1 <= int(text) <= 1000:
@@ -72,7 +72,7 @@ def sample(text: str) -> str:
 
 
 def asked(**values: str | bool | Iterable[str]) -> dict[str, str]:
-    """Return what is asked for, by name, as run.json keeps it: switches as on or off, several values a line each."""
+    """Return options by name as in run.json: switches are on or off, and several values are separate lines."""
     written = {True: "on", False: "off"}
     return {
         name: written[value] if isinstance(value, bool) else value if isinstance(value, str) else "\n".join(value)
@@ -81,5 +81,5 @@ def asked(**values: str | bool | Iterable[str]) -> dict[str, str]:
 
 
 def variables(asked: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the environment in which collectors and samplers find it."""
+    """Return the environment variables from which collectors and samplers read the options."""
     return {f"DLPROF_{name.upper()}": value for name, value in asked.items()}

@@ -1,11 +1,8 @@
 """Records the user's command: starts it unchanged, with the recorder's hook on PYTHONPATH, and ends as it ended.
 
-This process waits beside the command. Where DLPROF_SAMPLE asks for it, it also starts one that samples what the host
-and its GPUs do (samplers/). Linux only.
-
-Says of a command that has ended why nothing was recorded of it, and which of its ranks still run.
-
-Says of a job that has ended what its overrides (`--set`) did, and which never took effect in any rank.
+This process waits for the command. If DLPROF_SAMPLE is set, it also starts a process that samples the host and its GPUs
+(samplers/). After the command it warns if nothing was recorded, with the reason; if ranks still run; and if overrides
+(`--set`) took effect in no rank. Linux only.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.ranks import words_here
 
-# How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their
-# start than this they have measured nothing, and are not waited for.
+# The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than
+# the second time ago, they have measured nothing and are killed.
 _SAMPLERS_END_S = 1.0
 _SAMPLERS_SOONEST_S = 1.0
 
@@ -43,10 +40,10 @@ class Launcher(Protocol):
     """A program that the command is started with."""
 
     def words(self, folder: Path) -> Sequence[str]:
-        """Return the words before the command's; what the program writes goes into that folder."""
+        """Return the words before the command's; the program writes into that folder."""
 
     def ended(self, folder: Path) -> list[str]:
-        """Make of what it left what is read, and return warnings; raises nothing."""
+        """Convert the files that it left, and return warnings. Raises nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Ended:
     code: int | None
     signal: int | None
     warnings: tuple[str, ...]
-    # False: other tasks of the same job still run, or one that ended at the same time reports on all.
+    # False if other tasks of the same job still run, or if one that ended at the same time reports on all.
     last: bool
 
 
@@ -69,11 +66,11 @@ def supervise(
 ) -> Ended:
     """Run the command with that environment, record it into the folder, and return how it ended.
 
-    `launcher` starts it, and makes something of what it left in the folder of what is recorded on this host.
-    `overridden`: the settings that `env` has the ranks override, by name, as they may be shown.
-    A command that cannot be started ends with 127 (not found) or 126 (not executable), as in a shell.
+    `launcher` starts it, and afterwards converts the files that it left in this host's folder. `overridden` has the
+    settings that ranks override according to `env`, by name, in a form that may be shown. A command that cannot be
+    started ends with 127 (not found) or 126 (not executable), as in a shell.
     """
-    folder, asked = run.path, overridden or {}
+    folder, settings = run.path, overridden or {}
     here = run_folder.host_folder(folder, os.uname().nodename)
     if launcher:
         with contextlib.suppress(OSError):
@@ -102,8 +99,8 @@ def supervise(
             end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
             if killed is not None:
                 end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
-            of_all = run.end(lambda: whole_run(folder, asked), **end, warnings=warnings)
-        except Exception as e:  # noqa: BLE001 - whatever has become of the folder, the exit status is the command's
+            of_all = run.end(lambda: whole_run(folder, settings), **end, warnings=warnings)
+        except Exception as e:  # noqa: BLE001 - whatever happened to the folder, the exit status is the command's
             warnings.append(f"run.json has no end: {words_of(e)}")
     return Ended(code, number, (*warnings, *(of_all or ())), of_all is not None)
 
@@ -115,18 +112,18 @@ def unrecorded(command: Sequence[str], env: Mapping[str, str]) -> Ended:
 
 
 def _exit(status: int) -> tuple[int | None, int | None]:
-    """Return the exit code of a wait status, or else the signal."""
+    """Return the exit code or the signal of a wait status."""
     return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
 
 
-def whole_run(folder: Path, asked: Mapping[str, Any]) -> list[str]:
-    """Do what is left to do once all ranks have ended, wherever they ran; return warnings about them."""
+def whole_run(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Complete a run once all ranks on all hosts have ended; return warnings about them."""
     compress(run_folder.in_ranks(folder))
-    return unapplied(folder, asked)
+    return unapplied(folder, settings)
 
 
 def must_be_linux() -> None:
-    """Raise DlprofError where nothing can be recorded."""
+    """Raise DlprofError if this system cannot record."""
     if not sys.platform.startswith("linux"):
         raise DlprofError("recording needs Linux; reports can be made anywhere")
 
@@ -145,35 +142,35 @@ def end_like(ended: Ended) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     if ended.signal is not None:
-        # The command has left its core, if any; ours would be about the wrong program.
+        # The command has written its core file, if any; ours would be of the wrong program.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if ended.signal not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(ended.signal, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {ended.signal})
         os.kill(os.getpid(), ended.signal)
-        sys.exit(128 + ended.signal)  # a signal whose default is not to end: as a shell says
+        sys.exit(128 + ended.signal)  # a signal that does not end a process by default: as a shell does
     sys.exit(ended.code)
 
 
 class Samplers:
-    """The process that samples this host beside the job; there is none where DLPROF_SAMPLE does not ask for it."""
+    """The process that samples this host next to the job; there is none unless DLPROF_SAMPLE is set."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self._folder = folder
-        # Not the recorded environment: this process is no part of the job.
+        # Not the recorded environment: this process is not part of the job.
         self._env = {name: value for name, value in env.items() if name != "DLPROF_RUN"}
         self._process: subprocess.Popen[bytes] | None = None
         self._failed: str | None = None
         self._started_s = time.monotonic()
 
     def start(self) -> None:
-        """Start it. It ends with this process, however that ends: what was measured is on disk."""
+        """Start it. It ends with this process, even if that is killed; its measurements are on disk."""
         if self._env.get("DLPROF_SAMPLE", "off") == "off":
             return
         try:
             main = Path(__file__).parents[1] / "samplers" / "__main__.py"
             self._process = subprocess.Popen(
-                # -S: the user's sitecustomize is for the job's processes. Where else modules are is passed instead.
+                # -S: the user's sitecustomize is for the job's processes. Other places of modules are passed instead.
                 [sys.executable, "-S", main, self._folder, str(os.getpid()), *filter(os.path.isabs, sys.path)],
                 env=self._env,
                 cwd="/",
@@ -185,7 +182,7 @@ class Samplers:
             self._failed = f"nothing is sampled: {e}"
 
     def end(self) -> None:
-        """Let it know that the job is over."""
+        """Tell it that the job is over."""
         if self._process is None or self._process.stdin is None:
             return
         if self._process.poll() is not None:
@@ -196,13 +193,13 @@ class Samplers:
             self._process.kill()
 
     def wait(self) -> list[str]:
-        """Wait for its end; return in at most one line what went wrong."""
+        """Wait for its end; return at most one line about what went wrong."""
         if self._process is not None:
             wait_or_kill(self._process, _SAMPLERS_END_S)
         return [self._failed] if self._failed else []
 
 
-# How long ranks may take to end after the command, as those of a launcher that was signalled together with them.
+# Ranks may take this long to end after the command, such as those of a launcher that was signalled together with them.
 _LEAVING_S = 1.0
 
 
@@ -213,7 +210,7 @@ _NOT_REACHED = "(python -I, -E, -S, a cleaned environment, or no Python)"
 
 
 def missing(run: RunFolder) -> list[str]:
-    """Say, in at most one line, why nothing was recorded."""
+    """Return at most one line that says why nothing was recorded."""
     if any((rank / "facts.json").exists() for rank in run.ranks) or run_folder.recorded(run.path):
         return []
     if run.ranks:
@@ -222,7 +219,7 @@ def missing(run: RunFolder) -> list[str]:
     last = {line.partition(",")[0]: line for line in hellos}  # by process
     if not hellos:
         why = f"the hook was never reached {_NOT_REACHED}"
-    # A process that had been here before; a fork's child that becomes another program has not.
+    # Processes that had reached the hook before; a forked child that runs another program had not.
     elif any('"exec": true' in last[line.partition(",")[0]] for line in hellos if '"python": ' in line):
         why = f"the command replaced itself (os.exec) by a program that the hook did not reach {_NOT_REACHED}"
     elif not any('"torch": true' in line for line in hellos):
@@ -233,13 +230,13 @@ def missing(run: RunFolder) -> list[str]:
 
 
 def _hellos(hosts: Iterable[Path]) -> list[str]:
-    """Return what the interpreters of hosts have said as they started, line by line."""
+    """Return the lines that interpreters on these hosts wrote when they started."""
     files = (host / "hello.jsonl" for host in hosts)
     return [line for file in files if file.is_file() for line in file.read_text(errors="replace").splitlines()]
 
 
 def left(folder: Path) -> list[str]:
-    """Say, in at most one line, which ranks run on after the command: a launcher that dies may leave its own."""
+    """Return at most one line with the ranks that still run after the command: a launcher that dies may leave some."""
     until = time.monotonic() + _LEAVING_S
     while (ranks := _running(folder)) and time.monotonic() < until:
         time.sleep(0.05)
@@ -254,36 +251,38 @@ def left(folder: Path) -> list[str]:
 
 
 def _running(folder: Path) -> list[tuple[int, int]]:
-    """List rank and process of what still runs of this supervisor's command, and has trained.
+    """List rank and process of this supervisor's ranks that still run.
 
-    By what each has said of itself: its environment is gone where a title was written over it (setproctitle).
+    Each has written a file about itself: a process that sets its title (setproctitle) overwrites its environment.
     """
     return sorted((w.rank, w.pid) for w in words_here(folder) if w.supervisor == str(os.getpid()) and w.runs)
 
 
-def outcomes(folder: Path, asked: Iterable[str]) -> dict[str, Outcome]:
-    """Return what each override did in the ranks of a run folder, by name; a rank that left no file did nothing."""
+def outcomes(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
+    """Return what each override did in the ranks of a run folder, by name. A rank without a file did nothing."""
     reports = []
     for path in run_folder.of_ranks(run_folder.in_ranks(folder), "overrides.json"):
         try:
             reports.append(json.loads(path.read_text()))
-        except (OSError, ValueError, RecursionError):  # noqa: PERF203 - of a rank that was killed, or a disk that is full
+        except (OSError, ValueError, RecursionError):  # noqa: PERF203 - the rank was killed, or the disk was full
             continue
-    found = overrides.outcomes(asked, reports)
-    return {name: found[name] for name in asked}
+    found = overrides.outcomes(names, reports)
+    return {name: found[name] for name in names}
 
 
-def applied(folder: Path, asked: Mapping[str, Any]) -> list[str]:
-    """Return a line for each of the overrides, by name and value, that applied everywhere: what it changed, where."""
-    found = outcomes(folder, asked).items() if asked else ()
-    return [f"{name} {overrides.described(asked[name], one)}" for name, one in found if one.applied and not one.error]
+def applied(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Return a line for each override that applied everywhere: what it changed, and where."""
+    found = outcomes(folder, settings).items() if settings else ()
+    return [
+        f"{name} {overrides.described(settings[name], one)}" for name, one in found if one.applied and not one.error
+    ]
 
 
-def unapplied(folder: Path, asked: Mapping[str, Any]) -> list[str]:
-    """Return a line for each of the overrides, by name and value, that did not apply, with the reason where known."""
+def unapplied(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Return a line for each override that did not apply everywhere, with the reason if it is known."""
     lines = []
-    for name, outcome in outcomes(folder, asked).items():
-        said = f"--set {name}={asked[name]}"
+    for name, outcome in outcomes(folder, settings).items():
+        said = f"--set {name}={settings[name]}"
         why = f": {outcome.error}" if outcome.error else ""
         if not outcome.applied:
             lines.append(f"{said} never applied{why}")

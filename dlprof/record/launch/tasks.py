@@ -1,4 +1,4 @@
-"""Tells whether a command is one of several tasks of a job, each with a supervisor of its own, and which."""
+"""Finds out whether a command is one of several tasks of a job, each with its own supervisor, and which one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 from dlprof.files import boot, longer
 from dlprof.record.launch.process import started
 
-# What tells a task its number among those that one launcher has started.
+# Variables with the number of a task among those that one launcher has started.
 _NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
-# What torchrun tells its ranks of the job; those that it starts again after a failure are another one.
+# Variables in which torchrun names the job to its ranks; ranks that it restarts after a failure are another job.
 _ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
-# Where launchers say on how many hosts a job runs; torchrun may say from how many to how many.
+# Variables with the number of hosts of a job; torchrun may give a range.
 _HOSTS = ("SLURM_STEP_NUM_NODES", "PET_NNODES", "SLURM_NNODES")
-# Where they say how many ranks there are, and how many of them on this host.
+# Variables with the number of ranks, and of those on this host.
 _SIZES = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
-# The job of a scheduler that a process belongs to, and how often the scheduler has restarted it.
+# Variables with a scheduler's job, and how often the scheduler has restarted it.
 _BATCH = (
     ("SLURM", "SLURM_HET_JOB_ID", "SLURM_RESTART_COUNT"),  # of several allocations
     ("SLURM", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
@@ -34,32 +34,32 @@ class Task(NamedTuple):
 
     job: str
     host: str
-    number: str | None  # among the launcher's tasks; None: the job was started host by host
-    batch: str | None  # the scheduler's job that it is in; None: in none
+    number: str | None  # among the launcher's tasks; None if the job was started host by host
+    batch: str | None  # the scheduler's job, if any
 
     @property
     def name(self) -> str:
-        """Name it among the tasks of its job; hosts that have one name are several."""
+        """Its name among the tasks of its job; several hosts may have the same name."""
         return longer(self.host, boot()) if self.number is None else f"{self.host}-{self.number}"
 
 
 def task_of(env: Mapping[str, str]) -> Task | None:
-    """Return which task of which job this is where each starts a supervisor of its own (mpirun, srun, torchrun, --job).
+    """Return which task of which job this is, if each starts its own supervisor (mpirun, srun, torchrun, --job).
 
-    None: there is only this one.
+    Return None if there is only this one.
     """
     job = _job(env)
     return None if job is None else Task(job, os.uname().nodename, number_of(env), batch_of(env))
 
 
 def number_of(env: Mapping[str, str]) -> str | None:
-    """Return the number that a launcher tells a task; None: it tells none."""
+    """Return the number that the launcher gave this task; None if it gave none."""
     names = ("RANK", *_NUMBERS) if _of_torchrun(env) else _NUMBERS
     return next((env[name] for name in names if env.get(name)), None)
 
 
 def batch_of(env: Mapping[str, str]) -> str | None:
-    """Name the scheduler's job that a process is in; None: in none. A job that was requeued is another one."""
+    """Return the name of the scheduler's job of a process; None if it has none. A requeued job is another one."""
     for scheduler, name, restarts in _BATCH:
         if env.get(name):
             again = env.get(restarts, "0")
@@ -68,30 +68,30 @@ def batch_of(env: Mapping[str, str]) -> str | None:
 
 
 def host_count(env: Mapping[str, str], command: Sequence[str]) -> int:
-    """Return on how many hosts a job runs, as far as its launcher says; 1: it does not.
+    """Return the number of hosts of a job according to its launcher; 1 if that is unknown.
 
     `command` may start a launcher itself: torchrun --nnodes 2048.
     """
     parts = [word.partition("=") for word in command]
     after = [*(word for word, _, _ in parts[1:]), ""]
-    asked = [value or word for (name, _, value), word in zip(parts, after, strict=False) if name == "--nnodes"]
-    named = [text.rpartition(":")[2] for text in (*(env.get(name, "") for name in _HOSTS), *asked)]
+    given = [value or word for (name, _, value), word in zip(parts, after, strict=False) if name == "--nnodes"]
+    named = [text.rpartition(":")[2] for text in (*(env.get(name, "") for name in _HOSTS), *given)]
     sizes = [(env.get(every, ""), env.get(here, "")) for every, here in _SIZES]
     counted = [int(every) // max(int(here), 1) for every, here in sizes if every.isdigit() and here.isdigit()]
     return max([1, *(int(text) for text in named if text.isdigit()), *counted])
 
 
 def _job(env: Mapping[str, str]) -> str | None:
-    """Name the job that this is a task of, as its launcher or the user does; None: it has one task."""
+    """Return the name of the job that this is a task of, given by launcher or user; None if there is one task."""
     if env.get("DLPROF_JOB"):
         return env["DLPROF_JOB"]
     if _of_torchrun(env):
         return "-".join(env[name] for name in _ELASTIC if name in env)
     if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
-    # Of this step: SLURM_NTASKS is the allocation's, where one process in a batch script or a shell is its own job.
+    # The number of this step: SLURM_NTASKS is that of the allocation, even for one process in a script or a shell.
     if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        again = env.get("SLURM_RESTART_COUNT", "0")  # a job that was requeued has its number again
+        again = env.get("SLURM_RESTART_COUNT", "0")  # a requeued job has the same number
         return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}" + (f"-r{again}" if again not in ("", "0") else "")
     if env.get("PMI_SIZE", "1") != "1":
         return _process_manager()
@@ -104,9 +104,9 @@ def _of_torchrun(env: Mapping[str, str]) -> bool:
 
 
 def _process_manager() -> str | None:
-    """Name what has started this host's tasks of an MPI job (MPICH's and Intel's tell no name): the one parent of all.
+    """Name the parent of all tasks of an MPI job on this host: MPICH and Intel MPI give the job no name.
 
-    The tasks of another host have another.
+    Tasks on other hosts have other parents.
     """
     parent = os.getppid()
     since = started(parent)

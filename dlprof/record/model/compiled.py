@@ -1,14 +1,13 @@
-"""Notes of each graph that Inductor compiles which modules it was made of, and writes it down beside the trace.
+"""Records which modules each graph that Inductor compiles consists of, and writes this next to the trace.
 
-Dynamo names with each node of its graph the module that called it, and drops the graph when it is compiled. The
-generated code, which may come from a cache, names these nodes again (generated.py). Nothing here runs but where
-something is compiled, and once at the end of the trace window.
+Each node of a Dynamo graph names the module that called it, but Dynamo drops the graph once it is compiled. The
+generated code, which may come from a cache, names these nodes again. Nothing of this runs except during compilation,
+and once at the end of the trace window.
 
-Reads the code that Inductor generates: which kernels it calls, in which order, and what each of them is for.
-
-A call stands behind a comment with the names that its operators have in Dynamo's graph ("Source Nodes"), and is passed
-the parameters, which are called primals_1, primals_2, ... in the order of the graph's inputs. In the backward graph no
-name leads to the forward one: there parameters tell, and the gradients, which are returned in the same order.
+The generated code is parsed for the kernels that it calls, their order and their purpose. Before each call, a comment
+lists the names of its operators in Dynamo's graph ("Source Nodes"). The parameters that are passed to it are called
+primals_1, primals_2, ... in the order of the graph's inputs. In a backward graph no name leads to the forward graph.
+Its parameters do, and the gradients, which are returned in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dlprof.record.model.names import names_of_all
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# A job that compiles more nodes than this is not told of whole.
+# The most nodes that are recorded of a job, and the most backward graphs that are compiled later.
 _MOST_NODES = 100_000
 _MOST_LATER = 1_000
 
@@ -39,10 +38,10 @@ _MOST_LATER = 1_000
 class _Graph:
     """One graph of Dynamo's: the ids of the modules of its nodes, by their names, and of its inputs."""
 
-    compilation: str = ""  # Dynamo's number of it; a graph that DistributedDataParallel cuts is several with the same
+    compilation: str = ""  # Dynamo's id; DistributedDataParallel splits a graph into several with the same id
     nodes: dict[str, int] = field(default_factory=dict)
-    inputs: list[int] = field(default_factory=list)  # 0: no parameter or buffer
-    codes: dict[str, str] = field(default_factory=dict)  # Inductor's graphs that were made of it, by their keys
+    inputs: list[int] = field(default_factory=list)  # 0 if not a parameter or buffer
+    codes: dict[str, str] = field(default_factory=dict)  # the code that Inductor generated for it, by key
 
 
 class _Open(threading.local):
@@ -62,10 +61,10 @@ class Compiled:
         self._graphs: list[_Graph] = []
         self._left = _MOST_NODES
         self._open = _Open()
-        self._later: list[tuple[str, str, str]] = []  # backward graphs that are compiled as they first run
-        self._watches_made = False
+        self._later: list[tuple[str, str, str]] = []  # backward graphs that are compiled when they first run
+        self._wraps_results = False
         self._error = ""
-        self._watch()
+        self._wrap()
 
     def start(self, recorder: Recorder) -> None:
         """Write when the trace window has ended."""
@@ -76,7 +75,7 @@ class Compiled:
         self._write()
 
     def stop(self) -> None:
-        """Write what is not written yet, and note nothing any more."""
+        """Write the rest, and stop recording."""
         try:
             self._write()
         finally:
@@ -98,13 +97,13 @@ class Compiled:
         if rows:
             write(recorder.folder / "compiled.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    # -- watching
+    # -- wrappers
 
-    def _watch(self) -> None:
+    def _wrap(self) -> None:
         import torch
 
         wrapper: Any = getattr(torch, "_TorchCompileInductorWrapper", None)
-        if wrapper is None or os.environ.get("DLPROF_WINDOW") == "off":  # or a torch of another make
+        if wrapper is None or os.environ.get("DLPROF_WINDOW") == "off":  # or an unknown version of torch
             return
         original: Callable[..., Any] = wrapper.__call__
 
@@ -122,11 +121,11 @@ class Compiled:
         put(wrapper, "__call__", __call__)
 
     def _begin(self, model: Any) -> bool:
-        """Note what a graph that is about to be compiled was made of; False: it is not wanted."""
+        """Record the modules of a graph that is about to be compiled; return False if it is not recorded."""
         if self._left <= 0:
             return False
         try:
-            self._watch_made()
+            self._wrap_results()
             graph = _Graph(_compilation())
             for node in model.graph.nodes:
                 modules = [int(m[0]) for key in node.meta.get("nn_module_stack") or () if (m := re.match(r"\d+", key))]
@@ -136,18 +135,18 @@ class Compiled:
                 elif modules:
                     graph.nodes[node.name] = modules[-1]
                 self._left -= 1
-        except Exception as e:  # noqa: BLE001 - the script's model is compiled
+        except Exception as e:  # noqa: BLE001 - the script's model is compiled all the same
             self._fail(e)
             return False
         self._graphs.append(graph)
         self._open.graphs.append(graph)
         return True
 
-    def _watch_made(self) -> None:
-        """Watch what Inductor makes or finds in its cache: its module is about to be imported anyway."""
-        if self._watches_made:
+    def _wrap_results(self) -> None:
+        """Record what Inductor generates or finds in its cache. Its module is about to be imported anyway."""
+        if self._wraps_results:
             return
-        self._watches_made = True
+        self._wraps_results = True
         from torch._inductor.output_code import CompiledFxGraph
 
         kind: Any = CompiledFxGraph
@@ -163,7 +162,7 @@ class Compiled:
                     self._open.graphs[-1].codes[str(key)] = text
                 elif key and self._left > 0 and len(self._later) < _MOST_LATER:
                     self._later.append((_compilation(), str(key), text))
-            except Exception as e:  # noqa: BLE001 - the script's model is compiled
+            except Exception as e:  # noqa: BLE001 - the script's model is compiled all the same
                 self._fail(e)
             return result
 
@@ -180,7 +179,7 @@ def _compilation() -> str:
 
 
 def _rows(graph: _Graph, later: Sequence[tuple[str, str, str]], names: Mapping[int, str]) -> Iterator[dict[str, str]]:
-    """Yield the rows of the table `compiled`: in each graph the calls that a trace shows, in their order."""
+    """Yield the rows of the table `compiled`: the calls of each graph that a trace shows, in their order."""
     codes = {key: read(text) for key, text in graph.codes.items()}
     forwards = [code for code in codes.values() if not code.is_backward]
     forward = forwards[0] if len(forwards) == 1 else None
@@ -204,7 +203,7 @@ def _rows(graph: _Graph, later: Sequence[tuple[str, str, str]], names: Mapping[i
 
 
 def _modules(graph: _Graph, code: Code, forward: Code | None, names: Mapping[int, str]) -> list[str | None]:
-    """Return the module of each call; None: nothing tells."""
+    """Return the module of each call; None if it is unknown."""
     inputs = graph.inputs
     owners = {
         name: names[inputs[place]]
@@ -233,7 +232,7 @@ def _modules(graph: _Graph, code: Code, forward: Code | None, names: Mapping[int
 def _used_by(code: Code, modules: Sequence[str | None]) -> dict[str, set[str]]:
     """Return which modules' operators use each tensor of a forward graph.
 
-    What the gradient of a product needs of the forward pass are the operands of that product.
+    From the forward pass, the gradient of a product needs the operands of the product.
     """
     used: dict[str, set[str]] = {}
     for call, module in zip(code.calls, modules, strict=True):
@@ -244,7 +243,7 @@ def _used_by(code: Code, modules: Sequence[str | None]) -> dict[str, set[str]]:
 
 
 def _filled(modules: Sequence[str | None]) -> list[str]:
-    """Return the modules of calls, where those that nothing tells of are for what is around both neighbours."""
+    """Return the modules of calls; an unknown one is the innermost module around both neighbours."""
     before, after = list(modules), list(modules)
     for place in range(1, len(modules)):
         before[place] = before[place - 1] if before[place] is None else before[place]
@@ -253,7 +252,7 @@ def _filled(modules: Sequence[str | None]) -> list[str]:
     return [around([one for one in two if one is not None]) for two in both]
 
 
-# What only looks at the same memory otherwise: no kernel is made for it.
+# Operators that return a view of the same memory: no kernel is generated for them.
 _VIEW = re.compile(
     r"(?:_?(?:unsafe_)?view|permute|t|transpose|expand|select|slice|unsqueeze|squeeze|_?reshape\w*|as_strided|alias|getitem"
     r"|split\w*|unbind|detach)(?:_\d+)?"
@@ -303,9 +302,9 @@ _OUT = re.compile(r"\bout=(?:reinterpret_tensor\()?(\w+)")
 class Call:
     """A call of a kernel or an operator in generated code.
 
-    `operator`: its name in a trace, "" where the profiler does not see it (C++ kernels). `nodes`: the names in Dynamo's
-    graph; an operator has its own alone. `tensors`: the names that it is passed, or returns. `makes`: of an operator,
-    those that it makes. `fused`: it is a generated kernel.
+    `operator` is its name in a trace, or "" if the profiler does not see it (C++ kernels). `nodes` are the names in
+    Dynamo's graph; an operator has only its own. `tensors` are the names of its arguments and results, `makes` those of
+    an operator's results. `fused` is whether it is a generated kernel.
     """
 
     operator: str
@@ -317,7 +316,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Code:
-    """A generated graph: the names of its arguments, its calls, and the name of the tensor in each place returned."""
+    """A generated graph: the names of its arguments, its calls, and the names of the tensors that it returns."""
 
     arguments: tuple[str, ...]
     calls: tuple[Call, ...]
@@ -330,7 +329,7 @@ class Code:
 
 
 def read(text: str) -> Code:
-    """Return what a generated graph calls; without calls where the text is of another make."""
+    """Parse a generated graph; the result has no calls if the format is unknown."""
     arguments: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     calls: list[Call] = []
@@ -380,7 +379,7 @@ def _call(found: re.Match[str], line: str, nodes: tuple[str, ...], views: Mappin
 
 
 def parameters_of(code: Code) -> dict[str, int]:
-    """Return which tensors of a graph are inputs of the forward graph, or gradients of such: the place of the input."""
+    """Return the tensors that are inputs of the forward graph or gradients of inputs, with the index of the input."""
     found = {name: int(m[1]) - 1 for name in code.arguments if (m := _PARAMETER.fullmatch(name))}
     if code.is_backward:
         found |= {name: place for place, name in enumerate(code.returned) if name.startswith("buf")}
@@ -388,7 +387,7 @@ def parameters_of(code: Code) -> dict[str, int]:
 
 
 def kept(backward: Code, forward: Code) -> dict[str, str]:
-    """Return what the forward graph calls that which it keeps for the backward graph; {}: it is another one's."""
+    """Return the forward graph's names of the tensors that it keeps for a backward graph; {} if they do not fit."""
     names = [name for name in backward.arguments if not name.startswith("tangents_")]
     given = forward.returned[-len(names) :] if names else ()
     pairs = dict(zip(names, given, strict=False))
@@ -397,7 +396,7 @@ def kept(backward: Code, forward: Code) -> dict[str, str]:
 
 
 def _outside_strings(text: str) -> Iterator[str]:
-    """Yield the lines of Python, without those of the kernels' own code."""
+    """Yield the lines of Python without those of the kernels' code."""
     inside = False
     for line in text.splitlines():
         if not inside:
@@ -407,7 +406,7 @@ def _outside_strings(text: str) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield what commas divide, but for those in brackets."""
+    """Split at the commas outside brackets."""
     depth, begin = 0, 0
     for place, letter in enumerate(text):
         depth += (letter in "([") - (letter in ")]")
@@ -428,9 +427,9 @@ def _split(names: str) -> tuple[str, ...]:
 
 
 def innermost(paths: Sequence[str]) -> str:
-    """Return the innermost module around all of these modules, where one that is around another does not count.
+    """Return the innermost module around all of these modules, ignoring modules that are around another of them.
 
-    A kernel that computes a layer norm and the sum before it is the norm's, that of two layers is the model's.
+    A kernel for a layer norm and the sum before it belongs to the norm; a kernel for two layers belongs to the model.
     """
     return around([one for one in paths if not any(one != two and is_inside(two, one) for two in paths)])
 
@@ -446,5 +445,5 @@ def around(paths: Sequence[str]) -> str:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Return whether a module is inside another one, or is it."""
+    """Return whether a module is another one or inside it."""
     return not outer or path == outer or path.startswith(f"{outer}.")

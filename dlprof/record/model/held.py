@@ -1,9 +1,9 @@
 """Counts a rank's memory in one step, tensor by tensor: held.json.
 
-Parameters, buffers and optimizer state are counted when the step has ended, gradients when its backward passes have
-ended, and activations when these begin, from the autograd graph (saved.py). The time of the chosen step is not used: it
-is the one in which floating-point operations are counted, in which the profiler warms up, or the one after the trace
-window. Where there is no such step, another one is taken.
+Parameters, buffers and optimizer state are counted when the step has ended, gradients after each backward pass, and
+activations before it, from the autograd graph (saved.py). The chosen step is one whose time is not used anyway: that in
+which floating-point operations are counted, that in which the profiler warms up, or that after the trace window. If
+there is no such step, another one is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
@@ -26,19 +26,19 @@ from dlprof.record.model.state import Key, Storages, count_idle, models_of, stat
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FETCH, Step
 
-# Without a step whose time is not used: the tenth training step is past lazy set-up and the first compilations. Never
-# the first two: most optimizers create their state in the first one.
+# If there is no step whose time is not used, the tenth training step is taken: it comes after lazy set-up and the first
+# compilations. The first two are never taken: most optimizers create their state in the first.
 _COUNTED_STEP, _FIRST_STEP = 9, 2
 
-# Attempts, in steps that turned out not to train or began within a phase.
+# The most attempts: a step may turn out not to train, or begin within a phase.
 _MOST_TRIES = 8
 
-# Calls of modules in a step, backward passes of it in which gradients are counted, and inputs that are kept.
+# The most calls of modules in a step, backward passes in which gradients are counted, and inputs that are kept.
 _MOST_CALLS, _MOST_COUNTS, _MOST_INPUTS = 400_000, 4, 1_000
 
 _MOST_UNSEEN = 10  # kinds of nodes that are named
 
-# The state of a trace window that is still to open.
+# The state of a trace window that has not opened yet.
 _WAITING = "waiting"
 
 
@@ -53,18 +53,18 @@ class Held:
         self._look: _Look | None = None
         self._done = False
         self._tries = 0
-        # What a compiled function calls is compiled, unless it is hidden with all that it calls in turn.
+        # Functions that compiled code calls are compiled too, unless they are hidden with all their callees.
         for method in vars(_Look).values():
             if hasattr(method, "__code__"):
                 hide(method, with_callees=True)
 
     def start(self, recorder: Recorder) -> None:
-        """Remember who records."""
+        """Keep the recorder."""
         self._recorder = recorder
 
     @unseen
     def step(self, done: Sequence[Step]) -> int | None:
-        """Begin to look with the step that has just begun, or write what was seen in the one that has ended."""
+        """Start to count in the step that has just begun, or write the counts of the step that has ended."""
         clock, look = self._recorder.clock, self._look
         if self._done:
             return None
@@ -79,8 +79,8 @@ class Held:
         if self._recorder.ended is not None or self._tries >= _MOST_TRIES:
             return None
         if not self._is_due():
-            return None if self._comes() else int(max(clock.trained_from + _COUNTED_STEP, clock.row.number + 1))
-        if done[-1].backwards:  # else a validation may have begun
+            return None if self._will_follow() else int(max(clock.trained_from + _COUNTED_STEP, clock.row.number + 1))
+        if done[-1].backwards:  # otherwise a validation may have begun
             self._tries += 1
             if clock.phase in (None, FETCH):
                 clock.row.profiled = 1
@@ -88,7 +88,7 @@ class Held:
         return clock.row.number + 1
 
     def stop(self) -> None:
-        """Stop looking; half a step is none."""
+        """Stop counting; an incomplete step is dropped."""
         self._done = True
         self._leave()
 
@@ -101,26 +101,26 @@ class Held:
             return False
         first = window.get("first_step")
         if window.get("state") == _WAITING and first is not None and clock.row.number >= first:
-            return False  # the trace records
-        return bool(clock.row.profiled) or (not self._comes() and clock.position >= _COUNTED_STEP)
+            return False  # the step is traced
+        return bool(clock.row.profiled) or (not self._will_follow() and clock.position >= _COUNTED_STEP)
 
-    def _comes(self) -> bool:
-        """Return whether a step whose time is not used is still to come."""
+    def _will_follow(self) -> bool:
+        """Return whether a step whose time is not used will follow."""
         window = self._recorder.window
         return window.get("skip") is not None and window.get("state") == _WAITING
 
     def _write(self, look: _Look) -> None:
         self._recorder.device.look(self._recorder.observed.models, self._recorder.observed.optimizers)
         began = perf_counter_ns()
-        told = look.told()
-        if self._before is not None and told["process"]["anonymous_bytes"] is not None:
-            told["process"]["before_bytes"] = self._before
-        told["cost_ns"] = look.cost_ns + perf_counter_ns() - began
-        files.write(self._recorder.folder / "held.json", files.compact(told))
+        counted = look.counted()
+        if self._before is not None and counted["process"]["anonymous_bytes"] is not None:
+            counted["process"]["before_bytes"] = self._before
+        counted["cost_ns"] = look.cost_ns + perf_counter_ns() - began
+        files.write(self._recorder.folder / "held.json", files.compact(counted))
 
 
 class _Look:
-    """Watches one step. An error ends the watching, and the script goes on."""
+    """Counts the tensors of one step. An error ends the counting, and the script goes on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.step = recorder.clock.row.number
@@ -129,23 +129,23 @@ class _Look:
         self._recorder = recorder
         torch: Any = sys.modules["torch"]
         self._next_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", None)
-        self._models = models_of(recorder.observed)  # now, since FSDP puts others in their place while a step runs
+        self._models = models_of(recorder.observed)  # now, since FSDP replaces parameters while a step runs
         self._by_module = not any(model.replicates for model in self._models)
-        # What is in no module, as a loss: of several models it is no one's.
+        # The owner of tensors outside modules, such as those of a loss: the model, if there is only one.
         self._whole = self._models[0].name if len(self._models) == 1 else ("", "")
         self._known = Storages()
         for model in self._models:
             model.count(self._known)
         self._calls = saved.Calls()
         self._backward = False
-        self._counts = [0, 0]  # of gradients, before and after backward passes
+        self._counts = [0, 0]  # how often gradients were counted before and after backward passes
         self._inputs: set[Key] = set()
-        self._batch: dict[Key, tuple[int, str, str]] = {}  # inputs since a backward pass ended: bytes, device, dtype
+        self._batch: dict[Key, tuple[int, str, str]] = {}  # inputs since the last backward pass: bytes, device, dtype
         self._largest_batch = self._batch
         self._fullest = saved.Fullest()
         self._graphs = self._nodes = self._recomputed = 0
         self._unseen: Counter[str] = Counter()
-        self._why = ""  # activations are not counted
+        self._why = ""  # why activations are not counted
         self._moments: dict[tuple[str, str], dict[str, Any]] = {}
         self._gradients: dict[tuple[Any, ...], list[int]] = {}
         self._gathered: dict[tuple[Any, ...], list[int]] = {}
@@ -158,12 +158,12 @@ class _Look:
 
     @unseen
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """See a module's call; return whether `leave` must be called behind it."""
+        """Record that a module is called; return whether `leave` must be called after it."""
         if self._why or self._backward or self.error:
             return False
         try:
             if get_ident() != self._recorder.clock.owner:
-                self._by_module = False  # nodes of several threads have the same numbers
+                self._by_module = False  # nodes of different threads have the same numbers
                 return False
             calls = self._calls
             if len(calls) >= _MOST_CALLS:
@@ -178,7 +178,7 @@ class _Look:
         return True
 
     def leave(self) -> None:
-        """See the innermost module's call end."""
+        """Record that the call of the innermost module ends."""
         try:
             self._calls.leave(self._next_number())
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -186,7 +186,7 @@ class _Look:
 
     @unseen
     def begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See an outermost backward pass, before it begins."""
+        """Count activations before an outermost backward pass."""
         self._backward = True
         if self.error or self._recorder.clock.capturing:
             return
@@ -199,7 +199,7 @@ class _Look:
 
     @unseen
     def end_backward(self) -> None:
-        """See it end."""
+        """Count gradients after the backward pass."""
         self._backward = False
         self._counts[1] += 1
         if self.error or self._counts[1] > _MOST_COUNTS or self._recorder.clock.capturing:
@@ -262,7 +262,7 @@ class _Look:
             self._see_moment("backward", gradients)
 
     def _activations(self, graph: saved.Graph) -> dict[Key, saved.Kept]:
-        """Leave out of what a graph keeps what is counted elsewhere."""
+        """Return what a graph keeps, without the tensors that are counted elsewhere."""
         gathered = Storages()
         for model in self._models:
             model.count_gathered(gathered)
@@ -288,16 +288,15 @@ class _Look:
         if now is not None:
             self._most_anonymous = max(now, self._most_anonymous or 0)
 
-    def told(self) -> dict[str, Any]:
-        """Return what held.json has of the step, which has just ended."""
+    def counted(self) -> dict[str, Any]:
+        """Return the contents of held.json for the step that has just ended."""
         if not self._graphs:
             self._why = "no backward pass was seen: CUDA graphs, and functions that are compiled whole, show none"
         rows = Storages()
         for model in self._models:
             model.count(rows)
-        optimizers = [
-            state_of(optimizer, self._models, rows) for optimizer in _alive(self._recorder.observed.optimizers)
-        ]
+        alive = (optimizer for ref in self._recorder.observed.optimizers if (optimizer := ref()) is not None)
+        optimizers = [state_of(optimizer, self._models, rows) for optimizer in alive]
         count_idle(self._models, rows)
         for model in self._models:
             model.count_buckets(rows)
@@ -337,7 +336,7 @@ class _Look:
         for model in self._models:
             names = {**model.names, **names}
             parameters = {**model.parameters, **parameters}
-        # In the order of the forward pass, and those of a size in one row: both tell when the backward pass needs what.
+        # In the order of the forward pass with one row per size: this shows when the backward pass needs which tensors.
         for one in sorted(self._fullest.most.values(), key=lambda one: one.number):
             owner = names.get(self._calls.owner(one.number), self._whole) if self._by_module else self._whole
             part = "cast" if one.cast_of in parameters else "activation"
@@ -359,16 +358,12 @@ def _row(key: tuple[Any, ...], sums: list[int]) -> dict[str, Any]:
     return {**row, "tensors": sums[0], "bytes": sums[1], "full_bytes": sums[2], "trainable": trainable}
 
 
-def _alive(references: Sequence[Any]) -> Iterator[Any]:
-    return (one for reference in references if (one := reference()) is not None)
-
-
 def _size_of(batch: dict[Key, tuple[int, str, str]]) -> int:
     return sum(size for size, _, _ in batch.values())
 
 
 def _obstacle() -> str:
-    """Return why the graph must not be looked at now; "": nothing is in the way."""
+    """Return why the graph must not be walked now, or "" if it can be."""
     torch: Any = sys.modules["torch"]
     if not torch._C._len_torch_dispatch_stack():
         return ""
@@ -377,7 +372,7 @@ def _obstacle() -> str:
     modes: list[Any] = [*_get_current_dispatch_mode_stack()]
     if all(type(mode).__module__.startswith("dlprof.") for mode in modes):
         return ""
-    return "the script has a dispatch mode of its own"  # which would see us
+    return "the script has a dispatch mode of its own"  # it would see our operators
 
 
 def _allocated(index: int) -> int:
@@ -386,7 +381,7 @@ def _allocated(index: int) -> int:
 
 
 def anonymous() -> int | None:
-    """Return this process's own memory, not mapped from files, in bytes; None: this system does not say."""
+    """Return the anonymous memory of this process in bytes; None if the system does not report it."""
     with contextlib.suppress(OSError):
         found = re.search(rb"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_bytes())
         return int(found[1]) * 1024 if found else None

@@ -1,8 +1,8 @@
 """Records what a GradScaler does: which optimizer steps it skips, and how its scale changes.
 
-The scale, and whether gradients overflowed, are tensors on the device, and reading them would wait for it. But the
-scale follows from its first value and the skipped steps, and the host sees that an optimizer did not step. A fused
-optimizer skips on the device itself: on a GPU the host then does not know.
+The scale and the overflow flags are tensors on the device, and reading them would wait for it. But the scale follows
+from its first value and the skipped steps, and the host knows whether an optimizer stepped. A fused optimizer skips on
+the device itself, so with a GPU the host cannot know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# Skipped steps with a line each; later ones share a line per write.
+# This many skipped steps have a line each; later ones share a line per write.
 _MOST_LINES = 10_000
 
 
@@ -35,12 +35,12 @@ class _Scale:
     """What is known of one scaler on the host."""
 
     number: int
-    scale: float | None  # None: it was set to a tensor, or it is older than the recording
+    scale: float | None  # None if it was set to a tensor, or was created before the recording
     tracker: int  # steps in a row that were not skipped
-    at_ns: int = 0  # when it last stepped, and within which step of the script
+    at_ns: int = 0  # when it last stepped; below, in which step of the script
     step: int = 0
-    told: bool = False  # its first line is written
-    known: bool = True  # whether the host sees what is skipped
+    began: bool = False  # its first line is written
+    known: bool = True  # whether the host knows which steps are skipped
     skipped: bool = False  # a step since the last update
     stepped: bool = False
 
@@ -56,15 +56,15 @@ class LossScale:
         self._found: list[tuple[int, str, float | None, int, int, int]] = []
         self._scales: WeakKeyDictionary[Any, _Scale] = WeakKeyDictionary()
         self._lines = self._written_ns = 0
-        self._watch()
+        self._wrap()
 
     def start(self, recorder: Recorder) -> None:
-        """Note what scalers do from now on; the file is made with the first line."""
+        """Record scalers from now on; the file is created with the first line."""
         os.register_at_fork(after_in_child=self._disarm)
         self._recorder = recorder
 
     def step(self, done: Sequence[Step]) -> None:
-        """Write what has gathered."""
+        """Write the rows collected so far."""
         now = done[-1].end_ns
         if self._found and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
@@ -80,7 +80,7 @@ class LossScale:
                 self._log.close()
 
     def fail(self, error: Exception) -> None:
-        """Switch off, since a hook failed."""
+        """Switch off because a hook failed."""
         if self._recorder is not None:
             self._recorder.drop(self, error)
 
@@ -88,16 +88,16 @@ class LossScale:
         self._recorder = None
         self._found.clear()
 
-    # -- watching
+    # -- wrappers
 
-    def _watch(self) -> None:
+    def _wrap(self) -> None:
         import torch
         from torch.amp.grad_scaler import GradScaler
 
         kind: Any = GradScaler
         methods = ("_lazy_init_scale_growth_tracker", "load_state_dict", "step", "update")
         if not all(hasattr(kind, name) for name in methods):
-            return  # a torch of another make
+            return  # an unknown version of torch
         is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
         is_captured = capture_test()
         made, loaded, stepped, updated = (getattr(kind, name) for name in methods)
@@ -151,28 +151,28 @@ class LossScale:
 
     @guarded
     def _begin(self, scaler: Any) -> None:
-        """Take the scale that a scaler begins with, or was loaded with."""
+        """Read the scale that a scaler begins with or has loaded."""
         known = self._scales.get(scaler)
         if known is None and len(self._scales) < 100:
             known = self._scales[scaler] = _Scale(len(self._scales), None, 0)
         if known is not None and scaler.is_enabled():
             known.scale, known.tracker = float(scaler._init_scale), int(scaler._init_growth_tracker)
-            if known.told:
+            if known.began:
                 self._add("set", known)
 
     @guarded
     def _stepped(self, scaler: Any, optimizer: Any, happened: bool, when: tuple[int, int]) -> None:
-        """Take a step of a scaler, in which its optimizer's happened or did not."""
+        """Record a step of a scaler, and whether its optimizer stepped."""
         recorder, known = self._recorder, self._scales.get(scaler)
         if recorder is None:
             return
-        if known is None:  # it is older than the recording
+        if known is None:  # it was created before the recording
             if len(self._scales) >= 100:
                 return
             known = self._scales[scaler] = _Scale(len(self._scales), None, 0)
         known.at_ns, known.step = when
-        if not known.told:
-            known.told = True
+        if not known.began:
+            known.began = True
             self._add("began", known, int(scaler.get_growth_interval()))
         known.stepped = True
         if happened:
@@ -181,23 +181,23 @@ class LossScale:
                 self._add("unknown", known)
             return
         known.skipped = True
-        # It is one all the same for the step log: whoever waits for the optimizer to end a step has waited for this.
+        # For the step log a skipped step is an optimizer step too: it ends a step as one does.
         recorder.clock.begin_optimizer(optimizer)
         recorder.clock.end_optimizer()
 
     @guarded
     def _look(self, scaler: Any) -> None:
-        """See on a CPU what fused optimizers have skipped: what they were told lies in the host's memory."""
+        """On a CPU, find out whether a fused optimizer has skipped: its overflow flags are in the host's memory."""
         known = self._scales.get(scaler)
         if known is not None and known.stepped and not known.skipped and _on_host(scaler):
             states = scaler._per_optimizer_states.values()
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-            # Without an operator of torch's, which would be in the trace.
+            # Read without an operator of torch, which would be in the trace.
             known.skipped = any(ctypes.c_float.from_address(flag.data_ptr()).value != 0.0 for flag in flags)
 
     @guarded
     def _updated(self, scaler: Any, new_scale: Any = None) -> None:
-        """Follow the scale as `_amp_update_scale_` does on the device (aten/src/ATen/native/cuda/AmpKernels.cu)."""
+        """Compute the scale as `_amp_update_scale_` does on the device (aten/src/ATen/native/cuda/AmpKernels.cu)."""
         known = self._scales.get(scaler)
         if known is None or not known.stepped:
             return
@@ -239,7 +239,7 @@ class LossScale:
             self._log = Log(self._recorder.folder / "loss_scale.jsonl")
         counts = [1] * len(found)
         if self._lines > _MOST_LINES:
-            last = {(row[1], row[3]): row for row in found}  # of each kind and scaler the last one, and how many
+            last = {(row[1], row[3]): row for row in found}  # the last row of each kind and scaler
             counts = [sum((row[1], row[3]) == key for row in found) for key in last]
             found = list(last.values())
         self._lines += len(found)
@@ -247,7 +247,7 @@ class LossScale:
 
 
 def _on_host(scaler: Any) -> bool:
-    """Return whether a scaler's tensors lie in the host's memory, where reading them waits for nobody."""
+    """Return whether a scaler's tensors are in the host's memory, where reading them does not wait."""
     return scaler._scale is not None and scaler._scale.device.type == "cpu"
 
 

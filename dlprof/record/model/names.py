@@ -1,8 +1,8 @@
-"""What a script's model consists of, and the names of its modules: as in `named_modules`, without wrappers.
+"""The modules of a script's model with their names, parameters and operators. Names are as in `named_modules`.
 
-Which module an operator belongs to while it runs, also in the backward pass, where no module is called.
-
-The tree of a model's modules: the parameters of each, and the bucket that exchanges their gradients.
+Wrappers such as DistributedDataParallel have no names of their own. An operator belongs to the module that runs; in the
+backward pass, where no module is called, to the module that ran its forward operator. The table of modules has the
+parameters of each and the bucket that exchanges their gradients.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _WRAPPERS = {
 }
 
 
-# What methods of the script's own classes have raised, by their name, until it is told.
+# Errors that methods of the script's own classes have raised, by method, until the user is warned.
 problems: dict[str, str] = {}
 
 
 def modules_of(model: Any) -> list[Any]:
-    """Return a model and what it consists of, as its own modules() says or, where that fails, as torch has it."""
-    if (said := _asked(model, "modules")) is not None:
-        return said
+    """Return the modules of a model, from its own modules() or, if that fails, from torch's registry."""
+    if (listed := _listed(model, "modules")) is not None:
+        return listed
     found = {id(model): model}
     for module in (modules := [model]):
         new = {id(one): one for one in _registered(module, "_modules").values() if one is not None}
@@ -41,21 +41,21 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def parameters_of(model: Any, *, recurse: bool = True) -> list[Any]:
-    """Return the parameters of a model, as its own parameters() says or, where that fails, as torch has them."""
-    if (said := _asked(model, "parameters", recurse=recurse)) is not None:
-        return said
+    """Return the parameters of a model, from its own parameters() or, if that fails, from torch's registry."""
+    if (listed := _listed(model, "parameters", recurse=recurse)) is not None:
+        return listed
     modules = modules_of(model) if recurse else [model]
     every = (one for module in modules for one in _registered(module, "_parameters").values())
     return list({id(one): one for one in every if one is not None}.values())
 
 
 def _children_of(module: Any) -> list[tuple[str, Any]]:
-    if (said := _asked(module, "named_children")) is not None:
-        return said
+    if (listed := _listed(module, "named_children")) is not None:
+        return listed
     return [(name, one) for name, one in _registered(module, "_modules").items() if one is not None]
 
 
-def _asked(module: Any, method: str, **options: Any) -> list[Any] | None:
+def _listed(module: Any, method: str, **options: Any) -> list[Any] | None:
     try:
         return list(getattr(module, method)(**options))
     except Exception as e:  # noqa: BLE001 - the script's own class
@@ -65,15 +65,15 @@ def _asked(module: Any, method: str, **options: Any) -> list[Any] | None:
 
 
 def _registered(module: Any, name: str) -> dict[str, Any]:
-    """Return the modules or parameters that torch keeps for a module, without a call of the script's code."""
+    """Return the modules or parameters that torch keeps for a module, without calling the script's code."""
     return object.__getattribute__(module, "__dict__").get(name) or {}
 
 
 def names_of(model: Any) -> dict[int, tuple[str, str]]:
-    """Return path ("": the model itself) and class of each module of a model, by id.
+    """Return the path ("" for the model itself) and class of each module of a model, by id.
 
-    A wrapper has the name of what it wraps. A module that is reached by several paths has the first one. FSDP2 makes a
-    class of its own of each module: that counts as the script's.
+    A wrapper has the name of the module that it wraps. A module with several paths has the first one. FSDP2 gives each
+    module a class of its own; the name is that of the script's class.
     """
     names: dict[int, tuple[str, str]] = {}
     open_modules = [(model, "")]
@@ -92,10 +92,10 @@ def names_of(model: Any) -> dict[int, tuple[str, str]]:
 
 
 def names_of_all(models: Iterable[Any]) -> dict[int, tuple[str, str]]:
-    """Return the same of several models; what lies within another one has its path there.
+    """Return the same for several models; a model inside another one has its path there.
 
-    The only one is "". Where there are several, as a generator and a discriminator, their paths begin with their
-    classes in brackets; a second one of the same class has a number.
+    The path of a single model is "". With several, such as a generator and a discriminator, paths begin with the class
+    of the model in brackets; a second model of the same class has a number.
     """
     outer: list[tuple[Any, dict[int, tuple[str, str]]]] = []
     for model, names in sorted(((m, names_of(m)) for m in models), key=lambda one: -len(one[1])):
@@ -113,17 +113,17 @@ def names_of_all(models: Iterable[Any]) -> dict[int, tuple[str, str]]:
 
 
 def below(root: str, names: dict[int, tuple[str, str]]) -> dict[int, tuple[str, str]]:
-    """Return names with paths that begin with a name in brackets: of what is not the model, as a loss."""
+    """Return names whose paths begin with a name in brackets, for modules outside the model, such as a loss."""
     return {one: (f"({root}).{path}" if path else f"({root})", kind) for one, (path, kind) in names.items()}
 
 
 def named(path: str, kind: str) -> str:
-    """Return what a module is called in a trace."""
+    """Return the name of a module in a trace."""
     return f"nn.Module: {path} ({kind})"
 
 
 def class_of(module: Any) -> str:
-    """Return the class of the script's own module: of a wrapper, of what it wraps."""
+    """Return the name of a module's class; for a wrapper, that of the module inside."""
     while (kept := wrapped(module)) is not None:
         module = kept
     kind = type(module)
@@ -132,7 +132,7 @@ def class_of(module: Any) -> str:
 
 
 def wrapped(module: Any) -> Any:
-    """Return the module that a wrapper wraps; None: it is none."""
+    """Return the module that a wrapper wraps; None if it is not a wrapper."""
     name = _WRAPPERS.get(type(module).__name__)
     return None if name is None else getattr(module, name, None)
 
@@ -141,7 +141,7 @@ def wrapped(module: Any) -> Any:
 PARTS = ("forward", "recompute", "backward")
 
 
-# A step of a model with more functions is counted without their modules.
+# Functions beyond this number are counted without their modules.
 _MOST = 200_000
 
 
@@ -153,18 +153,18 @@ class Functions:
 
         autograd: Any = torch.autograd
         self._inner = inner
-        # Neither is in PyTorch's documentation; it is then not known which module a backward pass is of.
+        # PyTorch documents neither. Without them the modules of a backward pass are unknown.
         self._next: Callable[[], int] | None = getattr(autograd, "_get_sequence_nr", None)
         self._running: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
         self._made_by: dict[int, str] = {}
 
     def module(self) -> tuple[str, str]:
-        """Return the module whose operator runs now, "" where it is of none, and forward, recompute or backward."""
+        """Return the module whose operator runs now, or "", and forward, recompute or backward."""
         name, function = self._inner(), self._running()
         if name:
             if self._next is not None and len(self._made_by) < _MOST:
-                # An operator's function was made before it comes by a dispatch mode. Operators that make none, as
-                # those that count batches, may come by after it in other modules.
+                # The function of an operator exists before a dispatch mode sees the operator. Later operators without
+                # a function, such as one that counts batches, must not replace its module.
                 self._made_by.setdefault(self._next() - 1, name)
             return name, "forward" if function is None else "recompute"
         return ("", "forward") if function is None else (self._made_by.get(function._sequence_nr(), ""), "backward")
@@ -177,12 +177,11 @@ _MOST_ROWS = 50_000
 def rows_of(
     models: Iterable[Any], flops: Mapping[tuple[str, str], int], moved: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table "modules", in the order of the names. What wraps a module is no module of its own.
+    """Return the rows of the table "modules", in the order of the names. Wrappers have no rows of their own.
 
-    `flops`: what a step computes, by a module's name in the trace and part of the step; `moved`: the bytes that its
-    operators read and write, by module; empty: it was not counted.
-
-    A parameter that several modules share is the first one's.
+    `flops` has the FLOPs of a step by a module's name in the trace and part of the step, `moved` the bytes that its
+    operators read and write by module; both are empty if they were not counted. A parameter that several modules share
+    counts for the first.
     """
     known = list(models)
     names = names_of_all(known)
@@ -210,12 +209,12 @@ def rows_of(
         for bucket, (count, size) in sorted(sizes.items()) or [(-1, [0, 0])]:
             row = {"path": path, "kind": kind, "parameters": count, "parameter_bytes": size, "bucket": bucket}
             rows.append(row | counted | {"sharded": int((path, kind) in sharded)})
-            counted = dict.fromkeys(counted, 0)  # of the module, and not of each bucket
+            counted = dict.fromkeys(counted, 0)  # once for the module, not for each bucket
     return rows
 
 
 def _buckets(models: Iterable[Any]) -> dict[int, int]:
-    """Return the place of each parameter's bucket in the order in which DistributedDataParallel reduces them."""
+    """Return the position of each parameter's bucket in the order in which DistributedDataParallel reduces them."""
     found: dict[int, int] = {}
     for module in (module for model in models for module in modules_of(model)):
         if type(module).__name__ != "DistributedDataParallel":
@@ -227,24 +226,24 @@ def _buckets(models: Iterable[Any]) -> dict[int, int]:
 
 
 def _numbers(module: Any, reduced: Sequence[Any]) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket; [] where they are not known.
+    """Return the numbers of the parameters in each bucket; [] if they are unknown.
 
-    DistributedDataParallel makes its buckets anew after its first backward pass, in the order in which gradients are
-    there, and tells which parameters are in them. Where it looks for unused ones it keeps the first buckets, and tells
-    their sizes: they are filled from the last parameter on, of one data type in their order.
+    DistributedDataParallel rebuilds its buckets after its first backward pass, in the order in which gradients arrived,
+    and logs their parameters. If it searches for unused parameters, it keeps the first buckets and logs their sizes:
+    parameters of one data type fill them in order, starting with the last.
     """
-    told = module._get_ddp_logging_data()
-    anew = str(told.get("rebuilt_per_bucket_param_indices") or "")
+    logged = module._get_ddp_logging_data()
+    anew = str(logged.get("rebuilt_per_bucket_param_indices") or "")
     if anew or not module.find_unused_parameters or module.static_graph:
         return [[int(number) for number in bucket.split() if number.isdigit()] for bucket in anew.split(",")]
     found, left = [], list(range(len(reduced)))
-    for size in str(told.get("bucket_sizes") or "").split(","):
+    for size in str(logged.get("bucket_sizes") or "").split(","):
         bucket: list[int] = []
-        held = 0
-        while left and size.strip().isdigit() and held < int(size):
+        filled = 0
+        while left and size.strip().isdigit() and filled < int(size):
             bucket.append(left.pop())
-            held += int(reduced[bucket[-1]].numel() * reduced[bucket[-1]].element_size())
-        if not bucket or held != int(size):
+            filled += int(reduced[bucket[-1]].numel() * reduced[bucket[-1]].element_size())
+        if not bucket or filled != int(size):
             return []
         found.append(bucket)
     return [] if left else found

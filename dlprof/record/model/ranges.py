@@ -1,8 +1,8 @@
 """Names each module's forward pass in the trace, while the profiler records and at no other time.
 
-A range is `nn.Module: PATH (Class)`. It is opened where nn.Module.__call__ is watched, on any thread: a checkpointed
-block runs again in the backward pass, and DataParallel has a thread for each copy of the model. In the step whose
-floating-point operations are counted, the same hook shows which module an operator belongs to.
+A range is `nn.Module: PATH (Class)`. The hook on nn.Module.__call__ opens it, on any thread: a checkpointed block runs
+again in the backward pass, and DataParallel has a thread for each copy of the model. In the step whose floating-point
+operations are counted, the same hook shows which module an operator belongs to.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dlprof.plain import words_of
 from dlprof.record.model.names import below, class_of, modules_of, named, names_of, names_of_all
 from dlprof.record.stepping import FETCH, Phases
 
-# Ranges to measure the cost of one with, after the window's last step.
+# The number of ranges that are opened after the window's last step to measure their cost.
 _MEASURED = 100
 
-# Modules that have names, for a script that keeps creating modules.
+# The most modules that have names, in case a script keeps creating modules.
 _MOST = 100_000
 
 
 class Ranges:
-    """The ranges of a process's modules, which the hook opens while the clock says `naming`."""
+    """The ranges of a process's modules. The hook opens them while the clock's `naming` is set."""
 
     def __init__(self, clock: Phases, warn: Callable[[str], None]) -> None:
         self.count = 0  # ranges so far
-        self.flops: dict[tuple[str, str], int] = {}  # what a step computes, by module and part, once it was counted
-        self.moved: dict[str, int] = {}  # bytes that its operators read and write, by module
+        self.flops: dict[tuple[str, str], int] = {}  # FLOPs of a step by module and part, once counted
+        self.moved: dict[str, int] = {}  # bytes that the step's operators read and write, by module
         self._clock = clock
         self._warn = warn
         self._make: Any = None
@@ -39,25 +39,25 @@ class Ranges:
         self._names: dict[int, tuple[weakref.ref[Any], str]] = {}
 
     def start(self, models: Iterable[Any]) -> None:
-        """Name the modules of these models, and make ranges from now on."""
+        """Name the modules of these models, and open ranges from now on."""
         import torch._C
 
         make = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
-        if make is not None:  # else an old torch: its traces show no modules
+        if make is not None:  # an old torch has none: its traces show no modules
             self.follow_no_more()
             self.count = 0
             self._start(make, models)
 
     def follow(self, models: Iterable[Any]) -> Callable[[], str]:
-        """Do so without ranges; return a function that tells the name of the innermost module on its thread, or ""."""
+        """Track modules without ranges; return a function that names the innermost module of its thread, or ""."""
         inner = _Inner()
         self._follows = True
-        self._clock.ranges.append(_no_range)  # of the phases: each of them then asks whether modules are named
+        self._clock.ranges.append(_no_range)  # makes the phases check whether modules are named
         self._start(lambda name: _Followed(inner, name), models)
         return lambda: inner.names[-1] if inner.names else ""
 
     def follow_no_more(self) -> None:
-        """Do what `follow` began no longer; ranges that are made meanwhile are made on."""
+        """End what `follow` began; ranges since then stay on."""
         if self._follows:
             self.stop()
 
@@ -67,7 +67,7 @@ class Ranges:
             names = names_of_all(known)
             for model in known:
                 self._know(model, names)
-        except Exception as e:  # noqa: BLE001 - it asks the script's own classes
+        except Exception as e:  # noqa: BLE001 - it calls the script's own classes
             self._warn(f"modules are not named in the trace: {words_of(e)}")
         else:
             self._clock.naming = not self._clock.off
@@ -77,14 +77,14 @@ class Ranges:
         return self.open(module, f"dlprof::{moves} ") if self._clock.naming else None
 
     def open(self, module: Any, before: str = "") -> Any:
-        """Open a module's range, and return it: its __exit__ closes it. None: it has none.
+        """Open a module's range and return it; its __exit__ closes it. None if it has no range.
 
-        `before`: what its name begins with.
+        `before` is the prefix of its name.
         """
         try:
             phases = self._clock.phases
             if phases and phases[-1] == FETCH:
-                return None  # a loader's transforms are no part of the model
+                return None  # transforms of a loader are not part of the model
             known = self._names.get(id(module))
             if known is None or known[0]() is not module:
                 known = self._meet(module)
@@ -100,7 +100,7 @@ class Ranges:
         return opened
 
     def measure(self) -> int:
-        """Return what a range takes, ns, while the profiler records; these are in the trace, behind its last step."""
+        """Return the cost of a range in ns while the profiler records; these are in the trace after its last step."""
         if self._make is None:
             return 0
         took = []
@@ -110,10 +110,10 @@ class Ranges:
             opened.__enter__()
             opened.__exit__(None, None, None)
             took.append(perf_counter_ns() - began)
-        return sorted(took)[_MEASURED // 2]  # a mean would hold what else the machine did meanwhile
+        return sorted(took)[_MEASURED // 2]  # a mean would include other work of the machine
 
     def stop(self) -> None:
-        """Make no more ranges, and forget the modules."""
+        """Open no more ranges, and forget the modules."""
         clock = self._clock
         self._follows = False
         if _no_range in clock.ranges:
@@ -124,15 +124,15 @@ class Ranges:
         self._names.clear()
 
     def _meet(self, module: Any) -> tuple[weakref.ref[Any], str]:
-        """Name a module that is called and is in no known model, and those within it; return its entry."""
+        """Name a called module that is in no known model, and the modules inside it; return its entry."""
         if len(self._names) >= _MOST:
             self._names.clear()
         if type(module).__module__.startswith(("torch.fx.", "torch._dynamo.")):
-            # What torch.compile makes of a model that it cuts, as for DistributedDataParallel, is none of the script's.
+            # torch.compile creates such modules when it splits a model, as for DistributedDataParallel.
             self._names[id(module)] = (weakref.ref(module), "")
             return self._names[id(module)]
         names = names_of(module)
-        # DataParallel calls copies of the model, made anew in each step; anything else is a loss, or another model.
+        # DataParallel calls new copies of the model in each step. Anything else is a loss or another model.
         self._know(module, names if getattr(module, "_is_replica", False) else below(class_of(module), names))
         return self._names[id(module)]
 
@@ -148,14 +148,14 @@ def _no_range(_name: str) -> Any:
 
 
 class _Inner(threading.local):
-    """The modules that a thread is in, the innermost last."""
+    """The modules that run on a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
 
 class _Followed:
-    """Stands where a range does, and notes the module alone."""
+    """Used instead of a range; it only tracks the module."""
 
     def __init__(self, inner: _Inner, name: str) -> None:
         self._names = inner.names

@@ -16,7 +16,7 @@ from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# A name for a range takes memory and time: groups of more ranks have NCCL, whose sizes are in the trace anyway.
+# Names take memory and time. Larger groups use NCCL, whose sizes are in the trace anyway.
 _MOST_RANKS = 64
 
 
@@ -27,21 +27,21 @@ class Routing:
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
-        # Now, when torch was just imported: later the script may hold the original by a name of its own.
-        self._watch()
+        # Now, when torch was just imported: later the script may have imported the original under its own name.
+        self._wrap()
 
     def start(self, recorder: Recorder) -> None:
-        """Note sizes from now on, while the profiler records."""
+        """Record sizes from now on, while the profiler records."""
         self._recorder = recorder
 
     def step(self, done: Sequence[Step]) -> None:
         """Do nothing: the ranges are in the trace."""
 
     def stop(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         self._recorder = None
 
-    def _watch(self) -> None:
+    def _wrap(self) -> None:
         import torch
         import torch.distributed as distributed
 
@@ -59,14 +59,14 @@ class Routing:
             with passing, contextlib.nullcontext() if name is None else named(name):
                 return original(*args, **kwargs)
 
-        watched = hidden(all_to_all_single)
-        put(distributed, "all_to_all_single", watched)
-        put(distributed.distributed_c10d, "all_to_all_single", watched)
+        wrapped = hidden(all_to_all_single)
+        put(distributed, "all_to_all_single", wrapped)
+        put(distributed.distributed_c10d, "all_to_all_single", wrapped)
 
     def _name(
         self, _output: Any = None, _input: Any = None, takes: Any = None, gives: Any = None, *_: Any, **more: Any
     ) -> str | None:
-        """Return the name of a call's range; None: its sizes are not known."""
+        """Return the name of a call's range; None if its sizes are unknown."""
         try:
             takes = more.get("output_split_sizes", takes) or ()
             gives = more.get("input_split_sizes", gives) or ()

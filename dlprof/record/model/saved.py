@@ -20,10 +20,10 @@ from typing import Any
 from dlprof.record.model import state
 from dlprof.record.model.state import Key
 
-# A graph of more nodes, as an unrolled simulation has, would hold up its step for seconds.
+# Walking a larger graph, such as that of an unrolled simulation, would delay its step for seconds.
 _MOST_NODES = 100_000
 
-# Nodes between a parameter and the copy of it that autocast makes, with views of either.
+# The most nodes between a parameter and its copy by autocast, including views of either.
 _FARTHEST = 4
 
 _COPIES = ("ToCopyBackward0",)
@@ -39,7 +39,7 @@ class Calls:
     """The calls of modules within a step, by the numbers of the nodes that were next when they began and ended."""
 
     _starts: list[int] = field(default_factory=list)
-    _owners: list[int] = field(default_factory=list)  # id of the module that runs from there on, 0: none
+    _owners: list[int] = field(default_factory=list)  # id of the module that runs from then on, or 0
     _open: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -47,24 +47,24 @@ class Calls:
 
     @property
     def depth(self) -> int:
-        """How many calls are open."""
+        """The number of open calls."""
         return len(self._open)
 
     def enter(self, module: int, number: int) -> None:
-        """Note that a module's call begins."""
+        """Record that the call of a module begins."""
         self._open.append(module)
         self._starts.append(number)
         self._owners.append(module)
 
     def leave(self, number: int) -> None:
-        """Note that the innermost call ends."""
+        """Record that the innermost call ends."""
         if self._open:
             self._open.pop()
             self._starts.append(number)
             self._owners.append(self._open[-1] if self._open else 0)
 
     def owner(self, number: int) -> int:
-        """Return the id of the innermost module that ran when a node was created; 0: none."""
+        """Return the id of the innermost module that ran when a node was created, or 0."""
         at = bisect_right(self._starts, number) - 1
         return self._owners[at] if at >= 0 else 0
 
@@ -77,7 +77,7 @@ class Kept:
     size: int
     device: str
     dtype: str
-    cast_of: int = 0  # id of the parameter that it is a copy of in another type
+    cast_of: int = 0  # id of the parameter if it is a copy of one in another data type
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class Graph:
     checkpoints: dict[int, int] = field(default_factory=dict)  # by id, the first node within each
     recomputed: int = 0  # tensors that checkpointing will compute again
     unseen: Counter[str] = field(default_factory=Counter)  # nodes that keep what Python cannot see, by name
-    whole: bool = True  # False: it has too many nodes
+    whole: bool = True  # False if it has too many nodes
 
 
 def can_walk() -> bool:
@@ -110,7 +110,7 @@ def walk(roots: Any) -> Graph:
         node = getattr(root, "node", None) if not isinstance(root, torch.Tensor) else root.grad_fn
         if node is not None:
             open_nodes.append(node)
-    seen = set(open_nodes)  # the nodes themselves: one that nobody holds would be made anew each time
+    seen = set(open_nodes)  # keep the nodes themselves: PyTorch creates a new object for a node without references
     while open_nodes:
         if graph.nodes >= _MOST_NODES:
             graph.whole = False
@@ -140,11 +140,11 @@ def _look(node: Any, graph: Graph) -> None:
     for name in names:
         try:
             saved = getattr(node, name)
-        except RuntimeError:  # it was freed by a backward pass before
+        except RuntimeError:  # an earlier backward pass has freed it
             continue
         for one in saved if isinstance(saved, (tuple, list)) else (saved,):
             _take(one, number, graph)
-    own = getattr(node, "__dict__", None)  # what a Function of Python keeps on its context
+    own = getattr(node, "__dict__", None)  # attributes that a Python Function set on its context
     if own:
         for tensor in state.tensors_in(own):
             _keep(tensor, number, graph)
@@ -153,7 +153,7 @@ def _look(node: Any, graph: Graph) -> None:
 
 
 def _take(saved: Any, number: int, graph: Graph) -> None:
-    """Count a saved tensor, or what a hook has packed it into."""
+    """Count a saved tensor, or the object into which a hook has packed it."""
     try:
         packed, hook = saved.data, saved.unpack_hook
     except (AttributeError, RuntimeError):  # there is none, or it was freed
@@ -167,18 +167,18 @@ def _take(saved: Any, number: int, graph: Graph) -> None:
 
 
 def _look_at_checkpoint(hook: Any, number: int, graph: Graph) -> None:
-    """Count what a checkpoint keeps to begin again with, and the results that its policy spares; once a checkpoint."""
+    """Count the inputs that a checkpoint keeps and the results that its policy saves; once for each checkpoint."""
     frame = _enclosed(hook, "_CheckpointFrame")
     if frame is None or graph.checkpoints.get(id(frame), _NOT_MADE_IN_ORDER) <= number:
         return
     graph.checkpoints[id(frame)] = number
     inputs = getattr(frame, "saved_args", None)
-    if inputs is None:  # a node kept them, before there was a class for it
+    if inputs is None:  # older versions of PyTorch kept them in a node
         inputs = getattr(getattr(frame, "input_saver", None), "_raw_saved_tensors", None)
     for one in inputs or ():
         _take(one, number, graph)
-    spared = _enclosed(frame.recompute_fn, "_CachedTorchDispatchMode")
-    for results in (getattr(spared, "storage", None) or {}).values():
+    saved_results = _enclosed(frame.recompute_fn, "_CachedTorchDispatchMode")
+    for results in (getattr(saved_results, "storage", None) or {}).values():
         for result in results.values() if isinstance(results, dict) else results:
             for one in result if isinstance(result, (tuple, list)) else (result,):
                 for tensor in state.tensors_in(getattr(one, "val", None)):
@@ -186,7 +186,7 @@ def _look_at_checkpoint(hook: Any, number: int, graph: Graph) -> None:
 
 
 def _enclosed(function: Any, kind: str) -> Any:
-    """Return what a function has of a class from the function around it; None: nothing."""
+    """Return the object of a class that a function has in its closure; None if there is none."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
             found = cell.cell_contents
@@ -210,7 +210,7 @@ def _keep(tensor: Any, number: int, graph: Graph) -> None:
 
 
 def _copied_parameter(tensor: Any) -> int:
-    """Return the id of the parameter that a tensor is a copy of in another type; 0: it is something else."""
+    """Return the id of the parameter that a tensor copies in another data type, or 0 if it is something else."""
     node, copied = tensor.grad_fn, False
     for _ in range(_FARTHEST):
         name = type(node).__name__
@@ -224,19 +224,19 @@ def _copied_parameter(tensor: Any) -> int:
 
 
 class Fullest:
-    """Finds the moment at which graphs together keep most.
+    """Finds the moment at which all graphs together keep most.
 
-    What a graph keeps is there from its node on until the backward pass begins that will need it. Micro-batches of a
-    pipeline are there at the same time, and so is what two losses share.
+    A graph keeps a tensor from the creation of its node until its backward pass begins. Several micro-batches of a
+    pipeline exist at the same time, and tensors that two losses share are kept once.
     """
 
     def __init__(self) -> None:
         self.most: dict[Key, Kept] = {}
         self.size = -1
-        self._open: list[tuple[int, dict[Key, Kept]]] = []  # when a backward pass began, and what was there then
+        self._open: list[tuple[int, dict[Key, Kept]]] = []  # when a backward pass began, and what was kept then
 
     def add(self, graph: Graph, kept: dict[Key, Kept]) -> int:
-        """Add what a graph keeps, when its backward pass begins; return how much is known to be there now."""
+        """Add what a graph keeps when its backward pass begins; return the bytes that are known to be kept now."""
         still = []
         for ends, there in self._open:
             if graph.begins < ends:

@@ -1,9 +1,8 @@
-"""The tensors of models and optimizers between steps: parameters, gradients, buffers, state, buckets.
+"""Counts the tensors of models and optimizers between steps: parameters, gradients, buffers, state, buckets.
 
-Counts the bytes of tensors, each storage once, in rows of the table `held`.
-
-Nothing is computed, no data is read and no device is queried: sizes are in the host's part of each tensor. The only
-code of the script's that runs is that of tensor subclasses that name their inner tensors, as PyTorch asks for them.
+Each storage counts once, in rows of the table `held`. Nothing is computed, no data is read and no device is queried:
+the host has the sizes of all tensors. The only script code that runs is that with which tensor subclasses list their
+inner tensors, as PyTorch requires.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 from dlprof.record.model.names import class_of, modules_of, names_of, names_of_all
 from dlprof.record.observed import Observed
 
-_MASTER = "master"  # instead of a key of the optimizer's state: copies of the parameters in higher precision
+_MASTER = "master"  # the key for copies of the parameters in higher precision
 
-# Optimizers around others, and where they keep them.
+# Attributes in which optimizers keep an optimizer that they wrap, and the most levels of it.
 _INNER = ("optim", "optimizer")
 _DEEPEST = 4
 
 
 class Model:
-    """One outermost module with everything inside it; or, without a module, the tensors that an optimizer steps."""
+    """One outermost module with everything inside it or, without a module, the tensors that an optimizer updates."""
 
     def __init__(
         self, module: Any = None, others: Sequence[Any] = (), names: Mapping[int, Owner] | None = None
@@ -37,7 +36,7 @@ class Model:
         self.full: dict[int, int] = {}  # elements before sharding, where a parameter does not say so itself
         self._in_buckets: set[int] = set()  # by id: their gradients lie in DistributedDataParallel's buckets
         self._kept: list[tuple[Any, Owner]] = []
-        self._shared: list[tuple[Any, Owner]] = []  # by these modules, beside those that they are counted for
+        self._shared: list[tuple[Any, Owner]] = []  # with the further modules that share them
         self.modules: list[tuple[Any, Owner]] = []
         for one in modules_of(module) if module is not None else ():
             owner = self.names.get(id(one), ("", type(one).__name__))
@@ -80,7 +79,7 @@ class Model:
                     into.add("buffer", owner, buffer)
 
     def count_gradients(self, into: Storages) -> None:
-        """Count the gradients that are there, and the buckets that they would lie in."""
+        """Count the gradients that exist, and the space in buckets for those that do not."""
         for parameter, owner in self._kept:
             gradient = parameter.grad if parameter.is_leaf else None
             if gradient is not None:
@@ -90,13 +89,13 @@ class Model:
                 into.add_bytes("gradient", owner, str(parameter.device), dtype_of(parameter), size)
 
     def count_gathered(self, into: Storages) -> None:
-        """Count the parameters that FSDP has gathered from all ranks and not let go yet."""
+        """Count the parameters that FSDP has gathered from all ranks and not freed yet."""
         for module, owner in self.modules:
             for tensor in _gathered_by(module):
                 into.add("communication", owner, tensor)
 
     def count_buckets(self, into: Storages) -> None:
-        """Count DistributedDataParallel's buckets, unless the gradients lie in them: each has its gradients' size."""
+        """Count DistributedDataParallel's buckets, each of the size of its gradients, unless they hold these."""
         for module, owner in self.modules:
             if type(module).__name__ != "DistributedDataParallel" or module.gradient_as_bucket_view:
                 continue
@@ -107,14 +106,14 @@ class Model:
 
 
 def models_of(observed: Observed) -> list[Model]:
-    """Return the script's models, those with most parameters first, and what else its optimizers step."""
+    """Return the script's models, largest first, and a model of other tensors that its optimizers update."""
     alive = [module for reference in observed.models if (module := reference()) is not None]
     names = names_of_all(alive)
     models = sorted((Model(module, names=names) for module in alive), key=lambda model: -len(model.parameters))
     known: set[int] = set()
     kept = []
     for model in models:
-        if not known.issuperset(model.parameters):  # else it is a part of another one
+        if not known.issuperset(model.parameters):  # otherwise it is part of another model
             kept.append(model)
             known |= model.parameters.keys()
     others = [p for o in observed.optimizers for p in _stepped(o()) if id(p) not in known]
@@ -123,12 +122,12 @@ def models_of(observed: Observed) -> list[Model]:
     return kept
 
 
-# Looking at so many takes a quarter of a second.
+# Searching this many objects takes a quarter of a second.
 _MOST_OBJECTS = 3_000_000
 
 
 def count_idle(models: Sequence[Model], into: Storages) -> None:
-    """Count as buffers what modules hold that no step calls: averaged copies of the weights."""
+    """Count as buffers the tensors of modules that no step calls, such as averaged copies of the weights."""
     module: Any = sys.modules["torch"].nn.Module
     known = {id(one) for model in models for one, _ in model.modules}
     objects = gc.get_objects()
@@ -138,7 +137,7 @@ def count_idle(models: Sequence[Model], into: Storages) -> None:
     idle = {id(one): one for one in objects if type(one) in kinds and "_modules" in vars(one)}
     inner = {id(child) for one in idle.values() for child in one._modules.values()}
     for outer in (one for key, one in idle.items() if key not in inner and key not in known):
-        with contextlib.suppress(Exception):  # a class with ways of its own, or one that is half made
+        with contextlib.suppress(Exception):  # an unusual class, or an incomplete object
             owner = (f"({class_of(outer)})", class_of(outer))
             for one in outer.modules():
                 tensors = () if id(one) in known else (*one._parameters.values(), *one._buffers.values())
@@ -147,7 +146,7 @@ def count_idle(models: Sequence[Model], into: Storages) -> None:
 
 
 def state_of(optimizer: Any, models: Sequence[Model], into: Storages) -> dict[str, Any]:
-    """Count an optimizer's state, and return what held.json says of it."""
+    """Count an optimizer's state, and return its entry in held.json."""
     owners: dict[int, Owner] = {}
     full: dict[int, int] = {}
     for model in models:
@@ -180,7 +179,7 @@ def state_of(optimizer: Any, models: Sequence[Model], into: Storages) -> dict[st
 
 
 def _all_of(optimizer: Any) -> Iterator[Any]:
-    """Return an optimizer and those that it wraps."""
+    """Return an optimizer and the optimizers that it wraps."""
     kind: Any = sys.modules["torch"].optim.Optimizer
     seen: list[Any] = []
     while optimizer is not None and len(seen) < _DEEPEST and all(optimizer is not one for one in seen):
@@ -196,7 +195,7 @@ def _stepped(optimizer: Any) -> Iterator[Any]:
 
 
 def _are_masters(others: Sequence[Any], models: Sequence[Model]) -> bool:
-    """Return whether what an optimizer steps beside the parameters are copies of theirs: those are in 16 bits."""
+    """Return whether other tensors of an optimizer are copies of the parameters, which then have 16 bits."""
     stored = {
         parameter.element_size() for model in models for parameter in model.tensors if parameter.is_floating_point()
     }
@@ -204,7 +203,7 @@ def _are_masters(others: Sequence[Any], models: Sequence[Model]) -> bool:
 
 
 def _full_of(module: Any) -> dict[int, int]:
-    """Return of the parameters of FSDP's first version, by id, their elements before they were sharded."""
+    """Return the number of elements before sharding of FSDP1's parameters, by id."""
     flat = _flat_of(module)
     if flat is None:
         return {}
@@ -232,7 +231,7 @@ def _gathered_by(module: Any) -> Iterator[Any]:
             yield from (*(() if whole is None else (whole,)), *(vars(parameter).get("all_gather_outputs") or ()))
 
 
-# Parts of a packed or nested value that are visited, and the depth of nested tensors.
+# The most parts of a nested value that are visited, and the greatest depth of nested tensors.
 _MOST_PARTS, _DEEPEST_STORAGE = 1_000, 4
 
 
@@ -247,21 +246,22 @@ Key = int  # of a storage
 
 
 class Storages:
-    """Adds up tensors. Of a shared storage each tensor has its own bytes, and the first one the rest."""
+    """Sums tensors. In a shared storage each tensor counts its own bytes, and the first one also the rest."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[Any, ...], list[int]] = {}  # part, path, class, device, dtype, trainable → sums
-        self._left: dict[Key, list[Any]] = {}  # bytes that no tensor has claimed, and the row of the first
+        self._left: dict[Key, list[Any]] = {}  # bytes that no tensor counts yet, and the row of the first tensor
 
     def add(
         self, part: str, owner: Owner, tensor: Any, *, full: int | None = None, trainable: bool = False
     ) -> list[tuple[str, str, int, int]]:
-        """Count a tensor, and return of each that it is made of: device, data type, bytes, and bytes before sharding.
+        """Count a tensor. Return device, data type, bytes, and bytes before sharding of each tensor inside it.
 
-        `full`: its elements before it was sharded, where the tensor does not say so itself.
+        `full` is its number of elements before sharding, if the tensor does not have it.
         """
         added = []
-        elements = _elements(tensor) if full is None else full
+        if full is None and type(tensor).__name__ == "DTensor":
+            full = int(tensor.numel())  # of the whole, of which this rank has a part
         for one in plain(tensor):
             known = of(one)
             if known is None:
@@ -272,14 +272,14 @@ class Storages:
             left = self._left.setdefault(key, [size, sums])
             own = min(one.numel() * item, left[0])
             left[0] -= own
-            whole = own if elements is None else elements * item
+            whole = own if full is None else full * item
             for i, more in enumerate((1, own, whole)):
                 sums[i] += more
             added.append((device, dtype, own, whole))
         return added
 
     def add_bytes(self, part: str, owner: Owner, device: str, dtype: str, size: int, full: int | None = None) -> None:
-        """Count a tensor that nobody else has; `full`: its bytes before it was sharded, or of what it shares."""
+        """Count a tensor that has its storage alone; `full` is its bytes before sharding, or of what it shares."""
         sums = self._sums(part, owner, device, dtype, trainable=False)
         for i, more in enumerate((1, size, size if full is None else full)):
             sums[i] += more
@@ -295,7 +295,7 @@ class Storages:
         return sizes
 
     def settle(self) -> None:
-        """Count what no tensor of a storage has claimed (padding, or the rest of what a view holds) to its first."""
+        """Add the bytes of a storage that no tensor counts (padding, the rest around a view) to its first tensor."""
         for left in self._left.values():
             left[1][1] += left[0]
             left[1][2] += left[0]
@@ -307,19 +307,19 @@ class Storages:
 
 
 def of(tensor: Any) -> tuple[Key, int] | None:
-    """Return the storage of a plain tensor, as a number of its own while it is alive, and its bytes; None: none."""
+    """Return a key of a plain tensor's storage, unique while it is alive, and its bytes; None if it has none."""
     try:
         if tensor.device.type == "meta" or type(tensor).__name__ in _UNREAL:
             return None
         storage = tensor.untyped_storage()
-        # Not by its address in memory: to ask for that would copy a storage that is copied on write.
+        # Not its address in memory: reading that would copy a storage that is copied on write.
         return storage._cdata, storage.nbytes()
     except (AttributeError, NotImplementedError, RuntimeError):  # it has none
         return None
 
 
 def plain(tensor: Any, depth: int = 0) -> Iterator[Any]:
-    """Return the tensors with storages of their own that a tensor is made of: of a DTensor its local one."""
+    """Return the tensors with storages that a tensor consists of; for a DTensor, its local tensor."""
     torch: Any = sys.modules["torch"]
     functorch: Any = torch._C._functorch
     for _ in range(_DEEPEST_STORAGE):
@@ -345,7 +345,7 @@ def dtype_of(tensor: Any) -> str:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Return the tensors in a value, in its lists, tuples and dicts, and theirs; none of a script's own objects."""
+    """Return the tensors in a value and in nested lists, tuples and dicts, but not in objects of other classes."""
     tensor: Any = sys.modules["torch"].Tensor
     parts = [value]
     for _ in range(_MOST_PARTS):
@@ -360,8 +360,3 @@ def tensors_in(value: Any) -> Iterator[Any]:
             parts.extend(tuple.__iter__(part))
         elif isinstance(part, list):
             parts.extend(list.__iter__(part))
-
-
-def _elements(tensor: Any) -> int | None:
-    """Return the elements of the whole that a DTensor is a part of; None of any other."""
-    return int(tensor.numel()) if type(tensor).__name__ == "DTensor" else None

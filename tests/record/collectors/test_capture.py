@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dlprof.record.collectors.capture import Capture
-from dlprof.record.stepping import Step
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
 
 
 class Job:
     """Steps of 10 ms, or of another length."""
+
+    due: int | None = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, asked: str, step_ns: int = 10_000_000) -> None:
         monkeypatch.setenv("DLPROF_CAPTURE", asked)
@@ -26,11 +28,10 @@ class Job:
         device = SimpleNamespace(index=0, capturing=lambda: False)
         self.recorder: Any = SimpleNamespace(clock=self.clock, device=device, window={})
         for what in ("start", "stop"):
-            monkeypatch.setattr(
-                torch.cuda.profiler, what, lambda what=what: self.called.append((what, self.row.number))
-            )
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.cuda)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.cuda)
+            note = partial(lambda what: self.called.append((what, self.row.number)), what)
+            monkeypatch.setattr(torch.cuda.profiler, what, note)
+        for what in ("is_available", "is_initialized"):
+            monkeypatch.setattr(torch.cuda, what, lambda: self.cuda)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda index: self.called.append(("synchronize", index)))
         self.capture = Capture()
         recorder: Any = self.recorder
@@ -39,22 +40,25 @@ class Job:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            done = SimpleNamespace(number=self.row.number, start_ns=self.now, dur_ns=self.step_ns)
+            done: Any = SimpleNamespace(number=self.row.number, start_ns=self.now, dur_ns=self.step_ns)
             self.now += self.step_ns
             if self.row.profiled:
                 self.profiled.append(self.row.number)
             self.row.number, self.row.profiled = self.row.number + 1, 0
             self.clock.position = self.row.number
             if self.due is not None and self.row.number >= self.due:
-                self.due = self.capture.step([as_step(done)])
+                self.due = self.capture.step([done])
 
-    due: int | None = 0
+    def window(self, only: str = "") -> list[Any]:
+        """Return where nsys was started and stopped, or all calls in their order."""
+        return (
+            [at for what, at in self.called if what != "synchronize"]
+            if only == "steps"
+            else [w for w, _ in self.called]
+        )
 
 
-def as_step(done: Any) -> Step:
-    """Return what stands for a step."""
-    made: Step = done
-    return made
+ONCE = ["synchronize", "start", "synchronize", "stop"]
 
 
 def test_the_window_is_that_which_was_asked_for_after_a_step_that_is_not_marked(
@@ -69,13 +73,13 @@ def test_the_window_is_that_which_was_asked_for_after_a_step_that_is_not_marked(
     assert job.due is None
 
 
-def test_the_window_of_slow_steps_comes_sooner_and_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, "on", 2_000_000_000)
-    job.steps(12)
-    assert [at for what, at in job.called if what != "synchronize"] == [3, 6]
-    job = Job(monkeypatch, "on")
+@pytest.mark.parametrize(("step_ns", "at"), [(2_000_000_000, [3, 6]), (10_000_000, [11, 17])])
+def test_the_window_of_slow_steps_comes_sooner_and_is_shorter(
+    step_ns: int, at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(monkeypatch, "on", step_ns)
     job.steps(30)
-    assert [at for what, at in job.called if what != "synchronize"] == [11, 17]
+    assert job.window("steps") == at
 
 
 def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +89,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pyt
     assert not job.called
     job.clock.capturing = False
     job.steps(6)
-    assert [what for what, _ in job.called] == ["synchronize", "start", "synchronize", "stop"]
+    assert job.window() == ONCE
 
 
 def test_a_job_that_ends_inside_the_window_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +97,7 @@ def test_a_job_that_ends_inside_the_window_closes_it(monkeypatch: pytest.MonkeyP
     job.steps(5)
     job.capture.stop()
     job.capture.stop()
-    assert [what for what, _ in job.called] == ["synchronize", "start", "synchronize", "stop"]
-    assert job.recorder.window["last_step"] == 4
+    assert (job.window(), job.recorder.window["last_step"]) == (ONCE, 4)
 
 
 def test_without_a_gpu_or_without_being_asked_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

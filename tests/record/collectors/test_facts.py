@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -13,46 +12,47 @@ import pytest
 from dlprof.record.collectors.facts import Facts, _last_bucket
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
-from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, wrapped
-from tests.fixtures.jobs import environment as job_environment
+from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import facts, launch
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
 
-@pytest.mark.long
-def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        COMPILES_NOTHING
-        + dedent(
-            """
-            import torch
-            from torch import nn
-            from torch.utils.data import DataLoader, IterableDataset
-            torch.set_float32_matmul_precision("high")
-            class Stream(IterableDataset):
-                def __iter__(self):
-                    return iter(torch.randn(8, 3, 4, 4))
-            # The first weight is laid out alike in both formats.
-            model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
-            model.to(memory_format=torch.channels_last)
-            model.config = type("Config", (), {"_attn_implementation": "eager"})()  # as transformers' models have one
-            model[1].bias.requires_grad_(False)
-            groups = [{"params": model[:2].parameters()}, {"params": model[3].parameters(), "lr": 0.5}]
-            optimizer = torch.optim.AdamW(groups, lr=0.25, foreach=False)
-            scaler = torch.amp.GradScaler("cpu")
-            for x in DataLoader(Stream(), batch_size=4):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = nn.functional.relu(model(x)).sum()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            """
-        )
-    )
-    env = job_environment(SLURM_PROCID="3", SLURM_LOCALID="1", TORCHELASTIC_RESTART_COUNT="2")
-    done = launch(wrapped(tmp_path / "run", [sys.executable, script], "--no-trace"), tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
+SETTINGS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+torch.set_float32_matmul_precision("high")
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(8, 3, 4, 4))
+# The first weight is laid out alike in both formats.
+model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+model.to(memory_format=torch.channels_last)
+model.config = type("Config", (), {"_attn_implementation": "eager"})()  # as transformers' models have one
+model[1].bias.requires_grad_(False)
+groups = [{"params": model[:2].parameters()}, {"params": model[3].parameters(), "lr": 0.5}]
+optimizer = torch.optim.AdamW(groups, lr=0.25, foreach=False)
+scaler = torch.amp.GradScaler("cpu")
+for x in DataLoader(Stream(), batch_size=4):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.relu(model(x)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_settings_of_models_optimizers_precision_and_the_launchers_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_float32_matmul_precision()
+    try:
+        run_recorded(tmp_path, SETTINGS)
+    finally:
+        torch.set_float32_matmul_precision(before)
     told = facts(tmp_path / "run/ranks/00003.r2")
     assert (told["rank"], told["local_rank"], told["restart"]) == (3, 1, 2)
     assert told["models"] == [
@@ -92,35 +92,6 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
     assert told["grad_scaler"] is True
     assert told["matmul"]["float32_precision"] == "high"
     assert told["device"]["type"] in ("cpu", "cuda")
-    assert told["warnings"] == []
-
-
-def test_what_a_model_does_not_tell_costs_no_other_fact_and_is_said(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        COMPILES_NOTHING
-        + dedent(
-            """
-            import torch
-            class Shy(torch.nn.Linear):
-                def modules(self):
-                    raise ValueError("not today")
-            model = Shy(4, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-            for _ in range(8):
-                model(torch.randn(2, 4)).sum().backward()
-                optimizer.step()
-            """
-        )
-    )
-    done = launch(wrapped(tmp_path / "run", [sys.executable, script], "--no-trace"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = facts(tmp_path / "run/ranks/00000")
-    (model,) = told["models"]
-    assert (model["class"], model["parameters"], model["modules"]) == ("Shy", 5, 1)
-    assert [o["class"] for o in told["optimizers"]] == ["SGD"]
-    (said,) = told["warnings"]
-    assert "Shy.modules() fails (ValueError: not today): read as torch has it instead" in said
 
 
 # Each in a process of its own, as a script sets one for good: a fork, which has torch already.
@@ -163,10 +134,11 @@ def test_the_precision_of_float32_is_known_whichever_way_it_was_set(tmp_path: Pa
 def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices(monkeypatch)
     asked = []
+    model_id = "11111111-2222-3333-4444-555555555555"
 
     class Properties:
         name, total_memory, major, minor = "NVIDIA H100 80GB HBM3", 80 << 30, 9, 0
-        uuid = "11111111-2222-3333-4444-555555555555"
+        uuid = model_id
         pci_domain_id, pci_bus_id, pci_device_id = 0, 0xC1, 0
 
         @property
@@ -191,7 +163,7 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
         "index": 1,
         "vendor": "nvidia",
         "name": "NVIDIA H100 80GB HBM3",
-        "uuid": "11111111-2222-3333-4444-555555555555",
+        "uuid": model_id,
         "pci": "0000:c1:00.0",
         "slice": "MIG-77777777-2222-3333-4444-555555555555",
         "node": None,
@@ -206,6 +178,7 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
     ("megabytes", "last"),
     [
         ((4, 4), 4),  # the first bucket, of 1 MiB, is full with the last tensor
+        ((4, 1), 4),
         ((100, 1, 30, 1), 101),
         ((10, 10, 30, 1), 20),
     ],

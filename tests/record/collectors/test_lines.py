@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from dlprof.read.lines import read
-from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, record, rows, wrapped
+from tests.fixtures.in_process import run_plainly, run_recorded
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, record, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 pytest.importorskip("line_profiler", reason="lines need line_profiler")
@@ -69,19 +70,20 @@ def train(model, optimizer, batch):
     model(batch).square().mean().backward()
     optimizer.step()
 
-def run(dataset=None, **settings):
+def run(dataset=None, loader=DataLoader, **settings):
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    for batch in DataLoader(dataset or Images(), batch_size=4, collate_fn=collate, **settings):
+    for batch in loader(dataset or Images(), batch_size=4, collate_fn=collate, **settings):
         train(model, optimizer, batch)
 """
 
 
-def written(folder: Path, body: str) -> Path:
+def script(folder: Path, body: str) -> Path:
+    """Write a script for a process of its own."""
     (folder / "data.py").write_text(DATA)
-    script = folder / "train.py"
-    script.write_text(COMPILES_NOTHING + TRAIN + dedent(body))
-    return script
+    path = folder / "train.py"
+    path.write_text(COMPILES_NOTHING + TRAIN + dedent(body))
+    return path
 
 
 def counted(run: Path) -> dict[tuple[str, str], Counter[int]]:
@@ -95,130 +97,113 @@ def counted(run: Path) -> dict[tuple[str, str], Counter[int]]:
     return out
 
 
-def lines(folder: Path, body: str, *targets: str) -> dict[tuple[str, str], Counter[int]]:
-    options = [option for target in targets for option in ("--lines", target)]
-    record(written(folder, body), folder=folder / "run", options=["--no-trace", "--no-sample", *options])
+def lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, *targets: str, warnings: int = 0
+) -> dict[tuple[str, str], Counter[int]]:
+    """Record a script as the module "train" of this process; return what was counted."""
+    (folder / "data.py").write_text(DATA)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "data", raising=False)
+    run_recorded(folder, TRAIN + dedent(body), lines=targets, warnings=warnings)
     return counted(folder / "run")
 
 
-def test_functions_count_wherever_they_are_held_and_stay_what_they_were(tmp_path: Path) -> None:
-    found = lines(
-        tmp_path,
-        """
-        early, signature = decode, str(inspect.signature(decode))
-        run()
-        assert early is decode
-        assert str(inspect.signature(decode)) == signature == "(n, *, times=10)"
-        assert inspect.getsource(decode).startswith("def decode")
-        assert pickle.loads(pickle.dumps(decode)) is decode
-        assert decode(3, times=2)[0] == 3
-        try:
-            decode(times=2)
-        except TypeError as e:
-            assert "'n'" in str(e)
-        else:
-            raise AssertionError
-        """,
-        "data:decode",
-        "data:Images.read",
-        "__main__:collate",
-        "train.py:train",
-        "data:nowhere",
-        "absent:function",
-    )
-    assert found["main", "data:Images.read"] == {-1: 0, 0: 0, 1: 40}
-    assert found["main", "data:decode"] == {0: 0, 1: 41, 2: 440 + 3, 3: 400 + 2, 4: 41}
-    assert found["main", "__main__:collate"] == {0: 0, 1: 10}
-    assert found["main", "train.py:train"] == {-1: 0, 0: 0, 1: 10, 2: 10, 3: 10}
-    assert len(found) == 4
-    assert facts(tmp_path / "run/ranks/00000")["warnings"] == [
-        "lines: no such Python function was found: data:nowhere, absent:function"
-    ]
+def test_functions_count_wherever_they_are_held_and_stay_what_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+    early, signature = decode, str(inspect.signature(decode))
+    run()
+    assert early is decode
+    assert str(inspect.signature(decode)) == signature == "(n, *, times=10)"
+    assert inspect.getsource(decode).startswith("def decode")
+    assert pickle.loads(pickle.dumps(decode)) is decode
+    assert decode(3, times=2)[0] == 3
+    try:
+        decode(times=2)
+    except TypeError as e:
+        assert "'n'" in str(e)
+    else:
+        raise AssertionError
+    """
+    targets = ("data.py:decode", "data:Images.read", "train:collate", "train.py:train", "data:nowhere", "absent:f")
+    found = lines(tmp_path, monkeypatch, body, *targets, warnings=1)
+    assert found == {
+        ("main", "data:Images.read"): {-1: 0, 0: 0, 1: 40},
+        ("main", "data.py:decode"): {0: 0, 1: 41, 2: 440 + 3, 3: 400 + 2, 4: 41},
+        ("main", "train:collate"): {0: 0, 1: 10},
+        ("main", "train.py:train"): {-1: 0, 0: 0, 1: 10, 2: 10, 3: 10},
+    }
+    (warning,) = facts(tmp_path / "run/ranks/00000")["warnings"]
+    assert warning == "lines: no such Python function was found: data:nowhere, absent:f"
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 10
 
 
-def test_functions_of_several_files_are_found(tmp_path: Path) -> None:
-    found = lines(tmp_path, "run()", "train.py:train", "data.py:decode")
-    assert found["main", "train.py:train"][1] == 10
-    assert found["main", "data.py:decode"][1] == 40
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_loader_workers_count_for_themselves(method: str, tmp_path: Path) -> None:
-    found = lines(
-        tmp_path,
-        f"""
-        if __name__ == "__main__":
-            run()
-            run(num_workers=2, multiprocessing_context="{method}")
-        """,
-        "data:decode",
-        "__main__:collate",
-    )
-    assert found["main", "data:decode"][1] == found["worker", "data:decode"][1] == 40
-    assert found["main", "__main__:collate"] == found["worker", "__main__:collate"] == {0: 0, 1: 10}
-
-
-def test_torchdatas_workers_count_too(tmp_path: Path) -> None:
-    pytest.importorskip("torchdata", reason="its workers' loop is its own")
-    found = lines(
-        tmp_path,
-        """
+def test_loader_workers_generators_and_a_running_loop_count_for_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+    run()
+    run(num_workers=2)
+    run(Stream(), num_workers=1)
+    run(Stream())
+    try:
         from torchdata.stateful_dataloader import StatefulDataLoader
-        optimizer = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=0.001)
-        model = nn.Linear(8, 1)
-        for batch in StatefulDataLoader(Images(), batch_size=4, num_workers=2):
-            train(model, optimizer, batch)
-        """,
-        "data:decode",
-    )
-    assert found["worker", "data:decode"][1] == 40
-
-
-@pytest.mark.long
-def test_generators_and_the_loop_that_a_script_calls_last(tmp_path: Path) -> None:
-    found = lines(tmp_path, "run(Stream(), num_workers=1)\nrun(Stream())", "data:Stream.__iter__", "__main__:run")
-    assert found["worker", "data:Stream.__iter__"] == {0: 0, 1: 41, 2: 40}
-    assert found["main", "data:Stream.__iter__"] == {0: 0, 1: 41, 2: 40}
+    except ImportError:
+        pass
+    else:
+        run(Images(), StatefulDataLoader, num_workers=2)
+    """
+    pytest.importorskip("torchdata", reason="its workers' loop is its own")
+    found = lines(tmp_path, monkeypatch, body, "data:Images.read", "train:collate", "data:Stream.__iter__", "train:run")
+    assert found["main", "data:Images.read"][1] == 40
+    assert found["worker", "data:Images.read"][1] == 2 * 40  # of PyTorch's workers, and of torchdata's
+    assert found["main", "train:collate"] == {0: 0, 1: 20}
+    assert found["worker", "train:collate"] == {0: 0, 1: 30}
+    assert found["worker", "data:Stream.__iter__"] == found["main", "data:Stream.__iter__"] == {0: 0, 1: 41, 2: 40}
     # The first call was running already when the script made its optimizer.
-    assert found["main", "__main__:run"][4] == 10
+    assert found["main", "train:run"][4] == 40
+
+
+@pytest.mark.slow
+def test_spawned_workers_count_for_themselves(tmp_path: Path) -> None:
+    body = "if __name__ == '__main__':\n    run(num_workers=2, multiprocessing_context='spawn')"
+    options = ["--no-trace", "--no-sample", "--lines", "data:decode", "--lines", "__main__:collate"]
+    record(script(tmp_path, body), folder=tmp_path / "run", options=options)
+    found = counted(tmp_path / "run")
+    assert found["worker", "data:decode"][1] == 40
+    assert found["worker", "__main__:collate"] == {0: 0, 1: 10}
 
 
 # Slow where other work keeps the looking thread from its core.
 @pytest.mark.slow
-def test_the_hottest_of_the_users_functions_are_found(tmp_path: Path) -> None:
-    found = lines(
-        tmp_path,
-        """
-        def slow():
-            until = time.monotonic() + 0.01
-            while time.monotonic() < until:
-                pass
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-        began = time.monotonic()
-        as_written = slow.__code__
-        while slow.__code__ is as_written:
-            slow()
-            train(model, optimizer, torch.ones(4, 8))
-            if time.monotonic() > began + 60:
-                import faulthandler
-                faulthandler.dump_traceback()
-                sys.exit(f"not chosen; changed: {[name for name in globals() if name.startswith('__dlprof')]}")
-        for n in range(3):
-            slow()
-        """,
-        "auto",
-    )
-    assert found["main", "__main__:slow"][1] >= 3
+def test_the_hottest_of_the_users_functions_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+    def slow():
+        until = time.monotonic() + 0.01
+        while time.monotonic() < until:
+            pass
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    began = time.monotonic()
+    as_written = slow.__code__
+    while slow.__code__ is as_written:
+        slow()
+        train(model, optimizer, torch.ones(4, 8))
+        assert time.monotonic() < began + 60, [name for name in globals() if name.startswith('__dlprof')]
+    for n in range(3):
+        slow()
+    """
+    found = lines(tmp_path, monkeypatch, body, "auto")
+    assert found["main", "train:slow"][1] >= 3
     assert {role for role, _ in found} == {"main"}
 
 
-@pytest.mark.slow
-def test_the_graphs_of_torch_compile_are_as_without(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_the_graphs_of_torch_compile_are_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
     from torch._dynamo.testing import CompileCounter
+    torch._dynamo.reset()
 
     def double(x):
         y = x * 2
@@ -241,75 +226,59 @@ def test_the_graphs_of_torch_compile_are_as_without(tmp_path: Path) -> None:
         optimizer.step()
         alone(torch.randn(3))
         double(torch.randn(3))
-    print(whole.frame_count, whole.op_count, part.frame_count, part.op_count)
+    graphs = whole.frame_count, whole.op_count, part.frame_count, part.op_count
     """
-    plain = launch([sys.executable, written(tmp_path, body)], tmp_path)
-    options = ["--no-trace", "--lines", "__main__:double", "--lines", "__main__:Net.forward"]
-    done = record(tmp_path / "train.py", folder=tmp_path / "run", options=options)
-    assert done.stdout == plain.stdout
-    assert counted(tmp_path / "run")["main", "__main__:double"][1] == 5
+    (tmp_path / "data.py").write_text(DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = run_plainly(tmp_path, TRAIN + dedent(body))["graphs"]
+    done = run_recorded(tmp_path, TRAIN + dedent(body), lines=["train:double", "train:Net.forward"])
+    assert done["graphs"] == plain
+    assert counted(tmp_path / "run")["main", "train:double"][1] == 5
 
 
-@pytest.mark.long
-def test_a_debuggers_thread_is_left_to_it(tmp_path: Path) -> None:
-    found = lines(
-        tmp_path,
-        """
-        seen = []
-        def follow(frame, event, arg):
-            if frame.f_code.co_name == "collate" and event == "line":
-                seen.append(frame.f_lineno - frame.f_code.co_firstlineno)
-            return follow
-        run()
-        sys.settrace(follow)
-        run()
-        assert sys.gettrace() is follow
-        sys.settrace(None)
-        assert seen.count(1) == 10, seen
-        """,
-        "__main__:collate",
-    )
-    assert found["main", "__main__:collate"] == {0: 0, 1: 10}
-
-
-@pytest.mark.long
-def test_an_exception_and_a_forks_child_leave_the_counts_whole(tmp_path: Path) -> None:
-    found = lines(
-        tmp_path,
-        """
-        def fails(n):
-            if n % 2:
-                raise ValueError(n)
-            if not n % 10:
-                child = os.fork()
-                if not child:
-                    os._exit(sys.gettrace() is not None)
-                assert os.waitpid(child, 0)[1] == 0
-            return n
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-        for n in range(20):
-            train(model, optimizer, torch.ones(4, 8))
-            try:
-                fails(n)
-            except ValueError as e:
-                assert e.args == (n,)
-        """,
-        "__main__:fails",
-    )
-    assert found["main", "__main__:fails"] == {0: 0, 1: 20, 2: 10, 3: 10, 4: 2, 5: 2, 6: 0, 7: 2, 8: 10}
+def test_debuggers_exceptions_and_forks_leave_the_counts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+    def fails(n):
+        if n % 2:
+            raise ValueError(n)
+        if not n % 10:
+            child = os.fork()
+            if not child:
+                os._exit(sys.gettrace() is not None)
+            assert os.waitpid(child, 0)[1] == 0
+        return n
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for n in range(20):
+        train(model, optimizer, torch.ones(4, 8))
+        try:
+            fails(n)
+        except ValueError as e:
+            assert e.args == (n,)
+    seen = []
+    def follow(frame, event, arg):
+        if frame.f_code.co_name == "collate" and event == "line":
+            seen.append(frame.f_lineno - frame.f_code.co_firstlineno)
+        return follow
+    run()
+    others = sys.gettrace()
+    sys.settrace(follow)
+    run()
+    assert sys.gettrace() is follow
+    sys.settrace(others)
+    assert seen.count(1) == 10, seen
+    """
+    if sys.gettrace() is not None:
+        pytest.skip("a debugger or coverage follows this thread")
+    found = lines(tmp_path, monkeypatch, body, "train:fails", "train:collate")
+    assert found["main", "train:fails"] == {0: 0, 1: 20, 2: 10, 3: 10, 4: 2, 5: 2, 6: 0, 7: 2, 8: 10}
+    assert found["main", "train:collate"] == {0: 0, 1: 10}  # what the debugger followed is left to it
 
 
 def test_what_was_counted_survives_a_kill(tmp_path: Path) -> None:
-    script = written(
-        tmp_path,
-        """
-        while True:
-            run(num_workers=1)
-        """,
-    )
     log = tmp_path / "run/ranks/00000/lines.jsonl"
-    command = wrapped(tmp_path / "run", [sys.executable, script], "--no-trace", "--lines", "data:decode")
+    path = script(tmp_path, "while True:\n    run(num_workers=1)\n")
+    command = wrapped(tmp_path / "run", [sys.executable, path], "--no-trace", "--lines", "data:decode")
     with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, cwd=tmp_path) as job:
         while not log.exists() or not log.read_text().endswith("\n"):
             assert job.poll() is None
@@ -320,20 +289,13 @@ def test_what_was_counted_survives_a_kill(tmp_path: Path) -> None:
     assert counted(tmp_path / "run")["worker", "data:decode"][1] > 0
 
 
-@pytest.mark.long
-def test_a_python_without_line_profiler_says_so_in_one_line(tmp_path: Path) -> None:
-    script = written(tmp_path, "run()")
-    (tmp_path / "line_profiler.py").write_text("raise ImportError('none here')")
-    done = record(script, folder=tmp_path / "run", options=["--no-trace", "--no-sample", "--lines", "data:decode"])
-    assert [line for line in done.stderr.splitlines() if "line_profiler" in line] == [
-        "dlprof: rank 0: lines are off: the script's Python has no line_profiler (pip install line_profiler): none here"
-    ]
+def test_a_python_without_line_profiler_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "data", raising=False)
+    monkeypatch.setitem(sys.modules, "line_profiler", None)
+    run_recorded(tmp_path, TRAIN + "run()", lines="data:decode", warnings=1)
+    (warning,) = facts(tmp_path / "run/ranks/00000")["warnings"]
+    assert "pip install line_profiler" in warning
     assert not (tmp_path / "run/ranks/00000/lines.jsonl").exists()
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 10
-
-
-@pytest.mark.long
-def test_nobody_asked_means_nothing_is_touched(tmp_path: Path) -> None:
-    script = written(tmp_path, "run()\nassert 'line_profiler' not in sys.modules\nassert 'passing' not in str(vars())")
-    record(script, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
-    assert not (tmp_path / "run/ranks/00000/lines.jsonl").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -106,15 +107,11 @@ def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path)
     assert all(pair in (("start", "end"), ("end", "start")) for pair in itertools.pairwise(ends))
 
 
-@pytest.mark.long
-def test_without_nvtx_one_line_says_so_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_without_nvtx_one_line_says_so_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     if hasattr(torch._C, "_nvtx"):
         pytest.skip("this PyTorch has NVTX")
-    # A folder before the package's, with a module that cannot be imported.
-    (tmp_path / "nvtx.py").write_text("raise ImportError('none here')")
-    (tmp_path / "job.py").write_text(COMPILES_NOTHING + JOB)
-    done = launch(wrapped(tmp_path / "run", [sys.executable, tmp_path / "job.py"], "--nvtx", "--no-trace"), tmp_path)
-    assert done.returncode == 0
-    assert done.stderr.count("no NVTX ranges") == 1
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    run_recorded(tmp_path, JOB, nvtx=True, warnings=1)
+    assert "no NVTX ranges" in facts(tmp_path / "run/ranks/00000")["warnings"][0]
     assert len(rows(tmp_path / "run/ranks/00000")) == 7

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dlprof.record.collectors.overrides import Overrides
-from tests.fixtures.jobs import environment, free_port, launch, record, tiny, wrapped
+from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import environment, facts, free_port, launch, record, tiny, wrapped
 from tests.fixtures.overriding import left, sets
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -34,69 +35,40 @@ print(json.dumps({
 """
 
 
-def test_without_overrides_nothing_is_installed_and_nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DLPROF_SET", raising=False)
-    before = set(sys.modules)
-    made = Overrides()
-    made.start(None)  # type: ignore[arg-type]
-    made.step([])
-    made.stop()
-    assert {m for m in set(sys.modules) - before if m.startswith("dlprof.record.overrides")} == set()
-
-
 @pytest.mark.long
-def test_a_recorded_script_has_the_settings_and_its_files_say_where(tmp_path: Path) -> None:
-    script = tiny(tmp_path, LOOP)
-    settings = ("loader.num_workers=1", "torch.num_threads=2", "optimizer.fused=True", "env.OMP_WAIT_POLICY=PASSIVE")
-    plain = json.loads(launch([sys.executable, script], tmp_path).stdout)
-    done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets(*settings)))
-    said = json.loads(done.stdout)
-    assert plain == {"workers": [0, 0], "threads": 1, "fused": None, "variable": None}
-    assert said == {"workers": [1, 1], "threads": 2, "fused": True, "variable": "PASSIVE"}
+def test_a_recorded_script_has_the_settings_and_what_each_did_is_written_and_said(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LOOP + "sys.exit(5)\n")
+    sets_it = "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n"
+    script.write_text(sets_it + script.read_text())
+    settings: dict[str, Any] = {"loader.num_workers": 1, "torch.num_threads": 2, "env.OMP_WAIT_POLICY": "PASSIVE"}
+    settings |= {"optimizer.fused": True, "copy.non_blocking": True}
+    options = (*SMALL, *sets(*(f"{name}={value}" for name, value in settings.items())))
+    done = launch(wrapped(tmp_path / "run", [sys.executable, script], *options), tmp_path)
+    assert done.returncode == 5  # the script's
+    expected = {"workers": [1, 1], "threads": 2, "fused": True, "variable": "PASSIVE"}
+    assert json.loads(done.stdout) == expected
     effects = left(tmp_path / "run")
     lines = script.read_text().splitlines()
 
-    def at(text: str) -> int:
-        return next(n for n, line in enumerate(lines, 1) if line.startswith(text))
+    def at(*texts: str) -> list[list[Any]]:
+        numbers = (next(n for n, line in enumerate(lines, 1) if line.startswith(text)) for text in texts)
+        return [["train.py", number, "<module>"] for number in numbers]
 
-    where = [["train.py", at("loader ="), "<module>"], ["train.py", at("validation ="), "<module>"]]
+    where = at("loader =", "validation =")
     assert effects["loader.num_workers"] == {"value": 1, "applied": 2, "before": [0], "places": where, "error": None}
-    assert effects["optimizer.fused"]["places"] == [["train.py", at("optimizer ="), "<module>"]]
-    threads = effects["torch.num_threads"]
-    assert (threads["applied"], threads["before"], threads["error"]) == (2, [1], None)
-    assert threads["places"] == [
-        ["train.py", at("import torch"), "<module>"],
-        ["train.py", at("torch.set"), "<module>"],
-    ]
-    assert effects["env.OMP_WAIT_POLICY"]["before"] == [None]
+    assert effects["optimizer.fused"]["places"] == at("optimizer =")
+    threads = {"applied": 2, "before": [1], "error": None, "places": at("import torch", "torch.set")}
+    assert effects["torch.num_threads"] == {"value": 2, **threads}
+    variable = effects["env.OMP_WAIT_POLICY"]
+    assert (variable["before"], variable["places"]) == (["ACTIVE"], [["train.py", 2, "<module>"]])
+    assert effects["copy.non_blocking"]["applied"] == 0
     told = json.loads((tmp_path / "run/run.json").read_text())
-    assert told["options"]["set"] == {
-        "loader.num_workers": 1,
-        "torch.num_threads": 2,
-        "optimizer.fused": True,
-        "env.OMP_WAIT_POLICY": "PASSIVE",
-    }
-    assert told["warnings"] == []
-    assert (
-        f"dlprof: loader.num_workers 0 → 1 at train.py:{where[0][1]}, train.py:{where[1][1]}, 2 times\n" in done.stderr
-    )
-    assert json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())["loaders"][0]["num_workers"] == 1
-
-
-@pytest.mark.long
-def test_what_never_applied_is_told_at_the_end_and_the_exit_status_is_the_scripts(tmp_path: Path) -> None:
-    script = tiny(tmp_path, LOOP + "sys.exit(5)\n")
-    options = (*SMALL, *sets("copy.non_blocking=True", "loader.prefetch_factor=4", "loader.pin_memory=False"))
-    done = launch(wrapped(tmp_path / "run", [sys.executable, script], *options), tmp_path)
-    assert done.returncode == 5
-    said = [
-        "--set copy.non_blocking=True never applied",
-        "--set loader.prefetch_factor=4 never applied: a loader has no workers",
-    ]
-    assert [line for line in done.stderr.splitlines() if "--set" in line] == [f"dlprof: {line}" for line in said]
-    assert json.loads((tmp_path / "run/run.json").read_text())["warnings"] == said
-    effects = left(tmp_path / "run")
-    assert effects["copy.non_blocking"]["applied"] == effects["loader.prefetch_factor"]["applied"] == 0
+    assert told["options"]["set"] == settings
+    assert told["warnings"] == ["--set copy.non_blocking=True never applied"]
+    assert [line for line in done.stderr.splitlines() if "--set" in line] == [f"dlprof: {told['warnings'][0]}"]
+    changed = f"loader.num_workers 0 → 1 at train.py:{where[0][1]}, train.py:{where[1][1]}, 2 times"
+    assert f"dlprof: {changed}\n" in done.stderr
+    assert facts(tmp_path / "run/ranks/00000")["loaders"][0]["num_workers"] == 1
 
 
 @pytest.mark.long
@@ -117,19 +89,6 @@ def test_torchrun_and_a_launcher_that_sets_the_variable_itself(tmp_path: Path) -
         assert effects["env.OMP_WAIT_POLICY"]["before"] == ["ACTIVE"]
         assert effects["gc.freeze"]["applied"] == 1
     assert "--set" not in done.stderr
-
-
-@pytest.mark.long
-def test_a_script_that_sets_the_variable_itself_is_overridden_at_its_line(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    tiny(tmp_path, LOOP)
-    script.write_text(
-        "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n" + script.read_text()
-    )
-    done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets("env.OMP_WAIT_POLICY=PASSIVE")))
-    assert json.loads(done.stdout)["variable"] == "PASSIVE"
-    effect = left(tmp_path / "run")["env.OMP_WAIT_POLICY"]
-    assert (effect["before"], effect["places"]) == (["ACTIVE"], [["train.py", 2, "<module>"]])
 
 
 @pytest.mark.long
@@ -155,20 +114,23 @@ def test_loaders_whose_workers_are_spawned_keep_the_overrides_out_of_the_workers
     assert os.listdir(tmp_path / "run/ranks") == ["00000"]  # noqa: PTH208 - names
 
 
-@pytest.mark.long
 def test_a_child_that_was_forked_writes_nothing_into_the_ranks_file(tmp_path: Path) -> None:
     body = """
-    for n in range(3):
-        train(next(iter(DataLoader(data, batch_size=8))))
-    pid = os.fork()
-    if pid == 0:
-        for n in range(50):
-            DataLoader(data)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    """
-    script = tiny(tmp_path, body)
-    record(script, folder=tmp_path / "run", options=(*SMALL, *sets("loader.num_workers=0")))
+import os, torch
+from torch.utils.data import DataLoader
+data, model = torch.ones(64, 8), torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(3):
+    model(next(iter(DataLoader(data, batch_size=8)))).sum().backward()
+    optimizer.step()
+pid = os.fork()
+if pid == 0:
+    for n in range(50):
+        DataLoader(data)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    run_recorded(tmp_path, body, set={"loader.num_workers": 0})
     assert left(tmp_path / "run")["loader.num_workers"]["applied"] == 3
 
 
@@ -176,10 +138,6 @@ def test_settings_that_are_no_json_switch_the_overrides_off(monkeypatch: pytest.
     monkeypatch.setenv("DLPROF_SET", "{")
     with pytest.raises(ValueError, match="Expecting"):
         Overrides()
-
-
-def told(**more: Any) -> str:
-    return json.dumps({"set": {"loader.num_workers": 1}, "environment": {}, **more})
 
 
 def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
@@ -192,7 +150,9 @@ def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
         raise AttributeError("another torch")
 
     monkeypatch.setattr(loaders, "install", broken)
-    monkeypatch.setenv("DLPROF_SET", told(set={"loader.num_workers": 1, "gc.freeze": True}))
+    monkeypatch.setenv(
+        "DLPROF_SET", json.dumps({"set": {"loader.num_workers": 1, "gc.freeze": True}, "environment": {}})
+    )
     try:
         made = Overrides()
 

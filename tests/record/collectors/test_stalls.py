@@ -11,7 +11,8 @@ import pytest
 
 from dlprof.analysis.step.rules import checkpoint_stall, gc_pauses
 from tests.fixtures.asking import ask
-from tests.fixtures.jobs import COMPILES_NOTHING, facts, record, rows
+from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import rows
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -20,6 +21,7 @@ import gc, io, os, pickle, threading, time
 import torch
 from torch import nn
 from torch import save
+gc.freeze()  # the rest of the process
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 big = torch.zeros(4_000_000)
@@ -30,78 +32,71 @@ def train():
 """
 
 
-def stalls(folder: Path, body: str, steps: int = 40) -> list[dict[str, Any]]:
-    script = folder / "script.py"
-    script.write_text(COMPILES_NOTHING + LOOP + dedent(body))
-    record(script, folder=folder / "run", options=["--no-trace", "--no-sample"])
+def stalls(folder: Path, body: str, steps: int) -> list[dict[str, Any]]:
+    import gc
+
+    try:
+        run_recorded(folder, LOOP + dedent(body))
+    finally:
+        gc.unfreeze()
+        gc.enable()
     rank = folder / "run/ranks/00000"
     assert len(rows(rank)) == steps
-    assert facts(rank)["warnings"] == []
     return [json.loads(line) for line in (rank / "stalls.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
 def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        class Slow:
-            def __reduce__(self):
-                time.sleep(0.2)  # as if it went over a network
-                return (list, ())
-        for step in range(40):
-            train()
-            cycle = []
-            cycle.append(cycle)
-            gc.collect()
-            if step % 5 == 4:
-                torch.save([model.state_dict(), Slow()], "état.pt")
-        """,
-    )
+    body = """
+    class Slow:
+        def __reduce__(self):
+            time.sleep(0.2)  # as if it went over a network
+            return (list, ())
+    gc.disable()  # but for the script's own collections
+    for step in range(40):
+        train()
+        cycle = []
+        cycle.append(cycle)
+        gc.collect()
+        if step % 5 == 4:
+            torch.save([model.state_dict(), Slow()], "état.pt")
+    """
+    found = stalls(tmp_path, body, 40)
     lines = rows(tmp_path / "run/ranks/00000")
     begins = {line["step"]: (line["start_ns"], line["start_ns"] + line["dur_ns"]) for line in lines}
     saves = [s for s in found if s["kind"] == "checkpoint"]
     pauses = [s for s in found if s["kind"] == "garbage_collection"]
-    assert len(saves) == 8
-    assert {s["path"] for s in saves} == {"état.pt"}
-    assert {s["generation"] for s in saves} == {None}
+    assert [(s["path"], s["generation"]) for s in saves] == [("état.pt", None)] * 8
     assert len(pauses) >= 39
-    assert {s["generation"] for s in pauses} == {2}
-    assert {s["path"] for s in pauses} == {None}
+    assert {(s["path"], s["generation"]) for s in pauses} == {(None, 2)}
     for s in found:
         assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase", "reason", "count"}
         assert s["dur_ns"] >= 1_000_000
         assert s["phase"] == "rest"
-        if s["step"] == 40:  # after the last step, and so in none
-            continue
-        begin, end = begins[s["step"]]
+        begin, end = begins.get(s["step"], (0, 1 << 63))  # 40: after the last step, and so in none
         assert begin <= s["start_ns"] < end
     assert ask(gc_pauses.RULE, tmp_path / "run").state == "found"
     assert ask(checkpoint_stall.RULE, tmp_path / "run").state == "found"
 
 
-@pytest.mark.slow
-def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tells_of_all(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        import dlprof.record.collectors.stalls as theirs
-        theirs._MOST_FULL = 0  # instead of thousands
-        theirs.WRITE_EVERY_NS = 1 << 62  # at the end alone
-        took = []
-        def watch(moment, info):
-            took.append(time.perf_counter_ns())
-        gc.callbacks.insert(0, watch)
-        for step in range(20):
-            train()
-            gc.collect()
-        long = [b - a for a, b in zip(took[::2], took[1::2]) if b - a > 1_000_000]
-        with open("took", "w") as file:
-            print(len(long), sum(long), file=file)
-        """,
-        steps=20,
-    )
-    pauses = [s for s in found if s["kind"] == "garbage_collection"]
+def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tells_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlprof.record.collectors.stalls._MOST_FULL", 0)  # instead of thousands
+    monkeypatch.setattr("dlprof.record.collectors.stalls.WRITE_EVERY_NS", 1 << 62)  # at the end alone
+    body = """
+    took = []
+    def watch(moment, info):
+        took.append(time.perf_counter_ns())
+    gc.callbacks.insert(0, watch)
+    for step in range(20):
+        train()
+        gc.collect()
+    gc.callbacks.remove(watch)
+    long = [b - a for a, b in zip(took[::2], took[1::2]) if b - a > 1_000_000]
+    with open("took", "w") as file:
+        print(len(long), sum(long), file=file)
+    """
+    pauses = [s for s in stalls(tmp_path, body, 20) if s["kind"] == "garbage_collection"]
     many, took = map(int, (tmp_path / "took").read_text().split())
     # Some before the script's own watch, and some that last a millisecond by one clock reading and not by the other.
     assert sum(s["count"] for s in pauses) == pytest.approx(many, rel=0.05, abs=5)
@@ -111,180 +106,105 @@ def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tell
     assert max(s["count"] for s in pauses) >= 19
 
 
-def test_a_name_taken_early_is_watched_and_what_belongs_to_a_save_is_not_told_twice(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        class Collecting:
-            def __reduce__(self):
+def test_each_save_of_the_training_thread_is_one_stall(tmp_path: Path) -> None:
+    body = """
+    import torch.distributed.checkpoint as dcp
+    class Collecting:
+        def __reduce__(self):
+            gc.collect()
+            return (list, ())
+    class Broken:
+        def __reduce__(self):
+            time.sleep(0.01)
+            raise ValueError("broken")
+    buffer = io.BytesIO()
+    gc.disable()
+    for step in range(15):
+        train()
+        if step == 2:
+            save([big, Collecting()], buffer)  # by a name that was taken early; what it collects belongs to it
+        if step == 4:
+            dcp.save({"big": big}, checkpoint_id="folder", no_dist=True)
+        if step == 6:
+            thread = threading.Thread(target=torch.save, args=(big, "threads.pt"))
+            thread.start()
+            thread.join()
+        if step in (8, 10):
+            try:
+                torch.save(Broken(), io.BytesIO())
+            except ValueError as e:
+                assert str(e) == "broken"
+            else:
+                raise AssertionError
+        if step == 12:
+            child = os.fork()
+            if not child:
+                ours = [c for c in gc.callbacks if "dlprof" in type(getattr(c, "__self__", None)).__module__]
                 gc.collect()
-                return (list, ())
-        buffer = io.BytesIO()
-        gc.disable()
-        for step in range(10):
-            train()
-            if step == 5:
-                save([big, Collecting()], buffer)
-        buffer.seek(0)
-        assert torch.load(buffer, weights_only=False)[0].shape == big.shape
-        assert pickle.loads(pickle.dumps(save)) is save is torch.save
-        """,
-        steps=10,
-    )
-    assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", None)]
+                torch.save(big, "child.pt")
+                os._exit(len(ours))
+            assert os.waitpid(child, 0)[1] == 0
+            assert os.path.getsize("child.pt") > 0
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False)[0].shape == big.shape
+    assert pickle.loads(pickle.dumps(save)) is save is torch.save
+    """
+    found = [(s["kind"], s["step"], s["path"]) for s in stalls(tmp_path, body, 15)]
+    saves = [(3, None), (5, "folder"), (9, None), (11, None)]
+    assert found == [("checkpoint", *one) for one in saves]
 
 
-@pytest.mark.long
-def test_distributed_checkpoints_count_once_and_saving_threads_do_not(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        import torch.distributed.checkpoint as dcp
-        gc.disable()
-        for step in range(10):
-            train()
-            if step == 4:
-                dcp.save({"big": big}, checkpoint_id="folder", no_dist=True)
-            if step == 7:
-                thread = threading.Thread(target=torch.save, args=(big, "threads.pt"))
-                thread.start()
-                thread.join()
-        """,
-        steps=10,
-    )
-    assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", "folder")]
-
-
-@pytest.mark.long
 def test_saving_in_the_background_counts_until_the_state_is_copied(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint import DefaultSavePlanner
-        class Slow(DefaultSavePlanner):
-            # Runs in the background, as if the disk were slow.
-            def resolve_data(self, item):
-                time.sleep(1.0)
-                return super().resolve_data(item)
-        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
-        gc.disable()
-        saving = None
-        for step in range(10):
-            train()
-            if step == 4:
-                began = time.perf_counter()
-                saving = dcp.async_save({"big": big.clone()}, checkpoint_id="folder", planner=Slow())
-                assert not saving.done()
-        saving.result()
-        assert time.perf_counter() - began > 1.0
-        dist.destroy_process_group()
-        """,
-        steps=10,
-    )
-    (save,) = (s for s in found if s["kind"] == "checkpoint")
+    body = """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    class Slow(DefaultSavePlanner):
+        # Runs in the background, as if the disk were slow.
+        def resolve_data(self, item):
+            time.sleep(1.0)
+            return super().resolve_data(item)
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
+    gc.disable()
+    saving = None
+    for step in range(10):
+        train()
+        if step == 4:
+            began = time.perf_counter()
+            saving = dcp.async_save({"big": big.clone()}, checkpoint_id="folder", planner=Slow())
+            assert not saving.done()
+    saving.result()
+    assert time.perf_counter() - began > 1.0
+    dist.destroy_process_group()
+    """
+    (save,) = (s for s in stalls(tmp_path, body, 10) if s["kind"] == "checkpoint")
     assert (save["path"], save["step"]) == ("folder", 5)
     assert save["dur_ns"] < 1e9  # the sleeping is not in it
 
 
-COMPILED = """
-def forward(x):
-    return model(x).relu()
-compiled = torch.compile(forward, backend="aot_eager", dynamic=False)
-def train_compiled(rows):
-    compiled(torch.randn(rows, 8)).sum().backward()
-    optimizer.step()
-gc.disable()
-"""
-
-
-@pytest.mark.long
 def test_compilations_are_told_with_their_reason_and_graphs_stay_the_same(tmp_path: Path) -> None:
     body = """
-        rows = [4, 4, 4, 4, 4, 5, 5, 6, 6, 6]
-        for n in rows:
-            train_compiled(n)
-        from torch._dynamo.utils import counters
-        assert counters["stats"]["unique_graphs"] == 3
-        """
-    found = stalls(tmp_path, COMPILED + dedent(body), steps=10)
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    counters.clear()
+    def forward(x):
+        return model(x).relu()
+    compiled = torch.compile(forward, backend="aot_eager", dynamic=False)
+    gc.disable()
+    for n in [4, 4, 4, 4, 4, 5, 5, 6, 6, 6]:
+        compiled(torch.randn(n, 8)).sum().backward()
+        optimizer.step()
+    assert counters["stats"]["unique_graphs"] == 3
+    """
+    found = stalls(tmp_path, body, 10)
     assert {s["kind"] for s in found} == {"compilation"}
     forward = [s for s in found if s["phase"] == "forward"]
     assert [s["step"] for s in forward] == [0, 5, 7]
-    assert all(s["path"].endswith(" forward") and "script.py:" in s["path"] for s in forward)
-    assert forward[0]["reason"] is None
-    assert ["size mismatch at index 0. expected 4, actual 5" in str(s["reason"]) for s in forward] == [
-        False,
-        True,
-        False,
-    ]
-    assert "expected" in forward[2]["reason"]
+    assert all(s["path"].endswith(" forward") and "train.py:" in s["path"] for s in forward)
+    first, second, third = (s["reason"] for s in forward)
+    assert first is None
+    assert "size mismatch at index 0. expected 4, actual 5" in second
+    assert "expected" in third
+    assert "actual 5" not in third
     # Backward passes are compiled when they first run.
     assert {s["step"] for s in found if s["phase"] == "backward"} <= {0, 5, 7}
-
-
-@pytest.mark.long
-def test_a_job_that_nothing_stalls_leaves_an_empty_file_and_no_import(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        import sys
-        gc.disable()
-        heavy = {"torch.distributed.checkpoint", "torch._dynamo"}
-        before = heavy & set(sys.modules)
-        for step in range(10):
-            train()
-        assert heavy & set(sys.modules) == before
-        """,
-        steps=10,
-    )
-    assert found == []
-
-
-@pytest.mark.long
-def test_a_forks_child_is_left_alone(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        gc.disable()
-        for step in range(10):
-            train()
-            if step == 5:
-                child = os.fork()
-                if not child:
-                    ours = [c for c in gc.callbacks if "dlprof" in type(getattr(c, "__self__", None)).__module__]
-                    gc.collect()
-                    torch.save(big, "child.pt")
-                    os._exit(len(ours))
-                assert os.waitpid(child, 0)[1] == 0
-        assert os.path.getsize("child.pt") > 0
-        """,
-        steps=10,
-    )
-    assert found == []
-
-
-@pytest.mark.long
-def test_a_save_that_fails_fails_as_ever(tmp_path: Path) -> None:
-    found = stalls(
-        tmp_path,
-        """
-        class Broken:
-            def __reduce__(self):
-                time.sleep(0.01)
-                raise ValueError("broken")
-        gc.disable()
-        for step in range(10):
-            train()
-            if step in (3, 6):
-                try:
-                    torch.save(Broken(), io.BytesIO())
-                except ValueError as e:
-                    assert str(e) == "broken"
-                else:
-                    raise AssertionError
-        """,
-        steps=10,
-    )
-    assert [(s["kind"], s["step"]) for s in found] == [("checkpoint", 4), ("checkpoint", 7)]

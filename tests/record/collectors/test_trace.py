@@ -18,6 +18,7 @@ from dlprof.record.collectors.trace import Trace
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 from tests.fixtures.devices import Devices, Model, Parameter
+from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import facts, launch, record, rows, tiny, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -105,62 +106,49 @@ def window(job: Job, durations: Sequence[int]) -> dict[str, Any]:
 
 
 UNTRACED = [95, 96, 95, 300, 96, 95, 96, 95, 96, 95, 95, 95]  # two of them warm the profiler up
+SLOW = [60_000, *[2_000] * 7]
 
 
 @pytest.mark.parametrize(
-    ("traced", "extended"),
+    ("on_device", "asked", "durations", "steps", "extended"),
     [
-        ([97, 96, 95, 95, 96], 0),
-        ([35, 72, 96, 96, 95], 0),  # settled by then, as on a V100
-        ([35, 40, 45, 60, 72, 95, 96], 2),
-        ([35, 40, 45, 50, 60, 70, 80, 90], 3),  # and no more than that
-        ([95, 95, 95, 95, 120, 121], 1),
-        ([60, 66, 70, 72, 73, 80, 86], 2),  # hardly changing, and short all the same
-        ([150, 150, 150, 150, 150], 0),  # slower all along: tracing is
+        # On a device the window goes on until the host runs ahead as before, for three steps at most.
+        (True, "10,2,5", [*UNTRACED, 97, 96, 95, 95, 96], (12, 16), 0),
+        (True, "10,2,5", [*UNTRACED, 35, 72, 96, 96, 95], (12, 16), 0),  # settled by then, as on a V100
+        (True, "10,2,5", [*UNTRACED, 35, 40, 45, 60, 72, 95, 96], (12, 18), 2),
+        (True, "10,2,5", [*UNTRACED, 35, 40, 45, 50, 60, 70, 80, 90], (12, 19), 3),
+        (True, "10,2,5", [*UNTRACED, 95, 95, 95, 95, 120, 121], (12, 17), 1),
+        (True, "10,2,5", [*UNTRACED, 60, 66, 70, 72, 73, 80, 86], (12, 18), 2),  # hardly changing, and short
+        (True, "10,2,5", [*UNTRACED, 150, 150, 150, 150, 150], (12, 16), 0),  # slower all along: tracing is
+        (False, "10,2,5", [*UNTRACED, 35, 40, 45, 60, 72, 95, 96, 95], (12, 16), 0),
+        # 3 s after the first step has ended step 3 warms up, and 4 s of traced steps and one more are enough.
+        (False, "", SLOW, (4, 6), 0),
+        (False, "", [60_000] * 6, (4, 4), 0),
+        (False, "10,2,5", [2_000] * 9, (None, None), 0),  # one that was asked for waits for its steps
+        (False, "", [100] * 20, (12, 16), 0),
     ],
 )
-def test_the_window_goes_on_until_the_host_runs_ahead_as_before(
-    traced: list[int], extended: int, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+def test_the_steps_of_the_window(
+    on_device: bool,
+    asked: str,
+    durations: Sequence[int],
+    steps: tuple[int | None, int | None],
+    extended: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(tmp_path, monkeypatch, devices)
-    told = window(job, [*UNTRACED, *traced, *[95] * 5])
-    assert (told["state"], told["extended"]) == ("exported", extended)
-    assert (told["first_step"], told["last_step"]) == (12, 16 + extended)
-
-
-def test_a_window_on_the_cpu_is_as_long_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(tmp_path, monkeypatch, None)
-    told = window(job, [*UNTRACED, 35, 40, 45, 60, 72, 95, 96, 95])
-    assert (told["extended"], told["first_step"], told["last_step"]) == (0, 12, 16)
-    assert (told["cupti_torn_down"], told["errors"]) == (None, None)
-    assert job.profiler.activities == [torch.profiler.ProfilerActivity.CPU]
-
-
-def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durations: Sequence[int], asked: str = "") -> Any:
-    """Return which steps a window on the CPU holds, None without any, and what became of it."""
-    job = Job(tmp_path, monkeypatch, None, asked)
-    seen = window(job, durations)
-    return (seen["first_step"], seen["last_step"]), seen["state"]
-
-
-def test_a_window_of_slow_steps_begins_by_time_and_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Three seconds after the first step has ended: step 3 warms up, and 4 s of traced steps and one more are enough.
-    assert traced(tmp_path, monkeypatch, [60_000, 2_000, 2_000, 2_000, 2_000, 2_000, 2_000, 2_000]) == (
-        (4, 6),
-        "exported",
-    )
-
-
-def test_a_window_of_very_slow_steps_holds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert traced(tmp_path, monkeypatch, [60_000] * 6) == ((4, 4), "exported")
-
-
-def test_a_window_that_was_asked_for_waits_for_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert traced(tmp_path, monkeypatch, [2_000] * 9, "10,2,5") == ((None, None), "waiting")
-
-
-def test_short_steps_are_traced_where_they_always_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert traced(tmp_path, monkeypatch, [100] * 20) == ((12, 16), "exported")
+    devices = Devices(monkeypatch) if on_device else None
+    job = Job(tmp_path, monkeypatch, devices, asked)
+    told = window(job, [*durations, *[95] * 5] if on_device else durations)
+    assert told["state"] == ("exported" if steps[0] else "waiting")
+    assert (told["first_step"], told["last_step"], told["extended"]) == (*steps, extended)
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    if devices is not None:
+        # It synchronises the rank's device and wakes no other.
+        assert job.profiler.calls == [("prepare", 1), ("start", 1), ("stop", 1)]
+        assert (cuda in job.profiler.activities, told["cupti_torn_down"], devices.current) == (True, True, 0)
+    elif steps[0]:
+        assert (cuda in job.profiler.activities, told["cupti_torn_down"], told["errors"]) == (False, None, None)
 
 
 @pytest.mark.parametrize(
@@ -249,17 +237,6 @@ def test_training_after_an_inference_has_a_window_of_its_own(tmp_path: Path, mon
     assert (job.trace.window["state"], job.trace.window["first_step"]) == ("exported", 42)
 
 
-def test_the_profiler_synchronises_the_ranks_device_and_wakes_no_other(
-    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(tmp_path, monkeypatch, devices)
-    told = window(job, [*UNTRACED, *[95] * 9])
-    assert job.profiler.calls == [("prepare", 1), ("start", 1), ("stop", 1)]
-    assert torch.profiler.ProfilerActivity.CUDA in job.profiler.activities
-    assert told["cupti_torn_down"] is True
-    assert devices.current == 0
-
-
 def test_the_environment_is_as_it_was_a_step_after_the_window(
     tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,38 +306,42 @@ REAL = """
 """
 
 
-WARNS = """
-from torch.autograd.profiler import profile
-from torch.profiler.profiler import _KinetoProfile
+def test_torchs_warning_of_lost_events_is_the_scripts_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, kineto = torch.autograd.profiler.profile, torch.profiler._KinetoProfile
+    prepare, parse = kineto.prepare_trace, profile._ensure_function_events
+    seen: list[str] = []
+    monkeypatch.setattr(torch.autograd.profiler, "seen", seen, raising=False)  # for the script
 
-prepare, parse = _KinetoProfile.prepare_trace, profile._ensure_function_events
+    def prepare_trace(self: Any) -> None:  # as torch 2.10 to 2.12 do
+        prepare(self)
+        if self.profiler is not None and not self.acc_events:
+            seen.append("clears events")
 
-def prepare_trace(self):  # as torch 2.10 to 2.12 do
-    prepare(self)
-    if self.profiler is not None and not self.acc_events:
-        print("clears events", file=sys.stderr)
+    def parses(self: Any) -> None:
+        seen.append("parsed")
+        parse(self)
 
-def ensure_function_events(self):
-    print("parsed", file=sys.stderr)
-    parse(self)
-
-_KinetoProfile.prepare_trace, profile._ensure_function_events = prepare_trace, ensure_function_events
-for _ in range(5):
-    for batch in DataLoader(data, batch_size=16):
-        train(batch)
-print("the script's own", file=sys.stderr)
-with torch.profiler.profile() as profiler:
-    train(batch)
-print(len(profiler.events()) > 20)
-"""
-
-
-def test_torchs_warning_of_lost_events_is_the_scripts_own_alone(tmp_path: Path) -> None:
-    done = record(tiny(tmp_path, WARNS), folder=tmp_path / "run", options=["--window", "5,1,3"])
+    monkeypatch.setattr(kineto, "prepare_trace", prepare_trace)
+    monkeypatch.setattr(profile, "_ensure_function_events", parses)
+    body = """
+    import torch
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def train():
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    for _ in range(20):
+        train()
+    before = len(torch.autograd.profiler.seen)
+    with torch.profiler.profile() as profiler:
+        train()
+    assert len(profiler.events()) > 20
+    """
+    script = run_recorded(tmp_path, dedent(body), window=(5, 1, 3))
     assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "exported"
-    ours, theirs = done.stderr.split("the script's own")
-    assert (ours.count("clears events"), theirs.count("clears events")) == (0, 1)
-    assert (ours.count("parsed"), theirs.count("parsed"), done.stdout) == (0, 1, "True\n")
+    assert (script["before"], seen) == (0, ["clears events", "parsed"])
 
 
 @pytest.mark.gpu

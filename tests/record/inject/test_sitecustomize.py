@@ -100,30 +100,27 @@ def test_the_users_sitecustomize_runs_once_in_each_process_of_his_and_in_none_of
     assert (len(ran), ran.count(pid), len(set(ran))) == (2, 1, 2)
 
 
-def test_who_imports_sitecustomize_again_gets_no_second_hook(tmp_path: Path) -> None:
-    again = "import sys; del sys.modules['sitecustomize']; import sitecustomize; "
-    assert watched(tmp_path / "run", again + FINDERS) == "['_TorchFinder']\n"
-    assert len(hello(tmp_path / "run")) == 1
+@pytest.mark.parametrize(
+    ("code", "finders", "hellos"),
+    [
+        (FINDERS, 1, 1),
+        # Who imports sitecustomize again gets no second hook.
+        ("import sys; del sys.modules['sitecustomize']; import sitecustomize; " + FINDERS, 1, 1),
+        # Interpreters that never train are left alone.
+        (f"{FINDERS}  # multiprocessing.resource_tracker", 0, 0),
+        (f"{FINDERS}  # torch._inductor.compile_worker", 0, 0),
+    ],
+)
+def test_an_interpreter_leaves_word_and_waits_for_torch(code: str, finders: int, hellos: int, tmp_path: Path) -> None:
+    assert eval(watched(tmp_path / "run", code)) == ["_TorchFinder"] * finders
+    assert [line["python"] for line in hello(tmp_path / "run")] == [sys.version.split()[0]] * hellos
 
 
 def test_the_hook_is_silent_without_a_run(tmp_path: Path) -> None:
     env = recorded(environment(), tmp_path / "run")
     del env["DLPROF_RUN"]
-    done = launch([sys.executable, "-c", FINDERS], tmp_path, env=env)
-    assert done.stdout == "[]\n"
+    assert launch([sys.executable, "-c", FINDERS], tmp_path, env=env).stdout == "[]\n"
     assert not (tmp_path / "run").exists()
-
-
-def test_an_interpreter_leaves_word_and_waits_for_torch(tmp_path: Path) -> None:
-    assert watched(tmp_path / "run", FINDERS) == "['_TorchFinder']\n"
-    (line,) = hello(tmp_path / "run")
-    assert line["python"] == sys.version.split()[0]
-
-
-@pytest.mark.parametrize("module", ["multiprocessing.resource_tracker", "torch._inductor.compile_worker"])
-def test_an_interpreter_that_never_trains_is_left_alone(module: str, tmp_path: Path) -> None:
-    assert watched(tmp_path / "run", f"{FINDERS}  # {module}") == "[]\n"
-    assert hello(tmp_path / "run") == []
 
 
 FAKE_TORCH = """
@@ -155,13 +152,18 @@ def test_a_process_that_replaces_itself_leaves_word_of_that(tmp_path: Path) -> N
     assert len({line["pid"] for line in hello(tmp_path / "run")}) == 1
 
 
-def test_a_run_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file")
-    done = launch([sys.executable, "-c", "print(1)"], tmp_path, env=recorded(environment(), tmp_path / "run"))
+@pytest.mark.parametrize(("run", "sets"), [("a file", ""), (None, "{")])
+def test_a_run_that_cannot_be_written_and_settings_that_are_no_json_cost_one_line(
+    run: str | None, sets: str, tmp_path: Path
+) -> None:
+    if run is not None:
+        (tmp_path / "run").write_text(run)
+    env = recorded(environment(DLPROF_SET=sets), tmp_path / "run")
+    done = launch([sys.executable, "-c", "print(1)"], tmp_path, env=env)
     assert (done.returncode, done.stdout) == (0, "1\n")
     (line,) = done.stderr.splitlines()
     assert line.startswith("dlprof: ")
-    assert line.endswith("; the job goes on without it")
+    assert line.endswith("; the job goes on without it") or sets
 
 
 SETS = json.dumps({"set": {"env.DL_KEPT": "1", "loader.num_workers": 2}, "environment": {"DL_KEPT": None}})
@@ -185,13 +187,5 @@ def test_variables_that_are_overridden_stay_as_asked_for(tmp_path: Path) -> None
 
 def test_without_overridden_variables_the_environment_is_pythons_own(tmp_path: Path) -> None:
     code = "import os; print(hasattr(type(os.environ).__setitem__, 'changed'))"
-    assert watched(tmp_path / "a", code) == "False\n"
     sets = json.dumps({"set": {"loader.num_workers": 2}, "environment": {}})
-    assert watched(tmp_path / "b", code, DLPROF_SET=sets) == "False\n"
-
-
-def test_settings_that_are_no_json_cost_the_script_nothing(tmp_path: Path) -> None:
-    env = recorded(environment(DLPROF_SET="{"), tmp_path / "run")
-    done = launch([sys.executable, "-c", "print(1)"], tmp_path, env=env)
-    assert (done.returncode, done.stdout) == (0, "1\n")
-    assert len(done.stderr.splitlines()) == 1
+    assert watched(tmp_path / "run", code, DLPROF_SET=sets) == "False\n"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,34 +32,36 @@ def found(env: Mapping[str, str], asked: Path | None = None) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("there", ["a run", "a file", "a dangling link", "a link to itself"])
-def test_what_is_in_the_place_of_a_folder_stays_and_the_next_number_is_taken(there: str, tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_stays_and_the_next_number_is_taken(tmp_path: Path) -> None:
     command = wrapped(Path("run"), ["sh", "-c", "echo x >> started; exit 7"], "--no-sample", "--quiet")
+    for name in ("run", "run-2"):
+        done = launch(command, tmp_path)
+        assert (done.returncode, json.loads((tmp_path / name / "run.json").read_text())["exit"]["code"]) == (7, 7)
+    assert "dlprof: run already holds a run; recording into run-2\n" in done.stderr
+    assert (tmp_path / "started").read_text() == "x\n" * 2
+
+
+@pytest.mark.parametrize("there", ["a run", "a file", "nowhere/at/all", "run", None])
+def test_what_is_in_the_place_of_a_folder_stays(
+    there: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "run"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here" if there is None else tmp_path)
+    asked = Path() if there is None else Path("run")  # beside the current folder a run has its name
     if there == "a run":
-        assert launch(command, tmp_path).returncode == 7
+        found({}, asked)
     elif there == "a file":
         place.write_text("theirs")
-    else:
-        place.symlink_to("run" if there == "a link to itself" else "nowhere/at/all")
-    before = place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()
-    for name in ("run-2", "run-3"):
-        (tmp_path / "started").unlink(missing_ok=True)
-        again = launch(command, tmp_path)
-        assert (again.returncode, (tmp_path / "started").read_text()) == (7, "x\n")
-        said = [line for line in again.stderr.splitlines() if "recording into" in line]
-        why = "run already holds a run" if there == "a run" else f"{place} is no folder"
-        assert said == [f"dlprof: {why}; recording into {name}"]
-        assert json.loads((tmp_path / name / "run.json").read_text())["exit"]["code"] == 7
-    assert (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()) == before
-
-
-def test_a_run_beside_the_current_folder_has_its_name(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    command = wrapped(Path(), ["true"], "--no-sample", "--quiet")
-    for _ in range(2):
-        assert launch(command, tmp_path / "here").returncode == 0
-    assert sorted(path.parent.name for path in tmp_path.glob("*/run.json")) == ["here", "here-2"]
+    elif there is not None:
+        place.symlink_to(there)  # to nothing, or to itself
+    before = there and (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text())
+    why = {"a run": "run already holds a run", None: ""}.get(there, f"{place} is no folder")
+    for name in ("run-2", "run-3") if there else ("here", "here-2"):
+        run, said = opened(asked, "train", ["true"], {}, {})
+        assert run is not None
+        assert (run.path.resolve().name, said) == (name, "" if name == "here" else why or ". already holds a run")
+    assert before == (there and (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()))
 
 
 TORCHRUN_RANK = {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
@@ -102,95 +103,50 @@ def test_tasks_of_one_job_share_a_folder_and_others_do_not(
     assert found({}).path != found({}).path
 
 
-def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp_path: Path) -> None:
-    for options, status in ((["--job", "seven"], 0), (["--job", "seven"], 0), (["--job", "seven", "-o", "run"], 0)):
-        command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", *options, "--", "true"]
-        assert launch(command, tmp_path).returncode == status
+def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"DLPROF_JOB": "seven", "PATH": os.environ["PATH"]}
     # This host has recorded its part of the first one: the second is another.
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-2"]
-    (word,) = (tmp_path / "run/tasks").glob("*.json")
+    assert [found(env).path.name for _ in range(2)] == ["train-seven", "train-seven-2"]
+    run = found(env, Path("run"))
+    assert supervise(["true"], run, env).code == 0
+    (word,) = run.path.glob("tasks/*.json")
     assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
     for suffix in (".json", ".ended"):
         word.with_suffix(suffix).rename(word.with_name(f"another-host{suffix}"))
-    assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
-    told = json.loads((tmp_path / "run/run.json").read_text())
+    command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", "--job", "seven", "-o", "run", "--", "false"]
+    assert launch(command, tmp_path).returncode == 1
+    told = json.loads((run.path / "run.json").read_text())
     assert [task["exit"]["code"] for task in told["tasks"]] == [0, 1]
-    assert launch([*DLPROF, "wrap", "--job", "a/b", "--", "true"], tmp_path).returncode == 2
 
 
-# Fails once the other two tasks are there.
-FALLS = """
-import os, sys, time
-while len(os.listdir("run/tasks")) < 3:
-    time.sleep(0.02)
-sys.exit(7)
-"""
-
-
-def test_the_folder_of_a_job_tells_how_each_task_ended(tmp_path: Path) -> None:
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
-    waits = "import os, sys, time\nwhile not os.path.exists('go'): time.sleep(0.02)"
-    tasks = [
-        subprocess.Popen(
-            wrapped(tmp_path / "run", [sys.executable, "-c", code], "--quiet", "--no-sample"),
-            cwd=tmp_path,
-            env=environment(**step, SLURM_PROCID=str(number)),
-            stderr=subprocess.DEVNULL,
-        )
-        for number, code in enumerate((waits, FALLS, waits + "\nos.abort()"))
-    ]
-    host = os.uname().nodename
-    assert tasks[1].wait(60) == 7
-    # Only the last to end writes run.json again: until then the reader asks the tasks themselves.
-    assert json.loads((tmp_path / "run/run.json").read_text())["tasks"] == []
-    so_far = open_run(tmp_path / "run")
-    assert so_far.exit == {"code": 7, "signal": None}
-    assert f"2 tasks did not end, as far as is known: 0 on {host}, 2 on {host}" in so_far.warnings
-    (tmp_path / "go").touch()
-    assert [task.wait(60) for task in tasks] == [0, 7, -signal.SIGABRT]
-    told = json.loads((tmp_path / "run/run.json").read_text())
-    ends = [(one["host"], one["number"], one["exit"]["code"], one["exit"]["signal"]) for one in told["tasks"]]
-    assert ends == [(host, "0", 0, None), (host, "1", 7, None), (host, "2", None, int(signal.SIGABRT))]
-    assert told["end_ns"] >= told["tasks"][1]["end_ns"]
-    run = open_run(tmp_path / "run")
-    assert run.exit == {"code": 7, "signal": None}
-    assert [text for text in run.warnings if text.startswith("task ")] == [
-        f"task 1 on {host} ended with exit code 7",
-        f"task 2 on {host} ended by signal {int(signal.SIGABRT)}",
-    ]
-
-
-def test_only_the_last_task_to_end_reads_what_all_said(tmp_path: Path) -> None:
+def test_the_last_task_to_end_writes_what_all_said_and_until_then_readers_ask_each(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "PATH": os.environ["PATH"]}
-    run, there = tmp_path / "run", tmp_path / "run/tasks/there-2"
+    run, there, host = tmp_path / "run", tmp_path / "run/tasks/there-2", os.uname().nodename
     there.parent.mkdir(parents=True)
-    other: dict[str, Any] = {
-        "host": "there",
-        "number": "2",
-        "end_ns": None,
-        "exit": {"code": None, "signal": None},
-        "resumed_ns": [7, 5],
-        "warnings": [],
-    }
-    there.with_suffix(".json").write_text(json.dumps(other))
-    assert not supervised(["false"], run, step | {"SLURM_PROCID": "0"}).last
+    other: dict[str, Any] = {"host": "there", "number": "2", "end_ns": None, "resumed_ns": [7, 5], "warnings": []}
+    there.with_suffix(".json").write_text(json.dumps(other | {"exit": {"code": None, "signal": None}}))
+    assert not supervised(["sh", "-c", "exit 7"], run, step | {"SLURM_PROCID": "0"}).last
     assert json.loads((run / "run.json").read_text())["tasks"] == []
-    warnings = open_run(run).warnings
-    assert {
-        "task 2 on there did not end, as far as is known",
-        f"task 0 on {os.uname().nodename} ended with exit code 1",
-    } <= {*warnings}
+    so_far = open_run(run)
+    assert so_far.exit == {"code": 7, "signal": None}
+    fails = f"task 0 on {host} ended with exit code 7"
+    assert {"task 2 on there did not end, as far as is known", fails} <= {*so_far.warnings}
     (run / "ranks/00000").mkdir()
     assert open_run(run).ranks[0].resumed_ns == (5, 7)
-    there.with_suffix(".json").write_text(json.dumps(other | {"end_ns": 1, "exit": {"code": 0, "signal": None}}))
+    killed = {"end_ns": 1 << 62, "exit": {"code": None, "signal": int(signal.SIGABRT)}}
+    there.with_suffix(".json").write_text(json.dumps(other | killed))
     there.with_suffix(".ended").touch()
     assert supervised(["true"], run, step | {"SLURM_PROCID": "1"}).last
     told = json.loads((run / "run.json").read_text())
-    assert told["resumed_ns"] == [5, 7]
-    assert (told["exit"], sorted(one["number"] for one in told["tasks"])) == (
-        {"code": 1, "signal": None},
-        ["0", "1", "2"],
-    )
+    ends = [(one["host"], one["number"], one["exit"]["code"], one["exit"]["signal"]) for one in told["tasks"]]
+    assert sorted(ends, key=lambda end: end[1]) == [(host, "0", 7, None), (host, "1", 0, None), ("there", "2", None, 6)]
+    assert told["end_ns"] == max(one["end_ns"] for one in told["tasks"])
+    assert (told["resumed_ns"], told["exit"]) == ([5, 7], {"code": 7, "signal": None})
+    warnings = [text for text in open_run(run).warnings if text.startswith("task ")]
+    assert warnings == [fails, "task 2 on there ended by signal 6"]
 
 
 def test_tasks_beyond_the_first_few_hundred_lie_in_folders_of_their_own(tmp_path: Path) -> None:
@@ -245,9 +201,8 @@ def test_the_hosts_of_a_job_lie_flat_unless_its_launcher_says_that_they_are_many
     for nodes, there in (("256", "hosts"), ("257", "many-hosts")):
         run = tmp_path / nodes
         env = environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES=nodes)
-        done = launch(wrapped(run, [sys.executable, "-c", "pass"], "--no-sample"), tmp_path, env=env)
         # The interpreter has said that it was there, and the supervisor has found that.
-        assert "never imported torch" in done.stderr
+        assert "never imported torch" in supervised([sys.executable, "-c", "pass"], run, env).warnings[0]
         (folder,) = in_hosts(run)
         assert folder.parts[len(run.parts)] == there
         assert (folder / "hello.jsonl").exists()

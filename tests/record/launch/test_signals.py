@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,32 +34,29 @@ sys.exit(9)
 """
 
 
-def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]:
-    """Start a command, send its process a signal when it says ready, and give its status and the rest of its output."""
-    # Whoever runs the tests may ignore it, as nohup does, and what is ignored is inherited.
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
-    )
+def ready(command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+    """Start a command, and wait until it says that it is ready."""
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, **more)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def signalled(command: Sequence[str], number: int) -> tuple[int, str]:
+    """Start a command, send its process a signal when it says ready, and give its status and the rest of its output."""
+    # Whoever runs the tests may ignore it, as nohup does, and what is ignored is inherited.
+    process = ready(command, preexec_fn=partial(signal.signal, number, signal.SIG_DFL))
     process.send_signal(number)
-    rest = process.stdout.read()
-    return process.wait(30), rest
+    rest = process.communicate(timeout=30)[0]
+    return process.returncode, rest
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_sent_to_dlprof_reaches_the_command_once(name: str, tmp_path: Path) -> None:
     number = getattr(signal, name)
-    command = [sys.executable, "-c", WAITS, name]
-    assert signalled(wrapped(tmp_path / "a", command), number, tmp_path) == (9, f"{name}\n")
-    unhandled = [sys.executable, "-c", WAITS]
-    assert signalled(wrapped(tmp_path / "b", unhandled), number, tmp_path)[0] == -number
-    assert signalled(unhandled, number, tmp_path)[0] == -number
+    command = [sys.executable, "-c", WAITS]
+    assert signalled(wrapped(tmp_path / "a", [*command, name]), number) == (9, f"{name}\n")
+    assert signalled(wrapped(tmp_path / "b", command), number)[0] == -number
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")])
@@ -85,19 +83,14 @@ def test_a_key_on_the_terminal_reaches_the_command_once(key: bytes, name: str, t
 def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path: Path) -> None:
     command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"])
     # A process group of its own, with its parent outside, as a shell gives its jobs: only such a group can be stopped.
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.setpgid(0, 0)
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process = ready(command, preexec_fn=lambda: os.setpgid(0, 0))
     child = only_child(process.pid)
     process.send_signal(signal.SIGTSTP)
     assert until(lambda: state(process.pid) == "T" and state(child) == "T")
     process.send_signal(signal.SIGCONT)
     assert until(lambda: state(process.pid) != "T" and state(child) != "T")
     process.send_signal(signal.SIGUSR1)
-    assert process.stdout.read() == "SIGUSR1\n"
-    assert process.wait(30) == 9
+    assert (process.communicate(timeout=30)[0], process.returncode) == ("SIGUSR1\n", 9)
 
 
 @pytest.mark.long
@@ -160,21 +153,13 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once_where_the_witness_
 
 
 def test_a_signal_is_passed_on_where_the_witness_has_died(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process = ready(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]))
     assert until(lambda: any("sigwaitinfo" in words(c) for c in children(process.pid)))
     for pid in children(process.pid):
         if "sigwaitinfo" in words(pid):
             os.kill(pid, signal.SIGKILL)
     process.send_signal(signal.SIGTERM)
-    assert process.stdout.read() == "SIGTERM\n"
-    assert process.wait(30) == 9
+    assert (process.communicate(timeout=30)[0], process.returncode) == ("SIGTERM\n", 9)
 
 
 @pytest.mark.slow
@@ -188,15 +173,7 @@ def test_a_parent_that_waits_for_its_children_is_waited_for_and_named(tmp_path: 
         "    one = multiprocessing.Process(target=child)\n    one.start()\n"
         "    print('ready', flush=True)\n    one.join()\n"
     )
-    process = subprocess.Popen(
-        wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
+    process = ready(wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"), stderr=subprocess.PIPE)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=90)[1]
     assert process.returncode == -signal.SIGINT

@@ -1,4 +1,4 @@
-"""Modules are named in the trace and nowhere else, on whatever thread they run, and nothing else changes."""
+"""Modules and uneven all-to-alls are named in the trace and nowhere else, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import gc
 import sys
 from collections import Counter
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
+from dlprof.analysis.communication.collectives import collectives
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.modules.frames import module_frames
 from dlprof.analysis.modules.work import module_work
 from dlprof.read.run import open_run
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.stepping import FETCH, Phases
-from tests.fixtures import runs
-from tests.fixtures.jobs import facts, launch, record, tiny
+from tests.fixtures.in_process import run_plainly, run_recorded
+from tests.fixtures.jobs import TORCHRUN, facts, launch, record, tiny, wrapped
+from tests.fixtures.runs import measured
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -49,40 +52,34 @@ def test_a_module_has_its_path_and_its_class() -> None:
     said: list[str] = []
     model, loss, made = Net(), torch.nn.MSELoss(), ranges(said)
     made.start([model])
+    # Another module in the place in memory of one that is gone has its own name.
+    gone: Any = ranges([])
+    linear: Any = torch.nn.Linear(2, 2)
+    gone.start([linear])
+    address = id(linear)
+    del linear
+    gc.collect()
+    others = [torch.nn.ReLU() for _ in range(2_000)]
+    (other, *_) = [one for one in others if id(one) == address] or others
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for module in (model, model.body[0], model.head, loss, torch.nn.MSELoss()):
             made.open(module).__exit__(None, None, None)
+        gone.open(other).__exit__(None, None, None)
         assert made.measure() > 0
     assert names_in(profiler) == [
         "nn.Module:  (Net)",
         "nn.Module: body.0 (Linear)",
         "nn.Module: head (Linear)",
         *["nn.Module: (MSELoss) (MSELoss)"] * 2,
+        "nn.Module: (ReLU) (ReLU)",
     ]
-    assert made.count == 5
-    assert said == []
-
-
-def test_a_module_that_takes_another_ones_place_in_memory_has_its_own_name() -> None:
-    made = ranges([])
-    model: Any = torch.nn.Linear(2, 2)
-    made.start([model])
-    address = id(model)
-    del model
-    gc.collect()
-    others = [torch.nn.ReLU() for _ in range(2_000)]
-    taken = [one for one in others if id(one) == address]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for one in taken or others[:1]:
-            made.open(one).__exit__(None, None, None)
-    assert set(names_in(profiler)) == {"nn.Module: (ReLU) (ReLU)"}
-
-
-def test_a_loaders_transforms_are_no_part_of_the_model() -> None:
-    made = ranges([], (FETCH,))
-    made.start([])
-    assert made.open(torch.nn.ReLU()) is None
-    assert made.count == 0
+    assert (made.count, said) == (5, [])
+    made.stop()
+    assert (made._clock.naming, made._names) == (False, {})
+    # A loader's transforms are no part of the model.
+    of_loader = ranges([], (FETCH,))
+    of_loader.start([])
+    assert (of_loader.open(torch.nn.ReLU()), of_loader.count) == (None, 0)
 
 
 def test_what_cannot_be_named_is_said_once_and_the_job_goes_on() -> None:
@@ -98,15 +95,7 @@ def test_what_cannot_be_named_is_said_once_and_the_job_goes_on() -> None:
     made.start([])
     assert made.open(Odd()) is None
     assert not made._clock.naming
-    assert len(said) == 2
-    assert all("AttributeError: 'int' object has" in text for text in said)
-
-
-def test_nothing_is_known_of_a_model_once_the_window_has_closed() -> None:
-    made, model = ranges([]), Net()
-    made.start([model])
-    made.stop()
-    assert (made._clock.naming, made._names) == (False, {})
+    assert ["AttributeError: 'int' object has" in text for text in said] == [True] * 2
 
 
 def test_ranges_go_on_where_the_arithmetic_of_a_step_was_counted_meanwhile() -> None:
@@ -125,122 +114,155 @@ def test_ranges_go_on_where_the_arithmetic_of_a_step_was_counted_meanwhile() -> 
     assert made._clock.ranges == []
 
 
-def read(folder: Path, rank: int = 0) -> RankData:
-    return RankData(open_run(folder).ranks[rank])
+HEAD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 8, requires_grad=True), torch.randn(64, 1))
+def train(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
 
 
-def calls(folder: Path, rank: int = 0) -> Counter[tuple[str, str]]:
+def calls(folder: Path) -> Counter[tuple[str, str]]:
     """Return how often each module was called in the traced steps, by path and part."""
-    frames = read(folder, rank).once(module_frames)
-    chosen = frames.calls.nonzero()[0]
+    frames = RankData(open_run(folder).ranks[0]).once(module_frames)
     parts = ("forward", "recompute")
-    return Counter((frames.paths[frames.module[n]], parts[frames.part[n]]) for n in chosen.tolist())
+    return Counter((frames.paths[frames.module[n]], parts[frames.part[n]]) for n in frames.calls.nonzero()[0].tolist())
 
 
-@pytest.mark.long
-def test_a_job_names_its_modules_in_the_traced_steps_and_tells_what_that_cost(tmp_path: Path) -> None:
-    loop = tiny(
-        tmp_path,
-        """
-        from torch.utils.checkpoint import checkpoint
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body, self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 1)
-            def forward(self, x):
-                return self.head(checkpoint(self.body, x, use_reentrant="reentrant" in sys.argv))
-        model = Net()
-        data = TensorDataset(torch.randn(64, 8, requires_grad=True), torch.randn(64, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for epoch in range(3):
-            for batch in DataLoader(data, batch_size=4):
-                train(batch)
-        """,
-    )
-    for kind in ("plain", "reentrant"):
-        folder = tmp_path / kind
-        record(loop, kind, folder=folder, options=["--window", "5,1,3"])
-        assert calls(folder) == {
-            ("", "forward"): 3,
-            ("body", "forward"): 3,
-            ("body.0", "forward"): 3,
-            ("body.1", "forward"): 3,
-            ("head", "forward"): 3,
-            ("body", "recompute"): 3,
-            ("body.0", "recompute"): 3,
-            ("body.1", "recompute"): 3,
-        }
-        told = facts(folder / "ranks/00000")["window"]["modules"]
-        assert told["ranges"] == 24
-        assert 50 < told["ns_each"] < 200_000
-        work = runs.measured(folder, module_work).frame(module_work)
-        assert set(work.loc[work["part"] == "backward", "path"]) >= {"body.0", "body.1", "head"}
-        flops = work.set_index(["path", "part"])["flops"]
-        assert flops["body.0", "forward"] == 2 * 4 * 8 * 16  # as the recorder counted them in a step before
-        assert flops["body.0", "backward"] == 2 * flops["body.0", "forward"]
-        assert flops["head", "forward"] == 2 * 4 * 16
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_job_names_its_modules_in_the_traced_steps_and_tells_what_that_cost(reentrant: bool, tmp_path: Path) -> None:
+    body = f"""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 1)
+        def forward(self, x):
+            return self.head(checkpoint(self.body, x, use_reentrant={reentrant}))
+    class Odd(nn.Module):
+        def forward(self, x):
+            raise KeyError("on purpose")
+    model, odd, caught = Net(), Odd(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(3):
+        for batch in DataLoader(data, batch_size=4):
+            train(model, optimizer, batch)
+            try:
+                odd(batch[0])
+            except KeyError:
+                caught += 1
+    plain = nn.Sequential(nn.Linear(8, 1))
+    left = caught, len(list(torch.fx.symbolic_trace(plain).graph.nodes)), torch.jit.script(plain)(data[0][0]).shape
+    """
+    folder = tmp_path / "run"
+    assert run_recorded(tmp_path, HEAD + dedent(body), window=(5, 1, 3))["left"] == (48, 3, (1,))
+    modules = [(path, part) for part in ("forward", "recompute") for path in ("body", "body.0", "body.1")]
+    assert calls(folder) == dict.fromkeys([("", "forward"), ("head", "forward"), ("(Odd)", "forward"), *modules], 3)
+    told = facts(folder / "ranks/00000")["window"]["modules"]
+    assert told["ranges"] == 27
+    assert 50 < told["ns_each"] < 1_000_000
+    work = measured(folder, module_work).frame(module_work)
+    assert set(work.loc[work["part"] == "backward", "path"]) >= {"body.0", "body.1", "head"}
+    flops = work.set_index(["path", "part"])["flops"]
+    assert flops["body.0", "forward"] == 2 * 4 * 8 * 16  # as the recorder counted them in a step before
+    assert flops["body.0", "backward"] == 2 * flops["body.0", "forward"]
+    assert flops["head", "forward"] == 2 * 4 * 16
 
 
-@pytest.mark.long
 def test_a_compiled_model_is_compiled_as_often_and_computes_the_same(tmp_path: Path) -> None:
-    loop = tiny(
-        tmp_path,
-        """
-        from torch._dynamo.utils import counters
-        compiled = []
-        def backend(graph, inputs):
-            compiled.append(len(graph.graph.nodes))
-            return graph.forward
-        class Broken(nn.Module):  # its graph breaks within the block
-            def __init__(self):
-                super().__init__()
-                self.inner = nn.Linear(16, 16)
-            def forward(self, x):
-                print(end="")
-                return torch.relu(self.inner(x))
-        model = nn.Sequential(nn.Linear(8, 16), Broken(), nn.ReLU(), nn.Linear(16, 1))
-        model[0].compile(backend=backend)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = torch.compile(model, backend=backend)
-        losses = []
-        for epoch in range(3):
-            for batch in DataLoader(data, batch_size=4):
-                losses.append(train(batch).item())
-        print(compiled, dict(counters["frames"]), sum(counters["graph_break"].values()), losses)
-        """,
-    )
-    plain = launch([sys.executable, loop], tmp_path)
-    done = record(loop, folder=tmp_path / "run", options=["--window", "5,1,3"])
-    assert done.stdout == plain.stdout
-    assert plain.stdout.startswith("[")
+    body = """
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = []
+    def backend(graph, inputs):
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+    class Broken(nn.Module):  # its graph breaks within the block
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+        def forward(self, x):
+            print(end="")
+            return torch.relu(self.inner(x))
+    model = nn.Sequential(nn.Linear(8, 16), Broken(), nn.ReLU(), nn.Linear(16, 1))
+    model[0].compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = torch.compile(model, backend=backend)
+    losses = []
+    for epoch in range(3):
+        for batch in DataLoader(data, batch_size=4):
+            losses.append(train(model, optimizer, batch).item())
+    left = compiled, dict(counters["frames"]), sum(counters["graph_break"].values()), losses
+    """
+    plain = run_plainly(tmp_path, HEAD + dedent(body))["left"]
+    assert run_recorded(tmp_path, HEAD + dedent(body), window=(5, 1, 3))["left"] == plain
+    assert plain[0]
     assert calls(tmp_path / "run")["", "forward"] >= 3
-    work = runs.measured(tmp_path / "run", module_work).frame(module_work)
+    work = measured(tmp_path / "run", module_work).frame(module_work)
     assert work.set_index(["path", "part"]).loc[("", "forward"), "compiled"] == 1
 
 
+ALL_TO_ALL = """
+import torch.distributed as dist
+from torch.distributed import all_to_all_single
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(12):
+    give, take = [[2, 1 + step], [3, 4]][rank], [[2, 3], [1 + step, 4]][rank]
+    came = torch.empty(sum(take), 8)
+    all_to_all_single(came, torch.randn(sum(give), 8), output_split_sizes=take, input_split_sizes=give)
+    even = torch.empty(4)
+    work = dist.all_to_all_single(even, torch.full((4,), float(rank)), async_op=True)
+    work.wait()
+    assert even.tolist() == [0, 0, 1, 1]
+    for batch in DataLoader(data, batch_size=32):
+        train((came[:1], batch[1][:1]))
+        break
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.long
-def test_exceptions_pass_and_the_modules_of_other_threads_are_named(tmp_path: Path) -> None:
-    loop = tiny(
-        tmp_path,
-        """
-        class Odd(nn.Module):
-            def forward(self, x):
-                raise KeyError("on purpose")
-        odd, caught = Odd(), 0
-        for epoch in range(3):
-            for batch in DataLoader(data, batch_size=4):
-                train(batch)
-                try:
-                    odd(batch[0])
-                except KeyError as e:
-                    caught += 1
-        traced = torch.fx.symbolic_trace(model)
-        scripted = torch.jit.script(model)
-        print(caught, len(list(traced.graph.nodes)), scripted(data[0][0]).shape)
-        """,
-    )
-    plain = launch([sys.executable, loop], tmp_path)
-    done = record(loop, folder=tmp_path / "run", options=["--window", "5,1,3"])
-    assert done.stdout == plain.stdout
-    assert plain.stdout.startswith("48 ")
-    assert calls(tmp_path / "run")["(Odd)", "forward"] == 3
+def test_the_trace_of_gloo_tells_what_goes_where_in_an_all_to_all(tmp_path: Path) -> None:
+    script = tiny(tmp_path, ALL_TO_ALL)
+    done = launch(wrapped(tmp_path / "run", [sys.executable, *TORCHRUN, script], "--window", "4,1,3"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    frame = measured(tmp_path / "run", collectives).frame(collectives)
+    for rank, of in frame[frame["collective"] == "all_to_all"].groupby("rank"):
+        steps = [int(text.split(">")[0].split(",")[1]) for text in of["pieces"] if text != ">"]
+        assert of["pieces"].tolist()[1::2] == [">"] * len(steps)
+        if rank == 0:
+            assert steps == list(range(steps[0], steps[0] + len(steps)))
+            assert len(steps) >= 2
+        else:
+            assert set(steps) == {4}
+
+
+@pytest.mark.long
+def test_a_compiled_all_to_all_stays_in_one_graph(tmp_path: Path) -> None:
+    """Dynamo takes the collective itself, as without us. It must not have met that of another test's recording."""
+    body = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def exchange(x):
+        came = torch.empty_like(x)
+        dist.all_to_all_single(came, x * 2)
+        return came + 1
+
+    for step in range(12):
+        assert exchange(torch.ones(4)).tolist() == [3, 3, 3, 3]
+        for batch in DataLoader(data, batch_size=32):
+            train(batch)
+    dist.destroy_process_group()
+    """
+    record(tiny(tmp_path, body), folder=tmp_path / "run", options=["--window", "4,1,3"])

@@ -13,6 +13,7 @@ from dlprof.record.model.saved import Calls, Fullest, Graph, Kept, walk
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 checkpointing = pytest.importorskip("torch.utils.checkpoint")
 nn = torch.nn
+F = nn.functional
 
 
 def kept(loss: Any, *without: Any) -> dict[str, int]:
@@ -25,17 +26,73 @@ def kept(loss: Any, *without: Any) -> dict[str, int]:
     return sizes
 
 
-def test_each_storage_once_and_no_parameter() -> None:
-    # An input of 8 × 16, which is kept for the weight's gradient, and the outputs of exp (8 × 4): the sum needs none.
-    layer, x = nn.Linear(16, 4), torch.randn(8, 16)
-    assert kept(layer(x).exp().sum(), *layer.parameters()) == {"float32": (8 * 16 + 8 * 4) * 4}
-    assert kept(layer(x).exp().sum(), *layer.parameters(), x) == {"float32": 8 * 4 * 4}
+class Own(torch.autograd.Function):  # type: ignore[misc]
+    """A function that keeps one tensor as it should, and one on its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x.exp())
+        ctx.beside = {"sin": x.sin()}
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.saved_tensors[0] * ctx.beside["sin"]
+
+
+def offloaded(x: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return (x + 2).exp()
+
+
+def spared(x: Any, layer: Any) -> Any:
+    """Checkpoint, but for the products."""
+    ops = [torch.ops.aten.addmm.default]
+    contexts = checkpointing.create_selective_checkpoint_contexts
+    return checkpointing.checkpoint(lambda x: layer(x).exp(), x, use_reentrant=False, context_fn=lambda: contexts(ops))
+
+
+def nested(x: Any, layer: Any) -> Any:
+    """Checkpoint two checkpoints."""
+
+    def inner(x: Any) -> Any:
+        return checkpointing.checkpoint(lambda x: layer(x).exp(), x, use_reentrant=False)
+
+    return checkpointing.checkpoint(lambda x: inner(inner(x)), x, use_reentrant=False)
+
+
+ROWS = 8 * 16 * 4  # bytes of the input below
+
+
+@pytest.mark.parametrize(
+    ("compute", "layer", "size"),
+    [
+        # The input is kept for the weight's gradient, and the outputs of exp (8 × 4): the sum needs none.
+        (lambda x, layer: layer(x + 0).exp(), (16, 4), ROWS + 8 * 4 * 4),
+        (lambda x, _: offloaded(x), (1, 1), ROWS),
+        (lambda x, layer: spared(x + 2, layer), (16, 32), ROWS + 8 * 32 * 4),
+        (lambda x, layer: nested(x + 2, layer), (16, 16), ROWS),
+        (lambda x, _: Own.apply(x), (1, 1), 2 * ROWS),
+    ],
+    ids=["a layer", "offloaded", "a checkpoint that spares products", "checkpoints in a checkpoint", "on a context"],
+)
+def test_bytes_and_the_backward_pass_after_it(compute: Any, layer: tuple[int, int], size: int) -> None:
+    made, x = nn.Linear(*layer), torch.randn(8, 16, requires_grad=True)
+    loss = compute(x, made).sum()
+    assert kept(loss, *made.parameters()) == {"float32": size}
+    loss.backward()
+
+
+def test_a_graph_that_was_used_up_keeps_nothing() -> None:
+    loss = torch.randn(10, requires_grad=True).exp().sum()
+    loss.backward()
+    assert kept(loss) == kept(torch.zeros(3)) == {}
 
 
 def test_a_convolution_with_batch_norm_relu_and_pooling() -> None:
     conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
     x = torch.randn(2, 3, 10, 10)
-    loss = nn.functional.max_pool2d(norm(conv(x)).relu(), 2).sum()
+    loss = F.max_pool2d(norm(conv(x)).relu(), 2).sum()
     # The convolution's output (for the norm), the norm's means and deviations, the relu's output, the pool's indices.
     map_ = 2 * 8 * 8 * 8
     known = (x, *conv.parameters(), *norm.parameters(), *norm.buffers())
@@ -44,7 +101,7 @@ def test_a_convolution_with_batch_norm_relu_and_pooling() -> None:
 
 def test_attention_keeps_no_scores_where_a_fused_kernel_computes_it() -> None:
     q = torch.randn(2, 4, 32, 16, requires_grad=True)
-    fused = nn.functional.scaled_dot_product_attention(q, q, q).sum()
+    fused = F.scaled_dot_product_attention(q, q, q).sum()
     plain = ((q @ q.transpose(-1, -2)).softmax(-1) @ q).sum()
     assert kept(plain, q) == {"float32": 2 * 4 * 32 * 32 * 4}  # the scores after the softmax
     assert kept(fused, q)["float32"] < 2 * (2 * 4 * 32 * 16 + 2 * 4 * 32) * 4
@@ -54,8 +111,7 @@ def test_copies_of_parameters_that_autocast_makes_are_known_as_such() -> None:
     layer, x = nn.Linear(16, 4), torch.randn(8, 16)
     with torch.autocast("cpu", torch.bfloat16):
         loss = layer(x.requires_grad_().cos()).sum()
-    copies = {one.cast_of: one.size for one in walk(loss).kept.values() if one.cast_of}
-    assert copies == {id(layer.weight): 16 * 4 * 2}
+    assert {one.cast_of: one.size for one in walk(loss).kept.values() if one.cast_of} == {id(layer.weight): 16 * 4 * 2}
     # Its input in 16 bits and, for the cosine, in 32.
     assert sorted(one.size for one in walk(loss).kept.values() if not one.cast_of) == [8 * 16 * 2, 8 * 16 * 4]
 
@@ -69,43 +125,13 @@ def test_checkpointing_keeps_its_inputs_and_nothing_is_computed_again(reentrant:
         calls.append(1)
         return layer(layer(x).exp()).exp()
 
-    x = torch.randn(8, 16, requires_grad=True)
-    loss = checkpointing.checkpoint(block, x + 2, use_reentrant=reentrant).sum()
+    loss = checkpointing.checkpoint(block, torch.randn(8, 16, requires_grad=True) + 2, use_reentrant=reentrant).sum()
     graph = walk(loss)
-    assert sum(one.size for one in graph.kept.values() if one.dtype == "float32") == 8 * 16 * 4
+    assert sum(one.size for one in graph.kept.values() if one.dtype == "float32") == ROWS
     assert graph.recomputed > 0
     assert calls == [1]
     loss.backward()
     assert calls == [1, 1]
-
-
-def test_what_was_offloaded_is_counted_where_it_is() -> None:
-    x = torch.randn(8, 16, requires_grad=True)
-    with torch.autograd.graph.save_on_cpu():
-        loss = (x + 2).exp().sum()
-    assert kept(loss) == {"float32": 8 * 16 * 4}
-    loss.backward()
-
-
-def test_results_that_a_checkpoints_policy_spares_are_kept() -> None:
-    spare = checkpointing.create_selective_checkpoint_contexts
-    layer, x = nn.Linear(16, 32), torch.randn(8, 16, requires_grad=True)
-    loss = checkpointing.checkpoint(
-        lambda x: layer(x).exp(), x + 2, use_reentrant=False, context_fn=lambda: spare([torch.ops.aten.addmm.default])
-    ).sum()
-    assert kept(loss) == {"float32": (8 * 16 + 8 * 32) * 4}
-    loss.backward()
-
-
-def test_checkpoints_within_a_checkpoint_keep_the_outer_ones_input() -> None:
-    layer, x = nn.Linear(16, 16), torch.randn(8, 16, requires_grad=True)
-
-    def inner(x: Any) -> Any:
-        return checkpointing.checkpoint(lambda x: layer(x).exp(), x, use_reentrant=False)
-
-    loss = checkpointing.checkpoint(lambda x: inner(inner(x)), x + 2, use_reentrant=False).sum()
-    assert kept(loss) == {"float32": 8 * 16 * 4}
-    loss.backward()
 
 
 def test_hooks_of_the_script_are_never_asked_to_unpack() -> None:
@@ -124,36 +150,19 @@ def test_hooks_of_the_script_are_never_asked_to_unpack() -> None:
     assert len(unpacked) == 1
 
 
-def test_what_a_function_keeps_on_its_context_counts() -> None:
-    class Own(torch.autograd.Function):  # type: ignore[misc]
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            ctx.save_for_backward(x.exp())
-            ctx.beside = {"sin": x.sin()}
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            return gradient * ctx.saved_tensors[0] * ctx.beside["sin"]
-
-    assert kept(Own.apply(torch.randn(10, requires_grad=True)).sum()) == {"float32": 80}
+def test_what_two_nodes_keep_is_of_the_first() -> None:
+    y = torch.randn(10, requires_grad=True).exp()
+    (one,) = walk((y * y).sum()).kept.values()
+    assert one.number == y.grad_fn._sequence_nr()
 
 
 def test_what_was_modified_in_place_still_fails_the_backward_pass() -> None:
-    x = torch.randn(10, requires_grad=True)
-    y = x.exp()
+    y = torch.randn(10, requires_grad=True).exp()
     loss = y.sum()
     y.mul_(2)
     walk(loss)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_graph_that_was_used_up_keeps_nothing() -> None:
-    loss = torch.randn(10, requires_grad=True).exp().sum()
-    loss.backward()
-    assert kept(loss) == {}
-    assert kept(torch.zeros(3)) == {}
 
 
 @pytest.mark.parametrize(
@@ -195,14 +204,12 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_a_graph_of_very_many_nodes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "_MOST_NODES", 50)
-    x = torch.randn(1, requires_grad=True)
-    y = x
+    y = torch.randn(1, requires_grad=True)
     for _ in range(100):
         y = y * 2
-    assert not walk(y).whole
-    monkeypatch.setattr(saved, "_MOST_NODES", 500)
-    assert walk(y).whole
+    for most, whole in ((50, False), (500, True)):
+        monkeypatch.setattr(saved, "_MOST_NODES", most)
+        assert walk(y).whole is whole
 
 
 def test_nodes_belong_to_the_innermost_call() -> None:
@@ -221,24 +228,23 @@ def graph(begins: int, ends: int, *sizes: int, first: int = 0) -> Graph:
     return Graph(ends, begins, made)
 
 
-def most(*graphs: Graph) -> int:
+@pytest.mark.parametrize(
+    ("graphs", "most"),
+    [
+        # Micro-batches one after the other are not there at once.
+        ((graph(0, 5, 100, 20), graph(10, 15, 70, first=10)), 120),
+        # Those of a pipeline are: three forward passes, then three backward passes.
+        ((graph(0, 30, 100), graph(10, 30, 70, first=10), graph(20, 30, 50, first=20)), 220),
+        # The third begins once the first backward pass has.
+        ((graph(0, 20, 100), graph(10, 40, 70, first=10), graph(20, 40, 50, first=20)), 170),
+        # What is made after the first backward pass has begun is not there with what that needed.
+        ((graph(0, 20, 100), graph(15, 40, 70, 0, 0, 0, 0, 50, first=10)), 170),
+        # What two losses share is there once.
+        ((graph(0, 30, 100, 7), graph(0, 30, 100, 9)), 109),
+    ],
+)
+def test_the_most_that_is_there_at_once(graphs: tuple[Graph, ...], most: int) -> None:
     fullest = Fullest()
     for one in graphs:
         fullest.add(one, one.kept)
-    assert sum(one.size for one in fullest.most.values()) == fullest.size
-    return fullest.size
-
-
-def test_micro_batches_one_after_the_other_are_not_there_at_once() -> None:
-    assert most(graph(0, 5, 100, 20), graph(10, 15, 70, first=10)) == 120
-
-
-def test_micro_batches_of_a_pipeline_are() -> None:
-    # Three forward passes, then three backward passes.
-    assert most(graph(0, 30, 100), graph(10, 30, 70, first=10), graph(20, 30, 50, first=20)) == 220
-    # The third begins once the first backward pass has.
-    assert most(graph(0, 20, 100), graph(10, 40, 70, first=10), graph(20, 40, 50, first=20)) == 170
-
-
-def test_what_two_losses_share_is_there_once() -> None:
-    assert most(graph(0, 30, 100, 7), graph(0, 30, 100, 9)) == 109
+    assert sum(one.size for one in fullest.most.values()) == fullest.size == most
