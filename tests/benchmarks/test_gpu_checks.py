@@ -1,22 +1,38 @@
-"""The command itself: every check is there, none costs another its row, and a cut-off run brings home what it has."""
+"""The checks on a GPU: none costs another its row, no job outlives its time, and what comes home names nobody."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import cases, checks, faults, jobs, outcome, page
-from benchmarks.gpu.__main__ import chosen, scripts_left, unchecked
-from benchmarks.gpu.outcome import Row, holds, skipped
-from dlprof.commands.run import constant, workloads
+from benchmarks.gpu import (
+    faults,
+    fixtures,
+    jobs,
+    machine,
+    modes,
+    outcome,
+    overhead,
+    page,
+    probes,
+    rates,
+)
+from benchmarks.gpu.jobs import Ended, JobFailedError, must, python, run
+from benchmarks.gpu.outcome import Part, holds, skipped
+from dlprof.commands.run import constant, count_gpus, workloads
 from tests.fixtures.jobs import is_running
 
 # Checks as a module of its own lists them. What they do to get out of hand is real; the figures are none.
@@ -56,7 +72,7 @@ CHECKS = (
 """
 
 
-def command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
+def checks_command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs the checks of MODULE, and its environment."""
     (tmp_path / "made_up_checks.py").write_text(MODULE)
     words = ["-m", "benchmarks.gpu", "--rehearse", "--checks", "made_up_checks", "--out", str(tmp_path / "out")]
@@ -64,17 +80,17 @@ def command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, *words, *options], env
 
 
-def told(tmp_path: Path) -> dict[str, Any]:
+def rows_told(tmp_path: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((tmp_path / "out" / "rehearsal-gpu.json").read_text())
     return data
 
 
 @pytest.mark.long
 def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
-    words, env = command(tmp_path, "--minutes", "2")
+    words, env = checks_command(tmp_path, "--minutes", "2")
     done = subprocess.run(words, cwd=jobs.ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    data = told(tmp_path)
+    data = rows_told(tmp_path)
     rows = {row["check"]: row for row in data["checks"]}
     assert {name: row["state"] for name, row in rows.items()} == {
         "fine": "rehearsed",
@@ -100,43 +116,19 @@ def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_has_and_nothing_running(tmp_path: Path) -> None:
-    words, env = command(tmp_path, "--only", "fine", "hangs", "--minutes", "2")
+    words, env = checks_command(tmp_path, "--only", "fine", "hangs", "--minutes", "2")
     with subprocess.Popen(words, cwd=jobs.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "left").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         # A check that has not ended stands as such in what is there already.
-        assert [row["state"] for row in told(tmp_path)["checks"]] == ["rehearsed", "running"]
+        assert [row["state"] for row in rows_told(tmp_path)["checks"]] == ["rehearsed", "running"]
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 1
-    states = {row["check"]: (row["state"], row["why"]) for row in told(tmp_path)["checks"]}
+    states = {row["check"]: (row["state"], row["why"]) for row in rows_told(tmp_path)["checks"]}
     assert states == {"fine": ("rehearsed", states["fine"][1]), "hangs": ("failed", "interrupted")}
     assert not is_running(int((tmp_path / "left").read_text()))
-
-
-# What one call on a lent machine runs after the check `advice`.
-LATER = ("overhead", "calls", "tests", "faults", "ranks", "copies")
-
-
-def test_every_row_of_the_specification_has_a_check() -> None:
-    names = [check.name for check in checks.CHECKS]
-    wanted = {"doctor", "tests", "async", "sync", "overhead", "calls", "modes", "product", "copies", "settings"}
-    assert set(names) == wanted | {"placement", "ranks", "advice", "faults"}
-    assert len(names) == len(set(names))
-    for check in checks.CHECKS:
-        assert check.passes
-        assert 0 < check.least_s <= check.budget_s
-    # What takes whatever time there is comes last, and leaves some to those that are asked for after it.
-    assert names[-2:] == ["advice", "faults"]
-    assert all(c.reserved_s >= c.least_s for c in checks.CHECKS if c.name in LATER)
-
-
-def test_a_name_that_no_check_has_is_told_with_those_there_are() -> None:
-    assert [check.name for check in chosen(checks.CHECKS, ["ranks", "doctor", "ranks"])] == ["ranks", "doctor"]
-    assert "ranks" not in [check.name for check in chosen(checks.CHECKS, None, ["ranks"])]
-    with pytest.raises(ValueError, match=r"no check rank; there are: doctor, async"):
-        chosen(checks.CHECKS, ["rank"])
 
 
 def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
@@ -147,48 +139,7 @@ def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
     assert not planted & elsewhere
 
 
-@pytest.mark.parametrize("group", faults.GROUPS, ids=lambda group: f"{group.workload}{group.options}")
-def test_a_workload_takes_the_options_of_its_group(group: faults.Group) -> None:
-    script = jobs.ROOT / "workloads" / f"{group.workload}.py"
-    text = script.read_text() + (script.parent / "parts" / "job.py").read_text()
-    options = [word for word in group.options.split() if word.startswith("--")]
-    options += ["--log-every"] * group.lines + ["--steps", "--device", "--fault"]
-    assert [option for option in options if f'"{option}"' not in text] == []
-    # A fault that needs options to cost more than a little has them.
-    shown = constant(script, "SHOWN_WITH") or {}
-    for fault in group.faults:
-        missing = [w for w in str(shown.get(fault, "")).split() if w.startswith("--") and w not in group.options]
-        assert not missing or group.workload in ("bert_pretrain", "fsdp_gpt"), (fault, missing)
-
-
-def test_what_was_left_out_is_told_by_its_reason() -> None:
-    parts = (skipped("a", "one GPU"), skipped("b", "one GPU"), skipped("c", "no compiler"))
-    assert unchecked([Row("x", "passed", parts=parts)]) == [
-        "not checked: x: a, b: one GPU",
-        "not checked: x: c: no compiler",
-    ]
-
-
-def test_scripts_that_an_earlier_call_judged_are_left_out(tmp_path: Path) -> None:
-    everything = [case.script for case in cases.CASES]
-    assert scripts_left([], None) == everything
-    assert scripts_left(["metrics", "decode"], None) == ["metrics", "decode"]
-    parts = [
-        holds("metrics: gain", True, ""),
-        holds("metrics: cause", False, "x"),
-        skipped("decode: gain", "no time left"),
-    ]
-    row = outcome.to_json(outcome.row_of("advice", parts))
-    (tmp_path / "gpu.json").write_text(json.dumps({"checks": [row]}))
-    assert scripts_left([], tmp_path) == [name for name in everything if name != "metrics"]
-    assert scripts_left(["metrics", "decode"], tmp_path) == ["decode"]
-    with pytest.raises(ValueError, match="no script metric; there are: ema_loop"):
-        scripts_left(["metric"], None)
-    with pytest.raises(FileNotFoundError):
-        scripts_left([], tmp_path / "nowhere")
-
-
-def call(machine: str, commit: str, took_s: float, **states: str) -> dict[str, Any]:
+def of_call(machine: str, commit: str, took_s: float, **states: str) -> dict[str, Any]:
     rows = [{"check": name, "state": state, "why": commit, "parts": []} for name, state in states.items()]
     passes = dict.fromkeys(("doctor", "async", "faults", "advice"), "")
     return {
@@ -204,8 +155,8 @@ def call(machine: str, commit: str, took_s: float, **states: str) -> dict[str, A
 
 
 def test_several_calls_become_one_page(tmp_path: Path) -> None:
-    first = call("H200", "aaa", 500, doctor="passed", async_="failed", faults="skipped")
-    second = call("H200", "bbb", 400, async_="skipped", faults="passed")
+    first = of_call("H200", "aaa", 500, doctor="passed", async_="failed", faults="skipped")
+    second = of_call("H200", "bbb", 400, async_="skipped", faults="passed")
     for data in (first, second):
         for row in data["checks"]:
             row["check"] = row["check"].rstrip("_")
@@ -217,7 +168,7 @@ def test_several_calls_become_one_page(tmp_path: Path) -> None:
     ]
     assert (one["commit"], one["took_s"]) == ("aaa, bbb", 900)
     with pytest.raises(ValueError, match="different machines"):
-        page.merged([first, call("H100", "bbb", 1, doctor="passed")])
+        page.merged([first, of_call("H100", "bbb", 1, doctor="passed")])
     with pytest.raises(ValueError, match="rehearsal"):
         page.merged([{**first, "rehearsal": True}])
     for n, data in enumerate((first, second)):
@@ -236,7 +187,7 @@ def test_several_calls_become_one_page(tmp_path: Path) -> None:
 
 def test_of_the_scripts_that_calls_divide_each_has_its_latest_line() -> None:
     def advice(*parts: outcome.Part) -> dict[str, Any]:
-        return {**call("H200", "aaa", 1), "checks": [outcome.to_json(outcome.row_of("advice", parts))]}
+        return {**of_call("H200", "aaa", 1), "checks": [outcome.to_json(outcome.row_of("advice", parts))]}
 
     gain = outcome.Part("a: gain", "passed", true="2.00 → 1.00 ms (2.00 ×)")
     after = outcome.Part("a: step after", "skipped", "another change", said=9.0, unit="ms")
@@ -268,7 +219,458 @@ def test_of_the_scripts_that_calls_divide_each_has_its_latest_line() -> None:
     assert "All is right in 1 of 2 scripts" in wrong
 
 
-def test_the_page_names_what_was_never_run() -> None:
-    data = call("H200", "aaa", 500, doctor="passed")
-    assert "- never run: async, faults, advice\n" in page.render(data, [])
-    assert "never run" not in page.render({**data, "passes": {"doctor": ""}}, [])
+@pytest.mark.long
+def test_a_job_that_hangs_is_ended_with_what_left_its_group_and_ignores_signals(tmp_path: Path) -> None:
+    body = f"""
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+away = "import os, signal, time; os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+away += "open({str(tmp_path / "away")!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+subprocess.Popen([sys.executable, "-c", away])
+print("begun", flush=True)
+time.sleep(300)
+"""
+    began = time.monotonic()
+    ended = run(python("-c", body), tmp_path, 3.0)
+    assert ended.code is None
+    assert time.monotonic() - began < 30
+    assert [text for _, text in ended.lines] == ["begun"]
+    assert "ended after 3 s" in ended.errors
+    pid = int((tmp_path / "away").read_text())
+    assert pid != os.getpid()
+    assert not is_running(pid)
+
+
+def test_a_failure_is_one_line_that_names_the_error_and_a_tail(tmp_path: Path) -> None:
+    ended = run(python("-c", "print('out'); raise RuntimeError('CUDA error: out of memory')"), tmp_path, 60.0)
+    with pytest.raises(JobFailedError, match="the job: exit code 1: RuntimeError: CUDA error: out of memory") as failed:
+        must("the job", ended)
+    assert "\n" not in str(failed.value)
+    assert "| out" in failed.value.tail
+    assert must("the job", ended, code=1) is ended
+    assert run(["/no/such/program"], tmp_path, 5.0).code == 127
+
+
+def test_a_job_sees_dlprof_and_no_outer_recording(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    outer = {"DLPROF_RUN": "/x", "RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}
+    env = jobs.environment(outer)
+    assert not {"DLPROF_RUN", "RANK", "WORLD_SIZE"} & set(env)
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(jobs.ROOT), str(tmp_path)]
+    # Programs of packages that were carried along lie there.
+    assert env["PATH"].split(os.pathsep) == ["/usr/bin", str(tmp_path / "bin")]
+    assert jobs.environment({})["PYTHONPATH"] == str(jobs.ROOT)
+
+
+UUID = "1b0f5a0e-9d3c-4c44-a3c5-5f8ad2d0a001"
+BOOT = "36470f32-3105-4e6a-ad0d-f006da8138f0"
+MACHINE: dict[str, Any] = {
+    "torch": {"gpus": [{"name": "NVIDIA H200", "uuid": f"GPU-{UUID}"}], "torch": "2.11.0+cu130", "cuda": "13.0"},
+    "driver": [{"uuid": f"GPU-{UUID}", "driver_version": "580.1"}],
+}
+
+
+def run_folder(at: Path, host: str = "node-17.cluster.example", **facts: Any) -> Path:
+    """Make a run as dlprof leaves it, on a host of that name."""
+    run = at / "run"
+    rank = run / "ranks" / "00000"
+    rank.mkdir(parents=True)
+    here = run / "hosts" / host
+    here.mkdir(parents=True)
+    command = ["/opt/venv/bin/python", str(at / "train.py")]
+    (run / "run.json").write_text(json.dumps({"command": command, "cwd": str(at), "hosts": [host]}))
+    told = {"host": host, "boot": BOOT, "env": {"PYTORCH_ALLOC_CONF": "x:1", "NCCL_SOCKET_IFNAME": "eth7"}, **facts}
+    (rank / "facts.json").write_text(json.dumps({**told, "device": {"uuid": UUID}}))
+    (rank / "steps.jsonl").write_text('{"step":0,"kind":"train","dur_ns":5}\n')
+    (rank / "gpu.jsonl").write_text('{"at_ns":1,"power_w":612.5}\n')
+    (rank / "stacks.txt.gz").write_bytes(gzip.compress(f"main ({at}/train.py:3) 7\n".encode()))
+    trace = {"host_name": host, "traceEvents": [{"ts": 1795419847990977.339, "name": f"open {at}/data"}]}
+    (rank / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (here / "host.jsonl").write_text('{"at_ns":1,"cpu":0.5}\n')
+    (here / "hello.jsonl").write_text('{"pid": 1}\n')
+    (run / "result.json").write_text("{}")
+    return run
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Return the text of every file below a folder, by its path."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            raw = path.read_bytes()
+            found[path.relative_to(folder).as_posix()] = (
+                gzip.decompress(raw) if path.suffix == ".gz" else raw
+            ).decode()
+    return found
+
+
+def test_nothing_that_names_the_machine_is_kept_and_every_figure_is(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "work")
+    oracle = {"judge": "device", "uuid": UUID, "step_ms": 40.25, "log": str(tmp_path / "work" / "a.log")}
+    fixtures.keep(run, tmp_path / "kept", oracle, MACHINE)
+    found = texts(tmp_path / "kept")
+    everything = "\n".join([*found, *found.values()])
+    names = ("node-17", "cluster.example", UUID, BOOT, "eth7", "/opt/venv", str(tmp_path), str(jobs.ROOT))
+    assert [name for name in names if name in everything and name != "/opt/venv"] == []
+    rank = "ranks/00000"
+    assert set(found) == {
+        "hosts/host/host.jsonl",
+        "oracle.json",
+        f"{rank}/facts.json",
+        f"{rank}/gpu.jsonl",
+        f"{rank}/stacks.txt.gz",
+        f"{rank}/steps.jsonl",
+        f"{rank}/trace.json.gz",
+        "run.json",
+    }
+    # A line that the stacks stand at is found again.
+    assert found[f"{rank}/stacks.txt.gz"] == "main (here/train.py:3) 7\n"
+    # Figures are as they were; what must agree with each other still does.
+    assert json.loads(found[f"{rank}/gpu.jsonl"])["power_w"] == 612.5
+    facts, told = json.loads(found[f"{rank}/facts.json"]), json.loads(found["oracle.json"])
+    assert facts["env"] == {"PYTORCH_ALLOC_CONF": "x:1"}
+    assert facts["device"]["uuid"] == told["uuid"]
+    assert told["step_ms"] == 40.25
+    assert told["machine"]["gpus"] == ["NVIDIA H200"]
+    assert json.loads(found["run.json"])["hosts"] == ["host"]
+
+
+def test_what_still_names_something_is_told_and_the_recording_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_folder(tmp_path / "work")
+    monkeypatch.setattr(fixtures, "scrub", lambda _name, text, _known: text)
+    with pytest.raises(ValueError, match="it still names") as failed:
+        fixtures.keep(run, tmp_path / "kept", {"judge": "counted"}, MACHINE)
+    assert "node-17" not in str(failed.value)
+    assert not (tmp_path / "kept").exists()
+
+
+def kept(at: Path, name: str, size: int) -> Path:
+    folder = at / name
+    (folder / "ranks" / "00000").mkdir(parents=True)
+    (folder / "oracle.json").write_text(json.dumps({"judge": "counted"}))
+    (folder / "ranks" / "00000" / "trace.json.gz").write_bytes(os.urandom(size))
+    return folder
+
+
+def test_recordings_are_packed_into_few_archives_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixtures, "MOST_ARCHIVE_BYTES", 100_000)
+    monkeypatch.setattr(fixtures, "MOST_ARCHIVES", 2)
+    sizes = {"a": 60_000, "b": 60_000, "c": 30_000, "d": 90_000, "e": 200_000}
+    folders = [kept(tmp_path / "kept", name, size) for name, size in sizes.items()]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "recordings-nvidia_h200-7.tar.gz").write_bytes(b"of an earlier call")
+    paths, left_out = fixtures.pack(folders, out, "NVIDIA H200")
+    # a and c fit together, b is the second, and for d there is no third archive; e fits in none.
+    assert [p.name for p in paths] == ["recordings-nvidia_h200-1.tar.gz", "recordings-nvidia_h200-2.tar.gz"]
+    assert fixtures.archives(out) == paths
+    assert left_out == ["d", "e"]
+    assert all(p.stat().st_size <= 100_000 for p in paths)
+    back = [one.name for n, path in enumerate(paths) for one in fixtures.unpack(path, tmp_path / f"back{n}")]
+    assert sorted(back) == ["a", "b", "c"]
+    trace = "ranks/00000/trace.json.gz"
+    assert (tmp_path / "back0" / "a" / trace).read_bytes() == (tmp_path / "kept" / "a" / trace).read_bytes()
+    # The same recordings are the same bytes, whoever packs them and when.
+    before = [p.read_bytes() for p in paths]
+    os.utime(folders[0] / trace, (1, 1))
+    assert [p.read_bytes() for p in fixtures.pack(folders, out, "NVIDIA H200")[0]] == before
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil"])
+def test_an_archive_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "recordings-x-1.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ValueError, match="no file of a recording"):
+        fixtures.unpack(path, tmp_path / "to")
+    assert not (tmp_path / "evil").exists()
+
+
+FIELDS = ("index", "name", "power.draw", "clocks.sm")
+
+
+def test_nvidia_smi_rows_with_what_it_does_not_know_and_what_is_no_row() -> None:
+    text = (
+        "0, NVIDIA H200, 627.40, 1980\n"
+        "1, NVIDIA H100 PCIe, [N/A], N/A\n"
+        "\n"
+        "Unable to determine the device handle for GPU 0000:5E:00.0: Unknown Error\n"
+        '2, "NVIDIA A100, made up", [Unknown Error], 1410\n'
+    )
+    rows = machine.parse(text, FIELDS)
+    assert [row["name"] for row in rows] == ["NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA A100, made up"]
+    assert [machine.number(row["power.draw"]) for row in rows] == [627.4, None, None]
+    assert [machine.number(row["clocks.sm"]) for row in rows] == [1980.0, None, 1410.0]
+    assert (rows[1]["power.draw"], rows[1]["clocks.sm"]) == (None, None)
+    assert machine.number("some W") is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "said"),
+    [
+        (
+            "torch cannot be asked: No module named 'torch'",
+            [],
+            "no GPU: torch cannot be asked: No module named 'torch'",
+        ),
+        ({"torch": "2.13.0+cpu", "gpus": []}, "nvidia-smi is not on the PATH", "sees none; nvidia-smi is not on the"),
+        ({"torch": "2.11.0+cu130", "gpus": []}, [{"name": "NVIDIA H200"}], "sees none; nvidia-smi lists 1"),
+        ({"torch": "2.11.0+cu130", "gpus": [{"name": "NVIDIA H200"}]}, "nvidia-smi is not on the PATH", ""),
+    ],
+)
+def test_why_there_is_no_gpu(torch: dict[str, Any] | str, driver: list[dict[str, str | None]] | str, said: str) -> None:
+    why = machine.no_gpu(torch, driver)
+    assert said in why
+    assert bool(why) == bool(said)
+    assert "\n" not in why
+
+
+@pytest.mark.skipif(count_gpus() > 0, reason="there is a GPU here")
+def test_without_a_gpu_the_command_says_so_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--out", str(out)],
+        cwd=jobs.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("no GPU: torch ")
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+
+# As CUDA's runtime has it: a shared library of versioned symbols, each of which does as it is told.
+RUNTIME = """
+int cudaDeviceSynchronize(void) { return 35; }
+int cudaStreamSynchronize(void *stream) { return stream ? 400 : 0; }
+int cudaEventSynchronize(void *event) { return event ? 0 : 400; }
+int cudaMemcpyAsync(void *to, const void *from, unsigned long bytes, int kind, void *stream) {
+  for (unsigned long n = 0; n < bytes; n++) ((char *)to)[n] = ((const char *)from)[n];
+  return kind + (stream != 0);
+}
+int cudaEventQuery(void *event) { return event != 0; }
+"""
+# Its caller is loaded into a program as Python loads an extension: with what it links to hidden from all others.
+CALLER = """
+int cudaDeviceSynchronize(void), cudaStreamSynchronize(void *), cudaEventSynchronize(void *), cudaEventQuery(void *);
+int cudaMemcpyAsync(void *, const void *, unsigned long, int, void *);
+int work(void) {
+  char from[4] = "abc", to[4] = "";
+  int said = cudaMemcpyAsync(to, from, 4, 2, from);
+  said = 10 * said + (to[2] == 'c');
+  said += cudaDeviceSynchronize() + cudaStreamSynchronize(0) + cudaStreamSynchronize(from);
+  return said + cudaEventSynchronize(from) + cudaEventQuery(0);
+}
+"""
+PROGRAM = """
+#include <dlfcn.h>
+#include <stdio.h>
+int main(int count, char **words) {
+  void *library = dlopen(words[count - 1], RTLD_NOW | RTLD_LOCAL);
+  if (!library) return puts(dlerror()), 1;
+  printf("%d\\n", ((int (*)(void))dlsym(library, "work"))());
+  return 0;
+}
+"""
+
+
+def build(folder: Path) -> list[str]:
+    """Build a program that loads a library which calls the runtime; give its command line."""
+    for name, text in (("libcudart.c", RUNTIME), ("caller.c", CALLER), ("program.c", PROGRAM)):
+        (folder / name).write_text(text)
+    (folder / "map").write_text("libcudart.so.13 { global: *; };\n")
+    runtime = ["-shared", "-fPIC", "-Wl,--version-script=map", "-Wl,-soname,libcudart.so.13", "-o", "libcudart.so.13"]
+    caller = ["-shared", "-fPIC", "-Wl,-rpath,$ORIGIN", "-o", "caller.so", "caller.c", "libcudart.so.13"]
+    for words in (
+        [*runtime, "libcudart.c"],
+        caller,
+        ["-o", "program", "program.c", "-ldl"],
+        ["-shared", "-fPIC", "-O2", "-o", "syncs.so", str(overhead.SHIM), "-ldl", "-lpthread"],
+    ):
+        subprocess.run([str(COMPILER), *words], cwd=folder, check=True)
+    return [str(folder / "program"), str(folder / "caller.so")]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+def test_every_wait_is_seen_and_does_what_it_did(tmp_path: Path) -> None:
+    words = build(tmp_path)
+    plain = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    env = {"LD_PRELOAD": str(tmp_path / "syncs.so"), "SYNCS_FILE": str(tmp_path / "calls")}
+    watched = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    assert watched.stdout == plain == "466\n"
+    calls = [text.split() for text in (tmp_path / "calls").read_text().splitlines()]
+    assert [name for _, name in calls] == [
+        "cudaMemcpyAsync",
+        "cudaDeviceSynchronize",
+        "cudaStreamSynchronize",
+        "cudaStreamSynchronize",
+        "cudaEventSynchronize",
+    ]
+    times = [float(when) for when, _ in calls]
+    assert times == sorted(times)
+
+
+LOG = """
+10.000000000 cudaMemcpyAsync
+10.100000000 cudaStreamSynchronize
+10.300000000 cudaMemcpyAsync
+10.400000000 cudaMemcpyAsync
+10.500000000 cudaEventSynchronize
+10.600000000 cudaMemcpyAsync
+half a li
+"""
+
+
+def job_lines(*lines: tuple[float, str]) -> Ended:
+    return Ended((), 0, 1.0, lines, "")
+
+
+def test_calls_are_those_between_two_reads_of_the_loss_whenever_their_lines_came() -> None:
+    # The line of the first read came when the next step had begun to copy already.
+    ended = job_lines((10.35, "step 40  loss 2"), (10.55, "step 80  loss 1"))
+    assert overhead.between_lines(LOG, ended, 40, 80) == {"cudaMemcpyAsync": 2, "cudaEventSynchronize": 1}
+    with pytest.raises(ValueError, match="no line of step 80"):
+        overhead.between_lines(LOG, job_lines((10.35, "step 40")), 40, 80)
+    with pytest.raises(ValueError, match="did not wait"):
+        overhead.between_lines(LOG, job_lines((10.05, "step 40"), (10.55, "step 80")), 40, 80)
+    # Nothing was seen at all: that is for the judge to say.
+    assert overhead.between_lines("", ended, 40, 80) == {}
+
+
+def states(counts: dict[str, Counter[str]], reads: int = 2) -> dict[str, str]:
+    return {part.name: part.state for part in overhead.of_calls(counts, reads)}
+
+
+def test_one_more_wait_than_without_dlprof_fails() -> None:
+    plain = Counter({"cudaStreamSynchronize": 2, "cudaMemcpyAsync": 42})
+    same = {way: Counter(plain) for way in overhead.WAYS}
+    assert set(states(same).values()) == {"passed"}
+    for name in ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaMemcpyAsync", "cudaDeviceSynchronize"):
+        more = {**same, "light": plain + Counter({name: 1})}
+        assert [part for part, state in states(more).items() if state == "failed"] == ["light: calls"]
+    fewer = {**same, "all": plain - Counter({"cudaMemcpyAsync": 1})}
+    assert states(fewer)["all: calls"] == "failed"
+    allocates = {**same, "all": plain + Counter({"cudaMalloc": 3})}
+    assert [part for part, state in states(allocates).items() if state == "failed"] == [
+        "no memory taken from the GPU or given back"
+    ]
+
+
+def test_what_is_added_is_the_median_of_runs_made_in_turn() -> None:
+    # The machine became slower from round to round, by far more than recording adds.
+    times = {"plain": [40.0, 42.0, 44.0], "light": [40.2, 42.1, 44.3], "all": [40.6, 42.9, 44.7]}
+    parts = {part.name: part for part in overhead.of_times(times)}
+    assert parts["light adds"].state == "passed"
+    assert parts["light adds"].said == pytest.approx(0.005)
+    assert parts["all adds"].state == "passed"
+    slower = {**times, "light": [t * 1.011 for t in times["plain"]], "all": [t * 1.021 for t in times["plain"]]}
+    assert [part.state for part in overhead.of_times(slower)] == ["failed", "failed"]
+    untimed = {**times, "light": [float("nan")] * 3}
+    assert overhead.of_times(untimed)[0].state == "failed"
+
+
+def failures(parts: Sequence[Part]) -> list[str]:
+    return [part.name for part in parts if part.state == "failed"]
+
+
+def job_ended(code: int | None, out: str = "", errors: str = "") -> Ended:
+    return Ended((), code, 1.0, tuple((0.0, text) for text in out.splitlines()), errors)
+
+
+def test_doctor_must_see_the_gpu_and_every_source_of_it() -> None:
+    checks = [{"source": source, "works": True, "found": "yes", "remedy": ""} for source in probes.SOURCES]
+    checks[1]["found"] = "2.11.0+cu130, sees 1 × NVIDIA H200"
+    assert failures(probes.of_doctor({"checks": checks})) == []
+    checks[1]["found"] = "2.11.0+cu130, built for GPUs and sees none"
+    assert failures(probes.of_doctor({"checks": checks})) == ["doctor sees the GPU"]
+    checks[3]["works"] = False
+    assert "doctor: NVML" in failures(probes.of_doctor({"checks": checks}))
+    assert "doctor: torch.profiler" in failures(probes.of_doctor({"checks": checks[:2]}))
+
+
+def test_counters_that_answer_and_that_do_not() -> None:
+    nvml: dict[str, Any] = {"power_w": 480.0, "gpm": {"tensor_busy": 0.7}}
+    told: dict[str, Any] = {"events": {"kernel": 4}, "nvml": nvml}
+    assert failures(probes.of_counters(told)) == []
+    assert failures(probes.of_counters({**told, "events": {"kernel": 0}})) == ["kernels in torch's own trace"]
+    assert failures(probes.of_counters({**told, "nvml": "nvidia-ml-py is not installed"})) == ["NVML"]
+    old = {**nvml, "gpm": "not supported by this GPU: GPM needs Hopper or later"}
+    assert [p.state for p in probes.of_counters({**told, "nvml": old})] == ["passed", "passed", "skipped"]
+    assert failures(probes.of_counters({**told, "nvml": {**nvml, "gpm": "Insufficient Permissions"}})) == ["GPM"]
+    assert failures(probes.of_counters({**told, "nvml": {**nvml, "gpm": {}}})) == ["GPM: tensor cores"]
+
+
+JUNIT = """<testsuites><testsuite name="pytest">
+<testcase classname="tests.record.collectors.test_memory" name="test_a"/>
+<testcase classname="tests.record.samplers.test_gpu" name="test_b">{}</testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ("", []),
+        ('<failure message="assert 1 == 2"/>', ["that failed"]),
+        ('<error message="fixture not found"/>', ["that failed"]),
+        ('<skipped message="needs a CUDA device"/>', ["none skipped for want of a GPU"]),
+        ('<skipped message="no NVIDIA driver on this machine"/>', ["none skipped for want of a GPU"]),
+        ('<skipped message="needs Lightning"/>', []),
+    ],
+)
+def test_marked_tests_must_run_and_pass(said: str, wrong: list[str]) -> None:
+    assert failures(probes.of_tests(JUNIT.format(said))) == wrong
+
+
+def test_losses_must_be_equal_to_the_last_digit_and_as_many() -> None:
+    plain = {"steps": 2, "losses": [0.1, 0.2]}
+    assert failures(modes.of_mode("graph", plain, job_ended(0, '{"steps": 2, "losses": [0.1, 0.2]}'))) == []
+    other = f'{{"steps": 2, "losses": [0.1, {0.2 + 3e-17!r}]}}'  # the next float
+    assert failures(modes.of_mode("graph", plain, job_ended(0, other))) == ["graph: losses"]
+    fewer = '{"steps": 1, "losses": [0.1]}'
+    assert failures(modes.of_mode("graph", plain, job_ended(0, fewer))) == ["graph: steps made", "graph: losses"]
+    for broken in (job_ended(1, "", "RuntimeError: capture"), job_ended(None), job_ended(0, "no JSON"), job_ended(0)):
+        assert failures(modes.of_mode("graph", plain, broken)) == ["graph: exit 0"]
+
+
+def test_samples_agree_with_nvidia_smi_of_the_same_seconds() -> None:
+    rows = [
+        {"at_ns": n, "power.draw": "630.0", "clocks.sm": "1980", "utilization.gpu": "100", "temperature.gpu": "52"}
+        for n in range(5)
+    ]
+    rows += [{**rows[0], "at_ns": 100, "power.draw": "70.0"}]  # later, and idle
+    sample: dict[str, Any] = {"power_w": 620.0, "sm_clock_mhz": 1965, "busy_share": 0.98, "temperature_c": 53}
+    samples = [{"at_ns": n, **sample} for n in range(5)]
+    assert failures(rates.agreement(samples, rows, 0, 10)) == []
+    wrong = [{**row, "busy_share": 98.0, "power_w": 0.62} for row in samples]
+    assert failures(rates.agreement(wrong, rows, 0, 10)) == ["power_w", "busy_share"]
+    # Without a reading of either there is nothing to agree with.
+    assert len(failures(rates.agreement(samples, [], 0, 10))) == len(rates.AGREE)
+    assert len(failures(rates.agreement([], rows, 0, 10))) == len(rates.AGREE)
+
+
+def test_a_faults_gain_is_that_of_the_run_without_it_where_one_is_like_it() -> None:
+    amp = next(group for group in faults.GROUPS if "tiny_batch" in group.faults)
+    step = {"": 40.0, "full_precision": 90.0, "tiny_batch": 5.0, "odd_shapes": float("nan")}
+    assert faults.oracle_of(amp, "full_precision", step) == {"step_ms": 90.0, "fixed_ms": 40.0, "gain_ms": 50.0}
+    # Its step does less than any healthy one; nothing is known of one that printed too little.
+    assert faults.oracle_of(amp, "tiny_batch", step)["gain_ms"] is None
+    assert faults.oracle_of(amp, "odd_shapes", step) == {"step_ms": None, "fixed_ms": None, "gain_ms": None}
+    assert faults.oracle_of(amp, "full_precision", {"full_precision": 90.0})["gain_ms"] is None
+
+
+def test_a_workload_that_cannot_run_here_is_told_from_one_that_fails() -> None:
+    needs = job_ended(1, errors="lightning_cnn.py needs Lightning: pip install 'lightning>=2.4'")
+    assert faults.of_failure("x", needs, late=False).state == "skipped"
+    usage = job_ended(2, errors="usage: x\nx.py: error: --fault slow_rank needs two ranks: torchrun ...")
+    assert faults.of_failure("x", usage, late=False).state == "skipped"
+    assert faults.of_failure("x", job_ended(1, errors="RuntimeError: CUDA error"), late=False).state == "failed"
+    assert faults.of_failure("x", job_ended(None), late=False).state == "failed"
+    assert faults.of_failure("x", job_ended(None), late=True).state == "skipped"

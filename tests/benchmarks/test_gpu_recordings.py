@@ -55,10 +55,6 @@ def test_a_report_agrees_with_the_gpu(tmp_path: Path, archive: Path, name: str) 
         pytest.xfail(why)
 
 
-def test_what_is_known_to_fail_is_there() -> None:
-    assert FAILS.keys() <= {name for archive in ARCHIVES for name in names(archive)}
-
-
 # Of one H200; its README says what dlprof said of them when they were made.
 H200 = TRACES / "h200/checks/2/recordings-nvidia_h200-1.tar.gz"
 

@@ -78,31 +78,6 @@ def test_the_modes_learn_the_same(tmp_path: Path) -> None:
     assert said["replay"]["losses"][0] > said["replay"]["losses"][-1]
 
 
-def test_rates_count_what_a_step_moves_and_computes(tmp_path: Path) -> None:
-    wanted = {"product": ("--size", "64"), "copy": ("--gib", "0.001"), "upload": ("--gib", "0.001")}
-    common = ("--seconds", "0.5", "--out")
-    runs = [("--what", what, *args, *common, str(tmp_path / f"{what}.json")) for what, args in wanted.items()]
-    in_turn(tmp_path, "rates", *runs)
-    found = {what: told(tmp_path / f"{what}.json") for what in wanted}
-    for what in wanted:
-        assert found[what]["steps"] == len(found[what]["began_ms"]) == len(found[what]["busy_ms"]) > 0
-        begin, end = found[what]["at_ns"]
-        assert 0.4e9 < end - begin < 30e9
-    # Four forwards and the weight's gradient of each; a copy within memory reads and writes.
-    assert found["product"]["flops"] == 4 * 2 * 2 * 64**3
-    size = int(0.001 * 2**30)
-    assert (found["copy"]["bytes"], found["upload"]["bytes"]) == (20 * size, 10 * size)
-
-
-def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
-    kinds = ("tf32", "ieee", "fp16", "last")
-    lines = in_turn(tmp_path, "settings", *(("--what", what, "--steps", "3", "--width", "16") for what in kinds))
-    said = {what: json.loads(line) for what, line in zip(kinds, lines, strict=True)}
-    assert (said["tf32"]["precision"], said["ieee"]["precision"]) == ("tf32", "ieee")
-    assert said["fp16"]["scale"] > 0
-    assert all(one["steps"] == 3 for one in said.values())
-
-
 @pytest.mark.flaky(reruns=3)  # gloo may abort a rank whose peer has gone
 def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path) -> None:
     args = ("--device", "cpu", "--steps", "12", "--late-ms", "30", "--out", str(tmp_path))
@@ -110,12 +85,6 @@ def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path)
     arrived = {rank: json.loads((tmp_path / f"arrived-{rank}.json").read_text()) for rank in (0, 1)}
     # At least: two ranks share the cores of this machine with whatever else it does.
     assert timing.lateness_ms(arrived, late=1, skip=2) > 20
-
-
-def test_a_trace_of_torchs_own_holds_operators(tmp_path: Path) -> None:
-    said = json.loads(script(tmp_path, "counters").lines[-1][1])
-    assert said["events"]["cpu_op"] > 0
-    assert "nvml" not in said
 
 
 @pytest.mark.parametrize(

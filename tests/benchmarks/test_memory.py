@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.allocated import differences, left, sums
-from benchmarks.memory import ROOT, Compared, Predicted, changed, counted, drawn, head, line, summary
+from benchmarks.allocated import left, sums
+from benchmarks.memory import ROOT, Compared, changed, counted, drawn, head, line
 from tests.fixtures.holding import row
 
 ROWS = [
@@ -44,14 +44,6 @@ def test_a_part_that_is_too_far_off_is_a_miss_and_one_that_is_not_there_is_none(
     assert len({text.count("|") for text in (*head().splitlines(), line(one))}) == 1
 
 
-def test_a_row_for_each_change_and_one_of_all() -> None:
-    every = [Predicted(0, "batch 2", 1.01, 0.9, 0.8, 1.1), Predicted(1, "batch 2", 0.97, 1.2, 1.05, 1.3)]
-    rows = summary([*every, Predicted(0, "checkpoint", 1.0, 1.0, 1.0, 1.0)])
-    assert rows["change"].to_list() == ["batch 2", "checkpoint", "all"]
-    assert rows["jobs"].to_list() == [2, 1, 3]
-    assert next(iter(rows.itertuples(index=False)))[2:] == pytest.approx((0.02, 0.03, 0.15, 0.2, 0.5, 0.275))
-
-
 def test_each_change_is_made_where_it_changes_anything() -> None:
     found = {name for seed in range(8) for name in changed(drawn(seed))}
     assert found >= {"autocast", "fused_attention", "checkpoint", "batch 0.5"}
@@ -82,11 +74,6 @@ def test_what_a_forward_pass_leaves_is_neither_what_was_there_nor_what_is_gone()
     begin, end = ((MARK, 9), (-MARK, 9)), ((MARK + 1, 9), (-MARK - 1, 9))
     events = trace((40, 1), *begin, (100, 2), (7, 3), (-40, 1), (5, 1), (-7, 3), *end, (1_000, 4))
     assert left(events, ["forward 0", "backward 0"]) == 105
-
-
-def test_parts_are_how_much_less_there_is_when_they_are_empty() -> None:
-    read = {"before": 400, "gradient": 300, "optimizer": 100, "parameter": 10}
-    assert differences(read) == {"gradient": 100, "optimizer": 200, "parameter": 90}
 
 
 @pytest.mark.long

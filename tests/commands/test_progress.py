@@ -24,30 +24,33 @@ def ticking(*seconds: float) -> object:
 
 
 HALF = Done(2, 4, 6, 12, 50_000_000, 100_000_000)
-
-
-def test_rate_and_time_left_are_told() -> None:
-    stream = Terminal()
-    progress = Progress("A: ", stream=stream, clock=ticking(0.0, 10.0, 10.0))  # type: ignore[arg-type]
-    progress(HALF)
-    line = stream.getvalue().strip("\r")
-    assert line == "A: read 2 of 4 ranks · 6 of 12 files · 50 MB of 100 MB · 5 MB/s · 10 s left"
+READ = "read 2 of 4 ranks · 6 of 12 files · 50 MB of 100 MB"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left"),
-    [(0.1, "1 s left"), (59.0, "59 s left"), (125.0, "2 min 5 s left"), (4320.0, "1 h 12 min left")],
+    ("done", "seconds", "line"),
+    [
+        (HALF, 10, f"{READ} · 5 MB/s · 10 s left"),
+        (HALF, 0.1, f"{READ} · 500 MB/s · 1 s left"),
+        (HALF, 59, f"{READ} · 847 kB/s · 59 s left"),
+        (HALF, 125, f"{READ} · 400 kB/s · 2 min 5 s left"),
+        (HALF, 4320, f"{READ} · 11.6 kB/s · 1 h 12 min left"),
+        # At the start nothing is guessed; what was known before is neither in the rate nor in the time left.
+        (Done(0, 8, 0, 8, 0, 1000), 1, "read 0 of 8 ranks · 0 of 8 files · 0 B of 1 kB"),
+        (
+            Done(3, 5, 3, 5, 60_000_000, 100_000_000, known_ranks=2, known_bytes=40_000_000),
+            *(10, "read 3 of 5 ranks · 3 of 5 files · 60 MB of 100 MB · 2 MB/s · 20 s left"),
+        ),
+        (
+            Done(2, 2, 2, 2, 100, 100, known_ranks=2, known_bytes=100),
+            *(10, "read 2 of 2 ranks · 2 of 2 files · 100 B of 100 B"),
+        ),
+    ],
 )
-def test_time_is_written_as_people_count_it(seconds: float, left: str) -> None:
+def test_rate_and_time_left(done: Done, seconds: float, line: str) -> None:
     stream = Terminal()
-    Progress(stream=stream, clock=ticking(0.0, seconds, seconds))(HALF)  # type: ignore[arg-type]
-    assert stream.getvalue().endswith(left)
-
-
-def test_at_the_start_nothing_is_guessed() -> None:
-    stream = Terminal()
-    Progress(stream=stream, clock=ticking(0.0, 1.0, 1.0))(Done(0, 8, 0, 8, 0, 1000))  # type: ignore[arg-type]
-    assert stream.getvalue().strip("\r") == "read 0 of 8 ranks · 0 of 8 files · 0 B of 1 kB"
+    Progress("A: ", stream=stream, clock=ticking(0.0, seconds, seconds))(done)  # type: ignore[arg-type]
+    assert stream.getvalue().strip("\r") == f"A: {line}"
 
 
 def test_a_terminal_is_left_as_it_was() -> None:
@@ -83,20 +86,6 @@ def test_quiet_is_quiet() -> None:
     with Progress(stream=stream, quiet=True) as progress:
         progress(HALF)
     assert stream.getvalue() == ""
-
-
-def test_what_was_known_before_is_not_in_the_rate_and_the_time_left() -> None:
-    stream = Terminal()
-    progress = Progress(stream=stream, clock=ticking(0.0, 10.0, 10.0))  # type: ignore[arg-type]
-    progress(Done(3, 5, 3, 5, 60_000_000, 100_000_000, known_ranks=2, known_bytes=40_000_000))
-    assert stream.getvalue().strip("\r") == ("read 3 of 5 ranks · 3 of 5 files · 60 MB of 100 MB · 2 MB/s · 20 s left")
-
-
-def test_where_all_was_known_before_nothing_is_left() -> None:
-    stream = Terminal()
-    progress = Progress(stream=stream, clock=ticking(0.0, 10.0, 10.0))  # type: ignore[arg-type]
-    progress(Done(2, 2, 2, 2, 100, 100, known_ranks=2, known_bytes=100))
-    assert stream.getvalue().strip("\r") == "read 2 of 2 ranks · 2 of 2 files · 100 B of 100 B"
 
 
 def test_a_line_that_stays_takes_the_place_of_the_one_that_goes() -> None:

@@ -17,7 +17,7 @@ from dlprof.analysis.source.patches import Patch, Wanted
 from dlprof.cli import cli
 from dlprof.commands import report
 from dlprof.errors import DlprofError
-from dlprof.result import Outcome, change
+from dlprof.result import change
 from dlprof.result.stored import from_json
 from tests.fixtures import results, traces
 from tests.fixtures.jobs import record
@@ -63,15 +63,6 @@ def test_a_report_of_a_run_goes_into_the_run(tmp_path: Path) -> None:
     assert (folder / "result.json").is_file()
 
 
-def test_a_second_report_replaces_the_first_one_of_a_run(tmp_path: Path) -> None:
-    folder = recorded(tmp_path / "run")
-    (folder / "report.html").write_text("old")
-    (folder / "result.json").write_text("old")
-    assert run(folder).exit_code == 0
-    assert from_json(json.loads((folder / "result.json").read_text())).run.ranks == (0,)
-    assert (folder / "report.html").read_text() != "old"
-
-
 def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
     for n in ("", "-2", "-3"):
         assert run(job).stdout.splitlines()[-1] == f"report: dlprof-report{n}/report.html"
@@ -109,18 +100,6 @@ def test_what_was_found_is_said_though_it_cannot_be_written(tmp_path: Path) -> N
     assert "report:" not in done.stdout
 
 
-def test_write_report_gives_the_verdict(tmp_path: Path) -> None:
-    folder = recorded(tmp_path / "run")
-    assert report.write_report(folder).splitlines()[-1].endswith("report.html")
-    assert (folder / "result.json").is_file()
-
-
-def test_analyse_answers_every_rule(tmp_path: Path) -> None:
-    result = report.analyse(recorded(tmp_path / "run"))
-    assert all(isinstance(o, Outcome) for o in result.outcomes)
-    assert not (tmp_path / "run" / "result.json").exists()
-
-
 def test_open_gives_the_page_to_the_browser(job: Path) -> None:
     browser = job.parent / "browser"
     browser.write_text('#!/bin/sh\necho "$1" > opened\n')
@@ -129,32 +108,6 @@ def test_open_gives_the_page_to_the_browser(job: Path) -> None:
     subprocess.run(words, cwd=job.parent, env=os.environ | {"BROWSER": f"{browser} %s"}, check=True)
     page = (job.parent / "out" / "report.html").resolve()
     assert (job.parent / "opened").read_text().strip() == page.as_uri()
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "memfd_create") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and a second core"
-)
-def test_a_trace_is_decoded_by_another_process_while_this_one_imports(tmp_path: Path) -> None:
-    code = """if True:
-        import os, sys
-        from pathlib import Path
-        from dlprof.record.launch import process
-        from dlprof.commands.report import analyse
-        from dlprof.read.kineto import prefetch
-        decode = prefetch.decode
-        def noting(path):
-            Path(sys.argv[2]).write_text(str(os.getpid()))
-            return decode(path)
-        prefetch.decode = noting
-        process.keep_memory = lambda: print("keeps its memory")
-        analyse(Path(sys.argv[1]))
-        print(os.getpid())
-    """
-    trace = traces.write(tmp_path / "rank0.json", traces.training())
-    done = subprocess.run([sys.executable, "-c", code, trace, tmp_path / "who"], capture_output=True, check=True)
-    said, mine = done.stdout.decode().splitlines()
-    assert said == "keeps its memory"
-    assert (tmp_path / "who").read_text() not in ("", mine)
 
 
 SCRIPT = """\
@@ -240,11 +193,6 @@ def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
     assert done.exit_code == 1
     assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
     assert not (job.parent / "fix.diff").exists()
-
-
-def test_a_small_report_writes_nothing_into_the_folder_of_the_traces(job: Path) -> None:
-    assert run(job).exit_code == 0
-    assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
 
 
 @pytest.mark.parametrize("more", [["--jobs", "2"], ["--kept-only"]])

@@ -122,8 +122,8 @@ except StopError:
     "case",
     [
         ("once", "TimeoutError", "loader"),
-        ("object", "AttributeError", "optimizer"),
-        ("function", "RuntimeError", "made"),
+        pytest.param(("object", "AttributeError", "optimizer"), marks=pytest.mark.slow),
+        pytest.param(("function", "RuntimeError", "made"), marks=pytest.mark.slow),
     ],
 )
 def test_no_exception_of_a_signals_handler_is_lost_and_the_recording_goes_on(

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--keep-arguments",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--keep-arguments",), marks=pytest.mark.slow)])
 def test_secrets_of_command_environment_and_source_reach_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
     dice = random.Random(7)
     shapes = [shape for shape in (*SHAPES, *(random_shape(dice) for _ in range(60))) if shape.named or not options]

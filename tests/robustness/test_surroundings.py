@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import subprocess
 import sys
 import zipfile
@@ -13,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, facts, launch, rows, wrapped
+from tests.fixtures.jobs import DLPROF, environment, facts, launch, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -87,29 +85,12 @@ def suite(folder: Path) -> list[str]:
         + "def test_a():\n    train(6)\n\n\ndef test_b(capfd):\n    train(6)\n    assert capfd.readouterr().err == ''\n"
     )
     (folder / "test_training.py").write_text(body)
-    return [
-        "--",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        "test_training.py",
-    ]
-
-
-def covered(folder: Path) -> list[str]:
-    if importlib.util.find_spec("coverage") is None:
-        pytest.skip("coverage is not installed")
-    (folder / "train.py").write_text(TRAINS + "train(12)\n")
-    return ["--", sys.executable, "-m", "coverage", "run", "train.py"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    return ["--", sys.executable, "-m", "pytest", *options, "test_training.py"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("made", [package, zipped, suite, covered])
+@pytest.mark.parametrize("made", [package, zipped, suite])
 def test_ways_to_start_a_script(made: Callable[[Path], list[str]], tmp_path: Path) -> None:
     words = made(tmp_path)
     done = launch([*DLPROF, "wrap", "-o", "run", "--no-report", "--no-trace", *words], tmp_path)
@@ -143,40 +124,3 @@ def test_a_notebook(tmp_path: Path) -> None:
     assert len(rows(rank)) == 20
     assert facts(rank)["window"]["state"] == "exported"
     assert facts(rank)["warnings"] == []
-
-
-SHARDED = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,))
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-for module in (model[0], model[2], model):
-    fully_shard(module, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters())
-for x, y in DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4):
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-def test_a_sharded_model(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SHARDED)
-    command = [sys.executable, *TORCHRUN, "train.py"]
-    done = launch(wrapped(tmp_path / "run", command, "--window", "4,1,2"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    for number in (0, 1):
-        rank = tmp_path / f"run/ranks/{number:05d}"
-        assert [(row["backwards"], row["optimizer_steps"]) for row in rows(rank)] == [(1, 1)] * 16 + [(0, 0)]
-        told = facts(rank)
-        assert (told["window"]["state"], told["warnings"]) == ("exported", [])
-        assert told["models"][0]["fsdp"] is True
-    assert json.loads((tmp_path / "run/run.json").read_text())["exit"]["code"] == 0

@@ -1,16 +1,43 @@
-"""What runs when, and what is concluded: on runs that are pretended, with a clock of their own."""
+"""What runs when, and what is concluded: on pretended runs with a clock of their own, and on pairs drawn at random."""
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from dlprof.errors import DlprofError
 from dlprof.overrides import Value
-from dlprof.result.tried import Tried
+from dlprof.result import Outcome, Result, RunInfo, Window, change
+from dlprof.result.tried import Attempt, Gain, Tried
+from dlprof.trial import search
+from dlprof.trial.job import kept
 from dlprof.trial.planning import Candidate
 from dlprof.trial.running import Failed
-from dlprof.trial.search import Search
+from dlprof.trial.search import (
+    FEWEST_STEPS,
+    KNOWN,
+    LEAST_STEPS,
+    MOST_PAIRS,
+    MOST_STEPS,
+    Options,
+    Search,
+    Trial,
+    answered,
+    gain_of,
+    prepared,
+    steps_of_window,
+    tried,
+    verdict_of,
+)
+from tests.fixtures import runs, traces
 from tests.fixtures.trials import Pretended, steps
 
 WORKERS, FUSED, FREEZE = {"loader.num_workers": 2}, {"optimizer.fused": True}, {"gc.freeze": True}
@@ -195,3 +222,201 @@ def test_a_change_of_the_loop_is_judged_by_the_loop() -> None:
     assert found.best is not None
     assert found.best.measured is not None
     assert found.best.measured.ratio == pytest.approx(150 / 110)
+
+
+DRAWN = 400
+
+
+def gain_drawn(true: float, noise: float, rng: np.random.Generator, drift: float = 0.0) -> Gain:
+    """Return the gain at which a trial of runs A B A B … stops; each run's step has that noise, and drifts."""
+    bases = [float(rng.normal(0, noise))]
+    logs: list[float] = []
+    while True:
+        at = 2 * len(logs)
+        changed = float(rng.normal(0, noise)) - math.log(true) + drift * (at + 1)
+        bases.append(float(rng.normal(0, noise)) + drift * (at + 2))
+        logs.append((bases[-2] + bases[-1]) / 2 - changed)
+        found = gain_of(logs, np.diff(bases).tolist())
+        if answered(found):
+            return found
+
+
+def shares(true: float, noise: float, drift: float = 0.0) -> dict[str, float]:
+    rng = np.random.default_rng(7)
+    counted = Counter(verdict_of(gain_drawn(true, noise, rng, drift)) for _ in range(DRAWN))
+    return {name: n / DRAWN for name, n in counted.items()}
+
+
+# What share of the trials may end with each verdict: from, to.
+NOTHING = {"gain": (0, 0.02), "slower": (0, 0.02)}
+
+
+@pytest.mark.parametrize(
+    ("true", "noise", "drift", "bounds"),
+    [
+        *((1.0, noise, 0.0, NOTHING | {"no_gain": (0.93, 1)}) for noise in (0.005, 0.01)),
+        *((1.0, noise, 0.0, NOTHING) for noise in (0.02, 0.05)),
+        *((t, noise, 0.0, {"gain": (0.97, 1)}) for t, noise in ((1.05, 0.01), (1.1, 0.02), (1.4, 0.05), (8, 0.05))),
+        *((true, 0.01, 0.0, {"slower": (0.95, 1), "gain": (0, 0)}) for true in (0.7, 0.9)),
+        # A drift from run to run fools nobody.
+        *((1.0, 0.005, drift, {"gain": (0, 0.01)}) for drift in (-0.03, 0.03)),
+        *((1.1, 0.005, drift, {"gain": (0.97, 1)}) for drift in (-0.03, 0.03)),
+    ],
+)
+def test_the_verdict_on_a_change_is_right_at_known_rates(
+    true: float, noise: float, drift: float, bounds: dict[str, tuple[float, float]]
+) -> None:
+    found = shares(true, noise, drift)
+    for verdict, (low, high) in bounds.items():
+        assert low <= found.get(verdict, 0) <= high, verdict
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_the_interval_holds_the_truth_as_often_as_it_says(noise: float) -> None:
+    rng = np.random.default_rng(3)
+    found = [gain_drawn(1.2, noise, rng) for _ in range(DRAWN)]
+    assert np.mean([(g.low or 9) <= 1.2 <= (g.high or 0) for g in found]) >= 0.93
+
+
+def test_a_clear_gain_needs_few_pairs_and_is_known_to_5_percent() -> None:
+    rng = np.random.default_rng(5)
+    found = [gain_drawn(1.4, 0.01, rng) for _ in range(100)]
+    assert np.mean([g.pairs for g in found]) < 2.6
+    assert all(g.ratio / (g.low or 1e-9) <= KNOWN for g in found if g.pairs < MOST_PAIRS)
+
+
+def test_a_single_pair_says_nothing() -> None:
+    found = gain_of([math.log(3)])
+    assert found.ratio == pytest.approx(3)
+    assert (found.low, found.pairs) == (None, 1)
+    assert verdict_of(found) == "unclear"
+    assert not answered(found)
+    with pytest.raises(ValueError, match="no pair"):
+        gain_of([])
+
+
+def test_how_much_runs_without_the_change_differ_counts() -> None:
+    alike = [0.1, 0.1001]
+    calm, restless = gain_of(alike, [0.001, -0.001, 0.001]), gain_of(alike, [0.2, -0.2, 0.2])
+    assert calm.low is not None
+    assert restless.low is not None
+    assert verdict_of(calm) == "gain"
+    assert verdict_of(restless) == "unclear"
+
+
+def test_the_first_two_pairs_are_students_interval() -> None:
+    # t(1) = 12.706, and the shared run widens it: (1 + 1/6) / (1 − 1/6) = 1.4.
+    found = gain_of([0.10, 0.12])
+    half = 12.706 * math.sqrt(1.4 * 0.0002 / 2)
+    assert math.log(found.high or 0) == pytest.approx(0.11 + half)
+    assert math.log(found.low or 0) == pytest.approx(0.11 - half)
+
+
+MS = 1e6
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "epoch", "minutes", "steps"),
+    [
+        (None, None, 10, LEAST_STEPS),
+        (0.0, None, 10, LEAST_STEPS),
+        (20 * MS, None, 10, 400),
+        (0.1 * MS, None, 10, MOST_STEPS),
+        (500 * MS, None, 10, LEAST_STEPS),
+        (5_000 * MS, None, 10, FEWEST_STEPS),  # 37 s hold no more than seven of them
+        (20 * MS, 200, 10, 640),
+        (20 * MS, 60, 10, 400),
+        (20 * MS, 5_000, 10, 400),  # such an epoch does not fit
+    ],
+)
+def test_steps(step_ns: float | None, epoch: int | None, minutes: float, steps: int) -> None:
+    assert steps_of_window(step_ns, epoch, 60 * minutes) == steps
+
+
+ENVIRON = {"PATH": os.environ["PATH"]}
+UNFUSED = Outcome(
+    "unfused_optimizer", "found", "t", saving_ns=1e6, share=0.1, speedup=1.1, changes=(change("x", fused=(None, True)),)
+)
+
+
+def run_of(folder: Path, *, command: list[str] | None = None, firsts: int = 0) -> Path:
+    steps = [runs.light(n, 20 * runs.MS, first=int(bool(firsts) and n % firsts == 0)) for n in range(400)]
+    return runs.recorded(
+        folder,
+        (None, steps, {**runs.CPU, "host": os.uname().nodename, "env": {}}),
+        command=command or [sys.executable, "train.py"],
+        cwd=str(folder.parent),
+        hosts=[os.uname().nodename],
+    )
+
+
+def result_of(*outcomes: Outcome) -> Result:
+    return Result(run=RunInfo("run"), window=Window(100, "steps", 20e6), outcomes=outcomes)
+
+
+def planned(folder: Path, *outcomes: Outcome, options: Options = Options(), **run: Any) -> Trial:  # noqa: B008 - frozen
+    return prepared(run_of(folder / "run", **run), result_of(*outcomes), options, ENVIRON)
+
+
+def test_each_run_measures_seconds_of_the_recorded_step_and_whole_epochs(tmp_path: Path) -> None:
+    assert planned(tmp_path / "a", UNFUSED).steps == 400
+    assert planned(tmp_path / "b", UNFUSED, firsts=200).steps == 640
+    own = planned(tmp_path / "c", UNFUSED, options=Options(steps=17))
+    assert (own.steps, own.seconds) == (17, 0.0)
+
+
+def test_nothing_to_try_runs_nothing_and_is_kept(tmp_path: Path) -> None:
+    trial = planned(tmp_path)
+    found = tried(trial, lambda: False)
+    assert (found.state, found.attempts, found.runs) == ("complete", (), 0)
+    assert kept(tmp_path / "run") == found
+    assert not (tmp_path / "run/try").exists()
+
+
+def test_a_job_that_fails_is_told_and_what_it_printed_is_kept(tmp_path: Path) -> None:
+    told: list[Attempt | float] = []
+    trial = planned(tmp_path, UNFUSED, command=[sys.executable, "-c", "raise SystemExit('no data')"])
+    found = tried(trial, lambda: False, told.append)
+    assert (found.state, found.why) == ("failed", "the job ended with exit code 1: no data")
+    assert kept(tmp_path / "run") == found
+    assert "no data" in (tmp_path / "run/try/0001/output.txt").read_text()
+    # The next trial begins with an empty folder.
+    (tmp_path / "run/try/0001/old").touch()
+    tried(trial, lambda: False)
+    assert not (tmp_path / "run/try/0001/old").exists()
+
+
+def test_one_that_is_stopped_at_once_is_interrupted(tmp_path: Path) -> None:
+    found = tried(planned(tmp_path, UNFUSED), lambda: True)
+    assert (found.state, found.best) == ("interrupted", None)
+    assert [a.verdict for a in found.attempts] == ["not_tried"]
+    assert kept(tmp_path / "run") == found
+    assert not (tmp_path / "run/try").exists()
+
+
+def test_after_each_pair_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.fixtures.trials import Pretended
+
+    pretended = Pretended(lambda settings: 50.0 if settings else 100.0)
+    monkeypatch.setattr(search, "Runner", lambda *_: pretended)
+    states = []
+
+    def tell(_found: Attempt | float) -> None:
+        now = kept(tmp_path / "run")
+        assert now is not None
+        states.append((now.state, now.runs))
+
+    found = tried(planned(tmp_path, UNFUSED), lambda: False, tell)
+    assert states == [("interrupted", 1), ("interrupted", 3), ("interrupted", 5)]
+    assert found.state == "complete"
+    assert found.best is not None
+    assert found.best.measured is not None
+    assert found.best.measured.ratio == pytest.approx(2.0)
+
+
+def test_what_was_not_recorded_cannot_be_tried(tmp_path: Path) -> None:
+    with pytest.raises(DlprofError, match="cannot be run again"):
+        prepared(runs.foreign(tmp_path / "traces", traces.training()), result_of(UNFUSED), Options(), ENVIRON)
+    path = run_of(tmp_path / "run")
+    with pytest.raises(DlprofError, match="elsewhere"):
+        prepared(path, result_of(UNFUSED), Options(), {**ENVIRON, "DLPROF_RUN": "elsewhere"})

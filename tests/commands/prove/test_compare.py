@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests.fixtures import jobs, runs, traces
+from tests.fixtures import runs, traces
 from tests.fixtures.runs import CPU, MS, light
 
 
@@ -105,51 +104,6 @@ def test_what_was_found_is_said_though_it_cannot_be_written(pair: tuple[Path, Pa
     assert done.exit_code == 1
     assert "faster" in done.stdout
     assert "-o names another folder" in done.stderr
-
-
-TRAIN = """
-import sys, time, torch
-from torch.utils.data import DataLoader, Dataset
-
-class Slow(Dataset):
-    def __len__(self):
-        return 480
-    def __getitem__(self, index):
-        time.sleep(0.004)
-        return torch.randn(64)
-
-def main():
-    workers = int(sys.argv[1])
-    loader = DataLoader(Slow(), batch_size=8, num_workers=workers, persistent_workers=workers > 0)
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in loader:
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.02)
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.slow
-def test_two_real_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    for workers in (0, 2):
-        command = jobs.wrapped(tmp_path / f"run{workers}", [sys.executable, script, str(workers)], "--stacks", "off")
-        done = jobs.launch(command, tmp_path)
-        assert done.returncode == 0, done.stderr
-    told = json.loads(run("run0", "run2", "--format", "json").stdout)
-    # Loading sleeps 32 ms of a step of 52 ms or more: two workers hide it whatever else the machine does.
-    assert told["step"]["verdict"] == "faster"
-    assert {d["name"]: d["verdict"] for d in told["time"]}["input_wait"] == "faster"
-    assert "input_wait" in told["prediction"]["findings"]
-    assert "num_workers 0 → 2" in told["prediction"]["changed"]
 
 
 def test_more_than_two_runs_are_a_ladder(pair: tuple[Path, Path], tmp_path: Path) -> None:

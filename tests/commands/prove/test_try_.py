@@ -53,6 +53,20 @@ def recorded(folder: Path, body: str, steps: int = 60, **env: str) -> tuple[Path
     return script, folder / "run"
 
 
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a script that waits for its loader, recorded into `run`."""
+    pytest.importorskip("torch", reason="recording needs torch")
+    folder = tmp_path_factory.mktemp("waits")
+    recorded(folder, SLEEPS)
+    return folder
+
+
+def copied(waits: Path, to: Path) -> tuple[Path, Path]:
+    """Return the script and a copy of its run."""
+    return waits / "train.py", shutil.copytree(waits / "run", to / "run")
+
+
 def tried(run: Path, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return launch([*DLPROF, "try", str(run), *options], run.parent, **{"timeout": 280, **more})
 
@@ -101,15 +115,7 @@ def test_a_job_that_does_not_run_again_is_told_and_kept(by_hand: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--minutes", "0"],
-        ["--minutes", "nan"],
-        ["--minutes", "inf"],
-        ["--minutes", "-1"],
-        ["--steps", "2"],
-        ["--format", "xml"],
-    ],
+    "words", [*(["--minutes", n] for n in ("0", "nan", "inf", "-1")), ["--steps", "2"], ["--format", "xml"]]
 )
 def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[str]) -> None:
     assert invoked(by_hand, *words).exit_code == 2
@@ -135,9 +141,8 @@ def test_a_trial_within_a_recording_is_refused(by_hand: Path, monkeypatch: pytes
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, SLEEPS)
+def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_path: Path) -> None:
+    script, run = copied(waits, tmp_path)
     done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
     assert done.returncode == 0, done.stderr
     assert "--copy" in done.stderr
@@ -156,23 +161,6 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_threads_are_set_by_the_environment(tmp_path: Path) -> None:
-    """Each thread costs sleep: real ones cost what else the machine does at the time."""
-    pytest.importorskip("torch", reason="recording needs torch")
-    body = """
-    for n in range(int(sys.argv[1])):
-        train(data[:8])
-        time.sleep(0.02 * int(os.environ["OMP_NUM_THREADS"]))
-    """
-    _, run = recorded(tmp_path, body, OMP_NUM_THREADS="4")
-    done = tried(run, "--minutes", "2.5", "--set", "env.OMP_NUM_THREADS=1")
-    assert done.returncode == 0, done.stderr
-    best = kept(run)["best"]
-    assert best["settings"] == {"env.OMP_NUM_THREADS": "1"}
-    assert 2.5 < best["measured"]["ratio"] < 4.5
-
-
-@pytest.mark.slow
 def test_a_healthy_script_gets_nothing_to_gain(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script, run = recorded(tmp_path, HEALTHY)
@@ -184,26 +172,25 @@ def test_a_healthy_script_gets_nothing_to_gain(tmp_path: Path) -> None:
     assert running(script) == []
 
 
-@pytest.mark.long
 def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, HEALTHY)
-    script.unlink()  # it need not run
-    done = tried(run)
-    assert done.returncode == 0, done.stderr
-    assert kept(run)["attempts"] == []
-    assert kept(run)["state"] == "complete"
-    assert "nothing to try" in done.stderr
+    facts = {**runs.CPU, "host": os.uname().nodename, "env": {}}
+    steps = [runs.light(n, 100 * MS) for n in range(40)]
+    told = {"command": [sys.executable, "train.py"], "cwd": str(tmp_path), "hosts": [os.uname().nodename]}
+    done = invoked(runs.recorded(tmp_path / "run", (traces.training(), steps, facts), **told))
+    assert done.exit_code == 0, done.output
+    assert (kept(tmp_path / "run")["attempts"], kept(tmp_path / "run")["state"]) == ([], "complete")
+    assert "nothing to try" in done.output
 
 
-# That SIGTERM is noted as SIGINT is: tests/trial/test_stopping.py.
+# That SIGTERM is noted as SIGINT is: tests/trial/test_running.py.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
-def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, SLEEPS)
+def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(
+    waits: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    script, run = copied(waits, tmp_path)
     process = subprocess.Popen(
         [*DLPROF, "try", str(run), "--minutes", "5", "--set", WORKERS],
         cwd=tmp_path,

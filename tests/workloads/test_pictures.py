@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parts.pictures import Patterns, Pictures, draw_picture, make_pictures, normalised, smooth
+from parts.pictures import Patterns, Pictures, draw_picture, make_pictures, normalised
 from PIL import Image
 from torch import Tensor
 
@@ -20,16 +20,6 @@ from tests.workloads import FOLDER
 
 def unchanged(pixels: Tensor) -> Tensor:
     return pixels
-
-
-def test_the_drawn_pictures_come_back_as_they_were(tmp_path: Path) -> None:
-    folder = make_pictures(tmp_path, "imagenet", 6)
-    pictures = Pictures(folder / "train", "imagenet", False, 0.0, unchanged)
-    for index, file in enumerate(pictures.files):
-        pixels = draw_picture("imagenet", index, np.random.default_rng([False, index]))
-        assert pixels.shape[0] >= 350
-        assert pixels.std() > 10
-        np.testing.assert_array_equal(np.array(Image.open(file)), pixels)
 
 
 def test_the_pictures_are_those_that_older_results_were_recorded_with() -> None:
@@ -100,20 +90,6 @@ def test_interrupted_drawing_is_done_again(tmp_path: Path) -> None:
     files = list(folder.rglob("*.png"))
     assert len(files) == 4500
     assert all(np.array(Image.open(file)).shape == (32, 32, 3) for file in files)
-
-
-def test_drawn_pictures_are_not_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_pictures(tmp_path, "cifar", 8)
-    assert "drawing" in capsys.readouterr().out
-    make_pictures(tmp_path, "cifar", 8)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_picture_is_smoothed_without_losing_its_size_or_its_colours() -> None:
-    pixels = torch.from_numpy(draw_picture("cifar", 3, np.random.default_rng(0)))
-    flat = smooth(pixels)
-    assert (flat.shape, flat.dtype) == (pixels.shape, pixels.dtype)
-    assert 0 < (flat.float() - pixels.float()).abs().mean() < 8
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
