@@ -100,15 +100,6 @@ def test_every_figure_of_the_report_is_a_figure_of_plotly(run: Run) -> None:
         run.figure("timelin")
 
 
-def test_what_is_opened_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.training())
-    run = dlprof.open(tmp_path)
-    (tmp_path / "rank0.json").write_text("no trace")
-    assert run.ranks == (0,)
-    with pytest.raises(DlprofError):
-        _ = run.result
-
-
 CELLS = """
 import dlprof
 run = dlprof.open({path!r})

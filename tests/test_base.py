@@ -19,7 +19,7 @@ import dlprof
 from dlprof import marks, nsys, run_folder, schema, units
 from dlprof.cupti import loss, remedy, short
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
-from dlprof.files import compact, longer, whole, write, writing
+from dlprof.files import whole, write, writing
 from dlprof.plain import plain, tell, words_of
 from dlprof.record.launch.supervisor import recorded
 from tests.fixtures import traces
@@ -221,20 +221,10 @@ def test_a_link_in_the_place_of_an_unfinished_file_is_not_written_through(
     assert precious.read_text() == "mine"
 
 
-def test_two_machines_of_one_name_have_two_longer_ones() -> None:
-    assert longer("node", "0123456789") == "node~01234567" != longer("node", "9876543210")
-
-
 def test_what_cannot_be_written_is_said_with_why_and_what_to_do(tmp_path: Path) -> None:
     why = r"^the report cannot be written: No such file or directory; -o helps$"
     with pytest.raises(DlprofError, match=why), writing("the report", "; -o helps"):
         write(tmp_path / "none" / "report.html", "page")
-
-
-def test_compact_json_has_no_spaces_and_no_number_that_json_lacks() -> None:
-    assert compact({"a": [1, "b c"]}) == '{"a":[1,"b c"]}'
-    with pytest.raises(ValueError, match="JSON"):
-        compact(float("nan"))
 
 
 # A name that clears the screen, and one that pretends to be a line of ours.
@@ -306,11 +296,6 @@ def test_a_missing_an_additional_and_a_moved_column_are_refused(name: str) -> No
 def test_a_column_of_another_type_is_refused_by_name(column: str, dtype: str) -> None:
     with pytest.raises(DlprofError, match=f"table spans: {column} is {dtype}"):
         schema.check("spans", schema.empty("spans").astype({column: dtype}))
-
-
-def test_concatenating_with_an_empty_table_keeps_the_types() -> None:
-    both = pd.concat([schema.empty("traced_steps"), schema.empty("traced_steps")])
-    assert schema.check("traced_steps", both) is both
 
 
 def test_tables_are_joined_row_after_row_whatever_their_categories() -> None:
@@ -420,13 +405,6 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
         program.chmod(0o755)
         said = nsys.export(str(program), tmp_path / "x.nsys-rep", to, 1)
         assert expected in said if expected else not said
-
-
-def test_nsys_is_looked_for_on_a_path(tmp_path: Path) -> None:
-    assert nsys.found(str(tmp_path)) is None
-    (tmp_path / "nsys").write_text("#!/bin/sh\n")
-    (tmp_path / "nsys").chmod(0o755)
-    assert nsys.found(str(tmp_path)) == str(tmp_path / "nsys")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import accuracy, reports, summary
 from benchmarks.accuracy import ROW, Planted
-from benchmarks.field import PAGE, ROWS, Change, Row, page, render
+from benchmarks.field import PAGE, ROWS, Change, Row, page
 from benchmarks.field import summary as field_summary
 from benchmarks.summary import Recorded, Reported
 from dlprof.report import html
@@ -72,22 +72,6 @@ def test_faults_lie_between_healthy_runs_with_their_options(
     assert [r.healthy_ns for r in rows] == [0, 2e6, 0, 0, 0, 6e6, 0, 0]
 
 
-def test_a_fault_is_compared_with_the_healthy_step_at_its_time(done: list[str]) -> None:
-    def row(name: str, at: float, ns: float, rule: str = "") -> Recorded:
-        return Recorded("job", name, rule, "here", "2026-01-02", 0, ns, at=at)
-
-    late = [row("late", at, 9.0, "input_wait") for at in (50, 130, 200, 2000)]
-    others = [row("healthy", 160, 7.0), dataclasses.replace(row("healthy", 140, 7.0), machine="there")]
-    between = [row("healthy", 100, 1.0), row("healthy", 200, 2.0)]
-    wide = [row("later", 90, 9.0, "host_bound"), row("no fault, --wide", 60, 5.0)]
-    # Before the first and after the last run the nearest counts; one that is too far off does not.
-    assert [r.healthy_ns for r in accuracy.compared([*late, *between, others[1], *wide])] == [
-        *(1.0, pytest.approx(1.3), 2.0, 0.0),
-        *(0, 0, 0, 5.0, 0),
-    ]
-    assert accuracy.compared([late[1], *between, *others])[0].healthy_ns == pytest.approx(4.0)
-
-
 def test_a_second_run_records_what_is_missing_and_a_third_nothing(
     tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,19 +104,6 @@ def test_kept_runs_are_diagnosed_anew(tmp_path: Path, done: list[str], monkeypat
     assert [found[0] for found in late.found] == ["input_wait"]
     assert late.found[0][1:] == pytest.approx((0.4, 60 * MS))
     assert rows[1].found == ()
-
-
-def test_faults_of_a_workload_that_does_not_run_are_not_tried(
-    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "workloads" / "foreign.py").write_text('FAULTS = {"late": "input_wait", "later": "host_bound"}')
-    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "2", "--workloads", "foreign")
-    assert done == ["healthy"]
-    assert [(r.name, r.rule, r.said) for r in rows] == [
-        ("healthy", "", "needs a library"),
-        ("late", "input_wait", "needs a library"),
-        ("later", "host_bound", "needs a library"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -220,21 +191,6 @@ def test_the_sums_are_over_recordings_and_the_errors_over_faults() -> None:
     assert "off the healthy step by 6.5% in the median of 2 faults (by 15% at most: 2 of them)." in text
 
 
-def test_recordings_of_one_run_tell_how_closely_any_can_be_measured() -> None:
-    def ran(at: float, ns: float, name: str = "healthy") -> Recorded:
-        return Recorded("job", name, "", "here", "2026-01-02", 0, ns, at=at)
-
-    # 10 % and 20 % apart; the others are hours later, of another run, or of no known time.
-    rows = [ran(100, 1.0), ran(200, 1.1), ran(300, 0.88), ran(9000, 5.0), ran(250, 7.0, "healthy, wide"), ran(0, 9.0)]
-    assert "one soon after the other, differ by 15.0% in the median of 2" in summary.tables(rows)
-    assert "differ by" not in summary.tables(rows[3:])
-
-
-def test_a_fault_whose_step_does_less_is_compared_with_none() -> None:
-    one = Recorded("ddp_resnet", "small_batch", "memory_headroom", "1 × H", "2026-01-02", 0, 5e6, 9e6, torch="2.13.0")
-    assert "| 0 of 1, first in 0 |  |  |  |  |" in summary.tables([one])
-
-
 def test_what_was_written_comes_back_and_each_half_leaves_the_other_alone(tmp_path: Path) -> None:
     assert not summary.recorded(tmp_path)
     assert not summary.reported(tmp_path)
@@ -259,15 +215,6 @@ def test_a_shared_page_names_plotly_and_does_not_hold_it() -> None:
     assert len(page) - len(shared) > 1_000_000
     with pytest.raises(ValueError, match="otherwise than it used to"):
         reports.sharing(shared, "plotly-basic.min.js")
-
-
-def test_a_report_is_kept_under_its_machine_and_names_no_folder_of_its_recording(tmp_path: Path) -> None:
-    one = Planted("job", "slow", "input_wait", fault="slow")
-    made = reports.keep(one, results.ALL["ddp"](), "1 × NVIDIA H200", tmp_path)
-    assert made.folder == "1-nvidia-h200/job-slow"
-    assert '"path":"job-slow"' in (tmp_path / made.folder / "result.json").read_text()
-    assert made.steps.endswith("ms") or "MFU" in made.steps
-    assert (tmp_path / made.folder / "report.html").stat().st_size < 500_000
 
 
 def test_a_run_that_was_kept_is_diagnosed_anew_and_tells_no_path_of_its_machine(tmp_path: Path) -> None:
@@ -333,18 +280,6 @@ def test_figures_of_the_advice() -> None:
     assert figures["median_error"] == pytest.approx(1 - 1.0 / 1.1)
     assert figures["ninth_tenth_error"] == pytest.approx(1 - 0.8 / 1.2)
     assert (figures["levers"], figures["levers_named"]) == (2, 1)
-
-
-def test_another_value_of_a_named_setting_counts_as_named() -> None:
-    assert MADE_UP[0].is_named
-    assert MADE_UP[1].is_named is False
-    assert MADE_UP[2].is_named is None
-
-
-def test_the_page_marks_what_was_missed() -> None:
-    missed = [line for line in render(MADE_UP).split("\n") if "**missed**" in line]
-    assert len(missed) == 1
-    assert "torch.compile=default" in missed[0]
 
 
 def test_the_page_is_made_of_what_is_kept() -> None:

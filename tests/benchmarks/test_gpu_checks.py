@@ -23,15 +23,11 @@ from benchmarks.gpu import (
     fixtures,
     jobs,
     machine,
-    modes,
-    outcome,
     overhead,
-    page,
     probes,
-    rates,
 )
 from benchmarks.gpu.jobs import Ended, JobFailedError, must, python, run
-from benchmarks.gpu.outcome import Part, holds, skipped
+from benchmarks.gpu.outcome import Part
 from dlprof.commands.run import constant, count_gpus, workloads
 from tests.fixtures.jobs import is_running
 
@@ -139,86 +135,6 @@ def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
     assert not planted & elsewhere
 
 
-def of_call(machine: str, commit: str, took_s: float, **states: str) -> dict[str, Any]:
-    rows = [{"check": name, "state": state, "why": commit, "parts": []} for name, state in states.items()]
-    passes = dict.fromkeys(("doctor", "async", "faults", "advice"), "")
-    return {
-        "format": 1,
-        "rehearsal": False,
-        "at": "now",
-        "commit": commit,
-        "took_s": took_s,
-        "passes": passes,
-        "machine": {"gpus": [machine], "driver": "1", "cuda": "1", "torch": "2", "python": "3", "nccl": "2"},
-        "checks": rows,
-    }
-
-
-def test_several_calls_become_one_page(tmp_path: Path) -> None:
-    first = of_call("H200", "aaa", 500, doctor="passed", async_="failed", faults="skipped")
-    second = of_call("H200", "bbb", 400, async_="skipped", faults="passed")
-    for data in (first, second):
-        for row in data["checks"]:
-            row["check"] = row["check"].rstrip("_")
-    one = page.merged([first, second])
-    assert [(row["check"], row["state"], row["why"]) for row in one["checks"]] == [
-        ("doctor", "passed", "aaa"),
-        ("async", "failed", "aaa"),
-        ("faults", "passed", "bbb"),
-    ]
-    assert (one["commit"], one["took_s"]) == ("aaa, bbb", 900)
-    with pytest.raises(ValueError, match="different machines"):
-        page.merged([first, of_call("H100", "bbb", 1, doctor="passed")])
-    with pytest.raises(ValueError, match="rehearsal"):
-        page.merged([{**first, "rehearsal": True}])
-    for n, data in enumerate((first, second)):
-        folder = tmp_path / str(n)
-        folder.mkdir()
-        (folder / "gpu.json").write_text(json.dumps(data))
-        (folder / "recordings-h200-1.tar.gz").write_bytes(str(n).encode())
-        (folder / "log.txt").write_text(f"call {n}\n")
-    words = [sys.executable, "-m", "benchmarks.gpu.page", tmp_path / "to", tmp_path / "0", tmp_path / "1"]
-    subprocess.run(list(map(str, words)), cwd=jobs.ROOT, check=True, timeout=60)
-    found = {path.name: path.read_bytes() for path in (tmp_path / "to").glob("*.tar.gz")}
-    assert found == {"recordings-h200-1.tar.gz": b"0", "recordings-h200-2.tar.gz": b"1"}
-    assert json.loads((tmp_path / "to" / "gpu.json").read_text()) == one
-    assert (tmp_path / "to" / "log.txt").read_text() == "call 0\n\ncall 1\n"
-
-
-def test_of_the_scripts_that_calls_divide_each_has_its_latest_line() -> None:
-    def advice(*parts: outcome.Part) -> dict[str, Any]:
-        return {**of_call("H200", "aaa", 1), "checks": [outcome.to_json(outcome.row_of("advice", parts))]}
-
-    gain = outcome.Part("a: gain", "passed", true="2.00 → 1.00 ms (2.00 ×)")
-    after = outcome.Part("a: step after", "skipped", "another change", said=9.0, unit="ms")
-    first = advice(gain, holds("a: cause", False, "x"), holds("b: gain", True, ""), skipped("c: gain", "no time left"))
-    second = advice(
-        gain,
-        after,
-        outcome.among("a: line", 7, [7], how=""),
-        skipped("b: gain", "no time left"),
-        skipped("d: gain", "y"),
-    )
-    (row,) = page.merged([first, second])["checks"]
-    assert [part["name"] for part in row["parts"]] == [
-        "b: gain",
-        "c: gain",
-        "a: gain",
-        "a: step after",
-        "a: line",
-        "d: gain",
-    ]
-    assert row["state"] == "passed"
-    text = page.render({**first, "checks": [row]}, [])
-    assert "| a | passed | 2.00 → 1.00 ms (2.00 ×) |  | 7 |" in text
-    assert "| *9 ms* |" in text
-    assert "All is right in 2 of 2 scripts" in text
-    assert "- c: gain: not run: no time left" in text
-    wrong = page.render(first, [])
-    assert "| a | **failed** | 2.00 → 1.00 ms (2.00 ×) | **no**: x |" in wrong
-    assert "All is right in 1 of 2 scripts" in wrong
-
-
 @pytest.mark.long
 def test_a_job_that_hangs_is_ended_with_what_left_its_group_and_ignores_signals(tmp_path: Path) -> None:
     body = f"""
@@ -249,17 +165,6 @@ def test_a_failure_is_one_line_that_names_the_error_and_a_tail(tmp_path: Path) -
     assert "| out" in failed.value.tail
     assert must("the job", ended, code=1) is ended
     assert run(["/no/such/program"], tmp_path, 5.0).code == 127
-
-
-def test_a_job_sees_dlprof_and_no_outer_recording(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    outer = {"DLPROF_RUN": "/x", "RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}
-    env = jobs.environment(outer)
-    assert not {"DLPROF_RUN", "RANK", "WORLD_SIZE"} & set(env)
-    assert env["PYTHONPATH"].split(os.pathsep) == [str(jobs.ROOT), str(tmp_path)]
-    # Programs of packages that were carried along lie there.
-    assert env["PATH"].split(os.pathsep) == ["/usr/bin", str(tmp_path / "bin")]
-    assert jobs.environment({})["PYTHONPATH"] == str(jobs.ROOT)
 
 
 UUID = "1b0f5a0e-9d3c-4c44-a3c5-5f8ad2d0a001"
@@ -564,48 +469,12 @@ def test_one_more_wait_than_without_dlprof_fails() -> None:
     ]
 
 
-def test_what_is_added_is_the_median_of_runs_made_in_turn() -> None:
-    # The machine became slower from round to round, by far more than recording adds.
-    times = {"plain": [40.0, 42.0, 44.0], "light": [40.2, 42.1, 44.3], "all": [40.6, 42.9, 44.7]}
-    parts = {part.name: part for part in overhead.of_times(times)}
-    assert parts["light adds"].state == "passed"
-    assert parts["light adds"].said == pytest.approx(0.005)
-    assert parts["all adds"].state == "passed"
-    slower = {**times, "light": [t * 1.011 for t in times["plain"]], "all": [t * 1.021 for t in times["plain"]]}
-    assert [part.state for part in overhead.of_times(slower)] == ["failed", "failed"]
-    untimed = {**times, "light": [float("nan")] * 3}
-    assert overhead.of_times(untimed)[0].state == "failed"
-
-
 def failures(parts: Sequence[Part]) -> list[str]:
     return [part.name for part in parts if part.state == "failed"]
 
 
 def job_ended(code: int | None, out: str = "", errors: str = "") -> Ended:
     return Ended((), code, 1.0, tuple((0.0, text) for text in out.splitlines()), errors)
-
-
-def test_doctor_must_see_the_gpu_and_every_source_of_it() -> None:
-    checks = [{"source": source, "works": True, "found": "yes", "remedy": ""} for source in probes.SOURCES]
-    checks[1]["found"] = "2.11.0+cu130, sees 1 × NVIDIA H200"
-    assert failures(probes.of_doctor({"checks": checks})) == []
-    checks[1]["found"] = "2.11.0+cu130, built for GPUs and sees none"
-    assert failures(probes.of_doctor({"checks": checks})) == ["doctor sees the GPU"]
-    checks[3]["works"] = False
-    assert "doctor: NVML" in failures(probes.of_doctor({"checks": checks}))
-    assert "doctor: torch.profiler" in failures(probes.of_doctor({"checks": checks[:2]}))
-
-
-def test_counters_that_answer_and_that_do_not() -> None:
-    nvml: dict[str, Any] = {"power_w": 480.0, "gpm": {"tensor_busy": 0.7}}
-    told: dict[str, Any] = {"events": {"kernel": 4}, "nvml": nvml}
-    assert failures(probes.of_counters(told)) == []
-    assert failures(probes.of_counters({**told, "events": {"kernel": 0}})) == ["kernels in torch's own trace"]
-    assert failures(probes.of_counters({**told, "nvml": "nvidia-ml-py is not installed"})) == ["NVML"]
-    old = {**nvml, "gpm": "not supported by this GPU: GPM needs Hopper or later"}
-    assert [p.state for p in probes.of_counters({**told, "nvml": old})] == ["passed", "passed", "skipped"]
-    assert failures(probes.of_counters({**told, "nvml": {**nvml, "gpm": "Insufficient Permissions"}})) == ["GPM"]
-    assert failures(probes.of_counters({**told, "nvml": {**nvml, "gpm": {}}})) == ["GPM: tensor cores"]
 
 
 JUNIT = """<testsuites><testsuite name="pytest">
@@ -627,43 +496,6 @@ JUNIT = """<testsuites><testsuite name="pytest">
 )
 def test_marked_tests_must_run_and_pass(said: str, wrong: list[str]) -> None:
     assert failures(probes.of_tests(JUNIT.format(said))) == wrong
-
-
-def test_losses_must_be_equal_to_the_last_digit_and_as_many() -> None:
-    plain = {"steps": 2, "losses": [0.1, 0.2]}
-    assert failures(modes.of_mode("graph", plain, job_ended(0, '{"steps": 2, "losses": [0.1, 0.2]}'))) == []
-    other = f'{{"steps": 2, "losses": [0.1, {0.2 + 3e-17!r}]}}'  # the next float
-    assert failures(modes.of_mode("graph", plain, job_ended(0, other))) == ["graph: losses"]
-    fewer = '{"steps": 1, "losses": [0.1]}'
-    assert failures(modes.of_mode("graph", plain, job_ended(0, fewer))) == ["graph: steps made", "graph: losses"]
-    for broken in (job_ended(1, "", "RuntimeError: capture"), job_ended(None), job_ended(0, "no JSON"), job_ended(0)):
-        assert failures(modes.of_mode("graph", plain, broken)) == ["graph: exit 0"]
-
-
-def test_samples_agree_with_nvidia_smi_of_the_same_seconds() -> None:
-    rows = [
-        {"at_ns": n, "power.draw": "630.0", "clocks.sm": "1980", "utilization.gpu": "100", "temperature.gpu": "52"}
-        for n in range(5)
-    ]
-    rows += [{**rows[0], "at_ns": 100, "power.draw": "70.0"}]  # later, and idle
-    sample: dict[str, Any] = {"power_w": 620.0, "sm_clock_mhz": 1965, "busy_share": 0.98, "temperature_c": 53}
-    samples = [{"at_ns": n, **sample} for n in range(5)]
-    assert failures(rates.agreement(samples, rows, 0, 10)) == []
-    wrong = [{**row, "busy_share": 98.0, "power_w": 0.62} for row in samples]
-    assert failures(rates.agreement(wrong, rows, 0, 10)) == ["power_w", "busy_share"]
-    # Without a reading of either there is nothing to agree with.
-    assert len(failures(rates.agreement(samples, [], 0, 10))) == len(rates.AGREE)
-    assert len(failures(rates.agreement([], rows, 0, 10))) == len(rates.AGREE)
-
-
-def test_a_faults_gain_is_that_of_the_run_without_it_where_one_is_like_it() -> None:
-    amp = next(group for group in faults.GROUPS if "tiny_batch" in group.faults)
-    step = {"": 40.0, "full_precision": 90.0, "tiny_batch": 5.0, "odd_shapes": float("nan")}
-    assert faults.oracle_of(amp, "full_precision", step) == {"step_ms": 90.0, "fixed_ms": 40.0, "gain_ms": 50.0}
-    # Its step does less than any healthy one; nothing is known of one that printed too little.
-    assert faults.oracle_of(amp, "tiny_batch", step)["gain_ms"] is None
-    assert faults.oracle_of(amp, "odd_shapes", step) == {"step_ms": None, "fixed_ms": None, "gain_ms": None}
-    assert faults.oracle_of(amp, "full_precision", {"full_precision": 90.0})["gain_ms"] is None
 
 
 def test_a_workload_that_cannot_run_here_is_told_from_one_that_fails() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import judges, outcome, timing
+from benchmarks.gpu import outcome, timing
 from benchmarks.gpu.judges import JUDGES, Recording
 from benchmarks.gpu.outcome import Part, Row, above, below, between, holds, near, row_of, same, skipped
 
@@ -163,21 +163,6 @@ def test_copies_and_uploads(tmp_path: Path) -> None:
     assert failed("copy", said, oracle, turned) == ["GPM's memory"]
 
 
-@pytest.mark.parametrize(
-    ("matmul", "precision"),
-    [
-        ({"allow_tf32": True}, "tf32"),
-        ({"allow_tf32": False}, "ieee"),
-        ({"fp32_precision": "tf32", "allow_tf32": None}, "tf32"),
-        ({"fp32_precision": {"matmul": "ieee", "conv": "tf32"}, "allow_tf32": True}, "ieee"),
-        ({"fp32_precision": "none", "allow_tf32": True}, "tf32"),
-        ({}, None),
-    ],
-)
-def test_how_float32_is_multiplied(matmul: dict[str, Any], precision: str | None) -> None:
-    assert judges.multiplies_in(matmul) == precision
-
-
 def test_settings_and_the_device(tmp_path: Path) -> None:
     facts = {
         "matmul": {"allow_tf32": True},
@@ -260,14 +245,6 @@ def test_a_row_fails_with_its_first_failure_and_passes_with_a_part_that_did() ->
     assert row_of("x", [good], "exit code 1").state == "failed"
 
 
-def test_a_rehearsal_passes_nothing_and_hides_no_failure() -> None:
-    passed, failed = holds("a", True, ""), holds("a", False, "wrong")
-    assert [outcome.rehearsed(part).state for part in (passed, failed)] == ["rehearsed", "rehearsed"]
-    assert outcome.rehearsed(skipped("c", "one GPU")).state == "skipped"
-    assert row_of("x", [passed], rehearsal=True).state == "rehearsed"
-    assert row_of("x", [failed], rehearsal=True).state == "failed"
-
-
 def test_only_all_passed_is_0() -> None:
     def rows(*states: outcome.State) -> list[Row]:
         return [Row(str(n), state) for n, state in enumerate(states)]
@@ -298,15 +275,6 @@ def test_the_steady_step_is_that_of_the_events_whatever_one_pause_took() -> None
     assert (found.step_ms, found.busy_ms) == (40.0, 38.0)
     assert found.busy_share == pytest.approx(0.95)
     assert found.steps == 41
-
-
-def test_steps_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 steps began and 2 worked"):
-        timing.steady([0.0, 1.0, 2.0], [1.0, 1.0], 0)
-    with pytest.raises(ValueError, match="no steady step"):
-        timing.steady([0.0, 1.0, 2.0], [1.0, 1.0, 1.0], 2)
-    with pytest.raises(ValueError, match="no steady step"):
-        timing.steady([0.0, 0.0, 2.0], [1.0, 1.0, 1.0], 0)
 
 
 def test_a_step_from_a_jobs_own_lines() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,17 +99,3 @@ def test_the_scripts_of_the_advice_train_as_they_are_and_fixed(tmp_path: Path, n
     steps = [step for text in lines if (step := timing.step_ms_said([(0.0, text)])) is not None]
     assert len(steps) == 2 * len(names)
     assert min(steps) > 0
-
-
-def test_a_script_waits_until_it_is_its_turn(tmp_path: Path) -> None:
-    start = tmp_path / "one.start"
-    words = python(SCRIPTS / "advice" / "launches.py", "--device", "cpu", "--tiny", "--steps", "2")
-    with ThreadPoolExecutor(1) as pool:
-        end = pool.submit(run, words, tmp_path, 120.0, {"START": str(start)})
-        while not (ready := start.with_suffix(".start.ready")).exists() and not end.done():
-            time.sleep(0.05)
-        time.sleep(0.3)
-        assert ready.exists()
-        assert not end.done()
-        start.with_suffix(".start.go").touch()
-        assert must("the script", end.result()).lines[-1][1].startswith("STEP_MS ")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.workers.__main__ import Recording, compared, table
+from benchmarks.workers.__main__ import Recording, compared
 
 torch = pytest.importorskip("torch")
 
@@ -41,9 +41,3 @@ def test_each_prediction_is_held_against_the_mean_of_what_was_recorded() -> None
     assert [r.sign_is_right(0.02) for r in rows] == [False, True, True]
     # A prediction of hardly anything is none of a gain.
     assert rows[0].sign_is_right(0.2)
-
-
-def test_the_table_counts_signs_and_errors() -> None:
-    text = table(compared(RECORDINGS), 0.02)
-    assert text.count("**wrong**") == 1
-    assert text.endswith("2 of 3 signs right; median error 36%.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,6 @@ def test_the_page_draws_every_figure_without_complaint_or_request(opened: Open, 
     assert all(chart.get_attribute("data-drawn") == "yes" for chart in charts)
     assert complaints(browser) == []
     assert [url for url in requests(browser) if not url.startswith("file://")] == []
-
-
-def test_a_page_that_shares_plotly_with_others_draws_every_figure(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(sharing(html.render(results.ddp()), PLOTLY), encoding="utf-8", newline="\n")
-    (tmp_path / PLOTLY).write_bytes((files("dlprof.report") / "page" / PLOTLY).read_bytes())
-    log(browser, "browser")
-    browser.get(page.as_uri())
-    drawn = "return document.documentElement.dataset.drawn === 'all'"
-    WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
-    assert all(c.get_attribute("data-drawn") == "yes" for c in browser.find_elements(By.CSS_SELECTOR, ".chart"))
-    assert complaints(browser) == []
 
 
 def test_a_page_without_its_shared_script_shows_tables_and_says_so(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -177,32 +164,6 @@ def test_a_hostile_recording_runs_nothing_either(opened: Open, tmp_path: Path) -
         assert attack in shown
     assert browser.find_elements(By.CSS_SELECTOR, "img, iframe, main script, main svg a") == []
     assert all(c.get_attribute("data-drawn") == "yes" for c in browser.find_elements(By.CSS_SELECTOR, ".chart"))
-
-
-def test_every_section_is_there(opened: Open) -> None:
-    browser = opened("ddp")
-    sections = browser.execute_script(
-        "return [...document.querySelectorAll('main > section')].map("
-        "s => [s.id, s.querySelector('h2').textContent, s.getBoundingClientRect().height > 150])"
-    )
-    assert sections == [
-        ["where", "Where the step goes", True],
-        ["findings", "Findings", True],
-        ["run", "The run", True],
-        ["checked", "What was checked", True],
-        ["facts", "Facts of the run", True],
-    ]
-
-
-@pytest.mark.parametrize(("name", "led_to"), [("ddp", "#finding-3"), ("tables", "#panel-4")])
-def test_every_link_leads_to_something_that_is_shown(opened: Open, name: str, led_to: str) -> None:
-    browser = opened(name)
-    shown = browser.execute_script(
-        "return Object.fromEntries([...document.links].map(a => a.getAttribute('href'))"
-        ".map(at => [at, document.querySelector(at).getClientRects().length]))"
-    )
-    assert {"#where", "#findings", "#run", "#checked", "#facts", led_to} <= shown.keys()
-    assert [at for at, boxes in shown.items() if not boxes] == []
 
 
 def test_a_finding_opens_its_manual_inside_the_page(opened: Open) -> None:
@@ -401,13 +362,6 @@ def test_axe_finds_no_serious_fault(opened: Open, name: str, theme: str) -> None
     # It would tell.
     browser.execute_script("document.querySelector('main').append(document.createElement('button'))")
     assert set(grave_faults(browser)) == {"button-name"}
-
-
-def test_the_page_prints(opened: Open) -> None:
-    browser = opened("ddp", "dark")
-    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    assert len(pdf["data"]) > 20_000
-    assert complaints(browser) == []
 
 
 def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:

@@ -42,12 +42,6 @@ def test_what_fails_is_one_line_and_costs_nothing_else(job: Path) -> None:
     assert not Path("stacks.json").exists()
 
 
-def test_progress_is_on_stderr(job: Path) -> None:
-    done = run(job, "--perfetto", "out.json")
-    assert "out.json: read 2 of 2 ranks" in done.stderr
-    assert "read" not in done.stdout
-
-
 def test_it_must_be_told_what_to_write(job: Path) -> None:
     done = run(job)
     assert done.exit_code == 2

@@ -6,20 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from msgspec.structs import replace
 
-from dlprof.analysis.source.patches import Patch, Wanted
 from dlprof.cli import cli
-from dlprof.commands import report
-from dlprof.errors import DlprofError
-from dlprof.result import change
 from dlprof.result.stored import from_json
-from tests.fixtures import results, traces
+from tests.fixtures import traces
 from tests.fixtures.jobs import record
 
 
@@ -56,39 +50,16 @@ def test_text_ends_with_where_the_report_is(job: Path) -> None:
     assert sorted(p.name for p in (job.parent / "deep" / "out").iterdir()) == ["report.html", "result.json"]
 
 
-def test_a_report_of_a_run_goes_into_the_run(tmp_path: Path) -> None:
-    folder = recorded(tmp_path / "run")
-    assert run(folder).exit_code == 0
-    assert (folder / "report.html").is_file()
-    assert (folder / "result.json").is_file()
-
-
 def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
     for n in ("", "-2", "-3"):
         assert run(job).stdout.splitlines()[-1] == f"report: dlprof-report{n}/report.html"
     assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
 
 
-def test_one_file_will_do(job: Path) -> None:
-    done = run(job / "rank1.json", "--format", "json")
-    assert from_json(json.loads(done.stdout)).run.ranks == (1,)
-
-
 def test_progress_is_on_stderr_and_quiet_is_quiet(job: Path) -> None:
     assert "read 2 of 2 ranks" in run(job).stderr
     assert run(job, "--quiet").stderr == ""
     assert "read 2" not in run(job).stdout
-
-
-def test_a_file_is_whole_or_not_there(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device", str(target))
-
-    monkeypatch.setattr(Path, "replace", full)
-    done = run(job, "-o", "out")
-    assert done.exit_code == 1
-    assert "No space left on device" in done.stderr
-    assert list((job.parent / "out").iterdir()) == []
 
 
 def test_what_was_found_is_said_though_it_cannot_be_written(tmp_path: Path) -> None:
@@ -172,34 +143,11 @@ def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "second.diff").exists()
 
 
-def test_a_patch_leaves_the_training_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def patched(_: object, wanted: Sequence[Wanted]) -> Patch:
-        asked.extend(name for one in wanted for name in one.settings)
-        return Patch()
-
-    monkeypatch.setattr("dlprof.analysis.source.patches.patch", patched)
-    waits, saves, *others = results.training().outcomes
-    saves = replace(saves, changes=(*saves.changes, change("larger", training=True, batch_size=(64, 96))))
-    result = replace(results.training(), outcomes=(waits, saves, *others))
-    with pytest.raises(DlprofError, match="no patch"):
-        report._write_patch(result, recorded(tmp_path), tmp_path / "fix.diff", numerics=True, tell=False)
-    assert asked == ["num_workers", "persistent_workers"]  # of the findings, and no batch_size
-
-
 def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
     done = run(job, "--patch", "fix.diff")
     assert done.exit_code == 1
     assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
     assert not (job.parent / "fix.diff").exists()
-
-
-@pytest.mark.parametrize("more", [["--jobs", "2"], ["--kept-only"]])
-def test_options_that_say_nothing_beside_dask_are_refused(more: list[str], job: Path) -> None:
-    done = run(job, "--dask", "local", *more)
-    assert done.exit_code == 2
-    assert "--dask has its own number of workers" in done.stderr
 
 
 def test_a_cluster_that_is_none_is_one_line(job: Path) -> None:
@@ -208,15 +156,6 @@ def test_a_cluster_that_is_none_is_one_line(job: Path) -> None:
     assert done.stderr == (
         "dlprof: --dask loco: name local, local:N, slurm, slurm:N, or tcp://HOST:PORT of a scheduler\n"
     )
-
-
-@pytest.mark.long
-def test_a_scheduler_that_is_not_there_is_one_line(job: Path) -> None:
-    pytest.importorskip("distributed", reason="needs the extra dask")
-    command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), "--dask", "tcp://127.0.0.1:1", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=job.parent)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "dlprof: tcp://127.0.0.1:1: no Dask scheduler answers there\n"
 
 
 @pytest.mark.long

@@ -17,11 +17,10 @@ from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
 from dlprof.commands import report
-from tests.fixtures import runs, traces
+from tests.fixtures import traces
 from tests.fixtures.places import ROOT, TRACES
 
 LAUNCHERS = [name for pair in report._LAUNCHERS for name in pair]
-MS = 1_000_000
 
 
 def call(*words: str | Path) -> Result:
@@ -87,14 +86,6 @@ def test_the_report_of_real_traces_is_the_same(name: str, tmp_path: Path) -> Non
     assert result_of(TRACES / name, "-o", tmp_path / "b", "--cache", tmp_path / "cache") == before
 
 
-def test_the_report_of_a_recorded_run_is_the_same(tmp_path: Path) -> None:
-    path = runs.cpu_run(tmp_path, 5 * MS, 9 * MS, cores=4)
-    before = result_of(path)
-    shard(path, "auto", "--quiet", "--jobs", "1")
-    assert sorted(files_of(path)) == ["00000", "00001"]
-    assert result_of(path) == before
-
-
 def test_a_missing_shard_is_read_by_the_report(job: Path) -> None:
     before = result_of(job)
     for k in (0, 2):
@@ -117,23 +108,6 @@ def test_a_missing_shard_may_be_left_out(job: Path) -> None:
     assert result["run"]["ranks"] == sorted(map(int, kept))
     assert any("were read by no shard and are left out: " in line for line in result["run"]["warnings"])
     assert files_of(job) == kept
-
-
-def test_nothing_that_a_shard_has_read_is_one_line(job: Path) -> None:
-    done = call("report", job, "--kept-only", "-o", job.parent / "out")
-    assert done.exit_code == 1
-    assert done.stderr == f"dlprof: {job}: no rank of it was read by a shard (dlprof report {job} --shard K/N)\n"
-
-
-def test_a_rank_that_cannot_be_read_costs_its_row(tmp_path: Path) -> None:
-    path = runs.recorded(tmp_path / "run", *((traces.training(), [], {}) for _ in range(3)))
-    (path / "ranks" / "00001" / "trace.json.gz").write_bytes(b"no trace")
-    before = result_of(path)
-    lines = shard(path, "auto", "--quiet")
-    assert len(lines) == 2
-    assert lines[0].startswith(f"rank 1: {path}/ranks/00001/trace.json.gz: ")
-    assert len(files_of(path)) == 3
-    assert result_of(path) == before
 
 
 def test_a_share_in_which_nothing_can_be_read_is_no_failure(tmp_path: Path) -> None:
@@ -189,13 +163,6 @@ def test_what_is_of_a_report_is_refused_beside_a_share(words: list[str], job: Pa
     named = words[:1] if words[0] != "--format" else words
     assert done.stderr.splitlines()[-1] == f"Error: --shard writes no report: it takes no {' '.join(named)}"
     assert not (job / ".dlprof").exists()
-
-
-def test_a_share_writes_no_report(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(job.parent)
-    assert len(shard(job, "0/1", "--quiet")) == 1
-    assert [path.name for path in job.parent.iterdir()] == ["job"]
-    assert sorted(path.name for path in job.iterdir()) == [".dlprof", *(f"rank{r}.json.gz" for r in range(5))]
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,6 @@ def test_nothing_after_the_scripts_name_is_ours(given: list[str], tmp_path: Path
     assert (tmp_path / "run/run.json").exists()
 
 
-def test_a_run_gets_a_folder_of_its_own_by_name(tmp_path: Path) -> None:
-    (tmp_path / "tells.py").write_text(TELLS)
-    for _ in range(2):
-        launch([*DLPROF, "wrap", "tells.py"], tmp_path)
-    assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith("tells-2")]) == 2
-
-
 def test_a_window_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
     done = launch([*DLPROF, "wrap", "--window", "1,2", "--", "touch", "started"], tmp_path)
     assert done.returncode == 2

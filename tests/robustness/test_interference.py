@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from textwrap import dedent
 
@@ -142,36 +139,6 @@ def test_a_limit_on_the_size_of_files_costs_the_recording_only(tmp_path: Path) -
     # The lines that fitted; the last may be half.
     assert (rank / "steps.jsonl").read_text().count("\n") > 50
     assert done.stderr.count("is off: ") == 2
-
-
-@pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a read-only disk needs root and mount")
-def test_a_disk_that_becomes_read_only_costs_the_recording_only(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    loop = script(
-        tmp_path,
-        """
-        import subprocess
-        train(10)
-        rank = os.environ["DLPROF_RUN"] + "/ranks/00000"
-        for command in (["mount", "--bind", rank, rank], ["mount", "-o", "remount,ro,bind", rank]):
-            subprocess.run(command, check=True)
-        train(30)
-        print("trained")
-        """,
-    )
-    if subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=False).returncode:
-        pytest.skip("nothing can be mounted here")
-    subprocess.run(["umount", tmp_path], check=True)
-    try:
-        done = record(loop, folder=folder, options=["--window", "15,1,2"])
-        assert done.stdout == "trained\n"
-        assert done.stderr.count("Read-only file system") >= 1
-        # Kineto has a word of its own.
-        assert all(line.startswith(("dlprof: ", "ERROR:")) for line in done.stderr.splitlines())
-        assert open_run(folder).ranks[0].index == 0
-    finally:
-        subprocess.run(["umount", folder / "ranks/00000"], check=False)
 
 
 @pytest.mark.long

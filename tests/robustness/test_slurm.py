@@ -154,18 +154,6 @@ def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], sc
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_job_and_is_named(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    job = submitted(script, slurm, "falls", options=("--no-trace", "--out", "job.sh"))
-    run, said = ended(job, slurm, tmp_path)
-    assert said_of(job, slurm, tmp_path)["JobState"] == "FAILED", said
-    all_ranks(run)
-    assert (run / "report.html").exists()
-    assert json.loads((run / "run.json").read_text())["exit"] == {"code": 5, "signal": None}
-    assert f"task 1 on {os.uname().nodename} ended with exit code 5" in open_run(run).warnings
-    assert all(len(rows(run / f"ranks/{rank:05d}")) >= 20 for rank in range(SIZE))
-
-
-@pytest.mark.slow
 def test_a_controller_that_does_not_answer_is_one_line(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
     settings = Path(slurm["SLURM_CONF"]).read_text().splitlines()
     elsewhere = tmp_path / "slurm.conf"

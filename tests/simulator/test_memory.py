@@ -38,15 +38,6 @@ def test_requests_are_cut_from_the_segments_that_pytorch_takes() -> None:
     assert (a.reserved, a.peak_allocated) == (34 * MB, 26 * MB + 1024)
 
 
-def test_neighbours_that_are_free_serve_a_larger_request() -> None:
-    a = Allocator(100 * MB)
-    blocks = [a.take(5 * MB, "x") for _ in range(4)]
-    a.give(blocks[1])
-    a.give(blocks[2])
-    a.take(9 * MB, "x")
-    assert a.reserved == 20 * MB
-
-
 def test_the_cache_is_emptied_before_a_request_fails() -> None:
     a = Allocator(40 * MB)
     a.give(a.take(30 * MB, "x"))

@@ -69,10 +69,6 @@ def test_where_it_was_seen_to_save(tmp_path: Path) -> None:
     assert job(tmp_path, stalls=[[*saved, runs.stall("garbage_collection", 8, 5)]]).saves == ("last.pt", "best.pt")
 
 
-def test_another_host_is_told(tmp_path: Path) -> None:
-    assert any("elsewhere" in w for w in job(tmp_path, {"env": {}}, hosts=["elsewhere"]).warnings)
-
-
 @pytest.mark.parametrize(
     ("info", "why"),
     [
@@ -131,23 +127,8 @@ def test_a_broken_file_costs_a_warning(tmp_path: Path, text: str) -> None:
     assert "try.json" in warning
 
 
-def test_a_trace_file_has_none(tmp_path: Path) -> None:
-    (tmp_path / "rank0.json").write_text("{}")
-    assert kept(tmp_path / "rank0.json") is None
-
-
 def test_a_link_that_leads_out_is_not_followed(tmp_path: Path) -> None:
     keep(tmp_path, FOUND)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "try.json").symlink_to(tmp_path / "try.json")
     assert kept(tmp_path / "run") is None
-
-
-def test_a_pipe_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "try.json")
-    assert kept(tmp_path) is None
-
-
-def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DlprofError, match="cannot be written"):
-        keep(tmp_path / "no", FOUND)

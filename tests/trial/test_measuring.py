@@ -69,15 +69,6 @@ def test_too_few_steps_are_told(tmp_path: Path, rows: list[dict[str, Any]]) -> N
         steps_of(recorded(tmp_path / "run", rows))
 
 
-def test_a_run_without_rank_0_is_told(tmp_path: Path) -> None:
-    path = recorded(tmp_path / "run", log(*[10] * 40))
-    (path / "ranks/00000").rename(path / "ranks/00001")
-    with pytest.raises(NotMeasured, match="rank 0"):
-        steps_of(path)
-    with pytest.raises(NotMeasured):
-        steps_of(tmp_path / "nothing")
-
-
 def test_the_ratio_is_of_means() -> None:
     assert log_ratio(steps(30), steps(20), "step") == pytest.approx(math.log(1.5))
     assert log_ratio(steps(30), steps(60), "step") == pytest.approx(-math.log(2))
@@ -107,8 +98,3 @@ def test_batches_of_another_size_cannot_be_compared() -> None:
     with pytest.raises(NotMeasured, match="batches"):
         log_ratio(steps(30, batch_size=8), steps(20, batch_size=16), "step")
     assert log_ratio(steps(30, batch_size=8), steps(20), "step") > 0
-
-
-def test_runs_without_common_steps_cannot_be_compared() -> None:
-    with pytest.raises(NotMeasured):
-        log_ratio(steps(30, 10, first=3), steps(20, 10, first=100), "step")

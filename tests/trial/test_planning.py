@@ -63,11 +63,6 @@ def test_what_several_findings_name_is_tried_once() -> None:
     assert one.findings == ("input_wait", "unfused_optimizer")
 
 
-def test_the_most_promising_is_first() -> None:
-    slight = Outcome("b", "found", "t", saving_ns=1, share=0.1, speedup=1.1, changes=(change("x", fused=(None, True)),))
-    assert [c.predicted for c in planned(slight, outcome(WORKERS)).candidates] == [1.25, 1.1]
-
-
 @pytest.mark.parametrize(
     ("sets", "overrides"),
     [
@@ -151,12 +146,6 @@ def test_what_anyone_would_try_is_what_is_not_so_already() -> None:
     assert {n for a in found.left_out for n in a.settings} == {"torch.autocast", "torch.compile"}
     on_gpu = planned(facts=FACTS | {"device": {"type": "cuda"}}, obvious=True)
     assert {"loader.pin_memory", "torch.cudnn_benchmark"} <= {n for c in on_gpu.candidates for n in c.settings}
-
-
-def test_an_obvious_one_has_the_forecast_that_a_rule_made() -> None:
-    clear = Outcome("input_wait", "clear", "Waits", forecasts=(Forecast("num_workers", "2", 80e6),))
-    found = planned(clear, facts=FACTS, obvious=True).candidates
-    assert {c.settings.get("loader.num_workers"): c.predicted for c in found}[2] == 1.25
 
 
 def test_which_exclude_each_other() -> None:

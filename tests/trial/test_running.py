@@ -188,10 +188,6 @@ def test_the_warm_up_what_was_made_ahead_and_the_seconds_count(tmp_path: Path) -
     assert not watched(tmp_path / "f", text, 5, seconds=0.25).enough()
 
 
-def test_short_steps_that_share_a_line_are_all_counted(tmp_path: Path) -> None:
-    assert watched(tmp_path, line(0, 40, steps=40), 30).enough()
-
-
 def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> None:
     here = tmp_path / "here"
     for name in ("train.py", "data/a.txt", ".git/config", "runs/x/run.json", "sub/__pycache__/x.pyc"):
@@ -206,14 +202,6 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
     assert (made / "link").is_symlink()
     (made / "train.py").write_text("changed")
     assert (here / "train.py").read_text() == "train.py"
-
-
-def test_a_copy_within_the_folder_holds_no_copy(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("x")
-    (tmp_path / "run" / "try").mkdir(parents=True)
-    made = trial_running.copied(tmp_path, tmp_path / "run" / "try" / "0001-copy")
-    assert (made / "train.py").is_file()
-    assert not (made / "run" / "try").exists()
 
 
 def test_a_folder_that_is_too_large_is_refused_before_it_is_copied(
@@ -272,13 +260,6 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         for pid in (*marked(mark), other.pid):
             os.kill(pid, 9)
         other.wait()
-
-
-def test_one_that_has_ended_has_none(tmp_path: Path) -> None:
-    root = subprocess.Popen(["true"])
-    root.wait()
-    assert trial_running.processes_of(root.pid, tmp_path) == set()
-    trial_running.end(root.pid, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

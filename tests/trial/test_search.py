@@ -84,13 +84,6 @@ def test_nothing_to_gain_is_an_answer() -> None:
     assert (found.state, found.combinations) == ("complete", ())
 
 
-def test_a_healthy_job_gains_nothing_ten_times_in_ten() -> None:
-    for seed in range(10):
-        run = Pretended(lambda _: 100.0, noise=0.015)
-        run.rng = type(run.rng)(type(run.rng.bit_generator)(seed))
-        assert searched(run, WORKERS, FUSED, FREEZE, minutes=30).best is None
-
-
 def test_the_planted_fault_is_the_best_ten_times_in_ten() -> None:
     for seed in range(10):
         run = Pretended(product, noise=0.015)
@@ -126,12 +119,6 @@ def test_what_does_not_add_to_the_best_is_not_kept() -> None:
     assert [c.verdict for c in found.combinations] == ["no_gain"]
 
 
-def test_two_values_of_one_setting_are_not_combined() -> None:
-    found = searched(Pretended(product, noise=0.004), WORKERS, {"loader.num_workers": 3}, minutes=30)
-    assert verdicts(found) == ["gain", "gain"]
-    assert found.combinations == ()
-
-
 def test_a_drift_of_the_machine_is_in_both() -> None:
     run = Pretended(lambda _: 100.0)
     run.step_ms = lambda _: 100.0 * 1.02 ** len(run.runs)
@@ -147,13 +134,6 @@ def test_what_crashes_is_told_and_costs_no_other_answer() -> None:
     assert verdicts(found) == ["not_counted", "gain"]
     assert found.attempts[0].why == "the job ended with exit code 1: boom"
     assert sum(settings == FREEZE for settings in run.runs) == 1
-
-
-def test_batches_of_another_size_are_not_compared() -> None:
-    run = Pretended(lambda s: steps(50.0 if s else 100.0, batch_size=4 if s else 8))
-    found = searched(run, WORKERS)
-    assert verdicts(found) == ["not_counted"]
-    assert "batches are of 4" in found.attempts[0].why
 
 
 def test_a_job_that_does_not_run_any_more_is_told() -> None:
@@ -181,12 +161,6 @@ def test_the_time_is_kept_and_every_change_has_a_figure_before_one_is_made_sure(
     assert found.state == "out_of_time"
     assert [a.measured.pairs if a.measured else 0 for a in found.attempts] == [1, 1, 1]
     assert set(verdicts(found)) == {"unclear"}
-
-
-def test_without_time_for_a_pair_nothing_was_tried() -> None:
-    found = searched(Pretended(product, seconds=25), WORKERS, minutes=1)
-    assert (found.state, verdicts(found), found.runs) == ("out_of_time", ["not_tried"], 1)
-    assert found.attempts[0].why
 
 
 def test_a_job_that_reaches_no_steps_in_half_of_the_time_is_given_up() -> None:
@@ -283,16 +257,6 @@ def test_a_clear_gain_needs_few_pairs_and_is_known_to_5_percent() -> None:
     found = [gain_drawn(1.4, 0.01, rng) for _ in range(100)]
     assert np.mean([g.pairs for g in found]) < 2.6
     assert all(g.ratio / (g.low or 1e-9) <= KNOWN for g in found if g.pairs < MOST_PAIRS)
-
-
-def test_a_single_pair_says_nothing() -> None:
-    found = gain_of([math.log(3)])
-    assert found.ratio == pytest.approx(3)
-    assert (found.low, found.pairs) == (None, 1)
-    assert verdict_of(found) == "unclear"
-    assert not answered(found)
-    with pytest.raises(ValueError, match="no pair"):
-        gain_of([])
 
 
 def test_how_much_runs_without_the_change_differ_counts() -> None:

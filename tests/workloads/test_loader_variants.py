@@ -70,15 +70,6 @@ def test_workers_read_a_format_each_for_itself(data: Path, storage: str) -> None
     assert len(found) == 256
 
 
-def test_records_are_copied_to_a_folder_of_the_machine_once(data: Path, tmp_path: Path) -> None:
-    folder = workload.make_records(data, 256)
-    to = workload.copied(folder, tmp_path / "local")
-    before = (to / "records.npy").stat().st_mtime_ns
-    assert len(list((to / "files").iterdir())) == 256
-    assert workload.copied(folder, tmp_path / "local") == to
-    assert (to / "records.npy").stat().st_mtime_ns == before
-
-
 def test_a_batch_put_together_slowly_holds_the_same_records_scaled(data: Path) -> None:
     args = workload.parse([*TINY, "--workers=0", "--data", str(data)])
     files = workload.Files(workload.make_records(data, args.records), lambda: None)

@@ -53,16 +53,6 @@ def test_pictures_are_the_same_wherever_they_are_made(tmp_path: Path) -> None:
     assert len(set(contents[0])) == 45
 
 
-@pytest.mark.parametrize(("dataset", "size"), [("cifar", 32), ("imagenet", 224)])
-@pytest.mark.parametrize("training", [True, False])
-def test_samples_have_one_shape(tmp_path: Path, dataset: str, size: int, training: bool) -> None:
-    folder = make_pictures(tmp_path, dataset, 6)
-    pictures = Pictures(folder / "train", dataset, training, 0.0, unchanged)
-    samples = [pictures[n] for n in range(len(pictures))]
-    assert [label for _, label in samples] == list(range(6))
-    assert {(tuple(pixels.shape), pixels.dtype) for pixels, _ in samples} == {((size, size, 3), torch.uint8)}
-
-
 def test_augmentation_changes_training_pictures_only(tmp_path: Path) -> None:
     folder = make_pictures(tmp_path, "cifar", 6)
     torch.manual_seed(0)

@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from dlprof.commands.prove.check import _limits
-from tests.fixtures import results, runs, traces
+from tests.fixtures import runs, traces
 from tests.fixtures.readings import crowded
 from tests.fixtures.runs import MS
 
@@ -70,18 +69,6 @@ def test_what_is_below_a_rules_threshold_is_checked_by_its_figure(tmp_path: Path
     first, second = done.stdout.splitlines()
     assert first.startswith("FAIL  input_wait < 2 %: 4.")
     assert second.startswith("ok    input_wait < 5 %: 4.")
-
-
-def test_what_changes_the_training_counts_where_its_rule_is_named() -> None:
-    limits = [("memory_headroom", 50.0, "%"), ("memory_headroom", 40.0, "%"), ("input_wait", 40.0, "%")]
-    checked = list(_limits(results.training(), limits, may_be_unknown=False, disturbed=False))
-    assert [one.word for one in checked] == ["ok", "FAIL", "ok"]
-
-
-def test_a_run_without_steps_cannot_be_checked(tmp_path: Path) -> None:
-    done = check(traces.write(tmp_path / "rank0.json", traces.trace()), "input_wait<5%")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert "no step was recorded" in done.stderr
 
 
 def test_a_run_beside_other_programs_passes_no_limit_unless_it_is_allowed(tmp_path: Path) -> None:

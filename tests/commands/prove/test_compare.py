@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests.fixtures import runs, traces
+from tests.fixtures import runs
 from tests.fixtures.runs import CPU, MS, light
 
 
@@ -69,41 +69,12 @@ def test_a_result_will_do_for_its_run(pair: tuple[Path, Path]) -> None:
     assert from_file == whole
 
 
-def test_a_run_against_itself_differs_in_nothing(pair: tuple[Path, Path]) -> None:
-    done = run(pair[0], pair[0])
-    assert "No difference beyond noise" in done.stdout
-    assert "Predicted" not in done.stdout
-
-
-def test_foreign_traces_are_compared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    a = runs.foreign(tmp_path / "a", *(traces.training(rank=r) for r in range(2)))
-    b = runs.foreign(tmp_path / "b", *(traces.training(steps=5, rank=r) for r in range(2)))
-    told = json.loads(run(a, b, "--format", "json").stdout)
-    assert {w["name"] for w in told["kernels"]} == {"sm90_gemm", "sm90_gemm_backward", "multi_tensor_apply"}
-    assert told["not_compared"] == []
-
-
-def test_another_number_of_ranks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = run(job(tmp_path / "one", 100, 40, 0), job(tmp_path / "two", 62, 2, 2, world=2))
-    assert "not compared: rank by rank: A has 1 rank and B 2" in " ".join(done.stdout.split())
-
-
 def test_a_broken_result_is_one_line(pair: tuple[Path, Path]) -> None:
     Path("result.json").write_text('{"format":1,"saving":"')
     done = run("result.json", pair[1])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("dlprof: result.json: cannot be read")
-
-
-def test_what_was_found_is_said_though_it_cannot_be_written(pair: tuple[Path, Path]) -> None:
-    Path("file").touch()
-    done = run(*pair, "-o", "file")
-    assert done.exit_code == 1
-    assert "faster" in done.stdout
-    assert "-o names another folder" in done.stderr
 
 
 def test_more_than_two_runs_are_a_ladder(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -118,10 +89,3 @@ def test_more_than_two_runs_are_a_ladder(pair: tuple[Path, Path], tmp_path: Path
     told: dict[str, Any] = json.loads((tmp_path / "out/ladder.json").read_text())
     assert [r["name"] for r in told["runs"]] == ["slow", "fixed", "last"]
     assert "What each change gave" in (tmp_path / "out/ladder.html").read_text(encoding="utf-8")
-
-
-def test_a_ladder_of_one_is_none(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "broken/ranks").mkdir(parents=True)
-    done = run(pair[0], tmp_path / "broken", tmp_path / "none")
-    assert done.exit_code == 1
-    assert "fewer than two of these runs can be compared" in done.output

@@ -13,8 +13,6 @@ from click.testing import CliRunner
 from dlprof.cli import cli
 from dlprof.files import compact
 from dlprof.result.stored import to_json
-from simulator import folder
-from simulator.faults.fault import base, recording
 from tests.fixtures import jobs
 from tests.fixtures.jobs import environment, running, tiny
 from tests.fixtures.scaling import weak
@@ -71,18 +69,6 @@ def test_results_of_another_cluster_and_a_broken_one(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "out" / "scale.json").read_bytes())
     assert [p["ranks"] for p in data["predictions"]] == [32]
     assert (tmp_path / "out" / "scale.html").stat().st_size > 10_000
-
-
-def test_simulated_runs(tmp_path: Path) -> None:
-    for ranks in (2, 4):
-        job = base(3, ranks)
-        folder.write(tmp_path / f"{ranks}", job, recording(job, "x"))
-    code, said = scale(tmp_path / "2", tmp_path / "4", "-o", tmp_path / "out", "--format", "json", "--quiet")
-    data = json.loads(said)
-    assert code == 0
-    assert [s["ranks"] for s in data["sizes"]] == [2, 4]
-    assert data["check"]["ranks"] == 4
-    assert data["predictions"][0]["ranks"] == 8
 
 
 @pytest.mark.long

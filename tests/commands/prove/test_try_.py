@@ -33,12 +33,6 @@ for n, batch in enumerate(DataLoader(Slow(), batch_size=8)):
     if n == int(sys.argv[1]):
         break
 """
-# What takes its time takes it whatever is set.
-HEALTHY = """
-for n in range(int(sys.argv[1])):
-    train(data[:8])
-    time.sleep(0.02)
-"""
 WORKERS = "loader.num_workers=2 loader.persistent_workers=True"
 
 
@@ -121,24 +115,6 @@ def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[st
     assert invoked(by_hand, *words).exit_code == 2
 
 
-@pytest.mark.parametrize("asked", ["loader.odd=2", "loader.num_workers=many", "nothing"])
-def test_a_setting_that_there_is_not_is_one_line(by_hand: Path, asked: str) -> None:
-    done = invoked(by_hand, "--set", asked, "--quiet")
-    assert done.exit_code == 1
-    assert done.stderr.startswith("dlprof: --set")
-
-
-def test_traces_cannot_be_run_again(tmp_path: Path) -> None:
-    done = invoked(runs.foreign(tmp_path / "traces", traces.training()), "--quiet")
-    assert done.exit_code == 1
-    assert "cannot be run again" in done.stderr
-
-
-def test_a_trial_within_a_recording_is_refused(by_hand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLPROF_RUN", "elsewhere")
-    assert "elsewhere" in invoked(by_hand, "--quiet").stderr
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_path: Path) -> None:
@@ -158,18 +134,6 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_
     again = launch([*DLPROF, "report", str(run), "--quiet"], tmp_path)
     assert " × measured (" in again.stdout
     assert 'id="tried"' in (run / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_healthy_script_gets_nothing_to_gain(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, HEALTHY)
-    done = tried(run, "--minutes", "2.5", "--set", "gc.freeze=True")
-    assert done.returncode == 0, done.stderr
-    assert kept(run)["best"] is None
-    assert kept(run)["attempts"][0]["verdict"] in ("no_gain", "unclear")
-    assert done.stdout.startswith("Tried: nothing")
-    assert running(script) == []
 
 
 def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
@@ -239,12 +203,6 @@ def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -
     # It knew the whole command, and recorded less of it.
     assert json.loads((tmp_path / "run/run.json").read_text())["command"][-2:] == ["--note", "…"]
     assert running(script) == []
-
-
-def test_try_without_a_report_is_a_usage_error(tmp_path: Path) -> None:
-    done = launch([*DLPROF, "wrap", "--try", "--no-report", "--", "touch", "started"], tmp_path)
-    assert done.returncode == 2
-    assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.slow
