@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import accuracy, reports, summary
-from benchmarks.accuracy import ROW, Planted
+from benchmarks.accuracy import Planted
 from benchmarks.field import PAGE, ROWS, Change, Row, page
 from benchmarks.field import summary as field_summary
 from benchmarks.summary import Recorded, Reported
 from dlprof.report import html
-from dlprof.result import Result
-from dlprof.result.stored import to_json
 from tests.fixtures import results, runs
 from tests.fixtures.runs import MS
 
@@ -106,20 +103,6 @@ def test_kept_runs_are_diagnosed_anew(tmp_path: Path, done: list[str], monkeypat
     assert rows[1].found == ()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("a warning\nusage: job.py\njob.py: error: --fault late needs a GPU\n", "--fault late needs a GPU"),
-        ("a warning\n[rank0]: RuntimeError: no room\nChildFailedError:\n", "[rank0]: RuntimeError: no room"),
-        ("job.py needs a library\nChildFailedError:\n", "job.py needs a library"),
-        ("", "exit code 3"),
-        ("job.py needs a library\nlaunch.errors.ChildFailedError: \nRootError: x", "job.py needs a library"),
-    ],
-)
-def test_what_a_failed_run_says_is_the_line_that_tells_most(words: str, said: str) -> None:
-    assert accuracy.reason(words, 3) == said
-
-
 def test_advice_that_changes_numbers_is_no_false_alarm_of_a_healthy_run(tmp_path: Path) -> None:
     sure = {"state": "found", "share": 0.3, "saving_ns": 30.0, "scope": "step", "changes": [{"numerics": False}]}
     outcomes = [
@@ -176,14 +159,6 @@ def test_the_table_sets_each_prediction_beside_the_healthy_step() -> None:
     assert f"| job | healthy | {cpu} | 2 | 105.0 (100.0 to 110.0) ms | `host_bound` 6.0% in 1 |" in lines
 
 
-def test_a_fault_that_some_machine_has_shown_is_not_listed_as_not_run() -> None:
-    lines = [line for line in summary.tables(LISTED).splitlines() if "`gpu_only`" in line or "`elsewhere`" in line]
-    assert lines == [
-        "| job | `elsewhere` | `host_sync` | 1 × H | 1 of 1, first in 1 | 50% | 2.00 | 1.00 |  |",
-        "| job | `gpu_only` | `host_sync` | 2 CPU cores | not run: needs a GPU | | | | |",
-    ]
-
-
 def test_the_sums_are_over_recordings_and_the_errors_over_faults() -> None:
     text = summary.tables(LISTED)
     assert "Found in 4 of 5 faulty recordings of 4 faults; as the first finding in 3." in text
@@ -215,30 +190,6 @@ def test_a_shared_page_names_plotly_and_does_not_hold_it() -> None:
     assert len(page) - len(shared) > 1_000_000
     with pytest.raises(ValueError, match="otherwise than it used to"):
         reports.sharing(shared, "plotly-basic.min.js")
-
-
-def test_a_run_that_was_kept_is_diagnosed_anew_and_tells_no_path_of_its_machine(tmp_path: Path) -> None:
-    steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS, forward_ns=30 * MS) for n in range(40)]
-    root = "/home/somebody/clone"
-    for number, (name, facts) in enumerate(
-        (("late", {}), ("late", {"script": f"{root}/workloads/job.py"}), ("other", {}))
-    ):
-        out = runs.recorded(
-            tmp_path / f"job-late-{number}",
-            (None, steps, {**runs.CPU, "host": "a-machine", **facts}),
-            command=["/opt/somebody/env/bin/torchrun", f"{root}/workloads/job.py", "--data", f"{tmp_path}/data"],
-            cwd="/home/somebody/elsewhere",
-            hosts=["a-machine"],
-        )
-        (out / ROW).write_text(json.dumps({"name": name}))
-    late = Planted("job", "late", "input_wait", fault="late")
-    result = reports.again(late, tmp_path)
-    assert isinstance(result, Result)
-    assert result.run.command == ("env/bin/torchrun", "workloads/job.py", "--data", "data")
-    assert [o.id for o in result.outcomes if o.state == "found"] == ["input_wait"]
-    told = json.dumps(to_json(result))
-    assert not any(word in told for word in ("somebody", "a-machine", str(tmp_path)))
-    assert reports.again(replace(late, workload="jo"), tmp_path) == "not among the recordings"
 
 
 def tried(settings: str, predicted: float | None, measured: float | None, verdict: str, *findings: str) -> Change:

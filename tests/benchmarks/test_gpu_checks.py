@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,9 @@ from benchmarks.gpu import (
     faults,
     fixtures,
     jobs,
-    machine,
     overhead,
-    probes,
 )
-from benchmarks.gpu.jobs import Ended, JobFailedError, must, python, run
-from benchmarks.gpu.outcome import Part
+from benchmarks.gpu.jobs import Ended, python, run
 from dlprof.commands.run import constant, count_gpus, workloads
 from tests.fixtures.jobs import is_running
 
@@ -111,6 +106,7 @@ def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
     assert data["rehearsal"] is True
 
 
+@pytest.mark.long
 def test_a_run_that_is_cut_off_leaves_what_it_has_and_nothing_running(tmp_path: Path) -> None:
     words, env = checks_command(tmp_path, "--only", "fine", "hangs", "--minutes", "2")
     with subprocess.Popen(words, cwd=jobs.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -155,16 +151,6 @@ time.sleep(300)
     pid = int((tmp_path / "away").read_text())
     assert pid != os.getpid()
     assert not is_running(pid)
-
-
-def test_a_failure_is_one_line_that_names_the_error_and_a_tail(tmp_path: Path) -> None:
-    ended = run(python("-c", "print('out'); raise RuntimeError('CUDA error: out of memory')"), tmp_path, 60.0)
-    with pytest.raises(JobFailedError, match="the job: exit code 1: RuntimeError: CUDA error: out of memory") as failed:
-        must("the job", ended)
-    assert "\n" not in str(failed.value)
-    assert "| out" in failed.value.tail
-    assert must("the job", ended, code=1) is ended
-    assert run(["/no/such/program"], tmp_path, 5.0).code == 127
 
 
 UUID = "1b0f5a0e-9d3c-4c44-a3c5-5f8ad2d0a001"
@@ -293,45 +279,7 @@ def test_an_archive_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -
     assert not (tmp_path / "evil").exists()
 
 
-FIELDS = ("index", "name", "power.draw", "clocks.sm")
-
-
-def test_nvidia_smi_rows_with_what_it_does_not_know_and_what_is_no_row() -> None:
-    text = (
-        "0, NVIDIA H200, 627.40, 1980\n"
-        "1, NVIDIA H100 PCIe, [N/A], N/A\n"
-        "\n"
-        "Unable to determine the device handle for GPU 0000:5E:00.0: Unknown Error\n"
-        '2, "NVIDIA A100, made up", [Unknown Error], 1410\n'
-    )
-    rows = machine.parse(text, FIELDS)
-    assert [row["name"] for row in rows] == ["NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA A100, made up"]
-    assert [machine.number(row["power.draw"]) for row in rows] == [627.4, None, None]
-    assert [machine.number(row["clocks.sm"]) for row in rows] == [1980.0, None, 1410.0]
-    assert (rows[1]["power.draw"], rows[1]["clocks.sm"]) == (None, None)
-    assert machine.number("some W") is None
-
-
-@pytest.mark.parametrize(
-    ("torch", "driver", "said"),
-    [
-        (
-            "torch cannot be asked: No module named 'torch'",
-            [],
-            "no GPU: torch cannot be asked: No module named 'torch'",
-        ),
-        ({"torch": "2.13.0+cpu", "gpus": []}, "nvidia-smi is not on the PATH", "sees none; nvidia-smi is not on the"),
-        ({"torch": "2.11.0+cu130", "gpus": []}, [{"name": "NVIDIA H200"}], "sees none; nvidia-smi lists 1"),
-        ({"torch": "2.11.0+cu130", "gpus": [{"name": "NVIDIA H200"}]}, "nvidia-smi is not on the PATH", ""),
-    ],
-)
-def test_why_there_is_no_gpu(torch: dict[str, Any] | str, driver: list[dict[str, str | None]] | str, said: str) -> None:
-    why = machine.no_gpu(torch, driver)
-    assert said in why
-    assert bool(why) == bool(said)
-    assert "\n" not in why
-
-
+@pytest.mark.long
 @pytest.mark.skipif(count_gpus() > 0, reason="there is a GPU here")
 def test_without_a_gpu_the_command_says_so_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -348,79 +296,6 @@ def test_without_a_gpu_the_command_says_so_in_one_line_and_leaves_nothing(tmp_pa
     assert done.stderr.startswith("no GPU: torch ")
     assert done.stderr.count("\n") == 1
     assert not out.exists()
-
-
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-
-# As CUDA's runtime has it: a shared library of versioned symbols, each of which does as it is told.
-RUNTIME = """
-int cudaDeviceSynchronize(void) { return 35; }
-int cudaStreamSynchronize(void *stream) { return stream ? 400 : 0; }
-int cudaEventSynchronize(void *event) { return event ? 0 : 400; }
-int cudaMemcpyAsync(void *to, const void *from, unsigned long bytes, int kind, void *stream) {
-  for (unsigned long n = 0; n < bytes; n++) ((char *)to)[n] = ((const char *)from)[n];
-  return kind + (stream != 0);
-}
-int cudaEventQuery(void *event) { return event != 0; }
-"""
-# Its caller is loaded into a program as Python loads an extension: with what it links to hidden from all others.
-CALLER = """
-int cudaDeviceSynchronize(void), cudaStreamSynchronize(void *), cudaEventSynchronize(void *), cudaEventQuery(void *);
-int cudaMemcpyAsync(void *, const void *, unsigned long, int, void *);
-int work(void) {
-  char from[4] = "abc", to[4] = "";
-  int said = cudaMemcpyAsync(to, from, 4, 2, from);
-  said = 10 * said + (to[2] == 'c');
-  said += cudaDeviceSynchronize() + cudaStreamSynchronize(0) + cudaStreamSynchronize(from);
-  return said + cudaEventSynchronize(from) + cudaEventQuery(0);
-}
-"""
-PROGRAM = """
-#include <dlfcn.h>
-#include <stdio.h>
-int main(int count, char **words) {
-  void *library = dlopen(words[count - 1], RTLD_NOW | RTLD_LOCAL);
-  if (!library) return puts(dlerror()), 1;
-  printf("%d\\n", ((int (*)(void))dlsym(library, "work"))());
-  return 0;
-}
-"""
-
-
-def build(folder: Path) -> list[str]:
-    """Build a program that loads a library which calls the runtime; give its command line."""
-    for name, text in (("libcudart.c", RUNTIME), ("caller.c", CALLER), ("program.c", PROGRAM)):
-        (folder / name).write_text(text)
-    (folder / "map").write_text("libcudart.so.13 { global: *; };\n")
-    runtime = ["-shared", "-fPIC", "-Wl,--version-script=map", "-Wl,-soname,libcudart.so.13", "-o", "libcudart.so.13"]
-    caller = ["-shared", "-fPIC", "-Wl,-rpath,$ORIGIN", "-o", "caller.so", "caller.c", "libcudart.so.13"]
-    for words in (
-        [*runtime, "libcudart.c"],
-        caller,
-        ["-o", "program", "program.c", "-ldl"],
-        ["-shared", "-fPIC", "-O2", "-o", "syncs.so", str(overhead.SHIM), "-ldl", "-lpthread"],
-    ):
-        subprocess.run([str(COMPILER), *words], cwd=folder, check=True)
-    return [str(folder / "program"), str(folder / "caller.so")]
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-def test_every_wait_is_seen_and_does_what_it_did(tmp_path: Path) -> None:
-    words = build(tmp_path)
-    plain = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    env = {"LD_PRELOAD": str(tmp_path / "syncs.so"), "SYNCS_FILE": str(tmp_path / "calls")}
-    watched = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-    assert watched.stdout == plain == "466\n"
-    calls = [text.split() for text in (tmp_path / "calls").read_text().splitlines()]
-    assert [name for _, name in calls] == [
-        "cudaMemcpyAsync",
-        "cudaDeviceSynchronize",
-        "cudaStreamSynchronize",
-        "cudaStreamSynchronize",
-        "cudaEventSynchronize",
-    ]
-    times = [float(when) for when, _ in calls]
-    assert times == sorted(times)
 
 
 LOG = """
@@ -469,33 +344,8 @@ def test_one_more_wait_than_without_dlprof_fails() -> None:
     ]
 
 
-def failures(parts: Sequence[Part]) -> list[str]:
-    return [part.name for part in parts if part.state == "failed"]
-
-
 def job_ended(code: int | None, out: str = "", errors: str = "") -> Ended:
     return Ended((), code, 1.0, tuple((0.0, text) for text in out.splitlines()), errors)
-
-
-JUNIT = """<testsuites><testsuite name="pytest">
-<testcase classname="tests.record.collectors.test_memory" name="test_a"/>
-<testcase classname="tests.record.samplers.test_gpu" name="test_b">{}</testcase>
-</testsuite></testsuites>"""
-
-
-@pytest.mark.parametrize(
-    ("said", "wrong"),
-    [
-        ("", []),
-        ('<failure message="assert 1 == 2"/>', ["that failed"]),
-        ('<error message="fixture not found"/>', ["that failed"]),
-        ('<skipped message="needs a CUDA device"/>', ["none skipped for want of a GPU"]),
-        ('<skipped message="no NVIDIA driver on this machine"/>', ["none skipped for want of a GPU"]),
-        ('<skipped message="needs Lightning"/>', []),
-    ],
-)
-def test_marked_tests_must_run_and_pass(said: str, wrong: list[str]) -> None:
-    assert failures(probes.of_tests(JUNIT.format(said))) == wrong
 
 
 def test_a_workload_that_cannot_run_here_is_told_from_one_that_fails() -> None:

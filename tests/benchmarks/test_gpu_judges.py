@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import outcome, timing
+from benchmarks.gpu import timing
 from benchmarks.gpu.judges import JUDGES, Recording
-from benchmarks.gpu.outcome import Part, Row, above, below, between, holds, near, row_of, same, skipped
+from benchmarks.gpu.outcome import Part, above, below, between, holds, near, row_of, same, skipped
 
 MS = 1e6
 
@@ -112,18 +112,6 @@ def recorded(folder: Path, **files: Any) -> Path:
     return folder
 
 
-def test_steps_that_share_a_line_are_all_counted_and_the_last_line_may_be_cut_off(tmp_path: Path) -> None:
-    steps = [{"kind": "train"}, {"kind": "validation"}, {"kind": "train", "steps": 7}, {"kind": "other"}]
-    folder = recorded(tmp_path, steps=steps)
-    assert failed("counted", result(), {"steps": 8}, folder) == []
-    assert failed("counted", result(), {"steps": 9}, folder) == ["steps counted"]
-    assert failed("counted", result(), {"steps": 9, "slack": 1}, folder) == []
-    assert failed("counted", result(), {"steps": 10, "slack": 1}, folder) == ["steps counted"]
-    path = folder / "ranks/00000/steps.jsonl"
-    path.write_text(path.read_text() + '{"kind": "tra')
-    assert failed("counted", result(), {"steps": 8}, folder) == []
-
-
 def samples(**values: float) -> list[dict[str, float]]:
     """Make ten samples a second apart."""
     return [{"at_ns": n * 1e9, **values} for n in range(10)]
@@ -161,28 +149,6 @@ def test_copies_and_uploads(tmp_path: Path) -> None:
     turned = recorded(tmp_path / "b", gpu=samples(dram_share=0.5, **link(received=3e9, sent=5.3e10)))
     assert failed("upload", said, oracle, turned) == ["PCIe, received by the GPU", "PCIe, sent by the GPU"]
     assert failed("copy", said, oracle, turned) == ["GPM's memory"]
-
-
-def test_settings_and_the_device(tmp_path: Path) -> None:
-    facts = {
-        "matmul": {"allow_tf32": True},
-        "autocast": {"enabled": True, "dtype": "float16"},
-        "grad_scaler": True,
-        "env": {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"},
-        "device": {"uuid": "1b0f-a001"},
-    }
-    folder = recorded(tmp_path / "a", facts=facts)
-    oracles: dict[str, dict[str, Any]] = {
-        "tf32": {"precision": "tf32"},
-        "fp16": {},
-        "allocator": {"alloc": "max_split_size_mb:256"},
-        "device": {"uuid": "GPU-1b0f-a001"},
-    }
-    for judge, oracle in oracles.items():
-        assert failed(judge, {}, oracle, folder) == []
-    silent = recorded(tmp_path / "b", facts={"matmul": None, "autocast": None, "env": {}, "device": {}})
-    for judge, oracle in oracles.items():
-        assert failed(judge, {}, oracle, silent), judge
 
 
 @pytest.mark.parametrize(
@@ -245,27 +211,6 @@ def test_a_row_fails_with_its_first_failure_and_passes_with_a_part_that_did() ->
     assert row_of("x", [good], "exit code 1").state == "failed"
 
 
-def test_only_all_passed_is_0() -> None:
-    def rows(*states: outcome.State) -> list[Row]:
-        return [Row(str(n), state) for n, state in enumerate(states)]
-
-    assert outcome.exit_code(rows("passed", "passed")) == 0
-    assert outcome.exit_code(rows("rehearsed")) == 0
-    states: tuple[outcome.State, ...] = ("failed", "skipped", "running")
-    for state in states:
-        assert outcome.exit_code([*rows("passed"), Row("y", state)]) == 1
-    assert outcome.exit_code([]) == 1
-
-
-def test_a_row_comes_back_from_json_without_what_json_cannot_hold() -> None:
-    part = Part("a", "failed", "why", said=math.nan, true=2.5, unit="ms", limit="± 3%", how="events")
-    row = Row("async", "failed", "a: why", (part, skipped("b", "one GPU")), 12.5, "2026-01-02 03:04 UTC")
-    data = outcome.to_json(row)
-    back = outcome.from_json(json.loads(json.dumps(data, allow_nan=False)))
-    assert back.parts[0].said is None
-    assert (back.check, back.state, back.took_s, back.parts[1]) == ("async", "failed", 12.5, row.parts[1])
-
-
 def test_the_steady_step_is_that_of_the_events_whatever_one_pause_took() -> None:
     # Three short steps while the queue fills, then 40 ms each, 38 of them busy, and once the host stood still.
     periods = [10.0, 10.0, 10.0, *[40.0] * 20, 900.0, *[40.0] * 20]
@@ -291,11 +236,3 @@ def test_lateness_is_against_the_first_of_the_others() -> None:
     assert timing.lateness_ms(arrived, late=1, skip=1) == pytest.approx(20.0)
     assert math.isnan(timing.lateness_ms(arrived, late=1, skip=3))
     assert math.isnan(timing.lateness_ms({1: [1, 2]}, late=1, skip=0))
-
-
-def test_samples_within_the_time() -> None:
-    rows: list[dict[str, Any]] = [{"at_ns": n * 1000 * MS, "power_w": 100.0 + n} for n in range(5)]
-    rows[1]["power_w"] = None
-    assert timing.inside(rows, "power_w", "at_ns", 0, 3e9) == [100.0, 102.0, 103.0]
-    assert timing.inside(rows, "no such", "at_ns", 0, 3e9) == []
-    assert timing.middle([]) is None

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,26 +42,6 @@ def lines_in_turn(folder: Path, what: str, *runs: Sequence[str]) -> list[str]:
 def in_turn(folder: Path, name: str, *runs: Sequence[str]) -> list[str]:
     """Run a script with each of these words, and return the last lines that it printed, one a run."""
     return lines_in_turn(folder, name, *((f"{name}.py", *words) for words in runs))[-len(runs) :]
-
-
-def told(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(path.read_text())
-    return data
-
-
-def test_the_async_job_tells_when_its_device_worked_and_learns_the_same_whatever_it_waits_for(tmp_path: Path) -> None:
-    args = ("--steps", "12", "--device-ms", "6", "--host-ms", "2")
-    script(tmp_path, "async_job", *args, "--out", str(tmp_path / "a.json"))
-    script(tmp_path, "async_job", *args, "--item", "--python-ms", "4", "--out", str(tmp_path / "b.json"))
-    ahead, item = told(tmp_path / "a.json"), told(tmp_path / "b.json")
-    assert ahead["losses"] == item["losses"]
-    assert (ahead["steps"], len(ahead["began_ms"]), len(ahead["busy_ms"])) == (12, 12, 12)
-    for one in (ahead, item):
-        # At least what was asked for; how much longer is the machine's.
-        steady = timing.steady(one["began_ms"], one["busy_ms"], 2)
-        assert steady.busy_ms >= 6.0
-        assert steady.step_ms >= steady.busy_ms + 2.0
-    assert timing.steady(item["began_ms"], item["busy_ms"], 2).step_ms >= 12.0
 
 
 def test_the_modes_learn_the_same(tmp_path: Path) -> None:

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 
 import dlprof
 from benchmarks.simulated import of_fault, of_fixed
-from benchmarks.simulated_table import ANY, NOTABLE, Case, First, each, failures, false_of, table
+from benchmarks.simulated_table import ANY, NOTABLE, Case, failures, false_of, table
 from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.modules.sums import OUTSIDE
-from dlprof.analysis.modules.tree import IDLE
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result.figures import InModule
 from simulator import folder, healthy
 from simulator.faults import FAULTS
-from simulator.faults.fault import base
 from simulator.job import Job, Recording
-from simulator.play import work_by_module
 
 MS = 1e6
 
@@ -62,18 +58,6 @@ def test_a_fault_that_costs_nothing_is_not_to_be_found(
     assert "Found in" not in table([case], {}, [])
 
 
-def test_each_recording_tells_its_truth_and_what_is_said_first() -> None:
-    said = replace(
-        WELL, event_ns=1_300, line="train.py:8", first=First("host_bound", 77 * MS, ("train.py:11", "model.py:3"))
-    )
-    *_, one, other = each([said, HARMLESS, SOUND]).splitlines()
-    assert one == (
-        "| no_workers | 0 | 1.3 | 100.00 → 70.00 | 30% | train.py:8 | `input_wait` | 1.03 | host_bound"
-        " | train.py:11, model.py:3 | 77.00 | 1.10 |"
-    )
-    assert "| `input_wait` | clear | nothing | – | 101.00 | 1.01 |" in other
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -104,14 +88,18 @@ def test_held_out_seeds_are_counted_apart() -> None:
     assert "| `straggler` | 1 | 5 |" in sound
 
 
+@pytest.mark.long
 def test_a_planted_fault_is_recorded_diagnosed_and_compared() -> None:
     case = of_fault("no_workers", 0, None)
     assert case.error == ""
     assert case.fixed_ns < 0.95 * case.true_ns
     assert case.reported_ns == pytest.approx(case.true_ns, rel=0.1)
-    assert case.state in ("found", "clear", "not_measured")
     assert len(case.true_computation) == len(case.reported_computation) == 1
-    assert any("true rank 0" in line for line in case.why)
+    # Of the fault the line is known, and of the report what it names first.
+    assert case.line.startswith("train.py:")
+    assert case.first is not None
+    assert (case.first.rule, case.first.lines[0]) == (case.found[0][0], case.line)
+    assert 500 <= case.event_ns <= 2_500
 
 
 @pytest.mark.long
@@ -134,15 +122,7 @@ def test_random_healthy_jobs_keep_what_always_holds(seed: int) -> None:
         assert computed == pytest.approx(rank.parts["computation"] / rank.step_ns, abs=0.02)
 
 
-def test_of_a_planted_fault_the_line_is_known_and_of_a_report_what_it_names_first() -> None:
-    case = of_fault("no_workers", 0, None)
-    assert case.line.startswith("train.py:")
-    assert case.first is not None
-    assert case.first.rule == case.found[0][0]
-    assert case.first.lines[0] == case.line
-    assert 500 <= case.event_ns <= 2_500
-
-
+@pytest.mark.long
 def test_of_a_fixed_job_the_rule_of_the_fault_finds_nothing() -> None:
     fault = next(f for f in FAULTS if f.name == "laps")
     case = of_fixed(fault.name, 3, None)
@@ -158,14 +138,16 @@ NEAR = 0.15
 CAUTIOUS = ("float32",)
 
 
-# Further faults of a rule that another one stands for: each takes some seconds, and 4 to 18 where it has several ranks.
+# Further faults of a rule that another one stands for, and those that take long: of several ranks, or of many steps.
 FURTHER = (
-    "after_backward", "bookkeeping", "boolean_mask", "cast_loss", "changing_experts", "few_workers", "gpipe",
-    "graph_waits", "host_function", "loop_optimizer", "many_launches", "more_work", "one_hot_gpu", "rank_sleeps",
-    "hidden_average_loop", "hidden_bookkeeping", "hidden_optimizer_loop", "hidden_pinning", "laps_of_a_full_device",
-    "launches_left", "loops_optimizer", "loops_parameters", "norm_items", "optimizer_loop", "pinning_as_long",
-    "pinning_limits", "prefetch_used_up", "slow_loader_one_rank", "small_batch_counted", "small_written_norms",
-    "sync_every_batch", "synchronize_every_step", "tiny_buckets", "values_read", "wait_then_loader", "workers_keep_up",
+    "after_backward", "average_loop", "bookkeeping", "boolean_mask", "cache_emptied", "cast_loss", "changing_experts",
+    "few_workers", "full_experts", "gpipe", "graph_waits", "hidden_average_loop", "hidden_bookkeeping",
+    "hidden_optimizer_loop", "hidden_pinning", "host_function", "laps_of_a_full_device", "launches_left",
+    "long_validation", "loop_optimizer", "loops_optimizer", "loops_parameters", "many_bytes", "many_launches",
+    "more_work", "norm_items", "one_by_one", "one_hot_gpu", "optimizer_loop", "pinning_as_long", "pinning_limits",
+    "prefetch_used_up", "rank_sleeps", "read_hooks", "replicas", "slow_link", "slow_loader_one_rank", "slow_worker",
+    "small_batch_counted", "small_written_norms", "sync_every_batch", "synchronize_every_step", "tiny_buckets",
+    "values_read", "wait_then_loader", "wide_average_loop", "workers_keep_up",
 )  # fmt: skip
 
 
@@ -189,40 +171,9 @@ def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
         assert case.predicted_ns <= (1 + NEAR) * case.fixed_ns
 
 
-def test_every_fault_is_of_a_rule_and_one_of_each_rule_is_always_checked() -> None:
-    rules = {fault.rule for fault in FAULTS}
-    assert rules <= {rule.id for rule in RULES}
-    always = {fault.rule for fault in FAULTS if fault.name not in FURTHER}
-    assert always == {fault.rule for fault in FAULTS if not fault.harmless}
+def test_every_fault_is_of_a_rule() -> None:
+    assert {fault.rule for fault in FAULTS} <= {rule.id for rule in RULES}
     assert {*FURTHER} <= {fault.name for fault in FAULTS}
-
-
-def test_a_transformer_is_its_blocks_and_its_head(tmp_path: Path) -> None:
-    job = replace(base(3), modules=True)
-    simulation = folder.write(tmp_path / "run", job, Recording(form="torch-2.13"))
-    run = dlprof.open(tmp_path / "run")
-    tree = run.frame("module_means").set_index("path")
-    assert tree.loc["", "kind"] == "Transformer"
-    assert tree.loc["block*", "modules"] == job.model.blocks
-    numbers = run.frame("window_steps")["step"]
-    (rank,) = simulation.ranks
-    launched = [work for stream in rank.work.values() for work in stream]
-    expected = work_by_module(launched, range(int(numbers.min()), int(numbers.max()) + 1))
-
-    def within(start: str, part: str = "") -> float:
-        return sum(ns for (path, of), ns in expected.items() if path.startswith(start) and part in ("", of))
-
-    assert tree.loc["block*", "device_ns"] == pytest.approx(within("block"), rel=1e-6)
-    assert tree.loc["block*.up", "device_ns"] == pytest.approx(
-        sum(within(f"block{n}.up") for n in range(job.model.blocks)), rel=1e-6
-    )
-    assert tree.loc["head", "backward_ns"] == pytest.approx(within("head", "backward"), rel=1e-6)
-    outside = sum(ns for (path, _), ns in expected.items() if path == OUTSIDE)
-    assert tree.loc["", "device_ns"] == pytest.approx(within("") - outside, rel=1e-6)
-    # With what is outside, and what the device idles, that is the step.
-    top = tree[tree["depth"] == 0]
-    assert IDLE in set(top["kind"])
-    assert top["ns"].sum() == pytest.approx(float(run.frame("window_steps")["dur_ns"].mean()), rel=1e-4)
 
 
 def planted(name: str) -> Job:
@@ -237,6 +188,7 @@ def found_in(tmp_path: Path, name: str, rule: str) -> tuple[InModule, ...]:
     return found.modules
 
 
+@pytest.mark.long
 def test_products_in_float32_are_in_the_layers_that_multiply(tmp_path: Path) -> None:
     modules = found_in(tmp_path, "float32", "fp32_matmul")
     assert {one.path for one in modules} == {"block*.up", "block*.down", "block*.qkv", "head"}
@@ -244,6 +196,7 @@ def test_products_in_float32_are_in_the_layers_that_multiply(tmp_path: Path) -> 
     assert sum(one.share for one in modules) == pytest.approx(0.93, abs=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "rule"), [("unfused_attention", "unfused_attention"), ("tiny_kernels", "host_bound")])
 def test_what_the_blocks_do_is_in_them(tmp_path: Path, name: str, rule: str) -> None:
     first = found_in(tmp_path, name, rule)[0]
@@ -251,6 +204,7 @@ def test_what_the_blocks_do_is_in_them(tmp_path: Path, name: str, rule: str) -> 
     assert first.share > 0.8
 
 
+@pytest.mark.long
 def test_what_the_script_does_between_modules_is_in_none(tmp_path: Path) -> None:
     assert found_in(tmp_path, "slow_python", "step_python") == ()
     result = dlprof.open(tmp_path / "run").result

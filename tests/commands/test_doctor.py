@@ -42,19 +42,6 @@ def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, monkeypatch:
     assert "-o" in check.remedy
 
 
-def test_a_program_on_the_path_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not doctor._nsys().works
-    program = tmp_path / "nsys"
-    program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.1\n")
-    program.chmod(0o755)
-    assert doctor._nsys().works
-    assert "version 2026.1" in doctor._nsys().found
-    program.write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
-    assert not doctor._nsys().works
-    assert "no licence" in doctor._nsys().found
-
-
 def test_a_python_without_torch_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that cannot be imported, as a broken installation has it."""
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: cannot open shared object file')\n")

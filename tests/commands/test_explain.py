@@ -44,11 +44,6 @@ def test_a_setting_is_listed_with_its_values_and_its_risk() -> None:
         assert ("Risk:" in text) is bool(override.risk)
 
 
-def test_rules_formats_and_lists_have_names_of_their_own() -> None:
-    names = [*LISTS, *(rule.id for rule in RULES), *(one.name for one in formats())]
-    assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize("words", [[], ["rules"]])
 def test_every_rule_has_one_line(words: list[str]) -> None:
     lines = told(*words)

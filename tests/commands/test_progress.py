@@ -32,7 +32,7 @@ READ = "read 2 of 4 ranks · 6 of 12 files · 50 MB of 100 MB"
     [
         (HALF, 10, f"{READ} · 5 MB/s · 10 s left"),
         (HALF, 0.1, f"{READ} · 500 MB/s · 1 s left"),
-        (HALF, 59, f"{READ} · 847 kB/s · 59 s left"),
+        (HALF, 59, f"{READ} · 847.5 kB/s · 59 s left"),
         (HALF, 125, f"{READ} · 400 kB/s · 2 min 5 s left"),
         (HALF, 4320, f"{READ} · 11.6 kB/s · 1 h 12 min left"),
         # At the start nothing is guessed; what was known before is neither in the rate nor in the time left.

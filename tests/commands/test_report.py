@@ -143,21 +143,6 @@ def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "second.diff").exists()
 
 
-def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
-    done = run(job, "--patch", "fix.diff")
-    assert done.exit_code == 1
-    assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
-    assert not (job.parent / "fix.diff").exists()
-
-
-def test_a_cluster_that_is_none_is_one_line(job: Path) -> None:
-    done = run(job, "--dask", "loco")
-    assert done.exit_code == 1
-    assert done.stderr == (
-        "dlprof: --dask loco: name local, local:N, slurm, slurm:N, or tcp://HOST:PORT of a scheduler\n"
-    )
-
-
 @pytest.mark.long
 def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
     """On stdout and stderr there is nothing of Dask's own."""

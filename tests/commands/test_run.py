@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.commands.run import constant, count_gpus, find_workload
-from dlprof.errors import DlprofError
+from dlprof.commands.run import constant, count_gpus
 from tests.fixtures.jobs import DLPROF, environment, launch
 
 WORKLOAD = """
@@ -53,22 +52,6 @@ def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: st
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["tells.py"]
-
-
-def test_a_workload_is_found_by_path_and_by_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "workloads").mkdir()
-    (tmp_path / "workloads/one.py").write_text("")
-    (tmp_path / "two.py").write_text("")
-    assert (
-        find_workload("one") == find_workload("one.py") == find_workload("workloads/one.py") == Path("workloads/one.py")
-    )
-    assert find_workload("two.py") == Path("two.py")
-    assert find_workload("ddp_resnet") == Path(__file__).resolve().parents[2] / "workloads" / "ddp_resnet.py"
-    (tmp_path / "workloads/ddp_resnet.py").write_text("")
-    assert find_workload("ddp_resnet") == Path("workloads/ddp_resnet.py")
-    with pytest.raises(DlprofError, match=r"there are: .*, ddp_resnet, .*, one"):
-        find_workload("three")
 
 
 def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -110,30 +109,12 @@ def test_a_missing_shard_may_be_left_out(job: Path) -> None:
     assert files_of(job) == kept
 
 
-def test_a_share_in_which_nothing_can_be_read_is_no_failure(tmp_path: Path) -> None:
-    """Else one broken file would end all tasks of a step of SLURM."""
-    for r in range(3):
-        traces.write(tmp_path / "job" / f"rank{r}.json.gz", traces.training(rank=r))
-    text = gzip.decompress((tmp_path / "job" / "rank1.json.gz").read_bytes())
-    (tmp_path / "job" / "rank1.json.gz").write_bytes(gzip.compress(text[: text.index(b"[") + 1] + b"nonsense"))
-    lines = [line for k in range(3) for line in shard(tmp_path / "job", f"{k}/3", "--quiet")]
-    assert len([line for line in lines if line.startswith("rank 1: ")]) == 1
-    assert len(lines) == 4
-
-
 @pytest.mark.parametrize(("number", "many"), report._LAUNCHERS)
 def test_a_launcher_says_which_share(number: str, many: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(number, "1")
     monkeypatch.setenv(many, "4")
     assert shard(job, "auto", "--quiet")[-1].startswith("shard 1/4: ")
     assert shard(job, "0/2", "--quiet")[-1].startswith("shard 0/2: ")
-
-
-def test_a_batch_script_is_no_task_of_a_step(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM sets these in the script itself, which is one process."""
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert shard(job, "auto", "--quiet")[-1].startswith("shard 0/1: 5 of 5 ranks in ")
 
 
 @pytest.mark.parametrize("which", ["3/3", "1", "a/b", "-1/2", "0/0", "1/100000000", ""])
@@ -173,15 +154,6 @@ def test_a_task_uses_the_cores_that_it_has(
 ) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", cores)
     assert report._jobs_of_shard(shards) == jobs
-
-
-def test_a_folder_that_takes_nothing_is_one_line(job: Path, tmp_path: Path) -> None:
-    (job / ".dlprof").write_text("a file")
-    done = call("report", job, "--shard", "auto")
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"dlprof: what is known of each rank, in {job}/.dlprof/ranks, cannot be written: ")
-    assert done.stderr.endswith("; --cache names another folder\n")
-    assert call("report", job, "--shard", "auto", "--cache", tmp_path / "cache").exit_code == 0
 
 
 @pytest.mark.long

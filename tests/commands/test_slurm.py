@@ -46,15 +46,6 @@ def test_a_script_that_bash_takes_with_the_options_of_the_recording(there: Path)
     assert "export OMP_NUM_THREADS=1\n" in text
 
 
-def test_it_is_written_to_a_file_and_says_how_to_submit_it(there: Path) -> None:
-    done = asked("train.py", "--gpus-per-node", "1", "--out", "job.sh")
-    assert (there / "job.sh").read_text().startswith("#!/bin/bash\n")
-    assert done.stdout == "dlprof: job.sh is written; to submit it: sbatch job.sh\n"
-    done = asked("train.py", "--gpus-per-node", "1", "--out", "none/job.sh")
-    assert done.exit_code == 1
-    assert "none/job.sh cannot be written" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -53,7 +53,7 @@ def test_two_processes_without_a_group_are_two_ranks(tmp_path: Path) -> None:
     assert host["job_cpu_s"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_after_the_other_are_no_ranks_of_one_job(tmp_path: Path) -> None:
     """As of a script that trains several times in processes of its own: the first is read, and the others named."""
     body = """

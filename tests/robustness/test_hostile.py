@@ -214,27 +214,6 @@ def test_a_result_file_that_is_no_json_is_told_in_one_line(tmp_path: Path, raw: 
     assert done.output.startswith("dlprof: ")
 
 
-def unlike(wait: int) -> dict[str, Any]:
-    """Return a trace of a rank that waits so long for each of its batches."""
-    events: list[Any] = []
-    for n in range(4):
-        at = n * (wait + 10 * MS)
-        events += [traces.step(n, at, wait + 10 * MS), traces.fetch(at, wait)]
-        for k in range(9):
-            start = at + wait + k * MS
-            events.append(traces.launched("gemm", start, start + 100_000, 500_000, 10 * n + k + 1))
-    return traces.trace(*events, rank=min(wait, 1), world_size=2)
-
-
-def test_ranks_whose_steps_differ_lose_no_more_than_their_own_steps(tmp_path: Path) -> None:
-    result = diagnose(open_run(runs.foreign(tmp_path, unlike(0), unlike(1_000 * MS))), RULES, jobs=1)
-    healthy(result)
-    waits = next(o for o in result.outcomes if o.id == "input_wait")
-    assert waits.verdict.startswith("99 % of each step of rank 1 waits for data")
-    assert all((o.lost_share or 0) <= 1 for o in result.outcomes)
-    assert any(w.startswith("a step of rank 1 takes 101 × as long as one of rank 0") for w in result.run.warnings)
-
-
 def test_work_of_the_device_that_no_step_launched_is_named_and_breaks_no_rule(tmp_path: Path) -> None:
     trained = [e for e in traces.training()["traceEvents"] if not e["name"].startswith("ProfilerStep")]
     later = [traces.step(n, (500 + n) * MS, MS) for n in range(3)]

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +24,6 @@ from tests.fixtures.jobs import (
     facts,
     launch,
     rows,
-    running,
-    until,
     wrapped,
 )
 
@@ -147,33 +144,3 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
     done = launch(["salloc", "-n", "2", *DLPROF, "wrap", *options, "-o", "alone", str(alone)], tmp_path, env=slurm)
     assert done.returncode == 0, done.stderr
     assert facts(tmp_path / "alone/ranks/00000")["world_size"] == 1
-
-
-def submitted(script: Path, env: dict[str, str], *options: str, inside: bool, kind: str = "long") -> str:
-    """Return the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
-
-    dlprof wraps each task `inside` of srun, or else srun.
-    """
-    place = script.parent
-    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", *options, "--"]
-    task = ["srun", "-n", "2"]
-    command = [*(task + dlprof if inside else dlprof + task), sys.executable, str(script), kind]
-    said = place / "said"
-    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
-    job = launch(batch, place, env=env).stdout.strip()
-    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
-    return job
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False])
-def test_scancel_ends_ranks_that_wait_for_each_other(
-    inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path
-) -> None:
-    # SLURM kills what SIGTERM has not ended within KillWait, 30 s here: such a rank would not say how it ended.
-    job = submitted(script, slurm, "--no-trace", inside=inside, kind="hangs")
-    launch(["scancel", job], tmp_path, env=slurm)
-    assert until(lambda: not running(script))
-    told = both_ranks(tmp_path / "run")
-    assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * 2
-    assert [len(rows(tmp_path / f"run/ranks/{rank:05d}")) for rank in (0, 1)] == [21, 21]

@@ -47,6 +47,7 @@ def test_a_workload_reads_its_steps_back(script: Path, tmp_path: Path) -> None:
 EXPORTS = sorted((Path(__file__).parents[1] / "golden" / "nsys").glob("*.sqlite.gz"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", EXPORTS, ids=lambda path: path.name.partition(".")[0])
 def test_a_workload_is_read_back_from_its_export(path: Path) -> None:
     run = open_run(path)

@@ -153,23 +153,6 @@ def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], sc
     assert open_run(run).exit == {"code": None, "signal": int(signal.SIGTERM)}
 
 
-@pytest.mark.slow
-def test_a_controller_that_does_not_answer_is_one_line(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    settings = Path(slurm["SLURM_CONF"]).read_text().splitlines()
-    elsewhere = tmp_path / "slurm.conf"
-    elsewhere.write_text("\n".join("SlurmctldPort=9" if one.startswith("SlurmctldPort") else one for one in settings))
-    for conf, works in ((slurm["SLURM_CONF"], True), (str(elsewhere), False)):
-        said = launch([*DLPROF, "doctor", "--format", "json"], tmp_path, env=slurm | {"SLURM_CONF": conf}).stdout
-        assert [one["works"] for one in json.loads(said)["checks"] if one["source"] == "SLURM"] == [works]
-    asked = [*DLPROF, "slurm", script.name, "--procs-per-node", "1", "--submit"]
-    done = launch(asked, tmp_path, env=slurm | {"SLURM_CONF": str(elsewhere)})
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("dlprof: sbatch did not take the job: ")
-    assert "Unable to contact slurm controller" in line
-
-
 # What a container runtime does, with the kernel's own means: other mounts, and of the host only what is bound.
 _ENTERS = """
 root=$1; shift

@@ -111,6 +111,7 @@ print(notebook.cells[-1].outputs[0].text, end="")
 """
 
 
+@pytest.mark.long
 def test_a_notebook(tmp_path: Path) -> None:
     for name in ("ipykernel", "nbclient"):
         pytest.importorskip(name, reason=f"{name} is not installed")

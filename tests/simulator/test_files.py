@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from simulator import folder
-from simulator.faults.fault import small, with_script
+from simulator.faults.fault import small
 from simulator.hardware import MS
 from simulator.job import Gradients, Job, Pipeline, Recording
 from simulator.kineto import FORMS
 from simulator.machine import Simulation
-from simulator.program import COMPUTE
 
 FIRST = 12  # traced step
 
@@ -148,28 +147,3 @@ def test_the_light_layer_tells_every_step(tmp_path: Path) -> None:
     facts = json.loads((at / "facts.json").read_text())
     assert facts["window"]["first_step"] == FIRST
     assert facts["flops"]["total"] == sum(o["flops"] for o in facts["flops"]["operators"])
-
-
-def test_a_step_that_is_one_graph_trains(tmp_path: Path) -> None:
-    simulation, [trace] = written(tmp_path, with_script(jobs()["alone"], captured="all"))
-    at = tmp_path / "run" / "ranks" / "00000"
-    rows = [json.loads(line) for line in (at / "steps.jsonl").read_text().splitlines()]
-    assert all((row["backwards"], row["optimizer_steps"]) == (1, 1) for row in rows)
-    launches = [e for e in events(trace, "cuda_runtime") if e["name"] == "cudaGraphLaunch"]
-    assert len(launches) == 3
-    graph = next(w for w in simulation.ranks[0].work[COMPUTE] if w.kind == "graph")
-    of_first = [e for e in events(trace, "kernel") if e["args"]["correlation"] == launches[0]["args"]["correlation"]]
-    assert len(of_first) == len(graph.parts) > 100
-
-
-def test_a_folder_of_traces_has_nothing_of_dlprofs(tmp_path: Path) -> None:
-    _, traces = written(tmp_path, with_script(jobs()["fsdp"], skips=7), light=False)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [f"rank-{n}.pt.trace.json.gz" for n in (0, 1)]
-    for trace in traces:
-        marks = events(trace, "user_annotation")
-        assert not any(e["name"].startswith("dlprof") for e in marks)
-        # The script's own profiler marks the batch that is skipped, too: a step that launches nothing.
-        steps = {e["name"]: span(e) for e in marks if e["name"].startswith("ProfilerStep")}
-        assert list(steps) == [f"ProfilerStep#{n}" for n in (12, 13, 14)]
-        start, end = steps["ProfilerStep#13"]
-        assert not any(start <= span(e)[0] < end for e in events(trace, "cuda_runtime"))

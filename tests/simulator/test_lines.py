@@ -60,21 +60,6 @@ def test_what_comes_next_sets_the_pace(name: str, fixed: bool, pace: Callable[[J
     assert pace(job) * 0.99 < of(fault, job).period_ns < pace(job) * (1.15 if pace is step_of else 1.06)
 
 
-def test_launches_of_loops_are_one_for_each_parameter_and_operator() -> None:
-    one = CHOSEN["loops_optimizer"].make(SEED)
-    tensors = one.model.tensors
-    assert 50 <= tensors <= 300
-    kernels = true(one, steps=10).ranks[0].kernels
-    fused, norms, averages = (
-        kernels - true(CHOSEN[name].fix(one), steps=10).ranks[0].kernels
-        for name in ("loops_optimizer", "norm_items", "average_loop")
-    )
-    few = -(-tensors // 36) + 2  # of all together
-    assert fused == pytest.approx(8 * tensors, abs=few)
-    assert norms == pytest.approx(tensors, abs=few)
-    assert averages == pytest.approx(2 * tensors, abs=few)
-
-
 # -- the script
 
 

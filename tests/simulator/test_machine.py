@@ -22,11 +22,9 @@ from simulator.machine import END_SPREAD, LINK_JITTER, Deadlock, Setup, Simulati
 from simulator.program import (
     COMPUTE,
     SIDE,
-    Allocate,
     Copy,
     Exchange,
     Fetch,
-    Graph,
     HostFunction,
     Instruction,
     Kernel,
@@ -92,12 +90,6 @@ def test_a_stream_takes_so_many_launches_and_then_blocks() -> None:
     assert late[-2] == pytest.approx(100 * (100_000 + GAP), rel=0.01)
 
 
-def test_events_take_no_place_in_the_queue() -> None:
-    one: list[Instruction] = [kernel(100_000), Record("a"), Record("b")]
-    made = run(*one * 50, steps=16)
-    assert host_steps(made)[15] == 50 * HOST.launch  # 800 kernels, 1,600 events
-
-
 def test_streams_run_beside_each_other_and_events_order_them() -> None:
     beside = run(kernel(200_000), kernel(200_000, stream=SIDE))
     ordered = run(kernel(200_000), Record("a"), WaitFor("a", SIDE), kernel(200_000, stream=SIDE))
@@ -113,16 +105,6 @@ def test_a_host_function_lets_the_stream_stand_still() -> None:
     assert set(device_steps(made)[1:]) == {100_000 + 400_000 + 100_000 + 3 * GAP}
 
 
-def test_a_graph_is_one_launch_of_many_kernels() -> None:
-    nodes = tuple(Kernel(f"k{n}", 10_000) for n in range(50))
-    made = run(Graph(nodes))
-    assert device_steps(made)[-1] == 50 * 10_000 + 49 * DEVICE.graph_gap + GAP
-    assert sum(w.kind == "graph" for w in made.ranks[0].work[COMPUTE]) == 20
-    assert [at for at, _, _ in made.ranks[0].work[COMPUTE][0].parts] == [
-        n * (10_000 + DEVICE.graph_gap) for n in range(50)
-    ]
-
-
 def test_a_pinned_copy_does_not_hold_the_host() -> None:
     made = run(kernel(900_000), Copy("HtoD", 24_000_000), steps=10)
     assert host_steps(made)[3] == HOST.launch + HOST.copy_call
@@ -135,13 +117,6 @@ def test_a_pageable_copy_waits_for_the_stream_and_holds_the_host_while_it_is_sta
     copied = round(24_000_000 / (DEVICE.host_link * PAGEABLE_SHARE) * 1e9) + PINNED_COPY_START
     expected = HOST.launch + LATENCY + 900_000 + HOST.wake + HOST.copy_call + copied + HOST.wake
     assert host_steps(made)[4] == pytest.approx(expected, abs=5_000)
-
-
-def test_freeing_memory_waits_for_the_device() -> None:
-    freed = run(kernel(500_000), Allocate("cudaFree", 100_000, waits=True))
-    taken = run(kernel(500_000), Allocate("cudaMalloc", 100_000))
-    assert host_steps(freed)[3] > 600_000
-    assert host_steps(taken)[3] == HOST.launch + 100_000
 
 
 # -- several ranks
@@ -193,14 +168,6 @@ def loaded(loader: Loader, compute: int, steps: int = 60) -> float:
     return sum(host_steps(made)[20:]) / (steps - 20)
 
 
-def test_a_slow_worker_holds_up_every_nth_batch() -> None:
-    loader = Loader(4, 2, fetch=2_000_000, slow_worker=18_000_000, jitter=0.0, receive=10_000)
-    made = run(Fetch(), kernel(1_000_000), Synchronize("stream"), steps=60, loaders=[loader])
-    waits = [w.end - w.start for w in made.ranks[0].queue.waited if w.kind == "batch"][20:40]  # type: ignore[union-attr]
-    assert [n for n, wait in enumerate(waits) if wait > 5_000_000] == [3, 7, 11, 15, 19]
-    assert loaded(loader, 1_000_000) == pytest.approx(5_000_000, rel=0.05)
-
-
 # One thread pins what all workers fetch, in the order in which it comes from them.
 PINS = Loader(4, 2, fetch=8_000_000, jitter=0.3, receive=10_000, pin=5_000_000)
 
@@ -220,28 +187,3 @@ PINS = Loader(4, 2, fetch=8_000_000, jitter=0.3, receive=10_000, pin=5_000_000)
 )
 def test_batches_come_as_fast_as_the_slowest_of_workers_and_pinning(loader: Loader, compute: int, pace: int) -> None:
     assert loaded(loader, compute, steps=100) == pytest.approx(pace, rel=0.02)
-
-
-def test_the_pinning_thread_takes_one_batch_after_the_other_as_they_come() -> None:
-    made = run(Fetch(), kernel(1_000_000), Synchronize("stream"), steps=60, loaders=[PINS])
-    queue = made.ranks[0].queue
-    assert queue is not None
-    assert all(later[0] >= earlier[1] for earlier, later in pairwise(queue.pinned))
-    came = sorted(f.end for f in queue.fetched)[: len(queue.pinned)]
-    assert all(begin >= at for (begin, _), at in zip(queue.pinned, came, strict=True))
-    # Now and then it has nothing to do; then it begins a batch as it comes.
-    assert {begin for begin, _ in queue.pinned} & set(came)
-    taken = [w for w in queue.waited if w.kind in ("first", "batch")]
-    assert len(taken) == 60
-    assert all(w.end >= queue.pinned[n][1] or w.ready for n, w in enumerate(taken))
-
-
-def test_what_was_fetched_ahead_is_used_up_and_then_the_workers_set_the_pace() -> None:
-    loader = Loader(8, 3, fetch=16_000_000, jitter=0.0, receive=10_000)
-    opening = Step((Fetch(), Spend(200_000_000), kernel(1_000_000), Synchronize("stream")))
-    usual = Step((Fetch(), kernel(1_000_000), Synchronize("stream")))
-    made = simulate(Setup(lambda _, n: usual if n else opening, steps=120, host=HOST, device=DEVICE, loaders=[loader]))
-    steps = host_steps(made)
-    # 24 batches and those that come meanwhile: 24 steps of 1 ms bring 12 more, and so on.
-    assert steps[1:40] == pytest.approx([1_000_000] * 39, rel=0.05)
-    assert sum(steps[80:]) / 40 == pytest.approx(2_000_000, rel=0.02)

@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks import memory as benchmark
 from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.memory.rules import activation_memory, out_of_memory
+from dlprof.analysis.memory.rules import out_of_memory
 from simulator import folder, healthy, memory
-from simulator.faults.device import FAULTS
 from simulator.job import Job, Memory, Recording
 from simulator.memory import Allocator, OutOfMemoryError
 from tests.fixtures.asking import ask
@@ -114,13 +113,3 @@ def test_a_job_that_ran_out_fits_with_the_change_that_is_named(tmp_path: Path, f
     assert any("`torch.utils.checkpoint` around `blocks.*`" in c.text for c in found.changes)
     # Really changed, it fits on that device.
     memory.simulated(replace(job, memory=Memory(total=total, checkpoints=True)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_full_gpu_that_computes_all_the_time_is_left_alone(tmp_path: Path, seed: int) -> None:
-    # The fault's job without what makes it one: its host no longer holds the device up.
-    job = replace(next(f for f in FAULTS if f.name == "activations_fill").make(seed), host_speeds=((0, 0.1),))
-    folder.write(tmp_path / "run", job, Recording(steps=100, active=5))
-    outcome = ask(activation_memory.RULE, tmp_path / "run")
-    assert (outcome.state, outcome.share < 0.05) == ("clear", True)

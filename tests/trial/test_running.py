@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from dlprof.errors import DlprofError
 from dlprof.overrides import Value
 from dlprof.trial import running as trial_running
 from dlprof.trial.job import Job
@@ -202,17 +201,6 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
     assert (made / "link").is_symlink()
     (made / "train.py").write_text("changed")
     assert (here / "train.py").read_text() == "train.py"
-
-
-def test_a_folder_that_is_too_large_is_refused_before_it_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "data.bin").write_bytes(bytes(100))
-    monkeypatch.setattr(trial_running, "MOST_BYTES", 99)
-    with pytest.raises(DlprofError, match="--copy"):
-        trial_running.copied(tmp_path / "here", tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
 
 
 # A launcher whose children are hard to end: one that is detached (setsid) and ignores SIGTERM, one that is stopped, one

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from dlprof.errors import DlprofError
 from dlprof.overrides import Value
 from dlprof.result import Outcome, Result, RunInfo, Window, change
 from dlprof.result.tried import Attempt, Gain, Tried
-from dlprof.trial import search
 from dlprof.trial.job import kept
+from dlprof.trial.measuring import Steps
 from dlprof.trial.planning import Candidate
 from dlprof.trial.running import Failed
 from dlprof.trial.search import (
@@ -58,30 +58,74 @@ def searched(run: Pretended, *settings: Mapping[str, Value], minutes: float = 10
     return search.tried(30)
 
 
-def verdicts(tried: Tried) -> list[str]:
-    return [a.verdict for a in tried.attempts]
+def overlapping(settings: Mapping[str, Value]) -> float:
+    return 100.0 if not settings else 60.0 if "loader.num_workers" in settings else 80.0
 
 
-def test_runs_without_and_with_a_change_take_turns() -> None:
-    run = Pretended(product, noise=0.01)
-    found = searched(run, WORKERS)
+def crashing(settings: Mapping[str, Value]) -> float | Failed:
+    return Failed("exit code 1: boom") if "gc.freeze" in settings else product(settings)
+
+
+def epochs(settings: Mapping[str, Value]) -> Steps:
+    """Return steps that become faster, and epochs that become slower."""
+    return steps(80.0, epochs_ms=130) if settings else steps(100.0, epochs_ms=110)
+
+
+def loop(settings: Mapping[str, Value]) -> Steps:
+    return steps(100.0, epochs_ms=110 if settings else 150)
+
+
+GONE = Failed("exit code 3: no data")
+PERSISTENT = {"loader.persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "settings", "of", "state", "verdicts", "combinations", "best", "ratio"),
+    [
+        (product, [WORKERS], {}, "complete", "gain", "", WORKERS, 1.5),
+        (lambda _: 100.0, [WORKERS, FUSED, FREEZE], {}, "complete", "no_gain no_gain no_gain", "", None, None),
+        # What helps is combined, and measured together against the job.
+        (product, [WORKERS, FREEZE, FUSED], {}, "complete", "gain no_gain gain", "gain", WORKERS | FUSED, 1.8),
+        (overlapping, [WORKERS, FUSED], {}, "complete", "gain gain", "no_gain", WORKERS, 5 / 3),
+        (product, [WORKERS, {"loader.num_workers": 3}], {}, "complete", "gain gain", "", None, 1.5),
+        (crashing, [FREEZE, WORKERS], {}, "complete", "not_counted gain", "", WORKERS, 1.5),
+        (lambda s: steps(50.0, batch_size=4 + len(s)), [WORKERS], {}, "complete", "not_counted", "", None, None),
+        (lambda _: GONE, [WORKERS], {}, "failed", "not_tried", "", None, None),
+        (epochs, [WORKERS], {}, "complete", "no_gain", "", None, None),
+        (loop, [PERSISTENT], {"of": "loop"}, "complete", "gain", "", PERSISTENT, 150 / 110),
+    ],
+)
+def test_what_is_concluded(
+    step_ms: Callable[[Mapping[str, Value]], float | Steps | Failed],
+    settings: list[Mapping[str, Value]],
+    of: dict[str, str],
+    state: str,
+    verdicts: str,
+    combinations: str,
+    best: Mapping[str, Value] | None,
+    ratio: float | None,
+) -> None:
+    run = Pretended(step_ms, noise=0.004)
+    found = searched(run, *settings, minutes=30, **of)
+    assert (found.state, " ".join(a.verdict for a in found.attempts)) == (state, verdicts)
+    assert " ".join(c.verdict for c in found.combinations) == combinations
+    assert found.runs == len(run.runs)
+    assert all(a.why for a in found.attempts if a.verdict in ("not_counted", "not_tried") or step_ms is epochs)
+    assert (found.best is None) == (ratio is None)
+    if found.best is not None:
+        assert found.best.settings == best or best is None
+        assert found.best.measured is not None
+        assert found.best.measured.ratio == pytest.approx(ratio, rel=0.02)
+        if not of:  # those are of steps
+            assert (found.best.before_ns or 0) / (found.best.after_ns or 1) == pytest.approx(ratio, rel=0.05)
+
+
+def test_runs_without_and_with_a_change_take_turns_and_a_drift_of_the_machine_is_in_both() -> None:
+    run = Pretended(lambda _: 100.0)
+    run.step_ms = lambda _: 100.0 * 1.02 ** len(run.runs)
+    assert [a.verdict for a in searched(run, WORKERS).attempts] == ["no_gain"]
     assert run.runs[:3] == [{}, WORKERS, {}]
     assert all(a != b for a, b in zip(run.runs, run.runs[1:], strict=False))
-    assert found.state == "complete"
-    assert found.best is not None
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(1.5, rel=0.03)
-    assert found.best.before_ns == pytest.approx(100e6, rel=0.03)
-    assert found.best.after_ns == pytest.approx(100e6 / 1.5, rel=0.03)
-    assert found.runs == len(run.runs) < 10
-
-
-def test_nothing_to_gain_is_an_answer() -> None:
-    run = Pretended(lambda _: 100.0, noise=0.004)
-    found = searched(run, WORKERS, FUSED, FREEZE)
-    assert verdicts(found) == ["no_gain"] * 3
-    assert found.best is None
-    assert (found.state, found.combinations) == ("complete", ())
 
 
 def test_the_planted_fault_is_the_best_ten_times_in_ten() -> None:
@@ -91,67 +135,12 @@ def test_the_planted_fault_is_the_best_ten_times_in_ten() -> None:
         found = searched(run, FREEZE, {"env.OMP_NUM_THREADS": "1"}, WORKERS, minutes=30)
         assert found.best is not None
         assert found.best.settings == WORKERS
-        assert found.best.measured is not None
-        assert found.best.measured.ratio == pytest.approx(1.5, rel=0.05)
-
-
-def test_what_helps_is_combined_and_measured_together_against_the_job() -> None:
-    run = Pretended(product, noise=0.004)
-    found = searched(run, WORKERS, FREEZE, FUSED, minutes=30)
-    assert verdicts(found) == ["gain", "no_gain", "gain"]
-    (together,) = found.combinations
-    assert together.settings == WORKERS | FUSED
-    assert together.measured is not None
-    assert together.measured.ratio == pytest.approx(1.2, rel=0.02)  # against workers alone
-    assert found.best is not None
-    assert found.best.settings == WORKERS | FUSED
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(1.8, rel=0.02)
-
-
-def test_what_does_not_add_to_the_best_is_not_kept() -> None:
-    def overlapping(settings: Mapping[str, Value]) -> float:
-        return 100.0 if not settings else 60.0 if "loader.num_workers" in settings else 80.0
-
-    found = searched(Pretended(overlapping, noise=0.004), WORKERS, FUSED, minutes=30)
-    assert found.best is not None
-    assert found.best.settings == WORKERS
-    assert [c.verdict for c in found.combinations] == ["no_gain"]
-
-
-def test_a_drift_of_the_machine_is_in_both() -> None:
-    run = Pretended(lambda _: 100.0)
-    run.step_ms = lambda _: 100.0 * 1.02 ** len(run.runs)
-    assert verdicts(searched(run, WORKERS)) == ["no_gain"]
-
-
-def test_what_crashes_is_told_and_costs_no_other_answer() -> None:
-    def crashing(settings: Mapping[str, Value]) -> float | Failed:
-        return Failed("the job ended with exit code 1: boom") if "gc.freeze" in settings else product(settings)
-
-    run = Pretended(crashing, noise=0.004)
-    found = searched(run, FREEZE, WORKERS)
-    assert verdicts(found) == ["not_counted", "gain"]
-    assert found.attempts[0].why == "the job ended with exit code 1: boom"
-    assert sum(settings == FREEZE for settings in run.runs) == 1
-
-
-def test_a_job_that_does_not_run_any_more_is_told() -> None:
-    run = Pretended(lambda _: Failed("the job ended with exit code 3: no data"))
-    found = searched(run, WORKERS)
-    assert (found.state, found.why) == ("failed", "the job ended with exit code 3: no data")
-    assert verdicts(found) == ["not_tried"]
-    assert len(run.runs) == 1
 
 
 def test_a_job_that_fails_once_in_between_is_started_again() -> None:
     run = Pretended(product, noise=0.004)
-
-    def once(settings: Mapping[str, Value]) -> float | Failed:
-        return Failed("port taken") if len(run.runs) == 3 else product(settings)
-
-    run.step_ms = once
-    assert verdicts(searched(run, WORKERS)) == ["gain"]
+    run.step_ms = lambda settings: Failed("port taken") if len(run.runs) == 3 else product(settings)
+    assert [a.verdict for a in searched(run, WORKERS).attempts] == ["gain"]
 
 
 def test_the_time_is_kept_and_every_change_has_a_figure_before_one_is_made_sure() -> None:
@@ -159,15 +148,10 @@ def test_the_time_is_kept_and_every_change_has_a_figure_before_one_is_made_sure(
     found = searched(run, WORKERS, FUSED, FREEZE, minutes=80 / 60)
     assert run.now <= 80
     assert found.state == "out_of_time"
-    assert [a.measured.pairs if a.measured else 0 for a in found.attempts] == [1, 1, 1]
-    assert set(verdicts(found)) == {"unclear"}
-
-
-def test_a_job_that_reaches_no_steps_in_half_of_the_time_is_given_up() -> None:
-    run = Pretended(product, seconds=1_000)
-    found = searched(run, WORKERS)
-    assert found.state == "failed"
-    assert run.limits == [300]
+    assert [(a.measured.pairs if a.measured else 0, a.verdict) for a in found.attempts] == [(1, "unclear")] * 3
+    # A job that has reached no steps in half of the time is given up.
+    endless = Pretended(product, seconds=1_000)
+    assert (searched(endless, WORKERS).state, endless.limits) == ("failed", [300])
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 6])
@@ -178,24 +162,6 @@ def test_interrupted_anywhere_what_was_measured_is_kept(after: int) -> None:
     # Run by run: the job, workers, the job, freeze, the job, …; a change counts once it has run.
     pairs = [a.measured.pairs if a.measured else 0 for a in found.attempts]
     assert pairs == {0: [0, 0], 1: [0, 0], 2: [1, 0], 3: [1, 0], 4: [1, 1], 6: [2, 1]}[after]
-
-
-def test_steps_that_are_faster_and_epochs_that_are_not_are_no_gain() -> None:
-    run = Pretended(lambda s: steps(80.0, epochs_ms=130) if s else steps(100.0, epochs_ms=110))
-    found = searched(run, WORKERS)
-    assert verdicts(found) == ["no_gain"]
-    assert found.attempts[0].epochs is not None
-    assert found.attempts[0].epochs.ratio == pytest.approx(110 / 130)
-    assert "epochs" in found.attempts[0].why
-    assert found.best is None
-
-
-def test_a_change_of_the_loop_is_judged_by_the_loop() -> None:
-    run = Pretended(lambda s: steps(100.0, epochs_ms=110) if s else steps(100.0, epochs_ms=150))
-    found = searched(run, {"loader.persistent_workers": True}, of="loop")
-    assert found.best is not None
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(150 / 110)
 
 
 DRAWN = 400
@@ -356,26 +322,6 @@ def test_one_that_is_stopped_at_once_is_interrupted(tmp_path: Path) -> None:
     assert [a.verdict for a in found.attempts] == ["not_tried"]
     assert kept(tmp_path / "run") == found
     assert not (tmp_path / "run/try").exists()
-
-
-def test_after_each_pair_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.fixtures.trials import Pretended
-
-    pretended = Pretended(lambda settings: 50.0 if settings else 100.0)
-    monkeypatch.setattr(search, "Runner", lambda *_: pretended)
-    states = []
-
-    def tell(_found: Attempt | float) -> None:
-        now = kept(tmp_path / "run")
-        assert now is not None
-        states.append((now.state, now.runs))
-
-    found = tried(planned(tmp_path, UNFUSED), lambda: False, tell)
-    assert states == [("interrupted", 1), ("interrupted", 3), ("interrupted", 5)]
-    assert found.state == "complete"
-    assert found.best is not None
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(2.0)
 
 
 def test_what_was_not_recorded_cannot_be_tried(tmp_path: Path) -> None:

@@ -22,13 +22,6 @@ def test_scores_in_memory_are_the_same_attention() -> None:
     torch.testing.assert_close(by_hand(x), fused(x))
 
 
-def test_odd_shapes_are_off_a_multiple_of_eight_and_others_are_not() -> None:
-    healthy, odd = (amp.parse(["--device=cuda", *more]) for more in ([], ["--fault=odd_shapes"]))
-    assert [n % 8 for n in (healthy.width, healthy.length, healthy.vocabulary)] == [0, 0, 0]
-    assert 0 not in [n % 8 for n in (odd.width, odd.width // odd.heads, odd.length, odd.vocabulary)]
-    assert odd.width % odd.heads == 0
-
-
 TINY["bert_pretrain"] += ("--log-every=10", "--warmup=2", "--lr=0.01")
 
 bert = load("bert_pretrain")
@@ -57,23 +50,6 @@ def test_padding_is_masked_and_changes_no_loss() -> None:
     padded[:, :20] = tokens
     with torch.no_grad():
         torch.testing.assert_close(model(padded, places, padding), model(tokens, places))
-
-
-parallel = load("data_parallel")
-
-
-def test_one_process_drives_all_gpus_and_batches_are_pageable_only_where_that_is_planted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    found = {
-        fault: parallel.parse([*TINY["data_parallel"], "--device=cuda", *([f"--fault={fault}"] if fault else [])])
-        for fault in ("", "data_parallel", "pageable")
-    }
-    assert [(args.data_parallel, args.driven, args.pin_memory) for args in found.values()] == [
-        *((False, 1, True), (True, 4, True), (False, 1, False)),
-    ]
 
 
 dlrm = load("dlrm_like")
@@ -112,18 +88,6 @@ def test_clicks_are_the_same_for_every_epoch_and_others_on_every_rank(monkeypatc
         assert 0 <= int(ids.min()) <= int(ids.max()) < 500
         batches.append(ids)
     assert not torch.equal(*batches)
-
-
-fsdp = load("fsdp_gpt")
-
-
-def test_only_the_last_rank_has_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    lengths = []
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        lengths.append(fsdp.parse([*TINY["fsdp_gpt"], "--fault=long_sequences"]).length)
-    assert lengths == [16, 32]
 
 
 moe = load("moe_transformer")

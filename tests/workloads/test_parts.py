@@ -8,7 +8,7 @@ import pytest
 import torch
 from parts import by_hand, job
 from parts.exchanges import to_owners
-from parts.networks import build_model, small_network
+from parts.networks import build_model
 from parts.optimizers import Lamb, Lars
 from torch import distributed as dist
 from torch import nn
@@ -74,11 +74,6 @@ def read(*argv: str) -> argparse.Namespace:
     return job.read(parser, list(argv), DEFAULTS, needs_two_ranks=["late"])
 
 
-def test_the_command_line_goes_before_the_defaults_of_the_device() -> None:
-    assert [read("--device", device).width for device in ("cpu", "cuda")] == [1, 9]
-    assert read("--device", "cuda", "--width", "3").width == 3
-
-
 def test_the_launcher_says_which_rank_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -115,15 +110,6 @@ def test_one_process_is_a_group_if_asked_for_and_else_none(monkeypatch: pytest.M
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_products_are_in_the_precision_that_was_asked_for(precision: str, dtype: torch.dtype) -> None:
-    context, x = job.autocast(argparse.Namespace(device="cpu", precision=precision)), torch.ones(2, 2)
-    for _ in range(2):
-        with context:
-            assert (x @ x).dtype == dtype
-        assert (x @ x).dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # as published with the models' weights in torchvision
@@ -141,14 +127,6 @@ def test_models_have_the_published_number_of_parameters(name: str, parameters: i
         model = build_model(name, classes=1000, small=False)
         assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
     assert sum(p.numel() for p in model.parameters()) == parameters
-
-
-def test_the_small_network_doubles_its_width_twice_and_takes_pictures_of_any_size() -> None:
-    with torch.device("meta"):
-        network = small_network(4, classes=10)
-        assert [network(torch.empty(2, 3, size, size)).shape for size in (16, 128)] == [(2, 10), (2, 10)]
-    widths = [m.out_channels for m in network if isinstance(m, torch.nn.Conv2d)]
-    assert widths == [4, 4, 8, 8, 16, 16]
 
 
 def test_lars_scales_each_layers_step_to_its_weights() -> None:

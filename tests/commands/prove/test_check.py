@@ -107,12 +107,6 @@ def test_a_run_that_is_slower_than_its_baseline_fails(tmp_path: Path) -> None:
     assert against(slower, before, "--max-slowdown", "10%").exit_code == 0
 
 
-def test_a_baseline_may_be_its_result_alone(tmp_path: Path) -> None:
-    before, slower = timed(tmp_path / "a", 100), timed(tmp_path / "b", 110)
-    assert CliRunner().invoke(cli, ["report", "--quiet", str(before)]).exit_code == 0
-    assert against(slower, before / "result.json").exit_code == 3
-
-
 def test_a_baseline_of_another_script_is_not_judged(tmp_path: Path) -> None:
     before, other = timed(tmp_path / "a", 100), timed(tmp_path / "b", 100, "other.py")
     done = against(other, before)

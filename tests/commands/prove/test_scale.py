@@ -11,11 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from dlprof.cli import cli
-from dlprof.files import compact
-from dlprof.result.stored import to_json
 from tests.fixtures import jobs
 from tests.fixtures.jobs import environment, running, tiny
-from tests.fixtures.scaling import weak
 
 RANKS = """
 import torch.distributed as dist
@@ -55,20 +52,6 @@ def scale(*words: str | Path) -> tuple[int, str]:
 )
 def test_mistakes(words: tuple[str, ...], code: int, said: str) -> None:
     assert (scale(*words)[0], said in scale(*words)[1]) == (code, True)
-
-
-def test_results_of_another_cluster_and_a_broken_one(tmp_path: Path) -> None:
-    paths = []
-    for ranks in (1, 2, 4):
-        (path := tmp_path / f"{ranks}" / "result.json").parent.mkdir()
-        path.write_text(compact(to_json(weak(ranks))))
-        paths.append(path)
-    (tmp_path / "broken.json").write_text("{")
-    code, said = scale(*paths, tmp_path / "broken.json", "-o", tmp_path / "out", "--at", "32")
-    assert (code, "4 ranks do" in said, "is left out" in said) == (0, True, True)
-    data = json.loads((tmp_path / "out" / "scale.json").read_bytes())
-    assert [p["ranks"] for p in data["predictions"]] == [32]
-    assert (tmp_path / "out" / "scale.html").stat().st_size > 10_000
 
 
 @pytest.mark.long
