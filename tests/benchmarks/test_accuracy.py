@@ -4,103 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import accuracy, reports, summary
-from benchmarks.accuracy import Planted
 from benchmarks.field import PAGE, ROWS, Change, Row, page
 from benchmarks.field import summary as field_summary
 from benchmarks.summary import Recorded, Reported
 from dlprof.report import html
-from tests.fixtures import results, runs
-from tests.fixtures.runs import MS
-
-SCRIPT = """
-import argparse, time
-FAULTS = {"late": "input_wait", "later": "host_bound", "never": "host_sync"}
-HEALTHY = {"wide": "--wide"}
-SHOWN_WITH = {"later": "--wide"}
-"""
-
-
-# How many steps each recording was to have.
-recorded_steps: list[int] = []
-
-
-@pytest.fixture
-def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let recordings take no time: what is chosen is under test. Gives what was recorded, in turn."""
-    (tmp_path / "workloads").mkdir()
-    (tmp_path / "workloads" / "job.py").write_text(SCRIPT)
-    recorded: list[str] = []
-    recorded_steps.clear()
-
-    def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps: int) -> Recorded:
-        recorded.append(one.name)
-        recorded_steps.append(steps)
-        out.mkdir(parents=True)
-        at = len(recorded)
-        row = Recorded(one.workload, one.name, one.rule, here, "2026-01-02", number, 1e6 * at, torch="2.13", at=10 * at)
-        no = "needs a GPU" if one.fault == "never" else "needs a library" if one.workload == "foreign" else ""
-        return dataclasses.replace(row, step_ns=0.0, said=no) if no else row
-
-    monkeypatch.setattr(accuracy, "WORKLOADS", tmp_path / "workloads")
-    monkeypatch.setattr(accuracy, "machine", lambda: "here")
-    monkeypatch.setattr(accuracy, "record", record)
-    monkeypatch.setattr(accuracy, "REPORTS", tmp_path / "reports")
-    return recorded
-
-
-def accuracy_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[Recorded]:
-    monkeypatch.setattr(sys, "argv", ["accuracy", "--out", str(folder / "out"), *options])
-    accuracy.main()
-    return summary.recorded(folder / "out")
-
-
-def test_faults_lie_between_healthy_runs_with_their_options(
-    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1")
-    plain = ["healthy", "late", "never", "healthy"]
-    assert done == [*plain, "no fault, --wide", "later", "no fault, --wide", "healthy, --wide"]
-    assert [r.healthy_ns for r in rows] == [0, 2e6, 0, 0, 0, 6e6, 0, 0]
-
-
-def test_a_second_run_records_what_is_missing_and_a_third_nothing(
-    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late")
-    assert done == ["healthy", "late", "healthy"]
-    accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
-    # What cannot be shown here is not tried in another round.
-    wide = ["no fault, --wide", "later", "no fault, --wide", "healthy, --wide"]
-    assert done[3:9] == ["healthy", "never", *wide]
-    assert done[9:] == ["healthy", "late", "healthy", *wide]
-    accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
-    assert len(done) == 16
-    accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--again")
-    assert done[16:] == ["healthy", "late", "healthy"]
-
-
-@pytest.mark.long
-def test_kept_runs_are_diagnosed_anew(tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tmp_path / "kept"
-    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--keep", str(kept))
-    assert len(list(kept.glob(f"*/{accuracy.ROW}"))) == len(done) == 3
-    steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS, forward_ns=30 * MS) for n in range(40)]
-    facts = {**runs.CPU, "loaders": [{"role": "train", "num_workers": 2}], "cpu": {"count": 16, "affinity": 16}}
-    for folder in kept.iterdir():
-        runs.recorded(folder, (None, steps, facts))
-    (healthy, late, _) = accuracy_of(tmp_path, monkeypatch, "--kept", str(kept))
-    assert len(done) == 3
-    assert (healthy.name, late.name, late.rule, late.round) == ("healthy", "late", "input_wait", 0)
-    assert [healthy.step_ns, late.step_ns, late.healthy_ns] == [100 * MS] * 3
-    assert [found[0] for found in late.found] == ["input_wait"]
-    assert late.found[0][1:] == pytest.approx((0.4, 60 * MS))
-    assert rows[1].found == ()
+from tests.fixtures import results
 
 
 def test_advice_that_changes_numbers_is_no_false_alarm_of_a_healthy_run(tmp_path: Path) -> None:

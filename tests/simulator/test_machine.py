@@ -8,23 +8,17 @@ from itertools import pairwise
 
 import pytest
 
-from simulator.hardware import (
-    A100,
-    PAGEABLE_SHARE,
-    PINNED_COPY_START,
-    QUEUE_LENGTH,
-    Host,
-    Link,
-    transfer_ns,
-)
+from simulator.hardware import A100, PAGEABLE_SHARE, PINNED_COPY_START, QUEUE_LENGTH, Host, Link, transfer_ns
 from simulator.loading import Loader
 from simulator.machine import END_SPREAD, LINK_JITTER, Deadlock, Setup, Simulation, simulate
 from simulator.program import (
     COMPUTE,
     SIDE,
+    Allocate,
     Copy,
     Exchange,
     Fetch,
+    Graph,
     HostFunction,
     Instruction,
     Kernel,
@@ -69,15 +63,47 @@ def device_steps(simulation: Simulation, rank: int = 0) -> list[int]:
     return [b - a for a, b in pairwise(first.values())]
 
 
-def test_a_busy_device_takes_its_kernels_and_the_gaps_between_them() -> None:
-    made = run(*[kernel(100_000)] * 30)
-    assert set(device_steps(made)) == {30 * (100_000 + GAP)}
+PINNED = round(24_000_000 / DEVICE.host_link * 1e9) + PINNED_COPY_START
+PAGEABLE = round(24_000_000 / (DEVICE.host_link * PAGEABLE_SHARE) * 1e9) + PINNED_COPY_START
+WAITED = HOST.launch + LATENCY + 900_000 + HOST.wake
+NODES = tuple(Kernel(f"k{n}", 10_000) for n in range(50))
 
 
-def test_a_slow_host_sets_the_pace() -> None:
-    made = run(*[kernel(2_000, before=10_000)] * 30)
-    assert set(device_steps(made)) == {30 * (10_000 + HOST.launch)}
-    assert set(host_steps(made)) == {30 * (10_000 + HOST.launch)}
+# A step on the device (the last) and on the host (the fifth), each None where it is not the point.
+@pytest.mark.parametrize(
+    ("program", "device", "host"),
+    [
+        ([kernel(100_000)] * 30, 30 * (100_000 + GAP), None),
+        ([kernel(2_000, before=10_000)] * 30, 30 * (10_000 + HOST.launch), 30 * (10_000 + HOST.launch)),
+        (
+            *([Spend(300_000), kernel(500_000), Synchronize("stream")], None),
+            300_000 + HOST.launch + LATENCY + 500_000 + HOST.wake + HOST.sync_call,
+        ),
+        ([Spend(300_000), kernel(500_000)], 500_000 + GAP, 300_000 + HOST.launch),
+        ([kernel(100_000), HostFunction(400_000), kernel(100_000)], 600_000 + 3 * GAP, None),
+        ([Graph(NODES)], 50 * 10_000 + 49 * DEVICE.graph_gap + GAP, None),
+        # A pinned or a small copy does not hold the host; a pageable one waits for the stream, and while it is staged.
+        ([kernel(900_000), Copy("HtoD", 24_000_000)], 900_000 + PINNED + 2 * GAP, HOST.launch + HOST.copy_call),
+        ([kernel(900_000), Copy("HtoD", 64_000, "pageable")], None, HOST.launch + HOST.copy_call),
+        (
+            *([kernel(900_000), Copy("HtoD", 24_000_000, "pageable")], None),
+            pytest.approx(WAITED + HOST.copy_call + PAGEABLE + HOST.wake, abs=5_000),
+        ),
+        ([kernel(900_000), Copy("DtoH", 4, "pageable")], None, pytest.approx(WAITED + HOST.copy_call, abs=50_000)),
+        # Freeing memory waits for the device.
+        (
+            *([kernel(500_000), Allocate("cudaFree", 100_000, waits=True)], None),
+            pytest.approx(600_000, abs=50_000),
+        ),
+        ([kernel(500_000), Allocate("cudaMalloc", 100_000)], None, HOST.launch + 100_000),
+    ],
+)
+def test_a_step_takes_what_a_calculation_by_hand_says(
+    program: list[Instruction], device: int | None, host: int | None
+) -> None:
+    made = run(*program, steps=12)
+    assert device is None or device_steps(made)[-1] == device
+    assert host is None or host_steps(made)[4] == host
 
 
 def test_a_stream_takes_so_many_launches_and_then_blocks() -> None:
@@ -98,28 +124,6 @@ def test_streams_run_beside_each_other_and_events_order_them() -> None:
     first = ordered.ranks[0].work[COMPUTE][0]
     second = next(w for w in ordered.ranks[0].work[SIDE] if w.kind == "kernel")
     assert second.start == first.end + DEVICE.wait_latency
-
-
-def test_a_host_function_lets_the_stream_stand_still() -> None:
-    made = run(kernel(100_000), HostFunction(400_000), kernel(100_000))
-    assert set(device_steps(made)[1:]) == {100_000 + 400_000 + 100_000 + 3 * GAP}
-
-
-def test_a_pinned_copy_does_not_hold_the_host() -> None:
-    made = run(kernel(900_000), Copy("HtoD", 24_000_000), steps=10)
-    assert host_steps(made)[3] == HOST.launch + HOST.copy_call
-    copied = round(24_000_000 / DEVICE.host_link * 1e9) + PINNED_COPY_START
-    assert device_steps(made)[-1] == 900_000 + copied + 2 * GAP
-
-
-def test_a_pageable_copy_waits_for_the_stream_and_holds_the_host_while_it_is_staged() -> None:
-    made = run(kernel(900_000), Copy("HtoD", 24_000_000, "pageable"), steps=10)
-    copied = round(24_000_000 / (DEVICE.host_link * PAGEABLE_SHARE) * 1e9) + PINNED_COPY_START
-    expected = HOST.launch + LATENCY + 900_000 + HOST.wake + HOST.copy_call + copied + HOST.wake
-    assert host_steps(made)[4] == pytest.approx(expected, abs=5_000)
-
-
-# -- several ranks
 
 
 GROUP = {"0": ((0, 1, 2), Link())}
