@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -36,140 +36,73 @@ def test_what_does_not_apply_is_not_measured_either() -> None:
         raise DoesNotApply("one rank")
 
 
-@pytest.mark.parametrize(
-    ("ns", "written"),
-    [
-        (0, "0 ns"),
-        (640, "640 ns"),
-        (18_340, "18.3 µs"),
-        (999.6, "1.00 µs"),
-        (999_960, "1.00 ms"),
-        (214_600_000, "214.6 ms"),
-        (999_940_000, "999.9 ms"),
-        (999_960_000, "1.00 s"),
-        (7.2e12, "7,200 s"),
-        (-66e6, "−66.0 ms"),
-        (math.nan, "—"),
-        (-math.inf, "—"),
-    ],
-)
-def test_a_duration_takes_the_unit_that_suits_it(ns: float, written: str) -> None:
-    assert units.duration(ns) == written
-
-
-@pytest.mark.parametrize(
-    ("n", "written"), [(0, "0 B"), (12, "12 B"), (2_312e6, "2.31 GB"), (77.1e6, "77.1 MB"), (5e15, "5,000 TB")]
-)
-def test_a_size_is_decimal(n: float, written: str) -> None:
-    assert units.size(n) == written
-
-
-@pytest.mark.parametrize(
-    ("share", "written"),
-    [
-        (0, "0 %"),
-        (0.0001, "< 0.1 %"),
-        (0.0449, "4.5 %"),
-        (0.0994, "9.9 %"),
-        (0.0996, "10 %"),
-        (0.46, "46 %"),
-        (1.5, "150 %"),
-        (-0.2, "−20 %"),
-        (math.nan, "—"),
-    ],
-)
-def test_percent_keeps_a_digit_of_small_shares(share: float, written: str) -> None:
-    assert units.percent(share) == written
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "written"),
-    [
-        (0.25, "share", "25 %"),
-        (4.2e6, "ns", "4.20 ms"),
-        (1_234_567, "", "1,234,567"),
-        (0.00012, "s", "0.00012 s"),
-        (1234.5, "MHz", "1,234 MHz"),
-        (591_872, "FLOP", "591.9 kFLOP"),
-        (1.56e15, "FLOP", "1.56 PFLOP"),
+WRITTEN: list[tuple[Callable[..., object], list[tuple[object, ...]]]] = [
+    (units.duration, [
+        (0, "0 ns"), (640, "640 ns"), (18_340, "18.3 µs"), (999.6, "1.00 µs"), (999_960, "1.00 ms"),
+        (214_600_000, "214.6 ms"), (999_940_000, "999.9 ms"), (999_960_000, "1.00 s"), (7.2e12, "7,200 s"),
+        (-66e6, "−66.0 ms"), (math.nan, "—"), (-math.inf, "—"),
+    ]),
+    (units.size, [(0, "0 B"), (12, "12 B"), (2_312e6, "2.31 GB"), (77.1e6, "77.1 MB"), (5e15, "5,000 TB")]),
+    (units.percent, [
+        (0, "0 %"), (0.0001, "< 0.1 %"), (0.0449, "4.5 %"), (0.0994, "9.9 %"), (0.0996, "10 %"), (0.46, "46 %"),
+        (1.5, "150 %"), (-0.2, "−20 %"), (math.nan, "—"),
+    ]),
+    (units.quantity, [
+        (0.25, "share", "25 %"), (4.2e6, "ns", "4.20 ms"), (1_234_567, "", "1,234,567"), (0.00012, "s", "0.00012 s"),
+        (1234.5, "MHz", "1,234 MHz"), (591_872, "FLOP", "591.9 kFLOP"), (1.56e15, "FLOP", "1.56 PFLOP"),
         (math.inf, "bytes", "—"),
-    ],
-)
-def test_a_quantity_of_any_unit(value: float, unit: str, written: str) -> None:
-    assert units.quantity(value, unit) == written
-
-
-def test_an_axis_has_one_scale_that_suits_its_largest_value() -> None:
-    assert units.scale("ns", 4e6) == (1e6, "ms")
-    assert units.scale("ns", 0) == (1.0, "ns")
-    assert units.scale("bytes", 12) == (1.0, "B")
-    assert units.scale("share", 0.3) == (0.01, "%")
-    assert units.scale("watts", 300) == (1.0, "watts")
-
-
-@pytest.mark.parametrize(
-    ("n", "noun", "written"),
-    [
-        (1, "copy", "1 copy"),
-        (3, "copy", "3 copies"),
-        (2.5, "batch", "2.5 batches"),
-        (0, "rank", "0 ranks"),
-        (12_000, "kernel", "12,000 kernels"),
-        (61.4, "kernel", "61 kernels"),
-    ],
-)
-def test_count(n: float, noun: str, written: str) -> None:
-    assert units.count(n, noun) == written
-
-
-def test_how_often_and_which_of_many_as_one_says_it() -> None:
-    assert [units.often(n) for n in (1, 2.0, 10, 2.5)] == ["once", "twice", "10 times", "2.50 times"]
-    assert [units.every(n, "step") for n in (1.0, 2.0, 3.0, 11, 21, 4.92, 1.3)] == [
-        "every step",
-        "every 2nd step",
-        "every 3rd step",
-        "every 11th step",
-        "every 21st step",
-        "every 5th step",
-        "about every step",
-    ]
-
-
-def test_a_number_to_type_is_round_and_not_below() -> None:
-    assert [units.typed(n) for n in (0.3, 7, 9.2, 10, 10.5, 101, 131, 138, 2000, 9001)] == [
-        1,
-        7,
-        10,
-        10,
-        12,
-        120,
-        150,
-        150,
-        2000,
-        10000,
-    ]
-    assert all(n <= units.typed(n) <= 1.34 * n for n in range(10, 5000))
-
-
-def test_what_a_setting_is_now_is_said_where_it_is_known() -> None:
-    assert (units.is_now(None), units.is_now(0), units.is_now(False)) == ("", " (is 0)", " (is False)")
+    ]),
+    (units.scale, [
+        ("ns", 4e6, (1e6, "ms")), ("ns", 0, (1.0, "ns")), ("bytes", 12, (1.0, "B")), ("share", 0.3, (0.01, "%")),
+        ("watts", 300, (1.0, "watts")),
+    ]),
+    (units.count, [
+        (1, "copy", "1 copy"), (3, "copy", "3 copies"), (2.5, "batch", "2.5 batches"), (0, "rank", "0 ranks"),
+        (12_000, "kernel", "12,000 kernels"), (61.4, "kernel", "61 kernels"),
+    ]),
+    (units.short, [("x" * 12, 12, "x" * 12), ("x" * 13, 12, "x" * 11 + "…")]),
+    (units.few, [([1, 2, 3], 3, "1, 2, 3"), (["a", "b", "c"], 2, "a, b …")]),
+    (units.often, [(1, "once"), (2.0, "twice"), (10, "10 times"), (2.5, "2.50 times")]),
+    (units.every, [
+        (1.0, "step", "every step"), (2.0, "step", "every 2nd step"), (3.0, "step", "every 3rd step"),
+        (11, "step", "every 11th step"), (21, "step", "every 21st step"), (4.92, "step", "every 5th step"),
+        (1.3, "step", "about every step"),
+    ]),
+    (units.typed, [
+        (0.3, 1), (7, 7), (9.2, 10), (10, 10), (10.5, 12), (101, 120), (131, 150), (138, 150), (2000, 2000),
+        (9001, 10000),
+    ]),
+    (units.is_now, [(None, ""), (0, " (is 0)"), (False, " (is False)")]),
+    (units.listed, [([3], "3"), ([5, 3], "3, 5"), ([0, 1, 2, 4], "0 to 2, 4"), (range(8), "0 to 7")]),
+    (units.ranks_named, [
+        ([3], "rank 3"), ([5, 3], "ranks 3 and 5"), ([0, 1, 2, 4], "ranks 0 to 2 and 4"), (range(8), "ranks 0 to 7"),
+    ]),
+    (plain, [
+        ("a b", "a b"), ("a\nb", "a\\x0ab"), ("\x1b[2J", "\\x1b[2J"), ("\u202e", "\\u202e"), ("\udcff", "\\udcff"),
+        ("abcdef", 4, "abc…"),
+    ]),
+    (words_of, [
+        (OSError("the disk is full"), "the disk is full"), (DlprofError("no run"), "no run"),
+        (KeyError("rank"), "KeyError: 'rank'"),
+    ]),
+    (run_folder.rank_name, [
+        (0, "", "00000"), (255, ".r2", "00255.r2"), (256, "", "00256-00511/00256"),
+        (12_345, ".r1", "12288-12543/12345.r1"), (123_456, "", "123392-123647/123456"),
+    ]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text", "subject"),
-    [
-        ([3], "3", "rank 3"),
-        ([5, 3], "3, 5", "ranks 3 and 5"),
-        ([0, 1, 2, 4], "0 to 2, 4", "ranks 0 to 2 and 4"),
-        (range(8), "0 to 7", "ranks 0 to 7"),
-    ],
+    ("function", "arguments", "written"),
+    [(function, case[:-1], case[-1]) for function, cases in WRITTEN for case in cases],
 )
-def test_ranks_in_words(ranks: Iterable[int], text: str, subject: str) -> None:
-    assert (units.listed(ranks), units.ranks_named(ranks)) == (text, subject)
+def test_how_it_is_written(function: Callable[..., object], arguments: tuple[object, ...], written: object) -> None:
+    assert function(*arguments) == written
 
 
-def test_many_ranks_are_counted() -> None:
+def test_many_ranks_are_counted_and_a_number_to_type_is_round_and_not_below() -> None:
     assert units.listed(range(0, 100, 2)).endswith("(50 ranks)")
+    assert all(n <= units.typed(n) <= 1.34 * n for n in range(10, 5000))
 
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
@@ -179,15 +112,6 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Pa
     write(tmp_path / "report.html", "page")
     assert (precious.read_text(), (tmp_path / "report.html").read_text()) == ("mine", "page")
     assert not (tmp_path / "report.html").is_symlink()
-
-
-def test_names_of_unfinished_files_cannot_be_foreseen(tmp_path: Path) -> None:
-    seen = set()
-    for _ in range(3):
-        with whole(tmp_path / "run.json") as part:
-            seen.add(part.name)
-    assert len(seen) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -229,19 +153,6 @@ def test_what_cannot_be_written_is_said_with_why_and_what_to_do(tmp_path: Path) 
 EVIL = "a\x1b[2Jb\nreport: theirs\u202e"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("a b", "a b"), ("a\nb", "a\\x0ab"), ("\x1b[2J", "\\x1b[2J"), ("\u202e", "\\u202e"), ("\udcff", "\\udcff")],
-)
-def test_controls_are_shown_as_escapes(text: str, shown: str) -> None:
-    assert plain(text) == shown
-
-
-def test_what_is_cut_ends_in_an_ellipsis_and_what_is_kept_stays() -> None:
-    assert plain("abcdef", 4) == "abc…"
-    assert plain("a\nb\x1b", keep="\n") == "a\nb\\x1b"
-
-
 def harmless(said: str) -> bool:
     return "\x1b[2J" not in said and "\u202e" not in said and "\nreport: theirs" not in said
 
@@ -266,15 +177,10 @@ def test_commands_print_no_path_raw(tmp_path: Path) -> None:
         assert harmless(done.stdout + done.stderr), words
 
 
-def test_an_error_of_the_system_explains_itself_and_others_say_their_kind() -> None:
-    assert words_of(OSError("the disk is full")) == "the disk is full"
-    assert words_of(DlprofError("no run")) == "no run"
-    assert words_of(KeyError("rank")) == "KeyError: 'rank'"
-
-
 def test_a_line_of_ours_is_one_line_and_nothing_where_stderr_is_closed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    assert plain("a\nb\x1b", keep="\n") == "a\nb\\x1b"
     tell("a\nb\x1b[2J")
     assert capfd.readouterr().err == "dlprof: a\\x0ab\\x1b[2J\n"
     code = "import os; from dlprof.plain import tell; os.close(2); tell('a'); print('on')"
@@ -365,20 +271,6 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
         program.chmod(0o755)
         said = nsys.export(str(program), tmp_path / "x.nsys-rep", to, 1)
         assert expected in said if expected else not said
-
-
-@pytest.mark.parametrize(
-    ("rank", "life", "name"),
-    [
-        (0, "", "00000"),
-        (255, ".r2", "00255.r2"),
-        (256, "", "00256-00511/00256"),
-        (12_345, ".r1", "12288-12543/12345.r1"),
-        (123_456, "", "123392-123647/123456"),
-    ],
-)
-def test_the_place_of_a_rank_is_told_by_its_number_alone(rank: int, life: str, name: str) -> None:
-    assert run_folder.rank_name(rank, life) == name
 
 
 def test_no_folder_of_16384_ranks_holds_more_than_some_hundred(tmp_path: Path) -> None:
