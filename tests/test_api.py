@@ -98,6 +98,7 @@ print(run.figure("breakdown").to_json())
 """
 
 
+@pytest.mark.long
 def test_a_notebook_shows_the_verdict_and_the_frames(path: Path, run: Run) -> None:
     cells = [nbformat.v4.new_code_cell(text) for text in CELLS.format(path=str(path)).split("# cell\n")]  # type: ignore[no-untyped-call]
     done = NotebookClient(nbformat.v4.new_notebook(cells=cells)).execute()  # type: ignore[no-untyped-call]

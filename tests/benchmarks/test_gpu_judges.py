@@ -16,7 +16,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.judges import JUDGES, Recording
 from benchmarks.gpu.outcome import Part, above, below, between, holds, near, row_of, same, skipped
 
-MS = 1e6
+MS = 1_000_000
 
 
 def result(**found: float) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def in_turn(folder: Path, name: str, *runs: Sequence[str]) -> list[str]:
     return lines_in_turn(folder, name, *((f"{name}.py", *words) for words in runs))[-len(runs) :]
 
 
+@pytest.mark.slow
 def test_the_modes_learn_the_same(tmp_path: Path) -> None:
     modes = ("eager", "compiled", "graph", "replay")
     args = ("--steps", "4", "--layers", "1")

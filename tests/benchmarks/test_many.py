@@ -26,10 +26,9 @@ from dlprof.result.stored import to_json
 from simulator.job import BASE_NS
 from tests.fixtures import runs, traces
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_the_ways_give_the_same(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="needs the extra dask")
     for r in range(3):
@@ -40,7 +39,6 @@ def test_the_ways_give_the_same(tmp_path: Path) -> None:
     assert all(row["cpu_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None or os.geteuid() != 0, reason="it takes strace, and root for hosts")
 def test_a_task_makes_as_many_calls_among_many_as_among_few() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DLPROF_", "SLURM_", "OMPI_"))}

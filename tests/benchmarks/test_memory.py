@@ -58,7 +58,7 @@ def test_what_a_forward_pass_leaves_is_neither_what_was_there_nor_what_is_gone()
     assert left(events, ["forward 0", "backward 0"]) == 105
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_allocator_of_a_script_whose_bytes_are_known(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="measures PyTorch's allocator")
     script = tmp_path / "train.py"

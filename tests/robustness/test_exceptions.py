@@ -139,7 +139,7 @@ def test_no_exception_of_a_signals_handler_is_lost_and_the_recording_goes_on(
         assert done.ours == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_handler_raises_while_a_model_is_compiled_arrives(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(COMPILED)

@@ -90,7 +90,7 @@ def suite(folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("made", [package, zipped, suite])
+@pytest.mark.parametrize("made", [package, pytest.param(zipped, marks=pytest.mark.slow), suite])
 def test_ways_to_start_a_script(made: Callable[[Path], list[str]], tmp_path: Path) -> None:
     words = made(tmp_path)
     done = launch([*DLPROF, "wrap", "-o", "run", "--no-report", "--no-trace", *words], tmp_path)

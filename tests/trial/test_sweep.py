@@ -83,7 +83,7 @@ def test_words_of_a_size() -> None:
         filled_for(WORDS, 3, 64, strong=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sizes_are_recorded_in_turn_and_one_that_dies_is_told(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, SLEEPS)

@@ -55,7 +55,7 @@ def test_two_ranks_learn_and_a_fault_costs_time_and_not_accuracy(data: Path, hea
     assert losses(done) == pytest.approx(healthy[:6], rel=0.02)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients_are_exchanged_once_for_the_batches_that_are_added_up(data: Path, tmp_path: Path) -> None:
     options = ["--accumulate=2", "--hook=fp16", "--find-unused", "--optimizer=lars", "--lr=2", "--steps=6"]
     job = tmp_path / "counts.py"

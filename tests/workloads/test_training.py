@@ -61,11 +61,11 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "ranks", "ratio"),
     [
-        ("dlrm_like", "--steps=60", 2, 0.9),
+        pytest.param("dlrm_like", "--steps=60", 2, 0.9, marks=slow),
         ("fsdp_gpt", "--steps=40 --prefetch=1 --checkpointing", 2, 0.9),
         ("moe_transformer", "--steps=40 --precision=bf16", 2, 0.9),
         ("pipeline_transformer", "--steps=60", 2, 0.7),
-        ("tensor_parallel_gpt", "--steps=40", 2, 0.9),
+        pytest.param("tensor_parallel_gpt", "--steps=40", 2, 0.9, marks=slow),
         pytest.param("amp_transformer", "--steps=20 --precision=bf16 --compile=eager", 2, 1.0, marks=slow),
         pytest.param("bert_pretrain", "--steps=100 --optimizer=lamb --lr=0.02", 1, 0.99, marks=slow),
         *(pytest.param("data_parallel", "--steps=40", ranks, 0.8, marks=slow) for ranks in (1, 2)),
