@@ -145,7 +145,7 @@ time.sleep(300)
     began = time.monotonic()
     ended = run(python("-c", body), tmp_path, 3.0)
     assert ended.code is None
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
     assert [text for _, text in ended.lines] == ["begun"]
     assert "ended after 3 s" in ended.errors
     pid = int((tmp_path / "away").read_text())

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.allocated import left, sums
-from benchmarks.memory import ROOT, counted
+from benchmarks.memory import counted
 from tests.fixtures.holding import row
 
 ROWS = [
@@ -56,28 +50,3 @@ def test_what_a_forward_pass_leaves_is_neither_what_was_there_nor_what_is_gone()
     begin, end = ((MARK, 9), (-MARK, 9)), ((MARK + 1, 9), (-MARK - 1, 9))
     events = trace((40, 1), *begin, (100, 2), (7, 3), (-40, 1), (5, 1), (-7, 3), *end, (1_000, 4))
     assert left(events, ["forward 0", "backward 0"]) == 105
-
-
-@pytest.mark.slow
-def test_the_allocator_of_a_script_whose_bytes_are_known(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="measures PyTorch's allocator")
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(64, 32)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-        "for n in range(9):\n"
-        "    optimizer.zero_grad()\n"
-        "    model(torch.ones(128, 64)).exp().sum().backward()\n"
-        "    optimizer.step()\n"
-    )
-    command = [sys.executable, "-m", "benchmarks.allocated", str(tmp_path), "3", str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    size = (64 * 32 + 32) * 4
-    # The output of exp, and the loss, which is a number and takes as much as the allocator's least.
-    found = json.loads((tmp_path / "0.json").read_text())
-    assert {part: found[part] for part in ("parameter", "gradient", "optimizer")} == dict.fromkeys(
-        ("parameter", "gradient", "optimizer"), size
-    )
-    assert found["activation"] == 128 * 32 * 4 + 4

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,10 @@ def ran(run: Runner, limit_s: float = 60, **settings: Value) -> Steps | Failed:
 def test_an_endless_job_ends_with_its_steps_and_leaves_nothing(tmp_path: Path) -> None:
     script = tiny(tmp_path, TRAINS)
     run = runner(script)
-    begun = time.monotonic()
     found = ran(run)
     assert isinstance(found, Steps)
     assert 20 <= len(found.numbers) < 2_000
-    assert 5e6 < found.step_ns < 100e6
-    assert time.monotonic() - begun < 50
+    assert found.step_ns > 5e6
     assert running(script) == []
     assert list(run.folder.iterdir()) == []
     # With workers, which are processes of their own.

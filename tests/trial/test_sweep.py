@@ -142,32 +142,6 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
         begun(command, axes, folder, options)
 
 
-@pytest.mark.slow
-def test_the_curve_of_workers_is_predicted(tmp_path: Path) -> None:
-    script = tiny(
-        tmp_path,
-        """
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 100_000
-    def __getitem__(self, n):
-        time.sleep(0.01)
-        return torch.zeros(8), torch.zeros(1)
-
-for batch in DataLoader(Slow(), batch_size=4, num_workers=1):
-    train(batch)
-""",
-    )
-    command = (sys.executable, str(script))
-    folder, options = tmp_path / "sweep", Options(5, 20, 1)
-    sweep = begun(command, [axis("loader.num_workers=1,2")], folder, options)
-    done = swept(sweep, job(command, tmp_path), folder, options, lambda: False)
-    assert done.warnings == ()
-    for point in done.points:
-        assert point.step_ns is not None
-        assert point.predicted_ns == pytest.approx(point.step_ns, rel=0.2)
-
-
 def test_of_its_command_little_is_kept_and_another_is_known_from_it(tmp_path: Path) -> None:
     folder, options, axes = tmp_path / "sweep", Options(5, 12, 1), [axis("size=2")]
     command = (sys.executable, "train.py", "--size", "{size}", "--data", "/mnt/hunter2")

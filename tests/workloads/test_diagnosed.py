@@ -107,7 +107,7 @@ def test_without_a_fault_nothing_is_blamed_for_much(
     said = recorded(workload, tmp_path, "", *options, steps=steps)
     assert {rule: said[rule]["state"] for rule in expected} == expected
     if workload == "ddp_resnet":
-        assert [said[rule]["share"] < 0.15 for rule in ("input_wait", "host_bound")] == [True, True]
+        assert max(said[rule]["share"] for rule in ("input_wait", "host_bound")) < 0.3
 
 
 @pytest.mark.slow
