@@ -86,7 +86,7 @@ def test_the_changed_jobs_take_what_was_predicted(tmp_path: Path) -> None:
     assert all(one.low <= 1.005 and one.high >= 0.995 for one in every)
 
 
-@pytest.mark.parametrize("full", [0.9, 0.97])
+@pytest.mark.parametrize("full", [0.9, pytest.param(0.97, marks=pytest.mark.long)])
 def test_a_job_that_ran_out_fits_with_the_change_that_is_named(tmp_path: Path, full: float) -> None:
     job = job_of(0)
     ran = memory.simulated(job)
