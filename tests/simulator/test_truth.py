@@ -84,7 +84,7 @@ def test_a_fix_changes_the_job_and_neither_its_seed_nor_its_device(fault: object
     assert not changed & {"seed", "device", "host", "name"}
 
 
-@pytest.mark.parametrize("seed", (0, 1, 3))
+@pytest.mark.parametrize("seed", [0, 1, 3])
 def test_healthy_jobs_compute(seed: int) -> None:
     job, _, told = healthy(seed)
     assert is_healthy(job, told)
