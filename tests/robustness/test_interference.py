@@ -154,8 +154,15 @@ def test_a_loop_in_a_thread_that_is_still_running_at_the_end_breaks_nothing(tmp_
     body = """
         import atexit
         atexit.register(os._exit, 0)  # after ours; torch in a daemon thread may abort later on, with and without us
-        threading.Thread(target=train, args=(100000,), daemon=True).start()
-        time.sleep(0.5)
+        taken = []
+        def forever():
+            while True:
+                train()
+                taken.append(1)
+        threading.Thread(target=forever, daemon=True).start()
+        while len(taken) < 30:
+            time.sleep(0.01)
+        time.sleep(0.5)  # they are written every quarter of a second
         """
     done = record(script(tmp_path, body), folder=tmp_path / "daemon", options=["--window", "3,1,100000"])
     assert facts(tmp_path / "daemon/ranks/00000")["window"]["state"] == "partial"
