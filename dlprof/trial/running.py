@@ -131,12 +131,12 @@ class Runner:
                 preexec_fn=tied(signal.SIGTERM),
             )
         watch = Watch(run, self.steps, self.seconds)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             while process.poll() is None and not watch.enough():
                 if self.stopped():
                     raise Stopped
-                if time.monotonic() - begun > limit_s:
+                if time.monotonic() - started > limit_s:
                     break
                 time.sleep(_POLL_S)
             ended = process.poll()
@@ -145,7 +145,7 @@ class Runner:
             process.wait()
         if self.stopped():
             raise Stopped
-        return self._judged(settings, run, output, ended, time.monotonic() - begun > limit_s)
+        return self._judged(settings, run, output, ended, time.monotonic() - started > limit_s)
 
     def _words(self, settings: Mapping[str, Value], run: Path) -> list[str]:
         words = [sys.executable, "-c", _START, _ROOT, "wrap", "-o", str(run), "--quiet", "--no-report"]
@@ -350,7 +350,7 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class Asked:
+class Interruption:
     """`by`: the signal that interrupted the trial; 0: none yet."""
 
     by: int = 0
@@ -361,19 +361,19 @@ class Asked:
 
 
 @contextmanager
-def stopping() -> Iterator[Asked]:
+def stopping() -> Iterator[Interruption]:
     """Record SIGINT, SIGTERM and SIGHUP instead of ending the process; a signal that is ignored stays ignored."""
-    asked = Asked()
+    interruption = Interruption()
 
     def note(number: int, _frame: FrameType | None) -> None:
-        asked.by = asked.by or number
+        interruption.by = interruption.by or number
 
     before = {number: signal.getsignal(number) for number in _INTERRUPTS}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, note)
     try:
-        yield asked
+        yield interruption
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -129,7 +129,7 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._clock, self._tell = run, clock, tell
-        self._begun = clock()
+        self._started = clock()
         self._seconds = seconds
         self._spreads: dict[Words, list[float]] = {}
         self._last_ns: dict[Words, float] = {}
@@ -166,7 +166,7 @@ class Search:
             why=self._why,
             runs=self.runs,
             steps=steps,
-            seconds=round(self._clock() - self._begun, 1),
+            seconds=round(self._clock() - self._started, 1),
             warnings=tuple(warnings),
         )
 
@@ -267,10 +267,10 @@ class Search:
 
     def _timed(self, settings: Settings, limit_s: float, *, of_base: bool) -> Steps | Failed:
         self.runs += 1
-        begun = self._clock()
+        started = self._clock()
         found = self._run(settings, max(limit_s, 0.0))
         if of_base and isinstance(found, Steps):
-            self._longest_s = max(self._longest_s, self._clock() - begun)
+            self._longest_s = max(self._longest_s, self._clock() - started)
         return found
 
     def _spread(self, base: Settings) -> list[float]:
@@ -278,7 +278,7 @@ class Search:
         return self._spreads.setdefault(_words(base), [])
 
     def _left(self) -> float:
-        return self._seconds - (self._clock() - self._begun)
+        return self._seconds - (self._clock() - self._started)
 
 
 def _words(settings: Settings) -> Words:

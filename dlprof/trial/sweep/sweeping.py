@@ -130,13 +130,13 @@ class _Running:
     longest_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.begun = time.monotonic()
-        self.before_s = self.sweep.seconds
+        self.started = time.monotonic()
+        self.earlier_s = self.sweep.seconds
         self.of_command = placeholders(self.sweep.axes, self.job.command)
         self.runs = 0
 
     def left(self) -> float:
-        return 60 * self.options.minutes - (time.monotonic() - self.begun)
+        return 60 * self.options.minutes - (time.monotonic() - self.started)
 
     def measure(self) -> None:
         """Measure every point once in each round."""
@@ -213,7 +213,7 @@ class _Running:
 
     def keep(self, state: str) -> None:
         """Write sweep.json."""
-        seconds = round(self.before_s + time.monotonic() - self.begun, 1)
+        seconds = round(self.earlier_s + time.monotonic() - self.started, 1)
         self.sweep = changed(self.sweep, state=state, seconds=seconds)
         with writing(str(self.folder / FILE)):
             write(self.folder / FILE, compact(to_json(self.sweep)))
