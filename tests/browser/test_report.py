@@ -1,4 +1,4 @@
-"""The report in a real Chromium: it draws itself, asks for nothing, and runs nothing that a trace says."""
+"""The report and the page of a comparison in a real Chromium: they ask for nothing, and run nothing of a trace."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium import webdriver
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 from benchmarks.reports import PLOTLY, sharing
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.report import html
+from dlprof.report.compare import page as compare_page
 from dlprof.report.figures import drawing
 from dlprof.result import Result
-from tests.fixtures import hosts, results, runs, traces
+from tests.fixtures import comparisons, hosts, results, runs, traces
 from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
 from tests.fixtures.runs import MS
-
-selenium = pytest.importorskip("selenium", reason="selenium is not installed")
-
-from selenium import webdriver  # noqa: E402
-from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 pytestmark = NEEDS_BROWSER
 
@@ -351,3 +349,33 @@ def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
         browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(widths) == before)
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(label) == ink)
+
+
+def show_comparison(browser: webdriver.Chrome, folder: Path, name: str, theme: str = "light") -> None:
+    page = folder / "compare.html"
+    page.write_text(compare_page.render(comparisons.ALL[name]()), encoding="utf-8", newline="\n")
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    log(browser, "browser")
+    log(browser, "performance")
+    browser.get(page.as_uri())
+
+
+@pytest.mark.parametrize("name", comparisons.ALL)
+def test_no_complaint_and_no_request(browser: webdriver.Chrome, tmp_path: Path, name: str) -> None:
+    show_comparison(browser, tmp_path, name)
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith("file://")] == []
+    assert browser.execute_script("return document.scripts.length") == 0
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+@pytest.mark.parametrize("name", ["large", "hostile"])
+def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: Path, name: str, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        show_comparison(browser, tmp_path, name)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

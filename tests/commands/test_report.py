@@ -1,7 +1,8 @@
-"""`dlprof report` prints the verdict, or the result and nothing else, and writes both files where it says."""
+"""`dlprof report` and `dlprof export`: what they print, and the files that they write where they say."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -156,3 +157,32 @@ def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
     assert len(list((job / ".dlprof").rglob("*.npz"))) == 2
     again = run(job, "--format", "json", "-o", "c", "--dask", "local:2")
     assert again.stdout == plain.stdout
+
+
+def export(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["export", *map(str, words)])
+
+
+def test_a_trace_and_tables(job: Path) -> None:
+    done = export(job, "--perfetto", "out.json.gz", "--csv", "tables", "--quiet")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("out.json.gz: ")
+    assert "tables: 4 tables, " in done.stdout
+    assert json.loads(gzip.decompress(Path("out.json.gz").read_bytes()))["traceEvents"]
+    assert Path("tables/tables/00001/spans.csv").is_file()
+    assert sorted(p.name for p in job.parent.iterdir()) == ["out.json.gz", "tables", "traces"]
+
+
+def test_what_fails_is_one_line_and_costs_nothing_else(job: Path) -> None:
+    done = export(job, "--perfetto", "out.json", "--speedscope", "stacks.json")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("dlprof: ")
+    assert "no Python stacks were seen" in done.stderr
+    assert json.loads(Path("out.json").read_text())["traceEvents"]
+    assert not Path("stacks.json").exists()
+
+
+def test_it_must_be_told_what_to_write(job: Path) -> None:
+    done = export(job)
+    assert done.exit_code == 2
+    assert "--perfetto FILE" in done.stderr
