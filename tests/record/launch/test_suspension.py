@@ -1,4 +1,4 @@
-"""What is frozen, and what only waits for a core; real freezing is in tests/robustness/test_suspensions.py."""
+"""What is frozen, and what only waits for a core; real freezing is in tests/robustness/test_surroundings.py."""
 
 from __future__ import annotations
 
