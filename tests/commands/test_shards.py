@@ -90,7 +90,7 @@ def test_a_missing_shard_is_read_by_the_report(job: Path) -> None:
     for k in (0, 2):
         shard(job, f"{k}/3", "--quiet")
     kept = files_of(job)
-    done = call("report", job, "-o", job.parent / "out", "--format", "json")
+    done = call("report", job, "-o", job.parent / "out", "--format", "json", "--jobs", "1")
     missing = 5 - len(kept)
     assert done.stderr.splitlines()[0] == (
         f"{missing} of 5 ranks were read by no shard (shard 1/3 is missing): reading them now"
