@@ -139,8 +139,14 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_
 def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
     facts = {**runs.CPU, "host": os.uname().nodename, "env": {}}
     steps = [runs.light(n, 100 * MS) for n in range(40)]
-    told = {"command": [sys.executable, "train.py"], "cwd": str(tmp_path), "hosts": [os.uname().nodename]}
-    done = invoked(runs.recorded(tmp_path / "run", (traces.training(), steps, facts), **told))
+    run = runs.recorded(
+        tmp_path / "run",
+        (traces.training(), steps, facts),
+        command=[sys.executable, "train.py"],
+        cwd=str(tmp_path),
+        hosts=[os.uname().nodename],
+    )
+    done = invoked(run)
     assert done.exit_code == 0, done.output
     assert (kept(tmp_path / "run")["attempts"], kept(tmp_path / "run")["state"]) == ([], "complete")
     assert "nothing to try" in done.output
