@@ -26,6 +26,7 @@ WORKERS = change("`num_workers=4`", num_workers=(0, 4), persistent_workers=(Fals
 TRAINED = change("`num_workers=4`", training=True, num_workers=(0, 4))
 PREFETCH = change("`prefetch_factor=4`", prefetch_factor=(2, 4))
 FUSED = change("fused", fused=(None, True))
+TRAIN_OTHERWISE = (outcome(TRAINED, training=True), outcome(change("a cure"), TRAINED))
 FORECASTS = (Forecast("num_workers", "4", 50e6), Forecast("num_workers", "2", 80e6))
 BOTH: dict[str, Any] = {"loader.num_workers": 4, "loader.persistent_workers": True}
 SAVING = ("input_wait",)
@@ -48,14 +49,11 @@ SAVING = ("input_wait",)
             [Candidate(BOTH, SAVING, 2.0), Candidate({"loader.num_workers": 2})],
         ),
         # What changes the training is tried only where the user names it.
+        *(([found], {}, []) for found in TRAIN_OTHERWISE),
+        *(([found], {"allow_numerics": True}, []) for found in TRAIN_OTHERWISE),
         *(
-            case
-            for found in (outcome(TRAINED, training=True), outcome(change("a cure"), TRAINED))
-            for case in (
-                ([found], {}, []),
-                ([found], {"allow_numerics": True}, []),
-                ([found], {"asked": ("loader.num_workers=4",)}, [Candidate({"loader.num_workers": 4})]),
-            )
+            ([found], {"asked": ("loader.num_workers=4",)}, [Candidate({"loader.num_workers": 4})])
+            for found in TRAIN_OTHERWISE
         ),
         (
             *([outcome(FUSED), outcome(FUSED, name="unfused_optimizer")], {}),
