@@ -64,6 +64,10 @@ def test_overrides_of_the_recording_stay(tmp_path: Path) -> None:
     assert job(tmp_path, options=options).settings == {"loader.num_workers": 2}
 
 
+def test_another_host_is_told(tmp_path: Path) -> None:
+    assert any("elsewhere" in w for w in job(tmp_path, {"env": {}}, hosts=["elsewhere"]).warnings)
+
+
 def test_where_it_was_seen_to_save(tmp_path: Path) -> None:
     saved = [runs.stall("checkpoint", n, 5, path=path) for n, path in ((5, "last.pt"), (6, "last.pt"), (7, "best.pt"))]
     assert job(tmp_path, stalls=[[*saved, runs.stall("garbage_collection", 8, 5)]]).saves == ("last.pt", "best.pt")

@@ -98,3 +98,13 @@ def test_batches_of_another_size_cannot_be_compared() -> None:
     with pytest.raises(NotMeasured, match="batches"):
         log_ratio(steps(30, batch_size=8), steps(20, batch_size=16), "step")
     assert log_ratio(steps(30, batch_size=8), steps(20), "step") > 0
+
+
+def test_what_cannot_be_measured_or_compared(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run", log(*[10] * 40))
+    (path / "ranks/00000").rename(path / "ranks/00001")
+    for folder in (path, tmp_path / "nothing"):
+        with pytest.raises(NotMeasured):
+            steps_of(folder)
+    with pytest.raises(NotMeasured):
+        log_ratio(steps(30, 10, first=3), steps(20, 10, first=100), "step")

@@ -142,3 +142,9 @@ def test_what_anyone_would_try_is_what_is_not_so_already() -> None:
     assert {n for a in found.left_out for n in a.settings} == {"torch.autocast", "torch.compile"}
     on_gpu = planned(facts=FACTS | {"device": {"type": "cuda"}}, obvious=True)
     assert {"loader.pin_memory", "torch.cudnn_benchmark"} <= {n for c in on_gpu.candidates for n in c.settings}
+    # With the forecast that a rule made, whether or not it found anything.
+    clear = Outcome("input_wait", "clear", "Waits", forecasts=(Forecast("num_workers", "2", 80e6),))
+    known = planned(clear, facts=FACTS, obvious=True).candidates
+    assert {c.settings.get("loader.num_workers"): c.predicted for c in known}[2] == 1.25
+    restarts = FACTS | {"loaders": [{"role": "train", "num_workers": 2, "persistent_workers": False}]}
+    assert {"loader.persistent_workers": True} in [c.settings for c in planned(facts=restarts, obvious=True).candidates]
