@@ -56,7 +56,3 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     spec.loader.exec_module(made)
     text = made.PAGE.read_text()
     assert text == made.page(text), "run `make docs`"
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130

@@ -1,6 +1,6 @@
-"""The job of a recorded run, as far as it can be started again: command, working directory and environment.
+"""The job of a recorded run: its command, working directory and environment, so that it can be started again.
 
-try.json of a run folder: written, and added to the result of that run.
+Also here: try.json in the run folder, which is written and read here and added to the run's result.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
 
 @dataclass(frozen=True)
 class Job:
-    """What is started again: `settings` are the overrides that it was recorded with, `exit_code` is what it ended with.
+    """A job that can be started again. `settings`: the overrides of its recording; `exit_code`: how it ended.
 
-    `saves`: files that the recording saw it write checkpoints to. `warnings`: what differs from how it was recorded.
+    `saves`: files that it wrote checkpoints to. `warnings`: differences from the recording.
     """
 
     command: tuple[str, ...]
@@ -48,12 +48,12 @@ class Job:
 
 
 def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()) -> Job:
-    """Return the job of a run that was recorded on this host, with another command where one is given.
+    """Return the job of a run that was recorded on this host, with `command` instead of its own if given.
 
-    Raises DlprofError, with what to do, where it cannot be started again.
+    Raises DlprofError, with what to do, if it cannot be started again.
     """
-    told = _told(run)
-    if told.get("tasks"):
+    recorded = _run_json(run)
+    if recorded.get("tasks"):
         raise DlprofError(
             f"{run.path}: its tasks were started one by one (srun, mpirun, --job): run it again with --set"
         )
@@ -69,9 +69,9 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
             f"{run.path}: not all of its command was recorded ({plain(command_line(words), 200)}); {_AGAIN}, or record"
             " it with --keep-arguments"
         )
-    if told.get("cwd") is None and not command:
+    if recorded.get("cwd") is None and not command:
         raise DlprofError(f"{run.path}: does not say in which folder its command ran")
-    cwd = Path(str(told.get("cwd") or Path.cwd()))
+    cwd = Path(str(recorded.get("cwd") or Path.cwd()))
     if not cwd.is_dir():
         raise DlprofError(f"{cwd}: the folder in which the job ran is gone")
     env, warnings = _environment(run, environ)
@@ -80,12 +80,13 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
     here = os.uname().nodename
     if run.hosts and run.hosts[0] != here:
         warnings.append(f"it was recorded on {run.hosts[0]}, and is measured on {here}")
-    asked = _mapping((told.get("options") or {}).get("set"))
-    settings = {n: v for n, v in asked.items() if REDACTED not in str(v) and v != DROPPED}
+    overridden = (recorded.get("options") or {}).get("set")
+    values = overridden.items() if isinstance(overridden, Mapping) else ()
+    settings = {n: v for n, v in values if REDACTED not in str(v) and v != DROPPED}
     return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings))
 
 
-def _told(run: Run) -> Mapping[str, Any]:
+def _run_json(run: Run) -> Mapping[str, Any]:
     try:
         return facts.read(run.path / "run.json", facts.RUN).facts
     except DlprofError:
@@ -93,7 +94,7 @@ def _told(run: Run) -> Mapping[str, Any]:
 
 
 def _saves(run: Run) -> tuple[str, ...]:
-    """Return the files that the ranks were seen to save to, each once."""
+    """Return the files that rank 0 saved checkpoints to, each once."""
     found: dict[str, None] = {}
     for rank in run.ranks[:1]:
         if "stalls" not in rank.files:
@@ -107,15 +108,11 @@ def _saves(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _environment(run: Run, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return this environment with the variables as they were recorded, and what could not be made so.
+    """Return this environment with the recorded variables, and warnings about those that are not known.
 
-    Of the environment only the variables that affect training are recorded, as each rank saw them: what differs from
-    rank to rank was its launcher's.
+    Only variables that affect training are recorded, for each rank. Those that differ between ranks were set by the
+    launcher, and are left out.
     """
     env = {name: value for name, value in environ.items() if not name.startswith("DLPROF_")}
     seen = [rank.facts["env"] for rank in run.ranks if isinstance(rank.facts.get("env"), Mapping)]
@@ -137,13 +134,13 @@ def _environment(run: Run, environ: Mapping[str, str]) -> tuple[dict[str, str], 
 
 
 def keep(folder: Path, tried: Tried) -> None:
-    """Write what was tried into a run folder; raise DlprofError where it takes no file."""
+    """Write try.json into a run folder; raise DlprofError if it cannot be written."""
     with writing(str(folder / FILE)):
         write(folder / FILE, compact(to_json(tried)))
 
 
 def kept(path: Path) -> Tried | None:
-    """Return what was tried on a run; None where nothing was. Raises DlprofError where the file says nothing."""
+    """Read try.json of a run; None if there is none. Raises DlprofError if it is broken."""
     if not path.is_dir() or not Inside(path).holds(path / FILE):
         return None
     try:
@@ -153,7 +150,7 @@ def kept(path: Path) -> Tried | None:
 
 
 def with_tried(result: Result, path: Path) -> Result:
-    """Return a run's result with what was tried on it; where try.json says nothing, with a warning."""
+    """Return a run's result with its try.json; with a warning if that is broken."""
     try:
         tried = kept(path)
     except DlprofError as e:

@@ -1,4 +1,4 @@
-"""The steps of one short run, and how two runs compare: by rank 0's step log, as every report measures steps."""
+"""The steps of one short run and the comparison of two runs, from rank 0's step log, measured as in a report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dlprof.result.tried import Of
 
 @dataclass(frozen=True)
 class Steps:
-    """What a short run measured, in ns: its steady steps by number, and the mean step with all that is between steps.
+    """The steady steps of a short run: their numbers and lengths, ns.
 
-    `epochs_ns`: the mean training step over whole epochs, None where it held none. `loop_ns`: the same from the first
-    to the last steady step. `ahead`: batches that the loader makes ahead; `batch_size`: of the training loader;
-    `samples`: of a step of the whole job, None: not known.
+    `epochs_ns`: the mean training step over whole epochs including what lies between steps, None without a whole epoch.
+    `loop_ns`: the same from the first to the last steady step. `ahead`: batches that the loader prefetches.
+    `batch_size`: of the training loader. `samples`: of a step of the whole job, None if not known.
     """
 
     numbers: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Steps:
 
 
 def steps_of(folder: Path) -> Steps:
-    """Return the steps that a run folder holds; raise NotMeasured where there are fewer than ENOUGH steady ones."""
+    """Return the steps of a run folder; raise NotMeasured if fewer than ENOUGH are steady."""
     try:
         run = open_run(folder)
     except DlprofError as e:
@@ -55,7 +55,7 @@ def steps_of(folder: Path) -> Steps:
 
 
 def _samples(run: Run) -> float | None:
-    """Return the samples of a mean step of the whole job, by rank 0's; None where they are not known."""
+    """Return the samples of a mean step of the whole job, from those of rank 0; None if not known."""
     job = Job(run, {r.index: RankAnswer({}, r.facts, {}, ()) for r in run.ranks})
     try:
         mine = float(RankData(run.ranks[0]).once(work_done)["samples"].iloc[0])
@@ -66,7 +66,7 @@ def _samples(run: Run) -> float | None:
 
 
 def steps_of_rank(rank: Rank) -> Steps:
-    """Return the same of a rank."""
+    """Return the steps of one rank; raise NotMeasured if fewer than ENOUGH are steady."""
     rows = RankData(rank).once(light_steps)
     steady = rows["steady"].to_numpy(dtype=bool)
     if steady.sum() < ENOUGH:
@@ -99,12 +99,12 @@ def training_loader(facts: Any) -> dict[str, Any]:
 
 
 def ahead(loader: dict[str, Any]) -> int:
-    """Return how many batches a loader makes ahead: so many steps pass before its own pace shows."""
+    """Return how many batches a loader prefetches: its own speed shows only after as many steps."""
     return (loader.get("num_workers") or 0) * (loader.get("prefetch_factor") or 2)
 
 
 def epoch_of(rank: Rank) -> int | None:
-    """Return how many steps an epoch of a recorded rank has; None where the recording holds no whole one."""
+    """Return the number of steps in an epoch of a recorded rank; None without a whole epoch."""
     try:
         rows = RankData(rank).table("steps")
     except NotMeasured:
@@ -114,9 +114,9 @@ def epoch_of(rank: Rank) -> int | None:
 
 
 def log_ratio(a: Steps, b: Steps, of: Of) -> float:
-    """Return the logarithm of how many times faster `b` is than `a`; raise NotMeasured where they cannot be compared.
+    """Return the logarithm of how many times faster `b` is than `a`; raise NotMeasured if they cannot be compared.
 
-    Steady steps are compared from the same number on, after as many as the loaders had made ahead.
+    Steady steps are compared from the same step number on, after the batches that the loaders had prefetched.
     """
     if a.batch_size != b.batch_size and None not in (a.batch_size, b.batch_size):
         raise NotMeasured(f"its batches are of {b.batch_size}, not of {a.batch_size}")
@@ -131,7 +131,7 @@ def log_ratio(a: Steps, b: Steps, of: Of) -> float:
 
 
 def epochs_log_ratio(a: Steps, b: Steps) -> float | None:
-    """Return the same over whole epochs; None where one of the runs held none."""
+    """Return the same over whole epochs; None if one of the runs has no whole epoch."""
     return None if a.epochs_ns is None or b.epochs_ns is None else math.log(a.epochs_ns / b.epochs_ns)
 
 

@@ -1,7 +1,7 @@
-"""Which changes are tried: those that a report's findings name, further obvious ones, and the user's own.
+"""Which changes are tried: those of a report's findings, further obvious ones, and those that the user names.
 
-A change is tried whole. One of which a part cannot be set from outside is left out, and so is one that only prints, or
-that changes the training: that is tried where the user names it.
+A change is tried only as a whole: it is left out if a part of it cannot be set from outside the script. Changes that
+only print more are left out, too. Changes of the training itself are tried only if the user names them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dlprof.result import TIMELESS, Change, Outcome, Result
 from dlprof.result.tried import Attempt, Of
 from dlprof.trial.measuring import training_loader
 
-# These find out more, and make nothing faster.
+# These print more and make nothing faster.
 _PRINTS = frozenset(("NCCL_DEBUG", "TORCH_LOGS"))
 
-# Settings that go by another name, or by another value, from outside.
+# Settings whose override has another name or another value.
 _RENAMED: Mapping[str, str] = {
     "float32_precision": "torch.float32_matmul_precision",
     "fp32_precision": "torch.float32_matmul_precision",
@@ -29,13 +29,13 @@ _RENAMED: Mapping[str, str] = {
 }
 _VALUES: Mapping[str, str] = {"tf32": "high", "bfloat16": "bf16", "float16": "fp16"}
 
-# Overrides of which at most one of each line is set at a time.
+# Overrides that exclude each other.
 _SAME = (("env.OMP_NUM_THREADS", "torch.num_threads"), ("optimizer.fused", "optimizer.foreach"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change that can be tried: overrides by name, who names it, and what is predicted (how many times faster)."""
+    """A change to try: overrides by name, the findings that name it, and the predicted speed-up (times faster)."""
 
     settings: Mapping[str, Value]
     findings: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Candidate:
     numerics: bool = False
 
     def excludes(self, others: Iterable[str]) -> bool:
-        """Return whether it sets what one of these overrides sets already."""
+        """Return whether it cannot be combined with one of these overrides."""
         others = set(others)
         mine = set(self.settings)
         return bool(mine & others) or any(mine & set(same) and others & set(same) for same in _SAME)
@@ -52,20 +52,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is tried, the most promising first, and what is not, with the reason."""
+    """The changes to try, the most promising first, and those that are not tried, with the reason."""
 
     candidates: tuple[Candidate, ...]
     left_out: tuple[Attempt, ...] = ()
-    skipped: tuple[str, ...] = ()  # changes that have no name in --set, with the reason
+    skipped: tuple[str, ...] = ()  # changes that --set cannot make, with the reason
 
 
 def plan(
     result: Result, facts: Mapping[str, Any], *, asked: Iterable[str] = (), obvious: bool, allow_numerics: bool
 ) -> Plan:
-    """Return what to try on the run of a result. `facts` are rank 0's; each of `asked` is one candidate's NAME=VALUE
-    words.
+    """Return what to try on the run of a result. `facts` are rank 0's; each string in `asked` is one candidate's
+    NAME=VALUE words.
 
-    Raises DlprofError for a setting that the user named and that there is not.
+    Raises DlprofError for a setting that does not exist.
     """
     found, skipped = _of_findings(result)
     more = [Candidate(overrides.parse(words.split())) for words in asked]
@@ -80,7 +80,10 @@ def plan(
             continue
         findings = tuple(dict.fromkeys((*before.findings, *one.findings)))
         together[key] = replace(before if before.predicted is not None else one, findings=findings)
-    every = [_with_numerics(one) for one in together.values()]
+    every = [
+        replace(one, numerics=one.numerics or bool(overrides.changes_numbers(one.settings)))
+        for one in together.values()
+    ]
     every.sort(key=lambda c: -(c.predicted or 1.0))
     refused = [c for c in every if c.numerics and not allow_numerics]
     why = "the job then computes other numbers; --allow-numerics tries it"
@@ -89,10 +92,6 @@ def plan(
         tuple(Attempt(c.settings, "not_tried", why, c.findings, c.of, c.predicted, numerics=True) for c in refused),
         tuple(skipped),
     )
-
-
-def _with_numerics(one: Candidate) -> Candidate:
-    return replace(one, numerics=one.numerics or bool(overrides.changes_numbers(one.settings)))
 
 
 def _of_findings(result: Result) -> tuple[list[Candidate], list[str]]:
@@ -113,7 +112,7 @@ def _of_findings(result: Result) -> tuple[list[Candidate], list[str]]:
 
 
 def _named(change: Change) -> dict[str, str]:
-    """Return a change's settings by the names of overrides; raise DlprofError where one has none, or no value."""
+    """Return a change's settings by the names of overrides; raise DlprofError if one has no such name or no value."""
     values = {s.name: s.to for s in change.settings if s.name not in _PRINTS}
     found: dict[str, str] = {}
     if values.pop("autocast_enabled", None) is True:
@@ -129,9 +128,9 @@ def _named(change: Change) -> dict[str, str]:
 
 
 def _predicted(result: Result, outcome: Outcome, change: Change, place: int) -> float | None:
-    """Return how many times faster a change is predicted to be: by its own forecast, else by the finding's saving.
+    """Return the predicted speed-up of a change, from its own forecast or else from the finding's saving.
 
-    That saving is the first change's. None where it is a bound.
+    The saving is that of the finding's first change. None if the saving is only an upper bound.
     """
     forecasts = {(f.setting, f.value): f.step_ns for f in outcome.forecasts}
     for setting in change.settings:
@@ -144,7 +143,7 @@ def _predicted(result: Result, outcome: Outcome, change: Change, place: int) -> 
 
 
 def _forecast(result: Result, one: Candidate) -> Candidate:
-    """Return a candidate with the step that some rule forecasts for it, found or not."""
+    """Return a candidate with the step that a rule forecasts for it, whether or not that rule found anything."""
     for outcome in result.outcomes:
         for f in outcome.forecasts:
             name = overrides.named(f.setting)
@@ -156,7 +155,7 @@ def _forecast(result: Result, one: Candidate) -> Candidate:
 
 
 def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
-    """Return what one would try on any job, as far as it is not so already."""
+    """Return settings that are worth trying on any job and that this one does not have yet."""
     cpu, device = facts.get("cpu") or {}, (facts.get("device") or {}).get("type")
     given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
     ranks = max(1, facts.get("world_size") or 1)

@@ -1,13 +1,10 @@
-"""Runs a job for some steps with settings overridden, by `dlprof wrap --set`, and ends it.
+"""Run a job for some steps with settings overridden (`dlprof wrap --set`), then end it and all of its processes.
 
-The run is watched from outside, by its step log. It is detached by setsid: a Ctrl-C at the terminal is for us.
-Should this process be killed, the kernel sends the run a SIGTERM, and the run ends what it has started.
+A run is followed by reading its step log. It has a session of its own (setsid), so that Ctrl-C at the terminal reaches
+only dlprof. If dlprof is killed, the kernel sends the run a SIGTERM, and the run ends its own processes.
 
-A copy of the working directory for one run, so that what the script writes there is thrown away.
-
-The processes of a short run: all that descend from it or carry its mark, wherever they went; and their end.
-
-Notes a signal that asks for the end, so that what runs is ended first and what was found is kept.
+Also here: the copy of the working directory for a run (--copy), finding and ending a run's processes, and catching the
+signals that interrupt a trial.
 """
 
 from __future__ import annotations
@@ -42,40 +39,40 @@ from dlprof.units import size
 
 _POLL_S = 0.05
 
-# What a run that is only timed does not record.
+# A run that is only timed records steps and nothing else.
 QUICK = ("--no-trace", "--no-sample", "--stacks", "off", "--flops", "off")
 
-# Folders of failed runs that are kept, with what they printed.
+# How many folders of failed runs are kept, with their output.
 KEPT = 3
 
-# `python -m` and -c put the working directory first on the path, and a user's random.py would be ours.
+# `python -m` and -c put the working directory first on the path: a user's random.py would then be imported by dlprof.
 _START = "import sys; sys.path[0] = sys.argv.pop(1); from dlprof.cli import main; main()"
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 _NAN = re.compile(rb"\bnan\b", re.IGNORECASE)
-_MOST_READ = 1 << 20  # bytes from the end of what a run printed
+_MOST_READ = 1 << 20  # bytes from the end of a run's output
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A run that measured nothing: why, in words, and where what it printed is; `over`: its time was up."""
+    """A run without a measurement: the reason, the file with its output, and whether it ran out of time (`over`)."""
 
     why: str
     output: Path | None = None
     over: bool = False
 
 
-class Stopped(Exception):  # noqa: N818 - no error: the user wants it to end
-    """A signal asks for the end."""
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The trial was interrupted by a signal."""
 
 
 @dataclass
 class Runner:
-    """Runs a job again and again, each run in a folder of its own below `folder`, which must be there.
+    """Runs a job repeatedly, each run in a new folder below `folder`, which must exist.
 
-    A run is over after so many steady `steps` that last for `seconds`. `stopped` is asked many times a second whether
-    to give up. `copy`: each run has a copy of the working directory. `may_be_the_same`: settings that the job has
-    already are no failure. `recording`: options of the recording. `keep`: where the recording of a run is left.
+    A run is ended after `steps` steady steps that take at least `seconds`. `stopped` is called many times a second and
+    says whether to give up. `copy`: each run gets a copy of the working directory. `may_be_the_same`: settings that the
+    job already has are not a failure. `recording`: options of the recording. `keep`: where to move a run's recording.
     """
 
     job: Job
@@ -90,12 +87,12 @@ class Runner:
     keep: Path | None = None
     runs: int = 0
     _failures: list[Path] = field(default_factory=list)
-    _printed_nan: bool = False  # a run without changes has printed one
+    _printed_nan: bool = False  # a run without changes printed one
 
     def __call__(self, settings: Mapping[str, Value], limit_s: float) -> Steps | Failed:
         """Run the job with these overrides until it has enough steps, ends, or is out of time; return its steps.
 
-        Raises Stopped where `stopped` says so. No process of it is left in any case.
+        Raises Stopped if `stopped` returns True. In every case all of its processes have ended.
         """
         self.runs += 1
         folder = self.folder / f"{self.runs:04d}"
@@ -134,12 +131,12 @@ class Runner:
                 preexec_fn=tied(signal.SIGTERM),
             )
         watch = Watch(run, self.steps, self.seconds)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             while process.poll() is None and not watch.enough():
                 if self.stopped():
                     raise Stopped
-                if time.monotonic() - begun > limit_s:
+                if time.monotonic() - started > limit_s:
                     break
                 time.sleep(_POLL_S)
             ended = process.poll()
@@ -148,7 +145,7 @@ class Runner:
             process.wait()
         if self.stopped():
             raise Stopped
-        return self._judged(settings, run, output, ended, time.monotonic() - begun > limit_s)
+        return self._judged(settings, run, output, ended, time.monotonic() - started > limit_s)
 
     def _words(self, settings: Mapping[str, Value], run: Path) -> list[str]:
         words = [sys.executable, "-c", _START, _ROOT, "wrap", "-o", str(run), "--quiet", "--no-report"]
@@ -161,7 +158,7 @@ class Runner:
     def _judged(
         self, settings: Mapping[str, Value], run: Path, output: Path, ended: int | None, over: bool
     ) -> Steps | Failed:
-        """Return what a run measured, or why it does not count."""
+        """Return the steps of a run, or why it does not count."""
         if ended and ended != self.job.exit_code:
             how = f"was ended by signal {-ended}" if ended < 0 else f"ended with exit code {ended}"
             return Failed(f"the job {how}{said(_last_line(output), self.job.command)}", output)
@@ -177,7 +174,7 @@ class Runner:
         except NotMeasured as e:
             when = ", and its time was up" if over else ", and the job had ended" if ended == 0 else ""
             return Failed(f"{e}{when}", output, over)
-        nan = _prints_nan(output)
+        nan = _NAN.search(_end_of(output)) is not None
         if nan and settings and not self._printed_nan:
             return Failed("it prints nan, and the job without changes does not", output)
         self._printed_nan |= nan and not settings
@@ -185,9 +182,9 @@ class Runner:
 
 
 class Watch:
-    """Follows the step log of a run's rank 0 while it is written, and says when it holds enough steady steps.
+    """Reads the step log of a run's rank 0 while it is written, until it has enough steady steps.
 
-    They must last for some seconds too: a change that makes steps ten times shorter needs more of them.
+    These must also take some seconds: a change that makes steps ten times shorter needs more of them.
     """
 
     def __init__(self, run: Path, steps: int, seconds: float = 0.0) -> None:
@@ -198,7 +195,7 @@ class Watch:
         self._ahead: int | None = None
 
     def enough(self) -> bool:
-        """Read what is new, and return whether enough steps have passed since the job settled."""
+        """Read the new lines and return whether there are enough steps after the warm-up."""
         before = len(self._lengths)
         for row in self._rows():
             kind, first, dur = row.get("kind"), row.get("first"), row.get("dur_ns")
@@ -211,7 +208,7 @@ class Watch:
             self._ahead = _ahead(self._path)
         calm = SETTLED * statistics.median(self._lengths)
         settled = next((i for i, x in enumerate(self._lengths) if i >= WARMUP_STEPS and x <= calm), WARMUP_STEPS)
-        # The measure leaves out no more than a third.
+        # The warm-up is at most a third of the steps.
         settled = max(min(settled, len(self._lengths) // 3), 1)
         measured = self._lengths[settled + self._ahead :]
         return len(measured) >= self._steps and sum(measured) >= self._least_ns
@@ -220,7 +217,7 @@ class Watch:
         path = max(self._run.glob("ranks/00000*/steps.jsonl"), key=lambda p: p.parent.name, default=None)
         if path is None:
             return
-        if path != self._path:  # restarted by its launcher: counted anew
+        if path != self._path:  # restarted by its launcher: count from the start
             self._path, self._read, self._lengths = path, 0, []
         with path.open("rb") as file:
             file.seek(self._read)
@@ -230,7 +227,7 @@ class Watch:
         for line in data[:whole].splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:  # one bad line costs itself
+            except ValueError:  # skip a broken line
                 continue
             if isinstance(row, dict):
                 yield row
@@ -245,14 +242,10 @@ def _ahead(steps: Path | None) -> int:
 
 
 def _last_line(output: Path) -> str:
-    """Return ": " and the last line of what a run printed, ours only where there is no other; "" for nothing."""
+    """Return ": " and the last line of a run's output, preferring lines that are not dlprof's; "" without output."""
     lines = [line.strip() for line in _end_of(output).decode(errors="replace").splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("dlprof: ")] or lines
     return f": {lines[-1][:200]}" if lines else ""
-
-
-def _prints_nan(output: Path) -> bool:
-    return _NAN.search(_end_of(output)) is not None
 
 
 def _end_of(output: Path) -> bytes:
@@ -261,18 +254,18 @@ def _end_of(output: Path) -> bytes:
         return file.read()
 
 
-# More than this is a data set or an archive of runs: copying it before each run takes longer than the run.
+# A larger folder holds a data set or old runs: copying it would take longer than the run.
 MOST_BYTES = 2 << 30
 
 
-# What a script does not read, and what others have made of it.
+# Repositories, environments, caches and earlier runs.
 _LEFT_OUT = frozenset((".git", "__pycache__", ".venv", "venv", "node_modules", "runs"))
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Copy a folder and return the copy; raise DlprofError where it holds more than MOST_BYTES, or cannot be copied.
+    """Copy a folder and return the copy; raise DlprofError if it is larger than MOST_BYTES or cannot be copied.
 
-    Links are copied as links. The copy itself is left out, should it lie within the folder.
+    Links are copied as links. If the copy lies within the folder it is not copied itself.
     """
     total = 0
     for path, folders, files in os.walk(folder):
@@ -294,43 +287,43 @@ def copied(folder: Path, to: Path) -> Path:
     return to
 
 
-# How long they may take to end themselves: what they measured is on disk every half second anyway.
+# How long the processes of a run may take to end by themselves. The step log is written every half second anyway.
 GRACE_S = 5.0
 
 
-# How often it is looked again for processes that others have started meanwhile.
-_LOOKS = 20
+# How often to look again for processes that others have started in the meantime.
+_ATTEMPTS = 20
 
 
 _PAUSE_S = 0.05
 
 
 def processes_of(root: int, folder: Path) -> set[int]:
-    """Return the live processes that `root` has started, directly or not, and those that record into the folder.
+    """Return the running processes that `root` has started, directly or not, and those that record into the folder.
 
-    A process whose parent has ended is somebody else's child; the folder still stands in its environment.
+    A process whose parent has ended is no longer a descendant, but its environment still names the folder.
     """
     mark = b"DLPROF_RUN=" + os.fsencode(folder)
     known = running()
-    # Itself, what it leads (setsid), and what has its mark.
+    # The process itself, its session (setsid), and processes whose environment names the folder.
     roots = [root, *(pid for pid, stat in known.items() if int(stat[3]) == root or _is_marked(pid, mark))]
     return {pid for pid in family(roots, known) if pid in known and pid != os.getpid()}
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:
-    with contextlib.suppress(OSError):  # another user's, or it has ended
+    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
         return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
 
 
 def end(root: int, folder: Path) -> None:
-    """End a run's processes: all but `root`, which then ends by itself, with SIGTERM; those that stay are killed.
+    """End a run's processes: SIGTERM to all but `root`, which then ends by itself; kill those that remain.
 
-    On return none of them is left, but for a process that the kernel itself cannot end.
+    On return all have ended, except for a process that even the kernel cannot end.
     """
     for pid in processes_of(root, folder) - {root}:
         _send(pid, signal.SIGTERM)
-        _send(pid, signal.SIGCONT)  # a stopped one would hear of it never
+        _send(pid, signal.SIGCONT)  # a stopped process would not receive the SIGTERM
     until = time.monotonic() + GRACE_S
     while not has_ended(stat_of(root)) and time.monotonic() < until:
         time.sleep(_PAUSE_S)
@@ -338,8 +331,8 @@ def end(root: int, folder: Path) -> None:
 
 
 def kill(root: int, folder: Path) -> None:
-    """Kill a run's processes, `root` too unless it is this one, until none is left."""
-    for _ in range(_LOOKS):
+    """Kill a run's processes, including `root` unless that is this process, until none is left."""
+    for _ in range(_ATTEMPTS):
         left = processes_of(root, folder)
         if not left:
             return
@@ -353,34 +346,34 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-_ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class Asked:
-    """`by`: the signal that has asked for the end; 0: none yet."""
+class Interruption:
+    """`by`: the signal that interrupted the trial; 0: none yet."""
 
     by: int = 0
 
     def __call__(self) -> bool:
-        """Return whether one has."""
+        """Return whether a signal has arrived."""
         return self.by != 0
 
 
 @contextmanager
-def stopping() -> Iterator[Asked]:
-    """Note signals that ask for the end, instead of ending; those that are ignored stay so."""
-    asked = Asked()
+def stopping() -> Iterator[Interruption]:
+    """Record SIGINT, SIGTERM and SIGHUP instead of ending the process; a signal that is ignored stays ignored."""
+    interruption = Interruption()
 
     def note(number: int, _frame: FrameType | None) -> None:
-        asked.by = asked.by or number
+        interruption.by = interruption.by or number
 
-    before = {number: signal.getsignal(number) for number in _ASKS}
+    before = {number: signal.getsignal(number) for number in _INTERRUPTS}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, note)
     try:
-        yield asked
+        yield interruption
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

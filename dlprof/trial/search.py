@@ -1,17 +1,13 @@
-"""What is run when: the job and each change in turn, A B A B, until the answers are clear or the time is up.
+"""`dlprof try`: run a job with and without each change in turns (A B A B) until the results are clear or time is up.
 
-First every change alone, round by round, so that each has a figure soon; then those that helped together, the best
-first, each kept where it makes the best so far still faster.
+First each change is measured alone, one pair each per round, so that every change has a figure early. Then the changes
+that helped are combined, the best first; each is kept if it makes the best so far faster still.
 
-How many times faster a change makes a job, how sure that is, and what follows.
+A pair is a run with the change and the runs without it just before and after, so that a drift of the machine affects
+both. Its figure is the logarithm of the ratio of the mean steps; the confidence interval is Student's. Since two pairs
+say little about how much pairs vary, the variation between the runs without a change is used as well.
 
-A pair is a run with the change, and the runs without it just before and after: what drifts from run to run, a clock or
-a neighbour on the machine, is in both. A pair's figure is the logarithm of its ratio; the interval is Student's. Two
-pairs alone say little of how much pairs differ: how much the runs without the change differ from each other counts too.
-
-Tries what a result advises on its run, and says meanwhile what it does.
-
-How many steps each run measures: enough seconds and steps for a mean, and whole epochs where these are short.
+Each run measures enough seconds and steps for a mean, and whole epochs if these are short.
 """
 
 from __future__ import annotations
@@ -41,23 +37,22 @@ Settings = Mapping[str, Value]
 Words = tuple[tuple[str, Value], ...]
 RunSteps = Callable[[Settings, float], "Steps | Failed"]
 
-# Of the time, what single changes may take where several of them promise a gain: the rest is for combinations.
+# The share of the time for single changes if several of them promise a gain. The rest is for combinations.
 SINGLE_SHARE = 0.7
 
-# The job itself must reach its steps in this part of the time, or no change could be measured.
+# The job itself must reach its steps within this share of the time, or no change could be measured.
 FIRST_SHARE = 0.5
 
-# A change may take so many times as long as the job did, and so many seconds more (a compiler may be at work), before
-# it counts as too slow.
+# A run with a change is ended as too slow after this many times the job's own time plus these seconds (for a compiler).
 _LONGER, _MORE_S = 3.0, 120.0
 
 
 @dataclass
 class _Series:
-    """Pairs of one change: the run with it, and those of the base before and after."""
+    """The pairs of one change: a run with it, and the runs of the base (the settings without it) before and after."""
 
     candidate: Candidate
-    spread: list[float]  # of the base's runs, from each to the next; more of them come in
+    spread: list[float]  # differences between successive runs of the base; shared, and grows
     logs: list[float] = field(default_factory=list)
     epochs: list[float] = field(default_factory=list)
     befores_ns: list[float] = field(default_factory=list)
@@ -65,7 +60,7 @@ class _Series:
     failed: str = ""
 
     def add(self, before: Steps, run: Steps, after: Steps | None) -> None:
-        """Add a pair; raise NotMeasured where the runs cannot be compared."""
+        """Add a pair; raise NotMeasured if the runs cannot be compared."""
         bases = [before] if after is None else [before, after]
         self.logs.append(_mean([log_ratio(base, run, self.candidate.of) for base in bases]))
         whole = [w for base in bases if (w := epochs_log_ratio(base, run)) is not None]
@@ -82,13 +77,13 @@ class _Series:
 
     @property
     def open(self) -> bool:
-        """Whether another pair would tell more."""
+        """Whether another pair is needed."""
         return not self.failed and (self.gain is None or not answered(self.gain))
 
     def attempt(self) -> Attempt:
-        """Return what is known so far."""
+        """Return the result so far."""
         c, gain = self.candidate, self.gain
-        # Only where every pair held whole epochs are they comparable with the steps.
+        # Epochs are comparable with steps only if every pair has whole epochs.
         epochs = gain_of(self.epochs, self.spread) if self.epochs and len(self.epochs) == len(self.logs) else None
         verdict: Verdict = "not_counted" if self.failed else verdict_of(gain) if gain else "not_tried"
         why = self.failed or ("" if gain else "the time was up")
@@ -113,7 +108,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-class _OutOfTime(Exception):  # noqa: N818 - no error: what was found so far is the answer
+class _OutOfTime(Exception):  # noqa: N818 - not an error: the results so far are the answer
     """The time is up."""
 
 
@@ -122,7 +117,7 @@ class _BaseFailed(Exception):  # noqa: N818
 
 
 class Search:
-    """A search for the fastest settings: `go` makes it, `tried` says at any time what it has found so far."""
+    """A search for the fastest settings: `go` runs it, `tried` returns the results so far at any time."""
 
     def __init__(
         self,
@@ -134,21 +129,21 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._clock, self._tell = run, clock, tell
-        self._begun = clock()
+        self._started = clock()
         self._seconds = seconds
         self._spreads: dict[Words, list[float]] = {}
         self._last_ns: dict[Words, float] = {}
         self._series = [_Series(c, self._spread({})) for c in candidates]
         self._combined: list[_Series] = []
         self._best: _Series | None = None
-        self._base: tuple[Settings, Steps] | None = None  # the last run that the next one is compared with
+        self._base: tuple[Settings, Steps] | None = None  # the last run of a base, which the next run is compared with
         self._longest_s = 0.0
-        self._state: State = "interrupted"  # unless it comes to an end
+        self._state: State = "interrupted"  # until it is over
         self._why = ""
         self.runs = 0
 
     def go(self) -> None:
-        """Search until every answer is clear, the time is up, or somebody asks for the end."""
+        """Search until every result is clear, the time is up, or it is interrupted."""
         try:
             self._singles()
             self._together()
@@ -161,7 +156,7 @@ class Search:
             self._state = "interrupted"
 
     def tried(self, steps: int, left_out: Sequence[Attempt] = (), warnings: Sequence[str] = ()) -> Tried:
-        """Return what was found so far."""
+        """Return the results so far."""
         best = self._best or next(iter(self._gains()), None)
         return Tried(
             state=self._state,
@@ -171,12 +166,12 @@ class Search:
             why=self._why,
             runs=self.runs,
             steps=steps,
-            seconds=round(self._clock() - self._begun, 1),
+            seconds=round(self._clock() - self._started, 1),
             warnings=tuple(warnings),
         )
 
     def _gains(self) -> list[_Series]:
-        """Return the changes that helped, the most first."""
+        """Return the changes that helped, the largest gain first."""
         helped = [(a, s) for s in self._series if (a := s.attempt()).verdict == "gain"]
         return [s for a, s in sorted(helped, key=lambda pair: -_worth(pair[0]))]
 
@@ -191,7 +186,7 @@ class Search:
                 self._pair(series, {}, series.candidate.settings)
 
     def _together(self) -> None:
-        """Add the changes that helped to the best, one by one; then measure them together against the job."""
+        """Combine the changes that helped, one after the other; then measure the combination against the job."""
         gains = self._gains()
         if len(gains) < 2:
             return
@@ -222,14 +217,14 @@ class Search:
                 self._best = whole
 
     def _pair(self, series: _Series, base: Settings, settings: Settings) -> None:
-        """Run the base, where its last run is not the latest one, then the change, then the base again."""
+        """Run the base (unless its last run was the latest of all), the change, and the base again."""
         need = 2 if self._is_last(base) else 3
         if self._left() < need * self._longest_s:
             raise _OutOfTime
         before = self._one(base)
         run = self._timed(settings, min(self._left(), _LONGER * self._longest_s + _MORE_S), of_base=False)
         if isinstance(run, Failed):
-            # The last run was this one, and yet the base's is as good as it was.
+            # The base's last run can still be used, although this run came after it.
             if run.over and self._left() <= 0:
                 raise _OutOfTime
             series.failed = run.why
@@ -239,7 +234,7 @@ class Search:
         after: Steps | None = None
         try:
             after = self._one(base)
-        finally:  # time that is up, or a signal, does not cost the pair
+        finally:  # keep the pair if the time is up or a signal arrives
             try:
                 series.add(before, run, after)
             except NotMeasured as e:
@@ -250,7 +245,7 @@ class Search:
         return self._base is not None and self._base[0] == base
 
     def _one(self, base: Settings, limit_s: float | None = None) -> Steps:
-        """Return the base's steps: those of its last run where nothing ran since, else of a new one."""
+        """Return the base's steps: of its last run if nothing ran since, else of a new run."""
         if self._base is not None and self._base[0] == base:
             return self._base[1]
         first, why = self.runs == 0, ""
@@ -272,18 +267,18 @@ class Search:
 
     def _timed(self, settings: Settings, limit_s: float, *, of_base: bool) -> Steps | Failed:
         self.runs += 1
-        begun = self._clock()
+        started = self._clock()
         found = self._run(settings, max(limit_s, 0.0))
         if of_base and isinstance(found, Steps):
-            self._longest_s = max(self._longest_s, self._clock() - begun)
+            self._longest_s = max(self._longest_s, self._clock() - started)
         return found
 
     def _spread(self, base: Settings) -> list[float]:
-        """Return the list that takes by how much the base's step differs from run to run."""
+        """Return the list of differences between successive runs of a base."""
         return self._spreads.setdefault(_words(base), [])
 
     def _left(self) -> float:
-        return self._seconds - (self._clock() - self._begun)
+        return self._seconds - (self._clock() - self._started)
 
 
 def _words(settings: Settings) -> Words:
@@ -295,12 +290,12 @@ def _worth(attempt: Attempt) -> float:
     return measured.ratio if measured else 0.0
 
 
-# Two recordings of the same job are up to 0.9 % apart on a quiet machine (docs/cost.md): from twice that on, a change
+# Two recordings of the same job differ by up to 0.9 % on a quiet machine (docs/cost.md): a gain of at least twice that
 # is worth an edit.
 WORTH = 1.02
 
 
-# A gain is known well enough when it is known to 5 %.
+# A gain is known well enough to 5 %.
 KNOWN = 1.05
 
 
@@ -311,13 +306,13 @@ MOST_PAIRS = 8
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
-# Two pairs in a row share the run without the change that is between them: of a variance of 1 + 2 / 4 of single runs
-# they have 1 / 4 in common.
+# Two successive pairs share the run without the change between them: of their variance of 1 + 2 / 4 of single runs they
+# have 1 / 4 in common.
 _SHARED = 1 / 6
 
 
-# Of the differences between runs without the change: one has 2 single runs' variances, and a pair 1.5. Each run is in
-# two differences, so that they count as fewer; and never as more than a few, as runs with the change may differ more.
+# A difference between runs without the change has 2 single runs' variances, and a pair has 1.5. Each run is in two
+# differences, so these count as fewer observations, and as two at most since runs with the change may vary more.
 _OF_PAIR = 1.5 / 2
 
 
@@ -325,9 +320,9 @@ _COUNTS, _MOST_COUNT = 2 / 3, 2.0
 
 
 def gain_of(logs: Sequence[float], spread: Sequence[float] = ()) -> Gain:
-    """Return the gain that the logarithms of pairs' ratios show; raise ValueError without one.
+    """Return the gain from the logarithms of the pairs' ratios; raise ValueError without a pair.
 
-    `spread`: by how much the logarithm of the step differs from each run without the change to the next.
+    `spread`: differences of the logarithm of the step between successive runs without the change.
     """
     n = len(logs)
     if not n:
@@ -350,7 +345,7 @@ def _student(freedom: float) -> float:
 
 
 def verdict_of(g: Gain) -> Verdict:
-    """Return what a gain says: the interval is all above WORTH, or all below; of a single pair nothing."""
+    """Return the verdict on a gain by its interval: above WORTH, or below; unclear after a single pair."""
     if g.low is None or g.high is None:
         return "unclear"
     if g.low > WORTH:
@@ -361,14 +356,14 @@ def verdict_of(g: Gain) -> Verdict:
 
 
 def answered(g: Gain) -> bool:
-    """Return whether further pairs would tell nothing that matters: no gain, or one that is known to 5 %."""
+    """Return whether no further pair is needed: there is no gain, or it is known to 5 %."""
     found = verdict_of(g)
     if found == "gain" and g.low is not None:
         return g.ratio / g.low <= KNOWN or g.pairs >= MOST_PAIRS
     return found != "unclear" or g.pairs >= MOST_PAIRS
 
 
-FOLDER = "try"  # of a run folder: what runs, and what failed runs have printed
+FOLDER = "try"  # in the run folder: the current run, and the output of failed ones
 
 
 @dataclass(frozen=True)
@@ -386,23 +381,23 @@ class Options:
 
 @dataclass(frozen=True)
 class Trial:
-    """All that is known before the first run."""
+    """What is known before the first run."""
 
     run: Run
     job: Job
     plan: Plan
     steps: int
-    seconds: float  # that they must last at least
+    seconds: float  # that the steps must take at least
     options: Options
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What differs from the recording."""
+        """Differences from the recording."""
         return self.job.warnings
 
 
 def prepared(path: Path, result: Result, options: Options, environ: Mapping[str, str]) -> Trial:
-    """Return what will be tried on a run, and how; raise DlprofError where its job cannot be started again."""
+    """Return what will be tried on a run, and how; raise DlprofError if its job cannot be started again."""
     if environ.get("DLPROF_RUN"):
         raise DlprofError(f"this already runs under dlprof, which records into {environ['DLPROF_RUN']}")
     run = open_run(path)
@@ -429,7 +424,7 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
 def tried(
     trial: Trial, stopped: Callable[[], bool], tell: Callable[[Attempt | float], None] = lambda _found: None
 ) -> Tried:
-    """Run the trial to its end, or until `stopped` says so; no process of it is left. Raises DlprofError."""
+    """Run the trial to its end or until `stopped` returns True, and end all its processes. Raises DlprofError."""
     if not trial.plan.candidates:
         nothing = Tried("complete", trial.plan.left_out, warnings=trial.warnings)
         keep(trial.run.path, nothing)
@@ -441,12 +436,12 @@ def tried(
     options = trial.options
     runner = Runner(trial.job, folder, trial.steps, stopped, trial.seconds, options.copy, options.allow_numerics)
 
-    def told(found: Attempt | float) -> None:
-        # However this process ends, what it has found is kept.
+    def save_and_tell(found: Attempt | float) -> None:
+        # The results so far are kept however this process ends.
         keep(trial.run.path, search.tried(trial.steps, trial.plan.left_out, trial.warnings))
         tell(found)
 
-    search = Search(runner, trial.plan.candidates, 60 * options.minutes, tell=told)
+    search = Search(runner, trial.plan.candidates, 60 * options.minutes, tell=save_and_tell)
     try:
         search.go()
     finally:
@@ -459,26 +454,26 @@ def tried(
     return found
 
 
-# A window so long holds the batches of all workers, and outlasts what other guests of a host disturb: a second or two.
-# A run takes five to ten seconds more to start, so that a shorter one would spend most of the time on starting.
+# Long enough for batches of all workers, and longer than a disturbance by other guests of the host (a second or two).
+# Starting a run takes five to ten seconds: a shorter window would spend most of the time on that.
 WINDOW_S = 8.0
 
 
 LEAST_STEPS, MOST_STEPS = 30, 2_000
 
 
-# Steps that a change has made much shorter must last for so long too.
+# Steps that a change makes much shorter must take this long in total, too.
 LEAST_S = 2.0
 
 
-FEWEST_STEPS = 8  # where steps are so long that no more fit
+FEWEST_STEPS = 8  # if steps are so long that no more fit
 
 
-# A window may take this part of the time at most, or too few runs fit into it.
+# A window takes at most this share of the time, or too few runs would fit.
 SHARE = 1 / 16
 
 
-# Whole epochs are measured from the first one after the warm-up: so many of them hold two whole ones.
+# Whole epochs are counted after the warm-up: this many steps of epochs contain two whole ones.
 EPOCHS = 3.2
 
 

@@ -1,22 +1,29 @@
-"""The command itself: every check is there, none costs another its row, and a cut-off run brings home what it has."""
+"""The checks on a GPU: none costs another its row, no job outlives its time, and what comes home names nobody."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import cases, checks, faults, jobs, outcome, page
-from benchmarks.gpu.__main__ import chosen, scripts_left, unchecked
-from benchmarks.gpu.outcome import Row, holds, skipped
-from dlprof.commands.run import constant, workloads
+from benchmarks.gpu import (
+    faults,
+    fixtures,
+    jobs,
+    overhead,
+)
+from benchmarks.gpu.jobs import Ended, python, run
+from dlprof.commands.run import constant, count_gpus, workloads
 from tests.fixtures.jobs import is_running
 
 # Checks as a module of its own lists them. What they do to get out of hand is real; the figures are none.
@@ -56,7 +63,7 @@ CHECKS = (
 """
 
 
-def command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
+def checks_command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs the checks of MODULE, and its environment."""
     (tmp_path / "made_up_checks.py").write_text(MODULE)
     words = ["-m", "benchmarks.gpu", "--rehearse", "--checks", "made_up_checks", "--out", str(tmp_path / "out")]
@@ -64,17 +71,17 @@ def command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, *words, *options], env
 
 
-def told(tmp_path: Path) -> dict[str, Any]:
+def rows_told(tmp_path: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((tmp_path / "out" / "rehearsal-gpu.json").read_text())
     return data
 
 
 @pytest.mark.long
 def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
-    words, env = command(tmp_path, "--minutes", "2")
+    words, env = checks_command(tmp_path, "--minutes", "2")
     done = subprocess.run(words, cwd=jobs.ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    data = told(tmp_path)
+    data = rows_told(tmp_path)
     rows = {row["check"]: row for row in data["checks"]}
     assert {name: row["state"] for name, row in rows.items()} == {
         "fine": "rehearsed",
@@ -99,44 +106,21 @@ def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
     assert data["rehearsal"] is True
 
 
+@pytest.mark.long
 def test_a_run_that_is_cut_off_leaves_what_it_has_and_nothing_running(tmp_path: Path) -> None:
-    words, env = command(tmp_path, "--only", "fine", "hangs", "--minutes", "2")
+    words, env = checks_command(tmp_path, "--only", "fine", "hangs", "--minutes", "2")
     with subprocess.Popen(words, cwd=jobs.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "left").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         # A check that has not ended stands as such in what is there already.
-        assert [row["state"] for row in told(tmp_path)["checks"]] == ["rehearsed", "running"]
+        assert [row["state"] for row in rows_told(tmp_path)["checks"]] == ["rehearsed", "running"]
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 1
-    states = {row["check"]: (row["state"], row["why"]) for row in told(tmp_path)["checks"]}
+    states = {row["check"]: (row["state"], row["why"]) for row in rows_told(tmp_path)["checks"]}
     assert states == {"fine": ("rehearsed", states["fine"][1]), "hangs": ("failed", "interrupted")}
     assert not is_running(int((tmp_path / "left").read_text()))
-
-
-# What one call on a lent machine runs after the check `advice`.
-LATER = ("overhead", "calls", "tests", "faults", "ranks", "copies")
-
-
-def test_every_row_of_the_specification_has_a_check() -> None:
-    names = [check.name for check in checks.CHECKS]
-    wanted = {"doctor", "tests", "async", "sync", "overhead", "calls", "modes", "product", "copies", "settings"}
-    assert set(names) == wanted | {"placement", "ranks", "advice", "faults"}
-    assert len(names) == len(set(names))
-    for check in checks.CHECKS:
-        assert check.passes
-        assert 0 < check.least_s <= check.budget_s
-    # What takes whatever time there is comes last, and leaves some to those that are asked for after it.
-    assert names[-2:] == ["advice", "faults"]
-    assert all(c.reserved_s >= c.least_s for c in checks.CHECKS if c.name in LATER)
-
-
-def test_a_name_that_no_check_has_is_told_with_those_there_are() -> None:
-    assert [check.name for check in chosen(checks.CHECKS, ["ranks", "doctor", "ranks"])] == ["ranks", "doctor"]
-    assert "ranks" not in [check.name for check in chosen(checks.CHECKS, None, ["ranks"])]
-    with pytest.raises(ValueError, match=r"no check rank; there are: doctor, async"):
-        chosen(checks.CHECKS, ["rank"])
 
 
 def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
@@ -147,128 +131,217 @@ def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
     assert not planted & elsewhere
 
 
-@pytest.mark.parametrize("group", faults.GROUPS, ids=lambda group: f"{group.workload}{group.options}")
-def test_a_workload_takes_the_options_of_its_group(group: faults.Group) -> None:
-    script = jobs.ROOT / "workloads" / f"{group.workload}.py"
-    text = script.read_text() + (script.parent / "parts" / "job.py").read_text()
-    options = [word for word in group.options.split() if word.startswith("--")]
-    options += ["--log-every"] * group.lines + ["--steps", "--device", "--fault"]
-    assert [option for option in options if f'"{option}"' not in text] == []
-    # A fault that needs options to cost more than a little has them.
-    shown = constant(script, "SHOWN_WITH") or {}
-    for fault in group.faults:
-        missing = [w for w in str(shown.get(fault, "")).split() if w.startswith("--") and w not in group.options]
-        assert not missing or group.workload in ("bert_pretrain", "fsdp_gpt"), (fault, missing)
+@pytest.mark.long
+def test_a_job_that_hangs_is_ended_with_what_left_its_group_and_ignores_signals(tmp_path: Path) -> None:
+    body = f"""
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+away = "import os, signal, time; os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+away += "open({str(tmp_path / "away")!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+subprocess.Popen([sys.executable, "-c", away])
+print("begun", flush=True)
+time.sleep(300)
+"""
+    began = time.monotonic()
+    ended = run(python("-c", body), tmp_path, 3.0)
+    assert ended.code is None
+    assert time.monotonic() - began < 100
+    assert [text for _, text in ended.lines] == ["begun"]
+    assert "ended after 3 s" in ended.errors
+    pid = int((tmp_path / "away").read_text())
+    assert pid != os.getpid()
+    assert not is_running(pid)
 
 
-def test_what_was_left_out_is_told_by_its_reason() -> None:
-    parts = (skipped("a", "one GPU"), skipped("b", "one GPU"), skipped("c", "no compiler"))
-    assert unchecked([Row("x", "passed", parts=parts)]) == [
-        "not checked: x: a, b: one GPU",
-        "not checked: x: c: no compiler",
-    ]
+UUID = "1b0f5a0e-9d3c-4c44-a3c5-5f8ad2d0a001"
+BOOT = "36470f32-3105-4e6a-ad0d-f006da8138f0"
+MACHINE: dict[str, Any] = {
+    "torch": {"gpus": [{"name": "NVIDIA H200", "uuid": f"GPU-{UUID}"}], "torch": "2.11.0+cu130", "cuda": "13.0"},
+    "driver": [{"uuid": f"GPU-{UUID}", "driver_version": "580.1"}],
+}
 
 
-def test_scripts_that_an_earlier_call_judged_are_left_out(tmp_path: Path) -> None:
-    everything = [case.script for case in cases.CASES]
-    assert scripts_left([], None) == everything
-    assert scripts_left(["metrics", "decode"], None) == ["metrics", "decode"]
-    parts = [
-        holds("metrics: gain", True, ""),
-        holds("metrics: cause", False, "x"),
-        skipped("decode: gain", "no time left"),
-    ]
-    row = outcome.to_json(outcome.row_of("advice", parts))
-    (tmp_path / "gpu.json").write_text(json.dumps({"checks": [row]}))
-    assert scripts_left([], tmp_path) == [name for name in everything if name != "metrics"]
-    assert scripts_left(["metrics", "decode"], tmp_path) == ["decode"]
-    with pytest.raises(ValueError, match="no script metric; there are: ema_loop"):
-        scripts_left(["metric"], None)
-    with pytest.raises(FileNotFoundError):
-        scripts_left([], tmp_path / "nowhere")
+def run_folder(at: Path, host: str = "node-17.cluster.example", **facts: Any) -> Path:
+    """Make a run as dlprof leaves it, on a host of that name."""
+    run = at / "run"
+    rank = run / "ranks" / "00000"
+    rank.mkdir(parents=True)
+    here = run / "hosts" / host
+    here.mkdir(parents=True)
+    command = ["/opt/venv/bin/python", str(at / "train.py")]
+    (run / "run.json").write_text(json.dumps({"command": command, "cwd": str(at), "hosts": [host]}))
+    told = {"host": host, "boot": BOOT, "env": {"PYTORCH_ALLOC_CONF": "x:1", "NCCL_SOCKET_IFNAME": "eth7"}, **facts}
+    (rank / "facts.json").write_text(json.dumps({**told, "device": {"uuid": UUID}}))
+    (rank / "steps.jsonl").write_text('{"step":0,"kind":"train","dur_ns":5}\n')
+    (rank / "gpu.jsonl").write_text('{"at_ns":1,"power_w":612.5}\n')
+    (rank / "stacks.txt.gz").write_bytes(gzip.compress(f"main ({at}/train.py:3) 7\n".encode()))
+    trace = {"host_name": host, "traceEvents": [{"ts": 1795419847990977.339, "name": f"open {at}/data"}]}
+    (rank / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (here / "host.jsonl").write_text('{"at_ns":1,"cpu":0.5}\n')
+    (here / "hello.jsonl").write_text('{"pid": 1}\n')
+    (run / "result.json").write_text("{}")
+    return run
 
 
-def call(machine: str, commit: str, took_s: float, **states: str) -> dict[str, Any]:
-    rows = [{"check": name, "state": state, "why": commit, "parts": []} for name, state in states.items()]
-    passes = dict.fromkeys(("doctor", "async", "faults", "advice"), "")
-    return {
-        "format": 1,
-        "rehearsal": False,
-        "at": "now",
-        "commit": commit,
-        "took_s": took_s,
-        "passes": passes,
-        "machine": {"gpus": [machine], "driver": "1", "cuda": "1", "torch": "2", "python": "3", "nccl": "2"},
-        "checks": rows,
+def texts(folder: Path) -> dict[str, str]:
+    """Return the text of every file below a folder, by its path."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            raw = path.read_bytes()
+            found[path.relative_to(folder).as_posix()] = (
+                gzip.decompress(raw) if path.suffix == ".gz" else raw
+            ).decode()
+    return found
+
+
+def test_nothing_that_names_the_machine_is_kept_and_every_figure_is(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "work")
+    oracle = {"judge": "device", "uuid": UUID, "step_ms": 40.25, "log": str(tmp_path / "work" / "a.log")}
+    fixtures.keep(run, tmp_path / "kept", oracle, MACHINE)
+    found = texts(tmp_path / "kept")
+    everything = "\n".join([*found, *found.values()])
+    names = ("node-17", "cluster.example", UUID, BOOT, "eth7", "/opt/venv", str(tmp_path), str(jobs.ROOT))
+    assert [name for name in names if name in everything and name != "/opt/venv"] == []
+    rank = "ranks/00000"
+    assert set(found) == {
+        "hosts/host/host.jsonl",
+        "oracle.json",
+        f"{rank}/facts.json",
+        f"{rank}/gpu.jsonl",
+        f"{rank}/stacks.txt.gz",
+        f"{rank}/steps.jsonl",
+        f"{rank}/trace.json.gz",
+        "run.json",
     }
+    # A line that the stacks stand at is found again.
+    assert found[f"{rank}/stacks.txt.gz"] == "main (here/train.py:3) 7\n"
+    # Figures are as they were; what must agree with each other still does.
+    assert json.loads(found[f"{rank}/gpu.jsonl"])["power_w"] == 612.5
+    facts, told = json.loads(found[f"{rank}/facts.json"]), json.loads(found["oracle.json"])
+    assert facts["env"] == {"PYTORCH_ALLOC_CONF": "x:1"}
+    assert facts["device"]["uuid"] == told["uuid"]
+    assert told["step_ms"] == 40.25
+    assert told["machine"]["gpus"] == ["NVIDIA H200"]
+    assert json.loads(found["run.json"])["hosts"] == ["host"]
 
 
-def test_several_calls_become_one_page(tmp_path: Path) -> None:
-    first = call("H200", "aaa", 500, doctor="passed", async_="failed", faults="skipped")
-    second = call("H200", "bbb", 400, async_="skipped", faults="passed")
-    for data in (first, second):
-        for row in data["checks"]:
-            row["check"] = row["check"].rstrip("_")
-    one = page.merged([first, second])
-    assert [(row["check"], row["state"], row["why"]) for row in one["checks"]] == [
-        ("doctor", "passed", "aaa"),
-        ("async", "failed", "aaa"),
-        ("faults", "passed", "bbb"),
-    ]
-    assert (one["commit"], one["took_s"]) == ("aaa, bbb", 900)
-    with pytest.raises(ValueError, match="different machines"):
-        page.merged([first, call("H100", "bbb", 1, doctor="passed")])
-    with pytest.raises(ValueError, match="rehearsal"):
-        page.merged([{**first, "rehearsal": True}])
-    for n, data in enumerate((first, second)):
-        folder = tmp_path / str(n)
-        folder.mkdir()
-        (folder / "gpu.json").write_text(json.dumps(data))
-        (folder / "recordings-h200-1.tar.gz").write_bytes(str(n).encode())
-        (folder / "log.txt").write_text(f"call {n}\n")
-    words = [sys.executable, "-m", "benchmarks.gpu.page", tmp_path / "to", tmp_path / "0", tmp_path / "1"]
-    subprocess.run(list(map(str, words)), cwd=jobs.ROOT, check=True, timeout=60)
-    found = {path.name: path.read_bytes() for path in (tmp_path / "to").glob("*.tar.gz")}
-    assert found == {"recordings-h200-1.tar.gz": b"0", "recordings-h200-2.tar.gz": b"1"}
-    assert json.loads((tmp_path / "to" / "gpu.json").read_text()) == one
-    assert (tmp_path / "to" / "log.txt").read_text() == "call 0\n\ncall 1\n"
+def kept(at: Path, name: str, size: int) -> Path:
+    folder = at / name
+    (folder / "ranks" / "00000").mkdir(parents=True)
+    (folder / "oracle.json").write_text(json.dumps({"judge": "counted"}))
+    (folder / "ranks" / "00000" / "trace.json.gz").write_bytes(os.urandom(size))
+    return folder
 
 
-def test_of_the_scripts_that_calls_divide_each_has_its_latest_line() -> None:
-    def advice(*parts: outcome.Part) -> dict[str, Any]:
-        return {**call("H200", "aaa", 1), "checks": [outcome.to_json(outcome.row_of("advice", parts))]}
+def test_recordings_are_packed_into_few_archives_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixtures, "MOST_ARCHIVE_BYTES", 100_000)
+    monkeypatch.setattr(fixtures, "MOST_ARCHIVES", 2)
+    sizes = {"a": 60_000, "b": 60_000, "c": 30_000, "d": 90_000, "e": 200_000}
+    folders = [kept(tmp_path / "kept", name, size) for name, size in sizes.items()]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "recordings-nvidia_h200-7.tar.gz").write_bytes(b"of an earlier call")
+    paths, left_out = fixtures.pack(folders, out, "NVIDIA H200")
+    # a and c fit together, b is the second, and for d there is no third archive; e fits in none.
+    assert [p.name for p in paths] == ["recordings-nvidia_h200-1.tar.gz", "recordings-nvidia_h200-2.tar.gz"]
+    assert fixtures.archives(out) == paths
+    assert left_out == ["d", "e"]
+    assert all(p.stat().st_size <= 100_000 for p in paths)
+    back = [one.name for n, path in enumerate(paths) for one in fixtures.unpack(path, tmp_path / f"back{n}")]
+    assert sorted(back) == ["a", "b", "c"]
+    trace = "ranks/00000/trace.json.gz"
+    assert (tmp_path / "back0" / "a" / trace).read_bytes() == (tmp_path / "kept" / "a" / trace).read_bytes()
+    # The same recordings are the same bytes, whoever packs them and when.
+    before = [p.read_bytes() for p in paths]
+    os.utime(folders[0] / trace, (1, 1))
+    assert [p.read_bytes() for p in fixtures.pack(folders, out, "NVIDIA H200")[0]] == before
 
-    gain = outcome.Part("a: gain", "passed", true="2.00 → 1.00 ms (2.00 ×)")
-    after = outcome.Part("a: step after", "skipped", "another change", said=9.0, unit="ms")
-    first = advice(gain, holds("a: cause", False, "x"), holds("b: gain", True, ""), skipped("c: gain", "no time left"))
-    second = advice(
-        gain,
-        after,
-        outcome.among("a: line", 7, [7], how=""),
-        skipped("b: gain", "no time left"),
-        skipped("d: gain", "y"),
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil"])
+def test_an_archive_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "recordings-x-1.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ValueError, match="no file of a recording"):
+        fixtures.unpack(path, tmp_path / "to")
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(count_gpus() > 0, reason="there is a GPU here")
+def test_without_a_gpu_the_command_says_so_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--out", str(out)],
+        cwd=jobs.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    (row,) = page.merged([first, second])["checks"]
-    assert [part["name"] for part in row["parts"]] == [
-        "b: gain",
-        "c: gain",
-        "a: gain",
-        "a: step after",
-        "a: line",
-        "d: gain",
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("no GPU: torch ")
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+LOG = """
+10.000000000 cudaMemcpyAsync
+10.100000000 cudaStreamSynchronize
+10.300000000 cudaMemcpyAsync
+10.400000000 cudaMemcpyAsync
+10.500000000 cudaEventSynchronize
+10.600000000 cudaMemcpyAsync
+half a li
+"""
+
+
+def job_lines(*lines: tuple[float, str]) -> Ended:
+    return Ended((), 0, 1.0, lines, "")
+
+
+def test_calls_are_those_between_two_reads_of_the_loss_whenever_their_lines_came() -> None:
+    # The line of the first read came when the next step had begun to copy already.
+    ended = job_lines((10.35, "step 40  loss 2"), (10.55, "step 80  loss 1"))
+    assert overhead.between_lines(LOG, ended, 40, 80) == {"cudaMemcpyAsync": 2, "cudaEventSynchronize": 1}
+    with pytest.raises(ValueError, match="no line of step 80"):
+        overhead.between_lines(LOG, job_lines((10.35, "step 40")), 40, 80)
+    with pytest.raises(ValueError, match="did not wait"):
+        overhead.between_lines(LOG, job_lines((10.05, "step 40"), (10.55, "step 80")), 40, 80)
+    # Nothing was seen at all: that is for the judge to say.
+    assert overhead.between_lines("", ended, 40, 80) == {}
+
+
+def states(counts: dict[str, Counter[str]], reads: int = 2) -> dict[str, str]:
+    return {part.name: part.state for part in overhead.of_calls(counts, reads)}
+
+
+def test_one_more_wait_than_without_dlprof_fails() -> None:
+    plain = Counter({"cudaStreamSynchronize": 2, "cudaMemcpyAsync": 42})
+    same = {way: Counter(plain) for way in overhead.WAYS}
+    assert set(states(same).values()) == {"passed"}
+    for name in ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaMemcpyAsync", "cudaDeviceSynchronize"):
+        more = {**same, "light": plain + Counter({name: 1})}
+        assert [part for part, state in states(more).items() if state == "failed"] == ["light: calls"]
+    fewer = {**same, "all": plain - Counter({"cudaMemcpyAsync": 1})}
+    assert states(fewer)["all: calls"] == "failed"
+    allocates = {**same, "all": plain + Counter({"cudaMalloc": 3})}
+    assert [part for part, state in states(allocates).items() if state == "failed"] == [
+        "no memory taken from the GPU or given back"
     ]
-    assert row["state"] == "passed"
-    text = page.render({**first, "checks": [row]}, [])
-    assert "| a | passed | 2.00 → 1.00 ms (2.00 ×) |  | 7 |" in text
-    assert "| *9 ms* |" in text
-    assert "All is right in 2 of 2 scripts" in text
-    assert "- c: gain: not run: no time left" in text
-    wrong = page.render(first, [])
-    assert "| a | **failed** | 2.00 → 1.00 ms (2.00 ×) | **no**: x |" in wrong
-    assert "All is right in 1 of 2 scripts" in wrong
 
 
-def test_the_page_names_what_was_never_run() -> None:
-    data = call("H200", "aaa", 500, doctor="passed")
-    assert "- never run: async, faults, advice\n" in page.render(data, [])
-    assert "never run" not in page.render({**data, "passes": {"doctor": ""}}, [])
+def job_ended(code: int | None, out: str = "", errors: str = "") -> Ended:
+    return Ended((), code, 1.0, tuple((0.0, text) for text in out.splitlines()), errors)
+
+
+def test_a_workload_that_cannot_run_here_is_told_from_one_that_fails() -> None:
+    needs = job_ended(1, errors="lightning_cnn.py needs Lightning: pip install 'lightning>=2.4'")
+    assert faults.of_failure("x", needs, late=False).state == "skipped"
+    usage = job_ended(2, errors="usage: x\nx.py: error: --fault slow_rank needs two ranks: torchrun ...")
+    assert faults.of_failure("x", usage, late=False).state == "skipped"
+    assert faults.of_failure("x", job_ended(1, errors="RuntimeError: CUDA error"), late=False).state == "failed"
+    assert faults.of_failure("x", job_ended(None), late=False).state == "failed"
+    assert faults.of_failure("x", job_ended(None), late=True).state == "skipped"

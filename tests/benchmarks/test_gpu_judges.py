@@ -1,19 +1,22 @@
-"""What must hold of a report: a right one passes every part, and each wrong figure fails its own."""
+"""The checks on a GPU: what must hold of a report, what passes and what fails, and the oracles' arithmetic."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import judges
+from benchmarks.gpu import timing
 from benchmarks.gpu.judges import JUDGES, Recording
+from benchmarks.gpu.outcome import Part, above, below, between, holds, near, row_of, same, skipped
 
-MS = 1e6
+MS = 1_000_000
 
 
 def result(**found: float) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def failed(judge: str, said: Mapping[str, Any], oracle: Mapping[str, Any], folde
     return [part.name for part in JUDGES[judge](Recording(folder, said, oracle)) if part.state == "failed"]
 
 
-def change(said: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
+def altered(said: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
     """Return a result with one value changed."""
     changed = copy.deepcopy(said)
     place = changed
@@ -51,64 +54,50 @@ def change(said: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
 
 
 ASYNC = {"step_ms": 40.2, "busy_share": 0.99}
+WAITING = {"busy_share": 0.98, "gain_ms": 15.0}
+LATE = {"collectives": 4, "late_ms": 21.0}
+FAULT = {"name": "job late", "rule": "input_wait", "step_ms": 40.0, "gain_ms": 10.0}
+SOUND, HEALTHY = result(), {"name": "job healthy"}
 
 
-def test_a_job_that_runs_ahead() -> None:
-    said = result()
-    assert failed("asynchronous", said, ASYNC) == []
-    assert failed("asynchronous", change(said, "time", 0, "share", to=0.955), ASYNC) == ["computation"]
-    assert failed("asynchronous", change(said, "time", to=[]), ASYNC) == ["computation"]
-    assert failed("asynchronous", result(host_bound=5.0), ASYNC) == [
-        "no host_bound",
-        "nothing says that the device waits",
-    ]
-    assert failed("asynchronous", result(input_wait=5.0), ASYNC) == ["nothing says that the device waits"]
-    assert failed("asynchronous", change(said, "window", "overhead", to=0.79), ASYNC) == ["traced ÷ steady"]
-    assert failed("asynchronous", change(said, "window", "overhead", to=None), ASYNC) == ["traced ÷ steady"]
-    assert failed("asynchronous", change(said, "window", "step_ns", to=35 * MS), ASYNC) == ["step"]
-    assert failed("asynchronous", change(said, "window", to=None), ASYNC) == ["traced ÷ steady", "step"]
-
-
-def test_a_rule_that_ends_with_an_error_fails_wherever_it_happens() -> None:
-    said = change(result(), "outcomes", 2, "state", to="error")
-    assert failed("asynchronous", said, ASYNC) == ["no rule ends with an error"]
-
-
-def test_a_job_that_waits_in_every_step() -> None:
-    oracle = {"busy_share": 0.98, "gain_ms": 15.0}
-    assert failed("waiting", result(host_bound=14.0), oracle) == []
-    # The larger of the two counts: both speak of the same idle time.
-    assert failed("waiting", result(host_sync=16.0, host_bound=2.0), oracle) == []
-    assert failed("waiting", result(host_bound=12.0), oracle) == ["saving"]
-    assert failed("waiting", result(input_wait=15.0), oracle) == ["host_bound or host_sync", "saving"]
-
-
-def test_two_ranks_of_which_one_is_late() -> None:
-    said, oracle = result(), {"collectives": 4, "late_ms": 21.0}
-    assert failed("late_rank", said, oracle) == []
-    assert failed("late_rank", said, {**oracle, "collectives": 5}) == ["collectives matched"]
-    unmatched = change(said, "exchanges", 0, "wait_ns", to=None)
-    assert failed("late_rank", unmatched, oracle) == ["collectives matched"]
-    assert failed("late_rank", change(said, "blame", 0, "ns", to=15 * MS), oracle) == ["rank 0 waits for rank 1"]
-    assert failed("late_rank", change(said, "blame", 0, "culprit", to=0), oracle) == ["rank 0 waits for rank 1"]
-    nothing = change(change(said, "blame", to=[]), "exchanges", to=[])
-    assert failed("late_rank", nothing, oracle) == ["collectives matched", "rank 0 waits for rank 1"]
-
-
-def test_a_planted_fault_and_its_gain() -> None:
-    oracle = {"name": "job late", "rule": "input_wait", "step_ms": 40.0, "gain_ms": 10.0}
-    assert failed("fault", result(input_wait=9.0), oracle) == []
-    assert failed("fault", result(input_wait=7.0), oracle) == ["job late: gain"]
-    assert failed("fault", result(host_bound=9.0), oracle) == ["job late: input_wait"]
-    assert failed("fault", result(), {**oracle, "rule": "no_such_rule"}) == ["job late: no_such_rule"]
-    # Nothing to compare with: that the rule is found is all that is asked.
-    assert failed("fault", result(input_wait=1.0), {**oracle, "gain_ms": None}) == []
-
-
-def test_a_healthy_run_with_a_finding_of_five_per_cent() -> None:
-    assert failed("healthy", result(), {"name": "job healthy"}) == []
-    assert failed("healthy", result(gc_pauses=1.9), {"name": "job healthy"}) == []
-    assert failed("healthy", result(gc_pauses=2.1), {"name": "job healthy"}) == ["job healthy: nothing found"]
+@pytest.mark.parametrize(
+    ("judge", "said", "oracle", "wrong"),
+    [
+        ("asynchronous", SOUND, ASYNC, ""),
+        ("asynchronous", altered(SOUND, "time", 0, "share", to=0.955), ASYNC, "computation"),
+        ("asynchronous", altered(SOUND, "time", to=[]), ASYNC, "computation"),
+        ("asynchronous", result(host_bound=5.0), ASYNC, "no host_bound; nothing says that the device waits"),
+        ("asynchronous", result(input_wait=5.0), ASYNC, "nothing says that the device waits"),
+        ("asynchronous", altered(SOUND, "window", "overhead", to=0.79), ASYNC, "traced ÷ steady"),
+        ("asynchronous", altered(SOUND, "window", "overhead", to=None), ASYNC, "traced ÷ steady"),
+        ("asynchronous", altered(SOUND, "window", "step_ns", to=35 * MS), ASYNC, "step"),
+        ("asynchronous", altered(SOUND, "window", to=None), ASYNC, "traced ÷ steady; step"),
+        ("asynchronous", altered(SOUND, "outcomes", 2, "state", to="error"), ASYNC, "no rule ends with an error"),
+        ("waiting", result(host_bound=14.0), WAITING, ""),
+        # The larger of the two counts: both speak of the same idle time.
+        ("waiting", result(host_sync=16.0, host_bound=2.0), WAITING, ""),
+        ("waiting", result(host_bound=12.0), WAITING, "saving"),
+        ("waiting", result(input_wait=15.0), WAITING, "host_bound or host_sync; saving"),
+        ("late_rank", SOUND, LATE, ""),
+        ("late_rank", SOUND, {**LATE, "collectives": 5}, "collectives matched"),
+        ("late_rank", altered(SOUND, "exchanges", 0, "wait_ns", to=None), LATE, "collectives matched"),
+        ("late_rank", altered(SOUND, "blame", 0, "ns", to=15 * MS), LATE, "rank 0 waits for rank 1"),
+        ("late_rank", altered(SOUND, "blame", 0, "culprit", to=0), LATE, "rank 0 waits for rank 1"),
+        ("fault", result(input_wait=9.0), FAULT, ""),
+        ("fault", result(input_wait=7.0), FAULT, "job late: gain"),
+        ("fault", result(host_bound=9.0), FAULT, "job late: input_wait"),
+        ("fault", SOUND, {**FAULT, "rule": "no_such_rule"}, "job late: no_such_rule"),
+        # Nothing to compare with: that the rule is found is all that is asked.
+        ("fault", result(input_wait=1.0), {**FAULT, "gain_ms": None}, ""),
+        ("healthy", SOUND, HEALTHY, ""),
+        ("healthy", result(gc_pauses=1.9), HEALTHY, ""),
+        ("healthy", result(gc_pauses=2.1), HEALTHY, "job healthy: nothing found"),
+    ],
+)
+def test_a_right_report_passes_and_each_wrong_figure_fails_its_part(
+    judge: str, said: Mapping[str, Any], oracle: Mapping[str, Any], wrong: str
+) -> None:
+    assert "; ".join(failed(judge, said, oracle)) == wrong
 
 
 def recorded(folder: Path, **files: Any) -> Path:
@@ -121,18 +110,6 @@ def recorded(folder: Path, **files: Any) -> Path:
         else:
             (rank / f"{name}.json").write_text(json.dumps(content))
     return folder
-
-
-def test_steps_that_share_a_line_are_all_counted_and_the_last_line_may_be_cut_off(tmp_path: Path) -> None:
-    steps = [{"kind": "train"}, {"kind": "validation"}, {"kind": "train", "steps": 7}, {"kind": "other"}]
-    folder = recorded(tmp_path, steps=steps)
-    assert failed("counted", result(), {"steps": 8}, folder) == []
-    assert failed("counted", result(), {"steps": 9}, folder) == ["steps counted"]
-    assert failed("counted", result(), {"steps": 9, "slack": 1}, folder) == []
-    assert failed("counted", result(), {"steps": 10, "slack": 1}, folder) == ["steps counted"]
-    path = folder / "ranks/00000/steps.jsonl"
-    path.write_text(path.read_text() + '{"kind": "tra')
-    assert failed("counted", result(), {"steps": 8}, folder) == []
 
 
 def samples(**values: float) -> list[dict[str, float]]:
@@ -153,14 +130,14 @@ def test_products_of_matrices(tmp_path: Path) -> None:
     oracle = {**TIME, "flops": 8e12, "step_ms": 10.0, "peak_flops": 1e15}
     said = result()
     assert failed("product", said, oracle, folder) == []
-    assert failed("product", change(said, "window", "flops", to=16e12), oracle, folder) == ["FLOPs of a step"]
-    assert failed("product", change(said, "window", "mfu", to=0.84), oracle, folder) == ["MFU"]
-    assert failed("product", change(said, "window", "mfu", to=None), oracle, folder) == ["MFU"]
+    assert failed("product", altered(said, "window", "flops", to=16e12), oracle, folder) == ["FLOPs of a step"]
+    assert failed("product", altered(said, "window", "mfu", to=0.84), oracle, folder) == ["MFU"]
+    assert failed("product", altered(said, "window", "mfu", to=None), oracle, folder) == ["MFU"]
     assert failed("product", said, {**oracle, "at_ns": [20e9, 30e9]}, folder) == ["GPM's tensor cores"]
 
 
 def test_copies_and_uploads(tmp_path: Path) -> None:
-    said = change(result(), "time", 0, "category", to="copy")
+    said = altered(result(), "time", 0, "category", to="copy")
     folder = recorded(tmp_path / "a", gpu=samples(dram_share=0.9, **link(received=5.3e10, sent=3e9)))
     oracle = {**TIME, "busy_share": 0.99, "bytes_per_s": 5e10}
     assert failed("copy", said, oracle, folder) == []
@@ -175,43 +152,87 @@ def test_copies_and_uploads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("matmul", "precision"),
+    ("said", "true", "state"),
     [
-        ({"allow_tf32": True}, "tf32"),
-        ({"allow_tf32": False}, "ieee"),
-        ({"fp32_precision": "tf32", "allow_tf32": None}, "tf32"),
-        ({"fp32_precision": {"matmul": "ieee", "conv": "tf32"}, "allow_tf32": True}, "ieee"),
-        ({"fp32_precision": "none", "allow_tf32": True}, "tf32"),
-        ({}, None),
+        (114.9, 100.0, "passed"),
+        (85.1, 100.0, "passed"),
+        (115.1, 100.0, "failed"),
+        (84.9, 100.0, "failed"),
+        (-114.9, -100.0, "passed"),
+        (None, 100.0, "failed"),
+        (math.nan, 100.0, "failed"),
+        (100.0, None, "failed"),
+        (100.0, math.nan, "failed"),
+        (math.inf, math.inf, "failed"),
     ],
 )
-def test_how_float32_is_multiplied(matmul: dict[str, Any], precision: str | None) -> None:
-    assert judges.multiplies_in(matmul) == precision
+def test_a_figure_within_its_share_of_the_truth_passes(said: float | None, true: float | None, state: str) -> None:
+    assert near("saving", said, true, share=0.15, unit="ms", how="events").state == state
 
 
-def test_settings_and_the_device(tmp_path: Path) -> None:
-    facts = {
-        "matmul": {"allow_tf32": True},
-        "autocast": {"enabled": True, "dtype": "float16"},
-        "grad_scaler": True,
-        "env": {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"},
-        "device": {"uuid": "1b0f-a001"},
-    }
-    folder = recorded(tmp_path / "a", facts=facts)
-    oracles: dict[str, dict[str, Any]] = {
-        "tf32": {"precision": "tf32"},
-        "fp16": {},
-        "allocator": {"alloc": "max_split_size_mb:256"},
-        "device": {"uuid": "GPU-1b0f-a001"},
-    }
-    for judge, oracle in oracles.items():
-        assert failed(judge, {}, oracle, folder) == []
-    silent = recorded(tmp_path / "b", facts={"matmul": None, "autocast": None, "env": {}, "device": {}})
-    for judge, oracle in oracles.items():
-        assert failed(judge, {}, oracle, silent), judge
+@pytest.mark.parametrize(
+    ("part", "state"),
+    [
+        # Points are of the unit, and the wider limit counts; the tolerance itself is within: 0.1 + 0.2 is not 0.3.
+        (near("", 0.951, 0.98, points=0.03, unit="share", how=""), "passed"),
+        (near("", 0.949, 0.98, points=0.03, unit="share", how=""), "failed"),
+        (near("", 0.1 + 0.2, 0.0, points=0.3, unit="", how=""), "passed"),
+        (near("", 3.0, 1.0, share=0.15, points=2.0, unit="ms", how=""), "passed"),
+        (near("", 3.1, 1.0, share=0.15, points=2.0, unit="ms", how=""), "failed"),
+        (near("", 124.0, 100.0, share=0.25, points=2.0, unit="ms", how=""), "passed"),
+        # Limits exclude their own value but those of a range.
+        (below("", 0.0099, 0.01, unit="share", how=""), "passed"),
+        (below("", 0.01, 0.01, unit="share", how=""), "failed"),
+        (above("", 0.61, 0.6, unit="share", how=""), "passed"),
+        (above("", 0.6, 0.6, unit="share", how=""), "failed"),
+        (between("", 0.9, 0.9, 1.1, unit="", how=""), "passed"),
+        (between("", 1.101, 0.9, 1.1, unit="", how=""), "failed"),
+        *((below("", nothing, 0.01, unit="", how=""), "failed") for nothing in (None, math.nan)),
+        *((above("", nothing, 0.6, unit="", how=""), "failed") for nothing in (None, math.nan)),
+        *((between("", nothing, 0.9, 1.1, unit="", how=""), "failed") for nothing in (None, math.nan)),
+        (same("", 60, 60, how=""), "passed"),
+        (same("", 59, 60, how=""), "failed"),
+        (same("", None, None, how=""), "failed"),
+    ],
+)
+def test_limits(part: Part, state: str) -> None:
+    assert part.state == state
 
 
-def test_every_judge_is_known_by_its_name() -> None:
-    listed: Callable[[Recording], Any]
-    for name, listed in JUDGES.items():
-        assert getattr(judges, name) is listed
+def test_a_row_fails_with_its_first_failure_and_passes_with_a_part_that_did() -> None:
+    good, bad, left = holds("a", True, ""), holds("b", False, "no kernel"), skipped("c", "one GPU")
+    assert row_of("x", [good, left]).state == "passed"
+    assert row_of("x", [left]).state == "skipped"
+    assert row_of("x", []).state == "failed"
+    failed = row_of("x", [good, bad, holds("d", False, "later")], "exit code 1")
+    assert failed.state == "failed"
+    assert failed.why.startswith("b: no kernel")
+    assert "2 more" in failed.why
+    assert row_of("x", [good], "exit code 1").state == "failed"
+
+
+def test_the_steady_step_is_that_of_the_events_whatever_one_pause_took() -> None:
+    # Three short steps while the queue fills, then 40 ms each, 38 of them busy, and once the host stood still.
+    periods = [10.0, 10.0, 10.0, *[40.0] * 20, 900.0, *[40.0] * 20]
+    began = [0.0, *accumulate(periods)]
+    busy = [5.0, 5.0, 5.0, *[38.0] * 42]
+    found = timing.steady(began, busy[: len(began)], skip=3)
+    assert (found.step_ms, found.busy_ms) == (40.0, 38.0)
+    assert found.busy_share == pytest.approx(0.95)
+    assert found.steps == 41
+
+
+def test_a_step_from_a_jobs_own_lines() -> None:
+    lines = [(0.0, "12 layers"), (1.0, "step 10  loss 2"), (1.5, "step 20  loss 2"), (1.6, "step 20 again is no step")]
+    lines += [(2.0, "step 30  loss 1"), (4.5, "step 40  loss 1"), (5.0, "step 50  loss 1"), (5.1, "saved step 50")]
+    assert timing.step_times(lines)[-1] == (50, 5.0)
+    # 50, 250 (an epoch's end) and 50 ms: the median, from step 20 on.
+    assert timing.step_ms_of_lines(lines, 20) == pytest.approx(50.0)
+    assert math.isnan(timing.step_ms_of_lines(lines, 50))
+
+
+def test_lateness_is_against_the_first_of_the_others() -> None:
+    arrived = {0: [0, 100 * MS, 200 * MS], 1: [900 * MS, 121 * MS, 219 * MS], 2: [0, 110 * MS, 205 * MS]}
+    assert timing.lateness_ms(arrived, late=1, skip=1) == pytest.approx(20.0)
+    assert math.isnan(timing.lateness_ms(arrived, late=1, skip=3))
+    assert math.isnan(timing.lateness_ms({1: [1, 2]}, late=1, skip=0))

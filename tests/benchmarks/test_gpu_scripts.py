@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu import cases, timing
 from benchmarks.gpu.bench import SCRIPTS
 from benchmarks.gpu.jobs import Ended, must, python, run
-from tests.fixtures.jobs import TORCHRUN
 
 pytestmark = pytest.mark.long
 
@@ -42,82 +38,6 @@ def lines_in_turn(folder: Path, what: str, *runs: Sequence[str]) -> list[str]:
     return [text for _, text in must(what, ended).lines]
 
 
-def in_turn(folder: Path, name: str, *runs: Sequence[str]) -> list[str]:
-    """Run a script with each of these words, and return the last lines that it printed, one a run."""
-    return lines_in_turn(folder, name, *((f"{name}.py", *words) for words in runs))[-len(runs) :]
-
-
-def told(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(path.read_text())
-    return data
-
-
-def test_the_async_job_tells_when_its_device_worked_and_learns_the_same_whatever_it_waits_for(tmp_path: Path) -> None:
-    args = ("--steps", "12", "--device-ms", "6", "--host-ms", "2")
-    script(tmp_path, "async_job", *args, "--out", str(tmp_path / "a.json"))
-    script(tmp_path, "async_job", *args, "--item", "--python-ms", "4", "--out", str(tmp_path / "b.json"))
-    ahead, item = told(tmp_path / "a.json"), told(tmp_path / "b.json")
-    assert ahead["losses"] == item["losses"]
-    assert (ahead["steps"], len(ahead["began_ms"]), len(ahead["busy_ms"])) == (12, 12, 12)
-    for one in (ahead, item):
-        # At least what was asked for; how much longer is the machine's.
-        steady = timing.steady(one["began_ms"], one["busy_ms"], 2)
-        assert steady.busy_ms >= 6.0
-        assert steady.step_ms >= steady.busy_ms + 2.0
-    assert timing.steady(item["began_ms"], item["busy_ms"], 2).step_ms >= 12.0
-
-
-def test_the_modes_learn_the_same(tmp_path: Path) -> None:
-    modes = ("eager", "compiled", "graph", "replay")
-    args = ("--steps", "4", "--layers", "1")
-    lines = in_turn(tmp_path, "modes", *(("--mode", mode, *args) for mode in modes))
-    said = {mode: json.loads(line) for mode, line in zip(modes, lines, strict=True)}
-    assert [one["mode"] for one in said.values()] == list(modes)
-    assert all(one["steps"] == 4 for one in said.values())
-    assert said["eager"]["losses"] == said["compiled"]["losses"] == said["graph"]["losses"]
-    assert said["replay"]["losses"][0] > said["replay"]["losses"][-1]
-
-
-def test_rates_count_what_a_step_moves_and_computes(tmp_path: Path) -> None:
-    wanted = {"product": ("--size", "64"), "copy": ("--gib", "0.001"), "upload": ("--gib", "0.001")}
-    common = ("--seconds", "0.5", "--out")
-    runs = [("--what", what, *args, *common, str(tmp_path / f"{what}.json")) for what, args in wanted.items()]
-    in_turn(tmp_path, "rates", *runs)
-    found = {what: told(tmp_path / f"{what}.json") for what in wanted}
-    for what in wanted:
-        assert found[what]["steps"] == len(found[what]["began_ms"]) == len(found[what]["busy_ms"]) > 0
-        begin, end = found[what]["at_ns"]
-        assert 0.4e9 < end - begin < 30e9
-    # Four forwards and the weight's gradient of each; a copy within memory reads and writes.
-    assert found["product"]["flops"] == 4 * 2 * 2 * 64**3
-    size = int(0.001 * 2**30)
-    assert (found["copy"]["bytes"], found["upload"]["bytes"]) == (20 * size, 10 * size)
-
-
-def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
-    kinds = ("tf32", "ieee", "fp16", "last")
-    lines = in_turn(tmp_path, "settings", *(("--what", what, "--steps", "3", "--width", "16") for what in kinds))
-    said = {what: json.loads(line) for what, line in zip(kinds, lines, strict=True)}
-    assert (said["tf32"]["precision"], said["ieee"]["precision"]) == ("tf32", "ieee")
-    assert said["fp16"]["scale"] > 0
-    assert all(one["steps"] == 3 for one in said.values())
-
-
-@pytest.mark.flaky(reruns=3)  # gloo may abort a rank whose peer has gone
-def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path) -> None:
-    args = ("--device", "cpu", "--steps", "12", "--late-ms", "30", "--out", str(tmp_path))
-    must("ranks", run(python(*TORCHRUN, SCRIPTS / "ranks.py", *args), tmp_path, 120.0))
-    arrived = {rank: json.loads((tmp_path / f"arrived-{rank}.json").read_text()) for rank in (0, 1)}
-    # At least: two ranks share the cores of this machine with whatever else it does.
-    assert timing.lateness_ms(arrived, late=1, skip=2) > 20
-
-
-def test_a_trace_of_torchs_own_holds_operators(tmp_path: Path) -> None:
-    said = json.loads(script(tmp_path, "counters").lines[-1][1])
-    assert said["events"]["cpu_op"] > 0
-    assert "nvml" not in said
-
-
 @pytest.mark.parametrize(
     "needs", sorted({case.needs for case in cases.CASES}), ids=lambda needs: "-".join(needs) or "torch"
 )
@@ -132,17 +52,3 @@ def test_the_scripts_of_the_advice_train_as_they_are_and_fixed(tmp_path: Path, n
     steps = [step for text in lines if (step := timing.step_ms_said([(0.0, text)])) is not None]
     assert len(steps) == 2 * len(names)
     assert min(steps) > 0
-
-
-def test_a_script_waits_until_it_is_its_turn(tmp_path: Path) -> None:
-    start = tmp_path / "one.start"
-    words = python(SCRIPTS / "advice" / "launches.py", "--device", "cpu", "--tiny", "--steps", "2")
-    with ThreadPoolExecutor(1) as pool:
-        end = pool.submit(run, words, tmp_path, 120.0, {"START": str(start)})
-        while not (ready := start.with_suffix(".start.ready")).exists() and not end.done():
-            time.sleep(0.05)
-        time.sleep(0.3)
-        assert ready.exists()
-        assert not end.done()
-        start.with_suffix(".start.go").touch()
-        assert must("the script", end.result()).lines[-1][1].startswith("STEP_MS ")

@@ -1,17 +1,20 @@
-"""The comparison of counted and allocated bytes: what it adds up, what it reads of a trace, and a real script."""
+"""The benchmarks of memory, of workers and of mutants: what they add up, and what they make."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from benchmarks.allocated import differences, left, sums
-from benchmarks.memory import ROOT, Compared, Predicted, changed, counted, drawn, head, line, summary
+from benchmarks import mutation
+from benchmarks.allocated import left, sums
+from benchmarks.memory import counted
+from benchmarks.mutation import ROOT, mutants
+from benchmarks.workers.job import KINDS
 from tests.fixtures.holding import row
 
 ROWS = [
@@ -33,32 +36,6 @@ def test_what_the_forward_pass_leaves_is_activations_copies_and_what_was_gathere
         "activation": 80,
     }
     assert counted({"rows": ROWS}, "communication")["activation"] == 87
-
-
-def test_a_part_that_is_too_far_off_is_a_miss_and_one_that_is_not_there_is_none() -> None:
-    is_counted = {"parameter": 104, "gradient": 94, "optimizer": 0, "activation": 109}
-    measured = {"parameter": 100, "gradient": 100, "optimizer": 0, "activation": 100}
-    one = Compared("net", is_counted, measured, 2_000_000)
-    assert one.misses == ["gradient"]
-    assert line(one) == "| net | 0.00 (+4.0%) | 0.00 (-6.0%) | 0.00 (+0.0%) | 0.00 (+9.0%) | 2.0 ms |"
-    assert len({text.count("|") for text in (*head().splitlines(), line(one))}) == 1
-
-
-def test_a_row_for_each_change_and_one_of_all() -> None:
-    every = [Predicted(0, "batch 2", 1.01, 0.9, 0.8, 1.1), Predicted(1, "batch 2", 0.97, 1.2, 1.05, 1.3)]
-    rows = summary([*every, Predicted(0, "checkpoint", 1.0, 1.0, 1.0, 1.0)])
-    assert rows["change"].to_list() == ["batch 2", "checkpoint", "all"]
-    assert rows["jobs"].to_list() == [2, 1, 3]
-    assert next(iter(rows.itertuples(index=False)))[2:] == pytest.approx((0.02, 0.03, 0.15, 0.2, 0.5, 0.275))
-
-
-def test_each_change_is_made_where_it_changes_anything() -> None:
-    found = {name for seed in range(8) for name in changed(drawn(seed))}
-    assert found >= {"autocast", "fused_attention", "checkpoint", "batch 0.5"}
-    for seed in range(8):
-        job = drawn(seed)
-        assert all(then != job for then in changed(job).values())
-        assert ("autocast" in changed(job)) == (job.model.activations == "float32")
 
 
 MARK = 77_777_001
@@ -84,31 +61,50 @@ def test_what_a_forward_pass_leaves_is_neither_what_was_there_nor_what_is_gone()
     assert left(events, ["forward 0", "backward 0"]) == 105
 
 
-def test_parts_are_how_much_less_there_is_when_they_are_empty() -> None:
-    read = {"before": 400, "gradient": 300, "optimizer": 100, "parameter": 10}
-    assert differences(read) == {"gradient": 100, "optimizer": 200, "parameter": 90}
+@pytest.mark.parametrize("name", KINDS)
+def test_a_job_of_each_kind_trains(name: str) -> None:
+    kind = KINDS[name]
+    batch = next(iter(DataLoader(kind.data(2), kind.batch)))
+    model = kind.model()
+    loss = model(batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.long
-def test_the_allocator_of_a_script_whose_bytes_are_known(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="measures PyTorch's allocator")
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(64, 32)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-        "for n in range(9):\n"
-        "    optimizer.zero_grad()\n"
-        "    model(torch.ones(128, 64)).exp().sum().backward()\n"
-        "    optimizer.step()\n"
-    )
-    command = [sys.executable, "-m", "benchmarks.allocated", str(tmp_path), "3", str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    size = (64 * 32 + 32) * 4
-    # The output of exp, and the loss, which is a number and takes as much as the allocator's least.
-    found = json.loads((tmp_path / "0.json").read_text())
-    assert {part: found[part] for part in ("parameter", "gradient", "optimizer")} == dict.fromkeys(
-        ("parameter", "gradient", "optimizer"), size
-    )
-    assert found["activation"] == 128 * 32 * 4 + 4
+TEXT = '''"""A module: 1 + 1."""
+
+LIMIT = 3
+
+
+def share(part: int, whole: int) -> float:
+    """Return 1 + 1."""
+    text = "a" + f"{part}"
+    return 2 * part / whole if part < whole and text else min(part, 1.5)
+'''
+
+
+def test_each_operator_and_number_of_a_function_is_changed_once(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(TEXT)
+    made = {(m.was, m.becomes) for m in mutants(path)}
+    assert made == {
+        ("2 * part / whole", "2 * part * whole"),
+        ("2 * part", "2 / part"),
+        ("2", "3"),
+        ("part < whole and text", "part < whole or text"),
+        ("part < whole", "part >= whole"),
+        ("min(part, 1.5)", "max(part, 1.5)"),
+        ("1.5", "2.5"),
+    }
+    for mutant in mutants(path):
+        ast.parse(mutant.text)
+        assert len([a for a, b in zip(TEXT.splitlines(), mutant.text.splitlines(), strict=True) if a != b]) == 1
+    assert list(mutants(path, {3})) == []
+
+
+def test_the_tests_of_a_module_are_those_that_import_it_and_then_those_of_its_subject() -> None:
+    near, far = mutation.test_files(ROOT / "dlprof/analysis/timeline/stalls.py")
+    assert "tests/analysis/timeline/test_stalls.py" in near
+    assert "tests/analysis/timeline/test_patterns.py" in far
+    assert not set(near) & set(far)

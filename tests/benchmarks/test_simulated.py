@@ -1,8 +1,7 @@
-"""The runner on simulated jobs: its rows tell what was said and what is true, and its table counts what is wrong."""
+"""The benchmark on simulated jobs: its table, every fault found with what its fix gains, and modules by name."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,13 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated import main, of_fault, of_fixed, of_healthy
-from benchmarks.simulated_table import ANY, NOTABLE, Case, First, each, failures, table
+import dlprof
+from benchmarks.simulated import of_fault, of_fixed
+from benchmarks.simulated_table import ANY, NOTABLE, Case, failures, false_of, table
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
+from dlprof.result.figures import InModule
 from simulator import folder, healthy
 from simulator.faults import FAULTS
+from simulator.job import Job, Recording
 
 MS = 1e6
 
@@ -56,18 +58,6 @@ def test_a_fault_that_costs_nothing_is_not_to_be_found(
     assert "Found in" not in table([case], {}, [])
 
 
-def test_each_recording_tells_its_truth_and_what_is_said_first() -> None:
-    said = replace(
-        WELL, event_ns=1_300, line="train.py:8", first=First("host_bound", 77 * MS, ("train.py:11", "model.py:3"))
-    )
-    *_, one, other = each([said, HARMLESS, SOUND]).splitlines()
-    assert one == (
-        "| no_workers | 0 | 1.3 | 100.00 → 70.00 | 30% | train.py:8 | `input_wait` | 1.03 | host_bound"
-        " | train.py:11, model.py:3 | 77.00 | 1.10 |"
-    )
-    assert "| `input_wait` | clear | nothing | – | 101.00 | 1.01 |" in other
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -84,10 +74,6 @@ def test_what_is_wrong_is_told(wrong: Case) -> None:
     assert len(failures(wrong)) == 1
 
 
-def test_small_findings_of_healthy_jobs_are_no_failures() -> None:
-    assert failures(replace(SOUND, found=(("host_bound", 0.04),))) == []
-
-
 def test_held_out_seeds_are_counted_apart() -> None:
     missed = replace(WELL, seed=1, predicted_ns=None, state="clear", found=(("host_bound", 0.2),))
     false = replace(SOUND, seed=5, found=(("straggler", 0.1),))
@@ -102,14 +88,18 @@ def test_held_out_seeds_are_counted_apart() -> None:
     assert "| `straggler` | 1 | 5 |" in sound
 
 
+@pytest.mark.long
 def test_a_planted_fault_is_recorded_diagnosed_and_compared() -> None:
     case = of_fault("no_workers", 0, None)
     assert case.error == ""
     assert case.fixed_ns < 0.95 * case.true_ns
     assert case.reported_ns == pytest.approx(case.true_ns, rel=0.1)
-    assert case.state in ("found", "clear", "not_measured")
     assert len(case.true_computation) == len(case.reported_computation) == 1
-    assert any("true rank 0" in line for line in case.why)
+    # Of the fault the line is known, and of the report what it names first.
+    assert case.line.startswith("train.py:")
+    assert case.first is not None
+    assert (case.first.rule, case.first.lines[0]) == (case.found[0][0], case.line)
+    assert 500 <= case.event_ns <= 2_500
 
 
 @pytest.mark.long
@@ -132,15 +122,7 @@ def test_random_healthy_jobs_keep_what_always_holds(seed: int) -> None:
         assert computed == pytest.approx(rank.parts["computation"] / rank.step_ns, abs=0.02)
 
 
-def test_of_a_planted_fault_the_line_is_known_and_of_a_report_what_it_names_first() -> None:
-    case = of_fault("no_workers", 0, None)
-    assert case.line.startswith("train.py:")
-    assert case.first is not None
-    assert case.first.rule == case.found[0][0]
-    assert case.first.lines[0] == case.line
-    assert 500 <= case.event_ns <= 2_500
-
-
+@pytest.mark.long
 def test_of_a_fixed_job_the_rule_of_the_fault_finds_nothing() -> None:
     fault = next(f for f in FAULTS if f.name == "laps")
     case = of_fixed(fault.name, 3, None)
@@ -149,17 +131,76 @@ def test_of_a_fixed_job_the_rule_of_the_fault_finds_nothing() -> None:
     assert failures(case) == []
 
 
-def test_a_healthy_job_is_diagnosed() -> None:
-    case = of_healthy(1, None)
+SEED = 1
+NEAR = 0.15
+
+# Their fix makes other work faster too, which is not promised: autocast halves what all operators move.
+CAUTIOUS = ("float32",)
+
+
+# One fault of each kind; all others, each of some seconds, run before a release.
+ALWAYS = (
+    "activations_fill", "checkpoints", "float32", "foreach_optimizer", "garbage", "hot_gpu", "item_every_step",
+    "no_workers", "one_forward", "pageable", "recompiles", "small_batch", "slower_gpu", "tiny_kernels",
+    "unfused_attention", "waits_for_stream", "wide_average_loop",
+)  # fmt: skip
+
+
+def marked(name: str) -> object:
+    return name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [marked(f.name) for f in FAULTS])
+def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
+    case = of_fault(name, SEED, None)
     assert case.error == ""
-    assert case.rule == ""
-    assert case.true_ns == case.fixed_ns
+    assert case.reported_ns == pytest.approx(case.true_ns, rel=0.05)  # a hundred steps, not all of them
+    if case.harmless:
+        assert false_of(case) == []
+        return
+    assert case.state == "found"
+    assert case.predicted_ns is not None
+    assert case.at_most or case.predicted_ns >= (1 - NEAR) * case.fixed_ns
+    if name not in CAUTIOUS:
+        assert case.predicted_ns <= (1 + NEAR) * case.fixed_ns
 
 
-def test_it_leaves_its_table_where_the_page_of_the_reports_leads_to(tmp_path: Path) -> None:
-    assert main(["--only", "no_workers", "--seeds", "1", "--out", str(tmp_path)]) == 0
-    assert "Found in 1 of 1 recordings" in (tmp_path / "simulated.md").read_text()
-    (row,) = json.loads((tmp_path / "simulated.json").read_text())
-    assert (row["name"], row["state"]) == ("no_workers", "found")
-    assert "why" not in row
-    assert "(simulated.md)" in (tmp_path / "README.md").read_text()
+def test_every_fault_is_of_a_rule() -> None:
+    assert {fault.rule for fault in FAULTS} <= {rule.id for rule in RULES}
+    assert {*ALWAYS} <= {fault.name for fault in FAULTS}
+
+
+def planted(name: str) -> Job:
+    (fault,) = (f for f in FAULTS if f.name == name)
+    return replace(fault.make(5), modules=True)
+
+
+def found_in(tmp_path: Path, name: str, rule: str) -> tuple[InModule, ...]:
+    """Return the modules that a rule's finding names in the job of a fault."""
+    folder.write(tmp_path / "run", planted(name), Recording())
+    (found,) = (o for o in dlprof.open(tmp_path / "run").result.found if o.id == rule)
+    return found.modules
+
+
+@pytest.mark.long
+def test_products_in_float32_are_in_the_layers_that_multiply(tmp_path: Path) -> None:
+    modules = found_in(tmp_path, "float32", "fp32_matmul")
+    assert {one.path for one in modules} == {"block*.up", "block*.down", "block*.qkv", "head"}
+    assert modules[0].kind == "Linear"
+    assert sum(one.share for one in modules) == pytest.approx(0.93, abs=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "rule"), [("unfused_attention", "unfused_attention"), ("tiny_kernels", "host_bound")])
+def test_what_the_blocks_do_is_in_them(tmp_path: Path, name: str, rule: str) -> None:
+    first = found_in(tmp_path, name, rule)[0]
+    assert first.path == "block*"
+    assert first.share > 0.8
+
+
+@pytest.mark.long
+def test_what_the_script_does_between_modules_is_in_none(tmp_path: Path) -> None:
+    assert found_in(tmp_path, "slow_python", "step_python") == ()
+    result = dlprof.open(tmp_path / "run").result
+    assert [o.id for o in result.found if not o.training] == ["step_python"]

@@ -11,15 +11,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import pandas as pd
 import pytest
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from dlprof.errors import DlprofError
-from dlprof.exports import frames, perfetto, speedscope
+from dlprof.exports import speedscope
 from dlprof.read.run import open_run
-from tests.fixtures import exported, recordings, runs, sampled_stacks, traces
+from tests.fixtures import exported, runs, sampled_stacks, traces
 from tests.fixtures.browsers import NEEDS_BROWSER
 
 pytestmark = NEEDS_BROWSER
@@ -143,45 +141,3 @@ def test_speedscope_opens_every_profile(browser: webdriver.Chrome, tmp_path: Pat
         browser.get(f"{address}/index.html#profileURL={address}/{out.name}")
         shown = "return document.body.innerText"
         WebDriverWait(browser, 60).until(lambda b: "rank 0 · training thread (1/2)" in b.execute_script(shown))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (PERFETTO.is_dir() and SPEEDSCOPE.is_dir()), reason="no viewers are installed (make viewers)")
-@pytest.mark.parametrize("name", recordings.names())
-def test_what_is_exported_of_a_real_recording_opens_or_is_refused_in_one_line(
-    browser: webdriver.Chrome, tmp_path: Path, name: str
-) -> None:
-    refused: list[str] = []
-    with _refusing(refused):
-        _export(browser, recordings.opened(name, tmp_path), tmp_path, refused)
-    assert all("\n" not in why for why in refused)
-
-
-@contextmanager
-def _refusing(why: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except DlprofError as e:
-        why.append(str(e))
-
-
-def _export(browser: webdriver.Chrome, path: Path, tmp_path: Path, refused: list[str]) -> None:
-    run = open_run(path)
-    with _refusing(refused):
-        made = perfetto.write(run, tmp_path / "out.json.gz", jobs=1)
-        with opened(browser, tmp_path / "out.json.gz") as ask:
-            assert ask("select name, value from stats where value > 0 and severity != 'info'") == []
-            ((spans,),) = ask("select count(*) from slice")
-            assert spans >= made.spans > 0
-    with _refusing(refused):
-        profiles = speedscope.write(run, tmp_path / "stacks.json")
-        with served(SPEEDSCOPE, tmp_path / "stacks.json") as address:
-            browser.get(f"{address}/index.html#profileURL={address}/stacks.json")
-            shown = "return document.body.innerText"
-            of = json.loads((tmp_path / "stacks.json").read_text())["profiles"][0]["name"]
-            of += f" (1/{profiles})" if profiles > 1 else ""
-            WebDriverWait(browser, 60).until(lambda b: of in b.execute_script(shown))
-    written = frames.write(run, tmp_path / "csv", jobs=1)
-    assert written.tables + written.measures > 0
-    for file in (tmp_path / "csv").rglob("*.csv"):
-        pd.read_csv(file, low_memory=False)

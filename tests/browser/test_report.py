@@ -1,32 +1,29 @@
-"""The report in a real Chromium: it draws itself, asks for nothing, and runs nothing that a trace says."""
+"""The report and the page of a comparison in a real Chromium: they ask for nothing, and run nothing of a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium import webdriver
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 from benchmarks.reports import PLOTLY, sharing
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.report import html
+from dlprof.report.compare import page as compare_page
 from dlprof.report.figures import drawing
 from dlprof.result import Result
-from tests.fixtures import hosts, results, runs, traces
+from tests.fixtures import comparisons, hosts, results, runs, traces
 from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
 from tests.fixtures.runs import MS
-
-selenium = pytest.importorskip("selenium", reason="selenium is not installed")
-
-from selenium import webdriver  # noqa: E402
-from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 pytestmark = NEEDS_BROWSER
 
@@ -59,28 +56,29 @@ def rgb(colour: str) -> str:
     return f"rgb({int(colour[1:3], 16)}, {int(colour[3:5], 16)}, {int(colour[5:], 16)})"
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("name", results.ALL)
-def test_the_page_draws_every_figure_without_complaint_or_request(opened: Open, name: str, theme: str) -> None:
+@pytest.mark.parametrize(("name", "theme"), [*((name, "light") for name in results.ALL), ("ddp", "dark")])
+def test_the_page_draws_every_figure_as_wide_as_the_window_without_complaint_or_request(
+    opened: Open, name: str, theme: str
+) -> None:
     browser = opened(name, theme)
     charts = browser.find_elements(By.CSS_SELECTOR, ".chart")
     assert charts or name == "empty"
     assert all(chart.find_elements(By.CSS_SELECTOR, "svg.main-svg") for chart in charts)
     assert all(chart.get_attribute("data-drawn") == "yes" for chart in charts)
+
+    def fits(width: int) -> Callable[[webdriver.Chrome], Any]:
+        asked = "return window.innerWidth === arguments[0] && document.documentElement.scrollWidth <= arguments[0]"
+        return lambda b: b.execute_script(asked, width)
+
+    try:
+        for width in (1280, 700, 360):
+            metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            WebDriverWait(browser, 20).until(fits(width), f"{width} wide")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert complaints(browser) == []
     assert [url for url in requests(browser) if not url.startswith("file://")] == []
-
-
-def test_a_page_that_shares_plotly_with_others_draws_every_figure(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(sharing(html.render(results.ddp()), PLOTLY), encoding="utf-8", newline="\n")
-    (tmp_path / PLOTLY).write_bytes((files("dlprof.report") / "page" / PLOTLY).read_bytes())
-    log(browser, "browser")
-    browser.get(page.as_uri())
-    drawn = "return document.documentElement.dataset.drawn === 'all'"
-    WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
-    assert all(c.get_attribute("data-drawn") == "yes" for c in browser.find_elements(By.CSS_SELECTOR, ".chart"))
-    assert complaints(browser) == []
 
 
 def test_a_page_without_its_shared_script_shows_tables_and_says_so(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -103,16 +101,6 @@ def test_the_network_log_and_the_policy_would_tell(opened: Open) -> None:
     WebDriverWait(browser, 10).until(lambda b: any("Content Security Policy" in c["message"] for c in complaints(b)))
     browser.get("data:text/html,<img src='http://127.0.0.1:9/y.png'>")
     assert any(url.endswith("/y.png") for url in requests(browser))
-
-
-def test_bars_have_a_mark_for_every_part(opened: Open) -> None:
-    browser = opened("ddp")
-    widths = browser.execute_script(
-        "return [...document.querySelectorAll('#chart-where .bars .point path')].map(bar => bar.getBBox().width)"
-    )
-    # Three ranks wait for a fourth: of these, communication has two bars.
-    positive = sum(part.ns > 0 for part in results.ddp().time) + 3
-    assert sum(width > 1 for width in widths) == positive
 
 
 def test_attacks_run_nothing_and_show_as_text(opened: Open) -> None:
@@ -179,32 +167,6 @@ def test_a_hostile_recording_runs_nothing_either(opened: Open, tmp_path: Path) -
     assert all(c.get_attribute("data-drawn") == "yes" for c in browser.find_elements(By.CSS_SELECTOR, ".chart"))
 
 
-def test_every_section_is_there(opened: Open) -> None:
-    browser = opened("ddp")
-    sections = browser.execute_script(
-        "return [...document.querySelectorAll('main > section')].map("
-        "s => [s.id, s.querySelector('h2').textContent, s.getBoundingClientRect().height > 150])"
-    )
-    assert sections == [
-        ["where", "Where the step goes", True],
-        ["findings", "Findings", True],
-        ["run", "The run", True],
-        ["checked", "What was checked", True],
-        ["facts", "Facts of the run", True],
-    ]
-
-
-@pytest.mark.parametrize(("name", "led_to"), [("ddp", "#finding-3"), ("tables", "#panel-4")])
-def test_every_link_leads_to_something_that_is_shown(opened: Open, name: str, led_to: str) -> None:
-    browser = opened(name)
-    shown = browser.execute_script(
-        "return Object.fromEntries([...document.links].map(a => a.getAttribute('href'))"
-        ".map(at => [at, document.querySelector(at).getClientRects().length]))"
-    )
-    assert {"#where", "#findings", "#run", "#checked", "#facts", led_to} <= shown.keys()
-    assert [at for at, boxes in shown.items() if not boxes] == []
-
-
 def test_a_finding_opens_its_manual_inside_the_page(opened: Open) -> None:
     browser = opened("ddp")
     finding = browser.find_element(By.ID, "finding-1")
@@ -221,33 +183,6 @@ def test_page_and_figures_follow_the_theme(opened: Open, theme: str, ink: str) -
     assert browser.execute_script("return getComputedStyle(document.body).color") == rgb(ink)
     label = "#chart-evidence-2 .bars .bartext"
     assert browser.execute_script(f"return getComputedStyle(document.querySelector('{label}')).fill") == rgb(ink)
-
-
-def test_figures_change_with_the_theme_while_open(opened: Open) -> None:
-    browser = opened("ddp", "light")
-    fill = "return getComputedStyle(document.querySelector('#chart-evidence-2 .bars .bartext')).fill"
-    before = browser.execute_script(fill)
-    features = [{"name": "prefers-color-scheme", "value": "dark"}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    WebDriverWait(browser, 20).until(lambda b: b.execute_script(fill) != before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", results.ALL)
-def test_no_page_is_wider_than_its_window(opened: Open, name: str) -> None:
-    browser = opened(name)
-
-    def fits(width: int) -> Callable[[webdriver.Chrome], Any]:
-        asked = "return window.innerWidth === arguments[0] && document.documentElement.scrollWidth <= arguments[0]"
-        return lambda b: b.execute_script(asked, width)
-
-    try:
-        for width in (1280, 700, 360):
-            metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-            WebDriverWait(browser, 20).until(fits(width), f"{width} wide")
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.long
@@ -369,16 +304,6 @@ def test_a_frame_of_the_flame_graph_is_widened_by_a_click_and_the_whole_comes_ba
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == [0, 1200])
 
 
-def test_what_stands_on_the_runs_time_is_zoomed_together(opened: Open) -> None:
-    browser = opened("tables")
-    ranges = "return [3, 4].map(n => document.getElementById('chart-panel-' + n)._fullLayout.xaxis.range)"
-    assert browser.execute_script(ranges) == [[0, 9], [0, 9]]
-    browser.find_element(By.ID, "chart-panel-4").send_keys("+")
-    WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[2.25, 6.75], [2.25, 6.75]])
-    browser.find_element(By.ID, "chart-panel-3").send_keys("0")
-    WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[0, 9], [0, 9]])
-
-
 def test_the_pointer_tells_time_and_number_of_a_step(opened: Open) -> None:
     browser = opened("tables")
     browser.execute_script("Plotly.Fx.hover('chart-panel-3', {xval: 4})")
@@ -391,9 +316,7 @@ def test_the_pointer_tells_time_and_number_of_a_step(opened: Open) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed (make axe)")
-@pytest.mark.parametrize(
-    ("name", "theme"), [("ddp", "light"), ("ddp", "dark"), ("tables", "light"), ("tables", "dark"), ("many", "light")]
-)
+@pytest.mark.parametrize(("name", "theme"), [("ddp", "dark"), ("tables", "light"), ("many", "light")])
 def test_axe_finds_no_serious_fault(opened: Open, name: str, theme: str) -> None:
     browser = opened(name, theme)
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
@@ -401,13 +324,6 @@ def test_axe_finds_no_serious_fault(opened: Open, name: str, theme: str) -> None
     # It would tell.
     browser.execute_script("document.querySelector('main').append(document.createElement('button'))")
     assert set(grave_faults(browser)) == {"button-name"}
-
-
-def test_the_page_prints(opened: Open) -> None:
-    browser = opened("ddp", "dark")
-    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    assert len(pdf["data"]) > 20_000
-    assert complaints(browser) == []
 
 
 def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
@@ -433,3 +349,33 @@ def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
         browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(widths) == before)
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(label) == ink)
+
+
+def show_comparison(browser: webdriver.Chrome, folder: Path, name: str, theme: str = "light") -> None:
+    page = folder / "compare.html"
+    page.write_text(compare_page.render(comparisons.ALL[name]()), encoding="utf-8", newline="\n")
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    log(browser, "browser")
+    log(browser, "performance")
+    browser.get(page.as_uri())
+
+
+@pytest.mark.parametrize("name", comparisons.ALL)
+def test_no_complaint_and_no_request(browser: webdriver.Chrome, tmp_path: Path, name: str) -> None:
+    show_comparison(browser, tmp_path, name)
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith("file://")] == []
+    assert browser.execute_script("return document.scripts.length") == 0
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+@pytest.mark.parametrize("name", ["large", "hostile"])
+def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: Path, name: str, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        show_comparison(browser, tmp_path, name)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

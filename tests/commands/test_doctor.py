@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from dlprof.commands import doctor
 from tests.fixtures import jobs
@@ -36,30 +33,6 @@ def test_every_source_is_tried_and_what_fails_comes_with_a_remedy(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_said_of_stacks_is_what_a_reader_of_stacks_may_do() -> None:
-    """py-spy need not be here, nor be let at other processes; whichever it is, it was tried."""
-    check = doctor._stacks()
-    beside = Path(sys.executable).parent / "py-spy"
-    if not beside.exists() and shutil.which("py-spy") is None:
-        assert "not installed" in check.found
-    else:
-        assert check.works == ("may read" in check.found)
-        assert check.works or "ptrace" in check.remedy.lower()
-
-
-def test_text_has_a_line_a_source_and_one_for_each_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = doctor.Check("nsys", False, "not on the PATH", "install it")
-    fine = doctor.Check("host", True, "2 cores")
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: found, lambda: fine))
-    done = CliRunner().invoke(doctor.doctor)
-    assert done.exit_code == 0
-    assert [line.split() for line in done.output.splitlines()] == [
-        ["no", "nsys", "not", "on", "the", "PATH"],
-        ["→", "install", "it"],
-        ["yes", "host", "2", "cores"],
-    ]
-
-
 def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert doctor._disk().works
@@ -67,19 +40,6 @@ def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, monkeypatch:
     check = doctor._disk()
     assert not check.works
     assert "-o" in check.remedy
-
-
-def test_a_program_on_the_path_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not doctor._nsys().works
-    program = tmp_path / "nsys"
-    program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.1\n")
-    program.chmod(0o755)
-    assert doctor._nsys().works
-    assert "version 2026.1" in doctor._nsys().found
-    program.write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
-    assert not doctor._nsys().works
-    assert "no licence" in doctor._nsys().found
 
 
 def test_a_python_without_torch_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,42 +100,31 @@ def traced(monkeypatch: pytest.MonkeyPatch, folder: Path, **machine: Any) -> doc
         doctor._ask_torch.cache_clear()
 
 
-def test_one_kernel_is_profiled_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = traced(monkeypatch, tmp_path, said="STAGE:2026-01-02 03:04:05 17:18 a.cpp:1] Completed Stage: Warm Up\n")
-    assert check.works
-    assert "one kernel" in check.found
-
-
 @pytest.mark.parametrize(
-    ("error", "remedy"),
+    ("machine", "works", "found", "remedy"),
     [
-        ("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES (35)", "NVreg_RestrictProfilingToAdminUsers"),
-        ("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED (39)", "nsys"),
+        ({"said": "STAGE:2026-01-02 03:04:05 17:18 a.cpp:1] Completed Stage: Warm Up\n"}, True, "one kernel", ""),
+        (
+            {
+                "events": 0,
+                "said": f"{HEAD}f() failed: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES (35)\n",
+            },
+            *(False, "PRIVILEGES (35)", "NVreg_RestrictProfilingToAdminUsers"),
+        ),
+        (
+            {"events": 0, "said": f"{HEAD}f() failed: CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED (39)\n"},
+            *(False, "no event of it came", "nsys"),
+        ),
+        ({"events": 0}, False, "", "CUDA_INJECTION64_PATH"),
+        ({"events": 0, "admins": True}, False, "", "NVreg_RestrictProfilingToAdminUsers"),
+        ({"fails": True}, False, "CUDA error: out of memory", ""),
     ],
 )
-def test_what_cupti_refuses_is_told_with_what_to_do(
-    error: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_kernel_is_profiled_where_there_is_a_gpu(
+    machine: dict[str, Any], works: bool, found: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = f"{HEAD}function cuptiActivityEnable(kind) failed with error {error}\n"
-    check = traced(monkeypatch, tmp_path, said=said, events=0)
-    assert not check.works
-    assert "no event of it came" in check.found
-    assert error in check.found
-    assert remedy in check.remedy
-
-
-def test_a_kernel_without_an_event_or_a_word_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = traced(monkeypatch, tmp_path, events=0)
-    assert not check.works
-    assert "CUDA_INJECTION64_PATH" in check.remedy
-    admins = traced(monkeypatch, tmp_path, events=0, admins=True)
-    assert "NVreg_RestrictProfilingToAdminUsers" in admins.remedy
-
-
-def test_a_kernel_that_cannot_run_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = traced(monkeypatch, tmp_path, fails=True)
-    assert not check.works
-    assert "CUDA error: out of memory" in check.found
+    check = traced(monkeypatch, tmp_path, **machine)
+    assert (check.works, found in check.found, remedy in check.remedy) == (works, True, True), check
 
 
 def test_a_torch_for_amds_gpus_is_asked_for_amdsmi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

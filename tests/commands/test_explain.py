@@ -12,7 +12,6 @@ from dlprof.cli import cli
 from dlprof.commands.explain import LISTS
 from dlprof.overrides import OVERRIDES
 from dlprof.read.formats import formats
-from dlprof.read.sources import SOURCES, Source
 from dlprof.schema import TABLES
 from tests.fixtures.places import ROOT
 
@@ -43,11 +42,6 @@ def test_a_setting_is_listed_with_its_values_and_its_risk() -> None:
         text = " ".join(entry.split())
         assert all(part in text for part in (override.values, override.help, override.risk))
         assert ("Risk:" in text) is bool(override.risk)
-
-
-def test_rules_formats_and_lists_have_names_of_their_own() -> None:
-    names = [*LISTS, *(rule.id for rule in RULES), *(one.name for one in formats())]
-    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("words", [[], ["rules"]])
@@ -82,9 +76,3 @@ def test_what_a_rule_stands_on_ends_at_tables_and_their_recorders(rule: Rule) ->
             assert any(
                 text.startswith(f"def {name}(") for text in (ROOT / file).read_text().splitlines()[int(line) - 1 :][:4]
             )
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.name)
-def test_what_writes_a_file_of_ours_names_it(source: Source) -> None:
-    written = (ROOT / "dlprof/record" / source.recorder).read_text()
-    assert source.files[0].partition(".")[0] in written

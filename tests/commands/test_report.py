@@ -1,30 +1,26 @@
-"""`dlprof report` prints the verdict, or the result and nothing else, and writes both files where it says."""
+"""`dlprof report` and `dlprof export`: what they print, and the files that they write where they say."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from msgspec.structs import replace
 
-from dlprof.analysis.source.patches import Patch, Wanted
 from dlprof.cli import cli
-from dlprof.commands import report
-from dlprof.errors import DlprofError
-from dlprof.result import Outcome, change
 from dlprof.result.stored import from_json
-from tests.fixtures import results, traces
+from tests.fixtures import traces
 from tests.fixtures.jobs import record
 
 
 def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(cli, ["report", *map(str, words)])
+    alone = [] if "--dask" in words else ["--jobs", "1"]
+    return CliRunner().invoke(cli, ["report", *alone, *map(str, words)])
 
 
 @pytest.fixture
@@ -56,48 +52,16 @@ def test_text_ends_with_where_the_report_is(job: Path) -> None:
     assert sorted(p.name for p in (job.parent / "deep" / "out").iterdir()) == ["report.html", "result.json"]
 
 
-def test_a_report_of_a_run_goes_into_the_run(tmp_path: Path) -> None:
-    folder = recorded(tmp_path / "run")
-    assert run(folder).exit_code == 0
-    assert (folder / "report.html").is_file()
-    assert (folder / "result.json").is_file()
-
-
-def test_a_second_report_replaces_the_first_one_of_a_run(tmp_path: Path) -> None:
-    folder = recorded(tmp_path / "run")
-    (folder / "report.html").write_text("old")
-    (folder / "result.json").write_text("old")
-    assert run(folder).exit_code == 0
-    assert from_json(json.loads((folder / "result.json").read_text())).run.ranks == (0,)
-    assert (folder / "report.html").read_text() != "old"
-
-
 def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
     for n in ("", "-2", "-3"):
         assert run(job).stdout.splitlines()[-1] == f"report: dlprof-report{n}/report.html"
     assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
 
 
-def test_one_file_will_do(job: Path) -> None:
-    done = run(job / "rank1.json", "--format", "json")
-    assert from_json(json.loads(done.stdout)).run.ranks == (1,)
-
-
 def test_progress_is_on_stderr_and_quiet_is_quiet(job: Path) -> None:
-    assert "read 2 of 2 ranks" in run(job).stderr
+    done = run(job)
+    assert ("read 2 of 2 ranks" in done.stderr, "read 2" in done.stdout) == (True, False)
     assert run(job, "--quiet").stderr == ""
-    assert "read 2" not in run(job).stdout
-
-
-def test_a_file_is_whole_or_not_there(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device", str(target))
-
-    monkeypatch.setattr(Path, "replace", full)
-    done = run(job, "-o", "out")
-    assert done.exit_code == 1
-    assert "No space left on device" in done.stderr
-    assert list((job.parent / "out").iterdir()) == []
 
 
 def test_what_was_found_is_said_though_it_cannot_be_written(tmp_path: Path) -> None:
@@ -109,18 +73,6 @@ def test_what_was_found_is_said_though_it_cannot_be_written(tmp_path: Path) -> N
     assert "report:" not in done.stdout
 
 
-def test_write_report_gives_the_verdict(tmp_path: Path) -> None:
-    folder = recorded(tmp_path / "run")
-    assert report.write_report(folder).splitlines()[-1].endswith("report.html")
-    assert (folder / "result.json").is_file()
-
-
-def test_analyse_answers_every_rule(tmp_path: Path) -> None:
-    result = report.analyse(recorded(tmp_path / "run"))
-    assert all(isinstance(o, Outcome) for o in result.outcomes)
-    assert not (tmp_path / "run" / "result.json").exists()
-
-
 def test_open_gives_the_page_to_the_browser(job: Path) -> None:
     browser = job.parent / "browser"
     browser.write_text('#!/bin/sh\necho "$1" > opened\n')
@@ -129,32 +81,6 @@ def test_open_gives_the_page_to_the_browser(job: Path) -> None:
     subprocess.run(words, cwd=job.parent, env=os.environ | {"BROWSER": f"{browser} %s"}, check=True)
     page = (job.parent / "out" / "report.html").resolve()
     assert (job.parent / "opened").read_text().strip() == page.as_uri()
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "memfd_create") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and a second core"
-)
-def test_a_trace_is_decoded_by_another_process_while_this_one_imports(tmp_path: Path) -> None:
-    code = """if True:
-        import os, sys
-        from pathlib import Path
-        from dlprof.record.launch import process
-        from dlprof.commands.report import analyse
-        from dlprof.read.kineto import prefetch
-        decode = prefetch.decode
-        def noting(path):
-            Path(sys.argv[2]).write_text(str(os.getpid()))
-            return decode(path)
-        prefetch.decode = noting
-        process.keep_memory = lambda: print("keeps its memory")
-        analyse(Path(sys.argv[1]))
-        print(os.getpid())
-    """
-    trace = traces.write(tmp_path / "rank0.json", traces.training())
-    done = subprocess.run([sys.executable, "-c", code, trace, tmp_path / "who"], capture_output=True, check=True)
-    said, mine = done.stdout.decode().splitlines()
-    assert said == "keeps its memory"
-    assert (tmp_path / "who").read_text() not in ("", mine)
 
 
 SCRIPT = """\
@@ -219,58 +145,6 @@ def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "second.diff").exists()
 
 
-def test_a_patch_leaves_the_training_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def patched(_: object, wanted: Sequence[Wanted]) -> Patch:
-        asked.extend(name for one in wanted for name in one.settings)
-        return Patch()
-
-    monkeypatch.setattr("dlprof.analysis.source.patches.patch", patched)
-    waits, saves, *others = results.training().outcomes
-    saves = replace(saves, changes=(*saves.changes, change("larger", training=True, batch_size=(64, 96))))
-    result = replace(results.training(), outcomes=(waits, saves, *others))
-    with pytest.raises(DlprofError, match="no patch"):
-        report._write_patch(result, recorded(tmp_path), tmp_path / "fix.diff", numerics=True, tell=False)
-    assert asked == ["num_workers", "persistent_workers"]  # of the findings, and no batch_size
-
-
-def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
-    done = run(job, "--patch", "fix.diff")
-    assert done.exit_code == 1
-    assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
-    assert not (job.parent / "fix.diff").exists()
-
-
-def test_a_small_report_writes_nothing_into_the_folder_of_the_traces(job: Path) -> None:
-    assert run(job).exit_code == 0
-    assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
-
-
-@pytest.mark.parametrize("more", [["--jobs", "2"], ["--kept-only"]])
-def test_options_that_say_nothing_beside_dask_are_refused(more: list[str], job: Path) -> None:
-    done = run(job, "--dask", "local", *more)
-    assert done.exit_code == 2
-    assert "--dask has its own number of workers" in done.stderr
-
-
-def test_a_cluster_that_is_none_is_one_line(job: Path) -> None:
-    done = run(job, "--dask", "loco")
-    assert done.exit_code == 1
-    assert done.stderr == (
-        "dlprof: --dask loco: name local, local:N, slurm, slurm:N, or tcp://HOST:PORT of a scheduler\n"
-    )
-
-
-@pytest.mark.long
-def test_a_scheduler_that_is_not_there_is_one_line(job: Path) -> None:
-    pytest.importorskip("distributed", reason="needs the extra dask")
-    command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), "--dask", "tcp://127.0.0.1:1", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=job.parent)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "dlprof: tcp://127.0.0.1:1: no Dask scheduler answers there\n"
-
-
 @pytest.mark.long
 def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
     """On stdout and stderr there is nothing of Dask's own."""
@@ -284,3 +158,32 @@ def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
     assert len(list((job / ".dlprof").rglob("*.npz"))) == 2
     again = run(job, "--format", "json", "-o", "c", "--dask", "local:2")
     assert again.stdout == plain.stdout
+
+
+def export(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["export", "--jobs", "1", *map(str, words)])
+
+
+def test_a_trace_and_tables(job: Path) -> None:
+    done = export(job, "--perfetto", "out.json.gz", "--csv", "tables", "--quiet")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("out.json.gz: ")
+    assert "tables: 4 tables, " in done.stdout
+    assert json.loads(gzip.decompress(Path("out.json.gz").read_bytes()))["traceEvents"]
+    assert Path("tables/tables/00001/spans.csv").is_file()
+    assert sorted(p.name for p in job.parent.iterdir()) == ["out.json.gz", "tables", "traces"]
+
+
+def test_what_fails_is_one_line_and_costs_nothing_else(job: Path) -> None:
+    done = export(job, "--perfetto", "out.json", "--speedscope", "stacks.json")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("dlprof: ")
+    assert "no Python stacks were seen" in done.stderr
+    assert json.loads(Path("out.json").read_text())["traceEvents"]
+    assert not Path("stacks.json").exists()
+
+
+def test_it_must_be_told_what_to_write(job: Path) -> None:
+    done = export(job)
+    assert done.exit_code == 2
+    assert "--perfetto FILE" in done.stderr

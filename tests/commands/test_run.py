@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.commands.run import constant, count_gpus, find_workload, workloads
-from dlprof.errors import DlprofError
+from dlprof.commands.run import constant, count_gpus
 from tests.fixtures.jobs import DLPROF, environment, launch
 
 WORKLOAD = """
@@ -55,28 +54,6 @@ def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: st
     assert [path.name for path in tmp_path.iterdir()] == ["tells.py"]
 
 
-def test_an_option_before_the_workload_is_ours_or_a_mistake(tmp_path: Path) -> None:
-    done = launch([*DLPROF, "run", "--steps", "3", "ddp_resnet"], tmp_path)
-    assert done.returncode == 2
-    assert "no such option: --steps (a workload's own options stand after its name)" in done.stderr
-
-
-def test_a_workload_is_found_by_path_and_by_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "workloads").mkdir()
-    (tmp_path / "workloads/one.py").write_text("")
-    (tmp_path / "two.py").write_text("")
-    assert (
-        find_workload("one") == find_workload("one.py") == find_workload("workloads/one.py") == Path("workloads/one.py")
-    )
-    assert find_workload("two.py") == Path("two.py")
-    assert find_workload("ddp_resnet") == Path(__file__).resolve().parents[2] / "workloads" / "ddp_resnet.py"
-    (tmp_path / "workloads/ddp_resnet.py").write_text("")
-    assert find_workload("ddp_resnet") == Path("workloads/ddp_resnet.py")
-    with pytest.raises(DlprofError, match=r"there are: .*, ddp_resnet, .*, one"):
-        find_workload("three")
-
-
 def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: Path) -> None:
     (tmp_path / "workloads").mkdir()
     (tmp_path / "workloads/mine.py").write_text('"""Train mine, well, or not."""\nFAULTS = {"late": "input_wait"}\n')
@@ -94,15 +71,6 @@ def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_workload_that_is_no_distributed_job_has_one_rank_if_not_told_otherwise(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text("RANKS = 1\nraise SystemExit\n")
-    env = environment(CUDA_VISIBLE_DEVICES="")
-    said = [launch([*DLPROF, "run", "one.py", *more], tmp_path, env=env).stderr for more in ([], ["--procs", "2"])]
-    assert "dlprof: one.py on 1 CPU rank\n" in said[0]
-    assert "dlprof: one.py on 2 CPU ranks\n" in said[1]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_workload_may_name_the_launcher_of_its_ranks(tmp_path: Path, installed: bool) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
@@ -116,16 +84,6 @@ def test_a_workload_may_name_the_launcher_of_its_ranks(tmp_path: Path, installed
     usual = os.nice(0)
     both = [f"nice {usual} rank 0", f"nice {usual} rank 1"]
     assert sorted(done.stdout.splitlines()) == ([f"nice {usual + 2} rank None"] if installed else both)
-
-
-def test_where_dlprof_is_installed_without_its_repository_the_word_is_where_workloads_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dlprof.commands.run.__file__", str(tmp_path / "site-packages/dlprof/commands/run.py"))
-    assert workloads() == []
-    with pytest.raises(DlprofError, match=r"no workload ddp_resnet: none are here; .*run from a clone"):
-        find_workload("ddp_resnet")
 
 
 @pytest.mark.parametrize(
@@ -146,46 +104,3 @@ def test_gpus_are_counted_as_the_job_would_see_them(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert count_gpus() == count
-
-
-def test_a_workload_without_a_ladder_says_so(tmp_path: Path) -> None:
-    (tmp_path / "workloads").mkdir()
-    (tmp_path / "workloads/flat.py").write_text('"""Nothing."""\n')
-    done = launch([*DLPROF, "run", "flat", "--ladder", "--procs", "1"], tmp_path)
-    assert (done.returncode, done.stderr) == (1, "dlprof: flat has no ladder: it sets no LADDER\n")
-
-
-@pytest.mark.long
-def test_a_ladder_adds_one_change_after_the_other_and_leaves_out_what_fails(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    (tmp_path / "workloads").mkdir()
-    (tmp_path / "workloads/steps.py").write_text(LADDER)
-    done = launch([*DLPROF, "run", "steps", "--ladder", "--procs", "1", "-o", "out"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2-broken" not in done.stdout
-    assert "broken is left out: it ended with exit code 1" in done.stderr
-    assert "3-fast (--ms 5)" in done.stdout
-    told = json.loads((tmp_path / "out/ladder.json").read_text())
-    assert [r["name"] for r in told["runs"]] == ["1-slow", "3-fast"]
-
-
-# A workload that sleeps, and dies where it is told to sleep for less than nothing.
-LADDER = '''"""Sleep."""
-import sys, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-LADDER = {"slow": "--ms 15", "broken": "--ms -1", "fast": "--ms 5"}
-FAULTS: dict[str, str] = {}
-ms = float(sys.argv[-1])
-assert ms > 0
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for epoch in range(8):
-    for (x,) in DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(ms / 1000)
-'''

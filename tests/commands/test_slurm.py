@@ -46,23 +46,6 @@ def test_a_script_that_bash_takes_with_the_options_of_the_recording(there: Path)
     assert "export OMP_NUM_THREADS=1\n" in text
 
 
-def test_on_the_cpu_each_rank_computes_with_its_cores() -> None:
-    text = asked("-m", "package.train", "--procs-per-node", "4", "--cpus-per-rank", "3").stdout
-    assert "export OMP_NUM_THREADS=3\n" in text
-    assert "#SBATCH --cpus-per-task=3\n" in text
-    assert "-m package.train\n" in text
-    assert "#SBATCH --job-name=package.train\n" in text
-
-
-def test_it_is_written_to_a_file_and_says_how_to_submit_it(there: Path) -> None:
-    done = asked("train.py", "--gpus-per-node", "1", "--out", "job.sh")
-    assert (there / "job.sh").read_text().startswith("#!/bin/bash\n")
-    assert done.stdout == "dlprof: job.sh is written; to submit it: sbatch job.sh\n"
-    done = asked("train.py", "--gpus-per-node", "1", "--out", "none/job.sh")
-    assert done.exit_code == 1
-    assert "none/job.sh cannot be written" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -86,10 +69,3 @@ def test_a_script_that_is_not_there_and_a_workload_by_its_name() -> None:
     assert isinstance(done.exception, DlprofError)
     assert "tran.py" in str(done.exception)
     assert "/workloads/ddp_resnet.py" in asked("ddp_resnet", "--gpus-per-node", "1").stdout
-
-
-def test_nothing_is_submitted_without_sbatch() -> None:
-    done = asked("train.py", "--gpus-per-node", "1", "--submit")
-    assert done.exit_code == 1
-    (line,) = done.stderr.splitlines()
-    assert "sbatch is not on the PATH" in line

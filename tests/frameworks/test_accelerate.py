@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures.jobs import TORCHRUN, environment, facts, free_port, launch, record, rows, wrapped
+from tests.fixtures.jobs import TORCHRUN, facts, launch, record, rows, wrapped
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -100,29 +98,3 @@ def test_accelerate_launch_is_recorded(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "run/ranks").iterdir()] == ["00000"]
     epochs(rows(tmp_path / "run/ranks/00000"), 16, 8)
-
-
-def open_mpi() -> bool:
-    command = shutil.which("mpirun")
-    said = subprocess.run([command, "--version"], capture_output=True, check=False).stdout if command else b""
-    return b"Open MPI" in said
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not open_mpi(), reason="Open MPI is not installed")
-def test_two_processes_on_the_cpu_are_mpis(tmp_path: Path) -> None:
-    """Only with a host file does accelerate start more than one on the CPU."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
-    settings = ["--num_processes", "2", "--mpirun_hostfile", "hosts", "--main_process_port", free_port()]
-    more = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    env = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    done = launch(wrapped(tmp_path / "run", [*launcher, *settings, *more, "train.py"], "--no-trace"), tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    for number in (0, 1):
-        rank = tmp_path / f"run/ranks/{number:05d}"
-        epochs(rows(rank), 8, 4)
-        told = facts(rank)
-        assert (told["rank"], told["local_rank"], told["world_size"]) == (number, number, 2)
-        assert told["warnings"] == []

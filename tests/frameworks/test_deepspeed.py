@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.jobs import TORCHRUN, environment, facts, free_port, launch, rows, running, until, words, wrapped
+from tests.fixtures.jobs import TORCHRUN, environment, facts, free_port, launch, rows, wrapped
 
 if importlib.util.find_spec("deepspeed") is None:  # its import decides on a device: not in this process
     pytest.skip("deepspeed is not installed", allow_module_level=True)
@@ -102,41 +99,3 @@ def test_their_launchers_status_is_that_of_the_rank_that_failed(env: dict[str, s
     for number in (0, 1):
         assert len([row for row in rows(tmp_path / f"run/ranks/{number:05d}") if row["kind"] == "train"]) >= 8
     assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": 9, "signal": None}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_their_launcher_ends_on_sigterm_and_its_ranks_do_not_with_and_without_dlprof(
-    env: dict[str, str], tmp_path: Path
-) -> None:
-    for how in ("plain", "recorded"):
-        script = tmp_path / f"{how}.py"
-        script.write_text(SCRIPT)
-        command = [sys.executable, *THEIRS, f"--master_port={free_port()}", str(script), "long", "1"]
-        if how == "recorded":
-            command = wrapped(tmp_path / "run", command, "--window", "4,1,2")
-        with (tmp_path / "said").open("w") as said, (tmp_path / "errors").open("w") as errors:
-            process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=said, stderr=errors)
-        try:
-            assert until(lambda: (tmp_path / "said").read_text().count("loss ") == 2), (tmp_path / "errors").read_text()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == -signal.SIGTERM
-            # The second of its two processes, and the ranks, have not heard of it.
-            left = running(script)
-            (second,) = (pid for pid in left if "deepspeed.launcher.launch" in words(pid))
-            assert len(left) == 3
-            if how == "recorded":
-                (told,) = [
-                    line for line in (tmp_path / "errors").read_text().splitlines() if "command has ended" in line
-                ]
-                assert sorted(map(int, re.findall(r"\(process (\d+)\)", told))) == sorted({*left} - {second})
-            os.kill(second, signal.SIGTERM)
-            assert until(lambda script=script: not running(script))  # type: ignore[misc]
-        finally:
-            for pid in running(script):
-                os.kill(pid, signal.SIGKILL)
-    assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": None, "signal": int(signal.SIGTERM)}
-    for number in (0, 1):
-        rank = tmp_path / f"run/ranks/{number:05d}"
-        assert facts(rank)["ended"] == f"signal {signal.SIGTERM.value}"
-        assert len([row for row in rows(rank) if row["kind"] == "train"]) >= 16

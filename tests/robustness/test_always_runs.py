@@ -69,10 +69,12 @@ def told(stderr: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(("place", "said"), [(read_only, "Read-only file system"), (full, "No space left on device")])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("place", "said", "named"),
+    [(read_only, "Read-only file system", False), (full, "No space left on device", True)],
+)
 def test_a_disk_that_takes_nothing_costs_the_folder_and_then_the_recording(
-    named: bool, place: Callable[[Mount], Path], said: str, mount: Mount, tmp_path: Path
+    place: Callable[[Mount], Path], said: str, named: bool, mount: Mount, tmp_path: Path
 ) -> None:
     (tmp_path / "tmp").mkdir()
     there = place(mount)
@@ -100,7 +102,6 @@ def test_a_disk_that_takes_nothing_costs_the_folder_and_then_the_recording(
     [
         ("file/out", "Not a directory"),
         ("x" * 300, "File name too long"),
-        ("/".join(["x" * 99] * 50), "File name too long"),
         ("/proc/out", "No such file or directory"),
     ],
 )
@@ -112,15 +113,6 @@ def test_a_path_that_cannot_be_costs_the_folder(out: str, said: str, tmp_path: P
     assert (done.returncode, done.stdout) == (7, "ran\n"), done.stderr
     (run,) = temporary(tmp_path).iterdir()
     assert told(done.stderr) == f"dlprof: cannot record into {out}: {said}; recording into {run}"
-
-
-def test_a_working_directory_that_was_deleted_costs_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    command = ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh", *DLPROF, "wrap", *RUNS]
-    done = launch(command, tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")))
-    assert (done.returncode, done.stdout) == (7, "ran\n"), done.stderr
-    assert "cannot record into runs/" in told(done.stderr)
-    assert (next(temporary(tmp_path).iterdir()) / "run.json").exists()
 
 
 def test_a_limit_on_the_size_of_files_costs_the_recording_and_is_named(tmp_path: Path) -> None:
@@ -159,22 +151,17 @@ def test_each_rank_of_torchrun_that_starts_dlprof_has_the_same_folder(mount: Mou
     pytest.importorskip("torch", reason="torchrun is torch's")
     (tmp_path / "tmp").mkdir()
     there = read_only(mount)
-    for out, holds in (
-        (there / "out", tmp_path / "tmp/dlprof-*/*"),
-        (Path("out"), Path("out")),
-        (Path("out"), Path("out-2")),
-    ):
-        wrap = [*DLPROF, "wrap", "-o", str(out), "--quiet", "--no-sample", "--no-report"]
-        command = [sys.executable, *TORCHRUN, "--no-python", *wrap, "--", "sh", "-c", "echo ran $RANK"]
-        done = launch(command, tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")))
-        assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["ran 0", "ran 1"]), done.stderr
-        (run,) = tmp_path.glob(str(holds.relative_to(tmp_path) if holds.is_absolute() else holds))
-        assert [task["number"] for task in json.loads((run / "run.json").read_text())["tasks"]] == ["0", "1"]
-        assert done.stderr.count("; recording into") == (holds.name != "out")
+    wrap = [*DLPROF, "wrap", "-o", str(there / "out"), "--quiet", "--no-sample", "--no-report"]
+    command = [sys.executable, *TORCHRUN, "--no-python", *wrap, "--", "sh", "-c", "echo ran $RANK"]
+    done = launch(command, tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["ran 0", "ran 1"]), done.stderr
+    (run,) = tmp_path.glob("tmp/dlprof-*/*")
+    assert [task["number"] for task in json.loads((run / "run.json").read_text())["tasks"]] == ["0", "1"]
+    assert done.stderr.count("; recording into") == 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kb", [60, 120, 400])
+@pytest.mark.parametrize("kb", [120, *(pytest.param(kb, marks=pytest.mark.slow) for kb in (60, 400))])
 def test_a_disk_that_fills_while_the_job_runs_or_is_reported_on_changes_nothing_of_it(
     kb: int, mount: Mount, tmp_path: Path
 ) -> None:
@@ -188,15 +175,3 @@ def test_a_disk_that_fills_while_the_job_runs_or_is_reported_on_changes_nothing_
     assert "Traceback" not in done.stderr
     # What fitted is a run.
     assert open_run(there / "out").exit == {"code": 7, "signal": None} or "run.json has no end" in done.stderr
-
-
-@pytest.mark.long
-def test_what_a_limit_on_the_size_of_files_costs_is_not_said_to_be_missing(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    loop = tiny(tmp_path, LOOP)
-    command = [*LIMITED, "4", *DLPROF, "wrap", "-o", "out", "--no-sample", "--window", "10,1,20", str(loop)]
-    done = launch(command, tmp_path)
-    assert (done.returncode, done.stdout) == (7, "ran\n"), done.stderr
-    # Steps were recorded, and only what they are of was not.
-    assert "no rank could write its facts.json" in done.stderr
-    assert "no backward()" not in done.stderr

@@ -140,7 +140,7 @@ def test_killed_at_any_moment(moment: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("presses", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_once_and_twice(presses: int, tmp_path: Path) -> None:
     (tmp_path / "trains.py").write_text(TRAINS)
     command = wrapped(

@@ -37,7 +37,8 @@ def computation(result: Result) -> float:
     return sum(t.share for t in result.time if t.category == "computation")
 
 
-@pytest.mark.parametrize("form", ["no-correlations", "device-only"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["no-correlations", pytest.param("device-only", marks=pytest.mark.slow)])
 def test_without_links_the_means_are_right_and_causes_are_not_told(tmp_path: Path, form: str) -> None:
     result, true = traced(tmp_path, JOB, form)
     assert result.window is not None
@@ -49,7 +50,8 @@ def test_without_links_the_means_are_right_and_causes_are_not_told(tmp_path: Pat
     assert result.found == ()
 
 
-@pytest.mark.parametrize("captured", ["all", "model"])
+@pytest.mark.long
+@pytest.mark.parametrize("captured", ["all", pytest.param("model", marks=pytest.mark.slow)])
 def test_a_graphs_nodes_are_of_the_step_that_launched_it(tmp_path: Path, captured: str) -> None:
     result, true = traced(tmp_path, replace(JOB, script=replace(JOB.script, captured=captured)))
     assert result.window is not None
@@ -58,6 +60,7 @@ def test_a_graphs_nodes_are_of_the_step_that_launched_it(tmp_path: Path, capture
     assert result.run.warnings == ()
 
 
+@pytest.mark.long
 def test_a_step_that_launches_nothing_is_left_out(tmp_path: Path) -> None:
     result, true = traced(tmp_path, replace(JOB, script=replace(JOB.script, skips=3)))
     assert result.window is not None
@@ -65,6 +68,7 @@ def test_a_step_that_launches_nothing_is_left_out(tmp_path: Path) -> None:
     assert any("launched nothing on the device" in warning for warning in result.run.warnings)
 
 
+@pytest.mark.long
 def test_a_process_with_several_devices_is_divided_by_what_all_of_them_do(tmp_path: Path) -> None:
     job = next(f for f in FAULTS if f.name == "replicas").make(0)
     result, true = traced(tmp_path, job)

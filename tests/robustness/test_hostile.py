@@ -24,8 +24,8 @@ from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
 from dlprof.result import Result
-from dlprof.result.stored import from_json, to_json
-from tests.fixtures import holding, results, runs, traces
+from dlprof.result.stored import to_json
+from tests.fixtures import holding, runs, traces
 from tests.fixtures.runs import MS
 
 HOST = "node-1"
@@ -200,26 +200,6 @@ def test_no_damage_to_a_file_breaks_a_diagnosis(
     diagnosed(run)
 
 
-@pytest.mark.slow
-@settings(SLOWLY, max_examples=500)
-@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(set(results.ALL) - {"hostile"})))
-def test_no_result_of_a_stranger_breaks_a_comparison(seed: int, name: str) -> None:
-    from dlprof.analysis.compare import comparison
-    from dlprof.report.compare import page as compare_page
-    from dlprof.report.compare import text as compare_text
-
-    sane = results.ALL[name]()
-    data = changed(json.loads(json.dumps(to_json(sane))), random.Random(seed))
-    try:
-        result = from_json(data)
-    except DlprofError:
-        return
-    for a, b in ((result, sane), (sane, result)):
-        told = comparison.compare(a, b)
-        assert "\x1b" not in compare_text.render(told, 88, False)
-        assert "\x1b" not in compare_page.render(told)
-
-
 @pytest.mark.parametrize("raw", RAW)
 def test_a_result_file_that_is_no_json_is_told_in_one_line(tmp_path: Path, raw: bytes) -> None:
     from click.testing import CliRunner
@@ -232,27 +212,6 @@ def test_a_result_file_that_is_no_json_is_told_in_one_line(tmp_path: Path, raw: 
     assert done.exit_code == 1
     assert done.output.count("\n") == 1
     assert done.output.startswith("dlprof: ")
-
-
-def unlike(wait: int) -> dict[str, Any]:
-    """Return a trace of a rank that waits so long for each of its batches."""
-    events: list[Any] = []
-    for n in range(4):
-        at = n * (wait + 10 * MS)
-        events += [traces.step(n, at, wait + 10 * MS), traces.fetch(at, wait)]
-        for k in range(9):
-            start = at + wait + k * MS
-            events.append(traces.launched("gemm", start, start + 100_000, 500_000, 10 * n + k + 1))
-    return traces.trace(*events, rank=min(wait, 1), world_size=2)
-
-
-def test_ranks_whose_steps_differ_lose_no_more_than_their_own_steps(tmp_path: Path) -> None:
-    result = diagnose(open_run(runs.foreign(tmp_path, unlike(0), unlike(1_000 * MS))), RULES, jobs=1)
-    healthy(result)
-    waits = next(o for o in result.outcomes if o.id == "input_wait")
-    assert waits.verdict.startswith("99 % of each step of rank 1 waits for data")
-    assert all((o.lost_share or 0) <= 1 for o in result.outcomes)
-    assert any(w.startswith("a step of rank 1 takes 101 × as long as one of rank 0") for w in result.run.warnings)
 
 
 def test_work_of_the_device_that_no_step_launched_is_named_and_breaks_no_rule(tmp_path: Path) -> None:

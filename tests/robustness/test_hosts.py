@@ -110,29 +110,6 @@ def record(folder: Path, hosts: Sequence[Callable[[list[str]], list[str]]]) -> P
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_be_made(), reason="hosts cannot be made here: it takes root, unshare and time namespaces")
-def test_two_machines_of_one_name_are_two_hosts(tmp_path: Path) -> None:
-    boots = [tmp_path / "boot-0", tmp_path / "boot-1"]
-    for path in boots:
-        path.write_text(f"{path.name[-1] * 8}-0000\n")
-
-    def clone(boot: Path, command: list[str]) -> list[str]:
-        """Return the words that run a command where this machine's name and boot are a clone's."""
-        script = f'mount --bind "{boot}" /proc/sys/kernel/random/boot_id && {NAMES}'
-        return ["unshare", "--uts", "--mount", "--fork", "--kill-child", "sh", "-c", script, "sh", "clone", *command]
-
-    run = record(tmp_path, [partial(clone, boot) for boot in boots])
-    opened = open_run(run)
-    first, second = (rank.facts["host"] for rank in opened.ranks)
-    assert {first, second} in ({"clone", "clone~00000000"}, {"clone", "clone~11111111"})
-    assert opened.hosts == (first, second) or opened.hosts == (second, first)
-    # What was sampled of each is its own, and each saw its own rank alone.
-    assert [sum("host.jsonl" in path.name for path in rank.files.values()) for rank in opened.ranks] == [1, 1]
-    assert all((run / f"ranks/{rank:05d}/processes.jsonl").stat().st_size for rank in range(2))
-    assert opened.warnings == ()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not can_be_made(), reason="hosts cannot be made here: it takes root, unshare and time namespaces")
 def test_a_job_of_two_hosts_is_one_run(tmp_path: Path) -> None:
     run = record(tmp_path, [partial(on_host, name) for name in HOSTS])
     told = [facts(run / f"ranks/{rank:05d}") for rank in range(2)]

@@ -10,33 +10,22 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlprof.analysis.notices import all_warnings, warnings
-from dlprof.analysis.timeline.steps import step_series
 from dlprof.read.run import open_run
 from tests.fixtures.jobs import (
     COMPILES_NOTHING,
     DLPROF,
-    children,
-    environment,
     facts,
     launch,
     rows,
-    running,
-    until,
-    words,
     wrapped,
 )
-from tests.fixtures.runs import measured
 
 TRAINS = """
 import os, sys, time
@@ -112,75 +101,16 @@ def test_ranks_of_mpirun_and_its_status(kind: str, script: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_tasks_of_mpirun_that_each_wrap_themselves_share_a_folder(kind: str, script: Path, tmp_path: Path) -> None:
+def test_tasks_of_mpirun_that_each_wrap_themselves_share_a_folder(script: Path, tmp_path: Path) -> None:
     task = [*DLPROF, "wrap", "--no-report", "--no-trace", str(script)]
     for _ in range(2):
         (tmp_path / "meeting").unlink(missing_ok=True)
-        done = launch([*mpirun(kind), *task], tmp_path)
+        done = launch([*mpirun("openmpi"), *task], tmp_path)
         assert done.returncode == 0, done.stderr
     runs = list((tmp_path / "runs").iterdir())
     assert len(runs) == 2
     for run in runs:
         both_ranks(run)
-
-
-@pytest.mark.slow
-def test_of_four_tasks_of_a_host_one_samples_and_two_record_a_trace(script: Path, tmp_path: Path) -> None:
-    options = ["--no-report", "--quiet", "--sample", "0.2", "--stacks", "off", "--window", "5,1,3", "--ranks", "0,last"]
-    command = [*mpirun("openmpi", 4), *DLPROF, "wrap", "-o", "run", *options, str(script), "long"]
-    run = tmp_path / "run"
-    host = run / "hosts" / os.uname().nodename / "host.jsonl"
-    tasks = subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    try:
-        # All four train, their windows are over, and a sampler sees them all.
-        folders = [run / f"ranks/{rank:05d}" for rank in range(4)]
-        assert until(lambda: all((one / "processes.jsonl").exists() for one in folders))
-        assert until(lambda: all(len(rows(one)) > 50 for one in folders))
-        supervisors = [pid for pid in running(script) if "dlprof wrap" in words(pid) and "mpirun" not in words(pid)]
-        sampling = [pid for one in supervisors for pid in children(one) if "samplers/__main__.py" in words(pid)]
-        assert (len(supervisors), len(sampling)) == (4, 4)
-        opened = [pid for pid in sampling if any(host == path.resolve() for path in files_of(pid))]
-        assert len(opened) == 1
-        # It dies: another one goes on where it was.
-        os.kill(opened[0], signal.SIGKILL)
-        before = host.stat().st_size
-        assert until(lambda: host.stat().st_size > before)
-        now = [pid for pid in sampling if any(host == path.resolve() for path in files_of(pid))]
-        assert len(now) == 1
-        assert now != opened
-    finally:
-        tasks.send_signal(signal.SIGTERM)
-        tasks.communicate(timeout=60)
-    assert until(lambda: not running(script))
-    readings = [json.loads(line)["at_ns"] for line in host.read_text().splitlines()]
-    assert readings == sorted(readings)
-    windows = [facts(one)["window"]["state"] for one in folders]
-    assert windows == ["exported", "not_asked", "not_asked", "exported"]
-    # mpirun may have killed those that would have packed them.
-    assert [len(list(one.glob("trace.json*"))) for one in folders] == [1, 0, 0, 1]
-    (told,) = (text for text in all_warnings(measured(run, warnings)) if "--ranks" in text)
-    assert told.startswith("traces of 2 of 4 ranks were asked for (--ranks 0,last)")
-
-
-def files_of(pid: int) -> list[Path]:
-    """List the files that a process has open."""
-    try:
-        return [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()]
-    except OSError:
-        return []
-
-
-@pytest.mark.slow
-def test_sigterm_to_dlprof_ends_the_ranks_of_mpirun(script: Path, tmp_path: Path) -> None:
-    command = [*mpirun("openmpi"), sys.executable, str(script), "long"]
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(wrapped(tmp_path / "run", command), env=environment(), cwd=tmp_path, stdout=said)
-    assert until(lambda: (tmp_path / "said").read_text().count("ready") == 2)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 1  # as mpirun ends
-    assert until(lambda: not running(script))
-    assert [one["ended"] for one in both_ranks(tmp_path / "run")] == [f"signal {int(signal.SIGTERM)}"] * 2
 
 
 @pytest.mark.slow
@@ -214,78 +144,3 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
     done = launch(["salloc", "-n", "2", *DLPROF, "wrap", *options, "-o", "alone", str(alone)], tmp_path, env=slurm)
     assert done.returncode == 0, done.stderr
     assert facts(tmp_path / "alone/ranks/00000")["world_size"] == 1
-
-
-def submitted(script: Path, env: dict[str, str], *options: str, inside: bool, kind: str = "long") -> str:
-    """Return the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
-
-    dlprof wraps each task `inside` of srun, or else srun.
-    """
-    place = script.parent
-    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", *options, "--"]
-    task = ["srun", "-n", "2"]
-    command = [*(task + dlprof if inside else dlprof + task), sys.executable, str(script), kind]
-    said = place / "said"
-    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
-    job = launch(batch, place, env=env).stdout.strip()
-    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
-    return job
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False])
-def test_scancel_leaves_what_was_recorded(inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    job = submitted(script, slurm, "--window", "5,1,100000", inside=inside)
-    launch(["scancel", job], tmp_path, env=slurm)
-    left = ["squeue", "--noheader", f"--jobs={job}"]
-    assert until(lambda: not launch(left, tmp_path, env=slurm).stdout.strip())
-    assert until(lambda: not running(script))
-    told = both_ranks(tmp_path / "run")
-    assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * 2
-    assert [one["window"]["state"] for one in told] == ["partial", "partial"]
-    ended = json.loads((tmp_path / "run/run.json").read_text())["exit"]
-    assert ended == ({"code": None, "signal": 15} if inside else {"code": 143, "signal": None})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False])
-def test_scancel_ends_ranks_that_wait_for_each_other(
-    inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path
-) -> None:
-    # SLURM kills what SIGTERM has not ended within KillWait, 30 s here: such a rank would not say how it ended.
-    job = submitted(script, slurm, "--no-trace", inside=inside, kind="hangs")
-    launch(["scancel", job], tmp_path, env=slurm)
-    assert until(lambda: not running(script))
-    told = both_ranks(tmp_path / "run")
-    assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * 2
-    assert [len(rows(tmp_path / f"run/ranks/{rank:05d}")) for rank in (0, 1)] == [21, 21]
-
-
-def said_to_be(state: list[str], became: str, place: Path, env: dict[str, str]) -> bool:
-    return launch(state, place, env=env).stdout.strip() == became
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_job_that_slurm_suspends_has_that_time_in_no_figure(
-    inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path
-) -> None:
-    job = submitted(script, slurm, "--no-trace", inside=inside)
-    state = ["squeue", "--noheader", "--format", "%T", f"--jobs={job}"]
-    for order, became in (("suspend", "SUSPENDED"), ("resume", "RUNNING")):
-        # What has just started, and what has just been resumed, shall have some steps.
-        time.sleep(2)
-        done = launch(["scontrol", order, job], tmp_path, env=slurm)
-        assert done.returncode == 0, done.stderr
-        assert until(partial(said_to_be, state, became, tmp_path, slurm))
-        time.sleep(3)
-    launch(["scancel", job], tmp_path, env=slurm)
-    assert until(lambda: not running(script))
-    assert until(lambda: json.loads((tmp_path / "run/run.json").read_text())["end_ns"])
-    assert any("was stopped and went on again" in text for text in open_run(tmp_path / "run").warnings)
-    steps = measured(tmp_path / "run", step_series).frame(step_series)
-    assert set(steps["rank"]) == {0, 1}
-    for _, mine in steps.groupby("rank"):
-        long = mine[mine["dur_ns"] > 3e9]
-        assert list(long["kind"]) == ["suspended"], long
-        assert mine["steady"].sum() > 100

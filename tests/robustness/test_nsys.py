@@ -47,6 +47,7 @@ def test_a_workload_reads_its_steps_back(script: Path, tmp_path: Path) -> None:
 EXPORTS = sorted((Path(__file__).parents[1] / "golden" / "nsys").glob("*.sqlite.gz"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", EXPORTS, ids=lambda path: path.name.partition(".")[0])
 def test_a_workload_is_read_back_from_its_export(path: Path) -> None:
     run = open_run(path)
@@ -59,7 +60,3 @@ def test_a_workload_is_read_back_from_its_export(path: Path) -> None:
         assert {"dlprof::forward", "dlprof::backward"} <= names
     result = analyse(path, 1)
     assert not result.found  # nobody saw what the CPU computed
-
-
-def test_there_is_one_of_each_workload_that_needs_nothing_more() -> None:
-    assert len(EXPORTS) == 9

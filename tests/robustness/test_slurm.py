@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +16,8 @@ import pytest
 
 from dlprof.read.run import open_run
 from dlprof.record.slurm import PACKAGE
-from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, words, wrapped
-from tests.fixtures.places import ROOT
-from tests.fixtures.slurm import CORES, NODES, lacking
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, facts, launch, rows, running, until, wrapped
+from tests.fixtures.slurm import NODES
 
 # As any script does that torchrun starts.
 TRAINS = """
@@ -154,92 +151,6 @@ def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], sc
     assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * SIZE
     assert [one["window"]["state"] for one in told] == ["partial"] * SIZE
     assert open_run(run).exit == {"code": None, "signal": int(signal.SIGTERM)}
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_job_and_is_named(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    job = submitted(script, slurm, "falls", options=("--no-trace", "--out", "job.sh"))
-    run, said = ended(job, slurm, tmp_path)
-    assert said_of(job, slurm, tmp_path)["JobState"] == "FAILED", said
-    all_ranks(run)
-    assert (run / "report.html").exists()
-    assert json.loads((run / "run.json").read_text())["exit"] == {"code": 5, "signal": None}
-    assert f"task 1 on {os.uname().nodename} ended with exit code 5" in open_run(run).warnings
-    assert all(len(rows(run / f"ranks/{rank:05d}")) >= 20 for rank in range(SIZE))
-
-
-@pytest.mark.slow
-def test_of_two_jobs_that_are_given_one_folder_the_second_has_the_next_number(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
-    command = ["srun", "-N", "2", "-n", "4", *DLPROF, "wrap", "-o", "run", "--quiet", "--no-sample", "--", "touch"]
-    assert launch([*command, "first"], tmp_path, env=slurm).returncode == 0
-    done = launch([*command, "second"], tmp_path, env=slurm)
-    assert done.returncode == 0
-    assert (tmp_path / "second").exists()
-    (line,) = (line for line in done.stderr.splitlines() if "recording into" in line)
-    assert re.fullmatch(r"dlprof: run already holds a run of job \S+, and this is \S+; recording into run-2", line)
-    tasks = [json.loads((tmp_path / run / "run.json").read_text())["tasks"] for run in ("run", "run-2")]
-    assert [sorted(task["number"] for task in of) for of in tasks] == [["0", "1", "2", "3"]] * 2
-
-
-@pytest.mark.slow
-def test_a_rank_asks_for_no_more_cores_than_there_are(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    written = launch([*DLPROF, "slurm", script.name, "--gpus-per-node", "2"], tmp_path, env=slurm).stdout
-    assert f"#SBATCH --cpus-per-task={CORES // 2}\n" in written
-    # Whatever the site makes of them, SLURM takes all lines.
-    (tmp_path / "job.sh").write_text(written)
-    done = launch(["sbatch", "--test-only", "job.sh"], tmp_path, env=slurm)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_controller_that_does_not_answer_is_one_line(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    settings = Path(slurm["SLURM_CONF"]).read_text().splitlines()
-    elsewhere = tmp_path / "slurm.conf"
-    elsewhere.write_text("\n".join("SlurmctldPort=9" if one.startswith("SlurmctldPort") else one for one in settings))
-    for conf, works in ((slurm["SLURM_CONF"], True), (str(elsewhere), False)):
-        said = launch([*DLPROF, "doctor", "--format", "json"], tmp_path, env=slurm | {"SLURM_CONF": conf}).stdout
-        assert [one["works"] for one in json.loads(said)["checks"] if one["source"] == "SLURM"] == [works]
-    asked = [*DLPROF, "slurm", script.name, "--procs-per-node", "1", "--submit"]
-    done = launch(asked, tmp_path, env=slurm | {"SLURM_CONF": str(elsewhere)})
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("dlprof: sbatch did not take the job: ")
-    assert "Unable to contact slurm controller" in line
-
-
-@pytest.mark.slow
-def test_a_cluster_ends_with_whoever_started_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if why := lacking():
-        pytest.skip(why)
-    place = tmp_path_factory.mktemp("slurm")
-    job = f"exec {sys.executable} -c 'import time; time.sleep(3333)'"
-    holds = (
-        "import subprocess, time\nfrom pathlib import Path\nfrom tests.fixtures.slurm import cluster\n"
-        f"with cluster(Path({str(place)!r})) as env:\n"
-        f"    subprocess.run(['sbatch', '--output=/dev/null', {f'--wrap={job}'!r}], env=env, check=True)\n"
-        "    time.sleep(3333)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", holds], cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        assert until(lambda: any("3333" in line and "sbatch" not in line for line in of_cluster(place)))
-        assert any(line.startswith("slurmstepd") for line in of_cluster(place))
-    finally:
-        process.kill()
-        process.wait()
-    assert until(lambda: not of_cluster(place))
-
-
-def of_cluster(place: Path) -> list[str]:
-    """List the command lines of the processes that a cluster's folder is named to."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if os.fsencode(f"SLURM_CONF={place}/") in path.read_bytes():
-                found.append(words(int(path.parent.name)))
-    return found
 
 
 # What a container runtime does, with the kernel's own means: other mounts, and of the host only what is bound.

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from simulator import folder
-from simulator.faults.fault import base, small, with_script
+from simulator.faults.fault import small
 from simulator.hardware import MS
 from simulator.job import Gradients, Job, Pipeline, Recording
 from simulator.kineto import FORMS
 from simulator.machine import Simulation
-from simulator.program import COMPUTE
 
 FIRST = 12  # traced step
 
@@ -131,14 +130,6 @@ def test_collectives_tell_their_group_and_number_and_end_together(tmp_path: Path
     assert len(groups - {None}) >= 2
 
 
-def test_old_traces_tell_nothing_of_collectives(tmp_path: Path) -> None:
-    _, [trace, _] = written(tmp_path, jobs()["experts"], form="torch-2.0")
-    exchanged = [e for e in events(trace, "kernel") if e["name"].startswith("ncclKernel_")]
-    assert {e["name"].split("_")[1] for e in exchanged} == {"AllReduce", "SendRecv"}
-    assert not any("Collective name" in e["args"] for e in exchanged)
-    assert all(isinstance(e["ts"], int) for e in events(trace, "kernel"))
-
-
 def test_the_light_layer_tells_every_step(tmp_path: Path) -> None:
     simulation, _ = written(tmp_path, jobs()["alone"], device_step=True)
     at = tmp_path / "run" / "ranks" / "00000"
@@ -156,56 +147,3 @@ def test_the_light_layer_tells_every_step(tmp_path: Path) -> None:
     facts = json.loads((at / "facts.json").read_text())
     assert facts["window"]["first_step"] == FIRST
     assert facts["flops"]["total"] == sum(o["flops"] for o in facts["flops"]["operators"])
-
-
-def test_a_batch_that_is_skipped_is_no_step_of_its_own(tmp_path: Path) -> None:
-    written(tmp_path, with_script(jobs()["alone"], skips=5))
-    at = tmp_path / "run" / "ranks" / "00000"
-    rows = [json.loads(line) for line in (at / "steps.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(17))
-    assert [row["step"] for row in rows if row["fetches"] == 2] == [4, 8, 12]
-    assert {row["kind"] for row in rows[:-1]} == {"train"}
-
-
-def test_a_step_that_is_one_graph_trains(tmp_path: Path) -> None:
-    simulation, [trace] = written(tmp_path, with_script(jobs()["alone"], captured="all"))
-    at = tmp_path / "run" / "ranks" / "00000"
-    rows = [json.loads(line) for line in (at / "steps.jsonl").read_text().splitlines()]
-    assert all((row["backwards"], row["optimizer_steps"]) == (1, 1) for row in rows)
-    launches = [e for e in events(trace, "cuda_runtime") if e["name"] == "cudaGraphLaunch"]
-    assert len(launches) == 3
-    graph = next(w for w in simulation.ranks[0].work[COMPUTE] if w.kind == "graph")
-    of_first = [e for e in events(trace, "kernel") if e["args"]["correlation"] == launches[0]["args"]["correlation"]]
-    assert len(of_first) == len(graph.parts) > 100
-
-
-def test_device_step_is_left_out_of_older_recordings(tmp_path: Path) -> None:
-    written(tmp_path, jobs()["alone"])
-    text = (tmp_path / "run" / "ranks" / "00000" / "steps.jsonl").read_text()
-    assert "device_step_ns" not in text
-
-
-def test_the_loader_tells_every_batch(tmp_path: Path) -> None:
-    simulation, _ = written(tmp_path, base(1))
-    at = tmp_path / "run" / "ranks" / "00000"
-    rows = [json.loads(line) for line in (at / "loading.jsonl").read_text().splitlines()]
-    kinds = Counter(row["kind"] for row in rows)
-    assert (kinds["start"], kinds["first"], kinds["batch"]) == (1, 1, 19)
-    fetched = [json.loads(line) for line in (at / "fetches.jsonl").read_text().splitlines()]
-    queue = simulation.ranks[0].queue
-    assert queue is not None
-    assert len(fetched) == 20 + queue.loader.workers * queue.loader.prefetch
-    assert {row["worker"] for row in fetched} == set(range(queue.loader.workers))
-
-
-def test_a_folder_of_traces_has_nothing_of_dlprofs(tmp_path: Path) -> None:
-    _, traces = written(tmp_path, with_script(jobs()["fsdp"], skips=7), light=False)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [f"rank-{n}.pt.trace.json.gz" for n in (0, 1)]
-    for trace in traces:
-        marks = events(trace, "user_annotation")
-        assert not any(e["name"].startswith("dlprof") for e in marks)
-        # The script's own profiler marks the batch that is skipped, too: a step that launches nothing.
-        steps = {e["name"]: span(e) for e in marks if e["name"].startswith("ProfilerStep")}
-        assert list(steps) == [f"ProfilerStep#{n}" for n in (12, 13, 14)]
-        start, end = steps["ProfilerStep#13"]
-        assert not any(start <= span(e)[0] < end for e in events(trace, "cuda_runtime"))

@@ -8,15 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from simulator.hardware import (
-    A100,
-    PAGEABLE_SHARE,
-    PINNED_COPY_START,
-    QUEUE_LENGTH,
-    Host,
-    Link,
-    transfer_ns,
-)
+from simulator.hardware import A100, PAGEABLE_SHARE, PINNED_COPY_START, QUEUE_LENGTH, Host, Link, transfer_ns
 from simulator.loading import Loader
 from simulator.machine import END_SPREAD, LINK_JITTER, Deadlock, Setup, Simulation, simulate
 from simulator.program import (
@@ -71,27 +63,47 @@ def device_steps(simulation: Simulation, rank: int = 0) -> list[int]:
     return [b - a for a, b in pairwise(first.values())]
 
 
-def test_a_busy_device_takes_its_kernels_and_the_gaps_between_them() -> None:
-    made = run(*[kernel(100_000)] * 30)
-    assert set(device_steps(made)) == {30 * (100_000 + GAP)}
+PINNED = round(24_000_000 / DEVICE.host_link * 1e9) + PINNED_COPY_START
+PAGEABLE = round(24_000_000 / (DEVICE.host_link * PAGEABLE_SHARE) * 1e9) + PINNED_COPY_START
+WAITED = HOST.launch + LATENCY + 900_000 + HOST.wake
+NODES = tuple(Kernel(f"k{n}", 10_000) for n in range(50))
 
 
-def test_a_slow_host_sets_the_pace() -> None:
-    made = run(*[kernel(2_000, before=10_000)] * 30)
-    assert set(device_steps(made)) == {30 * (10_000 + HOST.launch)}
-    assert set(host_steps(made)) == {30 * (10_000 + HOST.launch)}
-
-
-def test_a_synchronisation_adds_up_host_and_device() -> None:
-    made = run(Spend(300_000), kernel(500_000), Synchronize("stream"))
-    expected = 300_000 + HOST.launch + LATENCY + 500_000 + HOST.wake + HOST.sync_call
-    assert set(host_steps(made)) == {expected}
-
-
-def test_without_it_the_host_hides_behind_the_device() -> None:
-    made = run(Spend(300_000), kernel(500_000), steps=40)
-    assert set(device_steps(made)[1:]) == {500_000 + GAP}
-    assert host_steps(made)[5] == 300_000 + HOST.launch
+# A step on the device (the last) and on the host (the fifth), each None where it is not the point.
+@pytest.mark.parametrize(
+    ("program", "device", "host"),
+    [
+        ([kernel(100_000)] * 30, 30 * (100_000 + GAP), None),
+        ([kernel(2_000, before=10_000)] * 30, 30 * (10_000 + HOST.launch), 30 * (10_000 + HOST.launch)),
+        (
+            *([Spend(300_000), kernel(500_000), Synchronize("stream")], None),
+            300_000 + HOST.launch + LATENCY + 500_000 + HOST.wake + HOST.sync_call,
+        ),
+        ([Spend(300_000), kernel(500_000)], 500_000 + GAP, 300_000 + HOST.launch),
+        ([kernel(100_000), HostFunction(400_000), kernel(100_000)], 600_000 + 3 * GAP, None),
+        ([Graph(NODES)], 50 * 10_000 + 49 * DEVICE.graph_gap + GAP, None),
+        # A pinned or a small copy does not hold the host; a pageable one waits for the stream, and while it is staged.
+        ([kernel(900_000), Copy("HtoD", 24_000_000)], 900_000 + PINNED + 2 * GAP, HOST.launch + HOST.copy_call),
+        ([kernel(900_000), Copy("HtoD", 64_000, "pageable")], None, HOST.launch + HOST.copy_call),
+        (
+            *([kernel(900_000), Copy("HtoD", 24_000_000, "pageable")], None),
+            pytest.approx(WAITED + HOST.copy_call + PAGEABLE + HOST.wake, abs=5_000),
+        ),
+        ([kernel(900_000), Copy("DtoH", 4, "pageable")], None, pytest.approx(WAITED + HOST.copy_call, abs=50_000)),
+        # Freeing memory waits for the device.
+        (
+            *([kernel(500_000), Allocate("cudaFree", 100_000, waits=True)], None),
+            pytest.approx(600_000, abs=50_000),
+        ),
+        ([kernel(500_000), Allocate("cudaMalloc", 100_000)], None, HOST.launch + 100_000),
+    ],
+)
+def test_a_step_takes_what_a_calculation_by_hand_says(
+    program: list[Instruction], device: int | None, host: int | None
+) -> None:
+    made = run(*program, steps=12)
+    assert device is None or device_steps(made)[-1] == device
+    assert host is None or host_steps(made)[4] == host
 
 
 def test_a_stream_takes_so_many_launches_and_then_blocks() -> None:
@@ -104,17 +116,6 @@ def test_a_stream_takes_so_many_launches_and_then_blocks() -> None:
     assert late[-2] == pytest.approx(100 * (100_000 + GAP), rel=0.01)
 
 
-def test_events_take_no_place_in_the_queue() -> None:
-    one: list[Instruction] = [kernel(100_000), Record("a"), Record("b")]
-    made = run(*one * 50, steps=16)
-    assert host_steps(made)[15] == 50 * HOST.launch  # 800 kernels, 1,600 events
-
-
-def test_each_stream_has_its_own_queue() -> None:
-    made = run(*[kernel(100_000), kernel(100_000, stream=SIDE)] * 50, steps=20)
-    assert host_steps(made)[12] == 100 * HOST.launch  # 600 in each
-
-
 def test_streams_run_beside_each_other_and_events_order_them() -> None:
     beside = run(kernel(200_000), kernel(200_000, stream=SIDE))
     ordered = run(kernel(200_000), Record("a"), WaitFor("a", SIDE), kernel(200_000, stream=SIDE))
@@ -123,65 +124,6 @@ def test_streams_run_beside_each_other_and_events_order_them() -> None:
     first = ordered.ranks[0].work[COMPUTE][0]
     second = next(w for w in ordered.ranks[0].work[SIDE] if w.kind == "kernel")
     assert second.start == first.end + DEVICE.wait_latency
-
-
-def test_a_wait_holds_only_what_was_launched_behind_it() -> None:
-    made = run(
-        kernel(50_000, stream=SIDE), kernel(10_000), Record("late", SIDE), WaitFor("late"), kernel(10_000), steps=1
-    )
-    before, after = (w for w in made.ranks[0].work[COMPUTE] if w.kind == "kernel")
-    side = made.ranks[0].work[SIDE][0]
-    assert before.start < side.end
-    assert after.start >= side.end
-
-
-def test_a_host_function_lets_the_stream_stand_still() -> None:
-    made = run(kernel(100_000), HostFunction(400_000), kernel(100_000))
-    assert set(device_steps(made)[1:]) == {100_000 + 400_000 + 100_000 + 3 * GAP}
-
-
-def test_a_graph_is_one_launch_of_many_kernels() -> None:
-    nodes = tuple(Kernel(f"k{n}", 10_000) for n in range(50))
-    made = run(Graph(nodes))
-    assert device_steps(made)[-1] == 50 * 10_000 + 49 * DEVICE.graph_gap + GAP
-    assert sum(w.kind == "graph" for w in made.ranks[0].work[COMPUTE]) == 20
-    assert [at for at, _, _ in made.ranks[0].work[COMPUTE][0].parts] == [
-        n * (10_000 + DEVICE.graph_gap) for n in range(50)
-    ]
-
-
-def test_a_pinned_copy_does_not_hold_the_host() -> None:
-    made = run(kernel(900_000), Copy("HtoD", 24_000_000), steps=10)
-    assert host_steps(made)[3] == HOST.launch + HOST.copy_call
-    copied = round(24_000_000 / DEVICE.host_link * 1e9) + PINNED_COPY_START
-    assert device_steps(made)[-1] == 900_000 + copied + 2 * GAP
-
-
-def test_a_pageable_copy_waits_for_the_stream_and_holds_the_host_while_it_is_staged() -> None:
-    made = run(kernel(900_000), Copy("HtoD", 24_000_000, "pageable"), steps=10)
-    copied = round(24_000_000 / (DEVICE.host_link * PAGEABLE_SHARE) * 1e9) + PINNED_COPY_START
-    expected = HOST.launch + LATENCY + 900_000 + HOST.wake + HOST.copy_call + copied + HOST.wake
-    assert host_steps(made)[4] == pytest.approx(expected, abs=5_000)
-
-
-def test_a_small_pageable_copy_holds_nobody() -> None:
-    made = run(kernel(900_000), Copy("HtoD", 64_000, "pageable"), steps=10)
-    assert host_steps(made)[3] == HOST.launch + HOST.copy_call
-
-
-def test_reading_into_pageable_memory_waits_for_all_before() -> None:
-    made = run(kernel(900_000), Copy("DtoH", 4, "pageable"), steps=10)
-    assert host_steps(made)[4] > 900_000
-
-
-def test_freeing_memory_waits_for_the_device() -> None:
-    freed = run(kernel(500_000), Allocate("cudaFree", 100_000, waits=True))
-    taken = run(kernel(500_000), Allocate("cudaMalloc", 100_000))
-    assert host_steps(freed)[3] > 600_000
-    assert host_steps(taken)[3] == HOST.launch + 100_000
-
-
-# -- several ranks
 
 
 GROUP = {"0": ((0, 1, 2), Link())}
@@ -230,29 +172,6 @@ def loaded(loader: Loader, compute: int, steps: int = 60) -> float:
     return sum(host_steps(made)[20:]) / (steps - 20)
 
 
-def test_workers_that_cannot_keep_up_set_the_pace() -> None:
-    loader = Loader(3, 2, fetch=9_000_000, jitter=0.0, receive=10_000)
-    assert loaded(loader, 1_000_000) == pytest.approx(3_000_000, rel=0.02)
-
-
-def test_workers_that_keep_up_cost_what_receiving_costs() -> None:
-    loader = Loader(3, 2, fetch=9_000_000, jitter=0.0, receive=10_000)
-    assert loaded(loader, 5_000_000) == pytest.approx(5_000_000, rel=0.01)
-
-
-def test_without_workers_fetching_comes_on_top() -> None:
-    loader = Loader(0, fetch=2_000_000, jitter=0.0)
-    assert loaded(loader, 5_000_000) == pytest.approx(7_000_000, rel=0.01)
-
-
-def test_a_slow_worker_holds_up_every_nth_batch() -> None:
-    loader = Loader(4, 2, fetch=2_000_000, slow_worker=18_000_000, jitter=0.0, receive=10_000)
-    made = run(Fetch(), kernel(1_000_000), Synchronize("stream"), steps=60, loaders=[loader])
-    waits = [w.end - w.start for w in made.ranks[0].queue.waited if w.kind == "batch"][20:40]  # type: ignore[union-attr]
-    assert [n for n, wait in enumerate(waits) if wait > 5_000_000] == [3, 7, 11, 15, 19]
-    assert loaded(loader, 1_000_000) == pytest.approx(5_000_000, rel=0.05)
-
-
 # One thread pins what all workers fetch, in the order in which it comes from them.
 PINS = Loader(4, 2, fetch=8_000_000, jitter=0.3, receive=10_000, pin=5_000_000)
 
@@ -272,43 +191,3 @@ PINS = Loader(4, 2, fetch=8_000_000, jitter=0.3, receive=10_000, pin=5_000_000)
 )
 def test_batches_come_as_fast_as_the_slowest_of_workers_and_pinning(loader: Loader, compute: int, pace: int) -> None:
     assert loaded(loader, compute, steps=100) == pytest.approx(pace, rel=0.02)
-
-
-def test_the_pinning_thread_takes_one_batch_after_the_other_as_they_come() -> None:
-    made = run(Fetch(), kernel(1_000_000), Synchronize("stream"), steps=60, loaders=[PINS])
-    queue = made.ranks[0].queue
-    assert queue is not None
-    assert all(later[0] >= earlier[1] for earlier, later in pairwise(queue.pinned))
-    came = sorted(f.end for f in queue.fetched)[: len(queue.pinned)]
-    assert all(begin >= at for (begin, _), at in zip(queue.pinned, came, strict=True))
-    # Now and then it has nothing to do; then it begins a batch as it comes.
-    assert {begin for begin, _ in queue.pinned} & set(came)
-    taken = [w for w in queue.waited if w.kind in ("first", "batch")]
-    assert len(taken) == 60
-    assert all(w.end >= queue.pinned[n][1] or w.ready for n, w in enumerate(taken))
-
-
-@pytest.mark.parametrize(("pin", "compute"), [(0, 1_000_000), (5_000_000, 8_000_000)])
-def test_a_queue_counts_what_is_ready_and_what_was_not_yet_taken_off(pin: int, compute: int) -> None:
-    """As the recorder reads PyTorch's: batches that came before the one that was due are ready, not outstanding."""
-    made = run(Fetch(), kernel(compute), Synchronize("stream"), steps=60, loaders=[replace(PINS, pin=pin)])
-    queue = made.ranks[0].queue
-    assert queue is not None
-    asked = [w for w in queue.waited if w.kind in ("first", "batch")]
-    depth = PINS.workers * PINS.prefetch
-    assert (asked[0].ready, asked[0].outstanding) == (0, depth)
-    assert all(0 < w.outstanding <= depth for w in asked)
-    assert all(w.ready <= depth for w in asked)
-    assert any(w.ready + w.outstanding > depth for w in asked)  # a ready one may still be in the queue
-    assert any(w.outstanding < depth for w in asked[1:])  # and one that came too early is not
-
-
-def test_what_was_fetched_ahead_is_used_up_and_then_the_workers_set_the_pace() -> None:
-    loader = Loader(8, 3, fetch=16_000_000, jitter=0.0, receive=10_000)
-    opening = Step((Fetch(), Spend(200_000_000), kernel(1_000_000), Synchronize("stream")))
-    usual = Step((Fetch(), kernel(1_000_000), Synchronize("stream")))
-    made = simulate(Setup(lambda _, n: usual if n else opening, steps=120, host=HOST, device=DEVICE, loaders=[loader]))
-    steps = host_steps(made)
-    # 24 batches and those that come meanwhile: 24 steps of 1 ms bring 12 more, and so on.
-    assert steps[1:40] == pytest.approx([1_000_000] * 39, rel=0.05)
-    assert sum(steps[80:]) / 40 == pytest.approx(2_000_000, rel=0.02)

@@ -1,4 +1,4 @@
-"""A recorded job is started as it was, or it is said why it cannot be."""
+"""A recorded job is started as it was or it is said why not; what was tried is kept in its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
-from dlprof.trial.job import Job, repeatable
+from dlprof.result import Result, RunInfo
+from dlprof.result.tried import Attempt, Tried
+from dlprof.trial.job import Job, keep, kept, repeatable, with_tried
 from tests.fixtures import runs
 
 STEPS = [runs.light(n, 10 * runs.MS) for n in range(20)]
@@ -62,13 +64,13 @@ def test_overrides_of_the_recording_stay(tmp_path: Path) -> None:
     assert job(tmp_path, options=options).settings == {"loader.num_workers": 2}
 
 
+def test_another_host_is_told(tmp_path: Path) -> None:
+    assert any("elsewhere" in w for w in job(tmp_path, {"env": {}}, hosts=["elsewhere"]).warnings)
+
+
 def test_where_it_was_seen_to_save(tmp_path: Path) -> None:
     saved = [runs.stall("checkpoint", n, 5, path=path) for n, path in ((5, "last.pt"), (6, "last.pt"), (7, "best.pt"))]
     assert job(tmp_path, stalls=[[*saved, runs.stall("garbage_collection", 8, 5)]]).saves == ("last.pt", "best.pt")
-
-
-def test_another_host_is_told(tmp_path: Path) -> None:
-    assert any("elsewhere" in w for w in job(tmp_path, {"env": {}}, hosts=["elsewhere"]).warnings)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +106,33 @@ def test_what_no_dlprof_recorded_is_refused(tmp_path: Path) -> None:
     (path / "run.json").write_text(json.dumps([]))
     with pytest.raises(DlprofError):
         repeatable(open_run(path), dict(os.environ))
+
+
+FOUND = Tried("complete", (Attempt({"gc.freeze": True}, "no_gain"),), runs=3)
+RESULT = Result(run=RunInfo("run"), window=None)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert kept(tmp_path) is None
+    assert with_tried(RESULT, tmp_path) is RESULT
+    keep(tmp_path, FOUND)
+    assert kept(tmp_path) == FOUND
+    assert with_tried(RESULT, tmp_path).tried == FOUND
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format":1}', '{"format":9,"state":"complete"}', "[" * 100_000])
+def test_a_broken_file_costs_a_warning(tmp_path: Path, text: str) -> None:
+    (tmp_path / "try.json").write_text(text)
+    with pytest.raises(DlprofError, match=r"try\.json"):
+        kept(tmp_path)
+    found = with_tried(RESULT, tmp_path)
+    assert found.tried is None
+    (warning,) = found.run.warnings
+    assert "try.json" in warning
+
+
+def test_a_link_that_leads_out_is_not_followed(tmp_path: Path) -> None:
+    keep(tmp_path, FOUND)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "try.json").symlink_to(tmp_path / "try.json")
+    assert kept(tmp_path / "run") is None

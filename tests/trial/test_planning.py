@@ -23,63 +23,60 @@ def planned(*outcomes: Outcome, facts: dict[str, Any] | None = None, **options: 
 WORKERS = change("`num_workers=4`", num_workers=(0, 4), persistent_workers=(False, True))
 
 
-def test_a_change_is_tried_whole_with_what_its_finding_predicts() -> None:
-    (one,) = planned(outcome(WORKERS)).candidates
-    assert one == Candidate(
-        {"loader.num_workers": 4, "loader.persistent_workers": True}, ("input_wait",), 1.25, "step", False
-    )
-
-
-def test_only_the_first_change_has_the_findings_saving() -> None:
-    found = planned(outcome(WORKERS, change("`prefetch_factor=4`", prefetch_factor=(2, 4)))).candidates
-    assert [c.predicted for c in found] == [1.25, None]
-
-
-def test_what_changes_the_training_is_tried_only_where_the_user_names_it() -> None:
-    trained = change("`num_workers=4`", training=True, num_workers=(0, 4))
-    for found in (outcome(trained, training=True), outcome(change("a cure"), trained)):
-        assert planned(found) == Plan(())
-        assert planned(found, allow_numerics=True) == Plan(())
-        (one,) = planned(found, asked=("loader.num_workers=4",)).candidates
-        assert one == Candidate({"loader.num_workers": 4})
-
-
-def test_a_saving_that_is_a_bound_predicts_no_change() -> None:
-    (one,) = planned(outcome(WORKERS, at_most=True)).candidates
-    assert one.predicted is None
-
-
-def test_a_forecast_counts_before_the_saving() -> None:
-    forecasts = (Forecast("num_workers", "4", 50e6), Forecast("num_workers", "2", 80e6))
-    (one,) = planned(outcome(WORKERS, forecasts=forecasts)).candidates
-    assert one.predicted == 2.0
-    found = planned(outcome(WORKERS, forecasts=forecasts), asked=("loader.num_workers=2",), obvious=False).candidates
-    assert [c.predicted for c in found] == [2.0, None]  # the user's own words have no prediction
-
-
-def test_what_several_findings_name_is_tried_once() -> None:
-    fused = change("fused", fused=(None, True))
-    (one,) = planned(outcome(fused), outcome(fused, name="unfused_optimizer")).candidates
-    assert one.findings == ("input_wait", "unfused_optimizer")
-
-
-def test_the_most_promising_is_first() -> None:
-    slight = Outcome("b", "found", "t", saving_ns=1, share=0.1, speedup=1.1, changes=(change("x", fused=(None, True)),))
-    assert [c.predicted for c in planned(slight, outcome(WORKERS)).candidates] == [1.25, 1.1]
+TRAINED = change("`num_workers=4`", training=True, num_workers=(0, 4))
+PREFETCH = change("`prefetch_factor=4`", prefetch_factor=(2, 4))
+FUSED = change("fused", fused=(None, True))
+TRAIN_OTHERWISE = (outcome(TRAINED, training=True), outcome(change("a cure"), TRAINED))
+FORECASTS = (Forecast("num_workers", "4", 50e6), Forecast("num_workers", "2", 80e6))
+BOTH: dict[str, Any] = {"loader.num_workers": 4, "loader.persistent_workers": True}
+SAVING = ("input_wait",)
 
 
 @pytest.mark.parametrize(
-    ("sets", "overrides"),
+    ("outcomes", "options", "candidates"),
     [
-        ({"OMP_NUM_THREADS": (4, 1)}, {"env.OMP_NUM_THREADS": "1"}),
-        ({"bucket_cap_mb": (None, 50.0)}, {"ddp.bucket_cap_mb": 50.0}),
-        ({"find_unused_parameters": (True, False)}, {"ddp.find_unused_parameters": False}),
-        ({"non_blocking": (None, True), "NCCL_DEBUG": (None, "INFO")}, {"copy.non_blocking": True}),
+        ([outcome(WORKERS)], {}, [Candidate(BOTH, SAVING, 1.25, "step", False)]),
+        # Only the first change has the finding's saving, a bound is none, and a forecast counts before it.
+        (
+            *([outcome(WORKERS, PREFETCH)], {}),
+            [Candidate(BOTH, SAVING, 1.25), Candidate({"loader.prefetch_factor": 4}, SAVING)],
+        ),
+        ([outcome(WORKERS, at_most=True)], {}, [Candidate(BOTH, SAVING)]),
+        ([outcome(WORKERS, forecasts=FORECASTS)], {}, [Candidate(BOTH, SAVING, 2.0)]),
+        # What the user names has no prediction.
+        (
+            *([outcome(WORKERS, forecasts=FORECASTS)], {"asked": ("loader.num_workers=2",)}),
+            [Candidate(BOTH, SAVING, 2.0), Candidate({"loader.num_workers": 2})],
+        ),
+        # What changes the training is tried only where the user names it.
+        *(([found], {}, []) for found in TRAIN_OTHERWISE),
+        *(([found], {"allow_numerics": True}, []) for found in TRAIN_OTHERWISE),
+        *(
+            ([found], {"asked": ("loader.num_workers=4",)}, [Candidate({"loader.num_workers": 4})])
+            for found in TRAIN_OTHERWISE
+        ),
+        (
+            *([outcome(FUSED), outcome(FUSED, name="unfused_optimizer")], {}),
+            [Candidate({"optimizer.fused": True}, ("input_wait", "unfused_optimizer"), 1.25)],
+        ),
+        (
+            *([outcome(change("x", persistent_workers=(False, True)), scope="job")], {}),
+            [Candidate({"loader.persistent_workers": True}, SAVING, 1.25, "loop")],
+        ),
+        # By their names outside.
+        *(
+            ([outcome(change("x", **sets))], {}, [Candidate(settings, SAVING, 1.25)])
+            for sets, settings in (
+                ({"OMP_NUM_THREADS": (4, 1)}, {"env.OMP_NUM_THREADS": "1"}),
+                ({"bucket_cap_mb": (None, 50.0)}, {"ddp.bucket_cap_mb": 50.0}),
+                ({"find_unused_parameters": (True, False)}, {"ddp.find_unused_parameters": False}),
+                ({"non_blocking": (None, True), "NCCL_DEBUG": (None, "INFO")}, {"copy.non_blocking": True}),
+            )
+        ),
     ],
 )
-def test_settings_by_their_names_outside(sets: dict[str, Any], overrides: dict[str, Any]) -> None:
-    (one,) = planned(outcome(change("x", **sets))).candidates
-    assert one.settings == overrides
+def test_what_is_tried(outcomes: list[Outcome], options: dict[str, Any], candidates: list[Candidate]) -> None:
+    assert list(planned(*outcomes, **options).candidates) == candidates
 
 
 @pytest.mark.parametrize(
@@ -93,9 +90,8 @@ def test_settings_by_their_names_outside(sets: dict[str, Any], overrides: dict[s
 )
 def test_what_changes_numbers_is_tried_only_if_allowed(sets: dict[str, Any], overrides: dict[str, Any]) -> None:
     refused = planned(outcome(change("x", numerics=True, **sets)))
-    assert refused.candidates == ()
     (left,) = refused.left_out
-    assert (left.settings, left.verdict) == (overrides, "not_tried")
+    assert (refused.candidates, left.settings, left.verdict) == ((), overrides, "not_tried")
     assert "--allow-numerics" in left.why
     (one,) = planned(outcome(change("x", **sets)), allow_numerics=True).candidates
     assert (one.settings, one.numerics) == (overrides, True)
@@ -114,11 +110,6 @@ def test_what_has_no_name_or_value_outside_is_left_out_with_the_reason() -> None
     assert found.candidates == ()
     assert len(found.skipped) == 3
     assert all(s.startswith("input_wait: ") for s in found.skipped)
-
-
-def test_time_outside_the_steps_is_measured_by_the_loop() -> None:
-    (one,) = planned(outcome(change("x", persistent_workers=(False, True)), scope="job")).candidates
-    assert one.of == "loop"
 
 
 def test_the_users_own_are_tried_and_checked() -> None:
@@ -151,16 +142,9 @@ def test_what_anyone_would_try_is_what_is_not_so_already() -> None:
     assert {n for a in found.left_out for n in a.settings} == {"torch.autocast", "torch.compile"}
     on_gpu = planned(facts=FACTS | {"device": {"type": "cuda"}}, obvious=True)
     assert {"loader.pin_memory", "torch.cudnn_benchmark"} <= {n for c in on_gpu.candidates for n in c.settings}
-
-
-def test_an_obvious_one_has_the_forecast_that_a_rule_made() -> None:
+    # With the forecast that a rule made, whether or not it found anything.
     clear = Outcome("input_wait", "clear", "Waits", forecasts=(Forecast("num_workers", "2", 80e6),))
-    found = planned(clear, facts=FACTS, obvious=True).candidates
-    assert {c.settings.get("loader.num_workers"): c.predicted for c in found}[2] == 1.25
-
-
-def test_which_exclude_each_other() -> None:
-    threads = Candidate({"env.OMP_NUM_THREADS": "1"})
-    assert threads.excludes(["torch.num_threads"])
-    assert threads.excludes(["env.OMP_NUM_THREADS"])
-    assert not threads.excludes(["loader.num_workers", "gc.freeze"])
+    known = planned(clear, facts=FACTS, obvious=True).candidates
+    assert {c.settings.get("loader.num_workers"): c.predicted for c in known}[2] == 1.25
+    restarts = FACTS | {"loaders": [{"role": "train", "num_workers": 2, "persistent_workers": False}]}
+    assert {"loader.persistent_workers": True} in [c.settings for c in planned(facts=restarts, obvious=True).candidates]

@@ -1,16 +1,43 @@
-"""What runs when, and what is concluded: on runs that are pretended, with a clock of their own."""
+"""What runs when, and what is concluded: on pretended runs with a clock of their own, and on pairs drawn at random."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from dlprof.errors import DlprofError
 from dlprof.overrides import Value
-from dlprof.result.tried import Tried
+from dlprof.result import Outcome, Result, RunInfo, Window, change
+from dlprof.result.tried import Attempt, Gain, Tried
+from dlprof.trial.job import kept
+from dlprof.trial.measuring import Steps
 from dlprof.trial.planning import Candidate
 from dlprof.trial.running import Failed
-from dlprof.trial.search import Search
+from dlprof.trial.search import (
+    FEWEST_STEPS,
+    KNOWN,
+    LEAST_STEPS,
+    MOST_PAIRS,
+    MOST_STEPS,
+    Options,
+    Search,
+    Trial,
+    answered,
+    gain_of,
+    prepared,
+    steps_of_window,
+    tried,
+    verdict_of,
+)
+from tests.fixtures import runs, traces
 from tests.fixtures.trials import Pretended, steps
 
 WORKERS, FUSED, FREEZE = {"loader.num_workers": 2}, {"optimizer.fused": True}, {"gc.freeze": True}
@@ -31,37 +58,74 @@ def searched(run: Pretended, *settings: Mapping[str, Value], minutes: float = 10
     return search.tried(30)
 
 
-def verdicts(tried: Tried) -> list[str]:
-    return [a.verdict for a in tried.attempts]
+def overlapping(settings: Mapping[str, Value]) -> float:
+    return 100.0 if not settings else 60.0 if "loader.num_workers" in settings else 80.0
 
 
-def test_runs_without_and_with_a_change_take_turns() -> None:
-    run = Pretended(product, noise=0.01)
-    found = searched(run, WORKERS)
+def crashing(settings: Mapping[str, Value]) -> float | Failed:
+    return Failed("exit code 1: boom") if "gc.freeze" in settings else product(settings)
+
+
+def epochs(settings: Mapping[str, Value]) -> Steps:
+    """Return steps that become faster, and epochs that become slower."""
+    return steps(80.0, epochs_ms=130) if settings else steps(100.0, epochs_ms=110)
+
+
+def loop(settings: Mapping[str, Value]) -> Steps:
+    return steps(100.0, epochs_ms=110 if settings else 150)
+
+
+GONE = Failed("exit code 3: no data")
+PERSISTENT = {"loader.persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "settings", "of", "state", "verdicts", "combinations", "best", "ratio"),
+    [
+        (product, [WORKERS], {}, "complete", "gain", "", WORKERS, 1.5),
+        (lambda _: 100.0, [WORKERS, FUSED, FREEZE], {}, "complete", "no_gain no_gain no_gain", "", None, None),
+        # What helps is combined, and measured together against the job.
+        (product, [WORKERS, FREEZE, FUSED], {}, "complete", "gain no_gain gain", "gain", WORKERS | FUSED, 1.8),
+        (overlapping, [WORKERS, FUSED], {}, "complete", "gain gain", "no_gain", WORKERS, 5 / 3),
+        (product, [WORKERS, {"loader.num_workers": 3}], {}, "complete", "gain gain", "", None, 1.5),
+        (crashing, [FREEZE, WORKERS], {}, "complete", "not_counted gain", "", WORKERS, 1.5),
+        (lambda s: steps(50.0, batch_size=4 + len(s)), [WORKERS], {}, "complete", "not_counted", "", None, None),
+        (lambda _: GONE, [WORKERS], {}, "failed", "not_tried", "", None, None),
+        (epochs, [WORKERS], {}, "complete", "no_gain", "", None, None),
+        (loop, [PERSISTENT], {"of": "loop"}, "complete", "gain", "", PERSISTENT, 150 / 110),
+    ],
+)
+def test_what_is_concluded(
+    step_ms: Callable[[Mapping[str, Value]], float | Steps | Failed],
+    settings: list[Mapping[str, Value]],
+    of: dict[str, str],
+    state: str,
+    verdicts: str,
+    combinations: str,
+    best: Mapping[str, Value] | None,
+    ratio: float | None,
+) -> None:
+    run = Pretended(step_ms, noise=0.004)
+    found = searched(run, *settings, minutes=30, **of)
+    assert (found.state, " ".join(a.verdict for a in found.attempts)) == (state, verdicts)
+    assert " ".join(c.verdict for c in found.combinations) == combinations
+    assert found.runs == len(run.runs)
+    assert all(a.why for a in found.attempts if a.verdict in ("not_counted", "not_tried") or step_ms is epochs)
+    assert (found.best is None) == (ratio is None)
+    if found.best is not None:
+        assert found.best.settings == best or best is None
+        assert found.best.measured is not None
+        assert found.best.measured.ratio == pytest.approx(ratio, rel=0.02)
+        if not of:  # those are of steps
+            assert (found.best.before_ns or 0) / (found.best.after_ns or 1) == pytest.approx(ratio, rel=0.05)
+
+
+def test_runs_without_and_with_a_change_take_turns_and_a_drift_of_the_machine_is_in_both() -> None:
+    run = Pretended(lambda _: 100.0)
+    run.step_ms = lambda _: 100.0 * 1.02 ** len(run.runs)
+    assert [a.verdict for a in searched(run, WORKERS).attempts] == ["no_gain"]
     assert run.runs[:3] == [{}, WORKERS, {}]
     assert all(a != b for a, b in zip(run.runs, run.runs[1:], strict=False))
-    assert found.state == "complete"
-    assert found.best is not None
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(1.5, rel=0.03)
-    assert found.best.before_ns == pytest.approx(100e6, rel=0.03)
-    assert found.best.after_ns == pytest.approx(100e6 / 1.5, rel=0.03)
-    assert found.runs == len(run.runs) < 10
-
-
-def test_nothing_to_gain_is_an_answer() -> None:
-    run = Pretended(lambda _: 100.0, noise=0.004)
-    found = searched(run, WORKERS, FUSED, FREEZE)
-    assert verdicts(found) == ["no_gain"] * 3
-    assert found.best is None
-    assert (found.state, found.combinations) == ("complete", ())
-
-
-def test_a_healthy_job_gains_nothing_ten_times_in_ten() -> None:
-    for seed in range(10):
-        run = Pretended(lambda _: 100.0, noise=0.015)
-        run.rng = type(run.rng)(type(run.rng.bit_generator)(seed))
-        assert searched(run, WORKERS, FUSED, FREEZE, minutes=30).best is None
 
 
 def test_the_planted_fault_is_the_best_ten_times_in_ten() -> None:
@@ -71,80 +135,12 @@ def test_the_planted_fault_is_the_best_ten_times_in_ten() -> None:
         found = searched(run, FREEZE, {"env.OMP_NUM_THREADS": "1"}, WORKERS, minutes=30)
         assert found.best is not None
         assert found.best.settings == WORKERS
-        assert found.best.measured is not None
-        assert found.best.measured.ratio == pytest.approx(1.5, rel=0.05)
-
-
-def test_what_helps_is_combined_and_measured_together_against_the_job() -> None:
-    run = Pretended(product, noise=0.004)
-    found = searched(run, WORKERS, FREEZE, FUSED, minutes=30)
-    assert verdicts(found) == ["gain", "no_gain", "gain"]
-    (together,) = found.combinations
-    assert together.settings == WORKERS | FUSED
-    assert together.measured is not None
-    assert together.measured.ratio == pytest.approx(1.2, rel=0.02)  # against workers alone
-    assert found.best is not None
-    assert found.best.settings == WORKERS | FUSED
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(1.8, rel=0.02)
-
-
-def test_what_does_not_add_to_the_best_is_not_kept() -> None:
-    def overlapping(settings: Mapping[str, Value]) -> float:
-        return 100.0 if not settings else 60.0 if "loader.num_workers" in settings else 80.0
-
-    found = searched(Pretended(overlapping, noise=0.004), WORKERS, FUSED, minutes=30)
-    assert found.best is not None
-    assert found.best.settings == WORKERS
-    assert [c.verdict for c in found.combinations] == ["no_gain"]
-
-
-def test_two_values_of_one_setting_are_not_combined() -> None:
-    found = searched(Pretended(product, noise=0.004), WORKERS, {"loader.num_workers": 3}, minutes=30)
-    assert verdicts(found) == ["gain", "gain"]
-    assert found.combinations == ()
-
-
-def test_a_drift_of_the_machine_is_in_both() -> None:
-    run = Pretended(lambda _: 100.0)
-    run.step_ms = lambda _: 100.0 * 1.02 ** len(run.runs)
-    assert verdicts(searched(run, WORKERS)) == ["no_gain"]
-
-
-def test_what_crashes_is_told_and_costs_no_other_answer() -> None:
-    def crashing(settings: Mapping[str, Value]) -> float | Failed:
-        return Failed("the job ended with exit code 1: boom") if "gc.freeze" in settings else product(settings)
-
-    run = Pretended(crashing, noise=0.004)
-    found = searched(run, FREEZE, WORKERS)
-    assert verdicts(found) == ["not_counted", "gain"]
-    assert found.attempts[0].why == "the job ended with exit code 1: boom"
-    assert sum(settings == FREEZE for settings in run.runs) == 1
-
-
-def test_batches_of_another_size_are_not_compared() -> None:
-    run = Pretended(lambda s: steps(50.0 if s else 100.0, batch_size=4 if s else 8))
-    found = searched(run, WORKERS)
-    assert verdicts(found) == ["not_counted"]
-    assert "batches are of 4" in found.attempts[0].why
-
-
-def test_a_job_that_does_not_run_any_more_is_told() -> None:
-    run = Pretended(lambda _: Failed("the job ended with exit code 3: no data"))
-    found = searched(run, WORKERS)
-    assert (found.state, found.why) == ("failed", "the job ended with exit code 3: no data")
-    assert verdicts(found) == ["not_tried"]
-    assert len(run.runs) == 1
 
 
 def test_a_job_that_fails_once_in_between_is_started_again() -> None:
     run = Pretended(product, noise=0.004)
-
-    def once(settings: Mapping[str, Value]) -> float | Failed:
-        return Failed("port taken") if len(run.runs) == 3 else product(settings)
-
-    run.step_ms = once
-    assert verdicts(searched(run, WORKERS)) == ["gain"]
+    run.step_ms = lambda settings: Failed("port taken") if len(run.runs) == 3 else product(settings)
+    assert [a.verdict for a in searched(run, WORKERS).attempts] == ["gain"]
 
 
 def test_the_time_is_kept_and_every_change_has_a_figure_before_one_is_made_sure() -> None:
@@ -152,21 +148,10 @@ def test_the_time_is_kept_and_every_change_has_a_figure_before_one_is_made_sure(
     found = searched(run, WORKERS, FUSED, FREEZE, minutes=80 / 60)
     assert run.now <= 80
     assert found.state == "out_of_time"
-    assert [a.measured.pairs if a.measured else 0 for a in found.attempts] == [1, 1, 1]
-    assert set(verdicts(found)) == {"unclear"}
-
-
-def test_without_time_for_a_pair_nothing_was_tried() -> None:
-    found = searched(Pretended(product, seconds=25), WORKERS, minutes=1)
-    assert (found.state, verdicts(found), found.runs) == ("out_of_time", ["not_tried"], 1)
-    assert found.attempts[0].why
-
-
-def test_a_job_that_reaches_no_steps_in_half_of_the_time_is_given_up() -> None:
-    run = Pretended(product, seconds=1_000)
-    found = searched(run, WORKERS)
-    assert found.state == "failed"
-    assert run.limits == [300]
+    assert [(a.measured.pairs if a.measured else 0, a.verdict) for a in found.attempts] == [(1, "unclear")] * 3
+    # A job that has reached no steps in half of the time is given up.
+    endless = Pretended(product, seconds=1_000)
+    assert (searched(endless, WORKERS).state, endless.limits) == ("failed", [300])
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 6])
@@ -179,19 +164,169 @@ def test_interrupted_anywhere_what_was_measured_is_kept(after: int) -> None:
     assert pairs == {0: [0, 0], 1: [0, 0], 2: [1, 0], 3: [1, 0], 4: [1, 1], 6: [2, 1]}[after]
 
 
-def test_steps_that_are_faster_and_epochs_that_are_not_are_no_gain() -> None:
-    run = Pretended(lambda s: steps(80.0, epochs_ms=130) if s else steps(100.0, epochs_ms=110))
-    found = searched(run, WORKERS)
-    assert verdicts(found) == ["no_gain"]
-    assert found.attempts[0].epochs is not None
-    assert found.attempts[0].epochs.ratio == pytest.approx(110 / 130)
-    assert "epochs" in found.attempts[0].why
-    assert found.best is None
+DRAWN = 400
 
 
-def test_a_change_of_the_loop_is_judged_by_the_loop() -> None:
-    run = Pretended(lambda s: steps(100.0, epochs_ms=110) if s else steps(100.0, epochs_ms=150))
-    found = searched(run, {"loader.persistent_workers": True}, of="loop")
-    assert found.best is not None
-    assert found.best.measured is not None
-    assert found.best.measured.ratio == pytest.approx(150 / 110)
+def gain_drawn(true: float, noise: float, rng: np.random.Generator, drift: float = 0.0) -> Gain:
+    """Return the gain at which a trial of runs A B A B … stops; each run's step has that noise, and drifts."""
+    bases = [float(rng.normal(0, noise))]
+    logs: list[float] = []
+    while True:
+        at = 2 * len(logs)
+        changed = float(rng.normal(0, noise)) - math.log(true) + drift * (at + 1)
+        bases.append(float(rng.normal(0, noise)) + drift * (at + 2))
+        logs.append((bases[-2] + bases[-1]) / 2 - changed)
+        found = gain_of(logs, np.diff(bases).tolist())
+        if answered(found):
+            return found
+
+
+def shares(true: float, noise: float, drift: float = 0.0) -> dict[str, float]:
+    rng = np.random.default_rng(7)
+    counted = Counter(verdict_of(gain_drawn(true, noise, rng, drift)) for _ in range(DRAWN))
+    return {name: n / DRAWN for name, n in counted.items()}
+
+
+# What share of the trials may end with each verdict: from, to.
+NOTHING = {"gain": (0, 0.02), "slower": (0, 0.02)}
+
+
+@pytest.mark.parametrize(
+    ("true", "noise", "drift", "bounds"),
+    [
+        *((1.0, noise, 0.0, NOTHING | {"no_gain": (0.93, 1)}) for noise in (0.005, 0.01)),
+        *((1.0, noise, 0.0, NOTHING) for noise in (0.02, 0.05)),
+        *((t, noise, 0.0, {"gain": (0.97, 1)}) for t, noise in ((1.05, 0.01), (1.1, 0.02), (1.4, 0.05), (8, 0.05))),
+        *((true, 0.01, 0.0, {"slower": (0.95, 1), "gain": (0, 0)}) for true in (0.7, 0.9)),
+        # A drift from run to run fools nobody.
+        *((1.0, 0.005, drift, {"gain": (0, 0.01)}) for drift in (-0.03, 0.03)),
+        *((1.1, 0.005, drift, {"gain": (0.97, 1)}) for drift in (-0.03, 0.03)),
+    ],
+)
+def test_the_verdict_on_a_change_is_right_at_known_rates(
+    true: float, noise: float, drift: float, bounds: dict[str, tuple[float, float]]
+) -> None:
+    found = shares(true, noise, drift)
+    for verdict, (low, high) in bounds.items():
+        assert low <= found.get(verdict, 0) <= high, verdict
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_the_interval_holds_the_truth_as_often_as_it_says(noise: float) -> None:
+    rng = np.random.default_rng(3)
+    found = [gain_drawn(1.2, noise, rng) for _ in range(DRAWN)]
+    assert np.mean([(g.low or 9) <= 1.2 <= (g.high or 0) for g in found]) >= 0.93
+
+
+def test_a_clear_gain_needs_few_pairs_and_is_known_to_5_percent() -> None:
+    rng = np.random.default_rng(5)
+    found = [gain_drawn(1.4, 0.01, rng) for _ in range(100)]
+    assert np.mean([g.pairs for g in found]) < 2.6
+    assert all(g.ratio / (g.low or 1e-9) <= KNOWN for g in found if g.pairs < MOST_PAIRS)
+
+
+def test_how_much_runs_without_the_change_differ_counts() -> None:
+    alike = [0.1, 0.1001]
+    calm, restless = gain_of(alike, [0.001, -0.001, 0.001]), gain_of(alike, [0.2, -0.2, 0.2])
+    assert calm.low is not None
+    assert restless.low is not None
+    assert verdict_of(calm) == "gain"
+    assert verdict_of(restless) == "unclear"
+
+
+def test_the_first_two_pairs_are_students_interval() -> None:
+    # t(1) = 12.706, and the shared run widens it: (1 + 1/6) / (1 − 1/6) = 1.4.
+    found = gain_of([0.10, 0.12])
+    half = 12.706 * math.sqrt(1.4 * 0.0002 / 2)
+    assert math.log(found.high or 0) == pytest.approx(0.11 + half)
+    assert math.log(found.low or 0) == pytest.approx(0.11 - half)
+
+
+MS = 1e6
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "epoch", "minutes", "steps"),
+    [
+        (None, None, 10, LEAST_STEPS),
+        (0.0, None, 10, LEAST_STEPS),
+        (20 * MS, None, 10, 400),
+        (0.1 * MS, None, 10, MOST_STEPS),
+        (500 * MS, None, 10, LEAST_STEPS),
+        (5_000 * MS, None, 10, FEWEST_STEPS),  # 37 s hold no more than seven of them
+        (20 * MS, 200, 10, 640),
+        (20 * MS, 60, 10, 400),
+        (20 * MS, 5_000, 10, 400),  # such an epoch does not fit
+    ],
+)
+def test_steps(step_ns: float | None, epoch: int | None, minutes: float, steps: int) -> None:
+    assert steps_of_window(step_ns, epoch, 60 * minutes) == steps
+
+
+ENVIRON = {"PATH": os.environ["PATH"]}
+UNFUSED = Outcome(
+    "unfused_optimizer", "found", "t", saving_ns=1e6, share=0.1, speedup=1.1, changes=(change("x", fused=(None, True)),)
+)
+
+
+def run_of(folder: Path, *, command: list[str] | None = None, firsts: int = 0) -> Path:
+    steps = [runs.light(n, 20 * runs.MS, first=int(bool(firsts) and n % firsts == 0)) for n in range(400)]
+    return runs.recorded(
+        folder,
+        (None, steps, {**runs.CPU, "host": os.uname().nodename, "env": {}}),
+        command=command or [sys.executable, "train.py"],
+        cwd=str(folder.parent),
+        hosts=[os.uname().nodename],
+    )
+
+
+def result_of(*outcomes: Outcome) -> Result:
+    return Result(run=RunInfo("run"), window=Window(100, "steps", 20e6), outcomes=outcomes)
+
+
+def planned(folder: Path, *outcomes: Outcome, options: Options = Options(), **run: Any) -> Trial:  # noqa: B008 - frozen
+    return prepared(run_of(folder / "run", **run), result_of(*outcomes), options, ENVIRON)
+
+
+def test_each_run_measures_seconds_of_the_recorded_step_and_whole_epochs(tmp_path: Path) -> None:
+    assert planned(tmp_path / "a", UNFUSED).steps == 400
+    assert planned(tmp_path / "b", UNFUSED, firsts=200).steps == 640
+    own = planned(tmp_path / "c", UNFUSED, options=Options(steps=17))
+    assert (own.steps, own.seconds) == (17, 0.0)
+
+
+def test_nothing_to_try_runs_nothing_and_is_kept(tmp_path: Path) -> None:
+    trial = planned(tmp_path)
+    found = tried(trial, lambda: False)
+    assert (found.state, found.attempts, found.runs) == ("complete", (), 0)
+    assert kept(tmp_path / "run") == found
+    assert not (tmp_path / "run/try").exists()
+
+
+def test_a_job_that_fails_is_told_and_what_it_printed_is_kept(tmp_path: Path) -> None:
+    told: list[Attempt | float] = []
+    trial = planned(tmp_path, UNFUSED, command=[sys.executable, "-c", "raise SystemExit('no data')"])
+    found = tried(trial, lambda: False, told.append)
+    assert (found.state, found.why) == ("failed", "the job ended with exit code 1: no data")
+    assert kept(tmp_path / "run") == found
+    assert "no data" in (tmp_path / "run/try/0001/output.txt").read_text()
+    # The next trial begins with an empty folder.
+    (tmp_path / "run/try/0001/old").touch()
+    tried(trial, lambda: False)
+    assert not (tmp_path / "run/try/0001/old").exists()
+
+
+def test_one_that_is_stopped_at_once_is_interrupted(tmp_path: Path) -> None:
+    found = tried(planned(tmp_path, UNFUSED), lambda: True)
+    assert (found.state, found.best) == ("interrupted", None)
+    assert [a.verdict for a in found.attempts] == ["not_tried"]
+    assert kept(tmp_path / "run") == found
+    assert not (tmp_path / "run/try").exists()
+
+
+def test_what_was_not_recorded_cannot_be_tried(tmp_path: Path) -> None:
+    with pytest.raises(DlprofError, match="cannot be run again"):
+        prepared(runs.foreign(tmp_path / "traces", traces.training()), result_of(UNFUSED), Options(), ENVIRON)
+    path = run_of(tmp_path / "run")
+    with pytest.raises(DlprofError, match="elsewhere"):
+        prepared(path, result_of(UNFUSED), Options(), {**ENVIRON, "DLPROF_RUN": "elsewhere"})

@@ -14,6 +14,25 @@ import pytest
 
 from tests.workloads import FOLDER
 
+_GPT = "--device=cpu --width=32 --length=16 --batch-size=8 --layers=2 --log-every=10"
+# The smallest form of each.
+TINY = {
+    name: options.split()
+    for name, options in {
+        "amp_transformer": f"{_GPT} --lr=0.003",
+        "bert_pretrain": f"{_GPT} --length=20 --batch-size=16 --layers=1 --vocabulary=301 --warmup=2 --lr=0.01",
+        "data_parallel": "--device=cpu --width=4 --size=16 --batch-size=16 --workers=0 --log-every=10",
+        "deepspeed_gpt": f"{_GPT} --lr=0.01",
+        "dlrm_like": "--device=cpu --rows=500 --width=8 --hidden=32 --batch-size=64 --log-every=10 --bag=4",
+        "fsdp_gpt": f"{_GPT} --lr=0.01",
+        "lightning_cnn": "--device=cpu --width=4 --size=16 --batch-size=16 --workers=0 --read-ms=0 --log-every=10",
+        "model_parallel": "--device=cpu",
+        "moe_transformer": f"{_GPT} --heads=4 --lr=0.01",
+        "pipeline_transformer": f"{_GPT} --batch-size=16 --layers=4 --lr=0.01",
+        "tensor_parallel_gpt": f"{_GPT} --heads=8 --lr=0.01",
+    }.items()
+}
+
 
 def load(name: str) -> ModuleType:
     """Import a workload without running it."""

@@ -1,7 +1,7 @@
-"""Records a job on several numbers of ranks, round after round, and keeps each recording.
+"""Record a job on several numbers of ranks in several rounds, and keep each recording (`dlprof scale`).
 
-Rounds go through the sizes forwards and backwards in turn: a machine that gets slower or faster meanwhile does so to
-all of them alike. A size that fails costs itself alone. What a folder holds already is not recorded again.
+Rounds go through the sizes forwards and backwards in turns, so that a machine that becomes slower or faster affects all
+of them alike. A size that fails does not affect the others. Recordings that exist already are not made again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dlprof.trial.job import Job
 from dlprof.trial.running import Failed, Runner, Stopped
 from dlprof.units import count
 
-RUNS = "runs"  # of a study's folder: what a run that failed has printed
+RUNS = "runs"  # in the folder of a study: the output of failed runs
 
 # The trace window is over by then.
 LEAST_STEPS = 60
 
-# Power and arithmetic are wanted; what Python does is not.
+# Power and FLOPs are needed; Python's stacks are not.
 _RECORDING = ("--stacks", "off")
 
-# A size may take so many times as long as the longest one so far, and so many seconds more.
+# A size is ended after this many times the longest one so far plus these seconds.
 _LONGER, _MORE_S = 3.0, 120.0
 
 
@@ -43,7 +43,7 @@ class Options:
 
 @dataclass
 class Recorded:
-    """The recordings by their ranks, why sizes have none, and what is not complete (""; all is)."""
+    """The recordings by number of ranks, why a size has none, and why the study is not complete ("" if it is)."""
 
     paths: dict[int, list[Path]] = field(default_factory=dict)
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -57,18 +57,18 @@ def record_sizes(
     stopped: Callable[[], bool],
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Recorded:
-    """Record the job of each number of ranks until all are done, the time is up, or `stopped` says so.
+    """Record the job of each number of ranks until all are done, the time is up, or `stopped` returns True.
 
-    No process is left in any case. Raises DlprofError where the folder cannot be written.
+    All processes have ended afterwards. Raises DlprofError if the folder cannot be written.
     """
     with writing(str(folder)):
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
     done, begun, longest = Recorded(), time.monotonic(), 0.0
-    bad = set[int]()
+    failed = set[int]()
     for n in range(options.rounds):
-        for ranks in _order(list(jobs), n):
+        for ranks in list(jobs)[:: 1 if n % 2 == 0 else -1]:
             path = folder / f"ranks-{ranks:04d}-{n + 1}"
-            if ranks in bad:
+            if ranks in failed:
                 continue
             if _holds_a_run(path):
                 done.paths.setdefault(ranks, []).append(path)
@@ -93,16 +93,12 @@ def record_sizes(
                 return done
             longest = max(longest, time.monotonic() - started)
             if isinstance(found, Failed):
-                bad.add(ranks)
+                failed.add(ranks)
                 done.failed.append((count(ranks, "rank"), found.why))
                 tell(f"{count(ranks, 'rank')}: {found.why}")
             else:
                 done.paths.setdefault(ranks, []).append(path)
     return done
-
-
-def _order(sizes: Sequence[int], number: int) -> Sequence[int]:
-    return sizes if number % 2 == 0 else sizes[::-1]
 
 
 def _holds_a_run(path: Path) -> bool:
@@ -115,9 +111,9 @@ def _holds_a_run(path: Path) -> bool:
 
 
 def filled_for(command: Sequence[str], ranks: int, batch: int | None, *, strong: bool) -> tuple[str, ...]:
-    """Return the command for so many ranks: {ranks} is their number, {batch} what each has of a batch.
+    """Return the command for a number of ranks, with {ranks} replaced by it and {batch} by the batch of each rank.
 
-    `batch`: of each rank, or with `strong` of all together. Raises DlprofError where it does not divide.
+    `batch`: of each rank, or with `strong` of all ranks together. Raises DlprofError if it cannot be divided evenly.
     """
     each = batch
     if batch is not None and strong:

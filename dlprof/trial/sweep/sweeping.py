@@ -1,9 +1,9 @@
-"""Runs every point of a grid for some steps, round after round, and keeps each reading as it comes.
+"""`dlprof sweep`: run every point of a grid for some steps in several rounds, and save each reading at once.
 
-Rounds go through the points forwards and backwards in turn: a machine that gets slower or faster meanwhile does so to
-all of them alike. A point that fails costs itself alone. A sweep that was interrupted goes on where it stopped.
+Rounds go through the points forwards and backwards in turns, so that a machine that becomes slower or faster affects
+all of them alike. A point that fails does not affect the others. An interrupted sweep continues where it stopped.
 
-What a sweep goes through: NAME=VALUES words of the command line, and the grid that they make.
+Also here: the axes and the grid, from the NAME=VALUES words of the command line.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from dlprof.redaction import words
 from dlprof.result.sweep import FILE, Axis, Point, Reading, Sweep, from_json, to_json
 from dlprof.trial.job import Job
 from dlprof.trial.running import Failed, Runner, Stopped
-from dlprof.units import few
+from dlprof.units import duration, few
 
-# What is predicted: of all settings, only what the replay of batches knows.
+# The only setting with predictions: they come from a replay of the loader's batches.
 WORKERS = "loader.num_workers"
 
-RECORDED, RUNS = "recorded", "runs"  # of a sweep's folder
+RECORDED, RUNS = "recorded", "runs"  # in the folder of a sweep
 
-# A point may take so many times as long as the longest one so far, and so many seconds more.
+# A point is ended after this many times the longest one so far plus these seconds.
 _LONGER, _MORE_S = 3.0, 120.0
 
 _TRACED = ("--no-sample", "--stacks", "off", "--flops", "off")
-_TRACED_STEPS = 60  # that the recording for predictions has at least: its window is over by then
+_TRACED_STEPS = 60  # at least, of the recording for predictions: its trace window is over by then
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Options:
 
 
 def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: Options) -> Sweep:
-    """Return the sweep that a folder holds, to go on with, or a new one.
+    """Return the sweep in a folder, to continue it, or a new one.
 
-    Raises DlprofError where the folder holds one of another command, or an axis is no setting and not in the command.
+    Raises DlprofError if the folder has a sweep of another command, or an axis is neither a setting nor in the command.
     """
     placeholders(axes, command)
     points = grid(axes)
-    digest = _sealed(command, secrets.token_hex(8))
+    digest = _digest(command, secrets.token_hex(8))
     sweep = Sweep(
         tuple(words(command)), tuple(axes), tuple(map(Point, points)), options.rounds, options.steps, digest=digest
     )
@@ -77,18 +77,18 @@ def begun(command: Sequence[str], axes: Sequence[Axis], folder: Path, options: O
         before = from_json(json.loads(read_file(path)))
     except (ValueError, RecursionError) as e:
         raise DlprofError(f"{path} is broken ({str(e)[:120]}): remove it, or name another folder (-o)") from None
-    if before.digest != _sealed(command, before.digest.partition(":")[0]) or [a.name for a in before.axes] != [
+    if before.digest != _digest(command, before.digest.partition(":")[0]) or [a.name for a in before.axes] != [
         a.name for a in axes
     ]:
         raise DlprofError(f"{folder} holds a sweep of another command or other settings: name another folder (-o)")
     known = {_key(p.values): p for p in before.points}
-    # What failed is tried again: it may have been the machine.
+    # Points that failed are tried again: the cause may have been the machine.
     kept = tuple(changed(known.get(_key(p.values), p), why="") for p in sweep.points)
     return changed(sweep, points=kept, seconds=before.seconds, digest=before.digest)
 
 
-def _sealed(command: Sequence[str], salt: str) -> str:
-    """Return what tells whether a command is the same, and does not show it: SALT:DIGEST, slow to guess from."""
+def _digest(command: Sequence[str], salt: str) -> str:
+    """Return SALT:DIGEST, which identifies a command without revealing it; the digest is slow to compute."""
     data = "\0".join(command).encode(errors="surrogateescape")
     return f"{salt}:{hashlib.pbkdf2_hmac('sha256', data, salt.encode(), 200_000).hex()}"
 
@@ -101,24 +101,25 @@ def swept(
     stopped: Callable[[], bool],
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Sweep:
-    """Run what a sweep lacks until it is complete, the time is up or `stopped` says so; sweep.json is always whole.
+    """Run the missing points until all are done, the time is up or `stopped` returns True.
 
-    No process is left in any case. Raises DlprofError where the folder cannot be written.
+    sweep.json is valid at any time, and all processes have ended afterwards. Raises DlprofError if the folder cannot be
+    written.
     """
-    going = _Going(sweep, job, folder, options, stopped, tell)
+    running = _Running(sweep, job, folder, options, stopped, tell)
     with writing(str(folder)):
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
     try:
-        going.predict()
-        going.measure()
+        running.predict()
+        running.measure()
     except Stopped:
-        going.keep("interrupted")
-    return going.sweep
+        running.keep("interrupted")
+    return running.sweep
 
 
 @dataclass
-class _Going:
-    """A sweep that is being run."""
+class _Running:
+    """A sweep while it runs."""
 
     sweep: Sweep
     job: Job
@@ -129,16 +130,16 @@ class _Going:
     longest_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.begun = time.monotonic()
-        self.before_s = self.sweep.seconds
+        self.started = time.monotonic()
+        self.earlier_s = self.sweep.seconds
         self.of_command = placeholders(self.sweep.axes, self.job.command)
         self.runs = 0
 
     def left(self) -> float:
-        return 60 * self.options.minutes - (time.monotonic() - self.begun)
+        return 60 * self.options.minutes - (time.monotonic() - self.started)
 
     def measure(self) -> None:
-        """Give every point as many readings as there are rounds."""
+        """Measure every point once in each round."""
         for n in range(self.sweep.rounds):
             order = range(len(self.sweep.points))
             for place in order if n % 2 == 0 else reversed(order):
@@ -165,10 +166,11 @@ class _Going:
         points = self.sweep.points
         self.sweep = changed(self.sweep, points=(*points[:place], point, *points[place + 1 :]))
         self.keep("interrupted")
-        self.tell(_told(point))
+        name = " ".join(f"{n}={v}" for n, v in point.values.items())
+        self.tell(f"{name}: {point.why or f'{duration(point.readings[-1].step_ns)} a step'}")
 
     def predict(self) -> None:
-        """Record the job as it is once, and predict the points with other workers where nothing else is swept."""
+        """If only the number of workers varies, record the job once and predict all points from that."""
         alone = [a.name for a in self.sweep.axes] == [WORKERS]
         if not (self.options.predict and alone) or all(p.predicted_ns for p in self.sweep.points):
             return
@@ -211,7 +213,7 @@ class _Going:
 
     def keep(self, state: str) -> None:
         """Write sweep.json."""
-        seconds = round(self.before_s + time.monotonic() - self.begun, 1)
+        seconds = round(self.earlier_s + time.monotonic() - self.started, 1)
         self.sweep = changed(self.sweep, state=state, seconds=seconds)
         with writing(str(self.folder / FILE)):
             write(self.folder / FILE, compact(to_json(self.sweep)))
@@ -225,14 +227,7 @@ def _finite(ns: float | None) -> float | None:
     return ns if ns is not None and math.isfinite(ns) and ns > 0 else None
 
 
-def _told(point: Point) -> str:
-    from dlprof.units import duration
-
-    name = " ".join(f"{n}={v}" for n, v in point.values.items())
-    return f"{name}: {point.why}" if point.why else f"{name}: {duration(point.readings[-1].step_ns)} a step"
-
-
-# Points that one sweep may have: at half a minute each and twice, an hour and a half.
+# The most points of a sweep: twice half a minute each takes more than an hour and a half.
 MOST_POINTS = 100
 
 
@@ -272,7 +267,7 @@ def _values(text: str) -> Iterator[str]:
 
 
 def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Return all combinations, the last axis first; raise DlprofError where there are too many, or a name is double."""
+    """Return all combinations, varying the last axis first; raise DlprofError for too many, or a name given twice."""
     names = [a.name for a in axes]
     if len(set(names)) < len(names):
         raise DlprofError("an axis is named twice")
@@ -286,7 +281,7 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def placeholders(axes: Sequence[Axis], command: Sequence[str]) -> set[str]:
-    """Return the axes that stand as {NAME} in the command; the others must be settings of --set: raise DlprofError."""
+    """Return the axes that the command has as {NAME}; raise DlprofError if another one is not a setting of --set."""
     found = {a.name for a in axes if any(f"{{{a.name}}}" in word for word in command)}
     for a in axes:
         if a.name not in found:
@@ -309,5 +304,5 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]
 
 
 def settings(values: Mapping[str, str], of_command: set[str]) -> dict[str, Value]:
-    """Return the values of a point that are overrides."""
+    """Return those values of a point that are overrides."""
     return overrides.parse(f"{name}={value}" for name, value in values.items() if name not in of_command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests.fixtures import jobs, runs, traces
+from tests.fixtures import runs
 from tests.fixtures.runs import CPU, MS, light
 
 
@@ -70,86 +69,12 @@ def test_a_result_will_do_for_its_run(pair: tuple[Path, Path]) -> None:
     assert from_file == whole
 
 
-def test_a_run_against_itself_differs_in_nothing(pair: tuple[Path, Path]) -> None:
-    done = run(pair[0], pair[0])
-    assert "No difference beyond noise" in done.stdout
-    assert "Predicted" not in done.stdout
-
-
-def test_foreign_traces_are_compared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    a = runs.foreign(tmp_path / "a", *(traces.training(rank=r) for r in range(2)))
-    b = runs.foreign(tmp_path / "b", *(traces.training(steps=5, rank=r) for r in range(2)))
-    told = json.loads(run(a, b, "--format", "json").stdout)
-    assert {w["name"] for w in told["kernels"]} == {"sm90_gemm", "sm90_gemm_backward", "multi_tensor_apply"}
-    assert told["not_compared"] == []
-
-
-def test_another_number_of_ranks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = run(job(tmp_path / "one", 100, 40, 0), job(tmp_path / "two", 62, 2, 2, world=2))
-    assert "not compared: rank by rank: A has 1 rank and B 2" in " ".join(done.stdout.split())
-
-
 def test_a_broken_result_is_one_line(pair: tuple[Path, Path]) -> None:
     Path("result.json").write_text('{"format":1,"saving":"')
     done = run("result.json", pair[1])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("dlprof: result.json: cannot be read")
-
-
-def test_what_was_found_is_said_though_it_cannot_be_written(pair: tuple[Path, Path]) -> None:
-    Path("file").touch()
-    done = run(*pair, "-o", "file")
-    assert done.exit_code == 1
-    assert "faster" in done.stdout
-    assert "-o names another folder" in done.stderr
-
-
-TRAIN = """
-import sys, time, torch
-from torch.utils.data import DataLoader, Dataset
-
-class Slow(Dataset):
-    def __len__(self):
-        return 480
-    def __getitem__(self, index):
-        time.sleep(0.004)
-        return torch.randn(64)
-
-def main():
-    workers = int(sys.argv[1])
-    loader = DataLoader(Slow(), batch_size=8, num_workers=workers, persistent_workers=workers > 0)
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in loader:
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.02)
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.slow
-def test_two_real_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    for workers in (0, 2):
-        command = jobs.wrapped(tmp_path / f"run{workers}", [sys.executable, script, str(workers)], "--stacks", "off")
-        done = jobs.launch(command, tmp_path)
-        assert done.returncode == 0, done.stderr
-    told = json.loads(run("run0", "run2", "--format", "json").stdout)
-    # Loading sleeps 32 ms of a step of 52 ms or more: two workers hide it whatever else the machine does.
-    assert told["step"]["verdict"] == "faster"
-    assert {d["name"]: d["verdict"] for d in told["time"]}["input_wait"] == "faster"
-    assert "input_wait" in told["prediction"]["findings"]
-    assert "num_workers 0 → 2" in told["prediction"]["changed"]
 
 
 def test_more_than_two_runs_are_a_ladder(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -164,10 +89,3 @@ def test_more_than_two_runs_are_a_ladder(pair: tuple[Path, Path], tmp_path: Path
     told: dict[str, Any] = json.loads((tmp_path / "out/ladder.json").read_text())
     assert [r["name"] for r in told["runs"]] == ["slow", "fixed", "last"]
     assert "What each change gave" in (tmp_path / "out/ladder.html").read_text(encoding="utf-8")
-
-
-def test_a_ladder_of_one_is_none(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "broken/ranks").mkdir(parents=True)
-    done = run(pair[0], tmp_path / "broken", tmp_path / "none")
-    assert done.exit_code == 1
-    assert "fewer than two of these runs can be compared" in done.output

@@ -11,13 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from dlprof.cli import cli
-from dlprof.files import compact
-from dlprof.result.stored import to_json
-from simulator import folder
-from simulator.faults.fault import base, recording
 from tests.fixtures import jobs
 from tests.fixtures.jobs import environment, running, tiny
-from tests.fixtures.scaling import weak
 
 RANKS = """
 import torch.distributed as dist
@@ -59,32 +54,6 @@ def test_mistakes(words: tuple[str, ...], code: int, said: str) -> None:
     assert (scale(*words)[0], said in scale(*words)[1]) == (code, True)
 
 
-def test_results_of_another_cluster_and_a_broken_one(tmp_path: Path) -> None:
-    paths = []
-    for ranks in (1, 2, 4):
-        (path := tmp_path / f"{ranks}" / "result.json").parent.mkdir()
-        path.write_text(compact(to_json(weak(ranks))))
-        paths.append(path)
-    (tmp_path / "broken.json").write_text("{")
-    code, said = scale(*paths, tmp_path / "broken.json", "-o", tmp_path / "out", "--at", "32")
-    assert (code, "4 ranks do" in said, "is left out" in said) == (0, True, True)
-    data = json.loads((tmp_path / "out" / "scale.json").read_bytes())
-    assert [p["ranks"] for p in data["predictions"]] == [32]
-    assert (tmp_path / "out" / "scale.html").stat().st_size > 10_000
-
-
-def test_simulated_runs(tmp_path: Path) -> None:
-    for ranks in (2, 4):
-        job = base(3, ranks)
-        folder.write(tmp_path / f"{ranks}", job, recording(job, "x"))
-    code, said = scale(tmp_path / "2", tmp_path / "4", "-o", tmp_path / "out", "--format", "json", "--quiet")
-    data = json.loads(said)
-    assert code == 0
-    assert [s["ranks"] for s in data["sizes"]] == [2, 4]
-    assert data["check"]["ranks"] == 4
-    assert data["predictions"][0]["ranks"] == 8
-
-
 @pytest.mark.long
 def test_a_script_on_one_and_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
@@ -108,5 +77,7 @@ def test_a_script_on_one_and_two_ranks(tmp_path: Path) -> None:
     assert [s["ranks"] for s in data["sizes"]] == [1, 2]
     assert data["mode"] == "weak"
     assert data["left_out"] == []
-    assert 1.5 < data["sizes"][1]["speedup"] < 2.2
+    one, two = data["sizes"]
+    assert (one["samples"], two["samples"]) == (2, 4)
+    assert two["speedup"] == pytest.approx(2 * one["step_ns"] / two["step_ns"])
     assert running(script) == []

@@ -33,12 +33,6 @@ for n, batch in enumerate(DataLoader(Slow(), batch_size=8)):
     if n == int(sys.argv[1]):
         break
 """
-# What takes its time takes it whatever is set.
-HEALTHY = """
-for n in range(int(sys.argv[1])):
-    train(data[:8])
-    time.sleep(0.02)
-"""
 WORKERS = "loader.num_workers=2 loader.persistent_workers=True"
 
 
@@ -51,6 +45,20 @@ def recorded(folder: Path, body: str, steps: int = 60, **env: str) -> tuple[Path
     told["command"][-1] = "1000000"
     (folder / "run/run.json").write_text(json.dumps(told))
     return script, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a script that waits for its loader, recorded into `run`."""
+    pytest.importorskip("torch", reason="recording needs torch")
+    folder = tmp_path_factory.mktemp("waits")
+    recorded(folder, SLEEPS)
+    return folder
+
+
+def copied(waits: Path, to: Path) -> tuple[Path, Path]:
+    """Return the script and a copy of its run."""
+    return waits / "train.py", shutil.copytree(waits / "run", to / "run")
 
 
 def tried(run: Path, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -101,43 +109,16 @@ def test_a_job_that_does_not_run_again_is_told_and_kept(by_hand: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--minutes", "0"],
-        ["--minutes", "nan"],
-        ["--minutes", "inf"],
-        ["--minutes", "-1"],
-        ["--steps", "2"],
-        ["--format", "xml"],
-    ],
+    "words", [*(["--minutes", n] for n in ("0", "nan", "inf", "-1")), ["--steps", "2"], ["--format", "xml"]]
 )
 def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[str]) -> None:
     assert invoked(by_hand, *words).exit_code == 2
 
 
-@pytest.mark.parametrize("asked", ["loader.odd=2", "loader.num_workers=many", "nothing"])
-def test_a_setting_that_there_is_not_is_one_line(by_hand: Path, asked: str) -> None:
-    done = invoked(by_hand, "--set", asked, "--quiet")
-    assert done.exit_code == 1
-    assert done.stderr.startswith("dlprof: --set")
-
-
-def test_traces_cannot_be_run_again(tmp_path: Path) -> None:
-    done = invoked(runs.foreign(tmp_path / "traces", traces.training()), "--quiet")
-    assert done.exit_code == 1
-    assert "cannot be run again" in done.stderr
-
-
-def test_a_trial_within_a_recording_is_refused(by_hand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLPROF_RUN", "elsewhere")
-    assert "elsewhere" in invoked(by_hand, "--quiet").stderr
-
-
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, SLEEPS)
+def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_path: Path) -> None:
+    script, run = copied(waits, tmp_path)
     done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
     assert done.returncode == 0, done.stderr
     assert "--copy" in done.stderr
@@ -155,55 +136,31 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -
     assert 'id="tried"' in (run / "report.html").read_text()
 
 
-@pytest.mark.slow
-def test_threads_are_set_by_the_environment(tmp_path: Path) -> None:
-    """Each thread costs sleep: real ones cost what else the machine does at the time."""
-    pytest.importorskip("torch", reason="recording needs torch")
-    body = """
-    for n in range(int(sys.argv[1])):
-        train(data[:8])
-        time.sleep(0.02 * int(os.environ["OMP_NUM_THREADS"]))
-    """
-    _, run = recorded(tmp_path, body, OMP_NUM_THREADS="4")
-    done = tried(run, "--minutes", "2.5", "--set", "env.OMP_NUM_THREADS=1")
-    assert done.returncode == 0, done.stderr
-    best = kept(run)["best"]
-    assert best["settings"] == {"env.OMP_NUM_THREADS": "1"}
-    assert 2.5 < best["measured"]["ratio"] < 4.5
-
-
-@pytest.mark.slow
-def test_a_healthy_script_gets_nothing_to_gain(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, HEALTHY)
-    done = tried(run, "--minutes", "2.5", "--set", "gc.freeze=True")
-    assert done.returncode == 0, done.stderr
-    assert kept(run)["best"] is None
-    assert kept(run)["attempts"][0]["verdict"] in ("no_gain", "unclear")
-    assert done.stdout.startswith("Tried: nothing")
-    assert running(script) == []
-
-
-@pytest.mark.long
 def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, HEALTHY)
-    script.unlink()  # it need not run
-    done = tried(run)
-    assert done.returncode == 0, done.stderr
-    assert kept(run)["attempts"] == []
-    assert kept(run)["state"] == "complete"
-    assert "nothing to try" in done.stderr
+    facts = {**runs.CPU, "host": os.uname().nodename, "env": {}}
+    steps = [runs.light(n, 100 * MS) for n in range(40)]
+    run = runs.recorded(
+        tmp_path / "run",
+        (traces.training(), steps, facts),
+        command=[sys.executable, "train.py"],
+        cwd=str(tmp_path),
+        hosts=[os.uname().nodename],
+    )
+    done = invoked(run)
+    assert done.exit_code == 0, done.output
+    assert (kept(tmp_path / "run")["attempts"], kept(tmp_path / "run")["state"]) == ([], "complete")
+    assert "nothing to try" in done.output
 
 
-# That SIGTERM is noted as SIGINT is: tests/trial/test_stopping.py.
+# That SIGTERM is noted as SIGINT is: tests/trial/test_running.py.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
-def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
-    pytest.importorskip("torch", reason="recording needs torch")
-    script, run = recorded(tmp_path, SLEEPS)
+def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(
+    waits: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    script, run = copied(waits, tmp_path)
     process = subprocess.Popen(
         [*DLPROF, "try", str(run), "--minutes", "5", "--set", WORKERS],
         cwd=tmp_path,
@@ -252,12 +209,6 @@ def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -
     # It knew the whole command, and recorded less of it.
     assert json.loads((tmp_path / "run/run.json").read_text())["command"][-2:] == ["--note", "…"]
     assert running(script) == []
-
-
-def test_try_without_a_report_is_a_usage_error(tmp_path: Path) -> None:
-    done = launch([*DLPROF, "wrap", "--try", "--no-report", "--", "touch", "started"], tmp_path)
-    assert done.returncode == 2
-    assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests.fixtures import loaders, runs
+from tests.fixtures import loaders
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +19,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(*words: str | Path) -> Result:
     return CliRunner().invoke(cli, ["whatif", "--quiet", *map(str, words)])
-
-
-def test_a_prediction(job: Path) -> None:
-    done = ask(job, "--workers", "2")
-    assert done.exit_code == 0
-    assert "With workers 2 a step would take" in done.stdout
-    assert "faster" in done.stdout
 
 
 def test_as_json(job: Path) -> None:
@@ -51,9 +44,3 @@ def test_a_page(job: Path, tmp_path: Path) -> None:
 def test_mistakes(job: Path, words: tuple[str, ...], code: int, said: str) -> None:
     done = ask(job, *words)
     assert (done.exit_code, said in done.output) == (code, True)
-
-
-def test_a_run_without_steps(tmp_path: Path) -> None:
-    done = ask(runs.recorded(tmp_path / "run", (None, [], runs.CPU)), "--device", "2x")
-    assert done.exit_code == 1
-    assert done.output.count("\n") == 1

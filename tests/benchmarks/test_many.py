@@ -1,16 +1,20 @@
-"""Jobs of many ranks: hosts that are copies of simulated ones make one consistent job, and its faults are named."""
+"""Jobs of many ranks: the ways to read them agree, hosts that are copies are one job, and its faults are named."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import many_ranks
+from benchmarks.tasks import measure
 from benchmarks.thousand import stamp
 from benchmarks.thousand.jobs import RECORDING, Planted, job
 from benchmarks.thousand.measure import named
@@ -20,13 +24,35 @@ from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result.stored import to_json
 from simulator.job import BASE_NS
-from tests.fixtures import runs
+from tests.fixtures import runs, traces
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_ways_give_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("distributed", reason="needs the extra dask")
+    for r in range(3):
+        traces.write(tmp_path / "traces" / f"rank{r}.json.gz", traces.training(rank=r, world_size=3))
+    *rows, last = many_ranks.measured(tmp_path / "traces", list(many_ranks.WAYS), [1, 2], 1)
+    assert last == {"same": True}
+    assert [(row["way"], row["processes"]) for row in rows] == [(way, n) for way in many_ranks.WAYS for n in (1, 2)]
+    assert all(row["cpu_s"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None or os.geteuid() != 0, reason="it takes strace, and root for hosts")
+def test_a_task_makes_as_many_calls_among_many_as_among_few() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("DLPROF_", "SLURM_", "OMPI_"))}
+    few, many = (measure(size, env) for size in (16, 64))
+    for when in ("start", "end"):
+        for kind in ("stat", "open", "make", "list"):
+            # A hundredth of all tasks reads what all have left.
+            assert many[when][kind] / 64 < 1.3 * few[when][kind] / 16 + 2, (when, kind)
+    assert few["end"]["list"] > 0
+
 
 SHORT = replace(RECORDING, steps=16, skip=4, active=3)
 SHAPE = (4, 2)  # micro-batches, blocks of a stage
 PLANTED = Planted(rank=2.0)
-
-pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +104,3 @@ def test_the_slow_rank_is_named(made: Path) -> None:
     many = job(64, PLANTED, SHAPE)
     result = to_json(diagnose(open_run(made), RULES, jobs=1))
     assert named(result, many, PLANTED) == {"slow rank": "straggler"}
-
-
-def test_what_is_named_nowhere_is_not_named() -> None:
-    many = job(64, Planted(1.5, 1.2, 0.2, bubble=True), SHAPE)
-    nothing = {"outcomes": [{"id": "straggler", "state": "found", "ranks": [3]}]}
-    assert set(named(nothing, many, Planted(1.5, 1.2, 0.2, bubble=True)).values()) == {""}
