@@ -186,7 +186,7 @@ EYES = (
     np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
     np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
 )
-# From linear RGB to the cones, and from their cube roots to Oklab (Ottosson 2020), where distances are as they are seen.
+# Linear RGB to cones, and their cube roots to Oklab (Ottosson 2020), where distances are as they are seen.
 TO_LMS = [
     [0.41222147, 0.53633254, 0.05144599],
     [0.2119035, 0.68069955, 0.10739696],
