@@ -85,7 +85,7 @@ def put(path: Path, content: Any) -> None:
 
 
 def recorded(folder: Path, info: Any = RUN, ranks: int = 1, trace: bool = True, **files: Any) -> Path:
-    """Make a run folder as the recorder leaves it; `facts` and `steps` are one for all ranks, or one each in a tuple."""
+    """Make a run folder as the recorder leaves it; `facts` and `steps` are of all ranks, or a tuple of one each."""
     put(folder / "run.json", info)
     folder.mkdir(exist_ok=True)
     for r in range(ranks):
