@@ -112,6 +112,13 @@ def test_what_changes_the_training_has_a_section_after_the_findings(pages: dict[
     assert "If the training may change" not in pages["ddp"].text
 
 
+def test_figures_over_the_runs_time_have_one_range() -> None:
+    panels = [Panel("lines", f"{at}", ((at * 1e9, 1.0), ((at + 3) * 1e9, 2.0)), ("time_ns", "a")) for at in (1, 4)]
+    page = Page(html.render(replace(results.healthy(), panels=(*panels, Panel("bars", "b", (("x", 99e9),))))))
+    layouts = [figure["layout"] for figure in json.loads(page.scripts[0])["figures"].values()]
+    assert [one["xaxis"]["range"] for one in layouts if one.get("meta") == {"axis": "time"}] == [[0, 7]] * 2
+
+
 def test_attacks_are_shown_as_text(pages: dict[str, Page]) -> None:
     assert [attack for attack in results.ATTACKS[:9] if attack not in pages["hostile"].text] == []
     assert "\\u202eevil" in pages["hostile"].text

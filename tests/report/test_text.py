@@ -15,6 +15,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, html, in_model, logged, verdict
 from dlprof.report.sharing import shareable
 from dlprof.result import (
+    Blame,
     Fact,
     Forecast,
     ForeignLoad,
@@ -213,6 +214,30 @@ def remedy(saving: float = 1.05, workers: int = 6, **changes: Any) -> str:
 )
 def test_the_remedy_is_the_setting_that_the_saving_was_predicted_for(case: dict[str, Any], words: str) -> None:
     assert remedy(**case) == words
+
+
+def test_the_gain_of_what_was_traced_and_of_a_small_finding() -> None:
+    result, window = results.ddp(), results.ddp().window
+    assert window is not None
+    traced = replace(result, window=replace(window, unit="trace", source="trace"))
+    assert headline(traced)[1] == "Fixing it at train.py:61 would make what was traced 1.44 × faster."
+    for at_most, most in ((False, ""), (True, "at most ")):
+        small = replace(result, outcomes=(replace(FIRST, speedup=1.001, at_most=at_most),))
+        assert headline(small)[1] == f"Fixing it would save {most}66.0 ms of each step."
+
+
+@pytest.mark.parametrize(
+    ("category", "ns", "said"),
+    [
+        ("host", 30 * MS, ["Ranks 0, 2, 3 wait 90.1 ms a step for rank 1, which mostly waits for its loader."]),
+        ("input_wait", 1.0, ["Ranks 0, 2, 3 wait 60.1 ms a step for rank 1, which waits for its loader."]),
+    ],
+)
+def test_late_ranks_are_named_with_what_makes_them_late(category: str, ns: float, said: list[str]) -> None:
+    more = tuple(Blame(rank, 1, category, ns, 0.1) for rank in (0, 2, 3))
+    result = replace(results.ddp(), blame=(*results.ddp().blame, *more))
+    assert [words(one) for one in verdict.blamed(result)] == said
+    assert verdict.blamed(replace(result, blame=more[:1] if ns == 1.0 else ())) == []
 
 
 def divided(**shares: float) -> Any:
