@@ -369,9 +369,12 @@ DIFF = "--- a/train.py\n+++ b/train.py\n-    x = '</script><b>'\n"
         (Tried("complete", (FREEZE, replace(FREEZE, verdict="slower"))), "nothing to gain from 2 changes"),
         (Tried("complete"), "no change could be set"),
         (Tried("failed", why="no data"), "did not run again: no data"),
-        (Tried("interrupted", (FREEZE, Attempt({"a.b": 1}, "not_tried"))), "interrupted and does not say of a.b=1"),
-        (Tried("out_of_time", (UNCLEAR,)), "out of time and does not say of gc.freeze"),
-        (Tried("complete", (UNCLEAR,)), "does not say of gc.freeze"),
+        (
+            Tried("interrupted", (FREEZE, Attempt({"a.b": 1}, "not_tried"))),
+            "faster; the trial was interrupted; not clear or not tried: a.b=1.",
+        ),
+        (Tried("out_of_time", (UNCLEAR,)), "faster; the trial ran out of time; not clear or not tried: gc.freeze"),
+        (Tried("complete", (UNCLEAR,)), "nothing was found to be faster; not clear or not tried: gc.freeze"),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
