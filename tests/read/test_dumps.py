@@ -293,7 +293,7 @@ def test_real_dumps_of_gloo() -> None:
     )
     assert (len(first), len(third)) == (11, 10)
     assert first.iloc[-1][["op", "sequence", "retired", "state", "input", "site"]].tolist() == [
-        *("all_reduce", 6, 0, "scheduled", "77", "<module> (/home/u/train.py:36)"),
+        *("all_reduce", 6, 0, "scheduled", "77", "<module> (/home/u/train.py:36)")
     ]
     again = flight_recorder.read(folder / "nccl_trace_rank_2.json").tables["recorder_calls"]
     kept = [c for c in third if c not in ("site", "via")]  # JSON has no stacks

@@ -229,7 +229,7 @@ def test_each_number_of_a_sample_is_a_row_and_the_clocks_are_none(tmp_path: Path
     reading = source.read(path)
     # Not measured is no row: neither a null, nor a word, nor a zero in its place.
     assert reading.tables["samples"][["source", "metric", "at_ns", "value"]].to_numpy().tolist() == [
-        *([name, "power_w", 10, 1.5], [name, "energy_j", 10, 7.0], [name, "energy_j", 20, 7.0]),
+        *([name, "power_w", 10, 1.5], [name, "energy_j", 10, 7.0], [name, "energy_j", 20, 7.0])
     ]
     assert reading.warnings == (f"{source.files[0]}: 3 malformed lines are left out",)
     with pytest.raises(DlprofError, match="none of its lines"):

@@ -154,7 +154,7 @@ def test_marks_become_events_and_times_keep_their_digits(tmp_path: Path) -> None
     trace = chromed(tmp_path, events)
     names = [trace.places[p].name for p in trace.place]
     assert list(zip(names, (start - at * 1_000 for start in trace.start), trace.dur, strict=True)) == [
-        *(("inner", 1_000, 1_000), ("outer", 125, 4_000), ("whole", 500, 2_500)),
+        *(("inner", 1_000, 1_000), ("outer", 125, 4_000), ("whole", 500, 2_500))
     ]
     assert trace.processes == {1: "one"}
     assert [chrome.fields(raw) for raw in trace.args.values()] == [{"x": 1}, {}, {"y": 2}]
@@ -174,7 +174,7 @@ def test_spans_of_a_format_that_knows_little(tmp_path: Path) -> None:
     columns = {"lane": ["host:1", "host:1", "device:2"], "kind": ["op", "op", "kernel"], "name": ["b", "short", "k"]}
     spans = chrome.spans_of(columns | {"start_ns": [5, 1, 1], "dur_ns": [1, 1, 9]})
     assert spans[["name", "lane", "bytes", "collective"]].to_numpy().tolist() == [
-        *(["k", "device:2", -1, ""], ["short", "host:1", -1, ""], ["b", "host:1", -1, ""]),
+        *(["k", "device:2", -1, ""], ["short", "host:1", -1, ""], ["b", "host:1", -1, ""])
     ]
     nothing = chrome.spans_of({name: [] for name in (*columns, "start_ns", "dur_ns")})
     assert (len(nothing), list(nothing.columns)) == (0, list(schema.SPANS))

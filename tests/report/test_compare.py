@@ -252,10 +252,7 @@ def swept(rates: dict[str, float | None], **more: object) -> Sweep:
         Point({"w": n}, (Reading(1e10 / r, 10.0),) * 2 if r else (), why="" if r else "it died")
         for n, r in rates.items()
     )
-    return replace(
-        Sweep(("python", "train.py"), (Axis("w", tuple(rates)),), points, 2, 30, "complete"),
-        **more,
-    )
+    return replace(Sweep(("python", "train.py"), (Axis("w", tuple(rates)),), points, 2, 30, "complete"), **more)
 
 
 CURVE = swept({"0": 100.0, "1": 190.0, "2": 297.0, "4": 300.0, "8": None})

@@ -15,15 +15,7 @@ from dlprof.plain import NBSP
 from dlprof.report import html, looks, terminal
 from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
 from dlprof.result import Blame, Panel, Result, RunInfo, TimePart
-from dlprof.result.figures import (
-    DeviceMemory,
-    Footprint,
-    Member,
-    MemoryChange,
-    MemoryPart,
-    ModuleMemory,
-    Modules,
-)
+from dlprof.result.figures import DeviceMemory, Footprint, Member, MemoryChange, MemoryPart, ModuleMemory, Modules
 from dlprof.units import UNKNOWN
 from tests.fixtures import results
 from tests.fixtures.results import MS
@@ -481,11 +473,7 @@ def test_each_change_has_its_peak_its_step_and_how_that_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (("shard", "3/8"), "FSDP (ZeRO 3) over 8 ranks"),
-        (("later", "x"), "later x"),
-        (("batch", "odd"), "odd × batch"),
-    ],
+    [(("shard", "3/8"), "FSDP (ZeRO 3) over 8 ranks"), (("later", "x"), "later x"), (("batch", "odd"), "odd × batch")],
 )
 def test_an_unknown_change_keeps_its_name(change: tuple[str, str], words: str) -> None:
     assert memory.described(MemoryChange(*change, 1.0)) == words

@@ -18,19 +18,7 @@ from numpy.typing import NDArray
 
 from dlprof.plain import NBSP
 from dlprof.report import html, looks, notebook, terminal, tried, tried_text
-from dlprof.result import (
-    CATEGORIES,
-    Blame,
-    Change,
-    Fact,
-    ForeignLoad,
-    Outcome,
-    Panel,
-    Place,
-    Result,
-    RunInfo,
-    TimePart,
-)
+from dlprof.result import CATEGORIES, Blame, Change, Fact, ForeignLoad, Outcome, Panel, Place, Result, RunInfo, TimePart
 from dlprof.result.tried import Attempt, Gain, Tried, Verdict
 from tests.fixtures import results
 from tests.fixtures.pages import Page

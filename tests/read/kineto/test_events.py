@@ -237,7 +237,7 @@ def test_values_written_as_text_are_numbers(tmp_path: Path) -> None:
     e["args"] = {"device": "0", "stream": "7", "correlation": "12", "bytes": "4096"}
     row = only(spans_of(tmp_path, e))
     assert [row[k] for k in ("start_ns", "dur_ns", "launch", "bytes", "lane")] == [
-        *(BASE_NS + 1000, 2500, 12, 4096, "device:7"),
+        *(BASE_NS + 1000, 2500, 12, 4096, "device:7")
     ]
 
 
@@ -311,7 +311,7 @@ def test_copies_have_direction_memory_and_bytes(tmp_path: Path) -> None:
     copies = [traces.copy(0, 5, 4096), traces.copy(10, 5, 8, "DtoH (Device -> Pinned)")]
     spans = spans_of(tmp_path, *copies, traces.clear(30, 5, 32), traces.kernel("k", 40, 5))
     assert spans[["copy", "memory", "bytes"]].to_numpy().tolist() == [
-        *(["HtoD", "pageable", 4096], ["DtoH", "pinned", 8], ["", "", 32], ["", "", -1]),
+        *(["HtoD", "pageable", 4096], ["DtoH", "pinned", 8], ["", "", 32], ["", "", -1])
     ]
     # On AMD, the call has the bytes and the arguments have the direction.
     call = traces.call("hipMemcpyWithStream", 0, 5, 117)

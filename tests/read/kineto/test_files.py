@@ -104,10 +104,7 @@ def test_a_list_any_order_of_keys_a_byte_order_mark_and_glued_files(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("at", "base", "start", "words"),
-    [
-        (1_735_632_360_000_005, BASE_NS, 1_735_632_360_000_005_000, "absolute already"),
-        (1, None, 1000, "unknown zero"),
-    ],
+    [(1_735_632_360_000_005, BASE_NS, 1_735_632_360_000_005_000, "absolute already"), (1, None, 1000, "unknown zero")],
 )
 def test_times_that_need_no_base_or_have_none(
     tmp_path: Path, at: int, base: int | None, start: int, words: str

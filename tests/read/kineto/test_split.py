@@ -484,8 +484,7 @@ def test_nothing_is_left_behind(tmp_path: Path, both: Both) -> None:
 
 @pytest.mark.skipif(not REAL, reason="needs ../shared/traces")
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=pytest.mark.slow if p.stat().st_size > MB else (), id=p.name) for p in REAL],
+    "path", [pytest.param(p, marks=pytest.mark.slow if p.stat().st_size > MB else (), id=p.name) for p in REAL]
 )
 def test_real_traces(tmp_path: Path, both: Both, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(decoding, "AIM_PACKED", 100_000)
