@@ -222,7 +222,7 @@ def test_a_scaling_study_has_its_efficiency_what_grows_and_a_prediction() -> Non
         "On 64 ranks",
     ):
         assert part in shown
-    first = scale.told(STUDY)
+    first = scale.first_prediction(STUDY)
     assert first is not None
     assert first.ranks == 64  # no further than accuracy was measured
     assert {p.ranks for p in STUDY.predictions} >= {16, 4096}
