@@ -132,6 +132,9 @@ def test_the_shortest_spans_are_left_out_first_and_counted(tmp_path: Path, monke
     spans = frame[frame["of"] > 0]
     assert set(spans["name"]) == {"ProfilerStep#0", *(f"op {n}" for n in range(41, 50))}
     assert (set(spans["of"]), set(spans["category"])) == ({51}, {"user_annotation", "cpu_op"})
+    alone = runs.foreign(tmp_path / "alone", traces.trace(traces.op("a", 0, 10), world_size=1))
+    frame = runs.measured(alone, perfetto.reduced).frame(perfetto.reduced)
+    assert frame[["name", "of"]].to_numpy().tolist() == [["a", 1]]  # no tracks of dlprof's own
 
 
 def test_spans_that_overlap_go_to_a_further_track() -> None:

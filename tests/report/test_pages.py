@@ -311,7 +311,9 @@ def test_rules_are_not_clear_where_other_programs_used_the_cores() -> None:
     load = ForeignLoad("node-1", cores=2.0, used=2.0, foreign=1.0, waited=None, disturbs=True)
     text = terminal.render(replace(results.healthy(), foreign_load=load))
     assert ("clear beside other programs: " in text, "clear: " in text) == (True, False)
-    assert "clear: " in terminal.render(results.healthy())
+    other = results.outcome("x", "does_not_apply", "X")
+    text = terminal.render(replace(results.healthy(), outcomes=(*results.healthy().outcomes, other)))
+    assert ("clear: " in text, "does not apply: 1" in text) == (True, True)
 
 
 # The notebook.

@@ -188,6 +188,9 @@ def test_the_headline_of_findings_of_a_healthy_run_and_of_none() -> None:
     assert "2 could not be measured" in gain
     apart = replace(results.healthy(), outcomes=(results.LARGER, *results.healthy().outcomes))
     assert headline(apart) == (diagnosis, gain)
+    whole = headline(replace(results.healthy(), time=()))[0]
+    assert whole.startswith("Each step lasts ")
+    assert whole.endswith("; where it goes was not measured.")
     diagnosis, gain = headline(results.empty())
     assert diagnosis == "No steady step was recorded."
     assert gain.startswith("No rule could be checked")
@@ -224,6 +227,19 @@ def test_the_gain_of_what_was_traced_and_of_a_small_finding() -> None:
     for at_most, most in ((False, ""), (True, "at most ")):
         small = replace(result, outcomes=(replace(FIRST, speedup=1.001, at_most=at_most),))
         assert headline(small)[1] == f"Fixing it would save {most}66.0 ms of each step."
+
+
+@pytest.mark.parametrize(
+    ("scope", "gain"),
+    [
+        ("failure", "The job cannot continue until this is fixed."),
+        ("risk", "Fixing it saves no time, but may save the job."),
+    ],
+)
+def test_a_finding_that_costs_no_time(scope: Any, gain: str) -> None:
+    found = replace(FIRST, scope=scope, saving_ns=0.0)
+    assert headline(replace(results.ddp(), outcomes=(found,)))[1] == gain
+    assert (formatting.saving(found), formatting.saving(FIRST)[-2:]) == (scope, "ms")
 
 
 @pytest.mark.parametrize(
