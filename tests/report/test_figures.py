@@ -122,6 +122,8 @@ def test_text_on_a_bar_stands_out_in_both_themes() -> None:
         for background in (look.light, look.dark):
             low, high = sorted((luminance(drawing.inside(look.light)), luminance(background)))
             assert (high + 0.05) / (low + 0.05) >= 3, look.name  # WCAG 2.1, 1.4.11
+    inks = [drawing.inside(grey) for grey in ("#757575", "#777777")]  # of luminance 0.178 and 0.184
+    assert inks == [drawing.ON_DARK, drawing.ON_LIGHT]
 
 
 # Bars, flame graphs, lines and areas.
