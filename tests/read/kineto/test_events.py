@@ -474,6 +474,8 @@ def test_a_mark_around_a_collective_counts_its_input(tmp_path: Path) -> None:
     args: dict[str, Any] = {"Input Dims": [[8, 100]], "Input type": ["c10::BFloat16"]}
     marks = [traces.annotation("gloo:all_reduce", 0, 5, **args), traces.annotation("gloo:all_gather", 10, 5, **args)]
     marks += [traces.annotation("nccl:broadcast", 20, 5), traces.op("c10d::allreduce_", 30, 5, **args)]
+    vast = traces.annotation("gloo:all_gather", 0, 5, **args | {"Input Dims": [[2**60]]})  # 2^62 bytes of two ranks
+    assert only(spans_of(tmp_path, vast))["bytes"] == -1
     assert spans_of(tmp_path, *marks)[["kind", "collective", "dtype", "bytes"]].to_numpy().tolist() == [
         ["communication", "all_reduce", "bfloat16", 1600],
         ["communication", "all_gather", "bfloat16", 3200],
