@@ -181,7 +181,7 @@ def test_samples_are_counters_while_the_trace_lasts(tmp_path: Path) -> None:
 
 def test_counters_are_on_the_clock_of_the_spans(tmp_path: Path) -> None:
     ahead = 5 * MS
-    ranks = (
+    ranks: Any = (
         (job(0, 0), [], {**CPU, "host": "node-1"}),
         (job(1, 250_000, ahead, "node-2"), [], {**CPU, "host": "node-2"}),
     )

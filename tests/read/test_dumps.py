@@ -135,6 +135,7 @@ def test_packed_files_are_unpacked_within_limits(tmp_path: Path, monkeypatch: py
 
 TORCH = ("forward", "/env/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125)
 LIBRARY = ("forward", "/env/lib/python3.11/site-packages/transformers/models/llama.py", 300)
+NO_STACKS: list[Any] = [None, "x", 3, {}, [], [None], [{"name": 3}], [[[]]]]
 LINEAR, LLAMA = (f"{name} ({file}:{line})" for name, file, line in (TORCH, LIBRARY))
 IN_C = stack(("run", "/home/me/a.py", 3), cpp=("at::empty_cuda", "THPVariable_empty"))
 IN_C.insert(2, {"name": "type_call", "filename": "/usr/local/src/Objects/typeobject.c", "line": 1679})
@@ -153,7 +154,7 @@ IN_C.insert(2, {"name": "type_call", "filename": "/usr/local/src/Objects/typeobj
         (stack(cpp=("torch::autograd::AccumulateGrad::apply(x)",)), "backward of AccumulateGrad", ""),
         (stack(cpp=("torch::autograd::Engine::thread_main()",)), "backward of some node", ""),
         (stack(cpp=("at::empty",)), "", ""),
-        *((odd, "", "") for odd in (None, "x", 3, {}, [], [None], [{"name": 3}], [[[]]])),
+        *((odd, "", "") for odd in NO_STACKS),
         ([{"name": "f", "filename": None, "line": 1}], "", ""),
     ],
 )

@@ -385,7 +385,8 @@ def as_json(module: Any, folder: Path, data: Any) -> tuple[Reading, list[dict[st
     name = module.__name__.rpartition(".")[2]
     (folder / f"{name}.json").write_text(json.dumps(data))
     reading: Reading = module.read(folder / f"{name}.json")
-    return reading, schema.check(name, reading.tables[name]).astype(object).to_dict("records")
+    rows: Any = schema.check(name, reading.tables[name]).astype(object).to_dict("records")
+    return reading, rows
 
 
 @pytest.mark.parametrize(

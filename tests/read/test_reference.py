@@ -4,7 +4,7 @@ Computation is kernels, communication is communication kernels, copies are copie
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_device_time_loader_and_steps(pattern: str) -> None:
     parts = (computation, exposed_communication, exposed_copy)
     assert sum(intervals.total(part) for part in parts) + idle == span
 
-    def ms(what: Intervals | int) -> object:
+    def ms(what: Any) -> object:
         ns = what if isinstance(what, int) else intervals.total(what)
         return pytest.approx(ns / 1e6, abs=0.005)
 

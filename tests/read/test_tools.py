@@ -135,7 +135,7 @@ def test_perfettos_packets_are_known(tmp_path: Path, data: bytes, name: str | No
 # Chrome traces.
 
 
-def chromed(folder: Path, events: list[Any]) -> chrome.Trace:
+def chromed(folder: Path, events: list[Any]) -> chrome.ChromeTrace:
     return chrome.read(put(folder / "trace.json", json.dumps({"traceEvents": events})), lambda _name: True)
 
 

@@ -210,8 +210,8 @@ def test_areas_are_stacked_in_their_colours_and_as_high_as_their_sum() -> None:
     assert [t["fillcolor"] for t in drawn] == [looks.DRAWN[c].light for c in ("input_wait", "backward")]
     assert [t["y"] for t in drawn] == [[1.0, 3.0], [2.0, 4.0]]
     assert drawn[0]["x"] == [0, 1]  # seconds, as in all figures over the run's time
-    rows = (*((n * 1e9, 1e7, 1e7) for n in range(59)), (59e9, 1e8, 1e9))
-    tall = spec(shapes.panel(Panel("areas", "t", rows, ("time_ns", "forward", "backward"), "ns")))
+    peaks = (*((n * 1e9, 1e7, 1e7) for n in range(59)), (59e9, 1e8, 1e9))
+    tall = spec(shapes.panel(Panel("areas", "t", peaks, ("time_ns", "forward", "backward"), "ns")))
     assert tall["layout"]["yaxis"]["range"] == [0, 40]
 
 

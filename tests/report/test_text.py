@@ -457,7 +457,8 @@ def test_the_table_of_work_has_rates_and_floors_and_says_what_is_missing() -> No
 
 
 def test_modules_with_most_time_have_a_line_and_none_is_inside_another() -> None:
-    assert in_model.lines_of(results.encoder()) == [
+    found: Any = in_model.lines_of(results.encoder())
+    assert found == [
         (pytest.approx(80 / 214.6), "encoder.layer.*.attention × 12 (Attention)"),
         (pytest.approx(46 / 214.6), "encoder.layer.*.mlp × 12 (MLP)"),
         (pytest.approx(34.6 / 214.6), "device idle"),

@@ -35,6 +35,8 @@ from tests.fixtures.places import ROOT
 COMMITTED = sorted((ROOT / "reports").glob("*/*/result.json"))
 EMPTY = Result(run=RunInfo(path="run"), window=None)
 PARTS = ["run", "window", "device", "time", "outcomes", "panels", "facts", "dlprof"]
+OTHER_FORMATS: list[Any] = [FORMAT + 1, "1", None, []]
+NO_OBJECTS: list[Any] = [None, [], 5, "text"]
 ROWS = Panel("lines", "Steps", ((0, 1.5, None), (1, 2.0, 3.0)), ("step", "rank 0", "rank 1"), unit="ns")
 FOUND = Outcome(
     *("input_wait", "found", "Waits"),
@@ -122,7 +124,7 @@ def test_a_file_of_format_1_and_names_of_an_older_dlprof_are_read() -> None:
     ("data", "words"),
     [
         *((data, r"result\.json") for data in (None, [], "text", 5, [["format", 1]])),
-        *((plain(EMPTY) | {"format": newer}, "reads formats 1 to 2") for newer in (FORMAT + 1, "1", None, [])),
+        *((plain(EMPTY) | {"format": newer}, "reads formats 1 to 2") for newer in OTHER_FORMATS),
         *((plain(EMPTY) | {key: odd}, r"result\.json is not") for key in PARTS for odd in (5, [5], {"odd": 1})),
         *(({k: v for k, v in plain(EMPTY).items() if k != key}, key) for key in PARTS),
     ],
@@ -207,7 +209,7 @@ def test_what_is_no_sweep_is_refused(data: object) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        *((data, r"try\.json") for data in (None, [], 5, "text")),
+        *((data, r"try\.json") for data in NO_OBJECTS),
         *((AS_DATA | {"format": newer}, "format") for newer in (2, "1", None)),
         *((AS_DATA | odd, r"try\.json") for odd in ({"state": "odd"}, {"attempts": 5}, {"best": {"verdict": "gain"}})),
     ],

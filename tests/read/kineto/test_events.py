@@ -129,6 +129,9 @@ def test_collectives_have_one_name_each() -> None:
         assert {text: patterns.collective_of(text) for text in written} == dict.fromkeys(written, expected)
 
 
+NUMBERS: list[tuple[Any, list[int]]] = [([0, 1], [0, 1]), ("[0, 2]", [0, 2]), (None, []), (["a"], []), (3, [])]
+
+
 @pytest.mark.parametrize(
     ("function", "text", "expected"),
     [
@@ -157,10 +160,7 @@ def test_collectives_have_one_name_each() -> None:
         (patterns.rank_in, "node_1234.1623143089861.pt.trace.json", None),
         *((events.label, *case) for case in ((7, "7"), (7.0, "7"), ("stream 7", "7"), (" GPU 1", "1"), (7.5, "7.5"))),
         *((events.integer, *case) for case in ((7, 7), ("7", 7), (7.0, 7), (0, 0), ("x", -1), (None, -1), (2**63, -1))),
-        *(
-            (events.numbers_of, *case)
-            for case in (([0, 1], [0, 1]), ("[0, 2]", [0, 2]), (None, []), (["a"], []), (3, []))
-        ),
+        *((events.numbers_of, *case) for case in NUMBERS),
         (events.numbers_of, "[0, 1, ..., 7]", []),  # abridged
     ],
 )
