@@ -259,6 +259,9 @@ def test_a_file_that_nothing_divides_into_ranks_is_one_rank(tmp_path: Path) -> N
     path = traces.write(tmp_path / "rank3.json", traces.training(rank=3), layout="compact")
     assert (ranks_of_processes(path), is_rewritten(path.read_bytes())) == ([], True)
     assert not is_rewritten(traces.dump(traces.training()))
+    assert ranks_of_processes(traces.write(tmp_path / "other.json", b"{}")) == []
+    (part,) = of_kineto.recognise(Head(traces.write(tmp_path / "rank4.json", traces.trace(rank=4))))
+    assert (part.rank, part.began_ns) == (4, None)
     assert [pids(piece) for piece in ("", "{}", "[[1]]", '[1, "a"]')] == [set(), set(), set(), {1, "a"}]
 
 
