@@ -20,7 +20,7 @@ from dlprof.errors import DlprofError
 from dlprof.exports import perfetto
 from dlprof.read import limits
 from dlprof.read.foreign import chrome, horovod
-from dlprof.read.formats import FORMATS, Head, format_named, formats, recognised
+from dlprof.read.formats import FORMATS, Format, Head, format_named, formats, recognised
 from dlprof.read.gpu_logs import amd_smi, nvidia_dmon, nvidia_smi, sampled
 from dlprof.read.gpu_logs.readings import DAY, LOCAL, SECOND, ZONE, Readings, number, time_of
 from dlprof.read.run import open_run
@@ -104,6 +104,13 @@ def test_hostile_files_break_no_format(tmp_path: Path, data: bytes) -> None:
         if parts and one.read:
             with pytest.raises(DlprofError):
                 one.read(path, parts[0].piece)
+
+
+def test_a_format_that_breaks_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Format(name="bad", title="bad", recognised="never", recognise=lambda _head: [][1])
+    every = formats()
+    monkeypatch.setattr("dlprof.read.formats.formats", lambda: (bad, *every))
+    assert known(traces.write(tmp_path / "rank0.json", traces.training())) == "torch_trace"
 
 
 def test_files_that_are_known_and_not_read_are_left(tmp_path: Path) -> None:
