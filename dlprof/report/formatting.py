@@ -109,11 +109,11 @@ def _margin(outcome: Outcome) -> float:
 
 
 def where(place: Place) -> str:
-    """Return a line of the user's and what is said of it: train.py:61 in main: DataLoader(data, batch_size=4)."""
+    """Return a line of the user's code and what is known of it: train.py:61 in main: DataLoader(data, batch_size=4)."""
     at = plain(f"{place.file}:{place.line}" if place.line else place.file, 120)
     function = f" in {plain(place.function, 80)}" if place.function not in ("", "<module>") else ""
     share = f"{percent(place.share)} of the stacks seen there" if place.share is not None else ""
-    # A call that was written over several lines stands in one here.
+    # A call that was written over several lines is joined to one.
     what = plain(place.what.replace("( ", "(").replace(", )", ")"), 300)
     return f"{at}{function}" + (f": {', '.join(filter(None, (share, what)))}" if share or what else "")
 
@@ -125,9 +125,9 @@ def edits(change: Change, most: int = 12) -> list[str]:
 
 
 def together(result: Result) -> str:
-    """Write the bound on what all findings save together; "" where fewer than two have a saving, or it says little."""
+    """Write the bound on what all findings save together; "" where fewer than two have a saving, or it is too high."""
     most = result.together
-    # Nobody has seen a job become ten times as fast: such a bound is the sum of what cannot all come true.
+    # Nobody has seen a job become ten times as fast: such a bound adds up savings that cannot all be had.
     if most is None or sum(saves(o) for o in result.found) < 2 or not 0 < most.speedup <= 10:
         return ""
     return f"All of these together: at most {times(most.speedup)} faster ({MINUS}{duration(most.saving_ns)})."

@@ -44,7 +44,7 @@ class Tile:
 class Card:
     """A finding as the page shows it."""
 
-    key: str  # its number; "training-1": it stands apart, as it changes the training
+    key: str  # its number; "training-1": shown apart, as it changes the training
     outcome: Outcome
     width: float  # the saving as a part of the step, in percent
     faster: bool  # whether its speed-up is known
@@ -264,13 +264,13 @@ def _edits(diff: str) -> list[tuple[str, str]]:
 
 
 def _where(place: Place) -> Markup:
-    """Return a line of the user's: its place as code, and what is said of it."""
+    """Return a line of the user's code: its place as code, and what is known about it."""
     at, _, rest = formatting.where(place).partition(": ")
     return Markup("<code>{}</code>").format(at) + (Markup(" {}").format(rest) if rest else Markup(""))
 
 
 def themed(block: Callable[[bool], str]) -> Markup:
-    """Return what a block of declarations sets in both themes; it is asked for those of the dark one and the light."""
+    """Return a block of CSS declarations for each theme; `block(dark)` makes one."""
     return Markup(f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}")
 
 

@@ -16,7 +16,7 @@ from dlprof.report.formatting import counted, duration, percent, quantity
 from dlprof.result import Panel, Result
 from dlprof.result.figures import GpuLog, Profile
 
-# What makes a log worth a word, the worst first.
+# Memory fuller than FULL is reported, unless a GPU is idler than LOW.
 FULL, LOW = 0.92, 0.8
 
 _WHY = {
@@ -32,7 +32,7 @@ _STEPS = "Where a step's time goes is not known without steps: record with dlpro
 
 
 def of_logs(result: Result) -> tuple[str, str, str] | None:
-    """Return a sentence on such a run, one on what it cannot say, and the first one's share; None where it is none."""
+    """Return the sentence on such a run, one on what it cannot show, and the share in the first; None without logs."""
     said = [sentence for sentence in (_of_profiles(result.profiles), _of_gpus(result.gpu_logs)) if sentence]
     if not said:
         return None

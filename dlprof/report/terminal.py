@@ -14,13 +14,13 @@ from dlprof.result import Outcome, Result, TimePart
 
 FIRST_RANKS = 8  # always have bars: the ranks of a host
 OUTLIERS = 4  # so many of the others that differ most have bars, too
-WHERE = 2  # lines of what stands at a finding's place
+WHERE = 2  # lines of code shown for a finding's place
 NOTICES = 6  # warnings that are printed; the page has them all
-NARROWEST = 40  # below this, words no longer fit next to bars
+NARROWEST = 40  # below this, names no longer fit next to bars
 
 
 def render(result: Result, width: int = 80, colour: bool = False) -> str:
-    """Return the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
+    """Return the report as lines of at most `width` columns (40 at least), in 256 colours on request."""
     width = max(width, NARROWEST)
     paint = painter(colour)
     diagnosis, gain, _ = verdict.headline(result)

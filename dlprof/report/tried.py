@@ -42,10 +42,11 @@ def changes_numbers(attempt: Attempt) -> str:
 
 
 def _unknown(tried: Tried) -> str:
-    ended = "was interrupted" if tried.state == "interrupted" else "ran out of time"
+    """Say that nothing was found to be faster, why the trial ended early, and which changes it could not judge."""
+    ended = {"interrupted": "; the trial was interrupted", "out_of_time": "; the trial ran out of time"}
     left = [a.words for a in tried.attempts if a.verdict in ("unclear", "not_tried") and not a.numerics]
-    what = f" and does not say of {plain(', '.join(left), 300)}" if left else ""
-    return f"Tried: nothing was found to be faster; the trial {ended}{what}."
+    what = f"; not clear or not tried: {plain(', '.join(left), 300)}" if left else ""
+    return f"Tried: nothing was found to be faster{ended.get(tried.state, '')}{what}."
 
 
 def measured(gain: Gain, what: str = "") -> str:

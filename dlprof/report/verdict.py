@@ -153,13 +153,13 @@ def _held(memory: Sequence[MemoryPeak]) -> str:
 
 
 def _clear(result: Result) -> str:
-    """Return what the first rule without a finding saw, for a run without steps; "" where none says anything."""
+    """Return the summary of the first rule without a finding, for a run without steps; "" where none has one."""
     said = next((plain(o.summary, 300) for o in result.outcomes if o.state == "clear" and o.summary), "")
     return f"{said[:1].upper()}{said[1:]}." if said else ""
 
 
 def disturbed(load: ForeignLoad) -> str:
-    """Say that a run beside which other programs used the cores clears the job of nothing."""
+    """Say that a run beside other programs on the cores cannot rule out bottlenecks."""
     said = used_by_others(load.foreign, load.cores, load.waited)
     return f"{said[0].upper()}{said[1:]}: this run cannot rule out bottlenecks. Record it on an idle host."
 
@@ -249,7 +249,7 @@ _HOST_PARTS: Mapping[str, str] = {
 
 
 def host_limited(result: Result) -> str:
-    """Say what the device waits for its host for, all of it and each part alone; "" where that is little, or one."""
+    """Say what waiting for the host costs the device, in all and by part; "" where that is little or has one part."""
     found, step = result.host_limited, result.window.step_ns if result.window else 0.0
     if found is None or found.gain_ns < _NOTABLE * step:
         return ""

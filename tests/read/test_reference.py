@@ -3,7 +3,8 @@
 Computation is kernels, communication is communication kernels, copies are copies and sets, all on device lanes.
 """
 
-from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,8 +17,7 @@ from tests.fixtures.places import TRACES
 pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="needs ../shared/traces")
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """One row of the reference: times in ms; `steps` is their number and, where given, their total."""
 
     span: float
@@ -60,6 +60,7 @@ ROWS = {
 }
 
 
+@cache
 def read(pattern: str) -> Reading:
     (path,) = TRACES.glob(pattern)
     return torch_trace.read(path)
@@ -88,17 +89,12 @@ def test_device_time_loader_and_steps(pattern: str) -> None:
     parts = (computation, exposed_communication, exposed_copy)
     assert sum(intervals.total(part) for part in parts) + idle == span
 
-    def ms(what: Intervals | int) -> object:
+    def ms(what: Any) -> object:
         ns = what if isinstance(what, int) else intervals.total(what)
         return pytest.approx(ns / 1e6, abs=0.005)
 
-    assert expected.span == ms(span)
-    assert expected.computation == ms(computation)
-    assert expected.communication == ms(communication)
-    assert expected.exposed_communication == ms(exposed_communication)
-    assert expected.copy == ms(copies)
-    assert expected.exposed_copy == ms(exposed_copy)
-    assert expected.idle == ms(idle)
+    figures = (span, computation, communication, exposed_communication, copies, exposed_copy, idle)
+    assert tuple(expected[: len(figures)]) == tuple(map(ms, figures))
     fetches = spans[spans["kind"] == "fetch"]
     assert fetches["name"].astype(str).str.startswith("enumerate(DataLoader)").all()
     assert (len(fetches), expected.fetch) == (expected.fetches, ms(int(fetches["dur_ns"].sum())))
@@ -191,11 +187,6 @@ def test_odd_small_traces(name: str, rank: int | None, world_size: int | None, l
     device = spans[spans["kind"].isin(("kernel", "copy", "set"))]
     calls = set(spans.loc[spans["kind"] == "runtime", "launch"])
     assert set(device["launch"]) <= calls
-
-
-def test_amd_copies_have_their_bytes_from_the_call() -> None:
-    (path,) = (TRACES / "tiny").glob("amd_trace__mi250*")
-    spans = torch_trace.read(path).tables["spans"]
-    copies = spans[spans["kind"] == "copy"]
-    assert copies["copy"].to_list() == ["HtoD", "HtoD"]
-    assert copies["bytes"].to_list() == [2560, 2560]
+    if name.startswith("amd"):  # the call has the bytes of a copy
+        copies = spans[spans["kind"] == "copy"]
+        assert (copies["copy"].to_list(), copies["bytes"].to_list()) == (["HtoD", "HtoD"], [2560, 2560])

@@ -1,1 +1,1 @@
-"""Several runs: a comparison of two, and what is said of more."""
+"""Several runs: the comparison of two, and summaries of more."""

@@ -251,7 +251,7 @@ _NOTE = (
 
 
 def summary(ladder: Ladder) -> Summary:
-    """Return what is said of a ladder; of one with fewer than two runs, why there is none."""
+    """Return the summary of a ladder; with fewer than two runs, the reason why there is none."""
     rungs, unit = ladder.rungs, ladder.unit
     left_out = tuple(f"{plain(name, 80)} is left out: {plain(why, 400)}" for name, why in ladder.left_out)
     notices = (*left_out, *ladder.doubts)

@@ -29,7 +29,7 @@ _MODES = {
 
 
 def summary(study: Study) -> Summary:
-    """Return what is said of a study."""
+    """Return the summary of a study."""
     unit = _unit(study)
     sizes = study.sizes
     left_out = tuple(f"{plain(name, 80)} is left out: {plain(why, 400)}" for name, why in study.left_out)
@@ -106,14 +106,14 @@ def _named(category: str) -> str:
     return "transfers between ranks" if category == TRANSFER else looks.look(category).name.lower()
 
 
-def told(study: Study) -> Prediction | None:
-    """Return the prediction that is named first: of the most ranks, up to FAR × those that were measured."""
+def first_prediction(study: Study) -> Prediction | None:
+    """Return the prediction that the summary names: for the most ranks, up to FAR × those that were measured."""
     near = [p for p in study.predictions if p.ranks <= FAR * study.sizes[-1].ranks]
     return near[-1] if near else None
 
 
 def _predicted(study: Study) -> str:
-    p = told(study)
+    p = first_prediction(study)
     if p is None:
         return ""
     return f"On {p.ranks:,} ranks {formatting.percent(p.efficiency)} is predicted ({_interval(p)})."
@@ -129,7 +129,7 @@ def _tiles(study: Study, unit: str) -> tuple[tuple[str, str], ...]:
         (digits(_rate(last, unit)), f"{unit} a second on {last.ranks}"),
         (formatting.percent(last.efficiency), "efficiency"),
     ]
-    if p := told(study):
+    if p := first_prediction(study):
         tiles.append((formatting.percent(p.efficiency), f"predicted on {p.ranks:,}"))
     if study.check is not None:
         tiles.append((_off(study.check, last), f"off, {last.ranks} from the smaller sizes"))
@@ -200,7 +200,7 @@ def _fit(f: Fit) -> tuple[Any, ...]:
 
 
 def _throughput(study: Study, unit: str) -> Panel | None:
-    """Return the curve that papers show: measured, predicted, and what ranks without any loss would do."""
+    """Return the curve that papers show: measured, predicted, and ideal, without any loss."""
     first = study.sizes[0]
     if unit != "samples":
         return None

@@ -1,8 +1,7 @@
-"""What a command says of several runs, or of one in several ways: for the terminal, and as a page; summary.html.
+"""The summary of a ladder of runs, a sweep, a scaling study or a what-if: for the terminal and as summary.html.
 
-It is a verdict, a table and further panels, whatever the command: a ladder of runs, a sweep, a what-if, scaling.
-
-What a run's step would be with something changed, in words.
+Each is a verdict, a table and further panels. The summary of a what-if (how long a step would take after a change) is
+made here; the other commands make theirs in modules of their own.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def page(s: Summary) -> str:
 
 
 def text(s: Summary, width: int = 80, colour: bool = False) -> str:
-    """Return the same as lines of at most `width` columns (40 at least), in colours if asked; of panels the table."""
+    """Return the same as lines of at most `width` columns (40 at least), in colours on request; of panels the table."""
     width = max(width, NARROWEST)
     paint = painter(colour)
     lines = [*wrap(plain(s.lede, 400), width), ""] if s.lede else []
@@ -101,7 +100,7 @@ def _table(s: Summary, width: int) -> list[str]:
             row.insert(at + 1, bar)
         heads.insert(at + 1, "")
         right.insert(at + 1, False)
-    # A column that says nothing of any row is left out.
+    # A column that is empty in all rows is left out.
     kept = [i for i in range(len(heads)) if i == 0 or {row[i] for row in shown} - {UNKNOWN, ""}]
     heads, right = [heads[i] for i in kept], [right[i] for i in kept]
     shown = [[row[i] for i in kept] for row in shown]
@@ -174,7 +173,7 @@ _SEVERAL = " Each change alone, then all together: their gains overlap."
 
 
 def summary(name: str, found: Answers) -> Summary:
-    """Return what is said of the answers; `name` is the run's."""
+    """Return the summary of the answers; `name` is the run's."""
     rows = [*found.alone, *([found.together] if found.together else [])]
     samples = found.throughput.samples_per_s if found.throughput else None
     unit = "samples/s" if samples else "steps/s"

@@ -23,7 +23,7 @@ _STATES = {
 
 
 def summary(sweep: Sweep) -> Summary:
-    """Return what is said of a sweep, as far as it has come."""
+    """Return the summary of a sweep, complete or not."""
     samples = sweep.by_samples
     unit = "samples" if samples else "steps"
     per_s = f"{unit} a second"

@@ -35,7 +35,7 @@ CAME_TRUE = {
 
 
 def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
-    """Return the comparison as lines of at most `width` columns (40 at least), in 256 colours if asked."""
+    """Return the comparison as lines of at most `width` columns (40 at least), in 256 colours on request."""
     width = max(width, NARROWEST)
     paint = painter(colour)
     lines = []
@@ -138,7 +138,7 @@ def came_true(prediction: Prediction, step: Difference) -> str:
 
 
 def came_near(prediction: Prediction) -> bool:
-    """Return whether the share of the predicted gain that was measured is worth a number: −1250 % says nothing."""
+    """Return whether the share of the predicted gain that was measured is worth a number; −1250 % is not."""
     return prediction.reached is not None and 0 < prediction.reached <= MOST_REACHED and prediction.verdict != "missed"
 
 

@@ -47,7 +47,7 @@ FONT = 'Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", A
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows of written cells; `numeric` says which columns are set flush right."""
+    """Headings and rows of written cells; `numeric`: which columns are aligned to the right."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -163,7 +163,7 @@ def inside(colour: str) -> str:
         return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
 
     luminance = 0.2126 * linear(colour[1:3]) + 0.7152 * linear(colour[3:5]) + 0.0722 * linear(colour[5:7])
-    # Equal contrast against white and against black lies at 0.18.
+    # At 0.18, white and black have equal contrast.
     return ON_LIGHT if luminance > 0.18 else ON_DARK
 
 

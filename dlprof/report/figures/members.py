@@ -1,4 +1,4 @@
-"""The ranks of a large run: groups of like ones, those that stand out, and heat maps of all of them."""
+"""The ranks of a large run: groups of similar ranks, outliers, and heat maps of all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dlprof.report.figures.drawing import INK, Figure, Table, axis, drawn
 from dlprof.result import Result, TimePart
 from dlprof.result.figures import Member
 
-MOST_NAMED = 64  # ranks that stand out, by name
+MOST_NAMED = 64  # outliers that are named
 MOST_HOSTS = 128  # rows of a heat map; beyond, neighbouring hosts share one
 MOST_WAITED = 24  # hosts that others wait for
-WIDE = 100  # a rank that stands out is as wide as one of so many
+WIDE = 100  # an outlier is drawn as wide as one rank of so many
 LEAST = 0.005  # of a step; less is not shown
 LEVELS = 24  # of a cell's colour
 LEAST_SPAN = 0.2  # of the step, from the lightest cell of a row to the darkest
@@ -53,7 +53,7 @@ def specs(many: Many | None) -> dict[str, Figure | None]:
 
 
 def by_group(members: Sequence[Member]) -> dict[str, list[Member]]:
-    """Return the ranks that are like their group, by group, the largest groups first within a stage's name."""
+    """Return the ranks that are similar to their group, by group, the largest groups first within a stage's name."""
     found: dict[str, list[Member]] = {}
     for member in sorted(members, key=lambda m: m.group):
         if not member.category:
@@ -62,7 +62,7 @@ def by_group(members: Sequence[Member]) -> dict[str, list[Member]]:
 
 
 def outliers(members: Sequence[Member]) -> list[Member]:
-    """Return the ranks that stand out, the furthest from what is usual first."""
+    """Return the outliers, the furthest from the others first."""
     return sorted((m for m in members if m.category), key=lambda m: -abs(m.ns - m.usual_ns))
 
 
@@ -90,7 +90,7 @@ def _unlike(result: Result, members: Sequence[Member]) -> Table | None:
     found = outliers(members)
     numbers: dict[int, list[str]] = {}
     for number, outcome in enumerate(result.found, 1):
-        # A finding on most of the ranks says nothing of one.
+        # A finding on most of the ranks makes none of them an outlier.
         for rank in outcome.ranks if len(outcome.ranks) <= len(members) / 4 else ():
             numbers.setdefault(rank, []).append(str(number))
     rows = [
@@ -125,7 +125,7 @@ class _Cell:
 
 
 def _by_category(result: Result, groups: Mapping[str, Sequence[Member]], parts: Parts, table: Table) -> Figure:
-    """Draw each rank's share of the step in each category: those that stand out first, then group by group."""
+    """Draw each rank's share of the step in each category: outliers first, then group by group."""
     categories = _categories(parts)
     stand_out = outliers(result.members)[:MOST_NAMED]
     each = max(1.0, len(result.members) / WIDE)

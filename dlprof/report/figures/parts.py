@@ -135,7 +135,7 @@ def _stack_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tu
 
 
 def _group_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tuple[Bars, str]:
-    """Return a bar for each group of like ranks, below those of the ranks that stand out."""
+    """Return a bar for each group of similar ranks, below those of the outliers."""
     unlike = members.outliers(result.members)
     bars: list[tuple[str, Mapping[str, float]]] = [(f"rank {m.rank}", single[m.rank]) for m in unlike[:NAMED_RANKS]]
     for name, of in members.by_group(result.members).items():

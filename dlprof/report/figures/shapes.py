@@ -68,7 +68,7 @@ def _table(evidence: Panel) -> Figure:
 BARS = 400  # upright; more would be narrower than two pixels
 
 
-HORIZONTAL = 14  # so many bars at most have room for their labels
+HORIZONTAL = 14  # with more bars, labels no longer fit beside them
 
 
 def bars(evidence: Panel) -> Figure:

@@ -1,1 +1,0 @@
-"""Tests of folders of other tools' files."""

@@ -1,1 +1,0 @@
-"""Tests of the formats of other tools."""

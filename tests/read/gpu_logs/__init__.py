@@ -1,1 +1,0 @@
-"""Tests of dlprof/read/gpu_logs."""
