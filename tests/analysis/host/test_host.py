@@ -11,44 +11,11 @@ import pytest
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.host import parts
+from dlprof.analysis.host import parts, profiles, queue, segments
+from dlprof.analysis.host import stacks as seen
 from dlprof.analysis.host.gaps import PYTHON, check_launches, host_work, launch_means
 from dlprof.analysis.host.host_tables import host_tables
 from dlprof.analysis.host.parts import ON_CPU, ON_DEVICE, host_gains, host_parts
-from dlprof.analysis.host.profiles import (
-    counted_functions,
-    flame_rows,
-    profile_flame,
-    profile_functions,
-    profile_summaries,
-)
-from dlprof.analysis.host.queue import (
-    EVENT,
-    FUNCTION,
-    GRAPH_NODE,
-    GRAPH_START,
-    MEMORY,
-    OTHER_STREAM,
-    UNKNOWN,
-    device_lag,
-    queue_series,
-    queued_waits,
-)
-from dlprof.analysis.host.segments import ANOMALY, HOOK, Loop, hook_loops, model_calls, segments
-from dlprof.analysis.host.stacks import (
-    MOST_DEPTH,
-    MOST_FRAMES,
-    MOST_FUNCTIONS,
-    MOST_LIBRARY,
-    MOST_LINES,
-    MOST_OWN,
-    flame,
-    hottest,
-    hottest_own,
-    is_own,
-    line_times,
-    own_lines,
-)
 from dlprof.analysis.host.syncs import grad_scaler_reads, syncs
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
@@ -160,25 +127,25 @@ FOLDED = "main (t.py:1);f (t.py:5);dumps (json/__init__.py:9) 30\nmain (t.py:1);
 
 def test_a_profile_of_folded_stacks_and_one_of_counts(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(FOLDED)
-    made = measured(tmp_path / "x.txt", profile_functions, profile_flame, profile_summaries)
+    made = measured(tmp_path / "x.txt", profiles.profile_functions, profiles.profile_flame, profiles.profile_summaries)
     # What a library does for f counts as f's.
-    rows = made.frame(profile_functions).set_index("function")
+    rows = made.frame(profiles.profile_functions).set_index("function")
     assert rows.loc["f", ["own", "alone", "total", "of", "line"]].tolist() == [True, 80, 80, 100, 6]
     assert rows.loc["main", ["alone", "total"]].tolist() == [20, 100]
     assert rows.loc["dumps", ["own", "alone"]].tolist() == [False, 30]
-    tree = made.frame(profile_flame)
+    tree = made.frame(profiles.profile_flame)
     assert tree.loc[tree["name"] == "f (t.py)", "samples"].tolist() == [80]
-    summary = made.frame(profile_summaries).iloc[0]
+    summary = made.frame(profiles.profile_summaries).iloc[0]
     assert summary[["function", "share", "total", "tool"]].tolist() == ["f", 0.8, 100, "py-spy"]
-    made = measured(GOLDEN / "calc.prof", counted_functions, profile_summaries)
-    first = made.frame(counted_functions).iloc[0]
+    made = measured(GOLDEN / "calc.prof", profiles.counted_functions, profiles.profile_summaries)
+    first = made.frame(profiles.counted_functions).iloc[0]
     assert (first["function"], first["calls"]) == ("decode", 300)
     assert first["own_ns"] / first["of_ns"] > 0.85
-    summary = made.frame(profile_summaries).iloc[0]
+    summary = made.frame(profiles.profile_summaries).iloc[0]
     assert (bool(summary["counted"]), summary["total"]) == (True, first["of_ns"])
     # What dlprof saw itself is no profile.
     with pytest.raises(NotMeasured):
-        measured(stacks(tmp_path / "run", SEEN), profile_functions).frame(profile_functions)
+        measured(stacks(tmp_path / "run", SEEN), profiles.profile_functions).frame(profiles.profile_functions)
 
 
 @pytest.mark.parametrize("profile", ["pyspy.raw.txt", "pyspy.speedscope.json.gz", ""])
@@ -186,14 +153,14 @@ def test_a_profile_beside_a_trace_serves_the_rules_where_it_knows_the_phases(tmp
     folder = foreign(tmp_path / "a", traces.training())
     if profile:
         (folder / f"spy.{profile.partition('.')[2]}").write_bytes((GOLDEN / profile).read_bytes())
-        frame = measured(folder, hottest).frame(hottest)
+        frame = measured(folder, seen.hottest).frame(seen.hottest)
         fetch = frame[frame["doing"] == "fetch"].iloc[0]
         assert (fetch["function"], fetch["samples"] <= 242) == ("decode", True)  # time is no number of samples
         assert "rest" not in set(frame["doing"])  # starting up is no part of a step
     else:
         (folder / "plain.txt").write_text(FOLDED)
         with pytest.raises(NotMeasured):
-            measured(folder, hottest).frame(hottest)
+            measured(folder, seen.hottest).frame(seen.hottest)
 
 
 TREE = pd.DataFrame(
@@ -203,15 +170,15 @@ TREE = pd.DataFrame(
 
 
 def test_rows_of_flame_graphs_stand_under_their_caller_the_widest_first() -> None:
-    assert flame_rows(TREE, {"": "all"}, {"": "host"}) == (
+    assert profiles.flame_rows(TREE, {"": "all"}, {"": "host"}) == (
         (0, 0, 9, "all", "host"),
         (1, 0, 9, "main (t.py)", "own"),
         (2, 0, 5, "g (t.py)", "own"),
         (2, 5, 3, "f (t.py)", "own"),
     )
-    assert [row[0] for row in flame_rows(TREE, {"": "all"}, {"": "host"}, rooted=False)] == [0, 1, 1]
+    assert [row[0] for row in profiles.flame_rows(TREE, {"": "all"}, {"": "host"}, rooted=False)] == [0, 1, 1]
     both = pd.concat([TREE, TREE.assign(rank=1)])
-    assert [row[2] for row in flame_rows(both, {"": "all"}, {"": "host"})] == [18, 18, 10, 6]
+    assert [row[2] for row in profiles.flame_rows(both, {"": "all"}, {"": "host"})] == [18, 18, 10, 6]
 
 
 def test_the_hosts_time_is_split_by_what_ran(tmp_path: Path) -> None:
@@ -337,7 +304,7 @@ def test_freeing_the_memory_of_batches_is_not_the_scripts_python(tmp_path: Path,
 @pytest.mark.parametrize("after", ["backward", "optimizer"])
 def test_a_loop_stands_after_the_phase_that_ended_last(tmp_path: Path, after: str) -> None:
     made = trained(lambda at, ids: loop(at, ids, 40, "mul_", "add_"), length=4_200 * US, after=after)
-    found = runs.rank_of(tmp_path, made).once(segments)
+    found = runs.rank_of(tmp_path, made).once(segments.segments)
     (one,) = found.loops
     assert (one.after, set(one.names), one.turns) == (after, {"aten::mul_", "aten::add_"}, 40)
     assert iv.total(one.times) == pytest.approx(STEPS * 39.5 * 50 * US, rel=0.03)
@@ -348,8 +315,8 @@ def test_a_loop_stands_after_the_phase_that_ended_last(tmp_path: Path, after: st
 def test_turns_are_those_of_most_operators_and_a_loop_has_its_part_of_the_backward_pass(tmp_path: Path) -> None:
     """One operator that is called twice a turn, and two that are called once."""
     made = trained(lambda at, ids: loop(at, ids, 20, "slice", "mul", "slice", "add"), length=3_200 * US)
-    assert [one.turns for one in runs.rank_of(tmp_path / "a", made).once(segments).loops] == [20]
-    (one,) = runs.rank_of(tmp_path / "b", one_by_one()).once(segments).loops
+    assert [one.turns for one in runs.rank_of(tmp_path / "a", made).once(segments.segments).loops] == [20]
+    (one,) = runs.rank_of(tmp_path / "b", one_by_one()).once(segments.segments).loops
     assert iv.total(one.behind) == STEPS * 20 * 80 * US
 
 
@@ -357,7 +324,7 @@ def test_turns_are_those_of_most_operators_and_a_loop_has_its_part_of_the_backwa
     ("made", "calls"), [(called_again(5), 5), (called_again(5, same=False), 1), (trained(length=3_000 * US), 1)]
 )
 def test_calls_of_one_model_for_a_backward_pass(tmp_path: Path, made: dict[str, Any], calls: int) -> None:
-    assert runs.rank_of(tmp_path, made).once(model_calls) == calls
+    assert runs.rank_of(tmp_path, made).once(segments.model_calls) == calls
 
 
 LAYERS = 12
@@ -367,20 +334,22 @@ def reads(gradient: Any) -> None:
     gradient.norm().item()
 
 
-def hooked(folder: Path, hook: Callable[[Any], Any] | None = None, on: int = 2 * LAYERS) -> list[Loop]:
+def hooked(folder: Path, hook: Callable[[Any], Any] | None = None, on: int = 2 * LAYERS) -> list[segments.Loop]:
     """Return the loops of torch's backward pass where a hook is on so many parameters, and a model is called twice."""
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(LAYERS)))
     for parameter in [*model.parameters()][:on] if hook else ():
         parameter.register_hook(hook)
     x = torch.randn(4, 16)
-    return operators.profiled(torch, folder, lambda: (model(x).sum() + model(x).sum()).backward()).once(hook_loops)
+    return operators.profiled(torch, folder, lambda: (model(x).sum() + model(x).sum()).backward()).once(
+        segments.hook_loops
+    )
 
 
 def test_hooks_that_read_values(tmp_path: Path) -> None:
     (loop,) = hooked(tmp_path, reads)
     assert (loop.after, loop.turns, set(loop.names)) == (
-        HOOK,
+        segments.HOOK,
         2 * LAYERS,
         {"aten::linalg_vector_norm", "aten::item"},
     )
@@ -390,7 +359,7 @@ def test_hooks_that_read_values(tmp_path: Path) -> None:
     for module in model:
         module.register_full_backward_hook(lambda _module, _inputs, outputs: reads(outputs[0]))
     x = torch.randn(4, 16, requires_grad=True)
-    (loop,) = operators.profiled(torch, tmp_path, lambda: model(x).sum().backward()).once(hook_loops)
+    (loop,) = operators.profiled(torch, tmp_path, lambda: model(x).sum().backward()).once(segments.hook_loops)
     assert loop.turns == 20
 
 
@@ -405,7 +374,7 @@ def test_anomaly_mode_is_told_from_hooks(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     with torch.autograd.set_detect_anomaly(True):
         (checks,) = hooked(tmp_path)
-    assert {*ANOMALY, "aten::item"} <= checks.inner
+    assert {*segments.ANOMALY, "aten::item"} <= checks.inner
     assert checks.turns > 2 * LAYERS
 
 
@@ -467,24 +436,24 @@ def gets_memory(at: int, number: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("made", "reason", "us"),
     [
-        (waiting(call("cudaStreamWaitEvent")), EVENT, 500),
-        (waiting(call("cudaLaunchHostFunc")), FUNCTION, 500),
-        (waiting(call("cudaEventRecord")), UNKNOWN, 500),
-        (waiting(gets_memory), MEMORY, 500),  # the device's memory is got while it idles
-        (waiting(other_stream), OTHER_STREAM, 300),  # from the end of the other one on
-        (graph(node=True), GRAPH_NODE, 500),
-        (graph(node=False), GRAPH_START, 500),
+        (waiting(call("cudaStreamWaitEvent")), queue.EVENT, 500),
+        (waiting(call("cudaLaunchHostFunc")), queue.FUNCTION, 500),
+        (waiting(call("cudaEventRecord")), queue.UNKNOWN, 500),
+        (waiting(gets_memory), queue.MEMORY, 500),  # the device's memory is got while it idles
+        (waiting(other_stream), queue.OTHER_STREAM, 300),  # from the end of the other one on
+        (graph(node=True), queue.GRAPH_NODE, 500),
+        (graph(node=False), queue.GRAPH_START, 500),
         (waiting(wait=0), None, 0),
     ],
 )
 def test_the_calls_before_its_launch_tell_what_work_waits_for(
     tmp_path: Path, made: dict[str, Any], reason: str | None, us: int
 ) -> None:
-    rows = runs.rank_of(tmp_path, made).once(queued_waits).to_dict("records")
+    rows = runs.rank_of(tmp_path, made).once(queue.queued_waits).to_dict("records")
     assert len(rows) == (reason is not None)
     for row in rows:
         assert (row["waits_for"], row["times"], row["ns"]) == (reason, 1, pytest.approx(us * US, rel=0.01))
-        if reason in (EVENT, FUNCTION):
+        if reason in (queue.EVENT, queue.FUNCTION):
             assert (row["ended_by"], row["stream"], row["launched_by"]) == ("second", "device:7", "cudaLaunchKernel")
             assert row["queued_ns"] == pytest.approx(312_000 + 500_000 - 60_000)
             assert row["gain_ns"] == pytest.approx(500_000, rel=0.02)
@@ -492,20 +461,20 @@ def test_the_calls_before_its_launch_tell_what_work_waits_for(
 
 def test_the_lag_and_the_queue_grow_with_a_host_that_runs_ahead(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path / "a", ahead())
-    (row,) = rank.once(device_lag).to_dict("records")
+    (row,) = rank.once(queue.device_lag).to_dict("records")
     # The first steps, in which the host gets its lead, do not count.
     assert row["lag_ns"] > 2 * MS
-    queued = rank.once(queue_series)["queued"]
+    queued = rank.once(queue.queue_series)["queued"]
     assert queued.iloc[-1] < 1 < queued.max() <= 8
     unlinked = runs.rank_of(tmp_path / "b", traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0)))
-    for one in (device_lag, queue_series):
+    for one in (queue.device_lag, queue.queue_series):
         with pytest.raises(NotMeasured, match="does not link"):
             unlinked.once(one)
 
 
 def test_the_users_functions_have_what_libraries_do_for_them(tmp_path: Path) -> None:
-    made = measured(stacks(tmp_path / "a", SEEN, SEEN), hottest)
-    frame = made.frame(hottest)
+    made = measured(stacks(tmp_path / "a", SEEN, SEEN), seen.hottest)
+    frame = made.frame(seen.hottest)
     mine = frame[(frame["rank"] == 1) & frame["own"].astype(bool)]
     told = [tuple(row) for row in mine[["doing", "function", "line", "alone", "total", "samples"]].to_numpy()]
     assert told == [
@@ -515,22 +484,22 @@ def test_the_users_functions_have_what_libraries_do_for_them(tmp_path: Path) -> 
         ("worker", "decode", 4, 80, 80, 100),
         ("worker", "read", 2, 20, 100, 100),
     ]
-    assert "80 % are in decode (data.py:4)" in asked(made, hottest_own, 0, "worker")
-    assert asked(made, hottest_own, 0, "forward", "backward") == ""
-    assert asked(made, hottest_own, 2, "worker") == ""
+    assert "80 % are in decode (data.py:4)" in asked(made, seen.hottest_own, 0, "worker")
+    assert asked(made, seen.hottest_own, 0, "forward", "backward") == ""
+    assert asked(made, seen.hottest_own, 2, "worker") == ""
     # A few samples and a thin spread are not cited.
     thin = "".join(f"{WORKER}decode{n} (/me/data.py:4) 10\n" for n in range(10))
-    made = measured(stacks(tmp_path / "b", f"{WORKER}decode (/me/data.py:4) 20\n", thin), hottest)
-    assert asked(made, hottest_own, 0, "worker") == asked(made, hottest_own, 1, "worker") == ""
+    made = measured(stacks(tmp_path / "b", f"{WORKER}decode (/me/data.py:4) 20\n", thin), seen.hottest)
+    assert asked(made, seen.hottest_own, 0, "worker") == asked(made, seen.hottest_own, 1, "worker") == ""
     # What travels is bounded.
     many = "".join(f"{MAIN}f{n} (/me/a.py:1);g{n} (/v/lib/python3.11/b.py:1) {n}\n" for n in range(1, 100))
-    frame = measured(stacks(tmp_path / "c", many), hottest).frame(hottest)
-    assert frame["own"].astype(bool).value_counts().to_dict() == {True: MOST_OWN, False: MOST_LIBRARY}
+    frame = measured(stacks(tmp_path / "c", many), seen.hottest).frame(seen.hottest)
+    assert frame["own"].astype(bool).value_counts().to_dict() == {True: seen.MOST_OWN, False: seen.MOST_LIBRARY}
     assert frame["function"].iloc[0] == "f99"
-    bare = measured(recorded(tmp_path / "d", (None, [light(n, 10 * MS) for n in range(5)], CPU)), hottest)
+    bare = measured(recorded(tmp_path / "d", (None, [light(n, 10 * MS) for n in range(5)], CPU)), seen.hottest)
     with pytest.raises(NotMeasured, match="py-spy"):
-        bare.frame(hottest)
-    assert asked(bare, hottest_own, 0, "worker") == ""
+        bare.frame(seen.hottest)
+    assert asked(bare, seen.hottest_own, 0, "worker") == ""
 
 
 def test_a_phase_is_called_from_a_line_of_the_script_and_a_loss_is_training(tmp_path: Path) -> None:
@@ -540,8 +509,8 @@ def test_a_phase_is_called_from_a_line_of_the_script_and_a_loss_is_training(tmp_
             (8, f"all_reduce ({LIB}/distributed/distributed_c10d.py:1)", "rest", True, 6),
             (7, "dumps (/v/lib/python3.11/json/__init__.py:1)", "rest", False, 4)]  # fmt: skip
     top = MAIN.rpartition("run (")[0]
-    seen = "".join(f"{top}main (/me/train.py:{line});{frames} {n}\n" for line, frames, *_, n in rows)
-    frame = measured(stacks(tmp_path, seen), own_lines).frame(own_lines)
+    text = "".join(f"{top}main (/me/train.py:{line});{frames} {n}\n" for line, frames, *_, n in rows)
+    frame = measured(stacks(tmp_path, text), seen.own_lines).frame(seen.own_lines)
     assert [tuple(row) for row in frame[["doing", "line", "trains", "seen", "samples"]].to_numpy()] == [
         (doing, line, trains, n, 40 if doing == "forward" else 18) for line, _, doing, trains, n in rows
     ]
@@ -564,14 +533,14 @@ def test_a_phase_is_called_from_a_line_of_the_script_and_a_loss_is_training(tmp_
     ],
 )
 def test_whose_a_file_is(file: str, own: bool) -> None:
-    assert is_own(file) == own
+    assert seen.is_own(file) == own
 
 
 def test_the_tree_of_calls_stands_on_what_the_thread_was_doing(tmp_path: Path) -> None:
     module = f"Module._call_impl ({LIB}/nn/modules/module.py:9)"
-    frame = measured(stacks(tmp_path / "a", SEEN + f"{MAIN}{module};Net.forward (/me/net.py:5) 50\n"), flame).frame(
-        flame
-    )
+    frame = measured(
+        stacks(tmp_path / "a", SEEN + f"{MAIN}{module};Net.forward (/me/net.py:5) 50\n"), seen.flame
+    ).frame(seen.flame)
     told = {}
     for row in frame.to_dict("records"):
         above = frame["name"][row["parent"]].split(" ")[0] if row["parent"] >= 0 else ""
@@ -592,20 +561,20 @@ def test_the_tree_of_calls_stands_on_what_the_thread_was_doing(tmp_path: Path) -
     # It is no larger than a screen: of a wide one each was seen too seldom.
     deep = "".join(f"{MAIN}{';'.join(f'f{k} (/me/f.py:1)' for k in range(n))} 9\n" for n in range(1, 90))
     wide = "".join(f"{MAIN}g{n} (/me/g.py:1) 9\n" for n in range(2000))
-    frame = measured(stacks(tmp_path / "b", deep, wide), flame).frame(flame)
-    assert frame.groupby("rank").size().max() <= MOST_FRAMES
+    frame = measured(stacks(tmp_path / "b", deep, wide), seen.flame).frame(seen.flame)
+    assert frame.groupby("rank").size().max() <= seen.MOST_FRAMES
     assert set(frame.loc[frame["rank"] == 1, "name"]) == {"run (/me/train.py)"}
-    assert len(frame[frame["rank"] == 0]) == MOST_DEPTH
+    assert len(frame[frame["rank"] == 0]) == seen.MOST_DEPTH
 
 
 def test_what_travels_of_lines_is_bounded_and_what_never_ran_is_left_out(tmp_path: Path) -> None:
     long = [piece(f"data:f{n}", [(k, 1, k + n) for k in range(1, 500)], file=f"{n}.py") for n in range(20)]
-    frame = measured(with_lines(tmp_path / "a", long), line_times).frame(line_times)
-    assert (frame["function"].nunique(), frame["function"].iloc[0]) == (MOST_FUNCTIONS, "data:f19")
-    assert set(frame.groupby("function")["line"].count()) == {MOST_LINES}
-    assert frame["line"].iloc[0] == 500 - MOST_LINES
+    frame = measured(with_lines(tmp_path / "a", long), seen.line_times).frame(seen.line_times)
+    assert (frame["function"].nunique(), frame["function"].iloc[0]) == (seen.MOST_FUNCTIONS, "data:f19")
+    assert set(frame.groupby("function")["line"].count()) == {seen.MOST_LINES}
+    assert frame["line"].iloc[0] == 500 - seen.MOST_LINES
     idle = with_lines(tmp_path / "b", [piece("data:f", [(2, 0, 0)])])
     none = recorded(tmp_path / "c", (None, [light(n, 10 * MS) for n in range(5)], CPU))
     for path, why in ((idle, "no function that --lines names was called"), (none, "--lines")):
         with pytest.raises(NotMeasured, match=why):
-            measured(path, line_times).frame(line_times)
+            measured(path, seen.line_times).frame(seen.line_times)

@@ -14,36 +14,9 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import RankFacts
+from dlprof.analysis.input import fetch_replay as replay
+from dlprof.analysis.input import input_waits as waits
 from dlprof.analysis.input import loader
-from dlprof.analysis.input.fetch_replay import (
-    COLLATING,
-    HOSTS_DIFFER,
-    PINNING,
-    SAMPLES,
-    Forecast,
-    Handover,
-    Pace,
-    Told,
-    handover,
-    replayed,
-    told,
-)
-from dlprof.analysis.input.input_waits import (
-    FasterLoader,
-    Plan,
-    Starving,
-    faster_loader,
-    fewer_workers,
-    forecasts,
-    in_turn,
-    input_cost_ns,
-    input_waits,
-    paces,
-    planned,
-    proposed,
-    starving,
-    step_with_cheaper,
-)
 from dlprof.analysis.input.loader_advice import changes, forecasts_of, predicted_steps
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import own_time
@@ -58,15 +31,15 @@ from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS, asked
 from tests.fixtures.traces import BASE_NS
 
-NEEDS = (paces, own_time)
+NEEDS = (waits.paces, own_time)
 STORED = {"fetch": 80, "cpu": 2, "workers": 1}
 # One core, all the time at work: the loop computes 20 ms of a step in 30 ms, and its worker 80 ms in 100 ms.
 CROWDED = {"fetch": 100, "cpu": 80, "workers": 1, "own": 30, "cores": 1}
 CROWDS = held_up(loop=10, worker=20, computing=20)
 COLLATES = held_up(loop=10, worker=20, computing=20, collating=75)
 
-COSTS = Handover(6.0, 4.0)
-TOLD = Told(COSTS, COSTS.times(0.5), COSTS.times(2.0))
+COSTS = replay.Handover(6.0, 4.0)
+TOLD = replay.Told(COSTS, COSTS.times(0.5), COSTS.times(2.0))
 SPLIT: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "threads": 2}
 BARRIER = pace(20, 6, barrier=1.4, **SPLIT | {"workers": 0})
 ALONE = pace(20, 3, workers=0, handover=TOLD)
@@ -75,11 +48,11 @@ EXCESS = {**SPLIT, "excess": (3.0, 1.0)}
 WAITED = pace(12.8, 3, cores=2, threads=2, alone=0.64)
 
 
-def uneven(*fetch: float, workers: int, turns: int, prefetch: int = 2, **more: Any) -> Pace:
+def uneven(*fetch: float, workers: int, turns: int, prefetch: int = 2, **more: Any) -> replay.Pace:
     """Return the pace of workers whose batches take these times in turn."""
     times, ready = np.tile(fetch, turns), len(fetch) * turns
     base: dict[str, Any] = {"own_cpu": 0, "threads": 1, "cores": 64, "ranks": 1, "fetch_cpu": np.zeros(ready)}
-    return Pace(workers=workers, prefetch=prefetch, fetch=times, **base | {"own": np.full(ready, 10.0)} | more)
+    return replay.Pace(workers=workers, prefetch=prefetch, fetch=times, **base | {"own": np.full(ready, 10.0)} | more)
 
 
 @pytest.mark.parametrize(
@@ -138,62 +111,56 @@ def uneven(*fetch: float, workers: int, turns: int, prefetch: int = 2, **more: A
         (WAITED.where_workers_cost_least, 0, 19, 1e-6),
     ],
 )  # fmt: skip
-def test_a_step_with_other_workers(of: Pace, workers: int, step: float, rel: float) -> None:
-    made = replayed(of, workers)
+def test_a_step_with_other_workers(of: replay.Pace, workers: int, step: float, rel: float) -> None:
+    made = replay.replayed(of, workers)
     assert made.workers == workers
     assert made.step_ns == pytest.approx(step, rel=rel)
 
 
 def test_what_is_waited_for_in_the_replay() -> None:
-    assert replayed(pace(20, 80), 1).wait_ns == pytest.approx(60, abs=0.5)
-    assert replayed(pace(10, 40, batches=4), 1).wait_ns == pytest.approx(120, abs=1)
+    assert replay.replayed(pace(20, 80), 1).wait_ns == pytest.approx(60, abs=0.5)
+    assert replay.replayed(pace(10, 40, batches=4), 1).wait_ns == pytest.approx(120, abs=1)
     # One core, and a fetch of 100 ms, of which 30 compute, evenly: the loop finds it taken for 30 % of the time:
     # its 20 ms take 1 / (0.7 + 0.3 / 2) times as long. With all of it in that time, as where the first worker is late
     # and the second never: more.
-    even = replayed(pace(20, 100, own_cpu=1, fetch_cpu=30, cores=1), 1)
+    even = replay.replayed(pace(20, 100, own_cpu=1, fetch_cpu=30, cores=1), 1)
     assert even.step_ns - even.wait_ns == pytest.approx(20 / 0.85, rel=0.05)
     computes = {"own": np.full(50, 20.0), "own_cpu": 1.0, "fetch_cpu": np.tile([0.0, 20.0], 25), "cores": 1}
-    late = replayed(uneven(200, 20, workers=2, turns=25, prefetch=1, **computes), 2)
+    late = replay.replayed(uneven(200, 20, workers=2, turns=25, prefetch=1, **computes), 2)
     assert late.step_ns - late.wait_ns > 25
 
 
 def test_what_costs_most_of_a_batch() -> None:
     pins = pace(10, 80, pin=30, workers=4)
-    assert (pins.costly, replayed(pins.without(PINNING), 4).step_ns) == (PINNING, pytest.approx(20, rel=0.05))
-    assert pace(10, 80, pin=30).costly != PINNING
+    assert (pins.costly, replay.replayed(pins.without(replay.PINNING), 4).step_ns) == (
+        replay.PINNING,
+        pytest.approx(20, rel=0.05),
+    )
+    assert pace(10, 80, pin=30).costly != replay.PINNING
     # Of 7 ms that a worker computes, 2 at least are sending; the training thread's fetch is all its own.
-    assert pace(20, 3, fetch_cpu=7, handover=TOLD).without(SAMPLES).fetch_cpu.mean() == 2.0
-    assert pace(20, 3, fetch_cpu=3, workers=0, handover=TOLD).without(SAMPLES).fetch_cpu.mean() == 0.0
+    assert pace(20, 3, fetch_cpu=7, handover=TOLD).without(replay.SAMPLES).fetch_cpu.mean() == 2.0
+    assert pace(20, 3, fetch_cpu=3, workers=0, handover=TOLD).without(replay.SAMPLES).fetch_cpu.mean() == 0.0
 
 
 def test_handing_over_is_paid_by_the_tensor_and_by_the_byte() -> None:
-    few, many, large = handover(2, 0), handover(32, 0), handover(2, 10e6)
+    few, many, large = replay.handover(2, 0), replay.handover(32, 0), replay.handover(2, 10e6)
     # Of 30 tensors more, each takes a connection; of 10 MB more, each page a fault.
     assert (many.taking_ns - few.taking_ns, many.sending_ns - few.sending_ns) == pytest.approx((4.5 * MS, 4.8 * MS))
     assert (large.taking_ns - few.taking_ns, large.sending_ns - few.sending_ns) == pytest.approx((3 * MS, 9 * MS))
     # It is known within what hosts differ by; of batches that were not looked at it may be nothing or much.
-    of, unseen, timed = told(10, 1e6, np.nan), told(-1.0, -1.0, np.nan), told(10, 1e6, 3 * MS)
-    assert of.usual == handover(10, 1e6)
-    assert of.least.taking_ns * HOSTS_DIFFER == of.usual.taking_ns == of.most.taking_ns / HOSTS_DIFFER
+    of, unseen, timed = replay.told(10, 1e6, np.nan), replay.told(-1.0, -1.0, np.nan), replay.told(10, 1e6, 3 * MS)
+    assert of.usual == replay.handover(10, 1e6)
+    assert of.least.taking_ns * replay.HOSTS_DIFFER == of.usual.taking_ns == of.most.taking_ns / replay.HOSTS_DIFFER
     assert (unseen.usual, unseen.least.taking_ns) == (few, 0)
     assert unseen.most.taking_ns > 4 * few.taking_ns
     assert {one.taking_ns for one in (timed.usual, timed.least, timed.most)} == {3 * MS}
     assert timed.least.sending_ns < timed.usual.sending_ns < timed.most.sending_ns
 
 
-def pinning(
-    *,
-    step: int = 50,
-    wait: int = 40,
-    fetch: int = 100,
-    size: float = 200e6,
-    timed: tuple[int, ...] = (),
-    device: str = "cuda",
-    batches: float = 1.0,
-    loaders: int = 1,
-    **said: Any,
-) -> tuple[float, int]:
+def pinning(*, timed: tuple[int, ...] = (), device: str = "cuda", **run: Any) -> tuple[float, int]:
     """Return pin_ns in ms, and whether it is known, of a job of 20 steady steps that wait for `wait` of `step` ms."""
+    usual = {"step": 50, "wait": 40, "fetch": 100, "size": 200e6, "batches": 1.0, "loaders": 1}
+    step, wait, fetch, size, batches, loaders = (run.pop(name, value) for name, value in usual.items())
     begins = [k * step * MS for k in range(20)]
     lengths = np.full(20, step * MS, dtype=float)
     none = np.zeros(0, dtype=np.int64)
@@ -202,7 +169,7 @@ def pinning(
     # Of each 100 ms the thread was on a core; one row before the steps are steady, and one where that is not known.
     rows = [(0, -1), (-9 * MS, 90 * MS), *((k * step * MS + 1, ns * MS) for k, ns in enumerate(timed))]
     usage = pd.DataFrame(rows, columns=["start_ns", "pin_ns"]).assign(kind="usage", dur_ns=100 * MS)
-    pins = {"role": "train", "num_workers": 4, "pin_memory": True} | said
+    pins = {"role": "train", "num_workers": 4, "pin_memory": True} | run
     found = loader.pinning(
         usage,
         pd.DataFrame({"step_batches": [batches], "loaders": [loaders]}),
@@ -250,7 +217,7 @@ def test_without_a_device_workers_and_the_setting_no_thread_pins(run: dict[str, 
 
 
 def test_the_pace_has_no_waits_for_a_core_and_is_computed_once(tmp_path: Path) -> None:
-    made = runs.measured(recorded(tmp_path, CROWDS, **CROWDED), paces).frame(paces)
+    made = runs.measured(recorded(tmp_path, CROWDS, **CROWDED), waits.paces).frame(waits.paces)
     mine = made.of(0)
     assert made.of(0) is mine
     means = (mine.own.mean(), mine.fetch.mean(), mine.fetch_cpu.mean(), made.step_ns(0))
@@ -275,12 +242,12 @@ def halved(path: Path) -> None:
 def test_a_step_of_two_batches(
     tmp_path: Path, make: Callable[[Path], Path], batches: tuple[int, ...], own: list[int], steps: list[float]
 ) -> None:
-    made = runs.measured(make(tmp_path), paces).frame(paces)
+    made = runs.measured(make(tmp_path), waits.paces).frame(waits.paces)
     mine = made.of(0)
     assert (mine.batches, mine.loaders, mine.workers) == batches
     assert (mine.own[:4] / MS).tolist() == pytest.approx(own)
     assert made.step_ns(0) == pytest.approx(80 * MS)
-    assert [replayed(mine, n).step_ns / MS for n in range(5)] == pytest.approx(steps, rel=0.03)
+    assert [replay.replayed(mine, n).step_ns / MS for n in range(5)] == pytest.approx(steps, rel=0.03)
 
 
 def test_uneven_steps_have_no_pace(tmp_path: Path) -> None:
@@ -292,17 +259,17 @@ def test_uneven_steps_have_no_pace(tmp_path: Path) -> None:
         (of_two(tmp_path / "other", num_workers=3), "different numbers of workers"),
     ):
         with pytest.raises(NotMeasured, match=why):
-            runs.measured(path, paces).frame(paces).of(0)
+            runs.measured(path, waits.paces).frame(waits.paces).of(0)
 
 
 def test_fetches_stand_in_the_order_in_which_their_batches_are_taken() -> None:
     # Worker 1 was faster, and has one fetch more than the others.
     fetches = pd.DataFrame({"worker": [1, 1, 0, 1, 0, 1, 0], "dur_ns": [10, 11, 20, 12, 21, 13, 22]}).assign(loader=0)
-    assert in_turn(fetches)["dur_ns"].tolist() == [20, 10, 21, 11, 22, 12]
-    assert in_turn(fetches.head(3))["dur_ns"].tolist() == [10, 11, 20]
+    assert waits.in_turn(fetches)["dur_ns"].tolist() == [20, 10, 21, 11, 22, 12]
+    assert waits.in_turn(fetches.head(3))["dur_ns"].tolist() == [10, 11, 20]
     # Of two loaders, each one's first worker comes before each one's second.
     both = pd.DataFrame({"loader": [0, 0, 1, 1] * 3, "worker": [0, 1] * 6, "dur_ns": range(12)})
-    assert in_turn(both)["dur_ns"].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
+    assert waits.in_turn(both)["dur_ns"].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +277,7 @@ def test_fetches_stand_in_the_order_in_which_their_batches_are_taken() -> None:
     [
         (loaded(**STORED), 60, 60, "", 4),
         # Of 100 ms of computing, collating takes 60; without it a step takes the other 40.
-        (loaded(COLLATES, **CROWDED), 70, 60, COLLATING, None),
+        (loaded(COLLATES, **CROWDED), 70, 60, replay.COLLATING, None),
         (loaded(fetch=50, cpu=2, workers=1, own=49), 1, 1, None, None),  # too short a wait to plan for
     ],
     ids=["workers help", "a core is short", "a short wait"],
@@ -318,9 +285,9 @@ def test_fetches_stand_in_the_order_in_which_their_batches_are_taken() -> None:
 def test_a_faster_loader(
     tmp_path: Path, make: Callable[[Path], Path], wait: int, saving: float, part: str | None, workers: int | None
 ) -> None:
-    run = runs.measured(make(tmp_path), input_waits, input_cost_ns, faster_loader)
-    assert run.frame(input_waits).to_dict("records") == [{"rank": 0, "wait_ns": wait * MS, "taken_ns": 0.0}]
-    faster = run.frame(faster_loader)
+    run = runs.measured(make(tmp_path), waits.input_waits, waits.input_cost_ns, waits.faster_loader)
+    assert run.frame(waits.input_waits).to_dict("records") == [{"rank": 0, "wait_ns": wait * MS, "taken_ns": 0.0}]
+    faster = run.frame(waits.faster_loader)
     assert faster.saving_ns == pytest.approx(saving * MS, rel=0.05)
     assert faster.workers_help == (workers is not None)
     assert faster.plan is None or workers is None or faster.plan.chosen.workers == workers
@@ -330,7 +297,7 @@ def test_a_faster_loader(
 
 
 def test_the_rank_that_waits_most_is_known_with_its_loader(tmp_path: Path) -> None:
-    found = runs.measured(recorded(tmp_path, ranks=2, **STORED), starving).frame(starving)
+    found = runs.measured(recorded(tmp_path, ranks=2, **STORED), waits.starving).frame(waits.starving)
     assert (found.rank, found.alike, found.others, found.victims) == (0, (0, 1), (), {})
     assert (found.wait_ns, found.step_ns) == (60 * MS, pytest.approx(80 * MS))
     assert (found.workers, found.cores) == (1, 8)
@@ -350,7 +317,7 @@ def test_the_rank_that_waits_most_is_known_with_its_loader(tmp_path: Path) -> No
     ids=["from its own batches", "off by a share", "fetches itself", "no core to give"],
 )
 def test_a_recorded_run_is_forecast(tmp_path: Path, make: Callable[[Path], Path], steps: list[float]) -> None:
-    given = asked(runs.measured(make(tmp_path), *NEEDS), forecasts, 0)
+    given = asked(runs.measured(make(tmp_path), *NEEDS), waits.forecasts, 0)
     found = {f.workers: f.step_ns / MS for f in (*given[1:], given[0])}
     assert [found[n] for n in range(len(steps))] == pytest.approx(steps, rel=0.02)
     assert min(found.values()) > 0.9 * steps[-1]
@@ -358,8 +325,8 @@ def test_a_recorded_run_is_forecast(tmp_path: Path, make: Callable[[Path], Path]
 
 def test_the_fewest_workers_that_give_nearly_all_are_proposed(tmp_path: Path) -> None:
     run = runs.measured(recorded(tmp_path, **STORED), *NEEDS)
-    assert proposed(asked(run, forecasts, 0)).workers == 4
-    plan = asked(run, planned, {0: 60.0 * MS})
+    assert waits.proposed(asked(run, waits.forecasts, 0)).workers == 4
+    plan = asked(run, waits.planned, {0: 60.0 * MS})
     assert plan is not None
     assert plan.gain_ns == pytest.approx(60 * MS, rel=0.05)
 
@@ -367,40 +334,42 @@ def test_the_fewest_workers_that_give_nearly_all_are_proposed(tmp_path: Path) ->
 def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -> None:
     run = runs.measured(recorded(tmp_path / "a", fetched(60, fetch=8), **STORED), *NEEDS)
     with pytest.raises(NotMeasured, match="explain"):
-        asked(run, forecasts, 0)
-    assert asked(run, planned, {0: 60.0 * MS}) is None
+        asked(run, waits.forecasts, 0)
+    assert asked(run, waits.planned, {0: 60.0 * MS}) is None
     steps = [runs.light(k, 80 * MS, fetch_ns=60 * MS) for k in range(40)]
     bare = runs.measured(runs.recorded(tmp_path / "b", (None, steps, runs.CPU)), *NEEDS)
-    for function, of in ((forecasts, 0), (step_with_cheaper, SAMPLES)):
+    for function, of in ((waits.forecasts, 0), (waits.step_with_cheaper, replay.SAMPLES)):
         with pytest.raises(NotMeasured):
             asked(bare, function, of)  # type: ignore[arg-type]
     none = [step | {"fetches": 0, "fetch_ns": -1} for step in steps]
     with pytest.raises(NotMeasured, match="no DataLoader was seen"):
-        runs.measured(runs.recorded(tmp_path / "c", (None, none, runs.CPU)), faster_loader).frame(faster_loader)
+        runs.measured(runs.recorded(tmp_path / "c", (None, none, runs.CPU)), waits.faster_loader).frame(
+            waits.faster_loader
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "part", "step"),
     [
-        (loaded(CROWDS, **CROWDED), SAMPLES, 20),
+        (loaded(CROWDS, **CROWDED), replay.SAMPLES, 20),
         # Of a batch's 80 ms of computing 60 are collating: the loop's 20 and 20 of reading are left, or those 60.
-        (loaded(COLLATES, **CROWDED), COLLATING, 40),
-        (loaded(COLLATES, **CROWDED), SAMPLES, 80),
+        (loaded(COLLATES, **CROWDED), replay.COLLATING, 40),
+        (loaded(COLLATES, **CROWDED), replay.SAMPLES, 80),
         # The rank that computes most sets the pace, and what all wait for stays: of 50 ms rank 0 computes 20 and rank
         # 1 45, 5 ms are nobody's computing; or rank 1 computes 30, and may have waited for what nobody recorded.
         *((loaded(*(held_up(loop=0, worker=0, computing=ms, rank=r) for r, ms in enumerate(each)), fetch=130, cpu=10,
-                  workers=1, own=50, ranks=2), SAMPLES, 50) for each in ((20, 45), (20, 30))),
+                  workers=1, own=50, ranks=2), replay.SAMPLES, 50) for each in ((20, 45), (20, 30))),
         # Two threads and a worker that always computes, on two cores: of 40 ms each thread has a core for 30 and both
         # of them for 22.5; for the others one spins.
         (loaded(held_up(loop=10, worker=30, computing=60), fetch=130, cpu=100, workers=1, own=40, cores=2, threads=2),
-         SAMPLES, 22.5),
+         replay.SAMPLES, 22.5),
     ],
 )  # fmt: skip
 def test_a_step_with_a_part_of_its_batches_gone(
     tmp_path: Path, make: Callable[[Path], Path], part: str, step: float
 ) -> None:
     run = runs.measured(make(tmp_path), *NEEDS)
-    assert asked(run, step_with_cheaper, part) == pytest.approx(step * MS, rel=0.01)  # type: ignore[arg-type]
+    assert asked(run, waits.step_with_cheaper, part) == pytest.approx(step * MS, rel=0.01)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("delay", "sure"), [(2, True), (14, False)])
@@ -410,14 +379,14 @@ def test_where_others_have_most_of_the_cores_no_number_of_workers_is_sure(
     # Without workers, who else but programs outside the job keeps a loop of 30 ms off its core?
     job = {"fetch": 80, "cpu": 2, "workers": 0, "own": 30, "cores": 4}
     path = recorded(tmp_path, held_up(loop=delay, worker=0, computing=30), **job)
-    plan = asked(runs.measured(path, *NEEDS), planned, {0: 80.0 * MS})
+    plan = asked(runs.measured(path, *NEEDS), waits.planned, {0: 80.0 * MS})
     assert plan is not None
     assert plan.sure is sure
 
 
 def test_fewer_workers_take_what_they_cost_training_and_the_loop_fetches(tmp_path: Path) -> None:
     def fewer(path: Path) -> Any:
-        return runs.measured(path, fewer_workers).frame(fewer_workers)
+        return runs.measured(path, waits.fewer_workers).frame(waits.fewer_workers)
 
     found = fewer(needless(tmp_path / "a"))
     assert [f.workers for f in found.forecasts] == [3, 0, 1, 2]
@@ -444,9 +413,9 @@ def test_fewer_workers_take_what_they_cost_training_and_the_loop_fetches(tmp_pat
     # that taking a ready batch does, and the step is as much longer.
     path = needless(tmp_path / "e")
     edit(path, "steps.jsonl", lambda _, step: step | {"dur_ns": step["dur_ns"] + 5 * MS, "fetch_ns": 11 * MS})
-    waits = fewer(path)
-    assert waits.forecasts[0].step_ns == pytest.approx(29 * MS)
-    assert waits.chosen.step_ns == pytest.approx(found.chosen.step_ns, rel=0.05)
+    longer = fewer(path)
+    assert longer.forecasts[0].step_ns == pytest.approx(29 * MS)
+    assert longer.chosen.step_ns == pytest.approx(found.chosen.step_ns, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -460,44 +429,47 @@ def test_without_workers_on_a_device_and_without_a_record_none_is_left_out(
     if why is NotMeasured:
         (path / "ranks/00000/fetches.jsonl").unlink()
     with pytest.raises(why):
-        runs.measured(path, fewer_workers).frame(fewer_workers)
+        runs.measured(path, waits.fewer_workers).frame(waits.fewer_workers)
 
 
 # Two workers give 40 ms a step, one 80; four give no more than three.
-FORECASTS = tuple(Forecast(n, step * MS, (step - 20) * MS) for n, step in ((1, 80), (1, 80), (2, 40), (3, 30), (4, 30)))
-PLAN = Plan(FORECASTS, FORECASTS[3], 50 * MS)
-HELPS = FasterLoader(50 * MS, PLAN, workers_help=True)
-PINS = Forecast(12, 57 * MS, 47 * MS)
+FORECASTS = tuple(
+    replay.Forecast(n, step * MS, (step - 20) * MS) for n, step in ((1, 80), (1, 80), (2, 40), (3, 30), (4, 30))
+)
+PLAN = waits.Plan(FORECASTS, FORECASTS[3], 50 * MS)
+HELPS = waits.FasterLoader(50 * MS, PLAN, workers_help=True)
+PINS = replay.Forecast(12, 57 * MS, 47 * MS)
 STAYS = ("persistent_workers", None, True)
+BEGINS = ("persistent_workers", False, True)
+SHORT = waits.FasterLoader(80 * MS)
 
 
-def starves(workers: int | None, step: int, wait: int, cores: int = 16, **said: Any) -> Starving:
-    return Starving(0, wait * MS, step * MS, workers, said, cores, (0,), (), -1, {})
+def starves(workers: int | None, step: int, wait: int, cores: int = 16, **said: Any) -> waits.Starving:
+    return waits.Starving(0, wait * MS, step * MS, workers, said, cores, (0,), (), -1, {})
 
 
 @pytest.mark.parametrize(
     ("of", "faster", "settings", "says"),
     [
-        (starves(None, 100, 80), FasterLoader(80 * MS), [STAYS], ""),
+        (starves(None, 100, 80), SHORT, [STAYS], ""),
         # A batch is made in 80 ms and needed every 20: four workers; or what the cores allow, less the loop's own.
-        (starves(0, 100, 80), FasterLoader(80 * MS), [("num_workers", 0, 4), ("persistent_workers", False, True)], ""),
-        (starves(0, 100, 80, 3), FasterLoader(80 * MS), [("num_workers", 0, 2), ("persistent_workers", False, True)],
-         ""),
-        (starves(2, 100, 80), FasterLoader(80 * MS), [("num_workers", 2, 10)], ""),
-        (starves(2, 100, 80, 4), FasterLoader(80 * MS), [], ""),
+        (starves(0, 100, 80), SHORT, [("num_workers", 0, 4), BEGINS], ""),
+        (starves(0, 100, 80, 3), SHORT, [("num_workers", 0, 2), BEGINS], ""),
+        (starves(2, 100, 80), SHORT, [("num_workers", 2, 10)], ""),
+        (starves(2, 100, 80, 4), SHORT, [], ""),
         # Three workers make six batches ahead; each step of 20 ms uses up one, and gets two thirds of one back.
         (starves(1, 80, 60), HELPS, [("num_workers", 1, 3)],
          "(20.0 ms for some 18 steps at first, from what is made ahead)"),
         (starves(1, 80, 60), HELPS, [("num_workers", 1, 3)], "10.0 ms"),
-        (starves(12, 57, 47), FasterLoader(40 * MS, Plan((PINS,), PINS, 0.0), part=PINNING), [],
+        (starves(12, 57, 47), waits.FasterLoader(40 * MS, waits.Plan((PINS,), PINS, 0.0), part=replay.PINNING), [],
          "more workers would not help: one thread pins the batches of all of them"),
         # Settings of the queue are proposed where there are workers.
-        (starves(2, 80, 60, 2, persistent_workers=False, prefetch_factor=1), FasterLoader(60 * MS),
-         [("persistent_workers", False, True), ("prefetch_factor", 1, 2)], ""),
+        (starves(2, 80, 60, 2, persistent_workers=False, prefetch_factor=1), waits.FasterLoader(60 * MS),
+         [BEGINS, ("prefetch_factor", 1, 2)], ""),
     ],
 )  # fmt: skip
 def test_what_is_proposed_for_a_loader(
-    of: Starving, faster: FasterLoader, settings: list[tuple[object, ...]], says: str
+    of: waits.Starving, faster: waits.FasterLoader, settings: list[tuple[object, ...]], says: str
 ) -> None:
     made = list(changes(of, faster))
     assert [(s.name, s.now, s.to) for c in made for s in c.settings] == settings
@@ -509,7 +481,7 @@ def test_the_steps_that_are_shown_are_those_that_are_forecast() -> None:
     assert [(f.value, f.step_ns) for f in forecasts_of(80.0 * MS, PLAN)] == each
     shown = predicted_steps(starves(1, 80, 60), HELPS, PLAN)
     assert [row[:2] for row in shown.rows] == [("1 (is)", 80 * MS), each[1], ("3 (proposed)", 30 * MS), each[3]]
-    cheaper = predicted_steps(starves(1, 80, 60), FasterLoader(60 * MS, PLAN), PLAN)
+    cheaper = predicted_steps(starves(1, 80, 60), waits.FasterLoader(60 * MS, PLAN), PLAN)
     assert cheaper.rows[-1][:2] == ("samples that cost nothing", 20 * MS)
 
 

@@ -198,7 +198,8 @@ def planned(folder: Path) -> Path:
     [
         # Similar rows in a batch, and rows one behind the other, train differently.
         case("mostly padding", collated("collate", "/job/train.py"), verdict="92 % of the tokens are padding.",
-             saving=26 * (1 - 1 / 8) + 8 * (1 - 1 / 64), sets=[("padding", None, "longest"), ("train_sampling_strategy", None, "group_by_length"),
+             saving=26 * (1 - 1 / 8) + 8 * (1 - 1 / 64),
+             sets=[("padding", None, "longest"), ("train_sampling_strategy", None, "group_by_length"),
                    ("packing", None, True)],
              numerics=[False, True, True], says="pad in `collate` (train.py:17) to the longest row of each batch"),
         case("a library's loader", collated("Padder", "/lib/site-packages/x.py"), says="pad in the loader to the long"),

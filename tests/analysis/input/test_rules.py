@@ -43,7 +43,7 @@ def bare(steps: Sequence[dict[str, Any]], **facts: Any) -> Make:
     return lambda folder: runs.recorded(folder / "run", (None, steps, {**runs.CPU, **facts}))
 
 
-def starved(folder: Path, traced: bool) -> Path:
+def starved(folder: Path) -> Path:
     """Record a pipeline of steps of 250 ms, whose rank 0 waits 100 ms for data before each, and rank 1 for rank 0."""
     path = pipelines.recorded(folder, "Schedule1F1B", 2, 4, pipelines.alike(10, 20), step=250)
     rewrite(path, "steps.jsonl", [light(n, 250 * MS, traces.BASE_NS + n * 10_000 * MS, fetch_ns=100 * MS)
@@ -55,16 +55,6 @@ def starved(folder: Path, traced: bool) -> Path:
         return line | {"start_ns": line["start_ns"] - 100 * MS, "dur_ns": line["dur_ns"] + 100 * MS}
 
     edit(path, "chunks.jsonl", earlier, rank=1)
-    for rank in range(2) if traced else ():
-        events: list[Any] = []
-        for n in range(20, 23):
-            at = n * 10_000 * MS
-            begins = at + 100 * MS if rank == 0 else at
-            events += [traces.step(n, at, 250 * MS), traces.fetch(at, 100 * MS * (1 - rank))]
-            events.append(traces.op("aten::mm", at + 120 * MS, 60 * MS))
-            events.append(traces.annotation(("gloo:send", "gloo:recv")[rank], begins, at + 110 * MS - begins))
-        made = traces.trace(*events, rank=rank, device="", backend="gloo")
-        traces.write(path / f"ranks/{rank:05d}/trace.json.gz", made)
     return path
 
 
@@ -155,8 +145,7 @@ CASES = [
          says="Ranks 0 and 1 wait 1.00 ms a step for rank 2"),
     case("ranks starve alike", WAIT, met(*late({"input_wait": MS}, {"input_wait": MS})), ranks=(0, 1),
          verdict="31 % of each step waits for data."),
-    case("a pipeline's stage", WAIT, partial(starved, traced=False), saving=100.0, ranks=(0,)),
-    case("a traced pipeline's stage", WAIT, partial(starved, traced=True), saving=100.0, ranks=(0,)),
+    case("a pipeline's stage", WAIT, starved, saving=100.0, ranks=(0,)),
     case("a trace alone", WAIT,
          traced(*(e for n in range(3) for e in (traces.fetch(n * MS, MS // 2, "_SingleProcessDataLoaderIter"),
                                                 traces.kernel("gemm", n * MS + MS // 2, MS // 2)))),
