@@ -58,41 +58,27 @@ def simulation(job: Any) -> Make:
     return write
 
 
-def reading(folder: Path, queued: bool) -> Path:
+def reading(queued: bool = False, scales: bool = False) -> dict[str, Any]:
     """Trace ten steps of 10 ms: 8 ms of work, a .item() in its middle, and then 2 ms until the host has launched again.
 
-    Where it is queued, the device has that work already when the host waits.
+    Where it is queued, the device has that work already when the host waits. Where GradScaler reads, it is as torch
+    does: infinities are looked for, found_inf is read, and the optimizer's step is next to it.
     """
     events: list[Any] = []
     for n in range(10):
         at, id_ = n * 10 * MS, 10 * n
-        relaunch = at + 20 * US if queued else at + 6 * MS
-        resume = at + 4 * MS + 20 * US if queued else at + 6 * MS + 10 * US
-        events += [
-            traces.step(n, at, 10 * MS),
-            traces.launched("gemm", at, at + 10 * US, 4 * MS, id_ + 1),
-            traces.op("aten::item", at + 1 * MS, 3 * MS + 40 * US),
-            traces.call("cudaStreamSynchronize", at + 1 * MS, 3 * MS + 30 * US, id_ + 2),
-            traces.launched("gemm", relaunch, resume, at + 10 * MS - resume, id_ + 3),
-        ]
-    return traced(*events)(folder)
-
-
-def scaled() -> dict[str, Any]:
-    """Trace GradScaler as torch does: infinities looked for, found_inf read, and the optimizer's step next to it."""
-    events: list[Any] = []
-    for n in range(10):
-        at, id_ = n * 10 * MS, 10 * n
-        events += [
-            traces.step(n, at, 10 * MS),
-            traces.launched("gemm", at, at + 10 * US, 4 * MS, id_ + 1),
-            traces.op("aten::_amp_foreach_non_finite_check_and_unscale_", at + 900 * US, 50 * US),
-            traces.op("aten::item", at + 1 * MS, 3 * MS + 40 * US),
-            traces.call("cudaStreamSynchronize", at + 1 * MS, 3 * MS + 30 * US, id_ + 2),
-            traces.annotation("Optimizer.step#SGD.step", at + 4 * MS + 100 * US, 5 * MS),
-            traces.launched("update", at + 6 * MS, at + 6 * MS + 10 * US, 4 * MS - 10 * US, id_ + 3),
-        ]
+        launch, resume = (20 * US, 4 * MS + 20 * US) if queued else (6 * MS, 6 * MS + 10 * US)
+        events += [traces.step(n, at, 10 * MS), traces.launched("gemm", at, at + 10 * US, 4 * MS, id_ + 1)]
+        if scales:
+            events.append(traces.op("aten::_amp_foreach_non_finite_check_and_unscale_", at + 900 * US, 50 * US))
+            events.append(traces.annotation("Optimizer.step#SGD.step", at + 4 * MS + 100 * US, 5 * MS))
+        events.append(traces.op("aten::item", at + 1 * MS, 3 * MS + 40 * US))
+        events.append(traces.call("cudaStreamSynchronize", at + 1 * MS, 3 * MS + 30 * US, id_ + 2))
+        events.append(traces.launched("gemm", at + launch, at + resume, 10 * MS - resume, id_ + 3))
     return traces.trace(*events, world_size=1)
+
+
+SCALED = reading(scales=True)
 
 
 def looping(*names: str, after: str = "backward", reads: bool = False, torch: str = "2.11.0", **more: Any) -> Make:
@@ -210,15 +196,14 @@ def fusible(*sets: str, **optimizer: Any) -> Any:
 
 
 CASES = [
-    case("a value is read in every step", SYNC, partial(reading, queued=False), saving=2.0, share=0.2, column=[
-         "aten::item"], says=("Once a step rank 0 waits", ".item()")),
+    case("a value is read in every step", SYNC, made(reading()), saving=2.0, share=0.2, column=["aten::item"],
+         says=("Once a step rank 0 waits", ".item()")),
     # A wait behind which the device has work, and a script that never waits.
-    case("work is queued", SYNC, partial(reading, queued=True), state="clear"),
-    case("no wait", SYNC, traced(*(e for n in range(10) for e in (traces.step(n, n * 10 * MS, 10 * MS), traces.launched(
-         "gemm", n * 10 * MS, n * 10 * MS + 10 * US, 9 * MS, n + 1)))), state="clear"),
+    case("work is queued", SYNC, made(reading(queued=True)), state="clear"),
+    case("no wait", SYNC, launching(6), state="clear"),
     case("waits on the CPU", SYNC, outside(0), state="does_not_apply", says="on the CPU"),
-    case("GradScaler reads", SYNC, made(scaled()), changes=1, column=["GradScaler.step"], says="fused=True"),
-    *(case(f"GradScaler reads for {name}", SYNC, made(scaled(), optimizers=[{"class": name, "parameters": 9}]),
+    case("GradScaler reads", SYNC, made(SCALED), changes=1, column=["GradScaler.step"], says="fused=True"),
+    *(case(f"GradScaler reads for {name}", SYNC, made(SCALED, optimizers=[{"class": name, "parameters": 9}]),
            sets=[("fused", None, True)] if name == "SGD" else []) for name in ("SGD", "RMSprop")),
     # Each loop is told what replaces it; torch has a total norm since 2.6.
     *(case(f"a loop of {' '.join(names)}, read: {reads}", LOOP, looping(*names, after=after, reads=reads, torch=torch),
