@@ -34,7 +34,7 @@ from tests.fixtures.runs import CPU, MS, asked, foreign, light, measured, record
 
 GEMM = traces.launched("gemm", 0, 10 * US, 5 * MS, 1)
 AGAIN = traces.launched("gemm", 7 * MS, 7 * MS + 10 * US, 2 * MS, 5)
-ON_A_CPU = {"device": "", "backend": ""}
+ON_A_CPU: dict[str, Any] = {"device": "", "backend": ""}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_profile_of_folded_stacks_and_one_of_counts(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(FOLDED)
     made = measured(tmp_path / "x.txt", profiles.profile_functions, profiles.profile_flame, profiles.profile_summaries)
     # What a library does for f counts as f's.
-    rows = made.frame(profiles.profile_functions).set_index("function")
+    rows: Any = made.frame(profiles.profile_functions).set_index("function")
     assert rows.loc["f", ["own", "alone", "total", "of", "line"]].tolist() == [True, 80, 80, 100, 6]
     assert rows.loc["main", ["alone", "total"]].tolist() == [20, 100]
     assert rows.loc["dumps", ["own", "alone"]].tolist() == [False, 30]
@@ -278,7 +278,7 @@ def test_a_trace_of_others_has_launches_and_no_loops(tmp_path: Path) -> None:
     frame = measured(run, host_parts).frame(host_parts).set_index("part")
     # Nothing marks the phases: these may be the layers of a model.
     assert parts.LOOP not in frame.index
-    assert frame.loc[parts.LAUNCHES, "gain_ns"] > MS
+    assert frame["gain_ns"][parts.LAUNCHES] > MS
 
 
 @pytest.mark.parametrize(("workers", "gain"), [(0, 1.0 * MS), (4, 0.03 * MS)])

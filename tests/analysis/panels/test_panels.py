@@ -158,8 +158,8 @@ def test_kernels_and_copies(tmp_path: Path) -> None:
     assert [row[0] for row in panel.rows] == [f"kernel_{n}" for n in range(MOST_KERNELS + 9, 9, -1)]
     assert f"The longest {MOST_KERNELS} of {MOST_KERNELS + 10} kernels" in panel.note
     # Of several ranks the mean is shown, and the one with most.
-    events = [(traces.step(0, 0, MS), traces.kernel("gemm", 10_000, us * US)) for us in (100, 200)]
-    events[1] += (traces.kernel("only", 500_000, 100_000),)
+    events = [[traces.step(0, 0, MS), traces.kernel("gemm", 10_000, us * US)] for us in (100, 200)]
+    events[1].append(traces.kernel("only", 500_000, 100_000))
     two = [traces.trace(*mine, rank=rank, world_size=2) for rank, mine in enumerate(events)]
     (panel,) = draw(compute.KERNELS_PICTURE, met(*two)(tmp_path / "two"))
     assert panel.columns[-2:] == ("most on rank", "there_ns")

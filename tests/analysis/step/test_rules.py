@@ -62,7 +62,7 @@ def a_trace(folder: Path) -> Path:
 SIZE = {"path": "/x/model.py:12 forward", "reason": "tensor 'x' size mismatch at index 0. expected 4, actual 5"}
 FLAG = {"path": "/x/model.py:12 forward", "reason": "L['self'].scale == 2"}
 LOGS = ("TORCH_LOGS", None, "recompiles")
-COMPILED = {"models": [{"class": "Net", "parameters": 1, "compiled": True}]}
+COMPILED: dict[str, Any] = {"models": [{"class": "Net", "parameters": 1, "compiled": True}]}
 OTHER, FIFTH = range(3, 63, 2), range(5, 63, 5)
 compiling = partial(stalling, "compiles", **COMPILED)
 

@@ -48,7 +48,7 @@ WAITS = [
     traces.annotation("gloo:all_reduce", 300 * US, 400 * US, tid=traces.AUTOGRAD),
     traces.op("aten::div_", 790 * US, 10 * US),
 ]
-DIVIDED = {
+DIVIDED: dict[str, Any] = {
     # [300, 600) computes, [550, 700) communicates, [700, 750) copies. The host has [200, 255), [750, 800) and
     # [980, 1000), in which it launched too late or nothing; latency is from the end of the two launches on.
     "a device and its host": (
@@ -118,7 +118,7 @@ SHORTER = traces.trace(traces.step(10, 0, 10 * MS), traces.annotation("dlprof::o
 DEVICE = traces.trace(traces.step(10, 0, 10 * MS), traces.annotation("dlprof::forward", 0, 10 * MS),
                       traces.kernel("gemm", 6 * MS, 4 * MS))  # fmt: skip
 AHEAD = traces.ahead(6, host=MS, busy=2 * MS)
-UNTRACED = {
+UNTRACED: dict[str, Any] = {
     # Four of six ms of forward, so two thirds of three.
     "slowed by the profiler": (SLOWED, {"dur": 5, "fetch_ns": 1, "forward_ns": 3}, runs.CPU,
                                {"computation": 2, "input_wait": 1, "host": 2}),
@@ -285,7 +285,7 @@ def test_own_time_is_the_common_step_less_waiting_and_bounds_what_is_saved(tmp_p
     assert frame[["own_ns", "wait_ns"]].to_numpy().tolist() == [pytest.approx([4 * MS, MS]), pytest.approx([5 * MS, 0])]
     assert frame["known"].all()
     for removed, saved in (({}, 0), ({0: 1e12, 1: 1e12}, 5 * MS), ({1: -5.0 * MS}, 0), ({1: 0.5 * MS}, 0.5 * MS)):
-        assert asked(run, saving, removed) == pytest.approx(saved)  # type: ignore[arg-type]
+        assert asked(run, saving, removed) == pytest.approx(saved)
 
 
 def test_of_ranks_that_were_not_traced_it_is_not_known_what_would_be_gone(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_phases_of_validation_their_distance_and_what_they_wait_for(tmp_path: Pa
         run = runs.measured(runs.recorded(tmp_path / name, (None, steps, runs.CPU), **info), validation)
         return run.frame(validation).iloc[0]
 
-    kinds = {"t": {"kind": "train"}, "v": {"kind": "validation", "fetch_ns": 4 * MS}}
+    kinds: dict[str, dict[str, Any]] = {"t": {"kind": "train"}, "v": {"kind": "validation", "fetch_ns": 4 * MS}}
     row = phases([light(n, 10 * MS) | kinds[k] for n, k in enumerate("ttttvvttttvvvttttv")], "a")
     assert row[["phases", "steps", "every", "fetches"]].tolist() == [3, 6, 4.0, 2.0]
     assert (row["phase_ns"], row["fetch_share"]) == pytest.approx((20 * MS, 0.4))
