@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from dlprof.analysis.compute.operators import MOST_KERNELS, MOST_OPERATORS
 from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.panel import MOST_RANKS, Picture, drawn
+from dlprof.analysis.panel import MOST_RANKS, Picture, drawn, points, table
 from dlprof.analysis.panels import (
     communication,
     compute,
@@ -26,6 +28,7 @@ from dlprof.analysis.panels import (
     source,
     step,
 )
+from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from dlprof.result import Panel
 from tests.fixtures import allocator, dialects, dumps, pipelines, runs, traces
@@ -88,6 +91,33 @@ for _event in UNLINKED["traceEvents"]:
 )  # fmt: skip
 def test_where_there_is_nothing_to_draw_there_is_no_panel(tmp_path: Path, picture: Picture, make: Make) -> None:
     assert drawn(runs.measured(make(tmp_path), picture.draw), [picture]) == ()
+
+
+FRAME = pd.DataFrame({"rank": np.arange(3), "ns": [1.5, np.nan, 2.0], "name": ["a", "b", None]})
+
+
+def test_a_table_holds_the_chosen_columns_of_the_first_rows_as_plain_values() -> None:
+    made = table("Title", FRAME, {"name": "kernel", "ns": "time_ns"}, most=2, note="A note.")
+    assert made == Panel("table", "Title", (("a", 1.5), ("b", None)), ("kernel", "time_ns"), note="A note.")
+    whole = table("Title", FRAME, {"rank": "rank"})
+    assert (whole.rows, {type(value) for row in whole.rows for value in row}) == (((0,), (1,), (2,)), {int})
+    assert points(FRAME.set_index("rank")[["ns"]]) == ((0, 1.5), (1, None), (2, 2.0))
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_other_and_a_wrong_name_fails_at_once(tmp_path: Path) -> None:
+    def nothing() -> list[Panel]:
+        raise NotMeasured("nothing to draw")
+
+    def fine() -> list[Panel]:
+        return [table("Title", FRAME, {"rank": "rank"})]
+
+    def typo(step_meens: pd.DataFrame) -> list[Panel]:
+        raise AssertionError(step_meens)
+
+    run = runs.measured(TRAINS(tmp_path))
+    assert [panel.title for panel in drawn(run, [Picture(nothing), Picture(fine)])] == ["Title"]
+    with pytest.raises(TypeError, match="step_meens"):
+        Picture(typo)
 
 
 def heaviest(*ranks: tuple[dict[str, int], list[dict[str, Any]]], device: str = "NVIDIA A100-SXM4-40GB") -> Make:
