@@ -135,6 +135,12 @@ def test_what_costs_most_of_a_batch() -> None:
     assert pins.costly == replay.PINNING
     assert replay.replayed(pins.without(replay.PINNING), 4).step_ns == pytest.approx(20, rel=0.05)
     assert pace(10, 80, pin=30).costly != replay.PINNING
+    # Of 60 ms of computing 45 are collating; the batches of two other ranks shrink alike, from 30 to 7.5.
+    others = pace(20, 80, fetch_cpu=60, others_cpu=30.0, ranks=3)
+    collates = replace(others, collate=np.full(50, 50.0), collate_cpu=np.full(50, 45.0))
+    less = collates.without(collates.costly)
+    assert (collates.costly, collates.batch_cpu, less.fetch.mean()) == (replay.COLLATING, 40, 30)
+    assert (less.fetch_cpu.mean(), less.others_cpu, less.batch_cpu) == (15, 7.5, 10)
     # Of 7 ms that a worker computes, 2 at least are sending; the training thread's fetch is all its own.
     assert pace(20, 3, fetch_cpu=7, handover=TOLD).without(replay.SAMPLES).fetch_cpu.mean() == 2.0
     assert pace(20, 3, fetch_cpu=3, workers=0, handover=TOLD).without(replay.SAMPLES).fetch_cpu.mean() == 0.0
