@@ -25,7 +25,7 @@ from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.read.run import open_run
 from dlprof.result import Outcome, Result
 from tests.fixtures import runs, traces
-from tests.fixtures.claims import edit, hold, lines, rewrite, state
+from tests.fixtures.claims import add_facts, edit, hold, lines, rewrite
 from tests.fixtures.loaders import fetched, held_up, loaded, needless, of_two, pace, ready, recorded
 from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS, asked
@@ -431,7 +431,7 @@ def test_without_workers_on_a_device_and_without_a_record_none_is_left_out(
     tmp_path: Path, device: str, workers: int, why: type[Exception]
 ) -> None:
     path = recorded(tmp_path, fetch=4, cpu=4, workers=workers)
-    state(path, device={"type": device})
+    add_facts(path, device={"type": device})
     if why is NotMeasured:
         (path / "ranks/00000/fetches.jsonl").unlink()
     with pytest.raises(why):
@@ -536,7 +536,7 @@ def test_what_was_under_way_while_the_job_was_suspended_is_in_no_mean(tmp_path: 
     rewrite(path, "loading.jsonl", [*rows, rows[0] | late])
     found = []
     for resumed in ([], [late["start_ns"] + 8_000 * MS]):
-        state(path, "run.json", resumed_ns=resumed)
+        add_facts(path, "run.json", resumed_ns=resumed)
         run = runs.measured(path, loader.loader_means, loader.worker_means)
         found.append((run.frame(loader.loader_means)["start_ns"][0], run.frame(loader.worker_means)["dur_ns"].max()))
     assert found[0][0] > 4_000 * MS

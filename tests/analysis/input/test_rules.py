@@ -15,7 +15,7 @@ from dlprof.analysis.input.input_waits import FewerWorkers
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from tests.fixtures import pipelines, runs, traces
 from tests.fixtures.asking import ask
-from tests.fixtures.claims import Make, case, claims, edit, lines, rewrite, state
+from tests.fixtures.claims import Make, add_facts, case, claims, edit, lines, rewrite
 from tests.fixtures.exchanges import held_up as late
 from tests.fixtures.exchanges import meeting
 from tests.fixtures.loaders import fetched, held_up, loaded, needless, ready, waiting
@@ -258,5 +258,5 @@ def test_an_epoch_that_begins_while_the_job_is_suspended_is_no_dearer_for_it(tmp
     third["dur_ns"] += 60_000 * MS
     rewrite(path, "loading.jsonl", rows)
     assert ask(RESTART, path).state == "not_measured"  # one epoch so unlike the others
-    state(path, "run.json", resumed_ns=[third["start_ns"] + third["dur_ns"] - 100 * MS])
+    add_facts(path, "run.json", resumed_ns=[third["start_ns"] + third["dur_ns"] - 100 * MS])
     claims(RESTART, path, {"saving": 3 * 280 / 40})
