@@ -329,7 +329,7 @@ Told = dict[str, Any]
         (
             partial(between, ms=8, computing=5, inside=4),
             {"saving": 8.0, "lines": [70, 71]},
-            {"saving": 4.0, "lines": []},
+            {"saving": 4.0, "lines": [], "rows": (("Python, between operators", "forward", 4.0 * MS),)},
         ),
         # 3 + 7 ms are Python: the larger host leaves the lines what they compute.
         (
