@@ -470,6 +470,19 @@ def test_lines_share_the_time_between_the_phases(
         assert frame["noise_ns"].iloc[0] == pytest.approx((0.6 * 0.4 / 100) ** 0.5 * 10 * MS)
 
 
+@pytest.mark.parametrize("seen", [100, 4])
+def test_lines_are_told_where_one_rank_was_seen_often_enough(tmp_path: Path, seen: int) -> None:
+    path = runs.recorded(tmp_path, *[(None, PHASED, {**runs.CPU, "pid": 10})] * 2)
+    for rank, times in enumerate((seen, 4)):
+        sample(path, f"{MAIN};main (/me/train.py:70) {times}\n", rank)
+    run = runs.measured(path, lines_between)
+    if seen == 100:
+        assert run.frame(lines_between)["ns"].tolist() == [10 * MS, 10 * MS]
+    else:
+        with pytest.raises(NotMeasured, match="too few stacks"):
+            run.frame(lines_between)
+
+
 def test_pictures_count_from_the_first_of_what_is_drawn_on_one_clock(tmp_path: Path) -> None:
     week = 7 * 86_400 * 10**9
     assert (began_ns((50, 20), own=30), began_ns((), own=30), began_ns((30 - week, 25), own=30)) == (20, 30, 25)
