@@ -143,6 +143,8 @@ def test_a_profile_of_folded_stacks_and_one_of_counts(tmp_path: Path) -> None:
     assert first["own_ns"] / first["of_ns"] > 0.85
     summary = made.frame(profiles.profile_summaries).iloc[0]
     assert (bool(summary["counted"]), summary["total"]) == (True, first["of_ns"])
+    with pytest.raises(NotMeasured, match="dlprof saw no"):
+        measured(tmp_path / "x.txt", seen.flame).frame(seen.flame)
     # What dlprof saw itself is no profile.
     with pytest.raises(NotMeasured):
         measured(stacks(tmp_path / "run", SEEN), profiles.profile_functions).frame(profiles.profile_functions)
