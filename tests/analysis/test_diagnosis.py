@@ -1,4 +1,4 @@
-"""Every rule answers once, in one of five ways, and one that breaks costs only its own row."""
+"""Every rule answers once, in one of five ways, and one that breaks costs only its row; what findings save together."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.diagnosis import diagnose, rule_named
-from dlprof.analysis.engine import Maybe, maybe, needs, per_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, change, nothing
+from dlprof.analysis.engine import Maybe, check_needs, maybe, measure, needs, per_rank
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.figures import FIELDS, device_of
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import LEAST_NOISE
-from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import Run, open_run
-from dlprof.result import CATEGORIES, MOST_RANKS, Panel, Place
+from dlprof.result import CATEGORIES, MOST_RANKS, Change, Panel, Place, Result, Setting
 from dlprof.result.stored import to_json
 from tests.fixtures import asking, runs, traces
 from tests.fixtures.asking import STEP_NS, Check, finding, raising, rule, two_ranks
+from tests.fixtures.claims import about, case
 from tests.fixtures.runs import CPU, MS, light, recorded
 
 
@@ -39,69 +39,115 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return two_ranks(tmp_path_factory.mktemp("job"))
 
 
-def answer(job: Run, check: Check) -> Any:
-    (outcome,) = diagnose(job, [rule(check)], jobs=1).outcomes
+def answer(job: Run, check: Check, **of: Any) -> Any:
+    (outcome,) = diagnose(job, [replace_rule(rule(check), **of)], jobs=1).outcomes
     return outcome
 
 
-def test_found(job: Run) -> None:
-    panel = Panel("bars", "Steps", (("step 0", 1.5),), unit="ns")
-    said = answer(job, finding(0.25, evidence=panel, verdict="A quarter.", sure="By hand."))
-    assert (said.state, said.id, said.title, said.summary) == ("found", "some_rule", "Found", "It is so.")
-    assert (said.share, said.speedup) == (pytest.approx(0.25), pytest.approx(4 / 3))
-    assert said.saving_ns == pytest.approx(0.25 * STEP_NS)
-    assert (said.advice, said.ranks, said.evidence) == (("Change it.",), (0,), panel)
-    assert (said.verdict, said.sure, said.why) == ("A quarter.", "By hand.", "")
+def returning(estimate: Any) -> Check:
+    return lambda: estimate
 
 
-def test_clear(job: Run) -> None:
-    said = answer(job, lambda: nothing("Looked, and saw nothing."))
-    assert (said.state, said.title, said.summary) == ("clear", "Some state", "Looked, and saw nothing.")
-    assert (said.saving_ns, said.share, said.speedup, said.why) == (0, 0, 1, "")
+def never(estimate: Estimate) -> Explanation:
+    raise AssertionError(estimate)
 
 
-def test_what_is_below_the_threshold_keeps_its_figures(job: Run) -> None:
-    checked = replace_rule(rule(finding(0.04, noise_ns=5.0, ranks=(0, 1))), notable=0.05)
-    said = diagnose(job, [checked], jobs=1).outcomes[0]
-    assert (said.state, said.summary) == ("clear", "4.0 % of each step is lost")
-    assert said.share == pytest.approx(0.04)
-    assert said.saving_ns == pytest.approx(0.04 * STEP_NS)
-    assert (said.noise_ns, said.ranks, [cost.rank for cost in said.by_rank]) == (5.0, (0, 1), [0, 1])
-    # An estimate may know better from where on it is worth a word.
-    easy = replace_rule(rule(finding(0.04, notable=0.03)), notable=0.05)
-    assert diagnose(job, [easy], jobs=1).outcomes[0].state == "found"
+PANEL = Panel("bars", "Steps", (("step 0", 1.5),), unit="ns")
+VARIES: dict[str, Any] = {"sure": "By hand.", "noise_ns": 0.2 * STEP_NS}
+COSTS = {0: 10.0, 1: 4.9, 2: 5.0, 3: 0.0}
+SMALL = Estimate(saving_ns=0.01 * STEP_NS, loses="is lost")
+COPIED: dict[str, Any] = {"saves_from": ("copy",)}
+FEW: dict[str, Any] = {"gone_ns": {0: 0.019 * STEP_NS}, "summary": "products take long", "unknown": "no peak"}
 
 
-def test_the_verdict_tells_what_is_lost_and_the_saving_what_comes_back(job: Run) -> None:
-    said = answer(job, finding(0.1, lost_ns=0.3 * STEP_NS))
-    assert (said.verdict, said.share, said.lost_share) == (
-        "30 % of each step is lost.",
-        pytest.approx(0.1),
-        pytest.approx(0.3),
-    )
+@pytest.mark.parametrize(
+    ("check", "of", "told"),
+    [
+        case("found", finding(0.25, evidence=PANEL, verdict="A quarter.", sure="By hand."), {}, id="some_rule",
+             title="Found", summary="It is so.", share=0.25, speedup=4 / 3, saving_ns=0.25 * STEP_NS, ranks=(0,),
+             advice=("Change it.",), evidence=PANEL, verdict="A quarter.", sure="By hand.", why=""),
+        case("clear", lambda: nothing("Looked, and saw nothing."), {}, state="clear", title="Some state", saving_ns=0,
+             summary="Looked, and saw nothing.", share=0, speedup=1, why=""),
+        # What is below the threshold keeps its figures; an estimate may know better from where on it is notable.
+        case("below the threshold", finding(0.04, noise_ns=5.0, ranks=(0, 1)), {"notable": 0.05}, state="clear",
+             summary="4.0 % of each step is lost", share=0.04, saving_ns=0.04 * STEP_NS, noise_ns=5.0, ranks=(0, 1)),
+        case("an own threshold", finding(0.04, notable=0.03), {"notable": 0.05}),
+        case("more is lost than saved", finding(0.1, lost_ns=0.3 * STEP_NS), {}, share=0.1, lost_share=0.3,
+             verdict="30 % of each step is lost."),
+        case("ranks that it costs half the most", finding(0.1, by_rank_ns=COSTS), {}, ranks=(0, 2)),
+        # Nothing is explained that is not found.
+        case("not explained", returning(SMALL), {"explain": never}, state="clear"),
+        case("another rule's", returning(Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, clear=True,
+             summary="another rule's")), {}, state="clear", share=0.5, summary="another rule's"),
+        case("not measured", raising(NotMeasured("no trace")), {}, state="not_measured", why="no trace", saving_ns=0),
+        case("does not apply", raising(DoesNotApply("no GPU")), {}, state="does_not_apply", why="no GPU", saving_ns=0),
+        case("breaks", raising(KeyError("name")), {}, state="error", why="KeyError: 'name'", saving_ns=0),
+        case("answers nothing", returning(None), {}, state="error"),
+        case("for a GPU", finding(), {"only_with": "gpu"}),
+        case("for a CPU", finding(), {"only_with": "cpu"}, state="does_not_apply"),
+        # A saving that is not known is no finding, and clear where it cannot be one.
+        case("not known, and little", returning(Estimate(**FEW)), {}, state="clear", noise_ns=0.0, why=""),
+        case("not known", returning(Estimate(**FEW | {"gone_ns": {0: 0.021 * STEP_NS}})), {}, state="not_measured"),
+        case("too small", finding(LEAST_SHARE * 0.99), {}, state="clear"),
+        case("negative", finding(-0.5), {}, state="clear"),
+        case("large enough", finding(LEAST_SHARE * 1.01), {}),
+        case("within the noise", finding(0.1, noise_ns=0.1 * STEP_NS / LEAST_NOISE * 1.01), {}, state="not_measured"),
+        case("above the noise", finding(0.1, noise_ns=0.1 * STEP_NS / LEAST_NOISE * 0.99), {}),
+        # Of a part that varies the least is reported; its mean less twice its error may be more than the least.
+        case("the least", finding(0.3, least_ns=0.12 * STEP_NS, verdict="30 % waits", **VARIES), {}, share=0.12,
+             verdict="At least 12 % of each step would be saved: 30 % waits"),
+        case("the mean", finding(0.5, least_ns=0.02 * STEP_NS, **VARIES), {}, share=0.5),
+        case("neither", finding(0.5, least_ns=0.02 * STEP_NS, **VARIES | {"noise_ns": 0.26 * STEP_NS}), {},
+             state="not_measured"),
+        # A saving is at most the step, and what the step has of it: a rank copies 25 µs of each step of 997, and its
+        # reduction of 120 may be waiting for the other rank's 25.
+        case("at most the step", finding(3.0), {}, share=1, saving_ns=STEP_NS),
+        case("at most its part", finding(0.5), COPIED, saving_ns=50_000.0),
+        case("less than its part", finding(0.05, sure="By hand."), COPIED, saving_ns=0.05 * STEP_NS, sure="By hand."),
+        case("no such part", finding(), {"saves_from": ("checkpoint",)}, state="clear"),
+        case("a risk", finding(0.0, scope="risk"), {}, scope="risk", saving_ns=0, share=0, speedup=1),
+        # What result.json cannot hold is an error.
+        *(case(f"not to hold {n}", bad, {}, state="error") for n, bad in enumerate((
+            finding(saving_ns=math.nan), finding(saving_ns=math.inf), finding(noise_ns=math.nan),
+            finding(ranks=tuple(np.arange(1, 2))), finding(evidence=Panel("table", "T", ((np.int64(3), "x"),))),
+            finding(evidence=Panel("table", "T", ((1.0, math.nan),)))))),
+    ],
+)  # fmt: skip
+def test_a_rule_answers(job: Run, check: Check, of: dict[str, Any], told: dict[str, Any]) -> None:
+    result = diagnose(job, [replace_rule(rule(check), **of)], jobs=1)
+    (said,) = result.outcomes
+    for name, value in ({"state": "found"} | told).items():
+        assert getattr(said, name) == about(value, rel=1e-6), name
+    json.dumps(to_json(result), allow_nan=False)
 
 
-def test_ranks_that_it_costs_half_the_most_are_named(job: Run) -> None:
-    costs = {0: 10.0, 1: 4.9, 2: 5.0, 3: 0.0}
-    said = answer(job, finding(0.1, by_rank_ns=costs))
-    assert said.ranks == (0, 2)
+def test_what_a_rule_costs_its_ranks_and_how_sure_it_is(job: Run) -> None:
+    said = answer(job, finding(0.1, by_rank_ns=COSTS))
     assert {cost.rank: cost.ns for cost in said.by_rank} == {0: 10.0, 1: 4.9, 2: 5.0}
     many = answer(job, finding(0.1, by_rank_ns={rank: float(rank) for rank in range(2 * MOST_RANKS)}))
     assert [cost.rank for cost in many.by_rank] == list(range(MOST_RANKS, 2 * MOST_RANKS))
+    for check, of, words in (
+        (finding(0.3, least_ns=0.12 * STEP_NS, **VARIES), {}, "30 % of each step ± 20 %"),
+        (finding(0.5, sure="By hand."), COPIED, "By hand. Capped at the step's time"),
+    ):
+        assert words in answer(job, check, **of).sure
+    for check, words in (
+        (finding(0.1, noise_ns=0.1 * STEP_NS), "varies too much"),
+        (returning(Estimate(**FEW | {"gone_ns": {0: 0.021 * STEP_NS}})), "no peak"),
+    ):
+        assert words in answer(job, check).why
 
 
-def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
-    def check(mean_step_ns: float = needs(mean_step_ns)) -> Estimate:
-        return Estimate(saving_ns=0.01 * mean_step_ns, loses="is lost")
-
-    def never(estimate: Estimate) -> Explanation:
-        raise AssertionError(estimate)
-
-    small = replace_rule(rule(check), explain=never)
-    assert diagnose(job, [small], jobs=1).outcomes[0].state == "clear"
-    quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's", clear=True)
-    said = answer(job, lambda: quiet)
-    assert (said.state, said.share, said.summary) == ("clear", pytest.approx(0.5), "another rule's")
+def test_estimates(job: Run) -> None:
+    assert worst({3: 1.0, 1: 2.0, 2: 2.0}) == 1
+    with pytest.raises(ValueError, match="empty"):
+        worst({})
+    frame = pd.DataFrame({"rank": [0, 1, 1], "ns": [1.0, 2.0, 3.0]})
+    assert Estimate(by_rank_ns={0: 1.0, 1: 2.0}).rows(frame)["ns"].tolist() == [2.0, 3.0]
+    made = change("`num_workers=6` (is 0)", num_workers=(0, 6), persistent_workers=(None, True))
+    settings = (Setting("num_workers", 0, 6), Setting("persistent_workers", None, True))
+    assert made == Change("`num_workers=6` (is 0)", settings, numerics=False)
+    assert change("a larger batch", numerics=True).numerics
 
 
 CURE, LARGER = change("Fix it."), change("Train otherwise.", training=True)
@@ -127,122 +173,58 @@ def test_a_finding_whose_changes_are_all_of_the_training_stands_apart(job: Run, 
     assert (told["training"], [c["training"] for c in told["changes"]]) == (apart, order)
 
 
-def test_a_change_of_the_training_never_comes_before_a_cure(job: Run) -> None:
-    larger = rule(finding(0.5, changes=(LARGER,)), "larger")
-    small, smaller = rule(finding(0.1), "small"), rule(finding(0.05), "smaller")
-    rules = [larger, rule(lambda: nothing("fine"), "fine"), small, smaller]
-    result = diagnose(job, rules, jobs=1)
-    assert [o.id for o in result.outcomes] == ["small", "smaller", "larger", "fine"]
-    assert result.together == diagnose(job, [small, smaller], jobs=1).together
-    assert diagnose(job, [larger], jobs=1).together is None
-
-
-ORDERS: dict[str, tuple[list[tuple[str, float, dict[str, Any], dict[str, Any]]], list[str]]] = {
+HOST, LEFT, COPY = {"of_host": True}, {"of_host": True, "generic": True}, {"of_host": False}
+SPREAD: dict[str, Any] = {"at_most": True, "where": (Place("train.py", 7, share=0.4),)}
+PLACED = SPREAD | {"where": (Place("train.py", 7, share=0.6),)}
+FOUND: dict[str, tuple[list[tuple[str, Check, dict[str, Any]]], list[str]]] = {
+    # Outcomes are one a rule, the largest first; a change of the training never comes before a cure.
+    "by size and state": (
+        [("broken", raising(ValueError("no")), {}), ("blind", raising(NotMeasured("no")), {}),
+         ("larger", finding(0.7, changes=(LARGER,)), {}), ("cheap", finding(0.1), {}), ("dear", finding(0.6), {}),
+         ("also_dear", finding(0.6), {}), ("fine", lambda: nothing("fine"), {})],
+        ["also_dear", "dear", "cheap", "larger", "fine", "blind", "broken"]),
     # What a rule has in a line comes before what is left of the same time, though that is more.
-    "a loop": ([("launches", 0.6, {"generic": True}, {}), ("loop", 0.06, {}, {})], ["loop", "launches"]),
-    "next to nothing": ([("launches", 0.6, {"generic": True}, {}), ("loop", 0.03, {}, {})], ["launches", "loop"]),
+    "a loop": ([("launches", finding(0.6), LEFT), ("loop", finding(0.06), HOST)], ["loop", "launches"]),
+    "next to nothing": ([("launches", finding(0.6), LEFT), ("loop", finding(0.03), HOST)], ["launches", "loop"]),
+    "of another time": ([("launches", finding(0.6), LEFT), ("copy", finding(0.3), COPY)], ["launches", "copy"]),
     # Of a bound half is to be expected.
-    "a bound": (
-        [("python", 0.4, {"generic": True}, {"at_most": True}), ("copy", 0.3, {"of_host": False}, {})],
-        ["copy", "python"],
-    ),
+    "a bound": ([("python", finding(0.4, at_most=True), LEFT), ("copy", finding(0.3), COPY)], ["copy", "python"]),
     # But where most of it is in one place of the script's, it comes before what is left of the same time.
     "a bound in one place": (
-        [
-            ("launches", 0.35, {"generic": True}, {}),
-            ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.6),)}),
-            ("copy", 0.3, {"of_host": False}, {}),
-        ],
-        ["copy", "python", "launches"],
-    ),
+        [("launches", finding(0.35), LEFT), ("python", finding(0.4, **PLACED), LEFT), ("copy", finding(0.3), COPY)],
+        ["copy", "python", "launches"]),
     "a bound in many places": (
-        [
-            ("launches", 0.35, {"generic": True}, {}),
-            ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.4),)}),
-        ],
-        ["launches", "python"],
-    ),
+        [("launches", finding(0.35), LEFT), ("python", finding(0.4, **SPREAD), LEFT)], ["launches", "python"]),
     "a smaller one in one place": (
-        [
-            ("launches", 0.45, {"generic": True}, {}),
-            ("python", 0.4, {"generic": True}, {"at_most": True, "where": (Place("train.py", 7, share=0.6),)}),
-        ],
-        ["launches", "python"],
-    ),
-    "of another time": (
-        [("launches", 0.6, {"generic": True}, {}), ("copy", 0.3, {"of_host": False}, {})],
-        ["launches", "copy"],
-    ),
-}
+        [("launches", finding(0.45), LEFT), ("python", finding(0.4, **PLACED), LEFT)], ["launches", "python"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_a_cause_in_a_line_comes_before_what_is_left_of_the_hosts_time(job: Run, name: str) -> None:
-    found, order = ORDERS[name]
-    rules = [replace_rule(rule(finding(s, **said), n), **({"of_host": True} | of)) for n, s, of, said in found]
-    assert [o.id for o in diagnose(job, rules, jobs=1).outcomes] == order
+@pytest.mark.parametrize("name", FOUND)
+def test_the_order_of_outcomes(job: Run, name: str) -> None:
+    found, order = FOUND[name]
+    result = diagnose(job, [replace_rule(rule(check, id_), **of) for id_, check, of in found], jobs=1)
+    assert [o.id for o in result.outcomes] == order
 
 
-def test_not_measured(job: Run) -> None:
-    said = answer(job, raising(NotMeasured("no trace")))
-    assert (said.state, said.why, said.saving_ns) == ("not_measured", "no trace", 0)
-
-
-def test_a_rule_is_not_asked_about_a_job_of_another_kind(job: Run, tmp_path: Path) -> None:
-    def asked(about: Run, device: Any) -> str:
-        one = replace_rule(rule(finding()), only_with=device)
-        return diagnose(about, [one], jobs=1).outcomes[0].state
-
-    on_cpu = open_run(recorded(tmp_path, (None, [light(n, 10 * MS) for n in range(40)], CPU)))
-    assert (asked(job, "gpu"), asked(job, "cpu")) == ("found", "does_not_apply")
-    assert (asked(on_cpu, "gpu"), asked(on_cpu, "cpu")) == ("does_not_apply", "found")
-
-
-def test_noise_may_be_that_of_a_category(tmp_path: Path) -> None:
+def test_noise_and_the_least_saving_may_be_those_of_a_category(tmp_path: Path, job: Run) -> None:
     steps = [light(n, 10 * MS, fetch_ns=(1 + n % 3) * MS) for n in range(40)]
     run = open_run(recorded(tmp_path, (None, steps, CPU)))
     result = diagnose(run, [rule(finding(0.5, noise_of=("input_wait",)))], jobs=1)
     (noise,) = (part.noise_ns for part in result.time if part.category == "input_wait")
     assert result.outcomes[0].noise_ns == noise > 0
-
-
-def test_the_least_saving_may_be_that_of_a_category(job: Run) -> None:
-    varies = rule(finding(0.9, noise_ns=STEP_NS, least_of=("computation",)))
-    result = diagnose(job, [varies], jobs=1)
+    result = diagnose(job, [rule(finding(0.9, noise_ns=STEP_NS, least_of=("computation",)))], jobs=1)
     computing = max(part.share for part in result.time if part.category == "computation")
     assert LEAST_SHARE < computing < 0.9
     assert result.outcomes[0].share == pytest.approx(computing)
 
 
-@pytest.mark.parametrize(("share", "state"), [(0.019, "clear"), (0.021, "not_measured")])
-def test_a_saving_that_is_not_known_is_no_finding_and_clear_where_it_cannot_be_one(
-    job: Run, share: float, state: str
-) -> None:
-    said = answer(job, lambda: Estimate(gone_ns={0: share * STEP_NS}, summary="products take long", unknown="no peak"))
-    assert (said.state, said.noise_ns) == (state, 0.0)
-    assert (said.why or said.summary).startswith("products take long")
-    assert ("no peak" in said.why) == (state == "not_measured")
-
-
-def test_does_not_apply(job: Run) -> None:
-    said = answer(job, raising(DoesNotApply("no GPU")))
-    assert (said.state, said.why, said.saving_ns) == ("does_not_apply", "no GPU", 0)
-
-
-def test_error(job: Run) -> None:
-    said = answer(job, raising(KeyError("name")))
-    assert (said.state, said.why, said.saving_ns) == ("error", "KeyError: 'name'", 0)
-
-
-def test_one_that_raises_costs_only_its_row(job: Run) -> None:
-    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda: nothing("fine"), "a")]
-    result = diagnose(job, rules, jobs=1)
-    assert [(o.id, o.state) for o in result.outcomes] == [("c", "found"), ("a", "clear"), ("b", "error")]
-
-
-def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
+def test_a_measure_that_breaks_costs_only_its_row(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(breaks: pd.DataFrame = needs(breaks)) -> Estimate:
         return nothing(f"{len(breaks)} rows")
+
+    def device(device_time: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
+        return device_of(device_time)
 
     result = diagnose(job, [rule(check, "a"), rule(finding(), "b")], jobs=1)
     assert [(o.id, o.state, o.why) for o in result.outcomes] == [
@@ -251,51 +233,11 @@ def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
     ]
     assert any("breaks: ZeroDivisionError: on purpose" in w for w in result.run.warnings)
     assert result.time
-
-
-def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def device(device_time: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
-        return device_of(device_time)
-
+    # A broken part of the result is left out with a word.
     monkeypatch.setitem(FIELDS, "device", device)
     result = diagnose(job, [], jobs=1)
-    assert result.device == ()
-    assert result.time
+    assert (result.device, bool(result.time)) == ((), True)
     assert any("ZeroDivisionError" in w for w in result.run.warnings)
-
-
-def test_why_steps_are_not_divided_is_said(tmp_path: Path, job: Run) -> None:
-    blind = traces.trace(*(traces.step(n, n * MS, MS) for n in range(3)), traces.op("aten::mm", 0, 500))
-    (said,) = diagnose(open_run(runs.foreign(tmp_path, blind)), [], jobs=1).run.warnings[1:]
-    assert said.startswith("where the time goes was not measured: the job runs on a GPU, but the trace holds nothing")
-    assert diagnose(job, [], jobs=1).run.warnings == ()
-
-
-def test_too_small_a_saving_is_none(job: Run) -> None:
-    assert answer(job, finding(LEAST_SHARE * 0.99)).state == "clear"
-    assert answer(job, finding(-0.5)).state == "clear"
-    assert answer(job, finding(LEAST_SHARE * 1.01)).state == "found"
-
-
-def test_a_saving_within_the_noise_is_none(job: Run) -> None:
-    saving = 0.1 * STEP_NS
-    said = answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 1.01))
-    assert said.state == "not_measured"
-    assert "varies too much" in said.why
-    assert answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 0.99)).state == "found"
-
-
-def test_of_a_part_that_varies_the_least_is_reported(job: Run) -> None:
-    varies: dict[str, Any] = {"noise_ns": 0.2 * STEP_NS, "sure": "By hand.", "verdict": "30 % waits"}
-    said = answer(job, finding(0.3, least_ns=0.12 * STEP_NS, **varies))
-    assert (said.state, said.share) == ("found", pytest.approx(0.12))
-    assert said.verdict == "At least 12 % of each step would be saved: 30 % waits"
-    assert "30 % of each step ± 20 %" in said.sure
-    # Its mean less twice its error may be more than the least of the steps.
-    said = answer(job, finding(0.5, least_ns=0.02 * STEP_NS, noise_ns=0.2 * STEP_NS, sure="By hand."))
-    assert said.share == pytest.approx(0.5)
-    said = answer(job, finding(0.5, least_ns=0.02 * STEP_NS, noise_ns=0.26 * STEP_NS, sure="By hand."))
-    assert said.state == "not_measured"
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -305,7 +247,7 @@ def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path, pin
     gpu = {"device": {"type": "cuda", "name": "NVIDIA H100"}, "loaders": [loader]}
     steps = [light(n, 10 * MS) for n in range(40)]
     made = traces.trace(traces.step(50, 0, 10 * MS), *traces.launched("gemm", 0, 0, 9 * MS, 1), world_size=1)
-    path = runs.recorded(tmp_path / "run", (made if pins else None, steps, gpu))
+    path = recorded(tmp_path / "run", (made if pins else None, steps, gpu))
     runs.loading(path, 0, step=10 * MS, wait=0, fetch=8 * MS, cpu=0, n=40, workers=1 + pins)
     if pins:
         used = {"kind": "usage", "start_ns": steps[20]["start_ns"], "dur_ns": 100 * MS, "count": 1, "step": 20}
@@ -314,104 +256,34 @@ def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path, pin
     said = answer(open_run(path), finding(0.5, sure="By hand."))
     assert said.share == pytest.approx(0.2)
     assert said.sure == "By hand. Capped, as the loaders need at least 8.00 ms a step."
-    feeds = replace_rule(rule(finding(0.5)), feeds=True)
-    assert diagnose(open_run(path), [feeds], jobs=1).outcomes[0].share == pytest.approx(0.5)
+    assert answer(open_run(path), finding(0.5), feeds=True).share == pytest.approx(0.5)
 
 
-def test_a_saving_is_at_most_the_step(job: Run) -> None:
-    said = answer(job, finding(3.0))
-    assert (said.state, said.share, said.saving_ns) == ("found", 1, pytest.approx(STEP_NS))
-    assert math.isfinite(said.speedup)
-
-
-def test_rules_save_from_categories_that_there_are() -> None:
+def test_every_rule_there_is_answers_once_on_a_gpu_and_on_a_cpu(job: Run, tmp_path: Path) -> None:
     assert {c for r in RULES for c in r.saves_from} <= set(CATEGORIES)
-
-
-def test_a_saving_is_at_most_what_the_step_has_of_it(job: Run) -> None:
-    # A rank copies 25 µs of each step of 997, and its reduction of 120 may be waiting for the other rank's 25.
-    said = diagnose(job, [rule(finding(0.5, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
-    assert said.state == "found"
-    assert said.saving_ns == pytest.approx(50_000)
-    assert said.sure.startswith("By hand. Capped at the step's time")
-    said = diagnose(job, [rule(finding(0.05, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
-    assert said.saving_ns == pytest.approx(0.05 * STEP_NS)
-    assert said.sure == "By hand."
-    assert diagnose(job, [rule(finding(), saves_from=("checkpoint",))], jobs=1).outcomes[0].state == "clear"
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"saving_ns": math.nan},
-        {"saving_ns": math.inf},
-        {"noise_ns": math.nan},
-        {"evidence": Panel("table", "T", ((np.int64(3), "x"),))},
-        {"evidence": Panel("table", "T", ((1.0, math.nan),))},
-        {"ranks": (np.int64(1),)},
-    ],
-)
-def test_a_finding_that_result_json_cannot_hold_is_an_error(job: Run, said: dict[str, Any]) -> None:
-    result = diagnose(job, [rule(finding(**said))], jobs=1)
-    assert result.outcomes[0].state == "error"
-    json.dumps(to_json(result), allow_nan=False)
-
-
-def test_a_rule_that_answers_nothing_is_an_error(job: Run) -> None:
-    silent: Any = lambda: None  # noqa: E731 - what a careless author may write
-    assert answer(job, silent).state == "error"
-
-
-def test_outcomes_are_one_per_rule_largest_first(job: Run) -> None:
-    checks = {
-        "cheap": finding(0.1),
-        "dear": finding(0.6),
-        "also_dear": finding(0.6),
-        "fine": lambda: nothing("fine"),
-        "blind": raising(NotMeasured("no")),
-        "broken": raising(ValueError("no")),
-    }
-    outcomes = diagnose(job, [rule(c, name) for name, c in checks.items()], jobs=1).outcomes
-    assert [o.id for o in outcomes] == ["also_dear", "dear", "cheap", "fine", "blind", "broken"]
-
-
-def test_every_rule_there_is_answers_once(job: Run) -> None:
-    result = diagnose(job, RULES, jobs=1)
-    outcomes = result.outcomes
-    assert [w for w in result.run.warnings if "failed" in w] == []
-    assert sorted(o.id for o in outcomes) == [r.id for r in RULES]
-    assert all(o.manual for o in outcomes)
-    assert [o for o in outcomes if o.state == "error"] == []
-
-
-def test_no_measure_breaks_on_a_cpu_job(tmp_path: Path) -> None:
     ranks = []
     for rank in range(2):
-        events = [
-            e
-            for n in range(4)
-            for e in (
-                traces.step(n, n * 10 * MS, 10 * MS),
-                traces.fetch(n * 10 * MS, MS),
-                traces.op("aten::mm", n * 10 * MS + MS, 5 * MS),
-                traces.annotation("gloo:all_reduce", n * 10 * MS + 7 * MS, MS),
-            )
-        ]
+        events: list[Any] = []
+        for n in range(4):
+            at = n * 10 * MS
+            events += [traces.step(n, at, 10 * MS), traces.fetch(at, MS), traces.op("aten::mm", at + MS, 5 * MS)]
+            events.append(traces.annotation("gloo:all_reduce", at + 7 * MS, MS))
         made = traces.trace(*events, rank=rank, backend="gloo", device="")
         ranks.append((made, [light(n, 9 * MS, fetch_ns=MS) for n in range(40)], CPU))
     path = recorded(tmp_path / "run", *ranks)
     for rank in range(2):
         runs.loading(path, rank, step=9 * MS, wait=MS, fetch=5 * MS, cpu=MS, n=40, workers=1)
-    result = diagnose(open_run(path), RULES, jobs=1)
-    assert [o for o in result.outcomes if o.state == "error"] == []
-    assert [w for w in result.run.warnings if "failed" in w] == []
-    assert result.panels
+    for result in (diagnose(job, RULES, jobs=1), diagnose(open_run(path), RULES, jobs=1)):
+        assert [w for w in result.run.warnings if "failed" in w] == []
+        assert sorted(o.id for o in result.outcomes) == [r.id for r in RULES]
+        assert [o for o in result.outcomes if o.state == "error" or not o.manual] == []
+        assert result.panels
 
 
 def test_the_result_holds_the_whole_run(job: Run) -> None:
     result = diagnose(job, [], jobs=1)
-    assert result.run.ranks == (0, 1)
-    assert (result.run.device, result.run.hosts) == ("NVIDIA H100 80GB HBM3", ("node-1",))
+    assert (result.run.ranks, result.run.device, result.run.hosts) == ((0, 1), "NVIDIA H100 80GB HBM3", ("node-1",))
+    assert result.run.warnings == ()
     assert result.window is not None
     assert (result.window.steps, result.window.source) == (3, "trace")
     assert result.window.step_ns == pytest.approx(STEP_NS)
@@ -423,35 +295,51 @@ def test_the_result_holds_the_whole_run(job: Run) -> None:
     assert {p.shape for p in result.panels} == {"lines", "table", "timeline"}
 
 
-def test_a_run_without_steps_has_no_window_and_every_rule_says_why(tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
-    result = diagnose(open_run(tmp_path), RULES, jobs=1)
+def test_figures_make_fields_of_a_result_from_known_measures(tmp_path: Path) -> None:
+    assert set(FIELDS) <= set(Result.__struct_fields__)
+    for make in FIELDS.values():
+        check_needs(make)
+    path = traces.write(tmp_path / "trace.json", traces.training(5, world_size=1))
+    measured = measure(open_run(path), FIELDS.values(), 1)
+    window = measured.call(FIELDS["window"])
+    assert window.traced_steps == 5
+    assert sum(part.ns for part in measured.call(FIELDS["time"])) == pytest.approx(window.step_ns, rel=1e-3)
+    assert {w.kind for w in measured.call(FIELDS["work"])} == {"operator", "kernel"}
+    (span,) = measured.call(FIELDS["device"])
+    assert span.computation_ns + span.exposed_communication_ns + span.exposed_copy_ns + span.idle_ns == span.span_ns
+    # Of one rank, without samples or a snapshot of memory, nothing else is known.
+    assert [measured.call(FIELDS[name]) for name in ("scaling", "foreign_load")] == [None, None]
+    assert [measured.call(FIELDS[name]) for name in ("blame", "memory", "profiles", "gpu_logs")] == [()] * 4
+
+
+def test_why_nothing_is_known_of_a_run_is_said(tmp_path: Path) -> None:
+    blind = traces.trace(*(traces.step(n, n * MS, MS) for n in range(3)), traces.op("aten::mm", 0, 500))
+    (said,) = diagnose(open_run(runs.foreign(tmp_path / "blind", blind)), [], jobs=1).run.warnings[1:]
+    assert said.startswith("where the time goes was not measured: the job runs on a GPU, but the trace holds nothing")
+    # Without steps there is no window and no finding, and every rule says why.
+    bare = open_run(runs.foreign(tmp_path / "bare", traces.trace(world_size=1)))
+    result = diagnose(bare, RULES, jobs=1)
     assert (result.window, result.time, result.device, result.panels) == (None, (), (), ())
     assert {o.state for o in result.outcomes if o.why} == {"not_measured", "does_not_apply"}
     assert all(o.why for o in result.outcomes)
+    assert answer(bare, finding()).state == "not_measured"
+    # Of an inference server's steps, which wait on the host, no rule says anything.
+    events = []
+    for n in range(6):
+        events += [traces.step(n, n * MS, MS), traces.annotation("step[DECODE bs=2]", n * MS, MS)]
+        events += traces.launched("gemm", n * MS, n * MS + 500_000, 200_000, n + 1)
+    served = runs.foreign(tmp_path / "served", traces.trace(*events, world_size=1))
+    result = diagnose(open_run(served), RULES, jobs=1)
+    assert {(outcome.state, "of inference" in outcome.why) for outcome in result.outcomes} == {("does_not_apply", True)}
+    assert sum("dlprof is about training" in warning for warning in result.run.warnings) == 1
 
 
-def test_a_finding_without_a_step_is_no_finding(tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
-    (said,) = diagnose(open_run(tmp_path), [rule(finding())], jobs=1).outcomes
-    assert said.state == "not_measured"
-
-
-def test_a_manual_is_the_docstring_of_the_rules_file() -> None:
-    assert rule(finding()).manual == asking.__doc__
-
-
-def test_a_rule_is_found_by_its_id() -> None:
+def test_a_rule_is_found_by_its_id_and_its_manual_is_its_files(job: Run) -> None:
     rules = [rule(finding(), "a"), rule(finding(), "b")]
     assert rule_named(rules, "b") is rules[1]
     with pytest.raises(DlprofError, match="no rule 'c'; there are: a, b"):
         rule_named(rules, "c")
-
-
-def test_device_time_is_asked_for_without_any_rule(job: Run) -> None:
-    assert {d.rank: d.span_ns for d in diagnose(job, [], jobs=1).device} == {
-        d.rank: d.span_ns for d in diagnose(job, [rule(finding())], jobs=1).device
-    }
+    assert rules[0].manual == asking.__doc__
 
 
 def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path) -> None:
@@ -462,20 +350,83 @@ def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path)
     assert (said.state, said.scope, said.saving_ns) == ("found", "job", pytest.approx(3 * MS))
     assert said.share == pytest.approx(3 / 12)
     assert answer(open_run(path), finding(0.021, scope="job")).summary == "1.8 % of the training loop's time is lost"
+    # Together with what is said of the step, of the whole loop too.
+    most = diagnose(open_run(path), [rule(finding(0.1), "a"), rule(finding(0.2, scope="job"), "b")], jobs=1).together
+    assert most is not None
+    assert most.saving_ns == pytest.approx(3 * MS)
+    assert most.share == pytest.approx(3 / 12, rel=0.05)
 
 
-def test_a_risk_saves_nothing_and_is_found_all_the_same(job: Run) -> None:
-    said = answer(job, finding(0.0, scope="risk"))
-    assert (said.state, said.scope, said.saving_ns, said.share, said.speedup) == ("found", "risk", 0, 0, 1)
+def claim(share: float, name: str, *saves_from: str, ranks: tuple[int, ...] = (0, 1), within: float = 0) -> Rule:
+    """Return a rule that finds a share in some categories, and `within` of it in input_wait."""
+    said = {"within": {"input_wait": within * STEP_NS}} if within else {}
+    return rule(finding(share, ranks=ranks, **said), name, saves_from)
 
 
-def test_of_an_inference_servers_trace_no_rule_says_anything(tmp_path: Path) -> None:
-    """Marked steps that wait on the host: of a training job, several rules would find something."""
-    events = []
-    for n in range(6):
-        events += [traces.step(n, n * MS, MS), traces.annotation("step[DECODE bs=2]", n * MS, MS)]
-        events += traces.launched("gemm", n * MS, n * MS + 500_000, 200_000, n + 1)
-    result = diagnose(open_run(runs.foreign(tmp_path / "job", traces.trace(*events, world_size=1))), RULES, jobs=1)
-    assert {outcome.state for outcome in result.outcomes} == {"does_not_apply"}
-    assert all("of inference" in outcome.why for outcome in result.outcomes)
-    assert sum("dlprof is about training" in warning for warning in result.run.warnings) == 1
+def advising(share: float, name: str, saves_from: str, **setting: Any) -> Rule:
+    """Return a rule that finds a share and advises a setting."""
+    return rule(finding(share, ranks=(0, 1), changes=(change("Change it.", **setting),)), name, (saves_from,))
+
+
+A = claim(0.3, "a", "computation")
+BROAD = ("computation", "copy", "input_wait", "host", "other")
+WAITS = claim(0.1, "a", "input_wait", within=0.1)
+GRAPHS = advising(0.1, "a", "computation", mode=(None, "reduce-overhead"))
+TOGETHER: dict[str, tuple[list[Rule], float | None]] = {
+    "nothing": ([rule(lambda: nothing("fine"))], None),
+    "one": ([A], 0.3),
+    "a risk": ([A, rule(finding(0.0, scope="risk"), "risk")], 0.3),
+    "of the training": ([rule(finding(0.3, changes=(LARGER,)))], None),
+    "none of the training": ([A, rule(finding(0.5, changes=(LARGER,)), "b")], 0.3),
+    # Computation takes 550 of 997 µs: no more than that, however many claim it.
+    "the sum": ([A, claim(0.2, "b", "computation")], 0.5),
+    "the part": ([A, claim(0.4, "b", "computation"), claim(0.45, "c", "computation")], 550_000 / STEP_NS),
+    # One that claims computation and more makes the two others one.
+    "two parts": ([claim(0.1, "b", "copy", "computation"), claim(0.5, "c", "computation"), claim(0.02, "d", "copy")],
+                  575_000 / STEP_NS),
+    "of different parts both": ([claim(0.1, "a", "computation"), claim(0.05, "b", "input_wait")], 0.15),
+    # Rank 0 hides what would be saved on rank 1, and the other way round: their sum bounds nothing.
+    "hidden": ([claim(0.05, "a", "computation", ranks=(0,)), claim(0.05, "b", "input_wait", ranks=(1,))],
+               650_000 / STEP_NS),
+    # Nothing bounds what may come out of all parts of the step: it is not told.
+    "all parts": ([claim(0.55, name, *CATEGORIES) for name in "ab"], None),
+    # A change that two findings advise is made once.
+    "one change": ([GRAPHS, advising(0.05, "b", "input_wait", mode=(None, "reduce-overhead"))], 0.1),
+    "two changes": ([GRAPHS, advising(0.05, "b", "input_wait", mode=(None, "max-autotune"))], 0.15),
+    "no settings": ([advising(0.1, "a", "computation"), advising(0.05, "b", "input_wait")], 0.15),
+    # Waiting takes 100 of 997 µs. What both claim of it is there once; half of the step comes out of its other parts.
+    # Were it not told, all might come out of the broad one's categories.
+    "within a part": ([WAITS, claim(0.6, "b", *BROAD, within=0.1)], 0.5 + 100_000 / STEP_NS),
+    "not told within": ([WAITS, claim(0.6, "b", *BROAD)], 0.7),
+    "both within": ([claim(0.1, name, *BROAD, within=0.1) for name in "ab"], 100_000 / STEP_NS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_findings_save_together(job: Run, name: str) -> None:
+    rules, share = TOGETHER[name]
+    most = diagnose(job, rules, jobs=1).together
+    if share is None:
+        assert most is None
+    else:
+        assert most is not None
+        assert (most.share, most.saving_ns) == pytest.approx((share, share * STEP_NS))
+        assert most.speedup == pytest.approx(1 / (1 - most.share))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rules = []
+    for n in range(int(rng.integers(1, 5))):
+        share = float(rng.uniform(0.03, 0.4))
+        saves_from = tuple(str(c) for c in rng.choice(CATEGORIES, int(rng.integers(1, 6)), replace=False))
+        within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * STEP_NS} if rng.random() < 0.5 else {}
+        rules.append(rule(finding(share, ranks=(0, 1), within=within), f"r{n}", saves_from))
+    result = diagnose(job, rules, jobs=1)
+    savings = [o.saving_ns for o in result.outcomes if o.state == "found"]
+    if result.together is not None:
+        assert max(savings) - 1e-6 <= result.together.saving_ns <= sum(savings) + 1e-6
+        assert result.together.share <= max(0.98, max(savings) / STEP_NS)
+    else:
+        assert sum(savings) > 0.98 * STEP_NS or not savings

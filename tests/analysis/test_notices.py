@@ -1,8 +1,9 @@
-"""The warnings that a report begins with."""
+"""The warnings that a report begins with: what each run has of them, and what a calm one has not."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -12,7 +13,13 @@ from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
-from tests.fixtures.runs import CPU, GPU, MS, asked_for_none, light
+from tests.fixtures.runs import CPU, GPU, MS, asked_for_none, light, recorded
+
+NINE = [light(n, 100 * MS) for n in range(9)]
+
+
+def warned(path: Path) -> list[str]:
+    return runs.measured(path, notices.warnings).call(notices.warnings)
 
 
 def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[str]:
@@ -34,30 +41,25 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return runs.measured(folder).job
 
 
-def test_missing_ranks_are_named(job: Job) -> None:
+def test_missing_ranks_are_named_and_those_that_were_asked_for_no_trace_are_not(job: Job, tmp_path: Path) -> None:
     (missing,) = found(job)
-    assert missing.startswith("1 of 3 ranks")
-    assert missing.endswith(": 1")
-
-
-def test_ranks_that_were_asked_for_no_trace_are_not_missing(tmp_path: Path) -> None:
-    """Their part that nothing explains is no news: it is not known because they were not asked."""
+    assert (missing.startswith("1 of 3 ranks"), missing.endswith(": 1")) == (True, True)
+    # Their part that nothing explains is no news: it is not known because they were not asked.
     run = runs.cpu_run(tmp_path, 10 * MS, 10 * MS, 30 * MS, 10 * MS)
     for rank in (1, 2):
         asked_for_none(run / f"ranks/{rank:05d}", "0,last")
-    warned = notices.all_warnings(runs.measured(run, notices.warnings))
-    assert [text for text in warned if "missing" in text or "no step was traced" in text] == []
-    (told,) = (text for text in warned if "--ranks" in text)
-    assert told.startswith("traces of 2 of 4 ranks were asked for (--ranks 0,last): ")
+    told = notices.all_warnings(runs.measured(run, notices.warnings))
+    assert [text for text in told if "missing" in text or "no step was traced" in text] == []
+    (asked,) = (text for text in told if "--ranks" in text)
+    assert asked.startswith("traces of 2 of 4 ranks were asked for (--ranks 0,last): ")
 
 
 def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     hosts = {"host": ["a", "b"], "cores": [8.0, 4.0], "foreign": [2.5, 1.0], "waited": [0.25, float("nan")]}
     both = pd.DataFrame(hosts | {"disturbs": [1, 1]})
-    missing, first = found(job, both)
+    _, first = found(job, both)
     assert first.startswith("on a, the most disturbed of 2 hosts, programs outside the job used 2.50 of 8 cores")
     assert "25 % of the time" in first
-    assert missing.startswith("1 of 3 ranks")
     _, alone = found(job, both.iloc[1:])
     assert alone.startswith("programs outside the job used 1 of 4 cores: ")
     assert len(found(job, both.assign(disturbs=0))) == 1
@@ -86,18 +88,19 @@ def test_a_window_unlike_the_job_is_said_to_be_so(job: Job, window: dict[str, fl
 # Steps in ms: ten of a calm machine, and stretches of one that is slower for some steps in a row.
 CALM = [20.0, 20.2, 19.9, 20.1, 20.0, 19.8, 20.1, 20.0, 20.3, 19.9]
 DRIFTS = [*[24.0] * 5, *[27.0] * 7, *[24.5] * 6, *[31.0] * 5, *[23.9] * 8, *[29.0] * 9]
+SLOWER = [1.15 * ms for ms in CALM * 6]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "backward", "torn_down", "said"),
     [
-        (CALM, [1.15 * ms for ms in CALM * 6], 0.0, False, ": the profiler is still attached to the GPU"),
-        (CALM, [1.15 * ms for ms in CALM * 6], 2.0, True, ", most of the difference in the backward pass"),
-        (CALM, [1.15 * ms for ms in CALM * 6], 1.0, True, ""),
+        (CALM, SLOWER, 0.0, False, ": the profiler is still attached to the GPU"),
+        (CALM, SLOWER, 2.0, True, ", most of the difference in the backward pass"),
+        (CALM, SLOWER, 1.0, True, ""),
         (CALM, CALM * 6, 0.0, False, None),
         (CALM[:9], DRIFTS, 0.0, False, None),  # five steady steps
         ([*DRIFTS, *DRIFTS], [1.15 * ms for ms in DRIFTS * 2], 0.0, False, None),
-        (CALM[:9], [1.15 * ms for ms in CALM[:5]], 0.0, False, None),  # nothing tells how far the machine drifts
+        (CALM[:9], SLOWER[:5], 0.0, False, None),  # nothing tells how far the machine drifts
     ],
 )
 def test_steps_after_the_window_are_compared_with_how_far_the_machine_drifts(
@@ -110,24 +113,18 @@ def test_steps_after_the_window_are_compared_with_how_far_the_machine_drifts(
         steps.append(light(n, length, device_step_ns=length, profiled=profiled, backward_ns=round((5 + more) * MS)))
     facts = {**GPU, "window": {"cupti_torn_down": torn_down}}
     made = traces.ahead(4, host=30 * MS, busy=20 * MS, synchronises=True)
-    run = runs.measured(runs.recorded(tmp_path, (made, steps, facts)), notices.warnings)
-    told = [
-        text.partition(" × as long as those before")[2]
-        for text in run.call(notices.warnings)
-        if "after the traced" in text
-    ]
-    assert told == ([] if said is None else [said])
+    told = [text for text in warned(recorded(tmp_path, (made, steps, facts))) if "after the traced" in text]
+    assert [text.partition(" × as long as those before")[2] for text in told] == ([] if said is None else [said])
 
 
 @pytest.mark.skipif(not (TRACES / "h200").is_dir(), reason="the recordings of an H200 are not here (../shared/traces)")
 @pytest.mark.parametrize("name", ["g04_optimizer_loop", "g06_grad_norm_items"])
 def test_of_a_virtual_machine_that_drifts_nothing_is_said(name: str) -> None:
-    run = runs.measured(TRACES / "h200" / name, notices.warnings)
-    assert [text for text in run.call(notices.warnings) if "after the traced" in text] == []
+    assert [text for text in warned(TRACES / "h200" / name) if "after the traced" in text] == []
 
 
 @pytest.mark.parametrize(
-    ("long_s", "then_s", "warned"),
+    ("long_s", "then_s", "warns"),
     [
         (40, 1, True),
         (40, 6, False),  # a small part of it
@@ -135,41 +132,32 @@ def test_of_a_virtual_machine_that_drifts_nothing_is_said(name: str) -> None:
     ],
 )
 def test_a_run_that_warms_up_for_long_says_so_after_all_else(
-    tmp_path: Path, long_s: float, then_s: float, warned: bool
+    tmp_path: Path, long_s: float, then_s: float, warns: bool
 ) -> None:
     steps = [light(n, round((long_s if n < 3 else then_s) * 1e9)) for n in range(103)]
-    run = runs.measured(runs.recorded(tmp_path, (None, steps, CPU), warnings=["the disk was full"]), notices.warnings)
-    told = run.call(notices.warnings)
-    assert ["warming up" in text for text in told] == [False] * (len(told) - warned) + [True] * warned
-    assert "(the first 3 steps, 120.0 s)" in told[-1] or not warned
+    told = warned(recorded(tmp_path, (None, steps, CPU), warnings=["the disk was full"]))
+    assert ["warming up" in text for text in told] == [False] * (len(told) - warns) + [True] * warns
+    assert "(the first 3 steps, 120.0 s)" in told[-1] or not warns
 
 
-def test_what_many_ranks_warn_of_is_one_warning(tmp_path: Path) -> None:
-    path = runs.recorded(tmp_path, *[(None, [light(n, 100 * MS) for n in range(9)], CPU)] * 3)
-    run = runs.measured(path, step_means)
+def test_what_many_ranks_warn_of_is_one_warning_and_of_very_many_the_first_are_listed(tmp_path: Path) -> None:
+    run = runs.measured(recorded(tmp_path / "few", *[(None, NINE, CPU)] * 3), step_means)
     run.warnings.update({0: ("the disk was full",), 1: ("a signal came",), 2: ("the disk was full",)})
     said = notices.all_warnings(run)
-    assert len([text for text in said if "the disk was full" in text]) == 1
-    assert len([text for text in said if "a signal came" in text]) == 1
-
-
-def test_of_very_many_warnings_the_first_are_listed(tmp_path: Path) -> None:
-    path = runs.recorded(tmp_path, (None, [light(n, 100 * MS) for n in range(9)], CPU), warnings=[])
-    run = runs.measured(path)
+    assert [sum(text in line for line in said) for text in ("the disk was full", "a signal came")] == [1, 1]
+    run = runs.measured(recorded(tmp_path / "many", (None, NINE, CPU), warnings=[]))
     run.warnings[0] = tuple(f"warning {n}" for n in range(notices.MOST_WARNINGS + 3))
     said = notices.all_warnings(run)
-    assert said[-1] == "… and 3 more warnings"
-    assert len(said) == notices.MOST_WARNINGS + 1
+    assert (said[-1], len(said)) == ("… and 3 more warnings", notices.MOST_WARNINGS + 1)
 
 
 def test_ranks_of_two_jobs_in_one_folder(tmp_path: Path) -> None:
-    def told(folder: Path, *jobs: str) -> list[str]:
-        facts = [{**CPU, "env": {"SLURM_JOB_ID": number}} for number in jobs]
-        run = runs.measured(runs.recorded(folder, *((None, [light(0, MS)], f) for f in facts)), notices.warnings)
-        return [text for text in run.call(notices.warnings) if "SLURM" in text]
+    def told(name: str, *jobs: str) -> list[str]:
+        facts: list[Any] = [(None, NINE[:1], {**CPU, "env": {"SLURM_JOB_ID": number}}) for number in jobs]
+        return [text for text in warned(recorded(tmp_path / name, *facts)) if "SLURM" in text]
 
-    assert told(tmp_path / "one", "7", "7") == []
-    (warning,) = told(tmp_path / "two", "7", "8")
+    assert told("one", "7", "7") == []
+    (warning,) = told("two", "7", "8")
     assert warning.startswith("the ranks are of 2 SLURM jobs (7, 8)")
 
 
@@ -177,7 +165,7 @@ def test_ranks_of_two_jobs_in_one_folder(tmp_path: Path) -> None:
 def test_a_run_that_only_uses_up_what_was_made_ahead_is_told_so(tmp_path: Path, fetch: int, slower: int) -> None:
     # Two workers make a batch every 21, or every 11 ms; all 40 steps of 10 ms find theirs ready.
     gpu = {"device": {"type": "cuda", "name": "NVIDIA H200"}, "loaders": [{"role": "train", "num_workers": 2}]}
-    path = runs.recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
+    path = recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
     runs.loading(path, 0, step=10 * MS, wait=0, fetch=fetch * MS, cpu=0, n=40, workers=2)
-    warned = [w for w in notices.all_warnings(runs.measured(path, notices.warnings)) if "use up" in w]
-    assert [f"their loader needs {slower:.1f} ms for a step's" in text for text in warned] == [True] * bool(slower)
+    told = [w for w in notices.all_warnings(runs.measured(path, notices.warnings)) if "use up" in w]
+    assert [f"their loader needs {slower:.1f} ms for a step's" in text for text in told] == [True] * bool(slower)

@@ -1,57 +1,46 @@
-"""The facts of a run: what it is, by section, and where ranks differ all of their values."""
+"""The facts of a run, by section: what it is, where ranks differ, what was overridden, and what was sampled."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlprof.analysis import overview
 from dlprof.analysis.engine import Measured
-from tests.fixtures import runs
-from tests.fixtures.runs import CPU, MS, light
+from dlprof.analysis.overview import override_effects
+from dlprof.analysis.panel import drawn
+from dlprof.analysis.panels.machine import SAMPLES_PICTURE
+from dlprof.errors import NotMeasured
+from dlprof.read.run import open_run
+from tests.fixtures import readings
+from tests.fixtures.readings import sampled
+from tests.fixtures.runs import CPU, MS, light, measured, recorded
 
 STEPS = [light(n, 100 * MS) for n in range(9)]
-FACTS = {
-    **CPU,
-    "versions": {"torch": "2.13.0", "python": "3.11.7"},
-    "loaders": [{"num_workers": 2, "batch_size": 64}],
-    "environment": {"OMP_NUM_THREADS": "2"},
-}
+SOFTWARE = {"torch": "2.13.0", "python": "3.11.7"}
+FACTS = {**CPU, "versions": SOFTWARE, "loaders": [{"num_workers": 2}], "environment": {"OMP_NUM_THREADS": "2"}}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """Return a run of two ranks with other versions of torch."""
-    other = FACTS | {"versions": {"torch": "2.12.0", "python": "3.11.7"}}
-    folder = runs.recorded(tmp_path_factory.mktemp("run") / "run", (None, STEPS, FACTS), (None, STEPS, other))
-    return runs.measured(folder, *overview.SECTIONS)
+def known(run: Measured, section: str) -> dict[str, str]:
+    return {fact.name: fact.value for fact in overview.facts(run) if fact.section == section}
 
 
-def test_a_fact_in_which_ranks_differ_shows_all_its_values(run: Measured) -> None:
-    known = {(fact.section, fact.name): fact.value for fact in overview.facts(run)}
-    assert known["Software", "torch"] == "2.13.0, 2.12.0"
-    assert known["Software", "python"] == "3.11.7"
-    assert known["Job", "ranks"] == "2 of 2"
-    assert known["Device", "type"] == "cpu"
-
-
-def test_what_is_not_known_is_no_fact(run: Measured) -> None:
-    facts = overview.facts(run)
-    assert facts
-    assert all(fact.value for fact in facts)
-    assert ("Software", "cuda") not in {(fact.section, fact.name) for fact in facts}
-
-
-def test_a_run_is_named_with_its_ranks_device_and_version(run: Measured) -> None:
+def test_a_run_is_named_and_a_fact_in_which_ranks_differ_shows_all_its_values(tmp_path: Path) -> None:
+    other = FACTS | {"versions": SOFTWARE | {"torch": "2.12.0"}}
+    run = measured(recorded(tmp_path / "run", (None, STEPS, FACTS), (None, STEPS, other)), *overview.SECTIONS)
+    software = known(run, "Software")
+    assert (software["torch"], software["python"], "cuda" in software) == ("2.13.0, 2.12.0", "3.11.7", False)
+    assert (known(run, "Job")["ranks"], known(run, "Device")["type"]) == ("2 of 2", "cpu")
+    assert all(fact.value for fact in overview.facts(run))
     info = overview.run_info(run.job, ["a warning"])
     assert (info.path, info.ranks, info.missing_ranks, info.world_size) == ("run", (0, 1), (), 2)
     assert (info.device, info.torch, info.warnings) == ("CPU", "2.13.0", ("a warning",))
-
-
-def test_a_run_that_left_next_to_nothing_has_facts_all_the_same(tmp_path: Path) -> None:
-    bare = runs.measured(runs.recorded(tmp_path / "run", (None, [], {})), *overview.SECTIONS)
-    assert {fact.section for fact in overview.facts(bare)} >= {"Job"}
+    # One that left next to nothing has facts all the same.
+    bare = measured(recorded(tmp_path / "bare", (None, [], {})), *overview.SECTIONS)
+    assert known(bare, "Job")
     assert overview.run_info(bare.job, []).device == ""
 
 
@@ -59,9 +48,72 @@ def test_a_run_that_left_next_to_nothing_has_facts_all_the_same(tmp_path: Path) 
 def test_processes_that_train_apart_are_said_to_be_ranks_in_name_only(
     tmp_path: Path, alone: tuple[bool, ...], told: bool
 ) -> None:
-    steps = [runs.light(n, runs.MS) for n in range(9)]
-    path = runs.recorded(tmp_path, *((None, steps, {**runs.CPU, "alone": one, "world_size": 1}) for one in alone))
-    job = runs.measured(path).job
-    assert job.apart is told
-    names = [fact.name for fact in overview._of_job(job)]
-    assert ("process group" in names) is told
+    path = recorded(tmp_path, *((None, STEPS, {**CPU, "alone": one, "world_size": 1}) for one in alone))
+    run = measured(path, *overview.SECTIONS)
+    assert run.job.apart is told
+    assert ("process group" in known(run, "Job")) is told
+
+
+ENTRY = {"value": 4, "applied": 1, "before": [0], "places": [["train.py", 12, "main"]], "error": None}
+OTHER = ENTRY | {"places": [["train.py", 12, "main"], ["eval.py", 3, "f"]], "applied": 2, "before": [1]}
+FAILED = {"value": True, "applied": 0, "before": [], "places": [], "error": "too sparse"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "facts"),
+    [
+        ([{"loader.num_workers": ENTRY}], {"loader.num_workers": "0 → 4 at train.py:12, 1 time"}),
+        ([{"loader.num_workers": ENTRY, "optimizer.fused": FAILED}, {"loader.num_workers": OTHER}],
+         {"loader.num_workers": "0, 1 → 4 at train.py:12, eval.py:3, 3 times",
+          "optimizer.fused": "True never applied: too sparse"}),
+        ([{}], {}),
+        ([None], {}),
+    ],
+)  # fmt: skip
+def test_overrides_say_before_value_place_and_how_often(
+    tmp_path: Path, ranks: list[dict[str, Any] | None], facts: dict[str, str]
+) -> None:
+    made = recorded(tmp_path / "run", *((None, STEPS, CPU) for _ in ranks))
+    for n, entries in enumerate(ranks):
+        if entries is not None:
+            (made / f"ranks/{n:05d}/overrides.json").write_text(json.dumps(entries))
+    run = measured(made, override_effects, *overview.SECTIONS)
+    assert known(run, "Overrides") == facts
+    if not facts:
+        with pytest.raises(NotMeasured):
+            run.frame(override_effects)
+
+
+def test_a_line_a_rank_and_host_of_what_was_sampled_and_the_facts(tmp_path: Path) -> None:
+    rows = [{"cpu_s": 0.5 * n, "rss_bytes": 3e8, "children": 2, "children_cpu_s": 0.25 * n} for n in range(40)]
+    folder = sampled(tmp_path / "a", rows, rows)
+    host = {"core_percent": [100, 50, 0, 0], "memory_used_bytes": 4e9}
+    readings.write(folder / "hosts/node-1/host.jsonl", [host] * 40)
+    run = measured(folder, SAMPLES_PICTURE.draw, *overview.SECTIONS)
+    cores, memory = (p for p in drawn(run, [SAMPLES_PICTURE]) if p.title in ("Cores in use", "Memory in use"))
+    assert cores.columns == ("time_ns", "rank 0", "rank 1", "loader workers and other children", "all of node-1")
+    # The children of both ranks together; every line has a point in every row.
+    assert len(cores.rows) > 10
+    assert all(row[1:] == pytest.approx((0.5, 0.5, 0.5, 1.5)) for row in cores.rows[1:])
+    assert memory.columns == ("time_ns", "rank 0", "rank 1", "all of node-1")
+    facts = known(run, "Host")
+    assert facts["cores in use"] == "1.50 of 4"
+    assert facts["cores in use by a rank's process"] == "0.50, 0.50"
+    assert facts["cores in use by its children"] == "0.25, 0.25"
+    assert not known(run, "GPU")
+    # Many ranks are a mean and a largest.
+    folder = sampled(tmp_path / "b", *([{"cpu_s": (1 + rank) * n} for n in range(10)] for rank in range(9)))
+    panels = drawn(measured(folder, SAMPLES_PICTURE.draw), [SAMPLES_PICTURE])
+    (cores,) = (p for p in panels if p.title == "Cores in use")
+    assert cores.columns == ("time_ns", "mean of ranks", "largest of ranks")
+    assert cores.rows[1][1:] == pytest.approx((5, 9))
+
+
+def test_energy_is_told_where_a_gpu_told_it(tmp_path: Path) -> None:
+    rows = [{"energy_j": 600 * n, "power_w": 590, "sm_busy_share": 0.5} for n in range(40)]
+    folder = sampled(tmp_path, rows, name="gpu.jsonl")
+    run = measured(folder, SAMPLES_PICTURE.draw, *overview.SECTIONS)
+    assert known(run, "GPU") == {"multiprocessors at work": "50 %", "power": "600 W", "energy of a step": "540 J"}
+    titles = [p.title for p in drawn(run, [SAMPLES_PICTURE])]
+    assert ("GPU: power" in titles, "GPU: some kernel ran" in titles) == (True, False)
+    assert open_run(folder).warnings == ()

@@ -1,0 +1,244 @@
+"""What the rules of a step's parts say of stalls, forward passes for nothing, periodic work and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.estimate import Rule
+from dlprof.analysis.step.rules import (
+    checkpoint_stall,
+    gc_pauses,
+    periodic_work,
+    recompilation,
+    unused_forward,
+    validation_share,
+)
+from tests.fixtures import runs, traces
+from tests.fixtures.claims import Make, case, claims, sample
+from tests.fixtures.jobs import record, tiny
+from tests.fixtures.runs import MS, light
+from tests.fixtures.sampled_stacks import MAIN
+
+GC, COMPILES, SAVES = gc_pauses.RULE, recompilation.RULE, checkpoint_stall.RULE
+UNUSED, PERIODIC, VALIDATES = unused_forward.RULE, periodic_work.RULE, validation_share.RULE
+
+KINDS = {"gc": "garbage_collection", "compiles": "compilation", "saves": "checkpoint"}
+
+
+def stalling(
+    kind: str,
+    *stalled: range,
+    dur: int = 20,
+    took: dict[int, int] | None = None,
+    told: dict[str, Any] | None = None,
+    **facts: Any,
+) -> Make:
+    """Return what makes ranks of 63 steps of 100 ms, 60 of them steady, that stand still in the steps that are told."""
+    steps = [light(n, (took or {}).get(n, 100) * MS) for n in range(63)]
+    stalls = [[runs.stall(KINDS[kind], n, dur * MS, **told or {}) for n in which] for which in stalled]
+    ranks = [(None, steps, {**runs.CPU, **facts})] * len(stalled)
+    return lambda folder: runs.recorded(folder / "run", *ranks, stalls=stalls)
+
+
+def lasting(*steps: dict[str, Any], stacks: str = "", **facts: Any) -> Make:
+    """Return what makes a rank of these steps, of which stacks may have been seen."""
+    rank = (None, steps, {**runs.CPU, "pid": 10, **facts})
+    return lambda folder: sample(runs.recorded(folder / "run", rank), stacks)
+
+
+def plain(n: int = 60, **said: Any) -> list[dict[str, Any]]:
+    return [light(k, 100 * MS, **said) for k in range(n)]
+
+
+def a_trace(folder: Path) -> Path:
+    return runs.foreign(folder, traces.training())
+
+
+SIZE = {"path": "/x/model.py:12 forward", "reason": "tensor 'x' size mismatch at index 0. expected 4, actual 5"}
+FLAG = {"path": "/x/model.py:12 forward", "reason": "L['self'].scale == 2"}
+LOGS = ("TORCH_LOGS", None, "recompiles")
+COMPILED: dict[str, Any] = {"models": [{"class": "Net", "parameters": 1, "compiled": True}]}
+OTHER, FIFTH = range(3, 63, 2), range(5, 63, 5)
+compiling = partial(stalling, "compiles", **COMPILED)
+
+# Saving takes 50 ms, and the state is gathered for 30 ms before; the step after is 10 ms shorter.
+GATHERED = dict.fromkeys(FIFTH, 180) | {n + 1: 90 for n in FIFTH}
+
+CALL = "_wrapped_call_impl (/lib/python3.11/site-packages/torch/nn/modules/module.py:1500)"
+STACKS = "".join(f"{MAIN};main (/me/train.py:{n});{CALL};forward (/me/net.py:5) {k}\n" for n, k in ((61, 55), (69, 45)))
+
+
+def unused(ms: int) -> list[dict[str, Any]]:
+    """Return 50 steps of 20 ms, of which so many ms are in forward passes for nothing."""
+    return [light(n, 20 * MS, forward_ns=8 * MS, unused_forward_ns=ms * MS, forwards=2) for n in range(50)]
+
+
+ROLL_OUT = f"{MAIN};main (/me/rl.py:30);roll_out (/me/rl.py:20);simulate (/me/rl.py:12) 80\n"
+
+
+def rolling(every: int, *extra: int, first: int = 10, stacks: str = "") -> Make:
+    """Return what makes ranks of 203 steps of 10 ms, or the first of other steps, that are longer every so often."""
+    ranks: list[Any] = []
+    for rank, ms in enumerate(extra):
+        steps = [light(n, ((10 if rank else first) + ms * (n % every == 0)) * MS) for n in range(203)]
+        ranks.append((None, steps, {**runs.CPU, "pid": 10}))
+    return lambda folder: sample(runs.recorded(folder / "run", *ranks), stacks)
+
+
+LOADERS = [
+    {"role": "train", "num_workers": 4, "batch_size": 32},
+    {"role": "validation", "num_workers": 1, "batch_size": 50, "dataset_length": 250},
+]
+
+
+def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60) -> Make:
+    """Return what makes ranks of 60 training steps of 100 ms; after each tenth so many batches are validated."""
+    facts = {**runs.CPU, "loaders": LOADERS, "autocast": {"enabled": True, "dtype": "bfloat16"}}
+    kind: dict[str, Any] = {"kind": "validation", "backwards": 0, "optimizer_steps": 0, "fetch_ns": fetch * MS}
+    made = []
+    for batches in ranks:
+        steps: list[Any] = []
+        for n in range(60):
+            steps.append(light(len(steps), 100 * MS))
+            for _ in range(batches if n % every == every - 1 else 0):
+                steps.append(light(len(steps), dur * MS, **kind))
+        made.append((None, steps, facts))
+    return lambda folder: runs.recorded(folder, *made)
+
+
+CASES = [
+    # 20 ms every 40 steps of 100 ms is half a per cent.
+    case("pauses of every other step", GC, stalling("gc", OTHER), saving=10.0, share=0.1,
+         column=[f"step {n}" for n in OTHER], verdict="10 % of each step is Python's garbage collection.",
+         says=("30 pauses in 60 steady steps of rank 0, one in every 2nd step", "30 steps searched all objects",
+               "every 40 steps", "0.5 % of the step")),
+    case("ranks that pause in turn", GC, stalling("gc", range(3, 63, 4), range(5, 63, 4)), saving=10.0, ranks=(0, 1)),
+    case("ranks that pause together", GC, stalling("gc", range(3, 63, 4), range(3, 63, 4)), saving=5.0),
+    case("short pauses", GC, stalling("gc", OTHER, dur=2), state="clear", share=0.01, costs={0: 1.0}),
+    case("a single long pause", GC, stalling("gc", range(30, 31), dur=300, took={30: 400}), state="not_measured",
+         says="varies too much"),
+    case("no pause", GC, stalling("gc", range(0)), state="clear"),
+    case("pauses not recorded", GC, lasting(*plain()), state="not_measured", says="no record of garbage"),
+    case("pauses on a GPU without a trace", GC, stalling("gc", OTHER, device={"type": "cuda"}), state="not_measured"),
+    case("sizes that compile", COMPILES, compiling(range(0, 63, 2), told=SIZE), saving=10.0, share=0.1, lost_share=0.1,
+         sets=[("drop_last", None, True), ("dynamic", None, True), LOGS],
+         rows=((SIZE["path"], SIZE["reason"], 30, 600.0 * MS),),
+         says=("30 compilations in 60 steady steps of rank 0", "expected 4, actual 5")),
+    case("flags that compile", COMPILES, compiling(range(0, 63, 2), told=FLAG), changes=2, sets=[LOGS]),
+    case("a last batch that is dropped", COMPILES,
+         compiling(OTHER, told=SIZE, loaders=[{"role": "train", "drop_last": True}]), numerics=[True, False, False],
+         sets=[("dynamic", None, True), LOGS]),
+    case("ranks that compile together", COMPILES, compiling(OTHER, OTHER, told=SIZE), saving=10.0,
+         costs={0: 10.0, 1: 10.0}),
+    case("little compiling", COMPILES, compiling(range(3, 63, 20), told=SIZE), state="clear", share=0.01),
+    case("compiling in the first steps", COMPILES, compiling(range(3), told=SIZE), state="clear", share=0.0,
+         summary="no steady step compiled anything"),
+    case("nothing compiled", COMPILES, stalling("compiles", range(0), models=[{"compiled": False}]), state="clear"),
+    case("compiling that nobody saw", COMPILES, compiling(range(0)), state="not_measured", says="does not tell when"),
+    # 10 of 90 ms: six times rarer leaves 1.67 of 91.67 ms.
+    case("saving every fifth step", SAVES, stalling("saves", FIFTH, dur=50, told={"path": "/data/model.pt"}),
+         share=0.1, saving=10.0, of_training=[False, True], training=False, column=[f"step {n}" for n in FIFTH],
+         verdict="10 % of each step waits for checkpoints.",
+         says=("every 5th steady step and stands still for 50.0 ms then (/data/model.pt)", "async_save",
+               "save every 30 steps (now every 5th one)")),
+    case("a saving step takes longer besides", SAVES, stalling("saves", FIFTH, dur=50, took=GATHERED),
+         saving=(80 - 10) / 5, lost_share=14 / 114, says="50.0 ms then; such a step takes 20.0 ms longer besides"),
+    # A stall of 5 ms in each fifth step is 1 % of them; that such a step is 30 ms longer as well tells of no stall.
+    case("short saves in longer steps", SAVES, stalling("saves", FIFTH, dur=5, took=dict.fromkeys(FIFTH, 135)),
+         state="clear", saving=7.0),
+    case("one rank saves", SAVES, stalling("saves", FIFTH, range(0), dur=50), saving=10.0, ranks=(0,), costs={0: 10.0},
+         says="is assumed"),
+    case("short saves", SAVES, stalling("saves", FIFTH, dur=5), state="clear", share=0.01),
+    case("no save", SAVES, stalling("saves", range(0)), state="clear", share=0.0),
+    case("one save", SAVES, stalling("saves", range(30, 31), dur=300, took={30: 400}), state="not_measured",
+         says="varies too much"),
+    case("saves not recorded", SAVES, lasting(*plain()), state="not_measured", says="checkpoints"),
+    case("a second forward pass", UNUSED, lasting(*unused(3), stacks=STACKS), saving=3.0, sets=[],
+         rows=(("main (train.py:61)", 0.55), ("main (train.py:69)", 0.45))),
+    case("a second forward pass, no stacks", UNUSED, lasting(*unused(3)), saving=3.0, rows=None),
+    case("forward passes are used", UNUSED, lasting(*unused(0)), state="clear"),
+    case("forward passes on a device", UNUSED, lasting(*unused(3), device={"type": "cuda"}), state="not_measured"),
+    case("forward passes not recorded", UNUSED, lasting(*plain()), state="not_measured"),
+    # To do it more rarely changes the training: it is the last of the changes, and all of it gone is a bound.
+    case("roll-outs", PERIODIC, rolling(16, 160, stacks=ROLL_OUT), saving=160 * 12 / 200, share=9.6 / 19.6,
+         of_training=[False, False, True], at_most=True, column=[16],
+         verdict="49 % of the mean step goes to what the script does every 16th step.",
+         says=("One step in 16 takes 160.0 ms longer", "simulate (rl.py:12)", "where the stacks show it",
+               "do it every 32 steps: 24 % of the step is saved", "Done 32 × as rarely, it would be 1.5 %")),
+    case("one rank does more of it", PERIODIC, rolling(10, 0, 100), ranks=(1,), saving=pytest.approx(10, rel=0.06)),
+    # Without it the first rank sets the pace; what is lost is all of it.
+    case("beside a slower rank", PERIODIC, rolling(10, 0, 100, first=15), ranks=(1,), saving=5.0, lost_share=10 / 17.5,
+         verdict="57 % of the mean step goes to what the script does every 10th step."),
+    case("steps alike", PERIODIC, rolling(16, 0), state="clear"),
+    case("a little every few steps", PERIODIC, rolling(50, 5), state="clear"),
+    case("steps of a trace", PERIODIC, a_trace, state="not_measured"),
+    # Five batches of 60 ms after each ten steps of 100: 300 of 1,300 ms; a half of it, over ten steps.
+    case("a quarter of the loop", VALIDATES, validating(5), scope="job", training=True, saving=15.0, share=150 / 1_300,
+         speedup=1_300 / 1_150, lost_share=300 / 1_300, costs={0: 30.0},
+         advice=("validate every 20 steps (is 10), or on part of the data",),
+         says=("Every 10 training steps rank 0 validates for 300.0 ms, in 5 batches; 8.3 %",
+               "What `torch.inference_mode()` and larger batches in validation gain is not known.")),
+    # Of 300 ms after each ten steps half are waits for data.
+    case("validation waits for its loader", VALIDATES, validating(5, fetch=30), saving=15.0, at_most=True,
+         training=False, numerics=[False, True, False], of_training=[False, False, True],
+         sets=[("persistent_workers", None, True)],
+         says=("more `num_workers` (is 1)", "50 % of validation", "autocast (bfloat16, as training)",
+               "a larger batch (is 50)")),
+    # 150 of 1,150 ms are validation, and a quarter of it waits: 3.3 % of the loop.
+    case("waits not notable alone", VALIDATES, validating(5, fetch=8, dur=30), saving=7.5, training=True),
+    case("one rank validates for all", VALIDATES, validating(5, 0, 0, 0), saving=0.75 * 30, ranks=(0,), training=False,
+         of_training=[False, False, True], sets=[("shuffle", None, False)],
+         says=("The other ranks wait for it.", "DistributedSampler")),
+    case("all validate everything", VALIDATES, validating(5, 5), saving=0.5 * 30, says="all of its 250 samples"),
+    case("each validates its share", VALIDATES, validating(3, 3, dur=100), saving=15.0, training=True),
+    # 60 of each 1,060 ms, of which half would be saved.
+    case("short validation", VALIDATES, validating(1), state="clear", share=30 / 1_060, lost_share=60 / 1_060),
+    case("no validation", VALIDATES, validating(0), state="clear", share=0.0, summary="nothing was validated"),
+    case("one phase", VALIDATES, validating(50, every=40), state="not_measured", says="how often"),
+    case("validation in a trace", VALIDATES, a_trace, state="not_measured"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "make", "told"), CASES)
+def test_rule(tmp_path: Path, rule: Rule, make: Make, told: dict[str, Any]) -> None:
+    claims(rule, make(tmp_path), told)
+
+
+@pytest.mark.parametrize(
+    ("make", "row"),
+    [
+        (validating(5), (1, "half as often", 150 / 1_300, 150 / 1_300, 1_300 / 1_150)),
+        (validating(5, fetch=30), (-1, "with no waiting for data", 150 / 1_300, 150 / 1_300, 1_300 / 1_150)),
+    ],
+)
+def test_what_less_validation_gives_is_a_table(tmp_path: Path, make: Make, row: Sequence[Any]) -> None:
+    found = claims(VALIDATES, make(tmp_path), {})
+    assert found.evidence is not None
+    at, name, *figures = row
+    assert found.evidence.rows[at] == (name, *(pytest.approx(figure) for figure in figures))
+
+
+@pytest.mark.long
+def test_a_real_script_that_judges_each_batch_again_and_rolls_out(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    body = """
+    model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(8)], nn.Linear(400, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    batch = torch.randn(256, 400), torch.randn(256, 1)
+    for n in range(120):
+        if n % 8 == 0:
+            time.sleep(0.3)
+        train(batch)
+        with torch.no_grad():
+            model(batch[0])
+    """
+    record(tiny(tmp_path, body), folder=tmp_path / "run", options=["--no-trace", "--flops", "off"])
+    again = claims(UNUSED, tmp_path / "run", {})
+    assert 0.03 < again.share < 0.5
+    rolls = claims(PERIODIC, tmp_path / "run", {"column": [8]})
+    assert rolls.saving_ns == pytest.approx(300 * MS / 8, rel=0.3)
