@@ -168,7 +168,7 @@ CASES = [
     case("roll-outs", PERIODIC, rolling(16, 160, stacks=ROLL_OUT), saving=160 * 12 / 200, share=9.6 / 19.6,
          of_training=[False, False, True], at_most=True, column=[16],
          verdict="49 % of the mean step goes to what the script does every 16th step.",
-         says=("One step in 16 takes 160.0 ms longer", "simulate (rl.py:12)", "where the stacks show it",
+         says=("One step in 16 takes 160.0 ms longer", "simulate (rl.py:12)",
                "do it every 32 steps: 24 % of the step is saved", "Done 32 × as rarely, it would be 1.5 %")),
     case("one rank does more of it", PERIODIC, rolling(10, 0, 100), ranks=(1,), saving=pytest.approx(10, rel=0.06)),
     # Without it the first rank sets the pace; what is lost is all of it.
