@@ -42,7 +42,7 @@ CASES: tuple[Case, ...] = (
     Case("sampler_list", "pytorch/pytorch 50689", ("input_wait", "slow_start"), ("num_samples", "as they are needed")),
     Case("deadlock", "pytorch/pytorch 1355", ("input_wait", "job_failed"), ("lock", "spawn"), "held_out"),
     Case("list_to_tensor", "pytorch/pytorch 13918", ("input_wait",), ("np.stack",)),
-    Case("affinity", "pytorch/pytorch 105841", ("idle_cores", "shared_cores"), ("affinity",), "held_out"),
+    Case("affinity", "pytorch/pytorch 105841", ("thread_oversubscription", "idle_cores"), ("affinity",), "held_out"),
     Case("zip_open", "pytorch/vision 950", ("input_wait",), ("open the archive once",)),
     Case("dataframe_rows", "a report of a forum", ("input_wait",), ("to_numpy",), "held_out"),
     Case("blur_before_resize", "albumentations 1246", ("input_wait",), ("small first",)),

@@ -35,7 +35,14 @@ from dlprof.analysis.host.rules import (
     queued_wait,
     step_python,
 )
-from dlprof.analysis.input.rules import input_wait, needless_workers, padding, slow_worker_batches, worker_restart
+from dlprof.analysis.input.rules import (
+    duplicate_batches,
+    input_wait,
+    needless_workers,
+    padding,
+    slow_worker_batches,
+    worker_restart,
+)
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
     activation_memory,
@@ -74,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     data_parallel.RULE,
     device_allocations.RULE,
     devices_in_turn.RULE,
+    duplicate_batches.RULE,
     expert_imbalance.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,

@@ -52,6 +52,7 @@ class Pass(_Referable):
     workers: str = ""
     reported: bool = False  # some of its batches have rows
     place: int = -1  # of the loader in Observed.loaders, once it is reported
+    firsts: list[Any] | None = None  # beginnings of the workers' first batches, while these are compared
 
 
 @runtime_checkable
@@ -74,6 +75,8 @@ _passes: weakref.WeakSet[Pass] = weakref.WeakSet()
 def begin_pass(iterator: Any, loader: LoaderSeen | None, began_ns: int, took_ns: int) -> Pass:
     """Give an iterator a pass; its iter() began then and took so long (perf_counter, ns)."""
     over = iterator._dlprof_pass = Pass(loader, began_ns, took_ns)
+    if loader is not None and loader.settings.get("iterable") and (loader.settings.get("num_workers") or 0) > 1:
+        over.firsts = None if "same_batches" in loader.settings else []
     _passes.add(over)
     return over
 
@@ -202,6 +205,10 @@ _GRAIN = 16_384
 _IGNORED = -100
 
 
+# The values of a tensor that are compared with those of another batch.
+_MOST_COMPARED = 256
+
+
 Lengths = tuple[str, int, list[int]]
 
 
@@ -216,6 +223,8 @@ def samples_of(batch: Any, over: Pass) -> int:
     """
     if over.leads is None:
         _settle(batch, over)
+    if over.firsts is not None:
+        _compare(batch, over)
     if over.leads:
         return next((int(shape[0]) for _, tensor in tensors_in(batch) if (shape := _shape(tensor))), over.size)
     return over.size
@@ -244,6 +253,28 @@ def _settle(batch: Any, over: Pass) -> None:
     shapes = [_shape(tensor) for _, tensor in islice(tensors_in(batch), _MOST_TENSORS)]
     found = {int(shape[0]) if shape else -1 for shape in shapes}
     over.leads = len(found) == 1 and found.pop() > 0
+
+
+def _compare(batch: Any, over: Pass) -> None:
+    """Note whether all workers of a data set that is iterated begin with the same batch; of one without order.
+
+    The workers give their batches in turn. Batches whose rows are all alike tell nothing.
+    """
+    assert over.firsts is not None
+    assert over.loader is not None
+    settings = over.loader.settings
+    try:
+        tensors = [t for _, t in islice(tensors_in(batch), _MOST_TENSORS) if t.is_cpu and t.dim() and len(t) > 1]
+        over.firsts.append([(tuple(t.shape), t[:2].flatten()[:_MOST_COMPARED].tolist()) for t in tensors])
+    except Exception:  # noqa: BLE001 - a layout that is not read in this way
+        over.firsts = [[]]
+    first = over.firsts[0]
+    if not any(values[: len(values) // 2] != values[len(values) // 2 :] for _, values in first):
+        settings["same_batches"], over.firsts = None, None
+    elif over.firsts[-1] != first:
+        settings["same_batches"], over.firsts = False, None
+    elif len(over.firsts) == settings["num_workers"]:
+        settings["same_batches"], over.firsts = True, None
 
 
 def _shape(part: Any) -> Any:

@@ -148,7 +148,7 @@ class Row:
 
     def load(self, batch: Any, over: Pass) -> None:
         """Count the samples of a batch of a pass over a loader."""
-        samples = over.size if over.leads is False else samples_of(batch, over)
+        samples = over.size if over.leads is False and over.firsts is None else samples_of(batch, over)
         self.samples = self.samples + samples if samples >= 0 <= self.samples else -1
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from dlprof.record.loaders import (
     Padding,
     Pass,
     adopt,
+    begin_pass,
     forget_passes,
     lengths_of,
     look_at,
@@ -128,6 +129,30 @@ def test_the_samples_of_batches(batches: Any, batch_size: Any, length: Any, of: 
     if batch_size is None:
         over = Pass(None, 0, 0)  # whose loader was not seen
         assert [samples_of(batch, over) for batch in batches] == of
+
+
+ROWS, OTHERS = torch.arange(12.0).view(4, 3), torch.arange(12.0).view(4, 3) + 1
+
+
+@pytest.mark.parametrize(
+    ("batches", "same"),
+    [
+        pytest.param([ROWS, ROWS], True, id="every worker gives all samples"),
+        pytest.param([ROWS, OTHERS, ROWS], False, id="each its share"),
+        pytest.param([[ROWS, images(4)], [ROWS, images(4)]], True, id="one tensor tells"),
+        pytest.param([images(4), images(4)], None, id="rows that are all alike tell nothing"),
+        pytest.param([["text"], ["text"]], None, id="no tensor"),
+        pytest.param([ROWS], "", id="one worker has not come yet"),
+    ],
+)
+def test_first_batches_of_workers_are_compared(batches: list[Any], same: object) -> None:
+    seen: Any = SimpleNamespace(settings={"iterable": True, "num_workers": 2, "batch_size": 4})
+    over = begin_pass(SimpleNamespace(), seen, 0, 0)
+    for batch in batches:
+        samples_of(batch, over)
+    assert seen.settings.get("same_batches", "") == same
+    again = begin_pass(SimpleNamespace(), seen, 0, 0)
+    assert (again.firsts is None) == (same != "")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ CONCERNS: Mapping[str, Concern] = {
     "data_parallel": Concern(("data_parallel",), ("forward",)),
     "expert_imbalance": Concern(("forward",)),
     "device_allocations": Concern(("empty_cache",), ("rest",), called="empty_cache"),
+    "duplicate_batches": Concern(("loader",)),
     "exposed_communication": _GRADIENTS,
     "exposed_copy": Concern(("copy", "loader")),
     "fp32_matmul": Concern(("autocast", "forward"), ("forward",)),

@@ -12,7 +12,13 @@ import pytest
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.input.fetch_replay import Forecast
 from dlprof.analysis.input.input_waits import FewerWorkers
-from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
+from dlprof.analysis.input.rules import (
+    duplicate_batches,
+    input_wait,
+    needless_workers,
+    slow_worker_batches,
+    worker_restart,
+)
 from tests.fixtures import pipelines, runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.claims import Make, add_facts, case, claims, edit, lines, rewrite
@@ -22,6 +28,9 @@ from tests.fixtures.loaders import fetched, held_up, loaded, needless, ready, wa
 from tests.fixtures.runs import MS, light
 
 WAIT, NEEDLESS = input_wait.RULE, needless_workers.RULE
+TWICE = duplicate_batches.RULE
+STEADY = [light(n, 10 * MS) for n in range(40)]
+STREAM = {"role": "train", "num_workers": 4, "iterable": True, "dataset": "Stream"}
 SLOW, RESTART = slow_worker_batches.RULE, worker_restart.RULE
 
 # One core: training computes 20 ms of each 100, in 30 of them, and the worker all the others.
@@ -214,6 +223,11 @@ CASES = [
          saving=3 * 8 / 40, share=pytest.approx(0.006, rel=0.05), scope="job"),
     case("a loader without workers", RESTART, partial(epochs, workers=[""] * 4), state="does_not_apply"),
     case("one epoch", RESTART, partial(epochs, workers=["1 2"]), state="not_measured", says="one epoch"),
+    case("every worker gives all samples", TWICE, bare(STEADY, loaders=[STREAM | {"same_batches": True}]), at_most=True,
+         saving=7.5, says="first batches of all 4 workers are the same"),
+    case("each gives its share", TWICE, bare(STEADY, loaders=[STREAM | {"same_batches": False}]), state="clear"),
+    case("batches that do not tell", TWICE, bare(STEADY, loaders=[STREAM]), state="not_measured"),
+    case("one worker", TWICE, bare(STEADY, loaders=[STREAM | {"num_workers": 1}]), state="does_not_apply"),
     case("no record of a loader", RESTART, bare([light(n, MS) for n in range(9)]), state="not_measured"),
     # What a fork makes slower in the next step counts.
     case("a slower first step", RESTART, partial(epochs, slower=40), saving=3 * 320 / 40),

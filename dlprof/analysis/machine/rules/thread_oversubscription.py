@@ -143,6 +143,15 @@ def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...
     else:
         words = f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"
         fewer = change(words, OMP_NUM_THREADS=(threads, left))
+    cpu = job.facts[rank].get("cpu") or {}
+    bound, there = cpu.get("affinity"), cpu.get("count")
+    if bound and there and bound < there and settings.neighbours(job, rank) == 1:
+        # More cores also help the loader's workers, which are bound as the rank is.
+        freed = change(
+            f"let it use more of the host's {there} cores: its affinity is {count(bound, 'core')}"
+            " (`os.sched_setaffinity`, `taskset`, `numactl`, the job's `--cpus-per-task`)"
+        )
+        return freed, fewer
     if workers < cores:
         return (fewer,)
     return fewer, change(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")
