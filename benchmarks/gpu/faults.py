@@ -131,6 +131,8 @@ _TWO = "needs two GPUs"
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp_transformer", "data_parallel"): _TWO,
     ("amp_transformer", "find_unused"): _TWO,
+    ("bert_pretrain", "busy_thread"): "is shown on a CPU only",
+    ("bert_pretrain", "kept_outputs"): "is shown on a CPU only",
     ("bert_pretrain", "sync_every_batch"): _TWO,
     ("data_parallel", "data_parallel"): _TWO,
     ("data_parallel", "double"): "these GPUs multiply float64 as fast as float32",

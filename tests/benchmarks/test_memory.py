@@ -105,6 +105,6 @@ def test_each_operator_and_number_of_a_function_is_changed_once(tmp_path: Path) 
 
 def test_the_tests_of_a_module_are_those_that_import_it_and_then_those_of_its_subject() -> None:
     near, far = mutation.test_files(ROOT / "dlprof/analysis/timeline/stalls.py")
-    assert "tests/analysis/timeline/test_stalls.py" in near
-    assert "tests/analysis/timeline/test_patterns.py" in far
+    assert "tests/analysis/timeline/test_steps.py" in near
+    assert "tests/analysis/timeline/test_replay.py" in far
     assert not set(near) & set(far)

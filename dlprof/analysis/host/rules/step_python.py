@@ -118,7 +118,6 @@ def explain(
                 else f"run {places[0]} every k steps, or not at all: at most {first} of the step"
             ),
         ),
-        where=() if line is None else (line.place,),
         evidence=table(
             f"The script's lines between the phases, rank {rank}",
             lines.assign(place=places, share=lines["ns"] / mean_step_ns),

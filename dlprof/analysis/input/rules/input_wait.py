@@ -121,8 +121,13 @@ def explain(
         forecasts=() if plan is None else forecasts_of(starving.step_ns, plan),
         sure=_sure(job, faster_loader) + assumed,
         at_most=not faster_loader.workers_help,
-        where=() if faster_loader.line is None or faster_loader.workers_help else (faster_loader.line.place,),
+        where=(faster_loader.line.place,) if faster_loader.line is not None and _is_about_it(faster_loader) else (),
     )
+
+
+def _is_about_it(faster: FasterLoader) -> bool:
+    """Return whether the first change is to the line that takes most of making a batch."""
+    return faster.line_first or (faster.plan is not None and not faster.workers_help and faster.part != PINNING)
 
 
 def _line(line: CostlyLine | None) -> str:
