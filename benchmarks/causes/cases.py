@@ -36,7 +36,6 @@ class Case:
 
 
 CASES: tuple[Case, ...] = (
-    Case("denormals", "pytorch/pytorch 3863", ("growing_steps",), ("set_flush_denormal",)),
     Case("iterators", "pytorch/pytorch 12831", ("worker_restart", "input_wait"), ("iterator", "iter(")),
     Case("tensor_rows", "pytorch/pytorch 106704", ("input_wait",), ("BatchSampler",), "held_out"),
     Case("sampler_list", "pytorch/pytorch 50689", ("input_wait", "slow_start"), ("num_samples", "as they are needed")),
@@ -47,13 +46,12 @@ CASES: tuple[Case, ...] = (
     Case("dataframe_rows", "a report of a forum", ("input_wait",), ("to_numpy",), "held_out"),
     Case("blur_before_resize", "albumentations 1246", ("input_wait",), ("small first",)),
     Case("anomaly", "Lightning 17359", ("anomaly_mode",), ("detect_anomaly",)),
-    Case("ema", "ultralytics 25315", ("step_python", "host_bound"), ("_foreach_lerp_",), "held_out"),
+    Case("ema", "ultralytics 25315", ("step_python", "host_bound"), ("AveragedModel", "_foreach_lerp_"), "held_out"),
     Case("metric_of_all", "torchmetrics 1823", ("growing_steps",), ("keep the metric's state", "sums"), "held_out"),
     Case("histograms", "wandb 2268", ("step_python",), ("k-th step", "every k")),
     Case("unpacked_chunks", "OpenMHC 16", ("input_wait",), ("keep what is unpacked",), "held_out"),
     Case("padding", "DeepSpeedExamples 849", ("padding",), ("longest",)),
     Case("tokenised_in_collate", "ModernBERT 236", ("input_wait",), ("once, before training",)),
-    Case("evaluation_with_grad", "fairchem 199", ("periodic_work", "unused_forward"), ("no_grad", "inference_mode")),
     Case("killed_worker", "a killed worker", ("job_failed",), ("dmesg",), line=False, gains=False),
     Case("compiled_learning_rate", "a compiled step with a changing rate", ("recompilation",), ("tensor",)),
     Case("cache_lost", "MONAI's caching data sets", ("worker_restart", "input_wait"), ("persistent_workers",)),

@@ -149,14 +149,6 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\bManager\(\)\.(dict|list)\(",
     ),
     Idiom(
-        "list_of_arrays",
-        "makes a tensor of a list, number by number or array by array",
-        "`torch.from_numpy(np.stack(rows))`, or index an array with all indices at once",
-        _PYTORCH + "generated/torch.tensor.html",
-        (*DATA, "rest"),
-        source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",
-    ),
-    Idiom(
         "rows_of_tensors",
         "takes single rows out of tensors, and puts them together again",
         "take a batch with one index: `DataLoader(data, sampler=BatchSampler(RandomSampler(data), batch_size, False),"
@@ -333,6 +325,14 @@ IDIOMS: tuple[Idiom, ...] = (
         DATA,
         source=r"\b(np|numpy)\.random\.|\btorch\.(rand|randn)\w*\(",
         first=False,
+    ),
+    Idiom(
+        "list_of_arrays",
+        "makes a tensor of a list, number by number or array by array",
+        "`torch.from_numpy(np.stack(rows))`, or index an array with all indices at once",
+        _PYTORCH + "generated/torch.tensor.html",
+        (*DATA, "rest"),
+        source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",
     ),
     # The loop: what stands between the phases.
     Idiom(

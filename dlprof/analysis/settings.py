@@ -119,6 +119,13 @@ def neighbours(job: Job, rank: int) -> int:
     return max(1, sum(host(job, r) == mine for r in job.ranks))
 
 
+def is_bound(job: Job, rank: int) -> bool:
+    """Return whether a rank, alone on its host, may use only some of the host's cores."""
+    cpu = job.facts[rank].get("cpu") or {}
+    bound, there = cpu.get("affinity"), cpu.get("count")
+    return bool(bound and there and bound < there and neighbours(job, rank) == 1)
+
+
 def cores_per_rank(job: Job, rank: int) -> int | None:
     """Return a rank's share of the cores that it may use, divided among the ranks of its host; None: not known."""
     usable = cores(job, rank)

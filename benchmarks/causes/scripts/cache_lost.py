@@ -21,7 +21,7 @@ class Cached(Dataset):
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.Adam(model.parameters())
 loader = DataLoader(Cached(), batch_size=8, num_workers=1, persistent_workers=FIXED)  # the cause
-clock = Clock(200, warm=40)
+clock = Clock(600, warm=40)
 more = True
 while more:
     for x in loader:  # the cause

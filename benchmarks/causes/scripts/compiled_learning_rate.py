@@ -7,7 +7,7 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1) if FIXED else 0.1)
 step = torch.compile(optimizer.step, backend="aot_eager")
 x = torch.rand(32, 64)
-clock = Clock(60, warm=2)
+clock = Clock(400, warm=2)
 n = 0
 while True:
     loss = model(x).square().mean()

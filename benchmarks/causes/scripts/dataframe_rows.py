@@ -13,17 +13,17 @@ class Table(Dataset):
         self.rows = self.frame.to_numpy()
 
     def __len__(self):
-        return len(self.frame)
+        return 100 * len(self.rows)
 
     def __getitem__(self, index):
         if FIXED:
-            return torch.from_numpy(self.rows[index])
-        return torch.tensor(self.frame.iloc[index].to_numpy())  # the cause
+            return torch.from_numpy(self.rows[index % 20_000])
+        return torch.tensor(self.frame.iloc[index % 20_000].to_numpy())  # the cause
 
 
 model = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters())
-clock = Clock(120)
+clock = Clock(3000)
 for x in DataLoader(Table(), batch_size=128, shuffle=True):
     loss = model(x).square().mean()
     optimizer.zero_grad()

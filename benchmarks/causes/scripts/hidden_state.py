@@ -6,7 +6,7 @@ from clock import FIXED, Clock
 cell = torch.nn.GRUCell(64, 64)
 x = torch.rand(32, 64)
 hidden = torch.zeros(32, 64)
-clock = Clock(300)
+clock = Clock(400)
 while True:
     hidden = cell(x, hidden)  # the cause
     loss = hidden.square().mean()

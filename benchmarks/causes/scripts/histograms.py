@@ -8,7 +8,7 @@ model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Lin
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 logged = {}
 x = torch.rand(32, 256)
-clock = Clock(150)
+clock = Clock(1600)
 n = 0
 while True:
     loss = model(x).square().mean()

@@ -8,7 +8,7 @@ data = TensorDataset(torch.rand(4096, 64), torch.rand(4096, 1))
 loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=2)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 optimizer = torch.optim.Adam(model.parameters())
-clock = Clock(100)
+clock = Clock(200)
 
 
 def batches():

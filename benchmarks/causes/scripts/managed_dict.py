@@ -12,7 +12,7 @@ class Labelled(Dataset):
         self.labels = labels
 
     def __len__(self):
-        return 64_000
+        return 640_000
 
     def __getitem__(self, index):
         return torch.full((16,), float(self.labels[index % 1000]))  # the cause
@@ -24,7 +24,7 @@ if __name__ == "__main__":
         labels = multiprocessing.Manager().dict(labels)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.Adam(model.parameters())
-    clock = Clock(120)
+    clock = Clock(2500)
     for x in DataLoader(Labelled(labels), batch_size=64, num_workers=1):
         loss = model(x).square().mean()
         optimizer.zero_grad()

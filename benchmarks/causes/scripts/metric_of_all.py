@@ -7,7 +7,7 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.
 optimizer = torch.optim.Adam(model.parameters())
 scores, labels = [], []
 hits = 0
-clock = Clock(500)
+clock = Clock(600)
 while True:
     x, y = torch.rand(512, 64), torch.rand(512) > 0.5
     out = model(x)[:, 0]

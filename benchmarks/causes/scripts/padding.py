@@ -11,10 +11,10 @@ class Texts(Dataset):
         self.texts = [torch.randint(1, 1000, (int(n),)) for n in torch.randint(10, 40, (2000,))]
 
     def __len__(self):
-        return 2000
+        return 200_000
 
     def __getitem__(self, index):
-        return self.texts[index]
+        return self.texts[index % 2000]
 
 
 def collate(texts):
@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
 
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters())
-clock = Clock(60)
+clock = Clock(250)
 for tokens in DataLoader(Texts(), batch_size=16, collate_fn=collate):
     loss = model(tokens).square().mean()
     optimizer.zero_grad()

@@ -11,7 +11,7 @@ else:
     loader = DataLoader(data, batch_size=4096, shuffle=True)  # the cause
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters())
-clock = Clock(140)
+clock = Clock(250)
 more = True
 while more:
     for x, y in loader:  # the cause

@@ -22,14 +22,11 @@ def collate(batch):
 data = [tokens(text) for text in texts] if FIXED else texts
 model = torch.nn.EmbeddingBag(1000, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-clock = Clock(120)
-more = True
-while more:
-    for batch in DataLoader(data, batch_size=32, shuffle=True, collate_fn=collate):
-        loss = model(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        more = clock.step()
-        if not more:
-            break
+clock = Clock(1400)
+for batch in DataLoader(100 * data, batch_size=32, shuffle=True, collate_fn=collate):
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if not clock.step():
+        break

@@ -18,10 +18,10 @@ class Chunks(Dataset):
     kept = (-1, None)
 
     def __len__(self):
-        return 10_000
+        return 1_000_000
 
     def __getitem__(self, index):
-        chunk, row = divmod(index, 500)
+        chunk, row = divmod(index % 10_000, 500)
         if not FIXED or self.kept[0] != chunk:
             raw = zlib.decompress((folder / f"{chunk}.z").read_bytes())  # the cause
             self.kept = chunk, np.frombuffer(raw, np.float32).reshape(500, 128)
@@ -30,7 +30,7 @@ class Chunks(Dataset):
 
 model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128))
 optimizer = torch.optim.Adam(model.parameters())
-clock = Clock(150)
+clock = Clock(1000)
 for x in DataLoader(Chunks(), batch_size=32, shuffle=not FIXED):
     loss = model(x).square().mean()
     optimizer.zero_grad()

@@ -22,19 +22,19 @@ class Archive(Dataset):
     kept = None
 
     def __len__(self):
-        return 3000
+        return 3_000_000
 
     def __getitem__(self, index):
         if FIXED:
             self.kept = self.kept or zipfile.ZipFile(path)
-            return torch.from_numpy(np.load(io.BytesIO(self.kept.read(f"{index}.npy"))))
+            return torch.from_numpy(np.load(io.BytesIO(self.kept.read(f"{index % 3000}.npy"))))
         with zipfile.ZipFile(path) as archive:  # the cause
-            return torch.from_numpy(np.load(io.BytesIO(archive.read(f"{index}.npy"))))
+            return torch.from_numpy(np.load(io.BytesIO(archive.read(f"{index % 3000}.npy"))))
 
 
 model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
 optimizer = torch.optim.Adam(model.parameters())
-clock = Clock(80)
+clock = Clock(120)
 for x in DataLoader(Archive(), batch_size=8, shuffle=True, num_workers=1):
     loss = torch.nn.functional.mse_loss(model(x / 3000), x / 3000)
     optimizer.zero_grad()

@@ -49,6 +49,7 @@ from dlprof.analysis.input.loader import (
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part, room
 from dlprof.analysis.step.savings import own_time, saving_input
+from dlprof.analysis.timeline.stalls import pauses_in_fetch
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means, step_series
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import digits, duration, percent
@@ -80,6 +81,8 @@ LEAST_SHARE = 0.02
 # Workers slow all other computation on the host. A rank that waits for data launches late. Smaller batches are copied
 # faster.
 SAVES_FROM = ("computation", "communication", "copy", "input_wait", "optimizer_host", "host", "launch_latency", "other")
+# What the training thread makes for a batch, it has to collect.
+MADE_HERE = ("garbage_collection",)
 
 
 @across_ranks
@@ -382,8 +385,8 @@ class FasterLoader:
 
     `saving_ns`: of the better one. `plan`: None where the batches were not recorded. `workers_help`: whether the plan's
     workers are the better one. `part`: the slowest part of making a batch, SAMPLES, COLLATING or PINNING. `line`: the
-    line of the user's that takes most of making a batch, None: not known; `line_first`: the saving is that of this line
-    gone.
+    line of the user's that takes most of making a batch, None: not known. `line_ns`: what is saved with this line gone,
+    where that comes first, and `saving_ns` is then that of batches that cost nothing to make; 0: it does not.
     """
 
     saving_ns: float
@@ -391,7 +394,12 @@ class FasterLoader:
     workers_help: bool = False
     part: str = SAMPLES
     line: CostlyLine | None = None
-    line_first: bool = False
+    line_ns: float = 0.0
+
+    @property
+    def line_first(self) -> bool:
+        """Whether the change of the line comes before more workers."""
+        return self.line_ns > 0
 
 
 @across_ranks
@@ -406,6 +414,7 @@ def faster_loader(
     fetch_gains: Maybe[Frame] = maybe(fetch_gains),
     breakdown: Frame = needs(breakdown),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
+    pauses_in_fetch: Maybe[Frame] = maybe(pauses_in_fetch),
     job: Job = needs(JOB),
 ) -> FasterLoader:
     """Predict the saving of more workers or of cheaper batches, whichever is better; the whole wait if not known.
@@ -436,15 +445,22 @@ def faster_loader(
     gain = max(cheaper, plan.gain_ns)
     helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
     if line is not None and costly != PINNING:
-        left = 1.0 - (line.place.share or 0.0)
-        freed = _freed_by(pace, pace.cheaper(left))
-        gone = saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
-        if settings.on_cpu(job):
-            with suppress(NotMeasured):
-                gone = mean_step_ns - step_with(recorded, own_time, lambda pace: pace.cheaper(left))
+
+        def without(left: float) -> float:
+            """Return what is saved if making a batch takes this share of its time."""
+            if settings.on_cpu(job):
+                with suppress(NotMeasured):
+                    return mean_step_ns - step_with(recorded, own_time, lambda pace: pace.cheaper(left))
+            freed = _freed_by(pace, pace.cheaper(left))
+            gone = {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()}
+            return saving_input(step_series, own_time, gone)
+
+        line_ns = without(1.0 - (line.place.share or 0.0))
         needless = line.idiom is not None and line.idiom.first
-        if gone >= max(NOTABLE_SHARE * mean_step_ns, plan.gain_ns) and (needless or not helps):
-            return FasterLoader(gone, plan, False, costly, line, line_first=True)
+        if line_ns >= max(NOTABLE_SHARE * mean_step_ns, plan.gain_ns) and (needless or not helps):
+            # The training thread makes the batches, and the objects of their samples are what it collects.
+            pauses = 0.0 if starving.workers else by_rank(pauses_in_fetch.get(), "ns")[starving.rank]
+            return FasterLoader(max(without(0.0), gain) + pauses, plan, False, costly, line, line_ns)
     return FasterLoader(plan.gain_ns if helps else gain, plan, helps, costly, line)
 
 

@@ -110,7 +110,8 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
     samples = cheaper(faster)
     if faster.line_first:
-        yield change(f"{samples}; without this line a step of {duration(starving.step_ns - faster.saving_ns)} is left")
+        rest = duration(max(starving.step_ns - faster.line_ns, 0.0))
+        yield change(f"{samples}; without this line alone a step of {rest} is left")
         if plan.gain_ns >= NOTABLE_SHARE * starving.step_ns and then.workers > now.workers:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
@@ -156,7 +157,7 @@ def predicted_steps(starving: Starving, faster: FasterLoader, plan: Plan) -> Pan
     rows: list[tuple[str, float, float | None]]
     rows = [(f"{n}{marks[n]}", step_ns - plan.gains.get(n, 0.0), waits[n]) for n in near]
     if not faster.workers_help:
-        without = "the line gone" if faster.line_first else CHEAPER[faster.part][1]
+        without = "batches that cost nothing to make" if faster.line_first else CHEAPER[faster.part][1]
         rows.append((without, step_ns - faster.saving_ns, None))
     columns = ("num_workers", "mean step_ns", f"rank {starving.rank} waits for data_ns", "speed_times")
     with_speed = tuple((*row, step_ns / row[1]) for row in rows)

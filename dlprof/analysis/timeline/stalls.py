@@ -155,3 +155,9 @@ def by_phase(
         cost *= kind.map(longer.clip(0.0, 1.0)).fillna(1.0)
     sums = (cost / means["steps"].iloc[0]).groupby([kind, stalls["phase"].astype("str")]).sum()
     return {(str(k), str(phase)): float(ns) for (k, phase), ns in sums.items() if k in KINDS}
+
+
+@per_rank
+def pauses_in_fetch(by_phase: dict[tuple[str, str], float] = needs(by_phase)) -> pd.DataFrame:
+    """Return what garbage collection takes of the mean steady step while a batch is fetched, ns (one row): ns."""
+    return pd.DataFrame({"ns": [by_phase.get(("garbage_collection", "fetch"), 0.0)]})

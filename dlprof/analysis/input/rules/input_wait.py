@@ -17,6 +17,10 @@ other part stays, and on a CPU training gets the cores. If the thread that pins 
 that of batches that cost nothing to pin. Both are upper bounds, and the report says so. Where batches were not
 recorded, the saving is the whole wait.
 
+With stacks (py-spy), the user's line that takes most of making a batch is named. Where it is known to do needless work
+(`dlprof explain idioms`), and no less is saved without it than with more workers, it comes first. The saving is then
+that of batches that cost nothing to make, with the garbage that is collected meanwhile.
+
 What to change, in this order: cure a line that does needless work for every sample, let worker processes load
 (`num_workers`), keep them between epochs (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what
 is decoded, store what is read together in one file), collate whole tensors, hand over fewer bytes where pinning them is
@@ -33,6 +37,7 @@ from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
 from dlprof.analysis.host.stacks import hottest, hottest_own
 from dlprof.analysis.input.fetch_replay import PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import (
+    MADE_HERE,
     NOTABLE_SHARE,
     SAVES_FROM,
     FasterLoader,
@@ -158,8 +163,9 @@ def _sure(job: Job, faster: FasterLoader) -> str:
         )
     if faster.line_first:
         return (
-            "Estimated as this line gone, as its share of the stacks is, and the rest of making a batch as it is: the"
-            f" most that changing it can give. More workers alone would give {duration(plan.gain_ns)}."
+            "Estimated as batches that cost nothing to make: the most that changing the line can give. With this line"
+            f" alone gone, as its share of the stacks says, {duration(faster.line_ns)} is saved; by more workers alone,"
+            f" {duration(plan.gain_ns)}."
         )
     other = {SAMPLES: "collating", PINNING: "making them"}.get(faster.part, "reading the samples")
     cores = ", and training with the cores that this leaves" if settings.on_cpu(job) else ""
@@ -169,7 +175,7 @@ def _sure(job: Job, faster: FasterLoader) -> str:
     )
 
 
-RULE = Rule("Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE)
+RULE = Rule("Waiting for data", check, explain, saves_from=(*SAVES_FROM, *MADE_HERE), feeds=True, notable=NOTABLE_SHARE)
 
 
 def _who_waits(ranks: Sequence[int]) -> str:

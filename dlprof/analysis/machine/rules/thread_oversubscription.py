@@ -62,7 +62,12 @@ def check(
     foreign_load: Maybe[Frame] = maybe(foreign_load),
     job: Job = needs(JOB),
 ) -> Estimate:
-    crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
+    # A rank that is bound to a few cores of many shares these with its loader's workers.
+    beside = [
+        settings.training_loader(job, rank).get("num_workers") or 0 if settings.is_bound(job, rank) else 0
+        for rank in core_waits["rank"].tolist()
+    ]
+    crowded = core_waits[core_waits["threads"] + beside > core_waits["cores"]]
     row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
     if crowded.empty and row["waited"] >= NOTABLE_SHARE:
         others, loader = foreign_load.or_none(), settings.training_loader(job, int(row["rank"]))
@@ -112,7 +117,7 @@ def explain(
         sure += f" If its threads never spun while they waited for each other, {left} is saved."
     return Explanation(
         title="More threads than cores",
-        summary=f"Rank {rank} computes with {threads:,} threads and has {count(cores, 'core')} to itself: for"
+        summary=f"Rank {rank} computes with {count(threads, 'thread')} and has {count(cores, 'core')} to itself: for"
         f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread waits for one.",
         changes=_changes(job, rank, threads, cores),
         evidence=table("Threads and cores", named(core_waits), _COLUMNS, _MOST_RANKS),
@@ -143,15 +148,13 @@ def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...
     else:
         words = f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"
         fewer = change(words, OMP_NUM_THREADS=(threads, left))
-    cpu = job.facts[rank].get("cpu") or {}
-    bound, there = cpu.get("affinity"), cpu.get("count")
-    if bound and there and bound < there and settings.neighbours(job, rank) == 1:
-        # More cores also help the loader's workers, which are bound as the rank is.
+    if settings.is_bound(job, rank):
+        cpu = job.facts[rank]["cpu"]
         freed = change(
-            f"let it use more of the host's {there} cores: its affinity is {count(bound, 'core')}"
+            f"let it use more of the host's {cpu['count']} cores: its affinity is {count(cpu['affinity'], 'core')}"
             " (`os.sched_setaffinity`, `taskset`, `numactl`, the job's `--cpus-per-task`)"
         )
-        return freed, fewer
+        return (freed, fewer) if threads > cores else (freed,)
     if workers < cores:
         return (fewer,)
     return fewer, change(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")
