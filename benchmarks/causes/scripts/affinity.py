@@ -21,7 +21,7 @@ class Noise(Dataset):
 
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-clock = Clock(60)
+clock = Clock(600)
 for x in DataLoader(Noise(), batch_size=16, num_workers=1):
     loss = model(x).square().mean()
     optimizer.zero_grad()
