@@ -348,7 +348,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "histograms",
         "makes histograms",
-        "every k-th step, or of few parameters",
+        "make them every k-th step, or of few parameters",
         "https://docs.wandb.ai/models/track/log/",
         LOOP,
         source=r"\b(histogram|histc|add_histogram)\(|wandb\.Histogram|\.watch\(",
@@ -357,7 +357,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "logged_to_a_service",
         "logs",
-        "every k-th step (`if step % 50 == 0`), with values that are read from the device together",
+        "log every k-th step (`if step % 50 == 0`), with values that are read from the device together",
         "https://docs.wandb.ai/models/track/log/",
         LOOP,
         source=r"\b(wandb|mlflow|neptune|comet|writer|logger|tb)\.(log\w*|add_\w+)\(|\.add_(scalar|image|figure)s?\(",
@@ -366,7 +366,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "figures_drawn",
         "draws figures",
-        "every k-th step, or after training, from what was kept",
+        "draw them every k-th step, or after training, from what was kept",
         "https://matplotlib.org/stable/users/explain/performance.html",
         LOOP,
         source=r"\bplt\.|\.savefig\(",
@@ -385,7 +385,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "metrics_on_the_host",
         "computes metrics with NumPy or scikit-learn",
-        "with tensors, on the device (torchmetrics), and every k-th step",
+        "compute them with tensors, on the device (torchmetrics), and every k-th step",
         "https://lightning.ai/docs/torchmetrics/stable/",
         LOOP,
         source=r"\b\w*(roc_auc|f1|accuracy|precision|recall|confusion)\w*\(",
@@ -411,7 +411,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "gradients_checked",
         "looks at every gradient",
-        "of all at once: `torch.nn.utils.get_total_norm(grads)`, or `torch._foreach_norm(grads)`; every k-th step",
+        "look at all at once: `torch.nn.utils.get_total_norm(grads)`, or `torch._foreach_norm(grads)`; every k-th step",
         _PYTORCH + "generated/torch.nn.utils.get_total_norm.html",
         LOOP,
         source=r"\.grad\b.*\.(norm|abs|max|mean|isnan|isfinite)\(|\bisnan\(|\bisfinite\(",
@@ -419,7 +419,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "printed",
         "prints",
-        "every k-th step",
+        "print every k-th step",
         _TUNING,
         LOOP,
         source=r"^print\(|\btqdm\.write\(|\.set_(postfix|description)\(|\bpprint\(",
@@ -428,7 +428,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "saved",
         "writes a file",
-        "every k-th step, in a thread (`torch.distributed.checkpoint.async_save`), or fewer bytes",
+        "save every k-th step, in a thread (`torch.distributed.checkpoint.async_save`), or fewer bytes",
         "https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",
         LOOP,
         source=r"\b(torch\.save|np\.save\w*|pickle\.dump|json\.dump|to_csv|save_pretrained)\(|\.write\(",
@@ -454,7 +454,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "games_played",
         "steps an environment",
-        "several environments at once (`gymnasium.make_vec`), in processes of their own",
+        "step several environments at once (`gymnasium.make_vec`), in processes of their own",
         "https://gymnasium.farama.org/api/vector/",
         LOOP,
         source=r"\benvs?\.(step|reset)\(",
@@ -464,7 +464,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "simulated_in_python",
         "loops over numbers in Python",
-        "an operation on whole arrays or tensors",
+        "write it as an operation on whole arrays or tensors",
         "https://numpy.org/doc/stable/user/basics.broadcasting.html",
         (*DATA, *LOOP),
         source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
@@ -473,7 +473,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "evaluated",
         "evaluates",
-        "under `torch.inference_mode()`, in larger batches; or every k-th time",
+        "evaluate under `torch.inference_mode()`, in larger batches; or every k-th time",
         _PYTORCH + "generated/torch.autograd.grad_mode.inference_mode.html",
         ("rest", "forward"),
         source=r"\b(evaluat|validat)\w*\(",

@@ -159,7 +159,13 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         return None
     top = mine.iloc[[int(mine["samples"].argmax())]].to_dict("records")[0]
     place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
-    return CostlyLine(place, str(top["text"]), idioms.BY_NAME.get(str(top["idiom"])))
+    name = str(top["idiom"])
+    if not name and top["function"] != "<module>":
+        # A loop of several lines is known by any of them.
+        whole = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
+        known = whole[whole["idiom"] != ""].groupby("idiom")["samples"].sum()
+        name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else ""
+    return CostlyLine(place, str(top["text"]), idioms.BY_NAME.get(name))
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import pytest
 from dlprof.read.run import open_run
 from dlprof.read.stacks import read
 from dlprof.record.samplers.sampling import Host
-from dlprof.record.samplers.stacks import StacksSampler, find, without_commands
+from dlprof.record.samplers.stacks import StacksSampler, find, texts_of, without_commands
 from tests.fixtures.jobs import environment, facts, launch, until, words, wrapped
 from tests.fixtures.sampling import leave_word
 
@@ -238,3 +239,16 @@ def test_of_what_py_spy_writes_no_command_is_kept(command: str) -> None:
     main = 'process 7:"{0}";thread (0x2): MainThread;run (a.py:1) 5\n'
     written = f"{worker}{main}{worker}"
     assert without_commands(written.format(command).encode()).decode() == written.format("")
+
+
+def test_the_text_of_the_lines_that_were_seen_most_is_kept_redacted(tmp_path: Path) -> None:
+    script = tmp_path / "data.py"
+    script.write_text("def get(path):\n    with open(path) as f:  # a comment\n        return f.read('of the user')\n")
+    stack = f"thread (0x1): MainThread;main ({script}:9);get ({script}:{{}});read ({codecs.__file__}:1) {{}}\n"
+    seen = "".join(stack.format(*line) for line in ((2, 5), (3, 90), (7, 1))).encode()
+    lines = [(str(script), 3, "return f.read('…')"), (str(script), 2, "with open(path) as f:")]
+    assert texts_of(seen, time.time_ns() + 10**9) == lines
+    # What was written since then may not be what runs, and neither may what is gone.
+    assert texts_of(seen, 0) == []
+    script.unlink()
+    assert texts_of(seen, time.time_ns() + 10**9) == []

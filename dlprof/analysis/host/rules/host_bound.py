@@ -38,6 +38,7 @@ from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own
 from dlprof.analysis.host.syncs import sync_waits
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import light_steps
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means
@@ -131,6 +132,7 @@ def explain(
     launch_means: Maybe[Frame] = maybe(launch_means),
     before_forward: tuple[int, float] | None = needs(before_forward),
     hottest: Maybe[Frame] = maybe(hottest),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, (where, work, more) = estimate.worst, estimate.seen
@@ -153,11 +155,12 @@ def explain(
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
     seen = hottest_own(hottest, rank, *doing)
-    changes = []
-    if before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
+    line = None if phase or besides else costliest(costly_lines, rank, "rest")
+    changes = [] if line is None else [change(line.advice("do this less often, or in tensors:"))]
+    if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
         lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
         changes.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
-    if not phase and in_python > 0.5 and not traced:
+    if line is None and not phase and in_python > 0.5 and not traced:
         instead = "what the stacks show there first" if seen else "metrics in tensors, logging every k steps"
         changes.append(change(f"take the script's own Python out of the loop: {instead}"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
@@ -175,6 +178,7 @@ def explain(
         changes=tuple(changes) or (_LISTED,),
         evidence=evidence,
         at_most=True,
+        where=() if line is None else (line.place,),
         sure=f"Estimated as all of it gone. The profiler slows the host{untraced}",
     )
 

@@ -132,7 +132,9 @@ def explain(
 
 def _is_about_it(faster: FasterLoader) -> bool:
     """Return whether the first change is to the line that takes most of making a batch."""
-    return faster.line_first or (faster.plan is not None and not faster.workers_help and faster.part != PINNING)
+    if faster.plan is None:
+        return faster.line is not None and faster.line.idiom is not None and faster.line.idiom.first
+    return faster.line_first or (not faster.workers_help and faster.part != PINNING)
 
 
 def _line(line: CostlyLine | None) -> str:

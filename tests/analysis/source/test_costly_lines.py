@@ -1,0 +1,90 @@
+"""The line that takes most of making a batch, or of the time between the phases, and what it is known to be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from dlprof.analysis.engine import Maybe
+from dlprof.analysis.input.rules import input_wait
+from dlprof.analysis.source.line_shares import costliest, costly_lines
+from tests.fixtures import runs
+from tests.fixtures.asking import ask
+from tests.fixtures.loaders import loaded
+from tests.fixtures.runs import MS
+
+LOOP = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:30)'
+FETCH = f"{LOOP};__next__ (/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py:700)"
+MAKE = f"{FETCH};fetch (/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py:52)"
+WORKER = 'process 10:"python train.py";process 11:"";thread (0x2): MainThread'
+WORKER += ";_worker_loop (/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py:350)"
+MADE = f"{WORKER};fetch (/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py:52)"
+ROW, ZIP = "__getitem__ (/w/data.py:5)", "__getitem__ (/w/data.py:9)"
+PANDAS = "_getitem_axis (/v/lib/python3.11/site-packages/pandas/core/indexing.py:1750)"
+SET = "__getitem__ (/v/lib/python3.11/site-packages/torch/utils/data/dataset.py:208)"
+EMA = "follow (/w/train.py:{})"
+SOURCE = [
+    ["/w/data.py", 9, "with zipfile.ZipFile(path) as archive:"],
+    ["/w/train.py", 20, "for name, kept in average.state_dict().items():"],
+]
+
+
+def recorded(folder: Path, stacks: dict[str, int], lines: list[list[object]] = SOURCE) -> Path:
+    steps = [runs.light(n, 10 * MS) for n in range(40)]
+    path = runs.recorded(folder / "run", (None, steps, {**runs.CPU, "pid": 10, "directory": "/w/"}))
+    sampled(path, stacks, lines)
+    return path
+
+
+def sampled(path: Path, stacks: dict[str, int], lines: list[list[object]] = SOURCE) -> None:
+    burst = {"start_ns": 1, "end_ns": 2, "lines": lines}
+    rows = ["#" + json.dumps(burst), *(f"{stack} {n}" for stack, n in stacks.items()), ""]
+    (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+
+
+@pytest.mark.parametrize(
+    ("stacks", "doing", "line", "idiom", "share"),
+    [
+        # What a worker does while it makes batches counts, and not that it waits for the next order.
+        ({f"{MADE};{ZIP}": 60, f"{MADE};{ROW}": 20, WORKER: 500}, "worker", 9, "zip_opened", 0.75),
+        ({f"{MADE};{ROW};{PANDAS}": 90, f"{MADE};{ZIP}": 10}, "worker", 5, "dataframe_rows", 0.9),
+        ({f"{MADE};{ROW}": 90, f"{MADE};{ZIP}": 10}, "worker", 5, "", 0.9),
+        ({f"{MAKE};{SET}": 50, f"{MAKE};{ROW}": 10}, "fetch", 30, "rows_of_tensors", 5 / 6),
+        # A loop of several lines is known by any of them that has a quarter of it.
+        ({f"{LOOP};{EMA.format(20)}": 30, f"{LOOP};{EMA.format(21)}": 70}, "rest", 21, "average_of_weights", 0.7),
+        ({f"{LOOP};{EMA.format(20)}": 10, f"{LOOP};{EMA.format(21)}": 90}, "rest", 21, "", 0.9),
+        # Too few, or none in particular.
+        ({f"{MADE};{ZIP}": 20}, "worker", 0, "", 0.0),
+        ({f"{MADE};get (/w/data.py:{n})": 10 for n in range(1, 9)}, "worker", 0, "", 0.0),
+    ],
+)
+def test_the_costliest_line_is_named_with_what_it_is_known_to_be(
+    tmp_path: Path, stacks: dict[str, int], doing: str, line: int, idiom: str, share: float
+) -> None:
+    frame = runs.measured(recorded(tmp_path, stacks), costly_lines).frame(costly_lines)
+    found = costliest(Maybe(lambda: frame), 0, doing)
+    if not line:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.place.line, found.idiom.name if found.idiom else "") == (line, idiom)
+    assert found.place.share == pytest.approx(share)
+
+
+def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) -> None:
+    # A batch takes 80 ms in the training thread, and the rest of the step 20.
+    path = loaded(fetch=80, cpu=80, workers=0, own=20, cores=4)(tmp_path)
+    sampled(path, {f"{MAKE};{ZIP}": 95, f"{MAKE};{ROW}": 5})
+    first = ask(input_wait.RULE, path)
+    assert [(place.file, place.line) for place in first.where] == [("/w/data.py", 9)]
+    assert "open the archive once" in first.changes[0].text
+    assert first.at_most
+    assert first.saving_ns == pytest.approx(80 * MS, rel=0.05)  # batches that cost nothing to make
+    # A line that somebody has to run, and one of which little is gained: workers first.
+    for lines, share in ((["image = image.resize((64, 64))"], 95), (["with zipfile.ZipFile(path) as archive:"], 40)):
+        sampled(path, {f"{MAKE};{ZIP}": share, f"{MAKE};{ROW}": 100 - share}, [["/w/data.py", 9, lines[0]]])
+        then = ask(input_wait.RULE, path)
+        assert [setting.name for setting in then.changes[0].settings] == ["num_workers", "persistent_workers"]
