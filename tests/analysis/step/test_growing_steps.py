@@ -89,6 +89,11 @@ def test_steps_that_grow_are_found_with_their_phase(
     assert found.at_most
 
 
+def test_longer_texts_take_longer(tmp_path: Path) -> None:
+    steps = [runs.light(n, (20 + n // 4) * MS, forward_ns=10 * MS, tokens=1_000 + 10 * n) for n in range(N)]
+    assert ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).state == "clear"
+
+
 def test_few_steps_tell_nothing(tmp_path: Path) -> None:
     assert ask(RULE, recorded(tmp_path, rest, n=40)).state == "not_measured"
 

@@ -7,7 +7,8 @@ its end than the mean.
 Needs the step log with forty steady steps or more. The steps are split into ten stretches, and their medians compared.
 Steps grow where nearly every stretch is longer than those before it; they jump where all stretches before one are
 alike, and all after it. On a CPU one phase of the step has to stay as it is: where all become slower alike, the machine
-has become slower, which this rule does not report. On a GPU only growth is reported.
+has become slower, which this rule does not report; nor does it where batches or texts grow. On a GPU only growth is
+reported.
 
 Saving: what the mean step would be shorter by if all steps were as long as the first ones: the most that removing the
 cause gives. In a longer job it is more.
@@ -93,7 +94,8 @@ def trends(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RA
     split = _jump(medians)
     kind = "grows" if _grows(medians) else "jumps" if split else ""
     on_cpu = device_type(rank) in (None, "cpu")
-    if not kind or (on_cpu and not _uneven(phases, medians)) or (kind == "jumps" and not on_cpu):
+    longer = any(_rises(steady_steps[c].to_numpy(dtype=float), stretches) for c in ("tokens", "inputs", "samples"))
+    if not kind or longer or (on_cpu and not _uneven(phases, medians)) or (kind == "jumps" and not on_cpu):
         return pd.DataFrame(columns=columns).astype(dict.fromkeys(columns[1:5], float))
     first = float(medians[: split or 1].mean())
     rises = {p: float(ns[-1] - ns[: split or 1].mean()) for p, ns in phases.items()}
@@ -111,6 +113,12 @@ def trends(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RA
         "noise_ns": standard_error(length[stretches[0]]),
     }
     return pd.DataFrame([row], columns=columns)
+
+
+def _rises(counts: NDArray[np.float64], stretches: list[NDArray[np.int64]]) -> bool:
+    """Return whether the last steps train on more than the first: texts that become longer, larger batches."""
+    first, last = np.median(counts[stretches[0]]), np.median(counts[stretches[-1]])
+    return bool(first > 0 and last > _ALIKE * first)
 
 
 def _grows(medians: NDArray[np.float64]) -> bool:
