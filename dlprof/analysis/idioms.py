@@ -164,6 +164,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://docs.python.org/3/library/time.html#time.sleep",
         (*DATA, *LOOP),
         source=r"\b(time\.)?sleep\(",
+        first=False,  # workers sleep side by side, as they wait for storage
     ),
     Idiom(
         "waits_for_a_lock",

@@ -132,7 +132,8 @@ def test_the_scripts_own_handler_and_profiler_come_first(window: str, last: int 
 @pytest.mark.long
 def test_a_deleted_folder_and_a_claimed_rank(tmp_path: Path) -> None:
     body = """
-                for n in range(300):
+        import shutil
+        for n in range(300):
             train(data[:8])
             if n == 100:
                 shutil.rmtree(os.environ["DLPROF_RUN"])
