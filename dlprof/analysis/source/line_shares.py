@@ -138,6 +138,12 @@ class CostlyLine:
         named = shown(self.place.function, self.place.file, self.place.line)
         return f"{named}, `{short(self.text, 80)}`," if self.text else named
 
+    @property
+    def does(self) -> str:
+        """What the line is known to do, as a sentence without its full stop; "": not known."""
+        named = shown(self.place.function, self.place.file, self.place.line)
+        return "" if self.idiom is None else f"{named} {self.idiom.what}"
+
     def advice(self, otherwise: str = "make this line faster:") -> str:
         """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so."""
         if self.idiom is None:

@@ -98,7 +98,7 @@ def check(
 
 
 def explain(
-    _: Estimate,
+    estimate: Estimate,
     starving: Starving = needs(starving),
     faster_loader: FasterLoader = needs(faster_loader),
     step_series: Frame = needs(step_series),
@@ -125,6 +125,7 @@ def explain(
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
         forecasts=() if plan is None else forecasts_of(starving.step_ns, plan),
         sure=_sure(job, faster_loader) + assumed,
+        verdict=_verdict(estimate, starving, faster_loader.line) if _is_about_it(faster_loader) else "",
         at_most=not faster_loader.workers_help,
         where=(faster_loader.line.place,) if faster_loader.line is not None and _is_about_it(faster_loader) else (),
     )
@@ -135,6 +136,12 @@ def _is_about_it(faster: FasterLoader) -> bool:
     if faster.plan is None:
         return faster.line is not None and faster.line.idiom is not None and faster.line.idiom.first
     return faster.line_first or (not faster.workers_help and faster.part != PINNING)
+
+
+def _verdict(estimate: Estimate, starving: Starving, line: CostlyLine | None) -> str:
+    if line is None or not line.does:
+        return ""
+    return f"{percent((estimate.lost_ns or 0.0) / starving.step_ns)} of each step waits for data: {line.does}."
 
 
 def _line(line: CostlyLine | None) -> str:
