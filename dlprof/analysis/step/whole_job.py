@@ -42,7 +42,7 @@ def whole_job(
         "traced": steps["profiled"] != 0,
         "validation": steps["kind"] == "validation",
         "other": ~trains,
-        "epoch_ends": (steps["first"] != 0) & (trains.cumsum() > 1),
+        "epoch_ends": (steps["first"] != 0) & (trains.cumsum() > 1) & ~steps["steady"],
         "steady": steps["steady"],
     }
     part = np.select(list(is_part.values()), list(is_part), "warmup")

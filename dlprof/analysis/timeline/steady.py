@@ -23,6 +23,10 @@ SETTLED = 1.25
 # A host has all of its lead over the device once it has gained this share of the most that it ever gains.
 NEARLY_ALL = 0.98
 
+# Where so many steps train, and more than this share of them begin an epoch (one batch an epoch, or a new iterator for
+# each batch), that is no exception.
+_MANY, _EACH = 20, 0.9
+
 # Steps that follow each other are alike: a clock that sinks or a neighbour on the machine holds for many of them. The
 # means of so many stretches of the run show it, as the single steps do not.
 STRETCHES = 10
@@ -65,7 +69,10 @@ def light_steps(
     if not (kind == "train").any():
         kind = np.where(kind == "validation", "train", kind)  # a job that only infers: these are its steps
     kind = np.where(suspended(rank, start, start + dur), "suspended", kind)
-    candidate = (kind == "train") & (steps["first"].to_numpy() == 0) & (steps["profiled"].to_numpy() == 0) & (dur > 0)
+    first, trains = steps["first"].to_numpy() != 0, kind == "train"
+    if trains.sum() >= _MANY and first[trains].mean() > _EACH:
+        first = np.zeros(len(steps), bool)  # each step begins an epoch: that is what its steps are like
+    candidate = trains & ~first & (steps["profiled"].to_numpy() == 0) & (dur > 0)
     length, on_device = dur.astype(float), steps["device_step_ns"].to_numpy()
     on_its_clock = candidate.any() and np.mean(on_device[candidate] > 0) >= ON_DEVICE_SHARE
     if on_its_clock:

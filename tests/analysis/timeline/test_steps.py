@@ -60,6 +60,9 @@ ODD = [light(4, 500 * MS, first=1), light(5, 90 * MS, kind="validation"), light(
     [
         # Warm-up, an epoch's first, validation and profiled steps are not steady.
         ([*alike(4, 50 * MS), *ODD, *(light(n, 10 * MS) for n in range(7, 40))], None, (33, 10 * MS)),
+        # Where every step begins an epoch, its steps are like that; where every other one does, they are not.
+        (alike(40, first=1), None, (37, 10 * MS)),
+        ([light(n, (10 + 10 * (n % 2)) * MS, first=n % 2) for n in range(80)], None, (37, 10 * MS)),
         # A stall every k steps is part of the mean.
         ([light(n, 110 * MS if n % 10 == 9 else 10 * MS) for n in range(103)], None, (100, 20 * MS)),
         # Of a job that only infers these are its steps.

@@ -32,6 +32,9 @@ from dlprof.analysis.step.whole_job import training_steps
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import count, duration
 
+# From so many epochs for each training step on, the script makes an iterator for each batch.
+_OFTEN = 0.5
+
 _COLUMNS = {
     "of": "loader of",
     "epochs": "epochs",
@@ -63,13 +66,22 @@ def check(restarts: Frame = needs(restarts), training_steps: pd.Series[float] = 
     )
 
 
-def explain(estimate: Estimate, restarts: Frame = needs(restarts), job: Job = needs(JOB)) -> Explanation:
+def explain(
+    estimate: Estimate,
+    restarts: Frame = needs(restarts),
+    training_steps: pd.Series[float] = needs(training_steps),
+    job: Job = needs(JOB),
+) -> Explanation:
     rank, loaders = estimate.worst, job.facts[estimate.worst].get("loaders") or []
     mine = estimate.rows(restarts[restarts["anew"] > 0]).sort_values("gain_ns", ascending=False)
     known = [loaders[number] if number < len(loaders) else {} for number in mine["loader"]]
     mine = mine.assign(of=[_name(loader, number) for loader, number in zip(known, mine["loader"], strict=True)])
     first = mine.iloc[0]
     changes = []
+    if float(mine["epochs"].max()) >= _OFTEN * float(training_steps.max()):
+        # A persistent worker would still be told of the new epoch, and what was made ahead is thrown away.
+        text = "one iterator for all steps: `batches = iter(loader)` before the loop, and `next(batches)` in it;"
+        changes.append(change(f"{text} a new `iter(loader)` for each batch starts and ends the workers each time"))
     for of, gain_ns, loader in zip(mine["of"], mine["gain_ns"], known, strict=True):
         workers = f"{count(loader['num_workers'], 'worker')}, " if loader.get("num_workers") else ""
         now = loader.get("persistent_workers", False)
