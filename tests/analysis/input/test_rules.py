@@ -233,7 +233,7 @@ CASES = [
     case("spawned workers", RESTART, partial(epochs, method="spawn", first=1_000),
          sets=[STAY, ("multiprocessing_context", "spawn", "forkserver")]),
     # Of a first batch nobody knows how long it takes nothing is promised.
-    # What a batch takes is not known here, so that only starting and ending count; the first epoch's start is no restart.
+    # What a batch takes is not known here: only starting and ending count, and the first start is no restart.
     case("a new iterator for each batch", RESTART, iterators, saving=25 * 39 / 40,
          says="one iterator for all steps"),
     case("fetches not recorded", RESTART, partial(epochs, fetched=False), saving=3 * 70 / 40),
