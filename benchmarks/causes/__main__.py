@@ -31,7 +31,7 @@ _HEAD = """# Is the first line the mistake?
 Small training scripts with one mistake each, written anew after public reports, on two cores without a GPU. Each was
 timed by its own clock, plain and with its remedy, and then recorded. The first finding counts as right if it is of the
 right rule, names a line of the mistake, and its first change is the remedy. The rules were written with these scripts
-at hand, so this says little of others. "≤" marks a bound. `python -m benchmarks.causes --out docs/causes.md` repeats it.
+at hand: this says little of others. "≤" marks a bound. `python -m benchmarks.causes --out docs/causes.md` repeats it.
 
 """
 
