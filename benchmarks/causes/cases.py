@@ -52,7 +52,7 @@ CASES: tuple[Case, ...] = (
     Case("killed_worker", "a killed worker", ("job_failed",), ("dmesg",), line=False, gains=False),
     Case("compiled_learning_rate", "a compiled step with a changing rate", ("recompilation",), ("tensor",)),
     Case("cache_lost", "MONAI's caching data sets", ("worker_restart", "input_wait"), ("persistent_workers",)),
-    Case("not_sharded", "an IterableDataset in every worker", ("input_wait",), ("get_worker_info",)),
+    Case("not_sharded", "an IterableDataset in every worker", ("duplicate_batches",), ("get_worker_info",)),
     Case("thread_with_gil", "a monitor that polls", ("busy_thread",), ("sleep",)),
     Case("hidden_state", "a hidden state that is kept", ("growing_steps",), ("detach",)),
     Case("managed_dict", "a dictionary of a manager", ("input_wait",), ("in the data set itself",)),

@@ -17,7 +17,7 @@ class Texts(Dataset):
         return self.texts[index % 2000]
 
 
-def collate(texts):
+def collate(texts):  # the cause
     padded = pad_sequence(texts, batch_first=True)
     if FIXED:
         return padded
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters())
 clock = Clock(250)
-for tokens in DataLoader(Texts(), batch_size=16, collate_fn=collate):
+for tokens in DataLoader(Texts(), batch_size=16, collate_fn=collate):  # the cause
     loss = model(tokens).square().mean()
     optimizer.zero_grad()
     loss.backward()

@@ -12,7 +12,7 @@ texts = [" ".join(f"word{(7 * n + m) % 1200}," for m in range(300)) for n in ran
 
 
 def tokens(text):
-    return torch.tensor([WORDS.get(word, 0) for word in WORD.findall(text)])
+    return torch.tensor([WORDS.get(word, 0) for word in WORD.findall(text)])  # the cause
 
 
 def collate(batch):
