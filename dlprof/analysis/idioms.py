@@ -324,7 +324,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "draw them for the batch, on the device",
         _PYTORCH + "generated/torch.rand.html",
         DATA,
-        source=r"\b(np|numpy)\.random\.|\btorch\.(rand|randn)\w*\(",
+        source=r"\b(np|numpy)\.random\.",
         first=False,
     ),
     Idiom(
