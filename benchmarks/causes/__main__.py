@@ -120,9 +120,16 @@ def table(rows: Sequence[Row]) -> str:
         marks = " | ".join("yes" if one else "no" for one in (row.cause, row.line, row.remedy))
         lines.append(
             f"| {row.case.script} | {row.case.after} | `{row.first}` | {marks} |"
-            f" {'≤ ' if row.at_most else ''}{row.predicted:.2f} × | {row.measured:.2f} × |"
+            f" {'≤ ' if row.at_most else ''}{min(row.predicted, 1000):.2f} × | {_measured(row)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _measured(row: Row) -> str:
+    """Write a measured gain; a bound that it exceeds is marked."""
+    if not row.case.gains:
+        return ""
+    return f"{row.measured:.2f} ×{' (above the bound)' if row.at_most and row.measured > row.predicted else ''}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -86,7 +86,7 @@ def test_steps_that_grow_are_found_with_their_phase(
     assert kind in found.title
     assert phase in found.summary
     assert found.share == pytest.approx(share, abs=0.02)
-    assert found.at_most
+    assert not found.at_most
 
 
 def test_longer_texts_take_longer(tmp_path: Path) -> None:
