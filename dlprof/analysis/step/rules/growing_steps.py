@@ -10,8 +10,8 @@ alike, and all after it. On a CPU one phase of the step has to stay as it is: wh
 has become slower, which this rule does not report; nor does it where batches or texts grow. On a GPU only growth is
 reported.
 
-Saving: what the mean step would be shorter by if all steps were as long as the first ones. These have grown already, and
-a longer job grows on: removing the cause may give more.
+Saving: what the mean step would be shorter by if all steps were as long as the first ones. These have grown already,
+and a longer job grows on: removing the cause may give more.
 
 What to change: the line that the report names, in the phase that grows. Keep sums and counts instead of all outputs;
 detach what one step hands to the next; bound what is kept. Where forward and backward jump, `torch.set_flush_denormal(
