@@ -21,9 +21,9 @@ for _number, _usual in (
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Tests in these folders start real jobs, of several processes that wait for each other, on the two cores that all tests
-# share: a machine that starves one of them can make it fail. Such a test may run once more, and is listed. Tests of
-# pure functions never run again.
+# Tests in these folders, and those with a mark, start real jobs, of several processes that wait for each other, on the
+# two cores that all tests share: a machine that starves one of them can make it fail. Such a test may run once more, and
+# is listed. Tests of pure functions never run again.
 STARTS_JOBS = ("benchmarks", "browser", "commands", "frameworks", "record", "robustness", "workloads")
 
 # How many times as long as the others tests with these marks take, roughly.
@@ -39,7 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lasts: Counter[Path] = Counter()
     for item in items:
         folder = item.path.relative_to(tests).parts[0]
-        if folder in STARTS_JOBS and item.get_closest_marker("flaky") is None:
+        starts_jobs = folder in STARTS_JOBS or any(item.get_closest_marker(name) for name, _ in LASTS)
+        if starts_jobs and item.get_closest_marker("flaky") is None:
             item.add_marker(pytest.mark.flaky(reruns=1))
         lasts[item.path] += next((s for name, s in LASTS if item.get_closest_marker(name)), 1)
     items.sort(key=lambda item: -lasts[item.path])  # stable: the tests of a file stay as they are

@@ -39,7 +39,7 @@ class Ending:
 
 ENDINGS: tuple[Ending, ...] = (
     Ending(
-        r"DataLoader worker \(pid.*\) is killed by signal: (Bus error|Unknown signal 7)",
+        r"DataLoader worker \(pid.*\).* is killed by signal: (Bus error|Unknown signal 7)",
         "a loader worker found no room in /dev/shm, in which workers hand over batches",
         (
             "more room there: `docker run --shm-size=8g` or `--ipc=host`, an `emptyDir` with `medium: Memory` in"
@@ -50,7 +50,7 @@ ENDINGS: tuple[Ending, ...] = (
         anywhere=True,
     ),
     Ending(
-        r"DataLoader worker \(pid.*\) is killed by signal: Killed",
+        r"DataLoader worker \(pid.*\).* is killed by signal: Killed",
         "a loader worker was killed from outside (SIGKILL), by the kernel for want of memory or by somebody",
         (
             "look into the kernel's log (`dmesg | grep -i kill`): where it names the worker, use fewer workers, or a"
@@ -59,7 +59,7 @@ ENDINGS: tuple[Ending, ...] = (
         anywhere=True,
     ),
     Ending(
-        r"DataLoader worker \(pid.*\) (?:is killed by signal: (.+?)\.|exited unexpectedly)",
+        r"DataLoader worker \(pid.*\).* (?:is killed by signal: (.+?)\.|exited unexpectedly)",
         "a loader worker died ({0})",
         (
             "run with `num_workers=0` to see the error itself, or `faulthandler.enable()` in `worker_init_fn`",

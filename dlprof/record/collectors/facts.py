@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -426,8 +427,22 @@ def last_error() -> dict[str, Any] | None:
     if "DataLoader worker" in said:
         frames = [found for found in _WORKERS.findall(said) if is_own(found[0])]
         site = "{2} ({0}:{1})".format(*frames[-1]) if frames else site
-    line = said.strip().partition("\n")[0]
+    line = said.strip().partition("\n")[0] + _signal_of_worker(error)
     return {"type": type(error).__name__, "text": "" if from_own else redaction.text(line)[:_MOST_LINE], "site": site}
+
+
+def _signal_of_worker(error: BaseException) -> str:
+    """Return what killed the worker of a DataLoader, in the words of torch where its SIGCHLD handler comes first.
+
+    Where it comes second, torch says "exited unexpectedly" only; the exit codes are in the frame that raised it.
+    """
+    at = error.__traceback__
+    while at is not None:
+        for worker in at.tb_frame.f_locals.get("failed_workers") or ():
+            if (code := getattr(worker, "exitcode", None) or 0) < 0:
+                return f": is killed by signal: {signal.strsignal(-code)}."
+        at = at.tb_next
+    return ""
 
 
 def memory_failure() -> dict[str, Any] | None:
