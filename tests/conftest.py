@@ -22,8 +22,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Tests in these folders, and those with a mark, start real jobs, of several processes that wait for each other, on the
-# two cores that all tests share: a machine that starves one of them can make it fail. Such a test may run once more, and
-# is listed. Tests of pure functions never run again.
+# two cores that all tests share: a machine that starves one of them can make it fail. Such a test may run once more,
+# and is listed. Tests of pure functions never run again.
 STARTS_JOBS = ("benchmarks", "browser", "commands", "frameworks", "record", "robustness", "workloads")
 
 # How many times as long as the others tests with these marks take, roughly.
