@@ -302,7 +302,9 @@ SAMPLES = Table(
 # Distinct Python stacks and how often each was sampled, at equal intervals.
 STACKS = Table(
     "stacks",
-    role=CATEGORY,  # main (training thread), thread (another one of the rank), worker (of a loader), other (process)
+    # main (training thread), thread (another one of the rank), worker (of a loader), other (process); start and
+    # start_worker: main and worker before the first step was done
+    role=CATEGORY,
     thread=CATEGORY,  # its name
     phase=CATEGORY,  # of the step, on main: fetch, forward, backward, optimizer, rest; "" elsewhere
     stack=CATEGORY,  # "name (file:line)" from the outermost on, joined by ";"

@@ -57,5 +57,5 @@ CASES: tuple[Case, ...] = (
     Case("hidden_state", "a hidden state that is kept", ("growing_steps",), ("detach",)),
     Case("managed_dict", "a dictionary of a manager", ("input_wait",), ("in the data set itself",)),
     Case("sampler_list", "pytorch/pytorch 50689", ("input_wait", "slow_start"), ("num_samples", "as they are needed")),
-    Case("deadlock", "pytorch/pytorch 1355", ("input_wait", "job_failed"), ("lock", "spawn")),
+    Case("deadlock", "pytorch/pytorch 1355", ("slow_start", "job_failed"), ("lock", "spawn")),
 )

@@ -167,8 +167,8 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
 
     Raises NotMeasured where its cost varies too much.
     """
-    step = basis.loop_step_ns.get() if estimate.scope == "job" else basis.mean_step_ns.get()
-    of = "of the training loop's time" if estimate.scope == "job" else basis.of_step.get()
+    step = basis.length_ns(estimate.scope)
+    of = {"job": "of the training loop's time", "run": "of the run"}.get(estimate.scope) or basis.of_step.get()
     fed = basis.fed_ns.get() if estimate.scope == "step" and not rule.feeds else 0.0
     unfed = max(step - fed, 0.0)
     most = min(step, basis.most_ns(rule.saves_from), unfed)

@@ -29,6 +29,7 @@ from dlprof.analysis.modules.work import module_naming
 from dlprof.analysis.panel import cells
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import lengths_ns, spread
+from dlprof.analysis.step.whole_job import run_parts
 from dlprof.analysis.stragglers.alike import members_of
 from dlprof.analysis.throughput.rates import scaling, throughput
 from dlprof.analysis.timeline.device import device_time
@@ -45,6 +46,7 @@ from dlprof.result import (
     HostPart,
     MemoryPeak,
     RankStep,
+    RunPart,
     TimePart,
     Window,
     Work,
@@ -259,6 +261,11 @@ def host_limited_of(host_parts: Maybe[Frame] = maybe(host_parts)) -> HostLimited
     return HostLimited(int(whole["rank"]), float(whole["gain_ns"]), tuple(parts))
 
 
+def budget_of(run_parts: Maybe[Frame] = maybe(run_parts)) -> tuple[RunPart, ...]:
+    """Return the parts of the whole run; () where its beginning and end are not known."""
+    return _structs(RunPart, run_parts.or_none())
+
+
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
     "device": device_of,
@@ -277,4 +284,5 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "modules": modules_of,
     "host_limited": host_limited_of,
     "device_work": device_work_of,
+    "budget": budget_of,
 }

@@ -14,6 +14,9 @@ from functools import cache
 # Where a line stands: in the making of a sample or batch (by a worker or the training thread), or in the loop.
 DATA = ("worker", "fetch")
 LOOP = ("rest", "forward", "backward", "optimizer")
+# Before the first step: on the training thread, and in the workers for whose first batch it waits.
+START = ("start",)
+START_WORKER = ("start_worker",)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "sleeps",
         "take the `sleep` out, or wait for what it waits for",
         "https://docs.python.org/3/library/time.html#time.sleep",
-        (*DATA, *LOOP),
+        (*DATA, *LOOP, *START, *START_WORKER),
         source=r"\b(time\.)?sleep\(",
         first=False,  # workers sleep side by side, as they wait for storage
     ),
@@ -171,7 +174,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "waits for a lock that another thread or process holds",
         "give each worker its own object (a file, a connection, a cache), so that none waits for another",
         "https://docs.python.org/3/library/threading.html#lock-objects",
-        (*DATA, *LOOP),
+        (*DATA, *LOOP, *START),
         source=r"\bwith \w*(\.\w*)*[lL]ock\w*\b|\.acquire\(",
     ),
     Idiom(
@@ -268,7 +271,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "tokenises texts",
         "tokenise once, before training (`dataset.map(tokenize, batched=True)`), and keep the numbers",
         "https://huggingface.co/docs/datasets/process#map",
-        (*DATA, "rest"),
+        (*DATA, "rest", *START),
         source=r"\b(tokeni[sz]er?|tokeni[sz]e|encode_plus|batch_encode_plus|word_tokenize)\w*\(|\.encode\(",
         frames=r"(tokenization_\w+|tokenizers?[/\\]|nltk[/\\]|spacy[/\\]|sentencepiece|tiktoken)",
     ),
@@ -277,7 +280,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "matches regular expressions",
         "do it once, before training, and keep the result",
         "https://docs.python.org/3/library/re.html",
-        (*DATA, "rest"),
+        (*DATA, "rest", *START),
         source=r"\bre\.\w+\(|\.(findall|finditer|fullmatch)\(",
         frames=r"[/\\]re([/\\]\w+)?\.py|regex[/\\]",
     ),
@@ -304,7 +307,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "copies objects of Python",
         "copy only what is changed (`tensor.clone()`, `dict(row)`), or nothing",
         "https://docs.python.org/3/library/copy.html",
-        (*DATA, *LOOP),
+        (*DATA, *LOOP, *START),
         source=r"\b(copy\.)?deepcopy\(",
         frames=r"deepcopy \(|[/\\]copy\.py",
     ),
@@ -314,7 +317,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "draw indices as they are needed (`RandomSampler(data, num_samples=…)`), or keep the order as a tensor:"
         " `torch.randperm(n)` without `tolist()`",
         _PYTORCH + "data.html#torch.utils.data.RandomSampler",
-        (*DATA, "rest"),
+        (*DATA, "rest", *START),
         source=r"\brange\(len\(|\blist\(range\(|\brandom\.shuffle\(|\brandperm\(.*tolist\(",
         frames=r"__iter__ \(torch[/\\]utils[/\\]data[/\\](sampler|distributed)\.py",
     ),
@@ -332,8 +335,72 @@ IDIOMS: tuple[Idiom, ...] = (
         "makes a tensor of a list, number by number or array by array",
         "`torch.from_numpy(np.stack(rows))`, or index an array with all indices at once",
         _PYTORCH + "generated/torch.tensor.html",
-        (*DATA, "rest"),
+        (*DATA, "rest", *START),
         source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",
+    ),
+    # The start.
+    Idiom(
+        "lock_of_a_fork",
+        "waits for a lock: one that another thread held when the worker was forked is never released in it",
+        "take no lock in a worker that the parent may hold (make it at the first sample, or start the thread after the"
+        " loader), or `multiprocessing_context='spawn'`",
+        "https://docs.python.org/3/library/os.html#os.fork",
+        START_WORKER,
+        source=r"\bwith \w*(\.\w*)*[lL]ock\w*\b|\.acquire\(",
+    ),
+    Idiom(
+        "imported",
+        "imports modules",
+        "import only what is used, and late: inside the function that needs it",
+        "https://docs.python.org/3/using/cmdline.html#cmdoption-X",
+        START,
+        source=r"^(import|from) ",
+    ),
+    Idiom(
+        "folders_listed",
+        "goes through folders of files",
+        "list them once, and keep the list in a file beside the data",
+        "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.DatasetFolder.html",
+        START,
+        source=r"\b(os\.walk|os\.listdir|scandir|r?glob|iterdir|ImageFolder|DatasetFolder)\(",
+        frames=r"(make_dataset|find_classes|walk|_iterdir|glob\w*) \(",
+    ),
+    Idiom(
+        "text_read",
+        "parses files of text",
+        "parse them once, and keep the arrays in a file (`np.save`, Parquet), which the next start opens",
+        "https://pandas.pydata.org/docs/user_guide/io.html",
+        START,
+        source=r"\.read_(csv|json|excel)\(|\bjson\.loads?\(|\b(np|numpy)\.(loadtxt|genfromtxt)\(|\bcsv\.\w*reader\(",
+        frames=r"(json|csv|yaml)[/\\]?\w*\.py|pandas[/\\]io[/\\]",
+    ),
+    Idiom(
+        "downloaded",
+        "reads from a server",
+        "fetch it once, before the job, to a disk that it reaches quickly",
+        "https://huggingface.co/docs/huggingface_hub/guides/download",
+        START,
+        source=r"\b(requests|urllib|boto3|hf_hub_download|snapshot_download|urlopen|wget)\b",
+        frames=r"(urllib3?|requests|botocore|httpx|http|huggingface_hub)[/\\]\w+",
+    ),
+    Idiom(
+        "weights_loaded",
+        "loads weights",
+        "`torch.load(path, mmap=True)` or safetensors from a local disk, into a model that was made on"
+        " `torch.device('meta')`",
+        _PYTORCH + "generated/torch.load.html",
+        START,
+        source=r"\.from_pretrained\(|\btorch\.load\(|\bload_state_dict\(|\bload_file\(",
+        first=False,
+    ),
+    Idiom(
+        "weights_drawn",
+        "draws random weights",
+        "make the model on `torch.device('meta')` where a checkpoint is loaded into it, or on the GPU",
+        _PYTORCH + "meta.html",
+        START,
+        frames=r"(reset_parameters|_init_weights|init_weights) \(|torch[/\\]nn[/\\]init\.py",
+        first=False,
     ),
     # The loop: what stands between the phases.
     Idiom(
@@ -467,7 +534,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "loops over numbers in Python",
         "write it as an operation on whole arrays or tensors",
         "https://numpy.org/doc/stable/user/basics.broadcasting.html",
-        (*DATA, *LOOP),
+        (*DATA, *LOOP, *START),
         source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
         first=False,
     ),

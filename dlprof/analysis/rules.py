@@ -66,6 +66,7 @@ from dlprof.analysis.step.rules import (
     job_failed,
     periodic_work,
     recompilation,
+    slow_start,
     unused_forward,
     validation_share,
 )
@@ -91,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     gc_pauses.RULE,
     growing_cat.RULE,
     growing_steps.RULE,
+    slow_start.RULE,
     host_bound.RULE,
     host_embedding.RULE,
     host_sync.RULE,

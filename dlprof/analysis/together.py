@@ -13,9 +13,9 @@ from dlprof.analysis.input.loader import fed_ns
 from dlprof.analysis.step.breakdown import breakdown, part, room
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.step.savings import saving as replay
-from dlprof.analysis.step.whole_job import loop_step_ns
+from dlprof.analysis.step.whole_job import loop_step_ns, run_step_ns
 from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.result import TIMELESS, Outcome, Setting, Together
+from dlprof.result import TIMELESS, Outcome, Scope, Setting, Together
 
 # A part of a saving, ns, and the categories of `time` that it comes out of.
 Piece = tuple[frozenset[str], float]
@@ -28,12 +28,19 @@ class Basis:
     job: Job = needs(JOB)
     mean_step_ns: Maybe[float] = maybe(mean_step_ns)
     loop_step_ns: Maybe[float] = maybe(loop_step_ns)
+    run_step_ns: Maybe[float] = maybe(run_step_ns)
     of_step: Maybe[str] = maybe(of_step)
     fed_ns: Maybe[float] = maybe(fed_ns)
     breakdown: Maybe[Frame] = maybe(breakdown)
     own_time: Maybe[Frame] = maybe(own_time)
     host_parts: Maybe[Frame] = maybe(host_parts)
     step_means: Maybe[Frame] = maybe(step_means)
+
+    def length_ns(self, scope: Scope) -> float:
+        """Return what findings of a scope are shares of, for each training step, ns."""
+        return (
+            self.run_step_ns if scope == "run" else self.loop_step_ns if scope == "job" else self.mean_step_ns
+        ).get()
 
     def longest(self) -> tuple[float, int]:
         """Return the longest mean step of a rank, ns, and which rank's it is."""
@@ -68,21 +75,22 @@ def together(
 
     Savings from the same categories are at most the removal of these categories. Savings from different ones are at
     most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
-    bounds them. Findings on the host save at most the removal of all that host work. With findings of the whole job the
-    bound is that of the training loop. None where nothing was found, and where the bound is the whole step. Findings
-    that the same change removes count as one.
+    bounds them. Findings on the host save at most the removal of all that host work. With findings of the whole job, or
+    run, the bound is that of the training loop, or run. None where nothing was found, and where the bound is the whole
+    step. Findings that the same change removes count as one.
     """
     found = [(o, mine) for o, mine in found if o.scope not in TIMELESS]
     if not found:
         return None
     largest = max(o.saving_ns for o, _ in found)
-    inside, job = ([(o, mine) for o, mine in _once(found) if o.scope == scope] for scope in ("step", "job"))
+    inside, job = ([(o, mine) for o, mine in _once(found) if (o.scope == "step") is step] for step in (True, False))
     inside = _host_once(basis, inside, of_host)
     claimed = [piece for _, mine in inside for piece in mine]
     total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(claimed))
     if inside and not set(basis.job.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
         total = _removable(basis, frozenset().union(*(categories for categories, _ in claimed)))
-    step = basis.loop_step_ns.get() if job else basis.mean_step_ns.get()
+    scopes = {o.scope for o, _ in job}
+    step = basis.length_ns("run" if "run" in scopes else "job" if scopes else "step")
     total = min(max(total + sum(o.saving_ns for o, _ in job), largest), step)
     if total > max(largest, (1 - LEAST_SHARE) * step):
         return None

@@ -70,6 +70,8 @@ class Run:
     command: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
+    start_ns: int | None = None  # of the command, Unix time
+    end_ns: int | None = None  # None: it runs, or its end was not recorded
     oom_kills: int = 0  # processes on the host that the kernel killed during the job, out of memory
     warnings: tuple[str, ...] = ()
     taken: tuple[Taken, ...] = ()
@@ -190,6 +192,8 @@ def _recorded(folder: Path) -> Run:
         command=tuple(info.get("command") or ()),
         hosts=tuple(dict.fromkeys(host for host in seen if host)),
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
+        start_ns=info.get("start_ns"),
+        end_ns=info.get("end_ns"),
         oom_kills=int(info.get("oom_kills") or 0),
         warnings=(*warnings, *inside.warnings),
         taken=tuple(one for one in more.taken if one.ranks),

@@ -35,6 +35,7 @@ class _Burst(msgspec.Struct):
     start_ns: _Ns
     end_ns: _Ns
     lines: Annotated[list[_Text], msgspec.Meta(max_length=1000)] = []
+    start: bool = False
 
 
 _burst = msgspec.json.Decoder(_Burst).decode
@@ -45,6 +46,9 @@ _COMMAND_END = re.compile(r'";(?=process \d+:"|thread \()')
 _THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
 # name (file:line); the file of a frame that has none is in angle brackets.
 _FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
+
+# Roles in the burst before a process was a rank, by what the thread is.
+_STARTING = {"main": "start", "worker": "start_worker"}
 
 _WORKER = "torch/utils/data/_utils/worker.py"
 
@@ -60,34 +64,41 @@ _PROFILER = re.compile(r"[/\\]torch[/\\](profiler[/\\]\w+|autograd[/\\]profiler)
 def read(path: Path) -> Reading:
     """Return the table "stacks"; facts: `stacks` with bursts, sampled seconds and lines, if the file has them.
 
-    `lines`: the source of lines that were seen much: file, line and text.
+    `lines`: the source of lines that were seen much: file, line and text. `start`: start_ns and end_ns of the burst
+    before the process was a rank.
 
     If the end is cut off, only its stacks are lost. Raises DlprofError if the file cannot be read or holds no stack.
     """
-    lines: Counter[str] = Counter()
+    lines: Counter[tuple[bool, str]] = Counter()
     bursts = ns = bad = 0
     cut = False
+    start: dict[str, int] = {}
     warnings: list[str] = []
     texts: dict[tuple[str, int], str] = {}
     for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
+        starts = False
         for line in text.split("\n"):
             folded, _, times = line.rpartition(" ")
             if _TIMES.fullmatch(times) and folded.startswith("process "):
-                lines[folded] += int(times)
+                lines[starts, folded] += int(times)
             elif line.startswith("#"):
                 try:
                     burst = _burst(line[1:])
-                    ns += burst.end_ns - burst.start_ns
-                    bursts += 1
+                    starts = burst.start
+                    if starts:
+                        start = {"start_ns": burst.start_ns, "end_ns": burst.end_ns}
+                    else:
+                        ns += burst.end_ns - burst.start_ns
+                        bursts += 1
                     texts.update(((file, at), source) for file, at, source in burst.lines)
                 except NOT_JSON:
                     bad += 1
             elif line:
                 bad += 1
     seen: Counter[tuple[str, str, str, str]] = Counter()
-    for folded, count in lines.items():
-        if row := _row(folded):
-            seen[row] += count
+    for (starts, folded), count in lines.items():
+        if (row := _row(folded)) is not None and (not starts or row[0] in _STARTING):
+            seen[(_STARTING[row[0]], row[1], "", row[3]) if starts else row] += count
     lost = bad - cut
     if lost > 0 and not seen:
         raise DlprofError(f"{path}: no stacks of py-spy in it")
@@ -95,8 +106,9 @@ def read(path: Path) -> Reading:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
     frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
     known = [{"file": file, "line": at, "text": text} for (file, at), text in texts.items()]
-    told = {"bursts": bursts, "seconds": ns / 1e9, **({"lines": known} if known else {})}
-    facts = {"stacks": told} if bursts and seen else {}
+    told: dict[str, object] = {"bursts": bursts, "seconds": ns / 1e9}
+    told |= {name: of for name, of in (("lines", known), ("start", start)) if of}
+    facts = {"stacks": told} if (bursts or start) and seen else {}
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 

@@ -91,6 +91,7 @@ def render(result: Result) -> str:
         kinds=logged.table(result),
         limits=logged.sentences(result)[0],
         host=verdict.host_limited(result),
+        budget=verdict.budget(result),
         cards=cards,
         apart=apart,
         first=cards[:DEAREST],

@@ -28,6 +28,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
     lines += wrap(gain, width, "  ")
+    if said := verdict.budget(result):
+        lines += wrap(said, width, "  ")
     notices = verdict.notices(result)
     if len(notices) > NOTICES:
         notices = [*notices[:NOTICES], f"… and {len(notices) - NOTICES} more warnings, in the report"]

@@ -266,6 +266,34 @@ def host_limited(result: Result) -> str:
     )
 
 
+# What a part of the run is, before "12 %"; and how many are said: the largest.
+_RUN_PARTS = {
+    "launch": "starting Python and importing",
+    "setup": "setting up",
+    "first_batch": "waiting for the first batch",
+    "warmup": "warming up",
+    "steady": "steady steps",
+    "traced": "steps that recording made longer",
+    "epoch_ends": "first and last steps of epochs",
+    "validation": "validation",
+    "other": "steps that neither train nor validate",
+    "suspended": "standing still, suspended",
+    "end": "what follows the last step",
+}
+_MOST_PARTS = 4
+
+
+def budget(result: Result) -> str:
+    """Say where the time of the whole run went; "" where that is not known, or all steady steps."""
+    total = sum(part.ns for part in result.budget)
+    notable = [part for part in result.budget if part.share >= _NOTABLE]
+    if len(notable) < 2:
+        return ""
+    largest = sorted(notable, key=lambda part: -part.share)[:_MOST_PARTS]
+    each = ", ".join(f"{_RUN_PARTS.get(part.part, part.part)} {percent(part.share)}" for part in largest)
+    return f"The run took {duration(total)}: {each}."
+
+
 def notices(result: Result) -> list[str]:
     """Return what a reader must know before trusting the figures: how the run ended, and its warnings."""
     code, signal = result.run.exit.get("code"), result.run.exit.get("signal")

@@ -43,9 +43,10 @@ QUANTILES = (0.05, 0.5, 0.95, 1.0)  # of a rank's steady steps, next to their me
 MOST_WORK, MOST_RANKS, MOST_LENGTHS = 200, 512, 400
 
 # What a finding is about. step: the mean steady step. job: time outside the steady steps; its saving is that time
-# spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
+# spread over the training steps, its share and speed-up are the training loop's. run: time that the loop does
+# not hold either, as that of starting; its share and speed-up are the whole run's. risk: no time is saved, but the job
 # may fail. failure: no time is saved, and the job did fail of it, or stands still; it comes before any saving.
-Scope = Literal["step", "job", "risk", "failure"]
+Scope = Literal["step", "job", "run", "risk", "failure"]
 TIMELESS = ("risk", "failure")
 State = Literal["found", "clear", "not_measured", "does_not_apply", "error"]
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
@@ -325,6 +326,20 @@ class ForeignLoad(msgspec.Struct, frozen=True):
     disturbs: bool = False  # they took what the job would have used: this run clears it of nothing
 
 
+class RunPart(msgspec.Struct, frozen=True):
+    """One part of the run's time, the mean over the ranks; the parts add up to the run. `steps`: how many are in it.
+
+    `part`: "launch" (until PyTorch is there), "setup" (until the first step), "first_batch" (its wait for data),
+    "warmup", "steady", "traced" (steps that recording made longer), "epoch_ends" (steps with an epoch's first batch or
+    end), "validation", "other" (steps that neither train nor validate), "suspended", "end" (after the last step).
+    """
+
+    part: str
+    steps: float
+    ns: float
+    share: float
+
+
 class Fact(msgspec.Struct, frozen=True):
     """One line of the report's facts of the run."""
 
@@ -368,6 +383,7 @@ class Result(msgspec.Struct, frozen=True):
     modules: Modules | None = None  # None: nothing was traced
     host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
     device_work: DeviceWork | None = None  # None: no device was traced
+    budget: tuple[RunPart, ...] = ()  # in the order of time; () where the run's beginning and end are not known
 
     @property
     def found(self) -> tuple[Outcome, ...]:

@@ -39,6 +39,7 @@ _LATER = (
     "footprint",
     "device_work",
     "host_limited",
+    "budget",
 )  # fields that a result may lack
 
 

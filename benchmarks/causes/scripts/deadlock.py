@@ -12,7 +12,7 @@ lock = threading.Lock()
 
 def hold():
     with lock:
-        time.sleep(1)
+        time.sleep(8)
 
 
 class Rows(Dataset):

@@ -282,6 +282,7 @@ _PARTS = {
     "warmup": "training, warming up",
     "steady": "training, steady",
     "traced": "traced or counted, which takes longer",
+    "first_batch": "waiting for the first batch",
     "epoch_ends": "an epoch's first batch or end",
     "validation": "validation",
     "other": "no training and no validation",

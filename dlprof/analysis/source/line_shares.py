@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from dlprof.analysis import idioms
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, needs, per_rank
 from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, seen_doing, shown
 from dlprof.analysis.source.patches import Call, calls_of
+from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import short
 
@@ -82,6 +83,9 @@ _NAMED = 0.25
 # In these a worker, or the training thread without workers, makes a batch; elsewhere a worker waits, or sends.
 _MAKES = "torch/utils/data/_utils/fetch.py"
 
+# In these the training thread waits for a batch of its workers.
+_AWAITS = re.compile(r"_(try_)?get_data \(.*torch[/\\]utils[/\\]data[/\\]dataloader\.py")
+
 
 def texts_of(rank: RankFacts) -> dict[tuple[str, int], str]:
     """Return the source of lines that a rank was seen in, by file and line, as far as it was recorded with the stacks.
@@ -100,12 +104,35 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     counts. `text`: the line's source, "" where it was not recorded. `idiom`: a name of `idioms.IDIOMS`, "": none.
     `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
+    making = (one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(_MAKES in text for text in one[1]))
+    return _costly(making, rank)
+
+
+@per_rank
+def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return the same of the time before the first step was done.
+
+    `doing`: start; start_wait: waiting for a batch of workers; start_worker: what these made meanwhile. Raises
+    NotMeasured where the start was not looked at.
+    """
+    known = stacks[stacks["role"].isin(("start", "start_worker"))]
+    if not known["samples"].sum():
+        raise NotMeasured("the stacks of the start were not recorded")
+    seen = []
+    for role, text, n in zip(known["role"], known["stack"], known["samples"], strict=True):
+        stack = text.split(";")
+        if role == "start":
+            seen.append(("start_wait" if any(_AWAITS.search(frame) for frame in stack) else "start", stack, n))
+        elif any(_MAKES in frame for frame in stack):
+            seen.append(("start_worker", stack, n))
+    return _costly(seen, rank)
+
+
+def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd.DataFrame:
     texts = texts_of(rank)
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
-    for doing, stack, n in seen_doing(stacks):
-        if doing in idioms.DATA and not any(_MAKES in text for text in stack):
-            continue
+    for doing, stack, n in stacks:
         of[doing] += n
         at = next((i for i in reversed(range(len(stack))) if (f := FRAME.fullmatch(stack[i])) and is_own(f[2])), None)
         if at is not None and (frame := FRAME.fullmatch(stack[at])) is not None:

@@ -99,6 +99,7 @@ CONCERNS: Mapping[str, Concern] = {
     "host_sync": Concern(("synchronize", "sync"), ("rest",), called="synchronize"),
     "idle_cores": Concern(),
     "job_failed": Concern((), ()),
+    "slow_start": Concern((), ()),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
     "memory_format": Concern(("model", "forward")),
     "memory_growth": Concern((), ()),

@@ -20,7 +20,15 @@ from dlprof.errors import NotMeasured
 # A training step validates if so much of it is forward passes that no backward pass uses.
 _MOSTLY = 0.5
 
-PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "other", "suspended")
+PARTS = ("setup", "first_batch", "warmup", "steady", "traced", "epoch_ends", "validation", "other", "suspended")
+
+
+@per_rank
+def last_step_ends(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
+    """Return when the last step ended, ns of Unix time: end_ns, one row."""
+    if not len(light_steps):
+        raise NotMeasured("no step was recorded")
+    return pd.DataFrame({"end_ns": [int(light_steps["start_ns"].iloc[-1] + light_steps["length_ns"].iloc[-1])]})
 
 
 @per_rank
@@ -29,10 +37,11 @@ def whole_job(
 ) -> pd.DataFrame:
     """Return one row for each part: part, steps, ns. The PARTS add up to the rank's time from importing torch on.
 
-    setup: up to the first recorded step; warmup: training steps before they have settled; traced: those slowed by the
-    profiler; epoch_ends: training steps with an epoch's first batch or its end, where workers start and go, but for the
-    job's very first step; other: neither trained nor evaluated; suspended: steps of any kind in which the job was
-    stopped. KINDS of stalls follow, summed over all of these. Raises NotMeasured without a step log.
+    setup: up to the first recorded step; first_batch: that step's wait for the loader; warmup: training steps before
+    they have settled; traced: those slowed by the profiler; epoch_ends: training steps with an epoch's first batch or
+    its end, where workers start and go, but for the job's very first step; other: neither trained nor evaluated;
+    suspended: steps of any kind in which the job was stopped. KINDS of stalls follow, summed over all of these. Raises
+    NotMeasured without a step log.
     """
     if not len(light_steps):
         return pd.DataFrame({"part": [], "steps": [], "ns": []}).astype({"part": "str"})
@@ -47,7 +56,12 @@ def whole_job(
     }
     part = np.select(list(is_part.values()), list(is_part), "warmup")
     dur = steps["length_ns"].to_numpy()
+    waited = max(float(steps["fetch_ns"].iloc[0]), 0.0) if part[0] == "warmup" else 0.0
+    dur = dur.astype(float)
+    dur[0] -= waited
     rows = [(p, int((part == p).sum()), float(dur[part == p].sum())) for p in PARTS if (part == p).any()]
+    if waited:
+        rows.insert(0, ("first_batch", 0, waited))
     began = (rank.facts.get("clock") or {}).get("unix_ns")
     if isinstance(began, int) and began < light_steps["start_ns"].iloc[0]:
         rows.insert(0, ("setup", 0, float(light_steps["start_ns"].iloc[0] - began)))
@@ -55,6 +69,31 @@ def whole_job(
         held = stalls.get().astype({"kind": "str"}).groupby("kind")[["count", "dur_ns"]].sum()
         rows += [(k, int(held["count"][k]), float(held["dur_ns"][k])) for k in KINDS if k in held.index]
     return pd.DataFrame(rows, columns=["part", "steps", "ns"])
+
+
+@across_ranks
+def run_parts(
+    whole_job: Frame = needs(whole_job), last_step_ends: Frame = needs(last_step_ends), job: Job = needs(JOB)
+) -> pd.DataFrame:
+    """Return the parts of the whole run in the order of time, as the mean over the ranks: part, steps, ns, share.
+
+    The PARTS of `whole_job`; before them launch, from the command's start until PyTorch was imported, and after them
+    end, from the last step on. Raises NotMeasured where the run's beginning and end were not recorded.
+    """
+    start, end = job.run.start_ns, job.run.end_ns
+    if start is None or end is None:
+        raise NotMeasured("the run's beginning and end were not recorded")
+    ranks = whole_job["rank"].nunique()
+    sums = whole_job.groupby("part")[["steps", "ns"]].sum() / ranks
+    parts = sums.reindex(list(PARTS)).fillna(0.0)
+    last = float(last_step_ends["end_ns"].mean())
+    parts.loc["end"] = [0.0, end - last]
+    left = (end - start) - parts["ns"].sum()
+    if left < 0 or end < last:
+        raise NotMeasured("the clocks of the command and of its ranks differ")
+    parts = pd.concat([pd.DataFrame({"steps": 0.0, "ns": left}, index=["launch"]), parts])
+    parts = parts[parts["ns"] > 0].rename_axis("part").reset_index()
+    return parts.assign(share=parts["ns"] / parts["ns"].sum())
 
 
 @across_ranks
@@ -81,6 +120,12 @@ def loop_step_ns(
     between = ns["epoch_ends"] + ns["validation"] + ns["other"]
     loop = plain * ns["steady"] / steps["steady"] + between
     return float((loop / training_steps).mean())
+
+
+@across_ranks
+def run_step_ns(run_parts: Frame = needs(run_parts), training_steps: pd.Series[float] = needs(training_steps)) -> float:
+    """Return what the whole run takes for each training step, ns."""
+    return float(run_parts["ns"].sum() / training_steps.mean())
 
 
 @per_rank

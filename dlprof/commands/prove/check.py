@@ -145,7 +145,7 @@ def _limits(
             what = f"does not apply: {o.why}"
         else:
             bad = risk or (o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]) >= limit
-            of = "training loop" if o.scope == "job" else "step"
+            of = {"job": "training loop", "run": "run"}.get(o.scope, "step")
             what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.saving_ns else o.summary
         chosen: Word = "FAIL" if bad else "????" if disturbed or word == "????" else "ok"
         yield Checked(f"{rule} < {limit:g} {unit}", chosen, o.title if risk else what)

@@ -158,6 +158,16 @@ class Host:
             else:
                 self.ranks = (*self.ranks, rank)
 
+    def loaded(self) -> Iterator[int]:
+        """Return the processes of this run here that have loaded torch, and run: ranks, launchers, workers."""
+        run = b"\0DLPROF_RUN=" + os.fsencode(self.run) + b"\0"
+        for text in (self._words / "hello.jsonl").read_text(errors="replace").splitlines():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                said = json.loads(text)
+                # The list may be of another host of this name.
+                if said.get("torch") and run in b"\0" + Path(f"/proc/{int(said['pid'])}/environ").read_bytes():
+                    yield int(said["pid"])
+
     def _here(self, word: Word, facts: Any) -> RankHere | None:
         here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot
         since = started(int(facts["pid"])) if here else None

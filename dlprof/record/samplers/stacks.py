@@ -26,7 +26,7 @@ from typing import Any
 
 from dlprof import redaction
 from dlprof.record.calls.frames import MOST_FILE_BYTES, MOST_SOURCE, own_files
-from dlprof.record.launch.process import tied, wait_or_kill
+from dlprof.record.launch.process import has_ended, stat_of, tied, wait_or_kill
 from dlprof.record.samplers.sampling import Host, RankHere
 
 # How py-spy writes a process: with its command, which may hold anything, line ends too. What follows is another
@@ -50,6 +50,13 @@ _LAST_PAUSE_S = 120.0
 _LOOK_S = 0.5
 _LATE_S = 5.0
 
+# A process that has loaded torch and is no rank yet is looked at from this age on until it is one, so that a report can
+# tell what the start of a long-starting job was spent on; how often a second, for how long, and how many at once.
+_START_AFTER_S = 2.0
+_START_RATE = 20
+_START_MOST_S = 900
+_MOST_STARTING = 8
+
 # How long the end of the job waits for py-spy to write what it has.
 _STOP_S = 0.7
 
@@ -58,7 +65,8 @@ class StacksSampler:
     """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines.
 
     The JSON holds the text of the user's lines that were seen most, so that a report can tell what they call: py-spy
-    sees no function of C, and the script may be another one by then.
+    sees no function of C, and the script may be another one by then. A burst with `start` is of the process before it
+    was a rank.
     """
 
     name = "stacks"
@@ -67,6 +75,7 @@ class StacksSampler:
         asked = os.environ.get("DLPROF_STACKS") or "off"
         self._rate = 0 if asked == "off" else int(asked)
         self._spies: dict[RankHere, _Spy] = {}
+        self._starting: dict[int, _Spy] = {}  # by process
 
     @property
     def period_s(self) -> float:
@@ -90,8 +99,11 @@ class StacksSampler:
             return
         for rank in self._host.ranks:
             if rank not in self._spies:
-                folder = self._host.run / "ranks" / rank.name
-                self._spies[rank] = _Spy(self._command, self._rate, rank.pid, folder)
+                spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid)
+                spy.announce(self._host.run / "ranks" / rank.name)
+                self._spies[rank] = spy
+        with suppress(OSError, ValueError):
+            self._look_at_starts()
         for rank, spy in tuple(self._spies.items()):
             here = rank in self._host.ranks
             if problem := spy.tick(go_on=here):
@@ -108,14 +120,37 @@ class StacksSampler:
             if not here and not spy.running:
                 del self._spies[rank]
 
+    def _look_at_starts(self) -> None:
+        """Begin to look at processes that have loaded torch and are no rank, and end it where they have gone."""
+        # Neither workers of a rank, which are looked at with it, nor what has started the ranks.
+        known = {rank.pid for rank in self._host.ranks}
+        started_by = {pid: _parent(pid) for pid in {*self._host.loaded(), *known}}
+        launchers = {started_by[rank] for rank in known}
+        loaded = {pid for pid, by in started_by.items() if pid not in known | launchers and by not in known}
+        for pid in self._starting.keys() - loaded:
+            self._starting.pop(pid).drop()
+        for pid in sorted(loaded - self._starting.keys(), reverse=True)[: _MOST_STARTING - len(self._starting)]:
+            self._starting[pid] = _Spy(self._command or "", self._rate, pid)
+        for spy in self._starting.values():
+            spy.tick(go_on=True)
+
     def stop(self) -> None:
         """End the bursts that are under way, and keep what they saw."""
+        for spy in self._starting.values():
+            spy.drop()
+        self._starting.clear()
         for spy in self._spies.values():
             spy.interrupt()
         until = time.monotonic() + _STOP_S
         for spy in self._spies.values():
             spy.finish(max(until - time.monotonic(), 0.1))
         self._spies.clear()
+
+
+def _parent(pid: int) -> int:
+    """Return who started a process; 0: it has gone."""
+    stat = stat_of(pid)
+    return 0 if has_ended(stat) else int(stat[1])
 
 
 def find() -> str | None:
@@ -125,13 +160,14 @@ def find() -> str | None:
 
 
 class _Spy:
-    """The bursts of one rank."""
+    """The bursts of one process: until it is a rank a single one, of its start, which has no file yet."""
 
-    def __init__(self, command: str, rate: int, pid: int, folder: Path) -> None:
+    def __init__(self, command: str, rate: int, pid: int) -> None:
         self._command = [command, "record", "--pid", str(pid), "--subprocesses", "--nonblocking", "--idle", "--threads"]
-        self._command += ["--full-filenames", "--format", "raw", "--rate", str(rate)]
+        self._command += ["--full-filenames", "--format", "raw"]
         self._rate = rate
-        self._file = folder / "stacks.txt.gz"
+        self._file: Path | None = None
+        self._starts = False  # whether the burst that runs, or is over, is of the start
         self._seen = -1  # what py-spy writes into: no file, since the command lines in it must not reach the disk
         self._process: subprocess.Popen[bytes] | None = None
         self._begun_ns = 0
@@ -139,7 +175,7 @@ class _Spy:
         self._texts: set[tuple[str, int]] = set()  # the lines whose text is written
         self._seconds = _FIRST_S
         self._pause_s = _FIRST_PAUSE_S
-        self._next = 0.0
+        self._next = time.monotonic() + _START_AFTER_S
         self._failures = 0  # one after the other
 
     @property
@@ -150,9 +186,25 @@ class _Spy:
     def wait_s(self) -> float:
         return 0.0 if self.running else self._next - time.monotonic()
 
+    def announce(self, folder: Path) -> None:
+        """The process is a rank now: the burst of its start ends, and those of the rank follow."""
+        self._file = folder / "stacks.txt.gz"
+        self._next = 0.0
+        self.interrupt()
+
+    def drop(self) -> None:
+        """End a burst and forget what it saw."""
+        if self._process is not None:
+            self._process.kill()
+            with self._process:
+                self._process = None
+            os.close(self._seen)
+
     def tick(self, *, go_on: bool) -> str:
         """End a burst that is over, and begin one that is due; say what went wrong, "" for nothing."""
         problem = ""
+        if self._file is None and self._starts:
+            return ""  # one burst is enough of a start, and is written when the rank is known
         if self._process is not None and self._process.poll() is not None:
             problem = self._take()
         if go_on and not problem and self._process is None and time.monotonic() >= self._next:
@@ -179,9 +231,14 @@ class _Spy:
             os.nice(19)
 
         self._begun_ns = time.time_ns()
-        self._seen = os.memfd_create(str(self._file)[-200:])
+        self._starts = self._file is None
+        rate, seconds = (_START_RATE, _START_MOST_S) if self._starts else (self._rate, self._seconds)
+        self._seen = os.memfd_create("stacks")
         self._process = subprocess.Popen(
-            [*self._command, "--duration", str(self._seconds), "--output", f"/proc/self/fd/{self._seen}"],
+            [
+                *(*self._command, "--rate", str(rate)),
+                *("--duration", str(seconds), "--output", f"/proc/self/fd/{self._seen}"),
+            ],
             pass_fds=[self._seen],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -194,19 +251,26 @@ class _Spy:
         process, self._process = self._process, None
         if process is None:
             return ""
+        starts, self._starts = self._starts, False
         with process:
             said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
-        self._next = time.monotonic() + self._pause_s
-        self._pause_s = min(self._pause_s * 2, _LAST_PAUSE_S)
-        self._seconds = _BURST_S
+        if not starts:
+            self._next = time.monotonic() + self._pause_s
+            self._pause_s = min(self._pause_s * 2, _LAST_PAUSE_S)
+            self._seconds = _BURST_S
         with os.fdopen(self._seen, "rb") as written:
             seen = written.read()
+        if self._file is None or (starts and not seen):
+            return ""
         if not seen:
             self._failures += 1
             # Once may be chance: the rank was ending, or had not quite begun.
             return _reason(said) if process.returncode and (self._failures > 1 or _denied(said)) else ""
         self._failures = 0
-        burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
+        rate = _START_RATE if starts else self._rate
+        burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": rate}
+        if starts:
+            burst["start"] = True
         lines = without_commands(seen)
         with suppress(Exception):  # the stacks are worth more than the text of their lines
             texts = [one for one in texts_of(lines, self._since_ns) if (one[0], one[1]) not in self._texts]

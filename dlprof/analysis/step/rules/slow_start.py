@@ -1,0 +1,97 @@
+"""The run takes long to begin its training.
+
+Before the first step a script imports, reads or prepares its data, makes its model, and waits for the loader's first
+batch. In a job of a few minutes, as most are while a model is made, that may be most of the time, and it comes again
+with every start: after a time limit, a preemption, an error.
+
+Needs the step log, when the command began and ended, and the stacks that py-spy sees of a process that has loaded
+PyTorch for two seconds and has not taken a step. Which library a process imports before PyTorch is not seen.
+
+Saving: the time that the line of the script's took that was seen most, as long as it was looked at. It is spread over
+the training steps, and its share is that of the run as it was recorded: a run that trains for longer has less to gain.
+
+What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.panel import table
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, start_lines
+from dlprof.analysis.step.whole_job import run_parts, training_steps
+from dlprof.errors import NotMeasured
+from dlprof.result import Change
+from dlprof.units import duration, percent
+
+# A start is slow from here on: what takes longer than a model of some size and a data set that is at hand.
+_LONG_NS, NOTABLE_SHARE = 5e9, 0.1
+
+_START = ("launch", "setup", "first_batch")
+
+
+def check(
+    run_parts: Frame = needs(run_parts),
+    training_steps: pd.Series[float] = needs(training_steps),
+    start_lines: Maybe[Frame] = maybe(start_lines),
+    job: Job = needs(JOB),
+) -> Estimate:
+    start = run_parts[run_parts["part"].isin(_START)]
+    total, share = float(start["ns"].sum()), float(start["share"].sum())
+    said = f"the start took {duration(total)}, {percent(share)} of the run"
+    if total < _LONG_NS or share < NOTABLE_SHARE:
+        return nothing(said, scope="run")
+    frame = start_lines.or_none()
+    if frame is None:
+        raise NotMeasured(f"{said}; what it was spent on was not seen ({start_lines.why()})")
+    took: dict[int, float] = {}
+    lines: dict[int, tuple[CostlyLine, bool]] = {}
+    for rank in job.ranks:
+        if (line := costliest(start_lines, rank, "start", "start_wait")) is None:
+            continue
+        mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line)]
+        waits = str(mine["doing"].iloc[mine["samples"].argmax()]) == "start_wait"
+        looked_at = (job.trace_facts[rank].get("stacks") or {}).get("start") or {}
+        took[rank] = min((looked_at["end_ns"] - looked_at["start_ns"]) * (line.place.share or 0.0), total)
+        making = costliest(start_lines, rank, "start_worker") if waits else None
+        lines[rank] = (making or line, waits)
+    if not took:
+        raise NotMeasured(f"{said}; no line of the script takes much of it")
+    rank = worst(took)
+    return Estimate(
+        saving_ns=took[rank] / float(training_steps.mean()),
+        by_rank_ns=took,
+        scope="run",
+        lost_ns=total / float(training_steps.mean()),
+        loses="passes before the first step is done",
+        summary=said,
+        seen=(*lines[rank], total, took[rank]),
+    )
+
+
+def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanation:
+    line, waits, total, took = estimate.seen
+    at = "The first batch waits for workers, which stand at" if waits else "Of it,"
+    spent = f"{at} {line.shown} for {duration(took)}" if waits else f"{at} {duration(took)} pass in {line.shown}"
+    columns = {"part": "", "steps": "steps", "ns": "time_ns", "share": "share"}
+    return Explanation(
+        title=f"The start takes {duration(total)}, most of it in one line",
+        summary=f"{spent.rstrip(',')}. {line.does[:1].upper()}{line.does[1:]}{'.' if line.does else ''}",
+        changes=(_change(line),),
+        evidence=table("The run", run_parts, columns),
+        verdict=f"{duration(total)} pass before the first step is done, {duration(took)} of them in"
+        f" {line.shown.rstrip(',')}{f', which {line.idiom.what}' if line.idiom else ''}.",
+        sure="Stacks of the time from two seconds after the import of PyTorch to the first step's end; that the whole"
+        " line goes is assumed. A run that trains for longer has less to gain.",
+        at_most=True,
+        where=(line.place,),
+    )
+
+
+def _change(line: CostlyLine) -> Change:
+    return change(line.advice("do it once and keep the result in a file, or make this line faster:"))
+
+
+RULE = Rule("A slow start", check, explain, notable=NOTABLE_SHARE)
