@@ -132,7 +132,8 @@ def together(result: Result) -> str:
     # Nobody has seen a job become ten times as fast: such a bound adds up savings that cannot all be had.
     if most is None or sum(saves(o) for o in result.found) < 2 or not 0 < most.speedup <= 10:
         return ""
-    return f"All of these together: at most {times(most.speedup)} faster ({MINUS}{duration(most.saving_ns)})."
+    less = "" if any(o.scope == "run" for o in result.found) else f" ({MINUS}{duration(most.saving_ns)})"
+    return f"All of these together: at most {times(most.speedup)} faster{less}."
 
 
 def counted(n: int, one: str, many: str = "") -> str:

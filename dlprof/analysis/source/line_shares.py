@@ -80,6 +80,9 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
 # A line is called what at least this share of its samples is.
 _NAMED = 0.25
 
+# In such a line the loop is left, and what it held is freed: that is no part of a step.
+_LEAVES = ("break", "return")
+
 # In these a worker, or the training thread without workers, makes a batch; elsewhere a worker waits, or sends.
 _MAKES = "torch/utils/data/_utils/fetch.py"
 
@@ -133,9 +136,12 @@ def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
     for doing, stack, n in stacks:
-        of[doing] += n
         at = next((i for i in reversed(range(len(stack))) if (f := FRAME.fullmatch(stack[i])) and is_own(f[2])), None)
-        if at is not None and (frame := FRAME.fullmatch(stack[at])) is not None:
+        frame = None if at is None else FRAME.fullmatch(stack[at])
+        if frame is not None and doing == "rest" and texts.get((frame[2], int(frame[3]))) in _LEAVES:
+            continue
+        of[doing] += n
+        if at is not None and frame is not None:
             place = frame[1], frame[2], int(frame[3])
             found = idioms.known(texts.get(place[1:], ""), (f"{frame[1]} ()", *stack[at + 1 :]), doing)
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n

@@ -99,7 +99,7 @@ class StacksSampler:
             return
         for rank in self._host.ranks:
             if rank not in self._spies:
-                spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid)
+                spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid, self._host.run)
                 spy.announce(self._host.run / "ranks" / rank.name)
                 self._spies[rank] = spy
         with suppress(OSError, ValueError):
@@ -130,7 +130,7 @@ class StacksSampler:
         for pid in self._starting.keys() - loaded:
             self._starting.pop(pid).drop()
         for pid in sorted(loaded - self._starting.keys(), reverse=True)[: _MOST_STARTING - len(self._starting)]:
-            self._starting[pid] = _Spy(self._command or "", self._rate, pid)
+            self._starting[pid] = _Spy(self._command or "", self._rate, pid, self._host.run)
         for spy in self._starting.values():
             spy.tick(go_on=True)
 
@@ -162,11 +162,12 @@ def find() -> str | None:
 class _Spy:
     """The bursts of one process: until it is a rank a single one, of its start, which has no file yet."""
 
-    def __init__(self, command: str, rate: int, pid: int) -> None:
+    def __init__(self, command: str, rate: int, pid: int, run: Path) -> None:
         self._command = [command, "record", "--pid", str(pid), "--subprocesses", "--nonblocking", "--idle", "--threads"]
         self._command += ["--full-filenames", "--format", "raw"]
         self._rate = rate
         self._file: Path | None = None
+        self._run = run
         self._starts = False  # whether the burst that runs, or is over, is of the start
         self._seen = -1  # what py-spy writes into: no file, since the command lines in it must not reach the disk
         self._process: subprocess.Popen[bytes] | None = None
@@ -233,7 +234,7 @@ class _Spy:
         self._begun_ns = time.time_ns()
         self._starts = self._file is None
         rate, seconds = (_START_RATE, _START_MOST_S) if self._starts else (self._rate, self._seconds)
-        self._seen = os.memfd_create("stacks")
+        self._seen = os.memfd_create(str(self._file or self._run)[-200:])
         self._process = subprocess.Popen(
             [
                 *(*self._command, "--rate", str(rate)),

@@ -135,6 +135,36 @@ def test_what_was_seen_of_a_rank_that_is_killed_is_kept(tmp_path: Path) -> None:
     assert seen(rank, "log") == {("main", "rest")}
 
 
+SLOW_START = (
+    TRAIN.replace(
+        "model = nn.Linear(8, 1)",
+        """
+def prepare():
+    busy(5)
+
+prepare()
+model = nn.Linear(8, 1)
+""",
+    )
+    .replace("    log()\n", "    log()\n    if time.monotonic() > until:\n        break\n")
+    .replace("for batch", "until = time.monotonic() + 4\nfor batch")
+)
+
+
+@pytest.mark.long
+def test_what_a_process_does_before_its_first_step_is_seen_as_its_start(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "train.py").write_text(SLOW_START)
+    done = launch(wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py"], "--no-trace"), tmp_path)
+    assert done.returncode == 0
+    rank = tmp_path / "run/ranks/00000"
+    assert seen(rank, "prepare") == {("start", "")}
+    assert ("main", "rest") in seen(rank, "log")
+    found = read(rank / "stacks.txt.gz").facts["stacks"]
+    assert 2 < (found["start"]["end_ns"] - found["start"]["start_ns"]) / 1e9 < 15
+    assert found["bursts"] >= 1
+
+
 # A rank without torch: it ends once a host has warned, or is ended by the test, which says that it trains.
 RANK = """
 import ctypes, glob, os, sys, time

@@ -1,0 +1,94 @@
+"""A long start is found with its line, a short one is left alone; the parts of a run add up to it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from dlprof.analysis.step.rules.slow_start import RULE
+from dlprof.analysis.step.whole_job import run_parts
+from dlprof.result import Outcome
+from tests.fixtures import runs
+from tests.fixtures.asking import ask
+from tests.fixtures.runs import MS
+
+SECOND = 1000 * MS
+DATALOADER = "/lib/python3/site-packages/torch/utils/data/dataloader.py"
+LOADS = (
+    'process 7:"";thread (7): MainThread;<module> (/w/train.py:3);'
+    "read_csv (/lib/python3/site-packages/pandas/io/x.py:9)"
+)
+WAITS = f'process 7:"";thread (7): MainThread;<module> (/w/train.py:9);_try_get_data ({DATALOADER}:1300)'
+STANDS = (
+    'process 7:"";process 8:"";thread (8): MainThread;_worker_loop (/lib/torch/utils/data/_utils/worker.py:1);'
+    "fetch (/lib/python3/site-packages/torch/utils/data/_utils/fetch.py:52);__getitem__ (/w/data.py:5)"
+)
+TEXTS = [["/w/train.py", 3, "frame = pd.read_csv(path)"], ["/w/data.py", 5, "with lock:"]]
+
+
+def run(folder: Path, setup_s: float, stacks: dict[str, int], first_s: float = 0.0, steps: int = 100) -> Path:
+    """Record a run: 2 s of launch, a set-up, a wait for the first batch, steps of 0.1 s, and 1 s of ending."""
+    at = round((2 + setup_s) * SECOND)
+    light, began = [], at
+    for n in range(steps):
+        waits = round(first_s * SECOND) if n == 0 else 0
+        light.append(runs.light(n, 100 * MS + waits, fetch_ns=waits, start_ns=began, first=int(n == 0)))
+        began += 100 * MS + waits
+    facts = {**runs.CPU, "directory": "/w/", "clock": {"unix_ns": 2 * SECOND}}
+    path = runs.recorded(folder / "run", (None, light, facts), start_ns=1, end_ns=began + SECOND)
+    head = {"start_ns": 4 * SECOND, "end_ns": at + round(first_s * SECOND), "rate": 20, "start": True, "lines": TEXTS}
+    if stacks:
+        lines = "".join(f"{stack} {n}\n" for stack, n in stacks.items())
+        packed = gzip.compress(f"#{json.dumps(head)}\n{lines}".encode())
+        (path / "ranks/00000/stacks.txt.gz").write_bytes(packed)
+    return path
+
+
+def place(found: Outcome) -> str:
+    return f"{found.where[0].file}:{found.where[0].line}"
+
+
+@pytest.mark.parametrize(
+    ("setup_s", "first_s", "stacks", "told"),
+    [
+        # A run of 33 s, of which 20 - 2 s were looked at, three of four in one line.
+        pytest.param(20, 0, {LOADS: 300, WAITS: 100}, ("train.py:3", "keep the arrays", 13.5 / 33), id="a set-up"),
+        # The workers' line, not the one that waits for them: 16 of 28 s.
+        pytest.param(5, 10, {WAITS: 300, STANDS: 600}, ("data.py:5", "spawn", 13 / 28), id="a first batch"),
+        pytest.param(2, 0, {LOADS: 100}, None, id="a short start"),
+    ],
+)
+def test_the_line_of_a_long_start_is_named_with_what_it_takes_of_the_run(
+    tmp_path: Path, setup_s: float, first_s: float, stacks: dict[str, int], told: tuple[str, str, float] | None
+) -> None:
+    found = ask(RULE, run(tmp_path, setup_s, stacks, first_s))
+    assert found.state == ("found" if told else "clear")
+    if told:
+        where, words, share = told
+        assert (place(found), found.scope, found.at_most) == (where, "run", True)
+        assert words in found.changes[0].text
+        assert found.share == pytest.approx(share, abs=0.01)
+
+
+def test_a_long_start_that_nobody_looked_at_is_not_judged(tmp_path: Path) -> None:
+    found = ask(RULE, run(tmp_path, 20, {}))
+    assert found.state == "not_measured"
+    assert "22.0 s" in found.why
+
+
+def test_a_long_job_hides_its_start(tmp_path: Path) -> None:
+    assert ask(RULE, run(tmp_path, 20, {LOADS: 300}, steps=4000)).state == "clear"
+
+
+def test_the_parts_of_a_run_add_up_to_it(tmp_path: Path) -> None:
+    path = run(tmp_path, 5, {}, first_s=4)
+    parts = runs.measured(path, run_parts).frame(run_parts).set_index("part")["ns"] / SECOND
+    assert parts.sum() == pytest.approx(22)
+    assert parts["launch"] == pytest.approx(2)
+    assert parts["setup"] == pytest.approx(5)
+    assert parts["first_batch"] == pytest.approx(4)
+    assert parts["end"] == pytest.approx(1)
+    assert parts["warmup"] + parts["steady"] == pytest.approx(10)
