@@ -67,4 +67,10 @@ CASES: tuple[Case, ...] = (
     Case("whole_column", "datasets 6846", ("input_wait",), ("the row", "column")),
     Case("database_scan", "patent_similarity_data 2", ("input_wait",), ("CREATE INDEX", "an index")),
     Case("resample_kernel", "torchaudio 2359", ("input_wait",), ("once", "cache")),
+    Case("tensor_indices", "imbalanced-dataset-sampler 21", ("input_wait",), ("tolist",)),
+    Case("spawned_workers", "pytorch/pytorch 139792", ("worker_restart", "input_wait"), ("persistent_workers",)),
+    Case("nested_concat", "avalanche 560", ("input_wait",), ("ConcatDataset",)),
+    Case("counted_batches", "graphstorm 532", ("step_python", "periodic_work", "input_wait"), ("len(",)),
+    Case("workers_in_memory", "Lightning 17410", ("needless_workers",), ("num_workers=0",)),
+    Case("h5_list", "h5py 293", ("input_wait",), ("memory", "slice")),
 )
