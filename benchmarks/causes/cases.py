@@ -73,4 +73,12 @@ CASES: tuple[Case, ...] = (
     Case("counted_batches", "graphstorm 532", ("step_python", "periodic_work", "input_wait"), ("len(",)),
     Case("workers_in_memory", "Lightning 17410", ("needless_workers",), ("num_workers=0",)),
     Case("h5_list", "h5py 293", ("input_wait",), ("memory", "slice")),
+    Case("frozen_backbone", "EEGPT 18", (), ("requires_grad", "no_grad")),
+    Case("forward_twice", "composer 467", ("unused_forward", "step_python"), ("output",)),
+    Case("dense_gradient", "pytorch/pytorch 5309", (), ("sparse=True",)),
+    Case(
+        "loss_by_rows", "pytorch-seq2seq 34", ("parameter_loop", "step_python"), ("one call", "whole batch", "at once")
+    ),
+    Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps"), ("list",)),
+    Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop",), ("nn.LSTM",)),
 )
