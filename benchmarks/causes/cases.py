@@ -81,4 +81,10 @@ CASES: tuple[Case, ...] = (
     ),
     Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps"), ("list",)),
     Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop",), ("nn.LSTM",)),
+    Case("collected_each_step", "peft 2894", ("gc_pauses", "step_python"), ("gc.collect",)),
+    Case("hooks_pile_up", "DeepLense 141", ("growing_steps",), ("hook",)),
+    Case("double_precision", "seismiqb 19", ("float64_compute",), ("float32",)),
+    Case("eager_log", "Emerging-Optimizers 255", ("step_python", "host_bound"), ("%s", "log level", "isEnabledFor")),
+    Case("profiled_run", "pytorch/pytorch 49900", (), ("profile",)),
+    Case("warned_always", "pytorch/pytorch 76952", ("input_wait",), ("warning", "set_warn_always")),
 )
