@@ -87,4 +87,17 @@ CASES: tuple[Case, ...] = (
     Case("eager_log", "Emerging-Optimizers 255", ("step_python", "host_bound"), ("%s", "log level", "isEnabledFor")),
     Case("profiled_run", "pytorch/pytorch 49900", (), ("profile",)),
     Case("warned_always", "pytorch/pytorch 76952", ("input_wait",), ("warning", "set_warn_always")),
+    Case("mean_of_data", "mrs 27", (), ("once", "store", "keep")),
+    Case("scanned_labels", "ultralytics 13651", (), ("once", "cache", "keep")),
+    Case("sleep_in_loop", "Cylinder3D 117", ("step_python", "periodic_work"), ("sleep",)),
+    Case("lock_file", "pylon 1", (), ("lock",)),
+    Case(
+        "checkpoint_each_epoch",
+        "deepchem 458",
+        ("checkpoint_stall", "periodic_work"),
+        ("less often", "seldom", "every"),
+    ),
+    Case(
+        "validation_by_ones", "hls-foundation-os 33", ("validation_share",), ("larger batch", "batch_size", "batches")
+    ),
 )
