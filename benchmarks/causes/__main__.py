@@ -32,6 +32,7 @@ Small training scripts with one mistake each, written anew after public reports,
 timed by its own clock, plain and with its remedy, and then recorded. The first finding counts as right if it is of the
 right rule, names a line of the mistake, and its first change is the remedy. The rules were written with these scripts
 at hand: this says little of others. "≤" marks a bound. `python -m benchmarks.causes --out docs/causes.md` repeats it.
+[Some were written later](causes_log.md), without the rules.
 
 """
 
