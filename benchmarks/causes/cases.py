@@ -79,11 +79,11 @@ CASES: tuple[Case, ...] = (
     Case(
         "loss_by_rows", "pytorch-seq2seq 34", ("parameter_loop", "step_python"), ("one call", "whole batch", "at once")
     ),
-    Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps"), ("list",)),
+    Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps", "step_python"), ("list",)),
     Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop",), ("nn.LSTM",)),
     Case("collected_each_step", "peft 2894", ("gc_pauses", "step_python"), ("gc.collect",)),
     Case("hooks_pile_up", "DeepLense 141", ("growing_steps",), ("hook",)),
-    Case("double_precision", "seismiqb 19", ("float64_compute",), ("float32",)),
+    Case("double_precision", "seismiqb 19", ("float64_compute",), ("float32", ".float()")),
     Case("eager_log", "Emerging-Optimizers 255", ("step_python", "host_bound"), ("%s", "log level", "isEnabledFor")),
     Case("profiled_run", "pytorch/pytorch 49900", (), ("profile",)),
     Case("warned_always", "pytorch/pytorch 76952", ("input_wait",), ("warning", "set_warn_always")),
@@ -95,7 +95,7 @@ CASES: tuple[Case, ...] = (
         "checkpoint_each_epoch",
         "deepchem 458",
         ("checkpoint_stall", "periodic_work"),
-        ("less often", "seldom", "every"),
+        ("less often", "async_save"),
     ),
     Case(
         "validation_by_ones", "hls-foundation-os 33", ("validation_share",), ("larger batch", "batch_size", "batches")

@@ -171,7 +171,7 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
     of = {"job": "of the training loop's time", "run": "of the run"}.get(estimate.scope) or basis.of_step.get()
     fed = basis.fed_ns.get() if estimate.scope == "step" and not rule.feeds else 0.0
     unfed = max(step - fed, 0.0)
-    most = min(step, basis.most_ns(rule.saves_from), unfed)
+    most = min(step, basis.most_ns(rule.saves_from if estimate.scope == "step" else ()), unfed)
     saving = max(min(estimate.saving_ns, most), 0.0)
     share = saving / step if step else 0.0
     lost = (estimate.saving_ns if estimate.lost_ns is None else estimate.lost_ns) / step if step else 0.0

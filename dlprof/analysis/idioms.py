@@ -158,7 +158,7 @@ IDIOMS: tuple[Idiom, ...] = (
         " batch_size=None)`",
         _PYTORCH + "data.html#disable-automatic-batching",
         DATA,
-        frames=r"torch[/\\]utils[/\\]data[/\\]dataset\.py",
+        frames=r"^(?!ConcatDataset|Subset|ChainDataset).*torch[/\\]utils[/\\]data[/\\]dataset\.py",
     ),
     Idiom(
         "waits_by_sleeping",
@@ -186,6 +186,113 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\b(requests|urllib|boto3|s3fs|fsspec|httpx)\b|\burlopen\(",
         frames=r"(urllib3?|requests|botocore|s3fs|fsspec|httpx|http)[/\\]\w+",
         first=False,
+    ),
+    Idiom(
+        "database_queried",
+        "asks a database for every sample",
+        "an index on the column that is looked up (`CREATE INDEX`), and the rows of a batch with one query; or read the"
+        " table once into arrays",
+        "https://www.sqlite.org/queryplanner.html",
+        DATA,
+        source=r"\.(execute|executemany|fetchone|fetchall|fetchmany)\(",
+        frames=r"(sqlite3|psycopg2?|sqlalchemy|pymysql|lmdb|redis|pymongo|duckdb)[/\\.]",
+    ),
+    Idiom(
+        "program_started",
+        "starts a program for every sample",
+        "run it once, before training, and store what it makes",
+        "https://docs.python.org/3/library/subprocess.html",
+        DATA,
+        source=r"\b(subprocess\.\w+|os\.(system|popen))\(",
+        frames=r"[/\\]subprocess\.py",
+    ),
+    Idiom(
+        "folders_listed_again",
+        "lists a folder for every sample",
+        "list it once, in `__init__`",
+        "https://docs.python.org/3/library/os.html#os.scandir",
+        DATA,
+        source=r"\b(os\.listdir|os\.walk|scandir|r?glob|iterdir)\(",
+        frames=r"(walk|_iterdir|glob\w*|iterdir) \(",
+    ),
+    Idiom(
+        "list_searched",
+        "searches a list for every sample",
+        "make a dictionary from value to place once (`{v: i for i, v in enumerate(values)}`), or a set",
+        "https://wiki.python.org/moin/TimeComplexity",
+        (*DATA, *LOOP, *START),
+        source=r"\.index\(|\bif \w+ (not )?in (list\(|self\.\w*(list|names|paths|ids|words)\b)",
+    ),
+    Idiom(
+        "array_grown",
+        "makes an array longer, and copies all of it each time",
+        "collect the parts in a list, and join them once at the end",
+        "https://numpy.org/doc/stable/reference/generated/numpy.append.html",
+        (*DATA, *LOOP, *START),
+        source=r"\b(np|numpy)\.(append|insert)\("
+        r"|(?P<grown>[\w.]+) = (np\.concatenate|np\.[vh]stack|torch\.cat|pd\.concat)\([\[(](?P=grown),",
+    ),
+    Idiom(
+        "dates_parsed",
+        "parses dates for every sample",
+        "parse them once, before training (`pd.to_datetime` of the whole column), and keep the numbers",
+        "https://pandas.pydata.org/docs/reference/api/pandas.to_datetime.html",
+        (*DATA, *START),
+        source=r"\bstrptime\(|\bto_datetime\(|\bfromisoformat\(|dateutil|\bparser\.parse\(",
+        frames=r"_?strptime\.py|dateutil[/\\]",
+    ),
+    Idiom(
+        "checksums",
+        "computes checksums",
+        "check files once, when they are fetched",
+        "https://docs.python.org/3/library/hashlib.html",
+        (*DATA, *START),
+        source=r"\b(hashlib|zlib\.crc32|md5|sha\d+)\b",
+    ),
+    Idiom(
+        "drawn_with_weights",
+        "draws by weights from all samples, one at a time",
+        "draw the indices of an epoch at once: `torch.multinomial`, or `WeightedRandomSampler`",
+        _PYTORCH + "data.html#torch.utils.data.WeightedRandomSampler",
+        DATA,
+        source=r"\brandom\.choices\(|\brandom\.choice\(.*\bp=|\.choice\(.*\bp=",
+        frames=r"choices \(.*random\.py",
+    ),
+    Idiom(
+        "spectra",
+        "computes a spectrum, or changes the rate of a sound",
+        "do it once, before training, or for the batch on the device (`torchaudio.transforms`, whose object keeps its"
+        " window and filters)",
+        "https://docs.pytorch.org/audio/stable/transforms.html",
+        DATA,
+        source=r"\b(stft|istft|mfcc|melspectrogram|[Ss]pectrogram|[Mm]el_?[Ss]cale|[Rr]esample)\w*\(|\bfft\.\w+\(",
+    ),
+    Idiom(
+        "nested_data_sets",
+        "goes through data sets that are nested in each other",
+        "one `ConcatDataset(parts)` of all parts, not `a + b + c + …`, which nests one in the other; the same holds of"
+        " `Subset` of `Subset`",
+        _PYTORCH + "data.html#torch.utils.data.ConcatDataset",
+        (*DATA, *START),
+        frames=r"^(ConcatDataset|Subset|ChainDataset)\.",
+    ),
+    Idiom(
+        "whole_column",
+        "converts a whole column or array for a part of it",
+        "take the row first, then the column (`data[n]['x']`, not `data['x'][n]`), or convert it once in `__init__`",
+        "https://huggingface.co/docs/datasets/access",
+        DATA,
+        source=r"\w\[[\"']\w+[\"']\]\[\w+\]|\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)\[",
+        frames=r"pyarrow[/\\]",
+    ),
+    Idiom(
+        "graphs_built",
+        "builds a graph or a molecule for every sample",
+        "build it once, before training, and store its arrays",
+        "https://pytorch-geometric.readthedocs.io/en/latest/tutorial/create_dataset.html",
+        DATA,
+        source=r"\b(nx|networkx|Chem|rdkit)\.|\bMolFrom\w+\(|\bfrom_(networkx|smiles)\(",
+        frames=r"(networkx|rdkit)[/\\]",
     ),
     # Samples: pictures, sound, text.
     Idiom(
@@ -520,6 +627,61 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\bempty_cache\(",
     ),
     Idiom(
+        "warned",
+        "warns again and again",
+        "cure what the warning says; or let each be said once: `torch.set_warn_always(False)`,"
+        " `warnings.simplefilter('once')`",
+        "https://docs.python.org/3/library/warnings.html",
+        (*DATA, *LOOP),
+        source=r"\bwarnings\.warn\(",
+        frames=r"[/\\]warnings\.py|linecache\.py",
+    ),
+    Idiom(
+        "logged_by_python",
+        "writes a log, or the text for one",
+        "log every k-th step; `logger.debug('%s', x)` makes the text only where the level asks for it, an f-string"
+        " always",
+        "https://docs.python.org/3/howto/logging.html#optimization",
+        (*DATA, *LOOP),
+        source=r"\b(log|logger|logging|_logger|LOG|self\.log(ger)?)\.(debug|info|warning|error|log)\(",
+        frames=r"[/\\]logging[/\\]__init__\.py|loguru[/\\]|torch[/\\]_tensor_str\.py",
+    ),
+    Idiom(
+        "optimizer_made",
+        "makes an optimizer",
+        "make it once, before the loop: a new one forgets its state, too",
+        _PYTORCH + "optim.html",
+        LOOP,
+        source=r"\boptim\.\w+\(\w*(model|net|params|parameters)",
+        frames=r"add_param_group \(",
+    ),
+    Idiom(
+        "mode_switched",
+        "switches every module between training and evaluation",
+        "once an epoch, around the validation",
+        _PYTORCH + "generated/torch.nn.Module.html#torch.nn.Module.train",
+        LOOP,
+        source=r"^\w+\.(train|eval)\(\)",
+        frames=r"^Module\.(train|eval) \(",
+    ),
+    Idiom(
+        "parameters_listed",
+        "goes through all modules to list their parameters",
+        "list them once, before the loop: `parameters = list(model.parameters())`",
+        _PYTORCH + "generated/torch.nn.Module.html#torch.nn.Module.parameters",
+        LOOP,
+        frames=r"(named_parameters|named_modules|_named_members|named_buffers) \(.*torch[/\\]nn",
+    ),
+    Idiom(
+        "schedules_by_hand",
+        "steps a schedule of the learning rate in Python",
+        "`LambdaLR` or `OneCycleLR`, stepped once an epoch, or an optimizer with few groups of parameters",
+        _PYTORCH + "optim.html#how-to-adjust-learning-rate",
+        LOOP,
+        frames=r"torch[/\\]optim[/\\](lr_scheduler|swa_utils)\.py",
+        first=False,
+    ),
+    Idiom(
         "games_played",
         "steps an environment",
         "step several environments at once (`gymnasium.make_vec`), in processes of their own",
@@ -530,13 +692,13 @@ IDIOMS: tuple[Idiom, ...] = (
         first=False,
     ),
     Idiom(
-        "simulated_in_python",
-        "loops over numbers in Python",
-        "write it as an operation on whole arrays or tensors",
+        "loops_in_python",
+        "loops in Python, one turn for each element",
+        "write it as one operation on the whole (NumPy, tensors, a regular expression, a look-up table), or do it once,"
+        " before training",
         "https://numpy.org/doc/stable/user/basics.broadcasting.html",
         (*DATA, *LOOP, *START),
         source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
-        first=False,
     ),
     Idiom(
         "evaluated",
@@ -548,6 +710,9 @@ IDIOMS: tuple[Idiom, ...] = (
         first=False,
     ),
 )
+
+# What a line is called that is in a loop within the making of a sample, or within a step, and is not known otherwise.
+LOOPS = "loops_in_python"
 
 
 @cache

@@ -31,10 +31,15 @@ _Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Text = tuple[str, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], Annotated[str, msgspec.Meta(max_length=400)]]
 
 
+# File, line, and the line where the innermost loop around it begins.
+_Loop = tuple[str, int, int]
+
+
 class _Burst(msgspec.Struct):
     start_ns: _Ns
     end_ns: _Ns
     lines: Annotated[list[_Text], msgspec.Meta(max_length=1000)] = []
+    loops: Annotated[list[_Loop], msgspec.Meta(max_length=1000)] = []
     start: bool = False
 
 
@@ -64,7 +69,8 @@ _PROFILER = re.compile(r"[/\\]torch[/\\](profiler[/\\]\w+|autograd[/\\]profiler)
 def read(path: Path) -> Reading:
     """Return the table "stacks"; facts: `stacks` with bursts, sampled seconds and lines, if the file has them.
 
-    `lines`: the source of lines that were seen much: file, line and text. `start`: start_ns and end_ns of the burst
+    `lines`: the source of lines that were seen much: file, line, text, and the line of the loop that it is in, 0: none
+    that is not the training's. `start`: start_ns and end_ns of the burst
     before the process was a rank.
 
     If the end is cut off, only its stacks are lost. Raises DlprofError if the file cannot be read or holds no stack.
@@ -75,6 +81,7 @@ def read(path: Path) -> Reading:
     start: dict[str, int] = {}
     warnings: list[str] = []
     texts: dict[tuple[str, int], str] = {}
+    loops: dict[tuple[str, int], int] = {}
     for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
         starts = False
         for line in text.split("\n"):
@@ -91,6 +98,7 @@ def read(path: Path) -> Reading:
                         ns += burst.end_ns - burst.start_ns
                         bursts += 1
                     texts.update(((file, at), source) for file, at, source in burst.lines)
+                    loops.update(((file, at), loop) for file, at, loop in burst.loops)
                 except NOT_JSON:
                     bad += 1
             elif line:
@@ -105,7 +113,7 @@ def read(path: Path) -> Reading:
     if lost > 0:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
     frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
-    known = [{"file": file, "line": at, "text": text} for (file, at), text in texts.items()]
+    known = [{"file": f, "line": at, "text": text, "loop": loops.get((f, at), 0)} for (f, at), text in texts.items()]
     told: dict[str, object] = {"bursts": bursts, "seconds": ns / 1e9}
     told |= {name: of for name, of in (("lines", known), ("start", start)) if of}
     facts = {"stacks": told} if (bursts or start) and seen else {}

@@ -402,6 +402,11 @@ class FasterLoader:
         return self.line_ns > 0
 
 
+# How many times what more workers save a line must take, to come before them: where it is not known what it does; and
+# where that is needless, so that workers would do the same for each sample again.
+_UNKNOWN, _NEEDLESS = 1.25, 0.75
+
+
 @across_ranks
 def faster_loader(
     input_waits: Frame = needs(input_waits),
@@ -455,9 +460,10 @@ def faster_loader(
             gone = {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()}
             return saving_input(step_series, own_time, gone)
 
-        line_ns = without(1.0 - (line.place.share or 0.0))
-        needless = line.idiom is not None and line.idiom.first
-        if line_ns >= max(NOTABLE_SHARE * mean_step_ns, plan.gain_ns) and (needless or not helps):
+        line_ns = without(1.0 - line.share)
+        least = plan.gain_ns * (_UNKNOWN if line.idiom is None else _NEEDLESS)
+        needless = line.idiom is None or line.idiom.first
+        if line_ns >= max(NOTABLE_SHARE * mean_step_ns, least) and (needless or not helps):
             # The training thread makes the batches, and the objects of their samples are what it collects.
             pauses = 0.0 if starving.workers else by_rank(pauses_in_fetch.get(), "ns")[starving.rank]
             return FasterLoader(max(without(0.0), gain) + pauses, plan, False, costly, line, line_ns)

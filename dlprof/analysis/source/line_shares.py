@@ -77,6 +77,9 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
     return (False, PLACE.sub("", file), 0, function), ""
 
 
+# The lines of a loop are no further than this from each other, mostly.
+_AROUND = 3
+
 # A line is called what at least this share of its samples is.
 _NAMED = 0.25
 
@@ -97,6 +100,12 @@ def texts_of(rank: RankFacts) -> dict[tuple[str, int], str]:
     """
     lines = (rank.trace_facts.get("stacks") or {}).get("lines") or []
     return {(str(one["file"]), int(one["line"])): str(one["text"]) for one in lines}
+
+
+def _loops_of(rank: RankFacts) -> set[tuple[str, int]]:
+    """Return the lines of a rank, as `texts_of` does, that are in a loop which is not that of the training."""
+    lines = (rank.trace_facts.get("stacks") or {}).get("lines") or []
+    return {(str(one["file"]), int(one["line"])) for one in lines if one.get("loop")}
 
 
 @per_rank
@@ -132,7 +141,7 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
 
 
 def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd.DataFrame:
-    texts = texts_of(rank)
+    texts, loops = texts_of(rank), _loops_of(rank)
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
     for doing, stack, n in stacks:
@@ -144,6 +153,9 @@ def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd
         if at is not None and frame is not None:
             place = frame[1], frame[2], int(frame[3])
             found = idioms.known(texts.get(place[1:], ""), (f"{frame[1]} ()", *stack[at + 1 :]), doing)
+            # Nothing of a library is seen below it: functions of C, or Python's own work.
+            if found is None and place[1:] in loops and at == len(stack) - 1:
+                found = idioms.BY_NAME[idioms.LOOPS]
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
     directory, rows = str(rank.facts.get("directory") or ""), []
     for (doing, function, file, line), names in seen.items():
@@ -162,6 +174,7 @@ class CostlyLine:
     """The line of the user's that takes most of something: its share, and what it is known to be."""
 
     place: Place  # with its share of the samples
+    share: float  # of the samples, with the lines around it in the same function, as of a loop
     text: str
     idiom: idioms.Idiom | None
 
@@ -204,7 +217,9 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         whole = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
         known = whole[whole["idiom"] != ""].groupby("idiom")["samples"].sum()
         name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else ""
-    return CostlyLine(place, str(top["text"]), idioms.BY_NAME.get(name))
+    near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
+    near = near[(near["line"] - top["line"]).abs() <= _AROUND]
+    return CostlyLine(place, float(near["samples"].sum() / of), str(top["text"]), idioms.BY_NAME.get(name))
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:

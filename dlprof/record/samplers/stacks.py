@@ -35,6 +35,10 @@ _PROCESS = re.compile(rb'process \d+:"')
 _THREAD = b'";thread ('
 _FRAME = re.compile(rb"(?:.*;)?.* \((.+):(\d+)\)")
 
+# A line that begins a loop; and the most lines of one that are looked at.
+_LOOP = re.compile(r"\s*(async )?(for|while)\b")
+_MOST_LOOP = 200
+
 # The most lines of a burst whose text is kept, those with the most samples; and of how many files.
 _MOST_LINES = 40
 _MOST_FILES = 12
@@ -52,7 +56,7 @@ _LATE_S = 5.0
 
 # A process that has loaded torch and is no rank yet is looked at from this age on until it is one, so that a report can
 # tell what the start of a long-starting job was spent on; how often a second, for how long, and how many at once.
-_START_AFTER_S = 2.0
+_START_AFTER_S = 1.0
 _START_RATE = 20
 _START_MOST_S = 900
 _MOST_STARTING = 8
@@ -274,18 +278,20 @@ class _Spy:
             burst["start"] = True
         lines = without_commands(seen)
         with suppress(Exception):  # the stacks are worth more than the text of their lines
-            texts = [one for one in texts_of(lines, self._since_ns) if (one[0], one[1]) not in self._texts]
+            texts, loops = texts_of(lines, self._since_ns)
+            burst["lines"] = [one for one in texts if (one[0], one[1]) not in self._texts]
+            burst["loops"] = [one for one in loops if (one[0], one[1]) not in self._texts]
             self._texts.update((file, line) for file, line, _ in texts)
-            burst["lines"] = texts
         member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + lines, 6)
         with self._file.open("ab") as file:
             file.write(member)
         return ""
 
 
-def texts_of(lines: bytes, since_ns: int) -> list[tuple[str, int, str]]:
+def texts_of(lines: bytes, since_ns: int) -> tuple[list[tuple[str, int, str]], list[tuple[str, int, int]]]:
     """Return file, line and text of the user's lines that are the innermost of the most stacks, redacted.
 
+    And of those in a loop that is no loop of training the file, the line and the loop's line, whose text is there too.
     A file that was written after `since_ns` may not be what runs: its lines have no text.
     """
     is_own, found = own_files(), Counter[tuple[str, int]]()
@@ -297,13 +303,54 @@ def texts_of(lines: bytes, since_ns: int) -> list[tuple[str, int, str]]:
                 found[file, int(place[2])] += int(times) if times.isdigit() else 0
                 break
     sources: dict[str, list[str]] = {}
-    texts = []
+    texts: dict[tuple[str, int], str] = {}
+    loops = []
     for (file, line), _ in found.most_common(_MOST_LINES):
         if file not in sources:
             sources[file] = _source(file, since_ns) if len(sources) < _MOST_FILES else []
-        if line <= len(sources[file]) and (text := " ".join(sources[file][line - 1].split())[:MOST_SOURCE]):
-            texts.append((file, line, text))
-    return texts
+        if line <= len(sources[file]) and (text := _line_of(sources[file], line)):
+            texts[file, line] = text
+            if loop := _loop_around(sources[file], line):
+                loops.append((file, line, loop))
+                texts[file, loop] = _line_of(sources[file], loop)
+    return [(file, line, text) for (file, line), text in texts.items()], loops
+
+
+def _line_of(source: list[str], line: int) -> str:
+    return " ".join(source[line - 1].split())[:MOST_SOURCE]
+
+
+def _loop_around(source: list[str], line: int) -> int:
+    """Return the number of the line where the innermost loop around a line begins; 0: none, or it holds a step.
+
+    By indentation, within the same function. A line that begins a loop is in that loop.
+    """
+    if _LOOP.match(source[line - 1]):
+        return 0 if _holds_step(source, line) else line
+    indent = _indent(source[line - 1])
+    for at in range(line - 1, max(line - _MOST_LOOP, 0), -1):
+        above = source[at - 1]
+        if above.strip() and _indent(above) < indent:
+            indent = _indent(above)
+            if _LOOP.match(above):
+                return 0 if _holds_step(source, at) else at
+            if above.lstrip().startswith(("def ", "async def ", "class ")):
+                return 0
+    return 0
+
+
+def _holds_step(source: list[str], loop: int) -> bool:
+    """Return whether a loop trains: it goes through a loader, or has a backward pass in it."""
+    inside = [source[loop - 1]]
+    for text in source[loop : loop + _MOST_LOOP]:
+        if text.strip() and _indent(text) <= _indent(source[loop - 1]):
+            break
+        inside.append(text)
+    return any("backward(" in text or "oader" in text for text in inside)
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def _source(file: str, since_ns: int) -> list[str]:

@@ -277,8 +277,40 @@ def test_the_text_of_the_lines_that_were_seen_most_is_kept_redacted(tmp_path: Pa
     stack = f"thread (0x1): MainThread;main ({script}:9);get ({script}:{{}});read ({codecs.__file__}:1) {{}}\n"
     seen = "".join(stack.format(*line) for line in ((2, 5), (3, 90), (7, 1))).encode()
     lines = [(str(script), 3, "return f.read('…')"), (str(script), 2, "with open(path) as f:")]
-    assert texts_of(seen, time.time_ns() + 10**9) == lines
+    assert texts_of(seen, time.time_ns() + 10**9) == (lines, [])
     # What was written since then may not be what runs, and neither may what is gone.
-    assert texts_of(seen, 0) == []
+    assert texts_of(seen, 0) == ([], [])
     script.unlink()
-    assert texts_of(seen, time.time_ns() + 10**9) == []
+    assert texts_of(seen, time.time_ns() + 10**9) == ([], [])
+
+
+LOOPS = """
+def get(self, n):
+    for word in self.words:
+        if word in self.text:
+            self.found.append(word)
+    return self.found
+
+for x in loader:
+    loss = model(x)
+    loss.backward()
+    while ready():
+        total += loss
+
+for n in range(9):
+    model(x).backward()
+    step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "loop"),
+    [(3, 3), (4, 3), (5, 3), (6, 0), (9, 0), (12, 11), (16, 0)],
+    ids=["itself", "in it", "deeper", "after it", "the training's", "within the training's", "a loop of steps"],
+)
+def test_the_loop_that_a_line_is_in_is_kept_unless_it_trains(tmp_path: Path, line: int, loop: int) -> None:
+    script = tmp_path / "data.py"
+    script.write_text(LOOPS)
+    seen = f"thread (0x1): MainThread;get ({script}:{line}) 5\n".encode()
+    _, loops = texts_of(seen, time.time_ns() + 10**9)
+    assert loops == ([(str(script), line, loop)] if loop else [])

@@ -4,12 +4,12 @@
 Python's stack at each operator, and in the backward pass they ask after each function whether its result holds a NaN,
 and wait for the answer.
 
-Needs a trace of a GPU that links launches to kernels: nothing else in torch calls `aten::_is_any_true` after the
-functions of the backward pass. On a CPU most of what it costs lies inside the operators, where no trace shows it.
+Needs a trace, on a GPU one that links launches to kernels: nothing else in torch calls `aten::_is_any_true` after the
+functions of the backward pass.
 
-Saving: the traced steps replayed without these questions, and without the share of the time in which the training
-thread was seen to write down stacks, where stacks were recorded. The rest of what the forward pass spends for it, no
-recording shows: the gain may be larger.
+Saving: the traced steps without these questions (on a GPU replayed), and without the share of the time in which the
+training thread was seen to write down stacks, where stacks were recorded. The rest of what the forward pass spends for
+it, no recording shows: the gain may be larger.
 
 What to change: `torch.autograd.set_detect_anomaly(False)`, or no such call; only around the steps that are debugged.
 """
@@ -21,13 +21,15 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, per_rank
+from dlprof.analysis import settings
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.segments import ANOMALY, Loop, hook_loops
 from dlprof.analysis.host.stacks import of_training
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.units import digits, duration
 
@@ -61,6 +63,23 @@ def anomaly_checks(
     return pd.DataFrame([(checks, what_if.host_ns(times), kept_ns, gain)], columns=columns)
 
 
+@per_rank
+def anomaly_on_cpu(
+    hook_loops: list[Loop] = needs(hook_loops),
+    timing: Timing = needs(timing),
+    stacks: Maybe[Frame] = maybe(schema.STACKS),
+) -> pd.DataFrame:
+    """Return the same of a job that computes on the CPU, where nothing overlaps: all that the checks take is gained."""
+    loops = [loop for loop in hook_loops if ANOMALY[1] in loop.inner]
+    if not loops:
+        return pd.DataFrame(columns=["checks", "host_ns", "kept_ns", "gain_ns"])
+    times, checks = iv.merge(*(loop.times for loop in loops)), sum(loop.turns for loop in loops)
+    host_ns, kept_ns = iv.total(times) / len(timing.windows), _writing(stacks) * timing.step_ns
+    return pd.DataFrame(
+        [(checks, host_ns, kept_ns, host_ns + kept_ns)], columns=["checks", "host_ns", "kept_ns", "gain_ns"]
+    )
+
+
 def _writing(stacks: Maybe[pd.DataFrame]) -> float:
     """Return the share of the training thread's samples that write down a stack; 0 where none was recorded."""
     seen = stacks.or_none()
@@ -72,16 +91,21 @@ def _writing(stacks: Maybe[pd.DataFrame]) -> float:
     return float(mine["samples"][in_traceback].sum() / max(mine["samples"].sum(), 1))
 
 
-def check(anomaly_checks: Frame = needs(anomaly_checks)) -> Estimate:
-    if anomaly_checks.empty:
+def check(
+    anomaly_checks: Maybe[Frame] = maybe(anomaly_checks),
+    anomaly_on_cpu: Maybe[Frame] = maybe(anomaly_on_cpu),
+    job: Job = needs(JOB),
+) -> Estimate:
+    found = (anomaly_on_cpu if settings.on_cpu(job) else anomaly_checks).get()
+    if found.empty:
         return nothing("anomaly mode is off")
     return Estimate(
-        gone_ns=by_rank(anomaly_checks, "gain_ns"), noise_of=HOST, loses="is lost to autograd's anomaly mode"
+        gone_ns=by_rank(found, "gain_ns"), noise_of=HOST, loses="is lost to autograd's anomaly mode", seen=found
     )
 
 
-def explain(estimate: Estimate, anomaly_checks: Frame = needs(anomaly_checks)) -> Explanation:
-    mine = estimate.rows(anomaly_checks)
+def explain(estimate: Estimate) -> Explanation:
+    mine = estimate.rows(estimate.seen)
     row = mine.iloc[0]
     return Explanation(
         title="Autograd's anomaly mode is on",
@@ -103,7 +127,6 @@ RULE = Rule(
     check,
     explain,
     (*SAVES_FROM, "computation", "copy"),
-    only_with="gpu",
     error=0.5,  # of what the forward pass spends, no recording shows all
     of_host=True,
 )

@@ -115,7 +115,8 @@ def explain(
             change(
                 f"{line.advice()}; at most {first} of the step"
                 if line is not None and line.idiom is not None and line.place.line == lines["line"].iloc[0]
-                else f"run {places[0]} every k steps, or not at all: at most {first} of the step"
+                else f"make {places[0]} faster, or run it less often: at most {first} of the step (what it does is not"
+                " known to dlprof)"
             ),
         ),
         evidence=table(
@@ -162,7 +163,7 @@ def _on_device(
             change(
                 line.advice()
                 if line is not None and line.idiom is not None
-                else f"take {what} out of the loop, or do it every k steps; keep metrics as tensors"
+                else f"make {what} faster, or do it less often (what it does is not known to dlprof)"
             ),
         ),
         evidence=evidence,

@@ -147,7 +147,8 @@ def _verdict(estimate: Estimate, starving: Starving, line: CostlyLine | None) ->
 def _line(line: CostlyLine | None) -> str:
     if line is None:
         return ""
-    return f" Of the time in which batches are made, {percent(line.place.share or 0.0)} is in {line.shown.rstrip(',')}."
+    around = " and the lines around it" if line.share > (line.place.share or 0.0) else ""
+    return f" Of the time in which batches are made, {percent(line.share)} is in {line.shown.rstrip(',')}{around}."
 
 
 def _pinned(pinning: Maybe[Frame], rank: int) -> str:

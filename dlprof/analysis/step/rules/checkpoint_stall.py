@@ -8,6 +8,9 @@ Needs the stalls that dlprof records with the step log: what the training thread
 the step's time without device work. Checkpoints that another thread saves, or other libraries without these functions,
 are not seen.
 
+Where no steady step saves, as where a job saves between its epochs, all saves of the job count, spread over its
+training steps; their share is that of the training loop.
+
 Saving: the stalls gone altogether, which saving in the background comes near to, and what the steps that save take
 longer besides, as to gather the state or to replace a file: by how much they, and the steps after them, are longer than
 the others. Where a job saves so often that the system never stops writing to its disk, that slows all steps alike on a
@@ -23,14 +26,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dlprof.analysis.engine import JOB, Frame, Job, needs
+import pandas as pd
+
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.panels.step import stall_bars
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
 from dlprof.analysis.step.savings import LEAST_NOISE, stall_savings
+from dlprof.analysis.step.whole_job import training_steps, whole_job
 from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
 from dlprof.analysis.timeline.steps import mean_step_ns
-from dlprof.units import duration, every, percent, typed
+from dlprof.units import count, duration, every, percent, typed
 
 # What saving less often is to bring checkpoints down to: below it they are no finding.
 GOAL_SHARE = LEAST_SHARE
@@ -43,6 +49,8 @@ def check(
     breakdown: Frame = needs(breakdown),
     mean_step_ns: float = needs(mean_step_ns),
     stall_savings: Mapping[str, float] = needs(stall_savings),
+    whole_job: Maybe[Frame] = maybe(whole_job),
+    training_steps: Maybe[pd.Series[float]] = maybe(training_steps),
 ) -> Estimate:
     saved = part(breakdown, _KIND)
     stalls = min(stall_savings[_KIND], room(breakdown, (_KIND,)))
@@ -50,6 +58,18 @@ def check(
     if not longer > LEAST_NOISE * noise:
         longer = noise = 0.0
     recorded = stall_means["stalls"][stall_means["kind"] == _KIND].any()
+    parts = whole_job.or_none()
+    if not recorded and parts is not None and (parts["part"] == _KIND).any():
+        outside = parts[parts["part"] == _KIND]
+        spread = outside.set_index("rank")["ns"].div(training_steps.get()).dropna()
+        each = {int(str(rank)): float(ns) for rank, ns in spread.items()}
+        return Estimate(
+            saving_ns=max(each.values()),
+            by_rank_ns=each,
+            scope="job",
+            loses="waits for checkpoints between the steady steps",
+            seen=outside,
+        )
     return Estimate(
         saving_ns=stalls + longer,
         by_rank_ns=saved,
@@ -71,6 +91,8 @@ def explain(
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, by_rank = estimate.worst, estimate.by_rank_ns
+    if estimate.scope == "job":
+        return _outside(estimate)
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     apart, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)
     path = str(steps.nlargest(1, "ns")["path"].iloc[0]) if len(steps) else ""  # "" is a buffer in memory
@@ -94,6 +116,23 @@ def explain(
         evidence=stall_bars(steps, rank, "Saving"),
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
         " state." + (" That the other ranks wait for those that save is assumed." if waiting else ""),
+    )
+
+
+def _outside(estimate: Estimate) -> Explanation:
+    mine = estimate.rows(estimate.seen).iloc[0]
+    saves, ns = int(mine["steps"]), float(mine["ns"])
+    return Explanation(
+        title="Saving checkpoints holds up training",
+        summary=f"Rank {estimate.worst} saved {count(saves, 'time')}, between its steady steps, and stood still for"
+        f" {duration(ns / max(saves, 1))} each time.",
+        changes=(
+            change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
+            change("save less often, or less: what one failure may cost is half the interval", training=True),
+        ),
+        at_most=True,
+        sure="Measured over the whole job, estimated as all of it gone; saving in the background still copies the"
+        " state. A job that saves less often than the recorded part of it has less to gain.",
     )
 
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import JOB, Frame, Job, needs
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panels.step import stall_bars
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import stall_savings
 from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
@@ -49,9 +50,12 @@ def explain(
     stall_means: Frame = needs(stall_means),
     stalled_steps: Frame = needs(stalled_steps),
     mean_step_ns: float = needs(mean_step_ns),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank = estimate.worst
+    line = costliest(costly_lines, rank, "rest")
+    by_hand = line if line is not None and line.idiom is not None and line.idiom.name == "collected_by_hand" else None
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     steps, longest = stalls_of(stalled_steps, _KIND, rank), float(mine["longest_ns"])
     apart = max(2, typed(longest / (GOAL_SHARE * mean_step_ns)))
@@ -61,7 +65,9 @@ def explain(
         title="Python's garbage collector stops training",
         summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {rank},"
         f" one in {every(float(mine['every']), 'step')}; the longest took {duration(longest)}.",
+        where=(by_hand.place,) if by_hand else (),
         changes=(
+            *((change(by_hand.advice()),) if by_hand else ()),
             change(f"`gc.collect(); gc.freeze()` once after start-up{searched}, which exempts the objects made so far"),
             change(
                 f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at"
