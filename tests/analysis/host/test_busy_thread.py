@@ -57,7 +57,7 @@ def test_a_thread_at_work_is_found_with_its_line(
     assert found.state == state
     if state == "found":
         assert found.saving_ns == pytest.approx(8 * MS, rel=0.05)
-        assert found.at_most
+        assert not found.at_most
         assert [(place.file, place.line) for place in found.where] == [("train.py", 12)]
 
 

@@ -36,10 +36,14 @@ def stalling(
     dur: int = 20,
     took: dict[int, int] | None = None,
     told: dict[str, Any] | None = None,
+    epochs: range = range(0),
     **facts: Any,
 ) -> Make:
-    """Return what makes ranks of 63 steps of 100 ms, 60 of them steady, that stand still in the steps that are told."""
-    steps = [light(n, (took or {}).get(n, 100) * MS) for n in range(63)]
+    """Return what makes ranks of 63 steps of 100 ms, 60 of them steady, that stand still in the steps that are told.
+
+    Those of `epochs` begin one, and are not steady.
+    """
+    steps = [light(n, (took or {}).get(n, 100) * MS, first=int(n in epochs)) for n in range(63)]
     stalls = [[runs.stall(KINDS[kind], n, dur * MS, **told or {}) for n in which] for which in stalled]
     ranks = [(None, steps, {**runs.CPU, **facts})] * len(stalled)
     return lambda folder: runs.recorded(folder / "run", *ranks, stalls=stalls)
@@ -151,6 +155,12 @@ CASES = [
     # A stall of 5 ms in each fifth step is 1 % of them; that such a step is 30 ms longer as well tells of no stall.
     case("short saves in longer steps", SAVES, stalling("saves", FIFTH, dur=5, took=dict.fromkeys(FIFTH, 135)),
          state="clear", saving=7.0),
+    # Six epochs' first steps save for 300 of 400 ms: 1.8 s over 63 steps, of a loop of 57 × 100 + 6 × 400 ms.
+    case("saving between epochs", SAVES,
+         stalling("saves", range(5, 60, 10), dur=300, took=dict.fromkeys(range(5, 60, 10), 400),
+                  epochs=range(5, 60, 10)),
+         saving=1800 / 63, share=pytest.approx(1800 / 8100, rel=0.01), of_training=[False, True],
+         says=("saved 6 times", "300.0 ms each time")),
     case("one rank saves", SAVES, stalling("saves", FIFTH, range(0), dur=50), saving=10.0, ranks=(0,), costs={0: 10.0},
          says="is assumed"),
     case("short saves", SAVES, stalling("saves", FIFTH, dur=5), state="clear", share=0.01),

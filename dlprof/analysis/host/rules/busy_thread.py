@@ -123,7 +123,6 @@ def explain(
             change(f"let {name} sleep between two looks (`time.sleep(1)`, `event.wait(1)`)"),
             change("or do its work in another process: `multiprocessing.Process`, a DataLoader's workers"),
         ),
-        at_most=True,
         evidence=table(
             f"Lines of other threads at work, rank {estimate.worst}",
             mine.assign(share=mine["samples"] / mine["of"]),
@@ -131,7 +130,8 @@ def explain(
         ),
         where=(Place(str(top["file"]), int(top["line"]), str(top["function"])),),
         sure="How long the training thread stands still is counted by the kernel; that it waits for the interpreter is"
-        " concluded from the other thread's stacks. The saving is all of it gone, the most that a change can give.",
+        " concluded from the other thread's stacks. The saving is all of it gone; each turn of"
+        " another thread costs caches besides, so that more may be gained.",
     )
 
 
