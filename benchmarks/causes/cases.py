@@ -73,9 +73,9 @@ CASES: tuple[Case, ...] = (
     Case("counted_batches", "graphstorm 532", ("step_python", "periodic_work", "input_wait"), ("len(",)),
     Case("workers_in_memory", "Lightning 17410", ("needless_workers",), ("num_workers=0",)),
     Case("h5_list", "h5py 293", ("input_wait",), ("memory", "slice")),
-    Case("frozen_backbone", "EEGPT 18", (), ("requires_grad", "no_grad")),
+    Case("frozen_backbone", "EEGPT 18", ("unused_gradients",), ("requires_grad", "no_grad")),
     Case("forward_twice", "composer 467", ("unused_forward", "step_python"), ("output",)),
-    Case("dense_gradient", "pytorch/pytorch 5309", (), ("sparse=True",)),
+    Case("dense_gradient", "pytorch/pytorch 5309", ("dense_gradient",), ("sparse=True",)),
     Case(
         "loss_by_rows", "pytorch-seq2seq 34", ("parameter_loop", "step_python"), ("one call", "whole batch", "at once")
     ),

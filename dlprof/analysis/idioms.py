@@ -647,6 +647,16 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"[/\\]logging[/\\]__init__\.py|loguru[/\\]|torch[/\\]_tensor_str\.py",
     ),
     Idiom(
+        "profiled",
+        "profiles",
+        "leave the profiler out, or let it see a few steps: `schedule=torch.profiler.schedule(wait=10, warmup=2,"
+        " active=3)`",
+        _PYTORCH + "profiler.html#torch.profiler.schedule",
+        LOOP,
+        source=r"\bprofiler?\.profile\(|\bcProfile\b|\.(export_chrome_trace|key_averages)\(|\bsys\.set(trace|profile)\(",
+        frames=r"torch[/\\](profiler|autograd[/\\]profiler)|cProfile\.py|[/\\]pstats\.py",
+    ),
+    Idiom(
         "optimizer_made",
         "makes an optimizer",
         "make it once, before the loop: a new one forgets its state, too",

@@ -10,6 +10,7 @@ from dlprof.analysis.communication.rules import (
     unused_parameters,
 )
 from dlprof.analysis.compute.rules import (
+    dense_gradient,
     float64_compute,
     fp32_matmul,
     growing_cat,
@@ -22,6 +23,7 @@ from dlprof.analysis.compute.rules import (
     unfused_loss,
     unfused_norm,
     unfused_optimizer,
+    unused_gradients,
 )
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.experts.rules import expert_imbalance
@@ -80,6 +82,7 @@ RULES: tuple[Rule, ...] = (
     busy_thread.RULE,
     checkpoint_stall.RULE,
     data_parallel.RULE,
+    dense_gradient.RULE,
     device_allocations.RULE,
     devices_in_turn.RULE,
     duplicate_batches.RULE,
@@ -133,6 +136,7 @@ RULES: tuple[Rule, ...] = (
     unfused_norm.RULE,
     unfused_optimizer.RULE,
     unused_forward.RULE,
+    unused_gradients.RULE,
     unused_parameters.RULE,
     validation_share.RULE,
     worker_restart.RULE,

@@ -40,7 +40,7 @@ RANK: Mapping[str, Shape] = {
     **_all(str, "backend host boot"),
     **_all({}, "env versions matmul"),
     "launch": _all(str, "batch PMIX_NAMESPACE TORCHELASTIC_RUN_ID MASTER_PORT"),
-    **_all([str], "argv warnings"),
+    **_all([str], "argv warnings untrained"),
     "clock": _all(int, "unix_ns perf_ns"),
     "device": {
         **_all(str, "type name uuid pci slice vendor"),

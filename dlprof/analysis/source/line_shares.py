@@ -89,6 +89,10 @@ _LEAVES = ("break", "return")
 # In these a worker, or the training thread without workers, makes a batch; elsewhere a worker waits, or sends.
 _MAKES = "torch/utils/data/_utils/fetch.py"
 
+# Frames of an import, and lines that ask for one; functions that only begin a script.
+_IMPORTS, _IMPORT = "<frozen importlib._bootstrap", re.compile(r"(import|from) ")
+_BEGINS = ("<module>", "main", "_main", "run", "cli", "train")
+
 # In these the training thread waits for a batch of its workers.
 _AWAITS = re.compile(r"_(try_)?get_data \(.*torch[/\\]utils[/\\]data[/\\]dataloader\.py")
 
@@ -122,22 +126,39 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
 
 @per_rank
 def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
-    """Return the same of the time before the first step was done.
+    """Return the same of the time before the first step was done, and `via`: the line of the script that led there.
 
-    `doing`: start; start_wait: waiting for a batch of workers; start_worker: what these made meanwhile. Raises
-    NotMeasured where the start was not looked at.
+    `doing`: start; start_wait: waiting for a batch of workers; start_worker: what these made meanwhile. `via` has
+    function, file and line; it is the same place where nothing is between. Raises NotMeasured where the start was not
+    looked at.
     """
     known = stacks[stacks["role"].isin(("start", "start_worker"))]
     if not known["samples"].sum():
         raise NotMeasured("the stacks of the start were not recorded")
-    seen = []
+    texts, seen = texts_of(rank), []
+    directory = str(rank.facts.get("directory") or "")
+    ways: dict[tuple[str, str, int], Counter[tuple[str, str, int]]] = {}
     for role, text, n in zip(known["role"], known["stack"], known["samples"], strict=True):
         stack = text.split(";")
-        if role == "start":
-            seen.append(("start_wait" if any(_AWAITS.search(frame) for frame in stack) else "start", stack, n))
-        elif any(_MAKES in frame for frame in stack):
-            seen.append(("start_worker", stack, n))
-    return _costly(seen, rank)
+        own = [(f[1], f[2], int(f[3])) for frame in stack if (f := FRAME.fullmatch(frame)) and is_own(f[2])]
+        if role == "start_worker":
+            seen += [("start_worker", stack, n)] if any(_MAKES in frame for frame in stack) else []
+            continue
+        if own and _IMPORTS in text and _IMPORT.match(texts.get(own[-1][1:], "import")) is None:
+            # A library that imports its own parts when it is used: no line of the script can help that.
+            stack, own = [frame for frame in stack if not ((f := FRAME.fullmatch(frame)) and is_own(f[2]))], []
+        seen.append(("start_wait" if any(_AWAITS.search(frame) for frame in stack) else "start", stack, n))
+        if own:
+            place, way = own[-1], next((one for one in own if one[0] not in _BEGINS), own[-1])
+            led = own[own.index(way) - 1] if own.index(way) else way
+            ways.setdefault((place[0], place[1].removeprefix(directory), place[2]), Counter())[led] += n
+    table = _costly(seen, rank)
+    via: list[tuple[str, str, int]] = []
+    for row in table.to_dict("records"):
+        place = (str(row["function"]), str(row["file"]), int(row["line"]))
+        function, file, line = ways[place].most_common(1)[0][0] if place in ways else place
+        via.append((function, file.removeprefix(directory), line))
+    return table.assign(via=pd.Series(via, index=table.index, dtype=object))
 
 
 def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd.DataFrame:

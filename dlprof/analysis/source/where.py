@@ -100,6 +100,8 @@ CONCERNS: Mapping[str, Concern] = {
     "idle_cores": Concern(),
     "job_failed": Concern((), ()),
     "slow_start": Concern((), ()),
+    "dense_gradient": Concern(("embedding", "backward"), ("backward",)),
+    "unused_gradients": Concern(("backward", "optimizer"), ("backward",)),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
     "memory_format": Concern(("model", "forward")),
     "memory_growth": Concern((), ()),

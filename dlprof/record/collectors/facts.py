@@ -24,7 +24,7 @@ from dlprof.plain import words_of
 from dlprof.record.calls.frames import own_files
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
-from dlprof.record.model.names import class_of, modules_of, parameters_of, problems
+from dlprof.record.model.names import children_of, class_of, modules_of, parameters_of, problems, unwrapped
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -52,6 +52,7 @@ class Facts:
         self._free = _FREE
         self._next_ns = 0  # the earliest time of the next write, once _free is used up
         self._known: dict[int, dict[str, Any]] = {}
+        self._idle: list[str] | None = None
         self._group: dict[str, Any] = {"world_size": find_size() or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
@@ -109,6 +110,7 @@ class Facts:
             "loaders": [{"role": seen.role, **seen.settings} for seen in observed.loaders],
             "models": self._describe(_model, observed.models),
             "optimizers": self._describe(_optimizer, observed.optimizers),
+            "untrained": self._untrained(observed.models, observed.optimizers),
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,
@@ -147,6 +149,32 @@ class Facts:
                 described.append(self._known[id(reference)])
         return described
 
+    def _untrained(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[str] | None:
+        """Return the models, "(Class)", and their children that want gradients which no optimizer seen so far uses.
+
+        None where no parameter of a model is in an optimizer, as where these have copies. What was found last stays
+        once the objects are gone.
+        """
+        alive = [one for one in (reference() for reference in models) if one is not None]
+        holders = [one for one in (reference() for reference in optimizers) if one is not None]
+        if alive and holders:
+            self._idle = _ask(_without_optimizer, alive, holders, name="which parameters are in an optimizer")
+        return self._idle
+
+
+def _without_optimizer(models: Sequence[Any], optimizers: Sequence[Any]) -> list[str] | None:
+    trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    found: list[str] = []
+    known = 0
+    for model in models:
+        children = [(f"({class_of(model)})", model), *children_of(unwrapped(model))][: 1 + _MOST_CHILDREN]
+        for name, module in children:
+            wanted = [p for p in parameters_of(module) if p.requires_grad]
+            known += sum(id(p) in trained for p in wanted)
+            if wanted and not any(id(p) in trained for p in wanted):
+                found.append(name)
+    return found if known else None
+
 
 def _torch() -> Any:
     import torch
@@ -156,6 +184,9 @@ def _torch() -> Any:
 
 # Why a question had no answer at the last write, by its name: many objects of a kind cause one warning.
 _unanswered: dict[str, str] = {}
+
+# Of a model's children, so many are looked at.
+_MOST_CHILDREN = 200
 
 
 def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:

@@ -49,7 +49,8 @@ def parameters_of(model: Any, *, recurse: bool = True) -> list[Any]:
     return list({id(one): one for one in every if one is not None}.values())
 
 
-def _children_of(module: Any) -> list[tuple[str, Any]]:
+def children_of(module: Any) -> list[tuple[str, Any]]:
+    """Return the names and modules directly inside one."""
     if (listed := _listed(module, "named_children")) is not None:
         return listed
     return [(name, one) for name, one in _registered(module, "_modules").items() if one is not None]
@@ -86,7 +87,7 @@ def names_of(model: Any) -> dict[int, tuple[str, str]]:
         if kept is not None:
             open_modules.append((kept, path))
             continue
-        children = [(child, f"{path}.{name}" if path else name) for name, child in _children_of(module)]
+        children = [(child, f"{path}.{name}" if path else name) for name, child in children_of(module)]
         open_modules.extend(reversed(children))
     return names
 
@@ -124,9 +125,7 @@ def named(path: str, kind: str) -> str:
 
 def class_of(module: Any) -> str:
     """Return the name of a module's class; for a wrapper, that of the module inside."""
-    while (kept := wrapped(module)) is not None:
-        module = kept
-    kind = type(module)
+    kind = type(module := unwrapped(module))
     sharded = kind.__name__.startswith("FSDP") and len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
     return str(kind.__mro__[2].__name__ if sharded else kind.__name__)
 
@@ -135,6 +134,13 @@ def wrapped(module: Any) -> Any:
     """Return the module that a wrapper wraps; None if it is not a wrapper."""
     name = _WRAPPERS.get(type(module).__name__)
     return None if name is None else getattr(module, name, None)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside all wrappers."""
+    while (kept := wrapped(module)) is not None:
+        module = kept
+    return module
 
 
 # The parts of a step in which modules compute.

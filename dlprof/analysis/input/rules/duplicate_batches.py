@@ -57,7 +57,8 @@ def explain(estimate: Estimate, job: Job = needs(JOB)) -> Explanation:
                 " (https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset)"
             ),
         ),
-        sure="The first batches of the workers were compared. The saving is every sample once: the most that it is; the workers then leave cores free besides.",
+        sure="The first batches of the workers were compared. The saving is every sample once; the workers then leave"
+        " cores free besides.",
     )
 
 

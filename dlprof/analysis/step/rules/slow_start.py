@@ -23,7 +23,7 @@ from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, start_lines
 from dlprof.analysis.step.whole_job import run_parts, training_steps
 from dlprof.errors import NotMeasured
-from dlprof.result import Change
+from dlprof.result import Change, Place
 from dlprof.units import duration, percent
 
 # A start is slow from here on: what takes longer than a model of some size and a data set that is at hand.
@@ -47,16 +47,18 @@ def check(
     if frame is None:
         raise NotMeasured(f"{said}; what it was spent on was not seen ({start_lines.why()})")
     took: dict[int, float] = {}
-    lines: dict[int, tuple[CostlyLine, bool]] = {}
+    lines: dict[int, tuple[CostlyLine, bool, tuple[Place, ...]]] = {}
     for rank in job.ranks:
         if (line := costliest(start_lines, rank, "start", "start_wait")) is None:
             continue
-        mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line)]
+        mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line) & (frame["file"] == line.place.file)]
+        function, file, at = mine["via"].iloc[0]
         waits = str(mine["doing"].iloc[mine["samples"].argmax()]) == "start_wait"
         looked_at = (job.trace_facts[rank].get("stacks") or {}).get("start") or {}
         took[rank] = min((looked_at["end_ns"] - looked_at["start_ns"]) * (line.place.share or 0.0), total)
         making = costliest(start_lines, rank, "start_worker") if waits else None
-        lines[rank] = (making or line, waits)
+        led = (Place(file, at, function),) if (file, at) != (line.place.file, line.place.line) else ()
+        lines[rank] = (making or line, waits, led)
     if not took:
         raise NotMeasured(f"{said}; no line of the script takes much of it")
     rank = worst(took)
@@ -72,7 +74,7 @@ def check(
 
 
 def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanation:
-    line, waits, total, took = estimate.seen
+    line, waits, led, total, took = estimate.seen
     at = "The first batch waits for workers, which stand at" if waits else "Of it,"
     spent = f"{at} {line.shown} for {duration(took)}" if waits else f"{at} {duration(took)} pass in {line.shown}"
     columns = {"part": "", "steps": "steps", "ns": "time_ns", "share": "share"}
@@ -86,7 +88,7 @@ def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanat
         sure="Stacks of the time from a second after the import of PyTorch to the first step's end; that the whole"
         " line goes is assumed. A run that trains for longer has less to gain.",
         at_most=True,
-        where=(line.place,),
+        where=(line.place, *led),
     )
 
 

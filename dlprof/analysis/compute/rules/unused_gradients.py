@@ -1,0 +1,71 @@
+"""The backward pass computes gradients that no optimizer uses.
+
+Where only a part of a model is trained, as a new head on a backbone, its other parameters still have `requires_grad`,
+and the backward pass goes through all of them: twice the work of the forward pass, for gradients that are never used.
+They are kept as well, and grow from step to step where only the optimizer's own are set to zero.
+
+Needs the facts of the recorder, which compares the models' parameters with those in the optimizers, and a trace with
+modules.
+
+Saving: the backward pass of the models, or direct children of a model, of which no parameter is in an optimizer. That
+is the most that it can be: where something before them is trained, a part of it must be.
+
+What to change: `requires_grad_(False)` on them, or their forward pass under `torch.no_grad()`.
+"""
+
+from __future__ import annotations
+
+from dlprof.analysis.engine import JOB, Frame, Job, needs
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.modules.tree import module_means
+from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
+from dlprof.errors import NotMeasured
+from dlprof.units import duration, few
+
+_COLUMNS = {"path": "module", "forward_ns": "forward_ns", "backward_ns": "backward_ns"}
+
+
+def check(
+    module_means: Frame = needs(module_means), mean_step_ns: float = needs(mean_step_ns), job: Job = needs(JOB)
+) -> Estimate:
+    known = [names for rank in job.ranks if isinstance(names := job.facts[rank].get("untrained"), list)]
+    if not known:
+        raise NotMeasured("which parameters are in an optimizer was not recorded")
+    if not any(known):
+        return nothing("each part of the model has parameters in an optimizer")
+    names = set(known[0]).intersection(*known[1:])
+    mine = module_means[module_means["path"].isin(names)]
+    mine = mine[~mine["path"].duplicated()]
+    whole = mine["path"].str.startswith("(")
+    mine = mine[whole] if whole.any() else mine
+    cost = float(mine["backward_ns"].sum())
+    cost *= min(mean_step_ns / float(module_means["total_ns"].iloc[0]), 1.0)  # tracing makes steps longer
+    return Estimate(
+        saving_ns=cost,
+        by_rank_ns=dict.fromkeys(job.ranks, cost),
+        loses="computes gradients that no optimizer uses",
+        seen=mine,
+    )
+
+
+def explain(estimate: Estimate) -> Explanation:
+    mine = estimate.seen.sort_values("backward_ns", ascending=False)
+    named = few([f"`{path.strip('()')}`" for path in mine["path"]], 4)
+    return Explanation(
+        title="Gradients are computed that no optimizer uses",
+        summary=f"No parameter of {named} is in an optimizer, and all of its gradients are computed:"
+        f" {duration(estimate.saving_ns)} of each step.",
+        changes=(
+            change(
+                f"`requires_grad_(False)` on {named} before training; or its forward pass under `torch.no_grad()`,"
+                " where nothing before it is trained"
+            ),
+        ),
+        evidence=table("Modules whose gradients nothing uses", mine, _COLUMNS),
+        sure="The backward pass of these modules as traced: the most that it can be.",
+        at_most=True,
+    )
+
+
+RULE = Rule("Unused gradients", check, explain, saves_from=("computation", "communication", "host", "launch_latency"))
