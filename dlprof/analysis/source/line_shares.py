@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dlprof import schema
@@ -76,6 +77,10 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
     function, file, _ = frames[0].groups() if frames else ("unknown", "", "0")
     return (False, PLACE.sub("", file), 0, function), ""
 
+
+# Fewer samples than LEAST_SAMPLES show a line if so many of so many are in it: a share of 0.5 gives that by chance in one
+# of thirty.
+_FEW, _NEARLY_ALL = 8, 0.8
 
 # The lines of a loop are no further than this from each other, mostly.
 _AROUND = 3
@@ -228,7 +233,9 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         return None
     mine = frame[(frame["rank"] == rank) & frame["doing"].isin(doing)]
     of = int(mine.drop_duplicates("doing")["of"].sum())
-    if of < LEAST_SAMPLES or mine["samples"].max() < NOTABLE_SHARE * of:
+    # A few samples say enough where nearly all of them are in one line.
+    least = NOTABLE_SHARE if of >= LEAST_SAMPLES else _NEARLY_ALL if of >= _FEW else np.inf
+    if not len(mine) or mine["samples"].max() < least * of:
         return None
     top = mine.iloc[[int(mine["samples"].argmax())]].to_dict("records")[0]
     place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,15 @@ print(flush=True)
 while True:
     pass
 """
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_to_the_process_and_then_to_its_group_reaches_the_command_once(name: str, tmp_path: Path) -> None:
+    if shutil.which("timeout") is None:
+        pytest.skip("timeout, of GNU coreutils, is not here")
+    command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, f"SIG{name}"], "--quiet")
+    process = ready(["timeout", "-s", name, "6", *command], preexec_fn=os.setpgrp)
+    assert process.communicate(timeout=30)[0] == f"SIG{name}\n"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the rest of the job needs a core as well")
