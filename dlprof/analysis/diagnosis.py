@@ -206,8 +206,11 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
         explained["at_most"] = True
     if not explained["at_most"]:
         # A bound has no range; and no range is wider than what it is of: the saving, and the step after it.
-        error = math.hypot(2 * estimate.noise_ns, rule.error * saving, MACHINE * (step - saving))
+        alone = estimate.scope == "step" and basis.of_one_step
+        error = math.inf if alone else math.hypot(2 * estimate.noise_ns, rule.error * saving, MACHINE * (step - saving))
         figures |= {"error_ns": min(error, saving, (step - saving) / 2)}
+        if alone:
+            explained["sure"] = f"{explained['sure']} Of one steady step: how much steps vary is not known.".strip()
     if varied:
         explained["sure"] = f"{explained['sure']} {varied}"
         explained["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(str(verdict))}"

@@ -48,6 +48,12 @@ class Basis:
         worst = int(means["step_ns"].argmax())
         return float(means["step_ns"].iloc[worst]), int(means["rank"].iloc[worst])
 
+    @property
+    def of_one_step(self) -> bool:
+        """Whether the figures are of a single steady step, so that nothing shows how much steps vary."""
+        means = self.step_means.or_none()
+        return means is not None and int(means["steps"].max()) < 2
+
     def most_ns(self, categories: Collection[str]) -> float:
         """Return the mean steady step's time in some categories, ns; infinity without a breakdown.
 

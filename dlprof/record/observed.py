@@ -19,6 +19,7 @@ _MOST_TOLD = 2**50
 
 # Calls of outermost modules that are looked at for autocast.
 _AUTOCAST_LOOKS = 16
+_FORWARD_LOOKS = 24
 
 
 @dataclass(slots=True, eq=False)
@@ -38,29 +39,35 @@ class Observed:
     told: bool = False  # the script says how many samples or tokens its steps are
     untold: str = ""  # the type of what it said instead of a number, the first time
     autocast_looks: int = _AUTOCAST_LOOKS  # left
+    forward_looks: int = _FORWARD_LOOKS  # left, of forward passes with gradients, for where they are called
     model_id: int = 0  # of the last model and the last optimizer, which need no look
     optimizer_id: int = 0
+    is_model: bool = False  # the last module has parameters
     learns: bool = False  # the last module has parameters: it is a model, and no loss
     frozen: bool = False  # none of its parameters is trained, as of a teacher: what it computes is for another model
     _model_ids: dict[int, bool] = field(default_factory=dict)
     _frozen_ids: set[int] = field(default_factory=set)
+    _models: set[int] = field(default_factory=set)
     _optimizer_ids: set[int] = field(default_factory=set)
 
     def see_model(self, module: Any) -> None:
         """Keep an outermost module that has parameters."""
         self.model_id = id(module)
         self.learns = self._model_ids.get(self.model_id, False)
+        self.is_model = self.model_id in self._models
         self.frozen = self.model_id in self._frozen_ids
         if self.model_id in self._model_ids or len(self._model_ids) >= _MOST:
             return
         parameters = parameters_of(module)
         self.learns = self._model_ids[self.model_id] = bool(parameters)
         if self.learns:
+            self._models.add(self.model_id)
+            self.is_model = True
             self.frozen = not any(parameter.requires_grad for parameter in parameters)
             if self.frozen:
                 self._frozen_ids.add(self.model_id)
             self.models.append(weakref.ref(module))
-            self.calls.see("forward")
+            self.calls.see_forward(self.model_id)
             self.news = True
 
     def look_no_more(self) -> None:

@@ -225,8 +225,8 @@ def limits(result: Result) -> str:
     if not all_traced(result):
         return ""
     if window.steps == 1:
-        return "the only step was traced: how much tracing slows it, and how much steps vary, is not known"
-    return "every step was traced: how much tracing slows them is not known"
+        return "the only steady step was traced: how much tracing slows it, and how much steps vary, is not known"
+    return "every steady step was traced: how much tracing slows them is not known"
 
 
 def by_rank(time: Sequence[TimePart]) -> dict[int, dict[str, TimePart]]:

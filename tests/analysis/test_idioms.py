@@ -92,6 +92,7 @@ LINES = [
     ("worker", "x = old_api(x)", ("warn (/usr/lib/python3.11/warnings.py:99)",), "warned"),
     ("rest", 'logger.debug(f"{loss}")', (), "logged_by_python"),
     ("rest", "optimizer = torch.optim.Adam(model.parameters())", (), "optimizer_made"),
+    ("rest", "with torch.autograd.profiler.profile():", (), "profiled"),
     ("rest", "model.train()", (), "mode_switched"),
     (
         "rest",

@@ -146,8 +146,8 @@ def test_how_far_traced_steps_stand_for_the_job() -> None:
 
     assert limits() == "5 traced steps took 1.04 × as long as the others"
     assert limits(overhead=None) == ""
-    assert limits(overhead=None, source="trace").startswith("every step was traced")
-    assert limits(overhead=None, source="trace", steps=1).startswith("the only step was traced")
+    assert limits(overhead=None, source="trace").startswith("every steady step was traced")
+    assert limits(overhead=None, source="trace", steps=1).startswith("the only steady step was traced")
     assert limits(overhead=None, source="trace", unit="trace") == ""
     assert formatting.limits(replace(result, window=None)) == ""
     traced = replace(result, window=replace(window, overhead=None, source="trace"))

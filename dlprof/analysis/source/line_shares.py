@@ -78,8 +78,8 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
     return (False, PLACE.sub("", file), 0, function), ""
 
 
-# Fewer samples than LEAST_SAMPLES show a line if so many of so many are in it: a share of 0.5 gives that by chance in one
-# of thirty.
+# Fewer samples than LEAST_SAMPLES show a line if this share of at least so many is in it: a line that takes half of the
+# time is in it by chance in one of thirty cases.
 _FEW, _NEARLY_ALL = 8, 0.8
 
 # The lines of a loop are no further than this from each other, mostly.

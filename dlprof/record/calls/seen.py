@@ -26,14 +26,18 @@ PLACES = 12
 
 
 class Call:
-    """A place that calls of one kind came from, how many of the looks saw it, and the loaders that it is about."""
+    """A place that calls of one kind came from, how many of the looks saw it, and the loaders that it is about.
 
-    __slots__ = ("count", "kind", "loaders", "place")
+    `trained`: whether a backward pass came after a forward pass from there, and no other forward pass of the model.
+    """
+
+    __slots__ = ("count", "kind", "loaders", "place", "trained")
 
     def __init__(self, kind: str, place: Place) -> None:
         self.kind = kind
         self.place = place
         self.count = 0
+        self.trained = False
         self.loaders: list[LoaderSeen] = []
 
     def fact(self) -> dict[str, Any]:
@@ -74,12 +78,21 @@ class Calls:
         self._frames: Frames | None = None
         # Loaders by their id: a reference, where it was made, and the id of its data set.
         self._loaders: dict[int, tuple[weakref.ref[Any], Call, int]] = {}
+        self._forwards: dict[int, Call] = {}  # the last one of each model, by its id, since the last backward pass
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what was seen, as the facts have it."""
         if self._frames is not None:
             self._frames.forget_sources()
-        return [call.fact() for call in tuple(self._calls.values())]
+        calls = tuple(self._calls.values())
+        # A model may first be called by a check before training, an evaluation or a drawing of its graph.
+        trains = any(call.trained for call in calls)
+        return [call.fact() for call in calls if call.kind != "forward" or call.trained or not trains]
+
+    def see_forward(self, model_id: int) -> None:
+        """Keep where a model was called."""
+        if (call := self.see("forward")) is not None:
+            self._forwards[model_id] = call
 
     def see(self, kind: str) -> Call | None:
         """Keep the user's line that the caller's caller was called from, and return it; None: there is none.
@@ -120,6 +133,9 @@ class Calls:
     def see_backward(self) -> None:
         """Keep where a backward pass was called."""
         self.looks -= 1
+        for call in self._forwards.values():
+            call.trained = True
+        self._forwards.clear()
         self.see("backward")
 
     @guarded

@@ -56,8 +56,11 @@ def sampled(path: Path, stacks: dict[str, int], lines: list[list[object]] = SOUR
         # A loop of several lines is known by any of them that has a quarter of it.
         ({f"{LOOP};{EMA.format(20)}": 30, f"{LOOP};{EMA.format(21)}": 70}, "rest", 21, "average_of_weights", 0.7),
         ({f"{LOOP};{EMA.format(20)}": 10, f"{LOOP};{EMA.format(21)}": 90}, "rest", 21, "", 0.9),
+        # Few say enough where they are alike.
+        ({f"{MADE};{ZIP}": 8}, "worker", 9, "zip_opened", 1.0),
         # Too few, or none in particular.
-        ({f"{MADE};{ZIP}": 20}, "worker", 0, "", 0.0),
+        ({f"{MADE};{ZIP}": 7}, "worker", 0, "", 0.0),
+        ({f"{MADE};{ZIP}": 15, f"{MADE};{ROW}": 5}, "worker", 0, "", 0.0),
         ({f"{MADE};get (/w/data.py:{n})": 10 for n in range(1, 9)}, "worker", 0, "", 0.0),
     ],
 )
@@ -88,3 +91,31 @@ def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) 
         sampled(path, {f"{MAKE};{ZIP}": share, f"{MAKE};{ROW}": 100 - share}, [["/w/data.py", 9, lines[0]]])
         then = ask(input_wait.RULE, path)
         assert [setting.name for setting in then.changes[0].settings] == ["num_workers", "persistent_workers"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "loop", "idiom"),
+    [
+        (f"{MADE};{ROW}", 4, "loops_in_python"),
+        (f"{MADE};{ROW}", 0, ""),
+        # A library works below it: the line hands its work over.
+        (f"{MADE};{ROW};{PANDAS}", 4, "dataframe_rows"),
+        (f"{MADE};{ROW};split (/v/lib/python3.11/site-packages/other.py:5)", 4, ""),
+    ],
+    ids=["a loop", "no loop", "a known library", "another library"],
+)
+def test_a_line_in_a_loop_that_hands_nothing_over_is_a_loop_in_python(
+    tmp_path: Path, stack: str, loop: int, idiom: str
+) -> None:
+    lines: list[list[object]] = [
+        ["/w/data.py", 5, "total += self.weight(word)"],
+        ["/w/data.py", 4, "for word in words:"],
+    ]
+    path = recorded(tmp_path, {})
+    burst = {"start_ns": 1, "end_ns": 2, "lines": lines, "loops": [["/w/data.py", 5, loop]] if loop else []}
+    text = f"#{json.dumps(burst)}\n{stack} 60\n"
+    (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(text.encode()))
+    frame = runs.measured(path, costly_lines).frame(costly_lines)
+    found = costliest(Maybe(lambda: frame), 0, "worker")
+    assert found is not None
+    assert (found.idiom.name if found.idiom else "") == idiom

@@ -240,7 +240,10 @@ NAMED = {
     "grad_scaler": [('scaler = torch.amp.GradScaler("cpu", enabled=False)', "main")],
     "iteration": [("for batch in trained:", "main"), ("for batch in loader:", "validate")],
     "autocast": [('with torch.autocast("cpu", dtype=torch.bfloat16):', "main")],
-    "forward": [("model(batch[0])", "main"), ("compiled(torch.randn(2, 8)).sum().backward()", "wrapped")],
+    "forward": [
+        ("loss = nn.functional.mse_loss(model(batch[0]), batch[1])", "train"),
+        ("compiled(torch.randn(2, 8)).sum().backward()", "wrapped"),
+    ],
     "backward": [("loss.backward()", "train"), ("compiled(torch.randn(2, 8)).sum().backward()", "wrapped")],
     "optimizer_step": [("optimizer.step()", "train")],
     "sync": [("print(train(batch).item())", "main")],
@@ -254,6 +257,34 @@ NAMED = {
     "compile": [('compiled = torch.compile(model, backend="eager")', "wrapped")],
     "model": [('model.to("cpu")', "wrapped")],
 }
+
+
+FIRST = """
+def check():
+    model(torch.randn(2, 8))
+
+def evaluate():
+    with torch.no_grad():
+        for _ in range(9):
+            model(torch.randn(2, 8))
+
+check()
+evaluate()
+for _ in range(12):
+    optimizer.zero_grad()
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not POSITIONS, reason="without columns a call's text is not known")
+def test_the_forward_pass_that_is_named_is_the_one_that_trains(tmp_path: Path) -> None:
+    script = tiny(tmp_path, FIRST)
+    record(script, folder=tmp_path / "run", options=["--no-trace"])
+    known, text = facts(tmp_path / "run/ranks/00000"), script.read_text().splitlines()
+    named = [text[call["line"] - 1].strip() for call in known["calls"] if call["kind"] == "forward"]
+    assert named == ["model(torch.randn(2, 8)).sum().backward()"]
 
 
 @pytest.mark.long

@@ -27,6 +27,13 @@ from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import count, digits, duration, percent
 
+# So many forward passes for each backward pass are no second look at the batch: they choose what comes next.
+_MANY = 4
+_TOGETHER = (
+    "where they choose actions or make samples: for several at once (environments side by side), under"
+    " `torch.inference_mode()`"
+)
+
 # Lines seen in fewer of the stacks of forward passes are there by chance.
 _LEAST_SEEN = 0.05
 
@@ -70,6 +77,7 @@ def explain(
         f" {percent(mine['share'])} of the time in forward passes, {duration(takes_ns)} a step, is in"
         f" those without gradients, or after the last backward pass.{where}",
         changes=(
+            *((change(_TOGETHER),) if mine["forwards"] >= _MANY * max(mine["backwards"], 1.0) else ()),
             change("compute metrics from the outputs of the training pass (`outputs.detach()`), or every k steps"),
             change("for a teacher or target network whose inputs repeat: keep its outputs"),
         ),
