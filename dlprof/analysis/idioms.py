@@ -65,8 +65,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "hdf5_rows",
         "reads rows of an HDF5 file one by one, each from a chunk that is unpacked for it",
-        "read what lies in one chunk together (the rows of a batch with one index), or write the file with chunks of a"
-        " sample's size",
+        "read a slice (`data[a:b]`), not a list of indices, and what lies in one chunk together; write the file with"
+        " chunks of a sample's size, or keep in memory what fits",
         "https://docs.h5py.org/en/stable/high/dataset.html#chunked-storage",
         DATA,
         frames=r"h5py[/\\]_hl[/\\]dataset",
@@ -277,12 +277,20 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"^(ConcatDataset|Subset|ChainDataset)\.",
     ),
     Idiom(
+        "loader_counted",
+        "goes through all batches to count them",
+        "`len(loader)`, or `len(data)`, which reads nothing",
+        _PYTORCH + "data.html#torch.utils.data.DataLoader",
+        (*DATA, *LOOP, *START),
+        source=r"\blen\(list\(|\bsum\(1 for ",
+    ),
+    Idiom(
         "whole_column",
         "converts a whole column or array for a part of it",
         "take the row first, then the column (`data[n]['x']`, not `data['x'][n]`), or convert it once in `__init__`",
         "https://huggingface.co/docs/datasets/access",
         DATA,
-        source=r"\w\[[\"']\w+[\"']\]\[\w+\]|\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)\[",
+        source=r"\w\[[\"']\w+[\"']\]\[\w+\]|\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)",
         frames=r"pyarrow[/\\]",
     ),
     Idiom(
@@ -519,6 +527,14 @@ IDIOMS: tuple[Idiom, ...] = (
         LOOP,
         source=r"\bfor .*\bstate_dict\(\)|\blerp_\(|\bmul_\(.*\)\.add_\(|\*= *(self\.)?\w*(decay|momentum|0?\.9\d*)\b",
         frames=r"(^|_)(ema|average)(_\w*)? \(|(\b|_)ema\w*\.py|swa_utils\.py|(_|\b)Ema\w*\.",
+    ),
+    Idiom(
+        "recurrence_by_hand",
+        "computes a recurrent layer step by step",
+        "`nn.LSTM`, `nn.GRU` or `nn.RNN` over the whole sequence, in one call: the weights are the same",
+        _PYTORCH + "generated/torch.nn.LSTM.html",
+        LOOP,
+        source=r"\bweight_(ih|hh)|\b(h|hx|cx|c|hidden|state|cell)\w*(, \w+)* = .*(tanh|sigmoid|[Cc]ell)\w*\(",
     ),
     Idiom(
         "histograms",

@@ -20,6 +20,7 @@ _MOST_TOLD = 2**50
 # Calls of outermost modules that are looked at for autocast.
 _AUTOCAST_LOOKS = 16
 _FORWARD_LOOKS = 24
+_IDLE_LOOKS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,7 @@ class Observed:
     pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
     told: bool = False  # the script says how many samples or tokens its steps are
     untold: str = ""  # the type of what it said instead of a number, the first time
+    idle_looks: int = _IDLE_LOOKS  # the same, of those without gradients once training has begun
     autocast_looks: int = _AUTOCAST_LOOKS  # left
     forward_looks: int = _FORWARD_LOOKS  # left, of forward passes with gradients, for where they are called
     model_id: int = 0  # of the last model and the last optimizer, which need no look

@@ -119,6 +119,9 @@ class StepClock(Phases):
             if observed.forward_looks and with_grad and observed.is_model:
                 observed.forward_looks -= 1
                 observed.calls.see_forward(observed.model_id)
+            elif observed.idle_looks and self.trains and observed.is_model:
+                observed.idle_looks -= 1
+                observed.calls.see("forward")
             row.used_from = row.backwards if with_grad or observed.frozen else NEVER
             looks = observed.learns and (row.taken != row.backwards or observed.pipeline)
             if looks and (with_grad or not self.trains) and not row.take(args, kwargs or {}):

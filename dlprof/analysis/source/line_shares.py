@@ -179,8 +179,8 @@ def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd
         if at is not None and frame is not None:
             place = frame[1], frame[2], int(frame[3])
             found = idioms.known(texts.get(place[1:], ""), (f"{frame[1]} ()", *stack[at + 1 :]), doing)
-            # Nothing of a library is seen below it: functions of C, or Python's own work.
-            if found is None and place[1:] in loops and at == len(stack) - 1:
+            # In the making of a sample, nothing of a library is seen below it: functions of C, or Python's own work.
+            if found is None and place[1:] in loops and (doing == "rest" or at == len(stack) - 1):
                 found = idioms.BY_NAME[idioms.LOOPS]
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
     directory, rows = str(rank.facts.get("directory") or ""), []

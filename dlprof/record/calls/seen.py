@@ -58,11 +58,11 @@ class Calls:
 
     Of objects that are made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's
     anomaly mode), compile. Of calls: model (`to` or `cuda` of a module with parameters), iteration (a loop over a
-    loader), forward (of an outermost module), backward, optimizer_step, save (of a checkpoint), synchronize and
-    empty_cache (torch.cuda's). In the step whose operators are counted also: sync (the host gets a value), copy (to a
-    device), and in the forward pass and the loss: norm (a variance, a root), softmax, loss (a logarithm), one_hot, cat,
-    embedding. `looks` are those left for backward
-    passes, of which there are many: the caller checks it before it calls.
+    loader), forward (of an outermost module; unused_forward where no backward pass followed on any), backward,
+    optimizer_step, save (of a checkpoint), synchronize and empty_cache (torch.cuda's). In the step whose operators are
+    counted also: sync (the host gets a value), copy (to a device), and in the forward pass and the loss: norm (a
+    variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for backward passes,
+    of which there are many: the caller checks it before it calls.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,11 @@ class Calls:
         calls = tuple(self._calls.values())
         # A model may first be called by a check before training, an evaluation or a drawing of its graph.
         trains = any(call.trained for call in calls)
-        return [call.fact() for call in calls if call.kind != "forward" or call.trained or not trains]
+        facts = [call.fact() for call in calls]
+        for call, fact in zip(calls, facts, strict=True):
+            if call.kind == "forward" and trains and not call.trained:
+                fact["kind"] = "unused_forward"
+        return facts
 
     def see_forward(self, model_id: int) -> None:
         """Keep where a model was called."""

@@ -26,8 +26,8 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof import schema
+from dlprof.analysis import idioms, settings
 from dlprof.analysis import intervals as iv
-from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.between import HeldUp, held_up
@@ -155,7 +155,9 @@ def explain(
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
     seen = hottest_own(hottest, rank, *doing)
-    line = None if phase or besides else costliest(costly_lines, rank, "rest")
+    line = None if besides else costliest(costly_lines, rank, "rest")
+    if phase and (line is None or line.idiom is None or line.idiom.name != idioms.LOOPS):
+        line = None
     changes = [] if line is None else [change(line.advice("do this less often, or in tensors:"))]
     if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
         lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"

@@ -7,7 +7,8 @@ Needs the step log, in which steps without a backward pass and without an optimi
 phases of it: of one alone it is not known how often it comes.
 
 Saving: where one rank validates while others wait, or each rank validates the whole set, what sharing it out would
-save; else what its waits for data take, where these are notable; else what validating half as often would save. This
+save; else what batches as large as in training would save, where those are four times as large or more, and take no
+longer; else what its waits for data take, where these are notable; else what validating half as often would save. This
 time is not in the steady steps: it is spread over the training steps, and its share is that of the training loop.
 
 What to change: share it out over the ranks; as many loader workers as for training; `torch.inference_mode()` and the
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.step.whole_job import loop_step_ns, validation_cost, validation_loader
@@ -33,9 +35,14 @@ from dlprof.units import count, digits, duration, is_now, percent
 NOTABLE_SHARE = 0.05
 WAITS = 0.2
 
+# Batches of validation that are so many times smaller than those of training are mostly overhead.
+_SMALLER = 4
+
 
 def check(
-    validation_cost: Frame = needs(validation_cost), loop_step_ns: Maybe[float] = maybe(loop_step_ns)
+    validation_cost: Frame = needs(validation_cost),
+    loop_step_ns: Maybe[float] = maybe(loop_step_ns),
+    job: Job = needs(JOB),
 ) -> Estimate:
     if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
         raise NotMeasured(
@@ -51,7 +58,10 @@ def check(
     (mine,) = validation_cost[validation_cost["rank"] == worst(costs)].to_dict("records")
     waits = mine["fetch_share"] * (mine["fetch_share"] > WAITS)
     mine["waits"] = waits * mine["cost_ns"] >= NOTABLE_SHARE * loop_step_ns.get() and mine["among"] <= 1
+    mine["smaller"] = _smaller(job, int(mine["rank"]))
     part = 1 - 1 / mine["among"] if mine["among"] > 1 else waits if mine["waits"] else 0.5
+    if mine["among"] <= 1 and mine["smaller"] >= _SMALLER:
+        part = 1 - 1 / mine["smaller"]
     return Estimate(
         saving_ns=mine["cost_ns"] * part,
         by_rank_ns=costs,
@@ -63,6 +73,12 @@ def check(
     )
 
 
+def _smaller(job: Job, rank: int) -> float:
+    """Return how many times as many samples a training batch has as one of validation; 1: not known."""
+    train, held = settings.training_loader(job, rank).get("batch_size"), validation_loader(job, rank).get("batch_size")
+    return float(train / held) if train and held else 1.0
+
+
 def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: Job = needs(JOB)) -> Explanation:
     mine: dict[str, Any] = estimate.seen
     rank, among, share = estimate.worst, int(mine["among"]), mine["cost_ns"] / loop_step_ns
@@ -72,6 +88,11 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
     how, known = "half of it gone", " What `torch.inference_mode()` and larger batches in validation gain is not known."
     if among > 1:
         how, known = f"shared out evenly over {among} ranks", ""
+    elif mine["smaller"] >= _SMALLER:
+        how, known = (
+            "batches as large as in training that take as long as the smaller ones, the most that they give",
+            "",
+        )
     elif mine["waits"]:
         how, known = "its waits for data gone, the most that more workers can give", ""
     return Explanation(
@@ -82,7 +103,7 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
         evidence=_evidence(share, mine),
         sure=f"Measured over the whole job; estimated as {how}. A job that validates less often than the recorded part"
         f" of it has less to gain.{known}",
-        at_most=bool(mine["waits"]),
+        at_most=bool(mine["waits"] or mine["smaller"] >= _SMALLER),
     )
 
 
@@ -94,10 +115,18 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
             " `all_reduce` the sums",
             shuffle=(None, False),
         )
+    if mine["among"] <= 1 and mine["smaller"] >= _SMALLER:
+        batch = settings.training_loader(job, rank).get("batch_size")
+        yield change(
+            f"a larger batch in validation: `batch_size={batch}` as in training (is {loader.get('batch_size')}), or more,"
+            " since nothing is kept for a backward pass"
+        )
     rarer = f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data"
     yield change(rarer, training=True)
     if mine["among"] <= 1 and not mine["waits"]:
-        return  # the saving is that of validating less often, and nothing is known of what else would give
+        # The saving is that of validating less often, or in larger batches, and nothing is known of what else would
+        # give.
+        return
     if mine["fetch_share"] > WAITS:
         yield change(
             f"more `num_workers`{is_now(loader.get('num_workers'))} and `persistent_workers=True` on validation's"
