@@ -77,10 +77,13 @@ CASES: tuple[Case, ...] = (
     Case("forward_twice", "composer 467", ("unused_forward", "step_python"), ("output",)),
     Case("dense_gradient", "pytorch/pytorch 5309", ("dense_gradient",), ("sparse=True",)),
     Case(
-        "loss_by_rows", "pytorch-seq2seq 34", ("parameter_loop", "step_python"), ("one call", "whole batch", "at once")
+        "loss_by_rows",
+        "pytorch-seq2seq 34",
+        ("parameter_loop", "step_python", "host_bound"),
+        ("one operation", "one call", "whole batch", "at once"),
     ),
     Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps", "step_python"), ("list",)),
-    Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop",), ("nn.LSTM",)),
+    Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop", "step_python", "host_bound"), ("nn.LSTM",)),
     Case("collected_each_step", "peft 2894", ("gc_pauses", "step_python"), ("gc.collect",)),
     Case("hooks_pile_up", "DeepLense 141", ("growing_steps",), ("hook",)),
     Case("double_precision", "seismiqb 19", ("float64_compute",), ("float32", ".float()")),

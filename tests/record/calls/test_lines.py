@@ -244,6 +244,7 @@ NAMED = {
         ("loss = nn.functional.mse_loss(model(batch[0]), batch[1])", "train"),
         ("compiled(torch.randn(2, 8)).sum().backward()", "wrapped"),
     ],
+    "unused_forward": [("model(batch[0])", "main")],
     "backward": [("loss.backward()", "train"), ("compiled(torch.randn(2, 8)).sum().backward()", "wrapped")],
     "optimizer_step": [("optimizer.step()", "train")],
     "sync": [("print(train(batch).item())", "main")],

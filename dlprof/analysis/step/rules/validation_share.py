@@ -89,10 +89,7 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
     if among > 1:
         how, known = f"shared out evenly over {among} ranks", ""
     elif mine["smaller"] >= _SMALLER:
-        how, known = (
-            "batches as large as in training that take as long as the smaller ones, the most that they give",
-            "",
-        )
+        how, known = "batches as large as in training, in the time of a smaller one: the most that they give", ""
     elif mine["waits"]:
         how, known = "its waits for data gone, the most that more workers can give", ""
     return Explanation(
@@ -118,8 +115,8 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
     if mine["among"] <= 1 and mine["smaller"] >= _SMALLER:
         batch = settings.training_loader(job, rank).get("batch_size")
         yield change(
-            f"a larger batch in validation: `batch_size={batch}` as in training (is {loader.get('batch_size')}), or more,"
-            " since nothing is kept for a backward pass"
+            f"a larger batch in validation: `batch_size={batch}` as in training (is {loader.get('batch_size')}), or"
+            " more, since nothing is kept for a backward pass"
         )
     rarer = f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data"
     yield change(rarer, training=True)
