@@ -670,7 +670,7 @@ IDIOMS: tuple[Idiom, ...] = (
         _PYTORCH + "profiler.html#torch.profiler.schedule",
         LOOP,
         source=r"\bprofiler?\.profile\(|\bcProfile\b|\.(export_chrome_trace|key_averages)\(|\bsys\.set(trace|profile)\(",
-        frames=r"torch[/\\](profiler|autograd[/\\]profiler)|cProfile\.py|[/\\]pstats\.py",
+        frames=r"torch[/\\]profiler[/\\]|^profile\.__\w+ \(|cProfile\.py|[/\\]pstats\.py",
     ),
     Idiom(
         "optimizer_made",

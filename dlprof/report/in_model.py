@@ -89,7 +89,9 @@ def described(row: Module) -> str:
 
 def _class(path: str, kind: str) -> str:
     """Return a class in brackets; "" where the path already ends in it."""
-    return "" if not kind or not path or path.rpartition(".")[2].startswith(kind) else f" ({plain(kind, 60)})"
+    # A model of several that nothing contains is named by its class, in brackets.
+    told = not kind or not path or path.rpartition(".")[2].lstrip("(").startswith(kind)
+    return "" if told else f" ({plain(kind, 60)})"
 
 
 def named(where: Sequence[InModule]) -> str:

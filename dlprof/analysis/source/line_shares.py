@@ -240,11 +240,11 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
     top = mine.iloc[[int(mine["samples"].argmax())]].to_dict("records")[0]
     place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
     name = str(top["idiom"])
-    if not name and top["function"] != "<module>":
-        # A loop of several lines is known by any of them.
+    if name in ("", idioms.LOOPS) and top["function"] != "<module>":
+        # A loop of several lines is known by any of them, and better than as a loop.
         whole = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
-        known = whole[whole["idiom"] != ""].groupby("idiom")["samples"].sum()
-        name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else ""
+        known = whole[~whole["idiom"].isin(("", idioms.LOOPS))].groupby("idiom")["samples"].sum()
+        name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else name
     near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
     near = near[(near["line"] - top["line"]).abs() <= _AROUND]
     return CostlyLine(place, float(near["samples"].sum() / of), str(top["text"]), idioms.BY_NAME.get(name))

@@ -100,9 +100,10 @@ LOADERS = [
 ]
 
 
-def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60) -> Make:
+def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60, batch: int = 50) -> Make:
     """Return what makes ranks of 60 training steps of 100 ms; after each tenth so many batches are validated."""
-    facts = {**runs.CPU, "loaders": LOADERS, "autocast": {"enabled": True, "dtype": "bfloat16"}}
+    loaders = [LOADERS[0], LOADERS[1] | {"batch_size": batch}]
+    facts = {**runs.CPU, "loaders": loaders, "autocast": {"enabled": True, "dtype": "bfloat16"}}
     kind: dict[str, Any] = {"kind": "validation", "backwards": 0, "optimizer_steps": 0, "fetch_ns": fetch * MS}
     made = []
     for batches in ranks:
@@ -194,6 +195,10 @@ CASES = [
          says=("Every 10 training steps rank 0 validates for 300.0 ms, in 5 batches; 8.3 %",
                "What `torch.inference_mode()` and larger batches in validation gain is not known.")),
     # Of 300 ms after each ten steps half are waits for data.
+    # Seven of eight batches of 4 would be gone with batches of 32.
+    case("batches of validation are small", VALIDATES, validating(5, batch=4), at_most=True, saving=30 * 7 / 8,
+         training=False, of_training=[False, True], says="`batch_size=32` as in training (is 4)"),
+    case("batches of validation are a third", VALIDATES, validating(5, batch=11), saving=15.0, training=True),
     case("validation waits for its loader", VALIDATES, validating(5, fetch=30), saving=15.0, at_most=True,
          training=False, numerics=[False, True, False], of_training=[False, False, True],
          sets=[("persistent_workers", None, True)],

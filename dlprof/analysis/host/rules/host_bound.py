@@ -95,7 +95,7 @@ def check(
             by_rank_ns=held_up.by_rank_ns,
             noise_of=HOST,
             least_ns=held_up.least_ns,
-            loses="waits for Python and launches",
+            loses="is Python between operators",
             seen=(ON_CPU, work[work["phase"] != ""] if held_up.besides else work, held_up.besides),
         )
     calls = float(capturing.get()["calls"].min())
