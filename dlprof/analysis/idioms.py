@@ -277,6 +277,15 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"^(ConcatDataset|Subset|ChainDataset)\.",
     ),
     Idiom(
+        "kept_by_a_worker",
+        "keeps what it makes in the memory of one worker",
+        "`persistent_workers=True`, so that it outlives the epoch; or make it once, before the loader, so that all"
+        " workers have it",
+        _PYTORCH + "data.html#torch.utils.data.DataLoader",
+        ("worker",),
+        source=r"\bself\.\w*(cache|memo|kept|stored?|loaded)\w*\[[^\]]+\] *=",
+    ),
+    Idiom(
         "loader_counted",
         "goes through all batches to count them",
         "`len(loader)`, or `len(data)`, which reads nothing",
@@ -290,7 +299,8 @@ IDIOMS: tuple[Idiom, ...] = (
         "take the row first, then the column (`data[n]['x']`, not `data['x'][n]`), or convert it once in `__init__`",
         "https://huggingface.co/docs/datasets/access",
         DATA,
-        source=r"\w\[[\"']\w+[\"']\]\[\w+\]|\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)",
+        source=r"\w\[[\"']\w+[\"']\]\[\w+\]"
+        r"|\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)\[|return [^(]*\.tolist\(\)$",
         frames=r"pyarrow[/\\]",
     ),
     Idiom(

@@ -92,6 +92,7 @@ LINES = [
     ("worker", "x = old_api(x)", ("warn (/usr/lib/python3.11/warnings.py:99)",), "warned"),
     ("rest", 'logger.debug(f"{loss}")', (), "logged_by_python"),
     ("rest", "optimizer = torch.optim.Adam(model.parameters())", (), "optimizer_made"),
+    ("worker", "self.cache[index] = decode(path)", (), "kept_by_a_worker"),
     ("fetch", "total = len(list(loader))", (), "loader_counted"),
     ("rest", "h = torch.tanh(x[:, t] @ w + h @ u)", (), "recurrence_by_hand"),
     ("rest", "with torch.autograd.profiler.profile():", (), "profiled"),

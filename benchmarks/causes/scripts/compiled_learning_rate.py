@@ -5,7 +5,7 @@ from clock import FIXED, Clock
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1) if FIXED else 0.1)
-step = torch.compile(optimizer.step, backend="aot_eager")
+step = torch.compile(optimizer.step, backend="aot_eager")  # the cause
 x = torch.rand(32, 64)
 clock = Clock(400, warm=2)
 n = 0

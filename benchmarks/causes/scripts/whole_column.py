@@ -14,7 +14,7 @@ class Table:
 
     def __getitem__(self, key):
         if isinstance(key, str):
-            return self.columns[key].tolist()
+            return self.columns[key].tolist()  # the cause
         return {name: column[key].tolist() for name, column in self.columns.items()}
 
 

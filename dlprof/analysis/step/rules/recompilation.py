@@ -8,7 +8,8 @@ Needs the stalls that dlprof records with the step log: what Dynamo says it spen
 function was compiled anew, taken from its own record after every step. On a GPU also a trace: compilations count up
 to the step's time without device work.
 
-Saving: what the steady steps spent compiling, gone altogether.
+Saving: what the steady steps spent compiling, gone altogether. Where a function was compiled so often in the first
+steps that Dynamo gave up, it is run uncompiled in all others: what Python costs there is then the most that is saved.
 
 What to change: give every step the same shapes (pad, drop the last batch), or say which sizes vary
 (`torch.compile(dynamic=True)`, `torch._dynamo.mark_dynamic`); pass numbers that change as tensors; keep flags and
@@ -19,11 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from dlprof.analysis import settings
-from dlprof.analysis.engine import JOB, Frame, Job, needs
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.host.between import HeldUp, held_up
+from dlprof.analysis.host.gaps import HOST
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.breakdown import breakdown, part, room
 from dlprof.analysis.step.savings import stall_savings
 from dlprof.analysis.timeline.stalls import compilations, stall_means, stalls_of
 from dlprof.errors import NotMeasured
@@ -33,6 +38,9 @@ from dlprof.units import count, duration, short
 MOST_ROWS = 12
 
 _KIND = "compilation"
+# torch._dynamo.config.recompile_limit, unless somebody has set it.
+_LIMIT = 8
+_GIVEN_UP = {"path": "function", "reason": "compiled because", "count": "times", "ns": "together_ns"}
 _COLUMNS = {"path": "function", "reason": "compiled because", "steady": "times", "steady_ns": "together_ns"}
 
 
@@ -41,12 +49,21 @@ def check(
     compilations: Frame = needs(compilations),
     breakdown: Frame = needs(breakdown),
     stall_savings: Mapping[str, float] = needs(stall_savings),
+    held_up: Maybe[HeldUp] = maybe(held_up),
     job: Job = needs(JOB),
 ) -> Estimate:
+    late, up = held_up.or_none(), compilations[_given_up(compilations)]
+    if len(up) and late is not None and not compilations["steady"].any():
+        gone = {rank: ns for rank, ns in late.by_rank_ns.items() if rank in set(up["rank"])}
+        return Estimate(
+            saving_ns=late.gain_ns, by_rank_ns=gone, loses="is Python that torch.compile gave up on", seen=up
+        )
     if not len(compilations) and settings.model(job).get("compiled"):
         raise NotMeasured("the model is compiled, but this version of torch does not tell when")
+    saving = min(stall_savings[_KIND], room(breakdown, (_KIND,)))
     return Estimate(
-        saving_ns=stall_savings[_KIND],
+        saving_ns=saving,
+        within={_KIND: saving},
         by_rank_ns=part(breakdown, _KIND),
         noise_of=(_KIND,),
         loses="is spent recompiling",
@@ -61,6 +78,8 @@ def explain(
     job: Job = needs(JOB),
 ) -> Explanation:
     rank = estimate.worst
+    if estimate.seen is not None:
+        return _uncompiled(estimate)
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     found = estimate.rows(compilations[compilations["steady"] > 0])
     found = found.sort_values("steady_ns", ascending=False).astype({"steady_ns": float})
@@ -81,10 +100,40 @@ def explain(
     )
 
 
+def _given_up(compilations: Frame) -> pd.Series[bool]:
+    """Return which functions were compiled anew as often as Dynamo does before it gives up."""
+    known = ~compilations["reason"].isin(("", "unknown"))
+    times = compilations["count"].where(known, 0).groupby([compilations["rank"], compilations["path"]]).transform("sum")
+    return known & (times >= _LIMIT - 1)
+
+
+def _uncompiled(estimate: Estimate) -> Explanation:
+    mine = estimate.rows(estimate.seen)
+    first = mine.iloc[0]
+    times = int(mine.loc[mine["path"] == first["path"], "count"].sum()) + 1
+    function, reason = (
+        short(str(first["path"]).rpartition("/")[2], 60),
+        short(" ".join(str(first["reason"]).split()), 120),
+    )
+    return Explanation(
+        title="torch.compile gave up, and the function runs uncompiled",
+        summary=f"`{function}` was compiled {count(times, 'time')} in the first steps, as what it"
+        f" sees changes ({reason}); from then on rank {estimate.worst} runs it uncompiled.",
+        changes=_changes(mine, None),
+        evidence=table(f"Compilations in the first steps of rank {estimate.worst}", mine, _GIVEN_UP, MOST_ROWS),
+        at_most=True,
+        sure="The reasons are Dynamo's own. What compiling would save is not known: it is no more than the Python of"
+        " the step.",
+    )
+
+
 def _changes(found: Frame, drops: bool | None) -> tuple[Change, ...]:
     printed = change("`TORCH_LOGS=recompiles` prints every reason in full", TORCH_LOGS=(None, "recompiles"))
     if not found["reason"].str.contains("size mismatch|stride mismatch", regex=True).any():
-        same = "keep what the reasons in the report name the same at every call, or pass it as a tensor"
+        same = (
+            "keep what the reasons in the report name the same at every call, or pass it as a tensor (a learning rate:"
+        )
+        same += " `lr=torch.tensor(0.1)`)"
         return change(same), printed
     shapes = "give every step the same shapes: pad to few lengths"
     padded = change(f"{shapes}, `drop_last=True`", numerics=True, drop_last=(drops, True))
@@ -95,4 +144,6 @@ def _changes(found: Frame, drops: bool | None) -> tuple[Change, ...]:
     )
 
 
-RULE = Rule("Compiling again and again", check, explain, saves_from=(_KIND,))
+RULE = Rule(
+    "Compiling again and again", check, explain, saves_from=(_KIND, *HOST, "computation", "other"), of_host=True
+)
