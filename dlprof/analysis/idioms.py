@@ -299,8 +299,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "take the row first, then the column (`data[n]['x']`, not `data['x'][n]`), or convert it once in `__init__`",
         "https://huggingface.co/docs/datasets/access",
         DATA,
-        source=r"\w\[[\"']\w+[\"']\]\[\w+\]"
-        r"|\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)\[|return [^(]*\.tolist\(\)$",
+        source=r"\.to_(pandas|pylist|numpy|list|dict)\(\)(\.\w+)*\[|\.tolist\(\)\[|return [^(]*\.tolist\(\)$",
         frames=r"pyarrow[/\\]",
     ),
     Idiom(

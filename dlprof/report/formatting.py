@@ -60,11 +60,11 @@ def saves(outcome: Outcome) -> bool:
 
 
 def saving(outcome: Outcome) -> str:
-    """Write what a finding saves of a step, as "−66.0 ms", or of the run; a dash without a saving."""
+    """Write what a finding saves of a step, as "−66.0 ms", of the run as "−41 %"; a dash without a saving."""
     if outcome.scope in TIMELESS:
         return outcome.scope
     if outcome.scope == "run":
-        return f"{MINUS}{percent(outcome.share)} of the run".replace(" ", NBSP)
+        return f"{MINUS}{percent(outcome.share)}"
     return MINUS + duration(outcome.saving_ns) if saves(outcome) else UNKNOWN
 
 

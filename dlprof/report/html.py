@@ -204,7 +204,7 @@ def emphasised(sentence: str, share: str) -> Markup:
     text = _joined(sentence)
     of = next((of for of in (" of each step", " of the trace", "") if share + of in text), "")
     before, figure, after = text.partition(share + of) if share else (text, "", "")
-    return escape(before) + (Markup("<em>{}</em>").format(figure) if figure else Markup("")) + escape(after)
+    return inline(before) + (Markup("<em>{}</em>").format(figure) if figure else Markup("")) + inline(after)
 
 
 def inline(text: object, limit: int = 2000) -> Markup:

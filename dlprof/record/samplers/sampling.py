@@ -89,6 +89,8 @@ class Host:
         self.folder = run_folder.host_folder(run, self.name)
         self.ranks: tuple[RankHere, ...] = ()
         self._words = self.folder  # where ranks say of themselves that they train
+        self._hello_bytes = -1
+        self._loaded: list[int] = []  # processes that have said that they loaded torch
         self._listed_ns = -1
         self._listings = 0  # that are still to come
         self._unread: set[Word] = set()  # of ranks that have no facts yet
@@ -159,14 +161,23 @@ class Host:
                 self.ranks = (*self.ranks, rank)
 
     def loaded(self) -> Iterator[int]:
-        """Return the processes of this run here that have loaded torch, and run: ranks, launchers, workers."""
+        """Return the processes of this run here that have loaded torch, and run: ranks, launchers, workers.
+
+        Costs one stat of the run's folder while no process comes. Raises OSError where none has come yet.
+        """
+        hello = self._words / "hello.jsonl"
+        if (size := hello.stat().st_size) != self._hello_bytes:
+            self._hello_bytes, self._loaded = size, []
+            for text in hello.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    said = json.loads(text)
+                    self._loaded += [int(said["pid"])] if said.get("torch") else []
         run = b"\0DLPROF_RUN=" + os.fsencode(self.run) + b"\0"
-        for text in (self._words / "hello.jsonl").read_text(errors="replace").splitlines():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                said = json.loads(text)
+        for pid in self._loaded:
+            with contextlib.suppress(OSError):
                 # The list may be of another host of this name.
-                if said.get("torch") and run in b"\0" + Path(f"/proc/{int(said['pid'])}/environ").read_bytes():
-                    yield int(said["pid"])
+                if run in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                    yield pid
 
     def _here(self, word: Word, facts: Any) -> RankHere | None:
         here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot

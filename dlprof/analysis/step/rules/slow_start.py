@@ -7,8 +7,9 @@ with every start: after a time limit, a preemption, an error.
 Needs the step log, when the command began and ended, and the stacks that py-spy sees of a process that has loaded
 PyTorch for half a second and has not taken a step. Which library a process imports before PyTorch is not seen.
 
-Saving: the time that the line of the script's took that was seen most, as long as it was looked at. It is spread over
-the training steps, and its share is that of the run as it was recorded: a run that trains for longer has less to gain.
+Saving: the time from the import of PyTorch to the first step's end, by the share of the stacks that were seen in one
+line of the script's, the line that was seen most, and the lines around it. It is spread over the training steps, and
+its share is that of the run as it was recorded: a run that trains for longer has less to gain.
 
 What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
 """
@@ -46,6 +47,7 @@ def check(
     frame = start_lines.or_none()
     if frame is None:
         raise NotMeasured(f"{said}; what it was spent on was not seen ({start_lines.why()})")
+    imported = float(start.loc[start["part"] != "launch", "ns"].sum())
     took: dict[int, float] = {}
     lines: dict[int, tuple[CostlyLine, bool, tuple[Place, ...]]] = {}
     for rank in job.ranks:
@@ -54,8 +56,7 @@ def check(
         mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line) & (frame["file"] == line.place.file)]
         function, file, at = mine["via"].iloc[0]
         waits = str(mine["doing"].iloc[mine["samples"].argmax()]) == "start_wait"
-        looked_at = (job.trace_facts[rank].get("stacks") or {}).get("start") or {}
-        took[rank] = min((looked_at["end_ns"] - looked_at["start_ns"]) * (line.place.share or 0.0), total)
+        took[rank] = line.share * imported
         making = costliest(start_lines, rank, "start_worker") if waits else None
         led = (Place(file, at, function),) if (file, at) != (line.place.file, line.place.line) else ()
         lines[rank] = (making or line, waits, led)
@@ -85,8 +86,8 @@ def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanat
         evidence=table("The run", run_parts, columns),
         verdict=f"{duration(total)} pass before the first step is done, {duration(took)} of them in"
         f" {line.shown.rstrip(',')}{f', which {line.idiom.what}' if line.idiom else ''}.",
-        sure="Stacks of the time from half a second after the import of PyTorch to the first step's end; that the whole"
-        " line goes is assumed. A run that trains for longer has less to gain.",
+        sure="Stacks of the time from half a second after the import of PyTorch to the first step's end are taken for"
+        " all of it, and the whole line for needless. A run that trains for longer has less to gain.",
         at_most=True,
         where=(line.place, *led),
     )
