@@ -5,7 +5,7 @@ batch. In a job of a few minutes, as most are while a model is made, that may be
 with every start: after a time limit, a preemption, an error.
 
 Needs the step log, when the command began and ended, and the stacks that py-spy sees of a process that has loaded
-PyTorch for half a second and has not taken a step. Which library a process imports before PyTorch is not seen.
+PyTorch for two seconds and has not taken a step. Which library a process imports before PyTorch is not seen.
 
 Saving: the time from the import of PyTorch to the first step's end, by the share of the stacks that were seen in one
 line of the script's, the line that was seen most, and the lines around it. It is spread over the training steps, and
@@ -86,7 +86,7 @@ def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanat
         evidence=table("The run", run_parts, columns),
         verdict=f"{duration(total)} pass before the first step is done, {duration(took)} of them in"
         f" {line.shown.rstrip(',')}{f', which {line.idiom.what}' if line.idiom else ''}.",
-        sure="Stacks of the time from half a second after the import of PyTorch to the first step's end are taken for"
+        sure="Stacks of the time from two seconds after the import of PyTorch to the first step's end are taken for"
         " all of it, and the whole line for needless. A run that trains for longer has less to gain.",
         at_most=True,
         where=(line.place, *led),
