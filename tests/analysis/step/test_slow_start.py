@@ -58,7 +58,7 @@ def place(found: Outcome) -> str:
         pytest.param(20, 0, {LOADS: 300, WAITS: 100}, ("train.py:3", "keep the arrays", 15 / 33), id="a set-up"),
         # The workers' line, not the one that waits for them: 15 of 28 s.
         pytest.param(5, 10, {WAITS: 300, STANDS: 600}, ("data.py:5", "spawn", 15 / 28), id="a first batch"),
-        pytest.param(2, 0, {LOADS: 100}, None, id="a short start"),
+        pytest.param(0.5, 0, {LOADS: 100}, None, id="a short start"),
     ],
 )
 def test_the_line_of_a_long_start_is_named_with_what_it_takes_of_the_run(
