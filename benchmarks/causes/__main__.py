@@ -38,8 +38,8 @@ in [public_scripts.md](public_scripts.md).
 somebody who had not read the rules ([their reports](causes_log.md)): when dlprof first saw them, it was right in 6 of
 30. Then the rules were mended for every other one of them, after which 11 of these 15 and 7 of the 15 others were
 right; only then were the others looked at. For seven of the thirty, the words or rules that count as right were
-corrected after reading what was said. The clock of a slow start begins after the import of PyTorch, the prediction is of
-the whole run.
+corrected after reading what was said. The clock of a slow start begins after the import of PyTorch, the
+prediction is of the whole run.
 
 """
 
