@@ -263,7 +263,7 @@ CASES = [
     case("lines without stacks", PYTHON, outside(5, ""), state="not_measured"),
     case("lines on a GPU without a trace", PYTHON, outside(5, device=A100), state="not_measured"),
     case("Python beside a device", PYTHON, beside(0, ""), at_most=True, changes=1,
-         says=("spends 2.10 ms of each step", "make this faster")),
+         says=("spends 2.10 ms of each step", "say which lines these are")),
     case("a loader beside a device", PYTHON, beside(1_900, AUGMENTS), at_most=True, changes=2,
          says=("make `augment (a.py:7)` faster", "batches that are made there")),
     case("Python that varies", PYTHON, varying(), state="not_measured", says="varies too much"),

@@ -148,7 +148,12 @@ def _on_device(
         functions = estimate.rows(own_python.get()).head(MOST_LINES).to_dict("records")
         named = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for f in functions)
     place = hottest_place(hottest, rank, "rest")
-    what = "this" if place is None else f"`{shown(place.function, place.file, place.line)}`"
+    otherwise = (
+        "record it with py-spy, whose stacks say which lines these are (`dlprof doctor` says whether it can run)"
+        if place is None
+        else f"make `{shown(place.function, place.file, place.line)}` faster, or do it less often (what it does is not"
+        " known to dlprof)"
+    )
     seen = hottest_own(hottest, rank, "rest") or (f" The device waited longest for {named}." if named else "")
     if host_work:
         work = estimate.rows(host_work.get())
@@ -159,13 +164,7 @@ def _on_device(
         title="The script's Python between the phases holds up the device",
         summary=f"Rank {rank} spends {duration(mine['host_ns'])} of each step between fetching, forward, backward and"
         f" the optimizer, in no loop over parameters and no wait for the device.{seen}",
-        changes=(
-            change(
-                line.advice()
-                if line is not None and line.idiom is not None
-                else f"make {what} faster, or do it less often (what it does is not known to dlprof)"
-            ),
-        ),
+        changes=(change(line.advice() if line is not None and line.idiom is not None else otherwise),),
         evidence=evidence,
         at_most=True,
         where=() if place is None else (place,),
