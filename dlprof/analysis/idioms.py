@@ -491,8 +491,8 @@ IDIOMS: tuple[Idiom, ...] = (
     ),
     Idiom(
         "text_read",
-        "parses files of text",
-        "parse them once, and keep the arrays in a file (`np.save`, Parquet), which the next start opens",
+        "parses text",
+        "parse it once, and keep the arrays in a file (`np.save`, Parquet), which the next start opens",
         "https://pandas.pydata.org/docs/user_guide/io.html",
         START,
         source=r"\.read_(csv|json|excel)\(|\bjson\.loads?\(|\b(np|numpy)\.(loadtxt|genfromtxt)\(|\bcsv\.\w*reader\(",

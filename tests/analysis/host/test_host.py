@@ -16,6 +16,7 @@ from dlprof.analysis.host import stacks as seen
 from dlprof.analysis.host.gaps import PYTHON, check_launches, host_work, launch_means
 from dlprof.analysis.host.host_tables import host_tables
 from dlprof.analysis.host.parts import ON_CPU, ON_DEVICE, host_gains, host_parts
+from dlprof.analysis.host.rules.anomaly_mode import anomaly_on_cpu
 from dlprof.analysis.host.syncs import grad_scaler_reads, syncs
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
@@ -378,6 +379,21 @@ def test_anomaly_mode_is_told_from_hooks(tmp_path: Path) -> None:
         (checks,) = hooked(tmp_path)
     assert {*segments.ANOMALY, "aten::item"} <= checks.inner
     assert checks.turns > 2 * LAYERS
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_anomaly_mode_takes_on_a_cpu_is_the_time_of_its_checks(tmp_path: Path, on: bool) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(LAYERS)))
+    x = torch.randn(4, 16)
+    with torch.autograd.set_detect_anomaly(on):
+        rank = operators.profiled(torch, tmp_path, lambda: model(x).sum().backward())
+    found = rank.once(anomaly_on_cpu)
+    assert len(found) == on
+    if on:
+        (row,) = found.to_dict("records")
+        assert row["checks"] > LAYERS
+        assert row["gain_ns"] == row["host_ns"] > 0  # no stacks were seen
 
 
 FAULT = next(f for f in FAULTS if f.name == "host_tables")

@@ -119,3 +119,12 @@ def test_a_line_in_a_loop_that_hands_nothing_over_is_a_loop_in_python(
     found = costliest(Maybe(lambda: frame), 0, "worker")
     assert found is not None
     assert (found.idiom.name if found.idiom else "") == idiom
+
+
+def test_the_lines_of_a_loop_count_together(tmp_path: Path) -> None:
+    stacks = {f"{LOOP};{EMA.format(line)}": n for line, n in ((20, 30), (21, 50), (40, 20))}
+    frame = runs.measured(recorded(tmp_path, stacks), costly_lines).frame(costly_lines)
+    found = costliest(Maybe(lambda: frame), 0, "rest")
+    assert found is not None
+    assert found.place.share == pytest.approx(0.5)
+    assert found.share == pytest.approx(0.8)

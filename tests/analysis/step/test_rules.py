@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dlprof.analysis.estimate import Rule
@@ -257,3 +258,14 @@ def test_a_real_script_that_judges_each_batch_again_and_rolls_out(tmp_path: Path
     assert 0.03 < again.share < 0.5
     rolls = claims(PERIODIC, tmp_path / "run", {"column": [8]})
     assert rolls.saving_ns == pytest.approx(300 * MS / 8, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("times", "reason", "given_up"),
+    [(7, "lr == 0.1", True), (6, "lr == 0.1", False), (9, "", False)],
+    ids=["at Dynamo's limit", "below it", "compiled for the first time"],
+)
+def test_a_function_that_is_compiled_anew_eight_times_runs_uncompiled(times: int, reason: str, given_up: bool) -> None:
+    rows = [(0, "sgd.py:105 step", reason, times - 2), (0, "sgd.py:105 step", reason, 2), (0, "other", "x", 1)]
+    frame = pd.DataFrame(rows, columns=["rank", "path", "reason", "count"])
+    assert recompilation._given_up(frame).tolist() == [given_up, given_up, False]
