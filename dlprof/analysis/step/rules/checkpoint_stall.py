@@ -57,6 +57,8 @@ def check(
     longer, noise = stalls_of(stall_means, _KIND, worst(saved))[["longer_ns", "longer_noise_ns"]].iloc[0].astype(float)
     if not longer > LEAST_NOISE * noise:
         longer = noise = 0.0
+    # What else varies between the steps, as how long a collection of garbage takes, is no cost of saving.
+    longer = min(longer, max(room(breakdown, RULE.saves_from) - stalls, 0.0))
     recorded = stall_means["stalls"][stall_means["kind"] == _KIND].any()
     parts = whole_job.or_none()
     if not recorded and parts is not None and (parts["part"] == _KIND).any():
