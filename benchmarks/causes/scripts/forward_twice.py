@@ -3,6 +3,7 @@
 import torch
 from clock import FIXED, Clock
 
+torch.set_num_threads(2)  # no worker needs the other core
 embedding = torch.nn.Embedding(2000, 96)
 layers = torch.nn.TransformerEncoder(
     torch.nn.TransformerEncoderLayer(96, 4, dim_feedforward=256, dropout=0.0, batch_first=True), 2

@@ -23,7 +23,7 @@ class Images(Dataset):
     files = tuple(encoded(n) for n in range(40))
 
     def __len__(self):
-        return 15_000
+        return 40_000
 
     def __getitem__(self, index):
         image = Image.open(io.BytesIO(self.files[index % 40]))

@@ -8,7 +8,7 @@ import torch
 from clock import FIXED, Clock
 from torch.utils.data import DataLoader, TensorDataset
 
-SIZE, BOXES = 16_000, 30
+SIZE, BOXES = 40_000, 30
 folder = Path(tempfile.mkdtemp())
 boxes = np.random.default_rng(0).random((50, BOXES, 5)).round(4)
 for n, rows in enumerate(boxes):

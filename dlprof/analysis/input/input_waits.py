@@ -34,6 +34,7 @@ from dlprof.analysis.input.fetch_replay import (
     held_up,
     replay,
     replayed,
+    shared,
     stretches,
     told,
 )
@@ -262,6 +263,7 @@ class Paces:
         # is not replayed without workers.
         taken = means["taken_ns"].iloc[0] * alone
         handover = told(tensors, size, taken) if on_cpu else UNTOLD
+        collates = (loader.get("collate") or {}).get("name") == "default_collate"
         recorded = Pace(
             workers=workers,
             prefetch=int(loader.get("prefetch_factor") or 2),
@@ -279,6 +281,7 @@ class Paces:
             gap=gap_ns,
             barrier=BARRIER if on_cpu else 1.0,
             alone=alone,
+            shared=shared(tensors, size) if workers and collates else 0.0,
             batches=batches,
             loaders=loaders,
             pin=0.0 if rank in self.pinning.lacking else float(_of(self.pinning.get(), rank)["pin_ns"].iloc[0]),
