@@ -312,9 +312,9 @@ _TAKING = (0.2 * _MS, 0.15 * _MS, 0.3 * _MS)
 _SENDING = (0.2 * _MS, 0.16 * _MS, 0.9 * _MS)
 
 
-# What `default_collate` takes longer in a worker, which allocates each tensor in shared memory: for each tensor, and for
-# each megabyte. Measured on the same kind of host with batches of 0.2 to 12 MB: 0.85 to 1.04 ms a megabyte. At most this
-# share of all collating, which was the least there.
+# What `default_collate` takes longer in a worker, which allocates each tensor in shared memory: for each tensor, and
+# for each megabyte. Measured on a host of that kind with batches of 0.2 to 12 MB: 0.85 to 1.04 ms a megabyte, and never
+# less than this share of all collating.
 _SHARED, _LESS = (0.1 * _MS, 0.9 * _MS), 0.75
 
 

@@ -34,7 +34,7 @@ from dlprof.analysis.host.between import HeldUp, held_up
 from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means
 from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE
 from dlprof.analysis.host.segments import model_calls
-from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own
+from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.host.syncs import sync_waits
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
@@ -54,7 +54,7 @@ NOTABLE_SHARE = 0.10
 # takes differs by model: a minute stands for it in that sentence alone.
 _MINUTE_NS = 60e9
 
-_LISTED = change("find the Python that the report lists, and do it less often or in tensors")
+_UNKNOWN = change("no remedy is known to dlprof: no line of the script's takes a notable part of it")
 _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 
 
@@ -163,8 +163,10 @@ def explain(
         lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
         changes.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
     if line is None and not phase and in_python > 0.5 and not traced:
-        instead = "what the stacks show there first" if seen else "metrics in tensors, logging every k steps"
-        changes.append(change(f"take the script's own Python out of the loop: {instead}"))
+        place = hottest_place(hottest, rank, *doing)
+        if place is not None:
+            at = shown(place.function, place.file, place.line)
+            changes.append(change(f"make {at} faster, or run it less often (what it does is not known to dlprof)"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
         changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
     optimizer = settings.optimizer(job)
@@ -177,7 +179,7 @@ def explain(
         title="Python holds up the step",
         summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} runs Python and"
         f" computes nothing{apart}: {percent(in_python)} of that is Python between operators{longest}.{seen}",
-        changes=tuple(changes) or (_LISTED,),
+        changes=tuple(changes) or (_UNKNOWN,),
         evidence=evidence,
         at_most=True,
         where=() if line is None else (line.place,),
