@@ -26,7 +26,7 @@ class Idiom:
     `what`: what the line does, as "opens an archive for every sample". `remedy`: the change as its user would write it.
     `source`, `frames`: regular expressions, of which one must be found in the text of the line, or in what it calls,
     "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
-    before more workers; else it is work that somebody has to do.
+    before more workers; else it is work that somebody has to do. `last`: what the line calls says more than its source.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Idiom:
     source: str = ""
     frames: str = ""
     first: bool = True
+    last: bool = False
 
 
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
@@ -159,6 +160,16 @@ IDIOMS: tuple[Idiom, ...] = (
         _PYTORCH + "data.html#disable-automatic-batching",
         DATA,
         frames=r"^(?!ConcatDataset|Subset|ChainDataset).*torch[/\\]utils[/\\]data[/\\]dataset\.py",
+    ),
+    Idiom(
+        "rows_by_index",
+        "takes single rows, which are put together again",
+        "take a batch with one index: `DataLoader(data, sampler=BatchSampler(the sampler, batch_size, False),"
+        " batch_size=None)`; a sampler of tensors should yield numbers (`.tolist()`), which index faster",
+        _PYTORCH + "data.html#disable-automatic-batching",
+        DATA,
+        source=r"^return \(?(self\.\w+\[(\w+)\])(, self\.\w+\[\2\])+\)?$",
+        last=True,
     ),
     Idiom(
         "waits_by_sleeping",
@@ -734,6 +745,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://numpy.org/doc/stable/user/basics.broadcasting.html",
         (*DATA, *LOOP, *START),
         source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
+        last=True,
     ),
     Idiom(
         "evaluated",
@@ -752,20 +764,16 @@ LOOPS = "loops_in_python"
 
 @cache
 def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
-    """Return what a line is known to be: by its source first, else by what it calls, the innermost first.
+    """Return what a line is known to be: by its source first, then by what it calls, the innermost first.
 
     `frames`: the function that it stands in, and those of libraries that it was seen in, "function (file:line)", the
     outermost first.
     """
     fitting = [one for one in IDIOMS if doing in one.doing]
-    for one in fitting:
-        if one.source and re.search(one.source, source):
-            return one
-    for frame in reversed(frames):
-        for one in fitting:
-            if one.frames and re.search(one.frames, frame):
-                return one
-    return None
+    by_source = [one for one in fitting if one.source and re.search(one.source, source)]
+    by_frames = (one for frame in reversed(frames) for one in fitting if one.frames and re.search(one.frames, frame))
+    sure = (one for one in by_source if not one.last)
+    return next(sure, None) or next(by_frames, None) or next(iter(by_source), None)
 
 
 BY_NAME: Mapping[str, Idiom] = {one.name: one for one in IDIOMS}
