@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, Progress, all_needed, measure
-from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE, Estimate, Rule
+from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE, UNKNOWN, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -87,8 +87,13 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     by_id = {rule.id: rule for rule in rules}
     found = [o for o in outcomes if o.state == "found" and not o.training]
     causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
-    # A saving that is only an upper bound is expected to give half.
-    expected = {o.id: o.saving_ns * (0.5 if on_gpu and o.at_most and by_id[o.id].generic else 1.0) for o in outcomes}
+
+    def half(o: Outcome) -> bool:
+        """Return whether a saving is an upper bound, of what may not be needless: half is expected then."""
+        unknown = any(UNKNOWN in one.text for one in o.changes[:1])
+        return o.at_most and (unknown or (on_gpu and by_id[o.id].generic))
+
+    expected = {o.id: o.saving_ns * (0.5 if half(o) else 1.0) for o in outcomes}
     keys = {}
     for o in outcomes:
         saving, before = expected[o.id], []

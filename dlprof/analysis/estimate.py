@@ -28,6 +28,10 @@ ERROR, MACHINE = 0.2, 0.07
 # device's waiting comes last; on a CPU if they save this share of the generic finding's saving.
 LEAST_CAUSE, BESIDES = 0.05, 0.25
 
+# What a change says where the line to change is known, and no remedy. Half of its saving then counts in the order of
+# the findings: nobody knows whether the line does needless work.
+UNKNOWN = "what it does is not known to dlprof"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:

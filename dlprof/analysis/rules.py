@@ -43,6 +43,7 @@ from dlprof.analysis.input.rules import (
     needless_workers,
     padding,
     slow_worker_batches,
+    unused_batches,
     worker_restart,
 )
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
@@ -135,6 +136,7 @@ RULES: tuple[Rule, ...] = (
     unfused_loss.RULE,
     unfused_norm.RULE,
     unfused_optimizer.RULE,
+    unused_batches.RULE,
     unused_forward.RULE,
     unused_gradients.RULE,
     unused_parameters.RULE,

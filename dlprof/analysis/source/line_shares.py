@@ -21,6 +21,7 @@ import pandas as pd
 from dlprof import schema
 from dlprof.analysis import idioms
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, needs, per_rank
+from dlprof.analysis.estimate import UNKNOWN
 from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, seen_doing, shown
 from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.errors import NotMeasured
@@ -219,7 +220,7 @@ class CostlyLine:
     def advice(self, otherwise: str = "make this line faster:") -> str:
         """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so."""
         if self.idiom is None:
-            return f"{otherwise} {self.shown.rstrip(',')} (what it does is not known to dlprof)"
+            return f"{otherwise} {self.shown.rstrip(',')} ({UNKNOWN})"
         return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link})"
 
 

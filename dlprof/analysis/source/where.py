@@ -130,6 +130,7 @@ CONCERNS: Mapping[str, Concern] = {
     "unfused_loss": Concern(("loss",)),
     "unfused_norm": Concern(("norm",)),
     "unfused_optimizer": Concern(("optimizer", "optimizer_step"), ("optimizer",)),
+    "unused_batches": Concern(("iteration",)),
     "unused_forward": Concern(("unused_forward", "forward")),
     "unused_parameters": Concern(("ddp",)),
     "validation_share": Concern(("iteration",), (), "validation"),

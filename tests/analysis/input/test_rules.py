@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dlprof.analysis.input.rules import (
     input_wait,
     needless_workers,
     slow_worker_batches,
+    unused_batches,
     worker_restart,
 )
 from tests.fixtures import pipelines, runs, traces
@@ -28,7 +29,7 @@ from tests.fixtures.loaders import fetched, held_up, loaded, needless, ready, wa
 from tests.fixtures.runs import MS, light
 
 WAIT, NEEDLESS = input_wait.RULE, needless_workers.RULE
-TWICE = duplicate_batches.RULE
+TWICE, UNUSED = duplicate_batches.RULE, unused_batches.RULE
 STEADY = [light(n, 10 * MS) for n in range(40)]
 STREAM = {"role": "train", "num_workers": 4, "iterable": True, "dataset": "Stream"}
 SLOW, RESTART = slow_worker_batches.RULE, worker_restart.RULE
@@ -126,6 +127,16 @@ def epochs(
         rewrite(path, "loading.jsonl", loading, rank)
         rewrite(path, "fetches.jsonl", fetches, rank)
     return path
+
+
+def taking(batches: Mapping[int, int], folder: Path, *, kind: str = "train", forwards: int = 1, usual: int = 1) -> Path:
+    """Record 40 steps of 50 ms that take a batch each, 10 ms long; these take so many, in steps as said."""
+    steps = []
+    for n in range(40):
+        count, more = batches.get(n, 1), n in batches
+        of = {"kind": kind, "forwards": forwards} if more else {"forwards": usual}
+        steps.append(light(n, (40 + 10 * count) * MS, fetch_ns=10 * count * MS, fetches=count, first=int(more), **of))
+    return bare(steps, loaders=[{"role": "train", "num_workers": 0}])(folder)
 
 
 def iterators(folder: Path) -> Path:
@@ -249,6 +260,14 @@ CASES = [
     case("each gives its share", TWICE, bare(STEADY, loaders=[STREAM | {"same_batches": False}]), state="clear"),
     case("batches that do not tell", TWICE, bare(STEADY, loaders=[STREAM]), state="not_measured"),
     case("one worker", TWICE, bare(STEADY, loaders=[STREAM | {"num_workers": 1}]), state="does_not_apply"),
+    # Every tenth step asks 11 times, 110 ms long: once at the end of an epoch, and 9 batches are thrown away.
+    case("batches that are counted", UNUSED, partial(taking, dict.fromkeys(range(0, 40, 10), 11)), at_most=True,
+         scope="job", saving=4 * 110 * 9 / 11 / 40, says=("In 4 steps", "36 batches", "360.0 ms")),
+    case("batches without a training step", UNUSED, partial(taking, {5: 11}, kind="other", forwards=0),
+         saving=100 / 39),
+    case("an epoch's end is no batch", UNUSED, partial(taking, dict.fromkeys(range(0, 40, 10), 2)), state="clear"),
+    case("a model called for each batch", UNUSED, partial(taking, {5: 11}, forwards=11), state="clear"),
+    case("batches whose use is not seen", UNUSED, partial(taking, {5: 11}, usual=0), state="not_measured"),
     case("no record of a loader", RESTART, bare([light(n, MS) for n in range(9)]), state="not_measured"),
     # What a fork makes slower in the next step counts.
     case("a slower first step", RESTART, partial(epochs, slower=40), saving=3 * 320 / 40),

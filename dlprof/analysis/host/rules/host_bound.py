@@ -29,7 +29,7 @@ from dlprof import schema
 from dlprof.analysis import idioms, settings
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.estimate import UNKNOWN, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.between import HeldUp, held_up
 from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means
 from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE
@@ -54,7 +54,7 @@ NOTABLE_SHARE = 0.10
 # takes differs by model: a minute stands for it in that sentence alone.
 _MINUTE_NS = 60e9
 
-_UNKNOWN = change("no remedy is known to dlprof: no line of the script's takes a notable part of it")
+_NOTHING = change("no remedy is known to dlprof: no line of the script's takes a notable part of it")
 _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 
 
@@ -166,7 +166,7 @@ def explain(
         place = hottest_place(hottest, rank, *doing)
         if place is not None:
             at = shown(place.function, place.file, place.line)
-            changes.append(change(f"make {at} faster, or run it less often (what it does is not known to dlprof)"))
+            changes.append(change(f"make {at} faster, or run it less often ({UNKNOWN})"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
         changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
     optimizer = settings.optimizer(job)
@@ -179,7 +179,7 @@ def explain(
         title="Python holds up the step",
         summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} runs Python and"
         f" computes nothing{apart}: {percent(in_python)} of that is Python between operators{longest}.{seen}",
-        changes=tuple(changes) or (_UNKNOWN,),
+        changes=tuple(changes) or (_NOTHING,),
         evidence=evidence,
         at_most=True,
         where=() if line is None else (line.place,),

@@ -25,7 +25,7 @@ from dataclasses import replace
 from dlprof.analysis import settings
 from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.between import between_twice
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM, host_work, own_python
 from dlprof.analysis.host.parts import BETWEEN, gains_of, host_parts
@@ -115,8 +115,7 @@ def explain(
             change(
                 f"{line.advice()}; at most {first} of the step"
                 if line is not None and line.idiom is not None and line.place.line == lines["line"].iloc[0]
-                else f"make {places[0]} faster, or run it less often: at most {first} of the step (what it does is not"
-                " known to dlprof)"
+                else f"make {places[0]} faster, or run it less often: at most {first} of the step ({UNKNOWN})"
             ),
         ),
         evidence=table(
@@ -151,8 +150,7 @@ def _on_device(
     otherwise = (
         "record it with py-spy, whose stacks say which lines these are (`dlprof doctor` says whether it can run)"
         if place is None
-        else f"make `{shown(place.function, place.file, place.line)}` faster, or do it less often (what it does is not"
-        " known to dlprof)"
+        else f"make `{shown(place.function, place.file, place.line)}` faster, or do it less often ({UNKNOWN})"
     )
     seen = hottest_own(hottest, rank, "rest") or (f" The device waited longest for {named}." if named else "")
     if host_work:
