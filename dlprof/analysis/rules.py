@@ -70,6 +70,7 @@ from dlprof.analysis.step.rules import (
     periodic_work,
     recompilation,
     slow_start,
+    stalled_steps,
     unused_forward,
     validation_share,
 )
@@ -127,6 +128,7 @@ RULES: tuple[Rule, ...] = (
     slow_worker_batches.RULE,
     small_collectives.RULE,
     stage_imbalance.RULE,
+    stalled_steps.RULE,
     step_python.RULE,
     straggler.RULE,
     thread_oversubscription.RULE,

@@ -121,6 +121,7 @@ CONCERNS: Mapping[str, Concern] = {
     "slow_link": _GRADIENTS,
     "slow_worker_batches": Concern(("loader",), ("worker",)),
     "small_collectives": _GRADIENTS,
+    "stalled_steps": Concern((), ()),
     "step_python": Concern((), ("rest",)),
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
     "thread_oversubscription": Concern(),
