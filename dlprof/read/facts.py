@@ -82,7 +82,9 @@ RANK: Mapping[str, Shape] = {
         {
             **_all(str, "kind file function source digest via"),
             **_all(int, "line end_line column end_column count"),
+            **_all(bool, "torch whole"),
             "roles": [str],
+            "takes": [int],
         }
     ],
     "autocast": {"enabled": bool, "dtype": str},

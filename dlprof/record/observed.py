@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -52,7 +53,7 @@ class Observed:
     _models: set[int] = field(default_factory=set)
     _optimizer_ids: set[int] = field(default_factory=set)
 
-    def see_model(self, module: Any) -> None:
+    def see_model(self, module: Any, args: Sequence[Any] = ()) -> None:
         """Keep an outermost module that has parameters."""
         self.model_id = id(module)
         self.learns = self._model_ids.get(self.model_id, False)
@@ -69,7 +70,7 @@ class Observed:
             if self.frozen:
                 self._frozen_ids.add(self.model_id)
             self.models.append(weakref.ref(module))
-            self.calls.see_forward(self.model_id)
+            self.calls.see_forward(self.model_id, args)
             self.news = True
 
     def look_no_more(self) -> None:

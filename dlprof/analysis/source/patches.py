@@ -57,7 +57,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls/frames.py."""
+    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls/frames.py.
+
+    `takes`, `torch`, `whole`: as in record/calls/seen.py.
+    """
 
     kind: str
     file: str
@@ -70,6 +73,9 @@ class Call:
     count: int = 0
     span: Span = field(default_factory=lambda: Span(0))
     directory: str = ""
+    takes: tuple[int, ...] = ()
+    torch: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,16 +122,18 @@ def _call(row: Any, directory: str) -> Call | None:
         return None
     span = Span(row["line"], *(row.get(name, 0) for name in ("end_line", "column", "end_column")))
     texts = {name: row.get(name, "") for name in ("function", "source", "digest", "via")}
-    roles = tuple(row.get("roles", ()))
     return Call(
         row["kind"],
         row["file"],
         row["line"],
         **texts,
-        roles=roles,
+        roles=tuple(row.get("roles", ())),
         count=row.get("count", 0),
         span=span,
         directory=directory,
+        takes=tuple(row.get("takes", ())),
+        torch=row.get("torch", False),
+        whole=row.get("whole", False),
     )
 
 

@@ -114,7 +114,7 @@ class Facts:
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,
-            "calls": observed.calls.facts(),
+            "calls": observed.calls.facts(observed.models),
             "directory": observed.calls.directory,
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.clock.mark, "told": observed.told},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, names_in, over_ranks
+from dlprof.analysis.source.line_shares import busiest, call_of, call_sites, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import (
     CONCERNED,
@@ -393,15 +394,17 @@ def test_calls_are_those_of_all_ranks_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "text", "names"),
+    ("source", "text", "known"),
     [
-        ("loss = F.cross_entropy(model(images), labels)", "model(images)", ("model", "images")),
-        ("out = self.net(batch.x, mask=m)", "self.net(batch.x, mask=m)", ("self.net", "batch.x")),
-        ("out = model(x.to(device))", "model(x.to(device))", ("model", "")),
-        ("out = model(**batch)", "model(**batch)", ("", "")),
-        ("for x in model(images):", "model(images)", ("", "")),
+        ("loss = F.cross_entropy(model(images), labels)", "model(images)", True),
+        ("out = model(x.to(device))", "model(x.to(device))", True),
+        ("for x in model(images):", "model(images)", True),
+        ("return model(images)", "model(images)", True),
+        ("a, b = model(x), other(y) + third(z)", "other(y)", False),  # as long as third(z)
+        ("out = model(", "model(", False),
     ],
 )
-def test_what_a_line_calls_and_with_what(source: str, text: str, names: tuple[str, str]) -> None:
+def test_the_syntax_of_a_call_in_its_line(source: str, text: str, known: bool) -> None:
     at = source.index(text)
-    assert names_in(Call("forward", "t.py", 1, source=source, span=Span(1, 1, at, at + len(text)))) == names
+    found = call_of(Call("forward", "t.py", 1, source=source, span=Span(1, 1, at, at + len(text))))
+    assert (found is not None and ast.unparse(found)) == (known and text)
