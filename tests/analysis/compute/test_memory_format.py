@@ -346,7 +346,7 @@ FORMS = {
     ),
     "in a library": (
         "net, space = Net().to('cpu'), {}\nexec('def run(batches): return net(batches[0])', {'net': net}, space)\n"
-        "run = space['run']\nrun([x]).sum().backward()\nreturn net",
+        "run, all = space['run'], [x]\nrun(all).sum().backward()\nreturn net",
         True,
         False,
     ),
