@@ -87,6 +87,7 @@ RANK: Mapping[str, Shape] = {
             "takes": [int],
         }
     ],
+    "options": [{**_all(str, "name dest"), **_all(bool, "switch on")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
     "flops": {

@@ -111,6 +111,7 @@ class Facts:
             "models": self._describe(_model, observed.models),
             "optimizers": self._describe(_optimizer, observed.optimizers),
             "untrained": self._untrained(observed.models, observed.optimizers),
+            "options": [*observed.options.values()],
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,

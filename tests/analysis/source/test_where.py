@@ -17,6 +17,7 @@ from dlprof.analysis.engine import Maybe
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.line_shares import busiest, call_of, call_sites, line_shares, over_ranks
+from dlprof.analysis.source.options import Option
 from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import (
     CONCERNED,
@@ -51,6 +52,7 @@ def source(
     calls: Sequence[Call],
     *lines: tuple[str, bool, str, int, str, str, int, int],
     modules: Sequence[tuple[str, str, str, float]] = (),
+    options: Sequence[Option] = (),
 ) -> Source:
     """Return what is known of calls, of lines and of modules: none where there is no line, or no module."""
 
@@ -65,7 +67,7 @@ def source(
         columns = ["doing", "own", "file", "line", "function", "library", "samples", "of"]
         return pd.DataFrame(lines, columns=columns).assign(rank=0)
 
-    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(of_modules))
+    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(of_modules), Maybe(lambda: [*options]))
 
 
 def found(rule: str, *changes: Change) -> Outcome:
@@ -145,6 +147,9 @@ def test_a_change_has_the_place_of_its_argument_and_its_diff(tmp_path: Path) -> 
     assert (first.at.file, first.at.line, first.no_diff) == ("train.py", 1, "")
     assert "+train = DataLoader(data, num_workers=4)\n" in first.diff
     assert [c.at for c in others] == [None, None]
+    (asked_for,) = placed(found("input_wait", asked[0]), (), source([known], options=[Option("--workers", "w")])).changes
+    assert asked_for.text == "the script has an option that looks like it: `--workers 4`; else more"
+    assert asked_for.diff == first.diff
     (stale,) = placed(found("input_wait", asked[0]), (), source([LOADER])).changes
     assert stale.at is not None
     assert (stale.at.line, stale.diff) == (1, "")
