@@ -287,6 +287,19 @@ CALLEES: Mapping[str, frozenset[str]] = {
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
 
 
+# Keywords beside which a call refuses a setting, where both have a value that is not false.
+_REFUSES: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("batch_sampler",),
+    "drop_last": ("batch_sampler",),
+    "foreach": ("fused",),
+    "fused": ("foreach", "differentiable"),
+    "mode": ("options",),
+    "num_workers=0": ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"),
+}
+# Settings of a loader that one without workers refuses.
+_OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+
+
 class NotEditable(Exception):  # noqa: N818 - no error: a reason for the user
     """Why a call is left as it is: "num_workers is `args.workers` there"."""
 
@@ -297,6 +310,7 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
     tree = _parsed(text)
     call = _find(tree, span, kind)
     start, callee = (call.lineno, call.col_offset), ast.dump(call.func)
+    _check_together(call, settings)
     for name, value in settings.items():
         wanted = deepcopy(tree)
         text = _with(text, call, kind, name, value)
@@ -309,6 +323,22 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
             raise NotEditable("the call is written in a way that is not edited")
         call = _again(tree, start, callee)
     return text
+
+
+def _check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
+    """Raise NotEditable where the call would refuse the settings beside its other arguments."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    given |= {name: ast.Constant(value) for name, value in settings.items()}
+
+    def is_off(name: str) -> bool:
+        return name not in given or (_is_literal(given[name]) and not ast.literal_eval(given[name]))
+
+    for name, value in settings.items():
+        for other in _REFUSES.get(name if value else f"{name}=0", ()):
+            if not is_off(other):
+                raise NotEditable(f"{name} cannot be set beside {other}")
+        if value and name in _OF_WORKERS and is_off("num_workers"):
+            raise NotEditable(f"{name} needs num_workers above 0")
 
 
 def _utf8(source: bytes) -> bytes:

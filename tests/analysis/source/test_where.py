@@ -147,7 +147,9 @@ def test_a_change_has_the_place_of_its_argument_and_its_diff(tmp_path: Path) -> 
     assert (first.at.file, first.at.line, first.no_diff) == ("train.py", 1, "")
     assert "+train = DataLoader(data, num_workers=4)\n" in first.diff
     assert [c.at for c in others] == [None, None]
-    (asked_for,) = placed(found("input_wait", asked[0]), (), source([known], options=[Option("--workers", "w")])).changes
+    (asked_for,) = placed(
+        found("input_wait", asked[0]), (), source([known], options=[Option("--workers", "w")])
+    ).changes
     assert asked_for.text == "the script has an option that looks like it: `--workers 4`; else more"
     assert asked_for.diff == first.diff
     (stale,) = placed(found("input_wait", asked[0]), (), source([LOADER])).changes
