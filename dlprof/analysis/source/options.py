@@ -52,7 +52,8 @@ def with_option(change: Change, calls: Sequence[Call], options: Sequence[Option]
     `calls`: those that take its settings; `settings`: what it does, if it does not say so itself.
     """
     kind = next((str(s.to) for s in change.settings if s.name == "autocast_dtype"), "")
-    sure, looks = [], []
+    sure: list[str] = []
+    looks: list[str] = []
     for setting in settings or change.settings:
         known = _known(setting.name, calls, options)
         option = known or _alike(setting.name, options, kind)

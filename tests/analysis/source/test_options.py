@@ -71,7 +71,7 @@ def test_a_change_without_a_setting_names_what_it_does() -> None:
 
 def test_the_options_are_those_of_the_facts(tmp_path: Path) -> None:
     def of(facts: dict[str, Any], name: str) -> list[Option]:
-        path = recorded(tmp_path / name, (None, [light(n, MS) for n in range(9)], CPU | facts))
+        path = recorded(tmp_path / name, (None, [light(n, MS) for n in range(9)], {**CPU, **facts}))
         return measured(path, options).frame(options)
 
     row = {"name": "--amp", "dest": "amp", "switch": True, "on": False}
