@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -464,7 +465,7 @@ def test_a_job_that_runs_ahead_has_as_many_forward_as_backward_passes(tmp_path: 
     check(unfused_loss.RULE, found(lambda p: p / "run", rows=rows), tmp_path)
 
 
-def scaled(torch: Any, ahead: Any, back: Any) -> Any:
+def scaled(torch: Any, ahead: Callable[[Any], Any], back: Callable[[Any], Any]) -> Any:
     """Return what runs a function of the script's own, whose backward pass multiplies by what it saved, as pyGAT's."""
 
     class Scaled(torch.autograd.Function):  # type: ignore[misc]
