@@ -193,7 +193,7 @@ def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
     program = not before or (last == before[-1] and _is_python(last))
     if before and before[-1] == "-c":
         return DROPPED
-    if word in ("-", "--", "-c") or _is_option(word):
+    if word in ("-", "--", "-c") or is_option(word):
         return word
     is_file = os.path.isfile  # Path's raises OSError for what is too long
     plainly = _PATH.fullmatch(word) or is_file(word) or word.endswith(".ipynb")  # Jupyter may know it by another path
@@ -204,16 +204,17 @@ def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
     if (last == "-m" and _MODULE.fullmatch(word)) or (word.startswith("-m") and _MODULE.fullmatch(word[2:])):
         return word if _before_module(found) else DROPPED
     name, equals, value = word.partition("=")
-    if equals and _is_option(name):
+    if equals and is_option(name):
         return f"{name}={REDACTED if is_secret(name) else setting(value)}"
     if equals:
         given = _ASSIGNED.fullmatch(name)
         return word if given and not is_secret(given[1]) and _is_setting(value) else DROPPED
-    follows = bool(before) and last == before[-1] and (_is_option(last) or bool(_NUMBERS.fullmatch(last)))
+    follows = bool(before) and last == before[-1] and (is_option(last) or bool(_NUMBERS.fullmatch(last)))
     return word if _SHORT.fullmatch(word) or (follows and _is_setting(word)) else DROPPED
 
 
-def _is_option(word: str) -> bool:
+def is_option(word: str) -> bool:
+    """Return whether a word is written as the name of an option."""
     return len(word) <= _LONGEST and _OPTION.fullmatch(word) is not None
 
 

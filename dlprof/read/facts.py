@@ -82,9 +82,12 @@ RANK: Mapping[str, Shape] = {
         {
             **_all(str, "kind file function source digest via"),
             **_all(int, "line end_line column end_column count"),
+            **_all(bool, "torch whole"),
             "roles": [str],
+            "takes": [int],
         }
     ],
+    "options": [{**_all(str, "name dest"), **_all(bool, "switch on")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
     "flops": {

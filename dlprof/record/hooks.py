@@ -21,7 +21,7 @@ from typing import Any
 
 from dlprof import marks
 from dlprof.plain import words_of
-from dlprof.record import handlers
+from dlprof.record import handlers, options
 from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
@@ -98,6 +98,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
         _watch_graphs(Graphs(recorder))
         watch(recorder.observed.calls, _is_traced(), put, hidden)
         handlers.watch(put, at_uninstall)
+        options.watch(recorder.observed, put)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder.switch_off()

@@ -78,6 +78,14 @@ class Frames:
             frame = frame.f_back
         return None, None
 
+    def calls_module(self, frame: FrameType | None) -> bool:
+        """Return whether the user's line below a frame of ours calls the module itself, with no function between."""
+        while frame is not None and (
+            (file := frame.f_code.co_filename).startswith(_OURS) or file.endswith("/torch/nn/modules/module.py")
+        ):
+            frame = frame.f_back
+        return frame is not None and self._is_own(frame.f_code.co_filename)
+
     def place(self, frame: FrameType, library: FrameType | None = None, *, is_call: bool = True) -> Place:
         """Return where a frame of the user's is now; `is_call`: in a call, and not in the first line of a loop."""
         code = frame.f_code
