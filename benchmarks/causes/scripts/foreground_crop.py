@@ -6,7 +6,7 @@ from clock import FIXED, Clock
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-SIZE, CROP, VOLUMES = 120, 24, 6
+SIZE, CROP, VOLUMES = 136, 16, 6
 
 
 def scan(seed):
@@ -83,7 +83,7 @@ def train():
     loader = DataLoader(Organs(CropAboutLabel(CROP)), batch_size=4, shuffle=True)
     model = Segmenter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    clock = Clock(350)
+    clock = Clock(400)
     for image, mask in loader:
         loss = dice_loss(model(image), mask)
         optimizer.zero_grad()

@@ -95,7 +95,7 @@ states = [environment.rng.normal(size=4).astype(np.float32) for _ in range(2_000
 for n in range(CAPACITY):  # what an earlier run has collected
     memory.append(Transition(states[n % 2_000], n & 1, 1.0, states[(n + 1) % 2_000], n % 50 == 0))
 agent = Agent(memory)
-clock = Clock(2_000)
+clock = Clock(1_500)
 state = environment.reset()
 more = True
 while more:
