@@ -19,7 +19,7 @@ from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
 from dlprof.read.run import together
-from dlprof.units import count, digits, duration, few, percent, used_by_others
+from dlprof.units import count, digits, duration, few, percent, ranks_named, used_by_others
 
 # A trace that links less of the device's work to its launches has a warning.
 _LINKED = 0.5
@@ -76,6 +76,7 @@ def warnings(
     if settings.of_inference(job):
         found.append("the traces are of inference (vLLM, SGLang): dlprof is about training, and no rule applies")
     found += _of_jobs(job)
+    found += _of_processes(job)
     found += _of_others(foreign_load.or_none())
     if far := far_from_gpu(bindings.get()) if bindings.or_none() is not None else "":
         found.append(
@@ -120,6 +121,43 @@ def _of_jobs(job: Job) -> list[str]:
     if len(jobs) < 2:
         return []
     return [f"the ranks are of {len(jobs)} SLURM jobs ({few(jobs, 8)}): what is said of all ranks holds for no one job"]
+
+
+# What slows a whole process at a cost that no recording shows: a fact of the process, or a variable and its values.
+_SLOWED = {
+    "profiler": "a profiler of Python's calls is on ({})",
+    "tracer": "a tracer of Python's lines is on ({}: a debugger, coverage)",
+    "monitors": "Python's calls or lines are monitored ({})",
+    "tracemalloc": "`tracemalloc` keeps where each object was made",
+    "development": "Python's development mode is on (`-X dev`, `PYTHONDEVMODE`)",
+    "sanitizer": "a library checks memory or threads ({})",
+    "malloc": "`PYTHONMALLOC={}` is set",
+}
+_SLOWING = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
+    "HIP_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is compared with the other ranks' first"),
+    "NCCL_DEBUG": ("TRACE", "NCCL writes down each call"),
+}
+
+
+def _of_processes(job: Job) -> list[str]:
+    """Say what slows the ranks' processes for debugging, at a cost that is not known."""
+    found: dict[str, list[int]] = {}
+    for rank in job.ranks:
+        state, env = job.facts[rank].get("process") or {}, job.facts[rank].get("env") or {}
+        texts = [text.format(_listed(state[name])) for name, text in _SLOWED.items() if state.get(name)]
+        texts += [f"`{name}={value}`: {why}" for name, (value, why) in _SLOWING.items() if env.get(name) == value]
+        for text in texts:
+            found.setdefault(text, []).append(rank)
+    return [
+        f"{text}, on {ranks_named(ranks)}: what that costs is not known; it is for debugging"
+        for text, ranks in found.items()
+    ]
+
+
+def _listed(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _of_lengths(means: pd.DataFrame) -> list[str]:

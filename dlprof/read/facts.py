@@ -53,10 +53,16 @@ RANK: Mapping[str, Shape] = {
     "cpu": {
         **_all(int, "count affinity memory_limit_bytes torch_threads torch_interop_threads"),
         "quota": float,
-        "allowed": str,
+        **_all(str, "allowed at_start"),
         "nodes": {},
         "units": [str],
         "onednn": bool,
+    },
+    "process": {
+        **_all(str, "tracer profiler malloc sanitizer"),
+        **_all(bool, "tracemalloc development"),
+        "nice": int,
+        "monitors": [str],
     },
     "loaders": [
         {
@@ -85,6 +91,7 @@ RANK: Mapping[str, Shape] = {
             "roles": [str],
         }
     ],
+    "subnormal": [{"step": int, **_all(float, "parameters state")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
     "flops": {
@@ -105,6 +112,7 @@ RANK: Mapping[str, Shape] = {
         "cupti_torn_down": bool,
         "errors": [str],
         "modules": _all(int, "ranges ns_each"),
+        "theirs": [{**_all(int, "first_step last_step exit_ns"), "shapes": bool}],
     },
 }
 

@@ -103,3 +103,30 @@ def test_the_last_step_and_when_it_has_doubled_are_said(tmp_path: Path) -> None:
     # The medians of the first and the last twenty of 200 steps; each is 1 ms longer than the one before.
     assert found.title == "Steps grow from 32.5 ms to 212.5 ms"
     assert "by 1.00 ms with every step: in 212 more steps" in found.summary
+
+
+def jumping(n: int) -> dict[str, float]:
+    """Return phases of which the optimizer jumps, while the lines between vary by whole stretches."""
+    return {"forward": 5.0, "optimizer": 2.0 if n < 80 else 30.0, "rest": 4.0 if n < 40 else 1.0}
+
+
+@pytest.mark.parametrize(
+    ("looks", "said", "advice"),
+    [
+        ([(0, 0.0, 0.0), (60, 0.0, 0.0), (120, 0.0, 0.25)], "25 % of the optimizer's state", "set_flush_denormal"),
+        ([(60, 0.0, 0.0), (150, 0.3, 0.0)], "30 % of the parameters", "set_flush_denormal"),
+        # As many before as after.
+        ([(60, 0.0, 0.25), (150, 0.0, 0.25)], "", "find what a step appends"),
+        ([], "", "find what a step appends"),
+    ],
+)
+def test_values_that_became_subnormal_meanwhile_are_the_cause(
+    looks: list[tuple[int, float, float]], said: str, advice: str, tmp_path: Path
+) -> None:
+    place = {"kind": "optimizer_step", "file": "train.py", "line": 18, "function": "main", "source": "optimizer.step()"}
+    seen = [{"step": step, "parameters": parameters, "state": state} for step, parameters, state in looks]
+    found = ask(RULE, recorded(tmp_path, jumping, {**runs.CPU, "subnormal": seen, "calls": [place]}))
+    assert (found.state, "optimizer" in found.summary) == ("found", True)
+    assert ("subnormal" in found.summary, said in found.summary) == (bool(said), True)
+    assert advice in found.changes[0].text
+    assert [(p.file, p.line) for p in found.where] == ([("train.py", 18)] if said else [])
