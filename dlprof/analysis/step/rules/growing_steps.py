@@ -202,7 +202,7 @@ def explain(
         + (f" {percent(share)} of {of} became subnormal meanwhile, smaller than 1.2e-38." if share else ""),
         changes=_changes(row, line.advice("bound what it keeps from step to step, at") if line else "", bool(share)),
         evidence=table(f"How the step of rank {rank} changes", estimate.rows(trends), _COLUMNS),
-        where=tuple(filter(None, (of_optimizer, line and line.place))),
+        where=tuple(place for place in (of_optimizer, line.place if line else None) if place is not None),
         sure="Measured: the medians of ten stretches of the steady steps. The saving is all steps as long as the first"
         " ones; these have grown already, so that removing the cause may give more.",
         verdict=f"{title}.",
