@@ -88,7 +88,7 @@ CASES: tuple[Case, ...] = (
     Case("hooks_pile_up", "DeepLense 141", ("growing_steps",), ("hook",)),
     Case("double_precision", "seismiqb 19", ("float64_compute",), ("float32", ".float()")),
     Case("eager_log", "Emerging-Optimizers 255", ("step_python", "host_bound"), ("%s", "log level", "isEnabledFor")),
-    Case("profiled_run", "pytorch/pytorch 49900", ("own_profiler",), ("profile",)),
+    Case("profiled_run", "pytorch/pytorch 49900", ("own_profiler", "step_python"), ("profile",)),
     Case("denormals", "pytorch/pytorch 3863", ("growing_steps",), ("set_flush_denormal",)),
     Case("warned_always", "pytorch/pytorch 76952", ("input_wait",), ("warning", "set_warn_always")),
     Case("mean_of_data", "mrs 27", ("slow_start",), ("once", "store", "keep")),

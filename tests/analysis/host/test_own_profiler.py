@@ -35,7 +35,7 @@ def theirs(first: int, last: int | None, exit_ms: float | None = None, shapes: b
 of = jobs(profiling)
 PLACE = {"kind": "profiler", "file": "train.py", "line": 9, "function": "main", "source": "with profile():"}
 CASES = {
-    # 30 of the steady steps have it; those at its edges are neither.
+    # 30 of the steady steps have it.
     "some steps have it": found(
         of(theirs(20, 49, 900), calls=[PLACE]),
         None,

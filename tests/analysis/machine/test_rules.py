@@ -67,7 +67,7 @@ IDLE = {
         numerics=[False],
     ),
     "threads that a line sets": found(
-        told(computing, calls=[call("threads", 7, "torch.set_num_threads(1)")]),
+        told(computing, calls=[call("threads", 3, "of_before(4)"), call("threads", 7, "torch.set_num_threads(1)")]),
         None,
         "`torch.set_num_threads(2)` (is 1, by `torch.set_num_threads(1)` at train.py:7)",
         never=["OMP_NUM_THREADS"],

@@ -49,14 +49,13 @@ def own_profilers(light_steps: Frame = needs(light_steps), rank: RankFacts = nee
     known = (rank.facts.get("window") or {}).get("theirs") or []
     steady = light_steps[light_steps["steady"]]
     number, length = steady["step"].to_numpy(), steady["length_ns"].to_numpy(dtype=float)
-    on, edge = np.zeros(len(steady), bool), np.zeros(len(steady), bool)
+    on = np.zeros(len(steady), bool)
     for one in known:
         first, last = one["first_step"], one["last_step"]
         on |= (number >= first) & ((number <= last) if last is not None else True)
-        edge |= (number == first) | (number == last)
     if not on.any():
         return pd.DataFrame(columns=columns).astype(float)
-    yes, no = length[on & ~edge], length[~on & ~edge]
+    yes, no = length[on], length[~on]
     took = [one["exit_ns"] for one in known]
     exit_ns = 0.0 if None in took else float(sum(took))
     cost, noise, off_ns = -1.0, 0.0, 0.0
@@ -68,7 +67,7 @@ def own_profilers(light_steps: Frame = needs(light_steps), rank: RankFacts = nee
         # Those of all its steps, also of the ones that warmed up: its ends are of all of these.
         steps = sum(one["last_step"] - one["first_step"] for one in known)
         cost = exit_ns / max(steps, 1) * _OF_ENDING[any(one["shapes"] for one in known)] * on.mean()
-    row = (int(on.sum()), on.mean(), np.median(length[on]), off_ns, exit_ns, cost, noise)
+    row = (int(on.sum()), on.mean(), np.median(yes), off_ns, exit_ns, cost, noise)
     return pd.DataFrame([row], columns=columns)
 
 
