@@ -70,10 +70,10 @@ CASES = [
         id="longer for a while",
     ),
     pytest.param(
-        lambda n: {"optimizer": 2.0 if n < 103 else 30.0, "rest": 33.0 if n < 43 else 30.0 if n < 103 else 4.0},
+        lambda n: {"optimizer": 2.0 if n < 103 else 30.0, "rest": 33.0 if n < 43 else 30.0 if n < 103 else 10.0},
         runs.CPU,
         None,
-        id="a phase that jumps in steps as long as before",
+        id="a phase that jumps in steps about as long as before",
     ),
     pytest.param(lambda n: {"forward": 10.0, "rest": 10 + 30 * (n % 2)}, runs.CPU, None, id="in turn"),
 ]

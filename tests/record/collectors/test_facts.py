@@ -219,6 +219,7 @@ def test_what_slows_the_process_and_the_lines_that_set_its_state(tmp_path: Path)
     told = facts(tmp_path / "run/ranks/00000")
     lines = {call["kind"]: (call["line"], call["count"]) for call in reversed(told["calls"])}  # the first of a kind
     assert (lines["affinity"], lines["threads"], lines["profiler"]) == ((3, 1), (12, 1), (14, 1))
+    assert sum(call["kind"] == "affinity" for call in told["calls"]) == 1  # the other one is of another process
     state = told["process"]
     assert state["tracemalloc"] is True
     assert "cProfile.Profile" in (state["profiler"], *state["monitors"]) or "cProfile" in state["monitors"]
