@@ -1,4 +1,4 @@
-"""A head that is no longer trained has gradients of 0; Adam's state of it decays, and is subnormal. --fixed: 0."""
+"""A head that is no longer trained has gradients of 0; RMSprop's state of it becomes subnormal. --fixed: 0."""
 
 import torch
 from clock import FIXED, Clock
@@ -6,7 +6,7 @@ from clock import FIXED, Clock
 if FIXED:
     torch.set_flush_denormal(True)
 body, head = torch.nn.Linear(256, 256), torch.nn.Linear(256, 1024)
-optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], betas=(0.9, 0.8))  # the cause
+optimizer = torch.optim.RMSprop([*body.parameters(), *head.parameters()], lr=1e-3, alpha=0.8)  # the cause
 clock = Clock(1200)
 while True:
     out = body(torch.rand(128, 256))

@@ -95,6 +95,18 @@ def test_steps_that_grow_are_found_with_their_phase(
     assert not found.at_most
 
 
+def varying(n: int) -> dict[str, float]:
+    """Return phases of which the optimizer becomes longer, by another factor in each stretch."""
+    return {"forward": 5.0, "optimizer": 2.0 if n < 80 else 20.0 + 15 * (n // 40 % 2)}
+
+
+@pytest.mark.parametrize(("at", "state"), [((50, 90), "found"), ((150, 180), "clear")])
+def test_a_jump_is_known_by_when_values_became_subnormal(at: tuple[int, int], state: str, tmp_path: Path) -> None:
+    seen = [{"step": at[0], "state": 0.0}, {"step": at[1], "state": 0.5}]
+    assert ask(RULE, recorded(tmp_path / "a", varying, {**runs.CPU, "subnormal": seen})).state == state
+    assert ask(RULE, recorded(tmp_path / "b", varying)).state == "clear"
+
+
 def test_longer_texts_take_longer(tmp_path: Path) -> None:
     steps = [runs.light(n, (20 + n // 4) * MS, forward_ns=10 * MS, tokens=1_000 + 10 * n) for n in range(N)]
     assert ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).state == "clear"

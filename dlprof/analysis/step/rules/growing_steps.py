@@ -21,6 +21,7 @@ True)`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,9 @@ _IN_ORDER, _AT_ONCE = 0.85, 0.6
 # Stretches are alike within this factor, and so is a phase that stays as it is. A phase counts from this share of the
 # step on.
 _ALIKE, _PART = 1.15, 0.03
+
+# From this share of the values on, subnormal ones make steps longer: each takes up to a hundred times as long.
+_NOTABLE = 0.005
 
 _PHASES = ("fetch", "forward", "backward", "optimizer", "rest")
 _WHERE = {
@@ -93,7 +97,9 @@ def trends(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RA
         "gone_ns",
         "noise_ns",
     ]
-    split = _jump(medians) or _jump_within(medians, phases)
+    number = steady_steps["step"].to_numpy()
+    edges = [(int(number[s[0]]), int(number[s[-1]])) for s in stretches]
+    split = _jump(medians) or _jump_within(medians, phases) or _jump_seen(medians, edges, rank)
     kind = "grows" if _grows(medians) else "jumps" if split else ""
     on_cpu = device_type(rank) in (None, "cpu")
     longer = any(_rises(steady_steps[c].to_numpy(dtype=float), stretches) for c in ("tokens", "inputs", "samples"))
@@ -151,6 +157,18 @@ def _jump_within(medians: NDArray[np.float64], phases: dict[str, NDArray[np.floa
     split = _jump(most)
     longer = bool(split) and medians[split + 1 :].min() >= LEAST_LONGER * medians[:split].max()
     return split if longer and most[-1] - most[0] >= (medians[-1] - medians[0]) / 2 else 0
+
+
+def _jump_seen(medians: NDArray[np.float64], edges: list[tuple[int, int]], rank: RankFacts) -> int:
+    """Return the same where values were seen to become subnormal: all before is shorter, and all after longer."""
+    looks = rank.facts.get("subnormal") or []
+    for last, one in itertools.pairwise(looks):
+        if any((one.get(of) or 0.0) - (last.get(of) or 0.0) >= _NOTABLE for of in ("state", "parameters")):
+            before = [n for n, (_, end) in enumerate(edges) if end <= last["step"]]
+            after = [n for n, (begin, _) in enumerate(edges) if begin >= one["step"]]
+            if before and after and medians[after].min() >= LEAST_LONGER * medians[before].max():
+                return len(before)
+    return 0
 
 
 def _uneven(phases: dict[str, NDArray[np.float64]], medians: NDArray[np.float64]) -> bool:
@@ -211,10 +229,6 @@ def explain(
 
 _COLUMNS = {"phase": "mostly in", "first_ns": "the first ones_ns", "last_ns": "the last ones_ns"}
 _COLUMNS |= {"per_step_ns": "longer with every step by_ns"}
-
-
-# From this share of the values on, subnormal ones make steps longer: each takes up to a hundred times as long.
-_NOTABLE = 0.005
 
 
 def _subnormal(job: Job, rank: int, at_step: int) -> tuple[str, float]:
