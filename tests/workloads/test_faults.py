@@ -32,6 +32,7 @@ NO_SCRIPT_CAN |= {"recurrent_loop"}
 NO_SCRIPT_CAN |= {
     "dense_gradient",
     "duplicate_batches",
+    "own_profiler",
     "slow_start",
     "stalled_steps",
     "unused_batches",

@@ -112,6 +112,7 @@ CONCERNS: Mapping[str, Concern] = {
     "padding": Concern(("loader",)),
     "pageable_copy": Concern(("copy", "loader")),
     "needless_recompute": Concern(("forward", "backward")),
+    "own_profiler": Concern(("profiler",)),
     "one_hot_input": Concern(("one_hot",)),
     "periodic_work": Concern((), ("rest",)),
     "pipeline_bubble": Concern(("forward",)),

@@ -6,11 +6,13 @@ import functools
 import hashlib
 import linecache
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -106,6 +108,20 @@ class Frames:
             digest=digest,
             via=_library(library) if library is not None else "",
         )
+
+    def written(self, path: str, pattern: str) -> list[Place]:
+        """Return the lines of a file that match a regular expression, comments aside."""
+        path = os.path.join(self._here, path)  # noqa: PTH118
+        digest, lines = self._source(path)
+        # What is kept of them lacks strings.
+        whole = Path(path).read_text(errors="replace").splitlines() if lines else []
+        return [
+            Place(
+                path.removeprefix(self._here), n, "<module>", source=kept.decode().strip()[:MOST_SOURCE], digest=digest
+            )
+            for n, (text, kept) in enumerate(zip(whole, lines, strict=False), start=1)
+            if re.search(pattern, text.partition("#")[0])
+        ]
 
     def _source(self, path: str) -> tuple[str, list[bytes]]:
         """Return digest of a file as Python read it, and what is kept of its lines; none where it may differ."""

@@ -65,12 +65,13 @@ class Calls:
     """Keeps the places that calls of each kind came from.
 
     Of objects that are made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's
-    anomaly mode), compile. Of calls: model (`to` or `cuda` of a module with parameters), iteration (a loop over a
-    loader), forward (of an outermost module; unused_forward where no backward pass followed on any), backward,
-    optimizer_step, save (of a checkpoint), synchronize and empty_cache (torch.cuda's). In the step whose operators are
-    counted also: sync (the host gets a value), copy (to a device), and in the forward pass and the loss: norm (a
-    variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for backward passes,
-    of which there are many: the caller checks it before it calls.
+    anomaly mode), compile, profiler (torch's own). Of the process: affinity (its cores), threads. Of calls: model (`to`
+    or `cuda` of a module with parameters), iteration (a loop over a loader), forward (of an outermost module;
+    unused_forward where no backward pass followed on any), backward, optimizer_step, save (of a checkpoint),
+    synchronize and empty_cache (torch.cuda's). In the step whose operators are counted also: sync (the host gets a
+    value), copy (to a device), and in the forward pass and the loss: norm (a variance, a root), softmax, loss (a
+    logarithm), one_hot, cat, embedding. `looks` are those left for backward passes, of which there are many: the caller
+    checks it before it calls.
     """
 
     def __init__(self) -> None:
@@ -151,6 +152,19 @@ class Calls:
         frames = self._frames = self._frames or Frames(self.directory, self._since)
         own, library = frames.find(frame)
         return None if own is None else (own, lambda: frames.place(own, library))
+
+    def see_written(self, kind: str, path: str, pattern: str) -> None:
+        """Keep the first lines of a file that match: of what the script did before calls were looked at."""
+        if self.off or self._places[kind]:
+            return
+        try:
+            frames = self._frames = self._frames or Frames(self.directory, self._since)
+            for place in frames.written(path, pattern)[:PLACES]:
+                self._places[kind] += 1
+                call = self._calls[kind, path, place.line, 0] = Call(kind, place)
+                call.count = 1
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self.fail(e)
 
     def see_backward(self) -> None:
         """Keep where a backward pass was called."""
