@@ -221,7 +221,8 @@ CASES = [
     # A step begins each second, and the last ends 99.2 s after the command's start.
     case("a step that stands still", STANDS, standing({50: 8_000}), scope="run", share=8 / 99.2, at_most=True,
          saving=80.0, costs={0: 8_000.0}, says=("8.00 s", "step 50", "8.00 s of it in next()", "timeout=")),
-    case("three of them", STANDS, standing({50: 6_000, 60: 6_000, 70: 6_000}), share=18 / 99.2, says="step 50 and 2 more"),
+    case("three of them", STANDS, standing({50: 6_000, 60: 6_000, 70: 6_000}), share=18 / 99.2,
+         says="step 50 and 2 more"),
     case("four: how its steps are", STANDS, standing(dict.fromkeys((50, 60, 70, 80), 6_000)), state="clear"),
     case("too short", STANDS, standing({50: 4_000}), state="clear"),
     case("a checkpoint", STANDS, standing({50: 8_000}, [runs.stall("checkpoint", 50, 7_000 * MS)]), state="clear"),
