@@ -235,6 +235,52 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\.index\(|\bif \w+ (not )?in (list\(|self\.\w*(list|names|paths|ids|words)\b)",
     ),
     Idiom(
+        "array_scanned",
+        "compares all of an array to find the rows of one value",
+        "find them once for all values: a dictionary from value to rows, made in `__init__`"
+        " (`np.argsort` and `np.searchsorted`, or `pandas` `groupby(…).indices`)",
+        "https://numpy.org/doc/stable/reference/generated/numpy.searchsorted.html",
+        (*DATA, "rest", *START),
+        source=r"\b(where|nonzero|flatnonzero|argwhere)\([^,]* == [^,]*\)|\([^()]* == [^()]*\)\.(nonzero|argwhere)\(",
+    ),
+    Idiom(
+        "drawn_one_by_one",
+        "draws single items from a collection (of a deque, each draw walks through it)",
+        "keep what is drawn from in one array or tensor per field, written in turn, and draw all indices at once:"
+        " `torch.randint(len(self), (batch,))`; at least a list in the deque's place",
+        "https://docs.python.org/3/library/collections.html#collections.deque",
+        ("rest", *DATA),
+        source=r"\brandom\.(sample|choice)\(",
+    ),
+    Idiom(
+        "constants_anew",
+        "makes positions or masks that depend on sizes alone",
+        "make them once, in `__init__`: `self.register_buffer(name, value, persistent=False)`, by size in a dictionary"
+        " where sizes vary",
+        _PYTORCH + "generated/torch.nn.Module.html#torch.nn.Module.register_buffer",
+        ("forward",),
+        source=r"\b(arange|linspace|meshgrid|tril|triu|eye|ones|full)\(|\.(sin|cos)\(\)|\btorch\.(sin|cos)\(",
+    ),
+    Idiom(
+        "pairs_expanded",
+        "takes differences, and sums their squares",
+        "where these are of all pairs: `torch.cdist(x, y)`, or a product of matrices, `x.square().sum(-1)[:, :, None] +"
+        " y.square().sum(-1)[:, None] - 2 * x @ y.mT`",
+        _PYTORCH + "generated/torch.cdist.html",
+        ("forward", "rest"),
+        source=r"(unsqueeze|expand|None).*[\])] - |\bpow\(\w+ - \w+, 2\)\.sum\("
+        r"|\(\w+ - \w+\)\.(pow\(2\)|square\(\))\.sum\(",
+    ),
+    Idiom(
+        "weights_drawn",
+        "draws the first weights of a model",
+        "where they are loaded afterwards: make the model under `torch.device('meta')`, and"
+        " `load_state_dict(torch.load(path, mmap=True), assign=True)`; of transformers, `from_pretrained`",
+        "https://docs.pytorch.org/tutorials/recipes/recipes/module_load_state_dict_tips.html",
+        START,
+        frames=r"torch[/\\]nn[/\\]init\.py",
+    ),
+    Idiom(
         "array_grown",
         "makes an array longer, and copies all of it each time",
         "collect the parts in a list, and join them once at the end",

@@ -10,6 +10,7 @@ from dlprof.analysis.communication.rules import (
     unused_parameters,
 )
 from dlprof.analysis.compute.rules import (
+    costly_line,
     dense_gradient,
     float64_compute,
     fp32_matmul,
@@ -84,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     blocking_copy.RULE,
     busy_thread.RULE,
     checkpoint_stall.RULE,
+    costly_line.RULE,
     data_parallel.RULE,
     dense_gradient.RULE,
     device_allocations.RULE,

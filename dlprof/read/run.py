@@ -260,6 +260,10 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
         if name and boot and boots.setdefault(name, boot) != boot:
             recorded = {**recorded, "host": longer(name, boot)}
         files = _files(inside, folder)
+        window = recorded.get("window") or {}
+        first, last = window.get("first_step"), window.get("last_step")
+        if first is not None and last is not None and last < first:  # the job ended as the window began
+            files.pop(TRACE, None)
         # A host's samples belong to no single rank. They are read with its first rank.
         if host := hosts.pop(recorded.get("host"), None):
             files |= _files(inside, host, of_host=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dlprof.analysis.compute.rules import costly_line
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.source.line_shares import costliest, costly_lines
@@ -119,6 +121,38 @@ def test_a_line_in_a_loop_that_hands_nothing_over_is_a_loop_in_python(
     found = costliest(Maybe(lambda: frame), 0, "worker")
     assert found is not None
     assert (found.idiom.name if found.idiom else "") == idiom
+
+
+NET = f"{LOOP};_call_impl (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:1786);"
+
+
+@pytest.mark.parametrize(
+    ("text", "stacks", "facts", "state"),
+    [
+        ("angles = torch.cat([x.sin(), x.cos()], -1)", 60, runs.CPU, "found"),
+        ("angles = torch.cat([x.sin(), x.cos()], -1)", 60, {"device": {"type": "cuda"}}, "does_not_apply"),
+        ("angles = torch.cat([x.sin(), x.cos()], -1)", 10, runs.CPU, "clear"),  # under a fifth
+        ("angles = torch.cat([x.sin(), x.cos()], -1)", 0, runs.CPU, "not_measured"),
+        ("return self.second(self.first(x))", 60, runs.CPU, "clear"),
+        ("x = x.resize((64, 64))", 60, runs.CPU, "clear"),  # somebody has to do it
+    ],
+    ids=["positions", "on a device", "little", "no stacks", "nothing known", "not needless"],
+)
+def test_a_needless_line_of_the_forward_pass(
+    tmp_path: Path, text: str, stacks: int, facts: dict[str, Any], state: str
+) -> None:
+    steps = [runs.light(n, 100 * MS, forward_ns=30 * MS, backward_ns=50 * MS) for n in range(40)]
+    path = runs.recorded(tmp_path / "run", (None, steps, {**facts, "pid": 10, "directory": "/w/"}))
+    if stacks:
+        seen = {f"{NET}encode (/w/net.py:5)": stacks, f"{NET}forward (/w/net.py:50)": 80 - stacks}
+        sampled(path, seen, [["/w/net.py", 5, text]])
+    found = ask(costly_line.RULE, path)
+    assert found.state == state, (found.why, found.summary)
+    if state == "found":
+        assert found.saving_ns == pytest.approx(0.75 * 80 * MS)
+        assert found.at_most
+        assert [place.line for place in found.where] == [5]
+        assert "register_buffer" in found.changes[0].text
 
 
 def test_the_lines_of_a_loop_count_together(tmp_path: Path) -> None:

@@ -88,11 +88,18 @@ def unused(ms: int) -> list[dict[str, Any]]:
 ROLL_OUT = f"{MAIN};main (/me/rl.py:30);roll_out (/me/rl.py:20);simulate (/me/rl.py:12) 80\n"
 
 
-def rolling(every: int, *extra: int, first: int = 10, stacks: str = "") -> Make:
-    """Return what makes ranks of 203 steps of 10 ms, or the first of other steps, that are longer every so often."""
+def rolling(every: int, *extra: int, first: int = 10, stacks: str = "", forwards: int = 0) -> Make:
+    """Return what makes ranks of 203 steps of 10 ms, or the first of other steps, that are longer every so often.
+
+    They then have so many forward passes more.
+    """
     ranks: list[Any] = []
     for rank, ms in enumerate(extra):
-        steps = [light(n, ((10 if rank else first) + ms * (n % every == 0)) * MS) for n in range(203)]
+        longer = [n % every == 0 for n in range(203)]
+        steps = [
+            light(n, ((10 if rank else first) + ms * more) * MS, forwards=1 + forwards * more)
+            for n, more in enumerate(longer)
+        ]
         ranks.append((None, steps, {**runs.CPU, "pid": 10}))
     return lambda folder: sample(runs.recorded(folder / "run", *ranks), stacks)
 
@@ -198,6 +205,8 @@ CASES = [
     # Without it the first rank sets the pace; what is lost is all of it.
     case("beside a slower rank", PERIODIC, rolling(10, 0, 100, first=15), ranks=(1,), saving=5.0, lost_share=10 / 17.5,
          verdict="57 % of the mean step goes to what the script does every 10th step."),
+    case("one that writes token after token", PERIODIC, rolling(16, 160, forwards=80),
+         says=("with 80 forward passes more", "past_key_values")),
     case("steps alike", PERIODIC, rolling(16, 0), state="clear"),
     case("a little every few steps", PERIODIC, rolling(50, 5), state="clear"),
     case("steps of a trace", PERIODIC, a_trace, state="not_measured"),

@@ -156,6 +156,17 @@ def test_steps_on_the_devices_clock_are_as_long_as_it_says(tmp_path: Path) -> No
     assert rank.once(light_steps).loc[~rank.once(light_steps)["steady"], "step"].tolist() == [0, 1, 2, 30]
 
 
+@pytest.mark.parametrize(("last", "traced"), [(11, 0), (12, 1)])
+def test_a_trace_that_ends_before_its_first_step_is_no_trace(last: int, traced: int, tmp_path: Path) -> None:
+    window = {"state": "partial", "first_step": 12, "last_step": last}
+    made = traces.trace(traces.step(12, 0, MS), traces.op("aten::mm", 0, MS // 2), world_size=1)
+    path = runs.recorded(
+        tmp_path / "run", (made, [light(n, 50 * MS) for n in range(13)], {**runs.CPU, "window": window})
+    )
+    run = runs.measured(path, step_means)
+    assert run.frame(step_means)["traced_steps"].tolist() == [traced]
+
+
 def test_the_error_of_a_mean_of_few_is_wide() -> None:
     assert stretch_means(np.arange(2.0 * STRETCHES)).tolist() == [2 * n + 0.5 for n in range(STRETCHES)]
     rng = np.random.default_rng(1)

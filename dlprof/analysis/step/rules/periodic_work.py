@@ -36,6 +36,15 @@ _WHERE = {
     "optimizer": "in the optimizer",
 }
 
+# So many forward passes of a step write something, one token at a time, or evaluate.
+_GENERATES = 8
+_GENERATE = (
+    "if these passes write token after token: keep the keys and values of the tokens that are there (a KV cache:"
+    " `past_key_values`, `use_cache=True`), and give the model only the last one"
+    " (https://huggingface.co/docs/transformers/kv_cache); if they evaluate: larger batches, under"
+    " `torch.inference_mode()`"
+)
+
 _COLUMNS = {"every": "one step in", "steps": "such steps", "extra_ns": "longer by_ns"}
 _COLUMNS |= {"cost_ns": "of the mean step_ns", "phase": "mostly"}
 
@@ -65,15 +74,21 @@ def explain(
     every, extra = int(first["every"]), float(first["extra_ns"])
     share = (estimate.lost_ns or estimate.saving_ns) / mean_step_ns
     passes = max(round(float(first["forwards"])), 0)
-    forwards = f", with {count(passes, 'forward pass')} more than the others" if passes else ""
-    seen, line = hottest_own(hottest, rank, "rest"), costliest(costly_lines, rank, "rest")
+    more = f"{passes:,} forward pass{'' if passes == 1 else 'es'}"
+    forwards = f", with {more} more than the others" if passes else ""
+    phase = str(first["phase"])
+    seen, line = hottest_own(hottest, rank, phase), costliest(costly_lines, rank, phase)
     shown = mine.assign(phase=mine["phase"].map(_WHERE))
     rarer = 2 ** max(math.ceil(math.log2(share / 0.02)), 1) if share else 2
     of_rank = f" of rank {rank}" if len(job.ranks) > 1 else ""
     elsewhere = change("do it in another process while training goes on")
-    cures = [elsewhere, change("record with stacks (`pip install py-spy`) to see the lines that it spends its time in")]
-    if line is not None:
-        cures = [change(line.advice("make this line faster (in batches, without a loop in Python):")), elsewhere]
+    cures = [elsewhere]
+    if passes >= _GENERATES:
+        cures.insert(0, change(_GENERATE))
+    elif line is not None:
+        cures.insert(0, change(line.advice("make this line faster (in batches, without a loop in Python):")))
+    elif hottest.or_none() is None:
+        cures.append(change("record with stacks (`pip install py-spy`) to see the lines that it spends its time in"))
     return Explanation(
         title=f"Every {every}th step takes {duration(extra)} longer",
         summary=f"One step in {every}{of_rank} takes {duration(extra)} longer than the others, mostly"
