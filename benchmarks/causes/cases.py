@@ -103,4 +103,5 @@ CASES: tuple[Case, ...] = (
     Case(
         "validation_by_ones", "hls-foundation-os 33", ("validation_share",), ("larger batch", "batch_size", "batches")
     ),
+    Case("graded_validation", "fairchem 199", ("validation_share",), ("inference_mode",)),
 )

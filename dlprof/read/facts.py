@@ -87,6 +87,7 @@ RANK: Mapping[str, Shape] = {
     ],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
+    "evaluation": _all(int, "steps with_graph"),
     "flops": {
         **_all(str, "state why"),
         **_all(int, "step total backward"),
