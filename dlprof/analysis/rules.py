@@ -73,7 +73,7 @@ from dlprof.analysis.step.rules import (
     unused_forward,
     validation_share,
 )
-from dlprof.analysis.stragglers.rules import straggler
+from dlprof.analysis.stragglers.rules import straggler, unequal_lengths
 
 RULES: tuple[Rule, ...] = (
     activation_memory.RULE,
@@ -131,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     straggler.RULE,
     thread_oversubscription.RULE,
     throttled_clock.RULE,
+    unequal_lengths.RULE,
     unfused_activation.RULE,
     unfused_attention.RULE,
     unfused_loss.RULE,

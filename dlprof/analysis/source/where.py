@@ -125,6 +125,7 @@ CONCERNS: Mapping[str, Concern] = {
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
     "thread_oversubscription": Concern(),
     "throttled_clock": Concern(),
+    "unequal_lengths": Concern(("loader",)),
     "unfused_activation": Concern(("forward",), ("forward",)),
     "unfused_attention": Concern(("softmax", "forward"), ("forward",)),
     "unfused_loss": Concern(("loss",)),
