@@ -104,4 +104,5 @@ CASES: tuple[Case, ...] = (
         "validation_by_ones", "hls-foundation-os 33", ("validation_share",), ("larger batch", "batch_size", "batches")
     ),
     Case("graded_validation", "fairchem 199", ("validation_share",), ("inference_mode",)),
+    Case("list_copied", "pytorch/pytorch 13246", ("copied_memory",), ("array",), gains=False),
 )

@@ -64,6 +64,7 @@ RANK: Mapping[str, Shape] = {
             **_all(int, "num_workers batch_size prefetch_factor dataset_length replicas replica"),
             **_all(bool, "pin_memory persistent_workers"),
             "collate": {**_all(str, "name file"), "line": int},
+            "objects": [{**_all(str, "class name kind"), "length": int}],
         }
     ],
     "models": [

@@ -29,7 +29,14 @@ NO_SCRIPT_CAN |= {"activation_memory"}
 # Another network than any of the workloads': benchmarks/gpu has one, and the simulator.
 NO_SCRIPT_CAN |= {"recurrent_loop"}
 # Other data sets, models and starts than any of the workloads': benchmarks/causes has them.
-NO_SCRIPT_CAN |= {"dense_gradient", "duplicate_batches", "slow_start", "unused_batches", "unused_gradients"}
+NO_SCRIPT_CAN |= {
+    "copied_memory",
+    "dense_gradient",
+    "duplicate_batches",
+    "slow_start",
+    "unused_batches",
+    "unused_gradients",
+}
 # Of jobs that failed: by dumps that PyTorch writes and no recording does, or by how they ended.
 NO_SCRIPT_CAN |= {"job_failed"}
 NO_SCRIPT_CAN |= {"fragmentation", "hung_collective", "mismatched_collectives", "out_of_memory"}

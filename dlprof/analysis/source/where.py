@@ -84,6 +84,7 @@ CONCERNS: Mapping[str, Concern] = {
     "blocking_copy": Concern(("copy",)),
     "busy_thread": Concern((), ()),
     "checkpoint_stall": Concern(("save",)),
+    "copied_memory": Concern(("loader",)),
     "data_parallel": Concern(("data_parallel",), ("forward",)),
     "expert_imbalance": Concern(("forward",)),
     "device_allocations": Concern(("empty_cache",), ("rest",), called="empty_cache"),

@@ -65,7 +65,7 @@ LONGER = [n + 1_000 for n in TWO]
     ("make", "told"),
     [
         case("two ranks draw for themselves", training(ONE, TWO),
-             saving=lost_ms(ONE, TWO), says=("1,000 more on one rank cost 50.0 ms", "100 % of how much the steps differ",
+             saving=lost_ms(ONE, TWO), says=("1,000 more on one rank cost 50.0 ms", "100 % of how much",
                                              "group_by_length=True")),
         case("three ranks", training(ONE, TWO, THREE), saving=lost_ms(ONE, TWO, THREE)),
         case("the same on all", training(ONE, ONE), state="clear"),
