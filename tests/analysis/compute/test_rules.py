@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,7 @@ def counted(*dtypes: str, operator: str = "aten::addmm") -> dict[str, Any]:
     return {"flops": {"state": "counted", "shapes": [{**shape, "dtype": d} for d in dtypes], "lines": [line]}}
 
 
-def convolving(folder: Path) -> Path:
-    operator = "aten::_slow_conv2d_forward"
+def convolving(folder: Path, operator: str = "aten::_slow_conv2d_forward") -> Path:
     each = [[traces.step(n, n * 100 * MS, 99 * MS), traces.op(operator, n * 100 * MS, 90 * MS)] for n in range(3)]
     made = traces.trace(*each, world_size=1, backend="gloo", device="")
     steps = [runs.light(n, 100 * MS) for n in range(30)]
@@ -188,6 +188,7 @@ FLOAT64 = {
     ),
     "on a CPU half of the products in it": found(cpu(**counted("float64", "float32")), PRODUCTS / 4),
     "a CPU's convolutions": found(convolving, 0.8 * 90 / 99 * 100 * MS, sharp=0.02),
+    "no product at all": clear(partial(convolving, operator="aten::sin")),
     "without types": unmeasured(computing, "neither traced"),
     "without a trace": unmeasured(cpu(traced=False)),
     "a GPU is not judged by its host": unmeasured(
