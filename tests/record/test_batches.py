@@ -37,7 +37,7 @@ from tests.fixtures.ticking import Job
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler  # noqa: E402
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler  # noqa: E402
 
 Pair = namedtuple("Pair", "image label")
 NUMBERS: Any = list(range(10))
@@ -50,7 +50,7 @@ class Endless(IterableDataset[Any]):
         return iter(())
 
 
-class Many:
+class Many(Dataset[Any]):
     """Keeps a list of many objects, as a data set and within one."""
 
     def __init__(self, dataset: Any = None) -> None:

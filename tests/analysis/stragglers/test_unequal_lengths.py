@@ -54,7 +54,7 @@ def lost_ms(*ranks: list[int]) -> float:
     """Return what waiting for the most tokens costs the mean of the steady steps, beside the most of the means."""
     steady = [mine[3:] for mine in ranks]
     most = sum(map(max, zip(*steady, strict=True))) - max(map(sum, steady))
-    return most / (STEPS - 3) * EACH / MS
+    return float(most / (STEPS - 3) * EACH / MS)
 
 
 ONE, TWO, THREE = drawn(1), drawn(2), drawn(3)
