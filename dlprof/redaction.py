@@ -99,6 +99,7 @@ CUBLAS_WORKSPACE_CONFIG
 CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING
 CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES
 GLOO_SOCKET_IFNAME
+GOMP_CPU_AFFINITY
 HIP_LAUNCH_BLOCKING HIP_VISIBLE_DEVICES
 HSA_ENABLE_SDMA HSA_FORCE_FINE_GRAIN_PCIE HSA_OVERRIDE_GFX_VERSION
 KINETO_LOG_LEVEL KINETO_USE_DAEMON
@@ -115,14 +116,17 @@ NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_P2P_NET_CHUNKSIZE NCCL_PROTO NCCL_PXN_DISAB
 NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN NCCL_WORK_FIFO_DEPTH
 NVIDIA_TF32_OVERRIDE
 OMP_DYNAMIC OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_SCHEDULE OMP_WAIT_POLICY
+NUMEXPR_MAX_THREADS NUMEXPR_NUM_THREADS
 OPENBLAS_NUM_THREADS
+PYTHONDEVMODE PYTHONMALLOC PYTHONTRACEMALLOC
 PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ENABLE_MPS_FALLBACK PYTORCH_HIP_ALLOC_CONF PYTORCH_JIT
 PYTORCH_MIOPEN_SUGGEST_NHWC PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NVML_BASED_CUDA_CHECK PYTORCH_TUNABLEOP_ENABLED
 PYTORCH_TUNABLEOP_TUNING
 RCCL_MSCCLPP_ENABLE RCCL_MSCCL_ENABLE
 ROCR_VISIBLE_DEVICES
-SLURMD_NODENAME SLURM_CPUS_ON_NODE SLURM_JOB_ID SLURM_NNODES SLURM_NTASKS
+SLURMD_NODENAME SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK SLURM_CPU_BIND SLURM_JOB_ID SLURM_NNODES SLURM_NTASKS
 TEARDOWN_CUPTI
+TOKENIZERS_PARALLELISM
 TORCHDYNAMO_DISABLE
 TORCHINDUCTOR_COORDINATE_DESCENT_TUNING TORCHINDUCTOR_FREEZING TORCHINDUCTOR_FX_GRAPH_CACHE
 TORCHINDUCTOR_MAX_AUTOTUNE TORCHINDUCTOR_MAX_AUTOTUNE_GEMM
@@ -193,7 +197,7 @@ def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
     program = not before or (last == before[-1] and _is_python(last))
     if before and before[-1] == "-c":
         return DROPPED
-    if word in ("-", "--", "-c") or _is_option(word):
+    if word in ("-", "--", "-c") or is_option(word):
         return word
     is_file = os.path.isfile  # Path's raises OSError for what is too long
     plainly = _PATH.fullmatch(word) or is_file(word) or word.endswith(".ipynb")  # Jupyter may know it by another path
@@ -204,16 +208,17 @@ def _kept(word: str, before: Sequence[str], found: Sequence[str]) -> str:
     if (last == "-m" and _MODULE.fullmatch(word)) or (word.startswith("-m") and _MODULE.fullmatch(word[2:])):
         return word if _before_module(found) else DROPPED
     name, equals, value = word.partition("=")
-    if equals and _is_option(name):
+    if equals and is_option(name):
         return f"{name}={REDACTED if is_secret(name) else setting(value)}"
     if equals:
         given = _ASSIGNED.fullmatch(name)
         return word if given and not is_secret(given[1]) and _is_setting(value) else DROPPED
-    follows = bool(before) and last == before[-1] and (_is_option(last) or bool(_NUMBERS.fullmatch(last)))
+    follows = bool(before) and last == before[-1] and (is_option(last) or bool(_NUMBERS.fullmatch(last)))
     return word if _SHORT.fullmatch(word) or (follows and _is_setting(word)) else DROPPED
 
 
-def _is_option(word: str) -> bool:
+def is_option(word: str) -> bool:
+    """Return whether a word is written as the name of an option."""
     return len(word) <= _LONGEST and _OPTION.fullmatch(word) is not None
 
 

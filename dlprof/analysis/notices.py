@@ -11,7 +11,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, need
 from dlprof.analysis.host.gaps import launch_means
 from dlprof.analysis.input.loader import fed_ns
 from dlprof.analysis.machine.cores import bindings, far_from_gpu
-from dlprof.analysis.machine.samples import foreign_load
+from dlprof.analysis.machine.samples import foreign_load, sample_means
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import window_likeness
 from dlprof.analysis.step.whole_job import whole_job
@@ -19,7 +19,7 @@ from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
 from dlprof.read.run import together
-from dlprof.units import count, digits, duration, few, percent, used_by_others
+from dlprof.units import count, digits, duration, few, percent, ranks_named, size, used_by_others
 
 # A trace that links less of the device's work to its launches has a warning.
 _LINKED = 0.5
@@ -35,6 +35,9 @@ MOST_WARNINGS = 40
 
 # Steps of the ranks of one job are about as long, as ranks wait for each other; stages of a pipeline differ by less.
 _UNLIKE = 10
+
+# Bytes a second read back from swap, from which a host is said to lack memory.
+_SWAPPING = 1e6
 
 _PHASES = {
     "fetch": "while the script waits for data",
@@ -66,6 +69,7 @@ def warnings(
     replayed_steps: Maybe[Frame] = maybe(replayed_steps),
     fed_ns: Maybe[float] = maybe(fed_ns),
     launch_means: Maybe[Frame] = maybe(launch_means),
+    sample_means: Maybe[Frame] = maybe(sample_means),
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -76,7 +80,9 @@ def warnings(
     if settings.of_inference(job):
         found.append("the traces are of inference (vLLM, SGLang): dlprof is about training, and no rule applies")
     found += _of_jobs(job)
-    found += _of_others(foreign_load.or_none())
+    found += _of_processes(job)
+    found += _of_others(job, foreign_load.or_none())
+    found += _of_swapping(sample_means.or_none())
     if far := far_from_gpu(bindings.get()) if bindings.or_none() is not None else "":
         found.append(
             f"{far}: launches and copies cross the link between the nodes, at a cost that no recording shows"
@@ -122,6 +128,43 @@ def _of_jobs(job: Job) -> list[str]:
     return [f"the ranks are of {len(jobs)} SLURM jobs ({few(jobs, 8)}): what is said of all ranks holds for no one job"]
 
 
+# What slows a whole process at a cost that no recording shows: a fact of the process, or a variable and its values.
+_SLOWED = {
+    "profiler": "a profiler of Python's calls is on ({})",
+    "tracer": "a tracer of Python's lines is on ({}: a debugger, coverage)",
+    "monitors": "Python's calls or lines are monitored ({})",
+    "tracemalloc": "`tracemalloc` keeps where each object was made",
+    "development": "Python's development mode is on (`-X dev`, `PYTHONDEVMODE`)",
+    "sanitizer": "a library checks memory or threads ({})",
+    "malloc": "`PYTHONMALLOC={}` is set",
+}
+_SLOWING = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
+    "HIP_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is compared with the other ranks' first"),
+    "NCCL_DEBUG": ("TRACE", "NCCL writes down each call"),
+}
+
+
+def _of_processes(job: Job) -> list[str]:
+    """Say what slows the ranks' processes for debugging, at a cost that is not known."""
+    found: dict[str, list[int]] = {}
+    for rank in job.ranks:
+        state, env = job.facts[rank].get("process") or {}, job.facts[rank].get("env") or {}
+        texts = [text.format(_listed(state[name])) for name, text in _SLOWED.items() if state.get(name)]
+        texts += [f"`{name}={value}`: {why}" for name, (value, why) in _SLOWING.items() if env.get(name) == value]
+        for text in texts:
+            found.setdefault(text, []).append(rank)
+    return [
+        f"{text}, on {ranks_named(ranks)}: what that costs is not known; it is for debugging"
+        for text, ranks in found.items()
+    ]
+
+
+def _listed(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def _of_lengths(means: pd.DataFrame) -> list[str]:
     """Say where ranks' steps are so unlike that they can hardly be of one job, or in one unit."""
     steps = means.set_index("rank")["step_ns"]
@@ -142,7 +185,20 @@ def _of_outside(launched: pd.DataFrame | None) -> list[str]:
     return [f"{NOT_IN_STEPS} (rank {few(outside, 8)}): no step shows what it does"] if len(outside) else []
 
 
-def _of_others(frame: pd.DataFrame | None) -> list[str]:
+def _of_swapping(means: pd.DataFrame | None) -> list[str]:
+    """Say how much the hosts read back from swap while training was steady, where that is notable."""
+    if means is None:
+        return []
+    rates = means.loc[(means["source"] == "host") & (means["metric"] == "swap_in_bytes_per_s"), "mean"]
+    if rates.empty or rates.max() < _SWAPPING:
+        return []
+    return [
+        f"a host reads {size(rates.max())} a second back from swap while training is steady: it lacks memory, and what"
+        " waits for these pages looks slow (smaller batches, fewer workers or caches)"
+    ]
+
+
+def _of_others(job: Job, frame: pd.DataFrame | None) -> list[str]:
     """Say on which hosts other programs took cores that the job would have used."""
     rows = [] if frame is None else frame[frame["disturbs"] == 1].to_dict("records")
     if not rows:
@@ -151,6 +207,9 @@ def _of_others(frame: pd.DataFrame | None) -> list[str]:
     waited = None if pd.isna(first["waited"]) else float(first["waited"])
     of = f"on {first['host']}, the most disturbed of {count(len(rows), 'host')}, " if len(rows) > 1 else ""
     words = used_by_others(first["foreign"], first["cores"], waited)
+    nice = {r: n for r in job.ranks if (n := (job.facts[r].get("process") or {}).get("nice"))}
+    if nice:
+        words += f" ({ranks_named(list(nice))} gave way to them: niceness {max(nice.values())}, by `nice`)"
     return [f"{of}{words}: the figures are of a run under that load, and it cannot rule out bottlenecks"]
 
 

@@ -53,10 +53,16 @@ RANK: Mapping[str, Shape] = {
     "cpu": {
         **_all(int, "count affinity memory_limit_bytes torch_threads torch_interop_threads"),
         "quota": float,
-        "allowed": str,
+        **_all(str, "allowed at_start"),
         "nodes": {},
         "units": [str],
         "onednn": bool,
+    },
+    "process": {
+        **_all(str, "tracer profiler malloc sanitizer"),
+        **_all(bool, "tracemalloc development"),
+        "nice": int,
+        "monitors": [str],
     },
     "loaders": [
         {
@@ -83,9 +89,13 @@ RANK: Mapping[str, Shape] = {
         {
             **_all(str, "kind file function source digest via"),
             **_all(int, "line end_line column end_column count"),
+            **_all(bool, "torch whole"),
             "roles": [str],
+            "takes": [int],
         }
     ],
+    "options": [{**_all(str, "name dest"), **_all(bool, "switch on")}],
+    "subnormal": [{"step": int, **_all(float, "parameters state")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
     "evaluation": _all(int, "steps with_graph"),
@@ -107,6 +117,7 @@ RANK: Mapping[str, Shape] = {
         "cupti_torn_down": bool,
         "errors": [str],
         "modules": _all(int, "ranges ns_each"),
+        "theirs": [{**_all(int, "first_step last_step exit_ns"), "shapes": bool}],
     },
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from dlprof import marks
 from dlprof.plain import words_of
-from dlprof.record import handlers
+from dlprof.record import handlers, options
 from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
@@ -79,11 +79,15 @@ def at_uninstall(undo: Callable[[], object]) -> None:
     _undo.append(undo)
 
 
-def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
-    """Hook into torch, which must be imported, and record into the run folder once this process trains."""
+def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iterable[int] | None = None) -> None:
+    """Hook into torch, which must be imported, and record into the run folder once this process trains.
+
+    `cores`: those that the process could use when it started; None: not known.
+    """
     import torch
 
     recorder = Recorder(Path(run), collectors)
+    recorder.cores = None if cores is None else frozenset(cores)
     try:
         for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs, Ranges):
             for method in vars(part).values():
@@ -98,6 +102,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
         _watch_graphs(Graphs(recorder))
         watch(recorder.observed.calls, _is_traced(), put, hidden)
         handlers.watch(put, at_uninstall)
+        options.watch(recorder.observed, put)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder.switch_off()
@@ -503,10 +508,22 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
 
         return look
 
+    def of_process(kind: str) -> Callable[[Any], object]:
+        """See what is about this process, and not about another one of that number."""
+
+        def look(pid: Any) -> object:
+            return calls.see(kind) if pid in (0, os.getpid()) else None
+
+        return look
+
     for name in ("synchronize", "empty_cache"):
         put(torch.cuda, name, seeing(getattr(torch.cuda, name), by_script(name)))
     for mode in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
         put(mode, "__init__", seeing(vars(mode)["__init__"], by_script("anomaly")))
+    put(os, "sched_setaffinity", seeing(os.sched_setaffinity, of_process("affinity")))
+    put(torch, "set_num_threads", seeing(torch.set_num_threads, by_script("threads")))
+    for profiler in (torch.profiler.profile, torch.autograd.profiler.profile, torch.autograd.profiler.emit_nvtx):
+        put(profiler, "__init__", seeing(vars(profiler)["__init__"], by_script("profiler")))
     made = {"ddp": DistributedDataParallel, "data_parallel": DataParallel, "optimizer": Optimizer}
     made |= {"autocast": autocast, "grad_scaler": GradScaler}
     for kind, cls in made.items():

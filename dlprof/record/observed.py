@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -33,6 +34,7 @@ class Observed:
     loaders: list[LoaderSeen] = field(default_factory=list)
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the command line, by name; see options.py
     autocast: dict[str, Any] | None = None
     grad_scaler: bool = False
     graphs: int = 0  # CUDA graphs that were captured
@@ -54,7 +56,7 @@ class Observed:
     _models: set[int] = field(default_factory=set)
     _optimizer_ids: set[int] = field(default_factory=set)
 
-    def see_model(self, module: Any) -> None:
+    def see_model(self, module: Any, args: Sequence[Any] = ()) -> None:
         """Keep an outermost module that has parameters."""
         self.model_id = id(module)
         self.learns = self._model_ids.get(self.model_id, False)
@@ -71,7 +73,7 @@ class Observed:
             if self.frozen:
                 self._frozen_ids.add(self.model_id)
             self.models.append(weakref.ref(module))
-            self.calls.see_forward(self.model_id)
+            self.calls.see_forward(self.model_id, args)
             self.news = True
 
     def look_no_more(self) -> None:

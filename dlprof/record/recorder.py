@@ -94,6 +94,7 @@ class Recorder:
         self.alone = False  # nothing made this process one of several ranks when it began to train
         self.warnings: list[str] = []
         self.ended: str | None = None
+        self.cores: frozenset[int] | None = None  # that the process could use when it started
         # One fixed anchor, so that the clock in the files is Unix time and monotonic too.
         before = perf_counter_ns()
         self.unix_ns = time.time_ns()

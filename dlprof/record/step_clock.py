@@ -115,10 +115,10 @@ class StepClock(Phases):
                 row.lead_ns = now - row.start_ns - row.parts[FETCH]
             row.forwards += 1
             if id(module) != observed.model_id:
-                observed.see_model(module)
+                observed.see_model(module, args)
             if observed.forward_looks and with_grad and observed.is_model:
                 observed.forward_looks -= 1
-                observed.calls.see_forward(observed.model_id)
+                observed.calls.see_forward(observed.model_id, args)
             elif observed.idle_looks and self.trains and observed.is_model:
                 observed.idle_looks -= 1
                 observed.calls.see("forward")

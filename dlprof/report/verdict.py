@@ -277,6 +277,7 @@ _RUN_PARTS = {
     "epoch_ends": "first and last steps of epochs",
     "validation": "validation",
     "other": "steps that neither train nor validate",
+    "stalled": "standing still",
     "suspended": "standing still, suspended",
     "end": "what follows the last step",
 }

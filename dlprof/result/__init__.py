@@ -331,7 +331,8 @@ class RunPart(msgspec.Struct, frozen=True):
 
     `part`: "launch" (until PyTorch is there), "setup" (until the first step), "first_batch" (its wait for data),
     "warmup", "steady", "traced" (steps that recording made longer), "epoch_ends" (steps with an epoch's first batch or
-    end), "validation", "other" (steps that neither train nor validate), "suspended", "end" (after the last step).
+    end), "validation", "other" (steps that neither train nor validate), "stalled" (the few in which training stood
+    still), "suspended", "end" (after the last step).
     """
 
     part: str

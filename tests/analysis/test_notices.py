@@ -13,6 +13,7 @@ from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
+from tests.fixtures.readings import write
 from tests.fixtures.runs import CPU, GPU, MS, asked_for_none, light, recorded
 
 NINE = [light(n, 100 * MS) for n in range(9)]
@@ -28,7 +29,7 @@ def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[s
     frame = pd.DataFrame([likeness]).assign(longer="")
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
-    rest = [nothing] * 5
+    rest = [nothing] * 6
     return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, *rest)  # type: ignore[arg-type]
 
 
@@ -54,6 +55,20 @@ def test_missing_ranks_are_named_and_those_that_were_asked_for_no_trace_are_not(
     assert asked.startswith("traces of 2 of 4 ranks were asked for (--ranks 0,last): ")
 
 
+def test_what_slows_a_process_for_debugging_is_named(tmp_path: Path) -> None:
+    process = {"nice": 0, "profiler": "cProfile.Profile", "tracer": None, "monitors": ["coverage"], "tracemalloc": True}
+    facts = {**CPU, "process": process, "env": {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO"}}
+    run = recorded(tmp_path / "run", (None, NINE, facts), (None, NINE, {**CPU, "process": {"development": False}}))
+    told = [text for text in warned(run) if "debugging" in text]
+    cost = ", on rank 0: what that costs is not known; it is for debugging"
+    assert told == [
+        f"a profiler of Python's calls is on (cProfile.Profile){cost}",
+        f"Python's calls or lines are monitored (coverage){cost}",
+        f"`tracemalloc` keeps where each object was made{cost}",
+        f"`CUDA_LAUNCH_BLOCKING=1`: the host waits for each kernel{cost}",
+    ]
+
+
 def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     hosts = {"host": ["a", "b"], "cores": [8.0, 4.0], "foreign": [2.5, 1.0], "waited": [0.25, float("nan")]}
     both = pd.DataFrame(hosts | {"disturbs": [1, 1]})
@@ -63,6 +78,22 @@ def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     _, alone = found(job, both.iloc[1:])
     assert alone.startswith("programs outside the job used 1 of 4 cores: ")
     assert len(found(job, both.assign(disturbs=0))) == 1
+
+
+def test_a_job_that_gives_way_to_other_programs_is_named(tmp_path: Path) -> None:
+    load = pd.DataFrame({"host": ["a"], "cores": [8.0], "foreign": [2.5], "waited": [0.25], "disturbs": [1]})
+    for nice, told in ((10, True), (0, False)):
+        run = recorded(tmp_path / f"run-{nice}", (None, NINE, {**CPU, "process": {"nice": nice}}))
+        (warning,) = found(runs.measured(run).job, load)
+        assert ("rank 0 gave way to them: niceness 10" in warning) == told
+
+
+def test_a_host_that_swaps_is_named(tmp_path: Path) -> None:
+    for rate, told in ((5_000_000, True), (1_000, False)):
+        run = recorded(tmp_path / f"run-{rate}", (None, [light(n, 900 * MS) for n in range(40)], CPU))
+        write(run / "hosts/node-1/host.jsonl", ({"core_percent": [50], "swap_in_bytes": rate * n} for n in range(40)))
+        warnings = [text for text in warned(run) if "swap" in text]
+        assert [text.startswith("a host reads 5") for text in warnings] == [True] * told
 
 
 @pytest.mark.parametrize(

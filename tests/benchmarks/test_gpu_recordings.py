@@ -20,6 +20,7 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.result.stored import to_json
+from tests.fixtures.consistency import assert_consistent
 from tests.fixtures.places import TRACES
 
 REPORTS = jobs.ROOT / "reports" / "gpu"
@@ -38,8 +39,9 @@ def names(archive: Path) -> list[str]:
 
 
 def judged(folder: Path) -> list[str]:
-    """Diagnose a recording and give what does not hold of the result."""
+    """Diagnose a recording, hold the result against itself, and give what does not hold of it."""
     said = json.loads(json.dumps(to_json(diagnose(open_run(folder), RULES, jobs=1))))
+    assert_consistent(said)
     oracle: dict[str, Any] = json.loads((folder / "oracle.json").read_text())
     parts = JUDGES[oracle["judge"]](Recording(folder, said, oracle))
     assert parts

@@ -33,7 +33,9 @@ NO_SCRIPT_CAN |= {
     "copied_memory",
     "dense_gradient",
     "duplicate_batches",
+    "own_profiler",
     "slow_start",
+    "stalled_steps",
     "unused_batches",
     "unused_gradients",
 }

@@ -6,16 +6,18 @@ What to change for products in fewer bits: autocast, and TF32, by the names that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import settings
 from dlprof.analysis.compute.peaks import allows_tf32
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import Frame, Job, needs, per_rank
 from dlprof.analysis.host.gaps import SMALL_NS
 from dlprof.result import Change, Scalar, change
+from dlprof.units import few
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -148,15 +150,48 @@ def _inner(operator: str, shape: str) -> list[int]:
     return [d for tensor in operands(operator, shape) for d in tensor[-2:]]
 
 
-def autocast(job: Job, rank: int, half: str) -> Change:
-    """Return the change that runs the forward pass in 16 bits, with the recorded values."""
+_MOST_FUNCTIONS = 3
+
+# PyTorch's own functions in Python: none of them multiplies what autocast has cast.
+_TORCHS = """
+BackwardHookFunction Broadcast CheckpointFunction CompiledFunction Gather Graphed NestedRedistribute Redistribute
+ReduceAddCoalesced RegisterPostBackwardFunction RegisterPreBackwardFunction Scatter SyncBatchNorm _AllGather
+_AllGatherBase _AllReduce _AlltoAll _AlltoAllSingle _Broadcast _DDPSink _FromTorchTensor _Gather _Reduce _Reduce_Scatter
+_Scatter _ToTorchTensor
+"""
+
+
+@per_rank
+def own_functions(spans: Frame = needs(schema.SPANS)) -> pd.DataFrame:
+    """Return the autograd.Functions in Python that a rank ran forward and backward: function.
+
+    They are traced by the names of their classes, and of their classes with "Backward"; PyTorch's nodes end in a digit.
+    """
+    names = {str(name) for name in spans["name"].cat.categories[spans["name"].cat.codes.unique()]}
+    found = sorted(n for n in names.difference(_TORCHS.split()) if n.isidentifier() and f"{n}Backward" in names)
+    return pd.DataFrame({"function": pd.Series(found, dtype=object)})
+
+
+def autocast(job: Job, rank: int, half: str, functions: Sequence[str]) -> Change:
+    """Return the change that runs the forward pass in 16 bits, with the recorded values.
+
+    `functions`: autograd.Functions of the script, whose backward pass gets tensors of another type than it saved.
+    """
     facts = job.facts[rank].get("autocast") or {}
     enabled = facts.get("enabled")
     now = "" if enabled is None else f" (autocast is {'on' if enabled else 'off'})"
     scaler = ", and a `GradScaler`" if half == "float16" else ""
     device = "cpu" if settings.on_cpu(job) else "cuda"
+    own = ""
+    if functions:
+        named = few([f"`{name}`" for name in dict.fromkeys(functions)], _MOST_FUNCTIONS)
+        own = (
+            f'; where {named} has no `@torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32)` on'
+            f' forward and no `@torch.amp.custom_bwd(device_type="{device}")` on backward, add them first: an'
+            " autograd.Function may fail where the types of its tensors differ"
+        )
     return change(
-        f'`with torch.autocast("{device}", torch.{half}):` around the forward pass{now}{scaler}',
+        f'`with torch.autocast("{device}", torch.{half}):` around the forward pass{now}{scaler}{own}',
         numerics=True,
         autocast_enabled=(enabled, True),
         autocast_dtype=(facts.get("dtype"), half),

@@ -136,6 +136,10 @@ def _steady_fetches(
         keep = fetches["pid"].isin(pids).to_numpy() & fetches.duplicated("pid").to_numpy() & (start >= begin)
     else:
         keep = (fetches["worker"] == -1).to_numpy() & in_steady(light_steps, start)
+    # A fetch that a step stood still for is an accident, as that step is.
+    for at, took in light_steps.loc[light_steps["kind"] == "stalled", ["start_ns", "dur_ns"]].itertuples(index=False):
+        dur = fetches["dur_ns"].to_numpy()
+        keep &= ~((dur >= took / 2) & (start < at + took) & (start + dur > at))
     kept: pd.DataFrame = fetches[keep & ~_suspended(rank, fetches)]
     if not len(kept):
         raise NotMeasured("no batch was fetched during the steady steps: record more of them")

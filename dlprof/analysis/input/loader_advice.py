@@ -118,9 +118,14 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     if not faster.workers_help:
         cores = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
         there = ": one thread pins the batches of all of them" if faster.part == PINNING else cores
-        less = plan.sure and then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
-        yield change(f"{samples}; more workers would {'give less' if less else 'not help'}{there}")
-        if less:
+        gives = then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
+        if gives and not plan.sure:
+            yield change(
+                f"{samples}; whether more workers help is not known: training or other programs may need the same cores"
+            )
+            return
+        yield change(f"{samples}; more workers would {'give less' if gives else 'not help'}{there}")
+        if gives:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
     left = max(then.wait_ns, 0.0)

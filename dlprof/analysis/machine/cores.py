@@ -16,11 +16,19 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import cpu_parts, split_share
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
+from dlprof.analysis.estimate import change
 from dlprof.analysis.machine.samples import OTHERS_WAITED, WAITED, sample_means
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.units import ranks_named
+from dlprof.result import Change, Place
+from dlprof.units import count, ranks_named
+
+# What binds a process when its OpenMP starts; what a launcher says that it has bound it by.
+_OPENMP = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
+_OF_LAUNCHER = ("SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK")
+
+_PERIODS = ("throttled_periods_per_s", "quota_periods_per_s")
 
 _OF_PROCESS = ("cpu_cores", "involuntary_switches_per_s", "children_cpu_cores")
 
@@ -117,6 +125,62 @@ def _cores(job: Job, rank: int) -> int | None:
     if bound and all_cores and bound < all_cores and bound * settings.neighbours(job, rank) <= all_cores:
         return int(bound)
     return settings.cores_per_rank(job, rank)
+
+
+@across_ranks
+def throttling(sample_means: Frame = needs(sample_means)) -> dict[int, float]:
+    """Return in which share of its periods the quota of a rank's container stopped it, by rank; {}: no quota."""
+    means = sample_means[sample_means["source"] == "processes"]
+    means = means.pivot_table(index="rank", columns="metric", values="mean")
+    if not set(_PERIODS) <= set(means.columns):
+        return {}
+    shares = (means[_PERIODS[0]] / means[_PERIODS[1]].clip(lower=1e-9)).clip(upper=1.0)
+    return {int(str(rank)): float(share) for rank, share in shares.dropna().items()}
+
+
+def line_of(job: Job, rank: int, kind: str) -> Place | None:
+    """Return the script's last line that set the process's cores ("affinity") or threads; None: none was seen."""
+    calls = [call for call in job.facts[rank].get("calls") or () if call.get("kind") == kind]
+    if not calls:
+        return None
+    last = calls[-1]
+    via = f", by {last['via']}" if last.get("via") else ""
+    what = f"{last.get('source', '')}{via}"
+    return Place(str(last["file"]), int(last["line"]), str(last.get("function", "")), what=what)
+
+
+def binds_itself(job: Job, rank: int) -> bool:
+    """Return whether a rank, alone on its host, was bound to some of the cores by its own process."""
+    cpu = job.facts[rank].get("cpu") or {}
+    return settings.is_bound(job, rank) and cores_of(cpu.get("at_start")) > cores_of(cpu.get("allowed"))
+
+
+def freed(job: Job, rank: int) -> Change:
+    """Propose more cores for a rank that is bound to some: without what bound it, as far as that is known."""
+    cpu, env = job.facts[rank].get("cpu") or {}, job.facts[rank].get("env") or {}
+    its = f"its affinity is {cpu['affinity']} of the host's {count(cpu['count'], 'core')}"
+    if not binds_itself(job, rank):
+        by = next((f"`{name}={env[name]}`" for name in _OF_LAUNCHER if env.get(name)), "`taskset`, `numactl`")
+        when = "when it started" if cpu.get("at_start") else "(`os.sched_setaffinity`)"
+        return change(f"let it use more cores: {its} {when} ({by}, the job's `--cpus-per-task`)")
+    line = line_of(job, rank, "affinity")
+    if line is not None:
+        return change(f"no `{line.what or 'os.sched_setaffinity'}` at {line.file}:{line.line}: {its} since")
+    by = next((f"`{name}={env[name]}` has OpenMP bind it" for name in _OPENMP if env.get(name)), "a library bound it")
+    return change(f"let it use more cores: {its}, and was more when it started: {by}")
+
+
+def threads_set_by(job: Job, rank: int) -> str:
+    """Say what set the number of threads of a rank: ", by …"; "": not known."""
+    line, env = line_of(job, rank, "threads"), job.facts[rank].get("env") or {}
+    if line is not None:
+        return f", by `{line.what}` at {line.file}:{line.line}"
+    given = env.get("OMP_NUM_THREADS")
+    if given is None or str(given) != str(settings.threads(job, rank)):
+        return ""
+    if given == "1" and (job.facts[rank].get("launch") or {}).get("TORCHELASTIC_RUN_ID"):
+        return ": `torchrun` sets `OMP_NUM_THREADS=1` where it is not set"
+    return f", by `OMP_NUM_THREADS={given}` in its environment"
 
 
 _MOST_CORES = 65_536

@@ -50,6 +50,7 @@ _RATES = {
         for name in (
             *("page_faults", "major_page_faults", "voluntary_switches", "involuntary_switches"),
             *("children_voluntary_switches", "children_involuntary_switches", "swap_in_bytes", "swap_out_bytes"),
+            *("quota_periods", "throttled_periods"),
             *("disk_read_bytes", "disk_written_bytes", "network_received_bytes", "network_sent_bytes"),
             *("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_received_bytes", "pcie_sent_bytes"),
         )

@@ -286,6 +286,7 @@ _PARTS = {
     "epoch_ends": "an epoch's first batch or end",
     "validation": "validation",
     "other": "no training and no validation",
+    "stalled": "steps in which training stood still",
     "suspended": "steps during which the job was stopped",
     "checkpoint": "of it saving checkpoints",
     "compilation": "of it compiling",

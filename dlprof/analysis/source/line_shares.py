@@ -290,16 +290,17 @@ def call_sites(job: Job = needs(JOB)) -> list[Call]:
     return calls_of(job.facts[rank] for rank in job.ranks)
 
 
-def names_in(call: Call) -> tuple[str, str]:
-    """Return what a call in one line calls, and its first argument if that is a name; "": not known."""
+def call_of(call: Call) -> ast.Call | None:
+    """Return the syntax of a recorded call from what is kept of its line; None: it is not known which one it is."""
     length = call.span.end_column - call.span.column
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(call.source)):
-            if (
-                isinstance(node, ast.Call)
-                and node.args
-                and len(ast.get_source_segment(call.source, node) or "") == length
-            ):
-                given = ast.unparse(node.args[0])
-                return ast.unparse(node.func), given if given.replace(".", "").isidentifier() else ""
-    return "", ""
+    for text in (call.source, f"{call.source} pass"):
+        with suppress(SyntaxError, ValueError):
+            calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+            found = [node for node in calls if len(ast.get_source_segment(text, node) or "") == length]
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def is_name(node: ast.AST) -> bool:
+    """Return whether an expression is a name or an attribute of one: `self.net`."""
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and is_name(node.value))

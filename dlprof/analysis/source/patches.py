@@ -57,7 +57,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls/frames.py."""
+    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls/frames.py.
+
+    `takes`, `torch`, `whole`: as in record/calls/seen.py.
+    """
 
     kind: str
     file: str
@@ -70,6 +73,9 @@ class Call:
     count: int = 0
     span: Span = field(default_factory=lambda: Span(0))
     directory: str = ""
+    takes: tuple[int, ...] = ()
+    torch: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,16 +122,18 @@ def _call(row: Any, directory: str) -> Call | None:
         return None
     span = Span(row["line"], *(row.get(name, 0) for name in ("end_line", "column", "end_column")))
     texts = {name: row.get(name, "") for name in ("function", "source", "digest", "via")}
-    roles = tuple(row.get("roles", ()))
     return Call(
         row["kind"],
         row["file"],
         row["line"],
         **texts,
-        roles=roles,
+        roles=tuple(row.get("roles", ())),
         count=row.get("count", 0),
         span=span,
         directory=directory,
+        takes=tuple(row.get("takes", ())),
+        torch=row.get("torch", False),
+        whole=row.get("whole", False),
     )
 
 
@@ -279,6 +287,19 @@ CALLEES: Mapping[str, frozenset[str]] = {
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
 
 
+# Keywords beside which a call refuses a setting, where both have a value that is not false.
+_REFUSES: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("batch_sampler",),
+    "drop_last": ("batch_sampler",),
+    "foreach": ("fused",),
+    "fused": ("foreach", "differentiable"),
+    "mode": ("options",),
+    "num_workers=0": ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"),
+}
+# Settings of a loader that one without workers refuses.
+_OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+
+
 class NotEditable(Exception):  # noqa: N818 - no error: a reason for the user
     """Why a call is left as it is: "num_workers is `args.workers` there"."""
 
@@ -289,6 +310,7 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
     tree = _parsed(text)
     call = _find(tree, span, kind)
     start, callee = (call.lineno, call.col_offset), ast.dump(call.func)
+    _check_together(call, settings)
     for name, value in settings.items():
         wanted = deepcopy(tree)
         text = _with(text, call, kind, name, value)
@@ -301,6 +323,22 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
             raise NotEditable("the call is written in a way that is not edited")
         call = _again(tree, start, callee)
     return text
+
+
+def _check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
+    """Raise NotEditable where the call would refuse the settings beside its other arguments."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    given |= {name: ast.Constant(value) for name, value in settings.items()}
+
+    def is_off(name: str) -> bool:
+        return name not in given or (_is_literal(given[name]) and not ast.literal_eval(given[name]))
+
+    for name, value in settings.items():
+        for other in _REFUSES.get(name if value else f"{name}=0", ()):
+            if not is_off(other):
+                raise NotEditable(f"{name} cannot be set beside {other}")
+        if value and name in _OF_WORKERS and is_off("num_workers"):
+            raise NotEditable(f"{name} needs num_workers above 0")
 
 
 def _utf8(source: bytes) -> bytes:

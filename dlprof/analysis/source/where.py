@@ -38,6 +38,7 @@ from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import around_of, built, inclusive
 from dlprof.analysis.modules.work import traced_exchanges
 from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
+from dlprof.analysis.source.options import Option, options, with_option
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
@@ -112,6 +113,7 @@ CONCERNS: Mapping[str, Concern] = {
     "padding": Concern(("loader",)),
     "pageable_copy": Concern(("copy", "loader")),
     "needless_recompute": Concern(("forward", "backward")),
+    "own_profiler": Concern(("profiler",)),
     "one_hot_input": Concern(("one_hot",)),
     "periodic_work": Concern((), ("rest",)),
     "pipeline_bubble": Concern(("forward",)),
@@ -122,6 +124,7 @@ CONCERNS: Mapping[str, Concern] = {
     "slow_link": _GRADIENTS,
     "slow_worker_batches": Concern(("loader",), ("worker",)),
     "small_collectives": _GRADIENTS,
+    "stalled_steps": Concern((), ()),
     "step_python": Concern((), ("rest",)),
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
     "thread_oversubscription": Concern(),
@@ -306,6 +309,7 @@ class Source:
     call_sites: Maybe[list[Call]] = maybe(call_sites)
     line_shares: Maybe[Frame] = maybe(line_shares)
     found_in_modules: Maybe[Frame] = maybe(found_in_modules)
+    options: Maybe[list[Option]] = maybe(options)
 
 
 def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outcome:
@@ -318,7 +322,8 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
         where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)
-    changes = tuple(_located(change, calls, concern.role) for change in outcome.changes)
+    of_script = source.options.or_none() or []
+    changes = tuple(_located(change, calls, concern.role, of_script) for change in outcome.changes)
     modules = in_modules(outcome.id, source.found_in_modules.or_none())
     return replace(outcome, where=tuple(where), changes=changes, modules=modules)
 
@@ -385,10 +390,14 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
     return found
 
 
-def _located(change: Change, calls: Sequence[Call], role: str) -> Change:
-    """Return a change with the place of the first argument that it sets, and its diff, or why there is none."""
+def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence[Option]) -> Change:
+    """Return a change with the place of the first argument that it sets, and its diff, or why there is none.
+
+    An option of the script that does the same is named first.
+    """
     requests = wanted(change, role)
     there = [call for one in requests for call in sites(calls, one)]
+    change = with_option(change, there, options)
     if not there:
         return change
     made = patch(calls, requests)

@@ -20,7 +20,8 @@ from dlprof.errors import NotMeasured
 # A training step validates if so much of it is forward passes that no backward pass uses.
 _MOSTLY = 0.5
 
-PARTS = ("setup", "first_batch", "warmup", "steady", "traced", "epoch_ends", "validation", "other", "suspended")
+_TRAINED = ("warmup", "steady", "traced", "epoch_ends", "stalled")
+PARTS = ("setup", "first_batch", *_TRAINED[:-1], "validation", "other", "stalled", "suspended")
 
 
 @per_rank
@@ -40,14 +41,15 @@ def whole_job(
     setup: up to the first recorded step; first_batch: that step's wait for the loader; warmup: training steps before
     they have settled; traced: those slowed by the profiler; epoch_ends: training steps with an epoch's first batch or
     its end, where workers start and go, but for the job's very first step; other: neither trained nor evaluated;
-    suspended: steps of any kind in which the job was stopped. KINDS of stalls follow, summed over all of these. Raises
-    NotMeasured without a step log.
+    stalled: the few training steps in which it stood still; suspended: steps of any kind in which the job was stopped.
+    KINDS of stalls follow, summed over all of these. Raises NotMeasured without a step log.
     """
     if not len(light_steps):
         return pd.DataFrame({"part": [], "steps": [], "ns": []}).astype({"part": "str"})
     steps, trains = light_steps, light_steps["kind"] == "train"
     is_part = {
         "suspended": steps["kind"] == "suspended",
+        "stalled": steps["kind"] == "stalled",
         "traced": steps["profiled"] != 0,
         "validation": steps["kind"] == "validation",
         "other": ~trains,
@@ -99,7 +101,7 @@ def run_parts(
 @across_ranks
 def training_steps(whole_job: Frame = needs(whole_job)) -> pd.Series[float]:
     """Count each rank's training steps, in whatever part of the job; by rank."""
-    trained = whole_job["part"].isin(("warmup", "steady", "traced", "epoch_ends"))
+    trained = whole_job["part"].isin(_TRAINED)
     return whole_job[trained].groupby("rank")["steps"].sum()
 
 
@@ -116,7 +118,7 @@ def loop_step_ns(
     steps, ns = (t.reindex(columns=list(PARTS)).fillna(0.0) for t in tables)
     if not len(steps) or not (steps["steady"] > 0).all():
         raise NotMeasured("no steady training step was recorded")
-    plain = steps["steady"] + steps["warmup"] + steps["traced"]
+    plain = steps["steady"] + steps["warmup"] + steps["traced"] + steps["stalled"]
     between = ns["epoch_ends"] + ns["validation"] + ns["other"]
     loop = plain * ns["steady"] / steps["steady"] + between
     return float((loop / training_steps).mean())

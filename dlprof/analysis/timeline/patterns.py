@@ -73,7 +73,7 @@ def patterns(
     """
     if not _is_known(light_steps, rank):
         return ()
-    trains = light_steps["kind"].isin(("train", "suspended")).to_numpy()
+    trains = light_steps["kind"].isin(("train", "stalled", "suspended")).to_numpy()
     turns = np.where(trains, np.cumsum(trains), -1)
     chosen = np.flatnonzero(light_steps["steady"])[:_MOST_STEPS]
     steps, turn = light_steps.iloc[chosen], turns[chosen]

@@ -39,6 +39,10 @@ RESUMED_NS = 500_000_000
 # the longest, if such steps are this share of the time.
 _LONGER, _AS_LONG, _MOSTLY = 3.0, 0.5, 0.4
 
+# Training stood still in a step that is so many times as long as the median and takes so long, where there are at most
+# so many of these, and they take this share of all steps' time: an accident of the job, and not how its steps are.
+_STANDS, _STOOD_NS, _ACCIDENTS, _NOTICED = 50.0, 1e9, 3, 0.05
+
 # XProf's input pipeline analyzer and the TensorBoard plugin call a job input-bound that waits for this share.
 STARVED = 0.05
 
@@ -55,9 +59,14 @@ def device_type(rank: RankFacts) -> str | None:
 
 @within_rank
 def light_steps(
-    steps: Frame = needs(schema.STEPS), loading: Maybe[Frame] = maybe(schema.LOADING), rank: RankFacts = needs(RANK)
+    steps: Frame = needs(schema.STEPS),
+    loading: Maybe[Frame] = maybe(schema.LOADING),
+    stalls: Maybe[Frame] = maybe(schema.STALLS),
+    rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the step log with columns `steady` and `length_ns`; steps in which the job was stopped are "suspended".
+
+    The few in which training stood still for no cause that was recorded are "stalled".
 
     `length_ns` is the step's length on the device's own clock where that measured nearly all steps: a host that runs
     ahead of its device leaves its steps early and waits later, so its own steps equal the device's only in the mean of
@@ -73,6 +82,8 @@ def light_steps(
     if trains.sum() >= _MANY and first[trains].mean() > _EACH:
         first = np.zeros(len(steps), bool)  # each step begins an epoch: that is what its steps are like
     candidate = trains & ~first & (steps["profiled"].to_numpy() == 0) & (dur > 0)
+    stood = candidate & _stands_still(steps["step"].to_numpy(), dur, candidate, stalls.or_none())
+    kind, candidate = np.where(stood, "stalled", kind), candidate & ~stood
     length, on_device = dur.astype(float), steps["device_step_ns"].to_numpy()
     on_its_clock = candidate.any() and np.mean(on_device[candidate] > 0) >= ON_DEVICE_SHARE
     if on_its_clock:
@@ -112,6 +123,21 @@ def _without_stock(
             settled = np.flatnonzero(~more[first:stop])
             left[first : first + settled[0] if len(settled) else stop] = False
     return left
+
+
+def _stands_still(
+    number: NDArray[np.int64], dur: NDArray[np.int64], candidate: NDArray[np.bool_], stalls: pd.DataFrame | None
+) -> NDArray[np.bool_]:
+    """Return which steps training stood still in, besides what collections, checkpoints and compilations took."""
+    left = dur.astype(float)
+    if stalls is not None and len(stalls):
+        left = left - pd.Series(number).map(stalls.groupby("step")["dur_ns"].sum()).fillna(0.0).to_numpy(dtype=float)
+    usual = float(np.median(dur[candidate])) if candidate.any() else np.inf
+    found: NDArray[np.bool_] = candidate & (left >= max(_STOOD_NS, _STANDS * usual))
+    few = int(found.sum()) <= min(_ACCIDENTS, int(candidate.sum()) // 20)
+    if not few or float(dur[found].sum()) < _NOTICED * float(dur[candidate].sum()):
+        found[:] = False
+    return found
 
 
 def suspended(rank: RankFacts, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -6,11 +6,13 @@ import functools
 import hashlib
 import linecache
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -78,6 +80,14 @@ class Frames:
             frame = frame.f_back
         return None, None
 
+    def calls_module(self, frame: FrameType | None) -> bool:
+        """Return whether the user's line below a frame of ours calls the module itself, with no function between."""
+        while frame is not None and (
+            (file := frame.f_code.co_filename).startswith(_OURS) or file.endswith("/torch/nn/modules/module.py")
+        ):
+            frame = frame.f_back
+        return frame is not None and self._is_own(frame.f_code.co_filename)
+
     def place(self, frame: FrameType, library: FrameType | None = None, *, is_call: bool = True) -> Place:
         """Return where a frame of the user's is now; `is_call`: in a call, and not in the first line of a loop."""
         code = frame.f_code
@@ -98,6 +108,20 @@ class Frames:
             digest=digest,
             via=_library(library) if library is not None else "",
         )
+
+    def written(self, path: str, pattern: str) -> list[Place]:
+        """Return the lines of a file that match a regular expression, comments aside."""
+        path = os.path.join(self._here, path)  # noqa: PTH118
+        digest, lines = self._source(path)
+        # What is kept of them lacks strings.
+        whole = Path(path).read_text(errors="replace").splitlines() if lines else []
+        return [
+            Place(
+                path.removeprefix(self._here), n, "<module>", source=kept.decode().strip()[:MOST_SOURCE], digest=digest
+            )
+            for n, (text, kept) in enumerate(zip(whole, lines, strict=False), start=1)
+            if re.search(pattern, text.partition("#")[0])
+        ]
 
     def _source(self, path: str) -> tuple[str, list[bytes]]:
         """Return digest of a file as Python read it, and what is kept of its lines; none where it may differ."""

@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,27 +24,35 @@ if TYPE_CHECKING:
 LOOKS = 64
 PLACES = 12
 
+# What is moved is a model if it has more than this share of its parameters: a loss may have a few of its own.
+_MOST_OF = 0.9
+
 
 class Call:
     """A place that calls of one kind came from, how many of the looks saw it, and the loaders that it is about.
 
     `trained`: whether a backward pass came after a forward pass from there, and no other forward pass of the model.
+    `takes`: of a line that calls the model itself, the dimensions of each positional argument, 0 where it is no tensor.
+    `whole`: what is moved there has most parameters of a model. `torch`: the name `torch` is known there.
     """
 
-    __slots__ = ("count", "kind", "loaders", "place", "trained")
+    __slots__ = ("count", "kind", "loaders", "moved", "place", "takes", "torch", "trained", "whole")
 
     def __init__(self, kind: str, place: Place) -> None:
         self.kind = kind
         self.place = place
         self.count = 0
-        self.trained = False
+        self.trained = self.torch = self.whole = False
         self.loaders: list[LoaderSeen] = []
+        self.moved: weakref.ref[Any] | None = None
+        self.takes: list[int] = []
 
     def fact(self) -> dict[str, Any]:
         """Return it as the facts have it."""
         place = self.place
         told = {
             "kind": self.kind,
+            **{name: getattr(self, name) for name in ("takes", "torch", "whole")},
             **{name: getattr(place, name) for name in ("file", "line", "function")},
             "count": self.count,
             "roles": sorted({seen.role for seen in self.loaders}),
@@ -57,12 +65,13 @@ class Calls:
     """Keeps the places that calls of each kind came from.
 
     Of objects that are made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's
-    anomaly mode), compile. Of calls: model (`to` or `cuda` of a module with parameters), iteration (a loop over a
-    loader), forward (of an outermost module; unused_forward where no backward pass followed on any), backward,
-    optimizer_step, save (of a checkpoint), synchronize and empty_cache (torch.cuda's). In the step whose operators are
-    counted also: sync (the host gets a value), copy (to a device), and in the forward pass and the loss: norm (a
-    variance, a root), softmax, loss (a logarithm), one_hot, cat, embedding. `looks` are those left for backward passes,
-    of which there are many: the caller checks it before it calls.
+    anomaly mode), compile, profiler (torch's own). Of the process: affinity (its cores), threads. Of calls: model (`to`
+    or `cuda` of a module with parameters), iteration (a loop over a loader), forward (of an outermost module;
+    unused_forward where no backward pass followed on any), backward, optimizer_step, save (of a checkpoint),
+    synchronize and empty_cache (torch.cuda's). In the step whose operators are counted also: sync (the host gets a
+    value), copy (to a device), and in the forward pass and the loss: norm (a variance, a root), softmax, loss (a
+    logarithm), one_hot, cat, embedding. `looks` are those left for backward passes, of which there are many: the caller
+    checks it before it calls.
     """
 
     def __init__(self) -> None:
@@ -80,11 +89,16 @@ class Calls:
         self._loaders: dict[int, tuple[weakref.ref[Any], Call, int]] = {}
         self._forwards: dict[int, Call] = {}  # the last one of each model, by its id, since the last backward pass
 
-    def facts(self) -> list[dict[str, Any]]:
-        """Return what was seen, as the facts have it."""
+    def facts(self, models: Iterable[weakref.ref[Any]] = ()) -> list[dict[str, Any]]:
+        """Return what was seen, as the facts have it; `models`: those that are trained."""
         if self._frames is not None:
             self._frames.forget_sources()
         calls = tuple(self._calls.values())
+        for call in calls:
+            if call.moved is not None and (moved := call.moved()) is not None and not call.whole:
+                inside = {id(parameter) for parameter in parameters_of(moved)}
+                alive = (parameters_of(model) for model in (reference() for reference in models) if model is not None)
+                call.whole = any(sum(id(p) in inside for p in all_of) > _MOST_OF * len(all_of) for all_of in alive)
         # A model may first be called by a check before training, an evaluation or a drawing of its graph.
         trains = any(call.trained for call in calls)
         facts = [call.fact() for call in calls]
@@ -93,10 +107,14 @@ class Calls:
                 fact["kind"] = "unused_forward"
         return facts
 
-    def see_forward(self, model_id: int) -> None:
-        """Keep where a model was called."""
-        if (call := self.see("forward")) is not None:
-            self._forwards[model_id] = call
+    def see_forward(self, model_id: int, args: Sequence[Any]) -> None:
+        """Keep where a model was called, and with what if the line calls it without a function between."""
+        if (call := self.see("forward")) is None:
+            return
+        self._forwards[model_id] = call
+        if call.count == 1 and self._frames is not None and self._frames.calls_module(sys._getframe(1)):
+            tensor = sys.modules["torch"].Tensor
+            call.takes = [arg.dim() if isinstance(arg, tensor) else 0 for arg in args]
 
     def see(self, kind: str) -> Call | None:
         """Keep the user's line that the caller's caller was called from, and return it; None: there is none.
@@ -119,6 +137,7 @@ class Calls:
                     return None
                 self._places[kind] += 1
                 call = self._calls[key] = Call(kind, frames.place(frame, library, is_call=kind != "iteration"))
+                call.torch = "torch" in frame.f_globals
                 self.news = True
             call.count += 1
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -133,6 +152,19 @@ class Calls:
         frames = self._frames = self._frames or Frames(self.directory, self._since)
         own, library = frames.find(frame)
         return None if own is None else (own, lambda: frames.place(own, library))
+
+    def see_written(self, kind: str, path: str, pattern: str) -> None:
+        """Keep the first lines of a file that match: of what the script did before calls were looked at."""
+        if self.off or self._places[kind]:
+            return
+        try:
+            frames = self._frames = self._frames or Frames(self.directory, self._since)
+            for place in frames.written(path, pattern)[:PLACES]:
+                self._places[kind] += 1
+                call = self._calls[kind, path, place.line, 0] = Call(kind, place)
+                call.count = 1
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self.fail(e)
 
     def see_backward(self) -> None:
         """Keep where a backward pass was called."""
@@ -152,7 +184,9 @@ class Calls:
     def see_moved(self, module: Any) -> None:
         """Keep where a module with parameters is moved."""
         if not self.off and self._looks["model"] < LOOKS and parameters_of(module):
-            self.see("model")
+            call = self.see("model")
+            if call is not None and call.moved is None:
+                call.moved = weakref.ref(module)
 
     def see_iteration(self, loader: Any, seen: LoaderSeen) -> None:
         """Keep where a loader is iterated, and what the calls that made it are about.

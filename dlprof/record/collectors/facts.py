@@ -5,6 +5,7 @@ If the process died of a lack of memory, it also has the error that Python print
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,10 +23,12 @@ from dlprof import redaction
 from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
+from dlprof.record import guarded
 from dlprof.record.calls.frames import own_files
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
 from dlprof.record.model.names import children_of, class_of, modules_of, parameters_of, problems, unwrapped
+from dlprof.record.model.subnormal import subnormal_shares
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -32,6 +36,7 @@ from dlprof.record.stepping import Step
 # The facts are written as soon as something is new, since objects may soon be gone. After this many writes, the pause
 # is this many times the duration of the last write: at most 0.1 % of the job.
 _FREE = 50
+_LOOK_NS, _MOST_LOOKS = 1_000_000_000, 64
 _REST = 1000
 
 
@@ -53,6 +58,9 @@ class Facts:
         self._next_ns = 0  # the earliest time of the next write, once _free is used up
         self._known: dict[int, dict[str, Any]] = {}
         self._idle: list[str] | None = None
+        self._process: dict[str, Any] = {}
+        self._subnormal: list[dict[str, Any]] = []
+        self._began_ns = self._look_ns = 0
         self._group: dict[str, Any] = {"world_size": find_size() or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
@@ -72,10 +80,32 @@ class Facts:
             "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
         }
         recorder.observed.news = True
+        self._see_early(recorder)
+
+    @guarded
+    def _see_early(self, recorder: Recorder) -> None:
+        """Keep the lines that bound the process, or set its threads, before torch was imported."""
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        if script is None:
+            return
+        calls = recorder.observed.calls
+        if recorder.cores is not None and frozenset(os.sched_getaffinity(0)) != recorder.cores:
+            calls.see_written("affinity", script, r"\b(sched_setaffinity|cpu_affinity)\(.*\S")
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+        for name in _THREADS:
+            value = os.environ.get(name)
+            if value is not None and f"{name}={value}".encode() not in given:
+                calls.see_written("threads", script, rf"[\"']{name}[\"']")
+
+    def fail(self, error: Exception) -> None:
+        """Have the early lines unnamed."""
+        self._recorder.warn(f"lines before the import of torch are not named: {words_of(error)}")
 
     def step(self, done: Sequence[Step]) -> None:
         """Write again if something is new; it always is in a script that creates an optimizer in each step."""
         observed = self._recorder.observed
+        if done[-1].end_ns >= self._look_ns:
+            self._look_at_values(done[-1])
         if not (observed.news or observed.calls.news) and self._recorder.clock.mark == self._mark:
             return
         ended_ns = done[-1].end_ns
@@ -84,6 +114,17 @@ class Facts:
             began_ns = time.perf_counter_ns()
             self._write()
             self._next_ns = ended_ns + _REST * (time.perf_counter_ns() - began_ns)
+
+    def _look_at_values(self, last: Step) -> None:
+        """Sample the values, each time after half as long again as until then: a long job is looked at 40 times."""
+        self._began_ns = self._began_ns or last.start_ns
+        self._look_ns = last.end_ns + max((last.end_ns - self._began_ns) // 2, _LOOK_NS)
+        observed = self._recorder.observed
+        alive = [[one for ref in refs if (one := ref()) is not None] for refs in (observed.models, observed.optimizers)]
+        shares = _ask(subnormal_shares, *alive, name="which values are subnormal")
+        if shares and len(self._subnormal) < _MOST_LOOKS:
+            self._subnormal.append({"step": last.number, **shares})
+            observed.news = observed.news or any(shares[name] > 0 for name in shares)
 
     def stop(self) -> None:
         """Write the final state."""
@@ -106,16 +147,19 @@ class Facts:
             "alone": recorder.alone and not self._group["backend"],  # the script may have created a group since
             "device": _ask(_device, recorder),
             "versions": _ask(_versions),
-            "cpu": _ask(_cpu),
+            "cpu": _ask(_cpu, recorder),
+            "process": self._of_process(),
             "loaders": [{"role": seen.role, **seen.settings} for seen in observed.loaders],
             "models": self._describe(_model, observed.models),
             "optimizers": self._describe(_optimizer, observed.optimizers),
             "untrained": self._untrained(observed.models, observed.optimizers),
+            "options": [*observed.options.values()],
+            "subnormal": self._subnormal,
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,
             "evaluation": {"steps": observed.evaluated, "with_graph": observed.graded},
-            "calls": observed.calls.facts(),
+            "calls": observed.calls.facts(observed.models),
             "directory": observed.calls.directory,
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.clock.mark, "told": observed.told},
@@ -137,6 +181,12 @@ class Facts:
         if distributed is not None:
             self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
         return self._group
+
+    def _of_process(self) -> dict[str, Any]:
+        """Return the state of the process, with the hooks that were seen at any write: a script may end them."""
+        now = _ask(_process) or {}
+        self._process |= {name: value for name, value in now.items() if value or name not in self._process}
+        return self._process
 
     def _describe(self, question: Callable[[Any], Any], references: Iterable[Callable[[], Any]]) -> list[Any]:
         """Describe the objects. Objects that are gone, as most are at the end of a job, keep their last description."""
@@ -263,9 +313,10 @@ def _versions() -> dict[str, Any]:
     )
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu(recorder: Recorder) -> dict[str, Any]:
     torch = _torch()
     return _answers(
+        at_start=lambda: None if recorder.cores is None else cpu.listed(recorder.cores),
         count=os.cpu_count,
         affinity=lambda: len(os.sched_getaffinity(0)),
         allowed=cpu.cores,
@@ -277,6 +328,47 @@ def _cpu() -> dict[str, Any]:
         units=cpu.units,
         onednn=lambda: bool(torch.backends.mkldnn.is_available() and getattr(torch.backends.mkldnn, "enabled", True)),
     )
+
+
+# What sets the number of threads where a pool is first used.
+_THREADS = tuple(f"{of}_NUM_THREADS" for of in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"))
+
+
+def _process() -> dict[str, Any]:
+    """Describe what slows the whole process: its priority, hooks of Python's, libraries that check memory."""
+    ours = bool(os.environ.get("DLPROF_LINES"))  # counts lines by these hooks itself
+    return _answers(
+        nice=lambda: max(os.getpriority(os.PRIO_PROCESS, 0), 0),
+        tracer=lambda: None if ours else _named(sys.gettrace()),
+        profiler=lambda: None if ours else _named(sys.getprofile()),
+        monitors=lambda: [] if ours else _monitors(),
+        tracemalloc=lambda: "tracemalloc" in sys.modules and sys.modules["tracemalloc"].is_tracing(),
+        development=lambda: bool(sys.flags.dev_mode),
+        malloc=lambda: os.environ.get("PYTHONMALLOC"),
+        sanitizer=_sanitizer,
+    )
+
+
+@functools.cache
+def _sanitizer(maps: str = "/proc/self/maps") -> str | None:
+    """Return the library that checks memory or threads in this process; None: there is none."""
+    found = re.search(r"/lib((?:a|hwa|l|m|t|ub)san|sanitizer|cuda-memcheck)\b[^/]*$", Path(maps).read_text(), re.M)
+    return found and found[1]
+
+
+def _named(hook: Any) -> str | None:
+    """Return what a hook of Python's is, as "module.name"; None: there is none."""
+    if hook is None:
+        return None
+    kind = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"
+
+
+def _monitors() -> list[str]:
+    """Return the tools that use sys.monitoring (Python 3.12); cProfile and coverage do."""
+    monitoring = getattr(sys, "monitoring", None)
+    tools = [] if monitoring is None else [monitoring.get_tool(n) for n in range(6)]
+    return [str(tool) for tool in tools if tool]
 
 
 def _model(model: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
+from dlprof.record import guarded
 from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.device.profiler import Kineto
@@ -47,6 +48,7 @@ _SKIP_LEAST, _SKIP_NS, _WARMUP_SLOW, _RECORD_NS = 3, 3_000_000_000, 1, 5_000_000
 _SETTLED, _CHANGED = 0.9, 0.1
 _MOST_MORE = 3
 _COMPARED = 64  # untraced steps
+_MOST_THEIRS = 64  # times that a profiler of the script's runs
 
 
 class Trace:
@@ -84,12 +86,11 @@ class Trace:
         self._opening = False
         self._settling = False  # the step after the window is still affected by it
         self._of_inference = False  # whether the last window was of inference
-        self._theirs: set[int] = set()
+        self._theirs: dict[int, dict[str, Any]] = {}  # the script's profilers that run, by their id
         self._on_device = False
         self._untraced: deque[int] = deque(maxlen=_COMPARED)  # ns of the last steps of training before the window
         self._traced: list[int] = []
-        if not self._done:
-            self._wrap_profilers()
+        self._wrap_profilers()
 
     def start(self, recorder: Recorder) -> None:
         """Open the window at once if it skips no steps."""
@@ -377,7 +378,7 @@ class Trace:
         @functools.wraps(prepare)
         def _prepare_trace(profiler: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._opening:
-                self._theirs.add(id(profiler))
+                self._begin_theirs(profiler)
                 if self._profiler is not None:
                     try:
                         self._recorder.warn(
@@ -391,14 +392,42 @@ class Trace:
 
         @functools.wraps(leave)
         def __exit__(profiler: Any, *args: Any) -> Any:  # noqa: N807 - what it stands for
+            began = time.perf_counter_ns()
             try:
                 with passing:
                     return leave(profiler, *args)
             finally:
-                self._theirs.discard(id(profiler))
+                self._end_theirs(profiler, time.perf_counter_ns() - began)
 
         put(profile, "_prepare_trace", _prepare_trace)
         put(profile, "__exit__", __exit__)
+
+    @guarded
+    def _begin_theirs(self, profiler: Any) -> None:
+        """Keep from which step on the script's own profiler runs."""
+        theirs = {"first_step": self._number(), "last_step": None, "exit_ns": None, "shapes": None}
+        self._theirs[id(profiler)] = theirs
+        if len(known := self.window.setdefault("theirs", [])) < _MOST_THEIRS:
+            known.append(theirs)
+
+    @guarded
+    def _end_theirs(self, profiler: Any, took_ns: int) -> None:
+        """Keep its last step, and how long it took to end; None where that included reading its events."""
+        theirs = self._theirs.pop(id(profiler), None)
+        if theirs is not None:
+            parsed = getattr(profiler, "_function_events", None) is not None
+            shapes = bool(getattr(profiler, "record_shapes", False))
+            theirs.update(last_step=self._number(), exit_ns=None if parsed else took_ns, shapes=shapes)
+
+    def _number(self) -> int:
+        recorder = getattr(self, "_recorder", None)
+        return 0 if recorder is None else recorder.clock.row.number
+
+    def fail(self, error: Exception) -> None:
+        """Know no more of the script's own profilers."""
+        self._theirs.clear()
+        if self._number():
+            self._recorder.warn(f"the script's own profiler is not known: {words_of(error)}")
 
 
 class _End:

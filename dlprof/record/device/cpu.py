@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dlprof.record.log import Descriptor
@@ -42,39 +42,64 @@ def units() -> list[str] | None:
     return sorted(found)
 
 
-def quota() -> float | None:
-    """Return how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
-    unified = Path("/sys/fs/cgroup/cpu.max")
-    if unified.is_file():
-        most, _, period = unified.read_text().partition(" ")
-        return None if most == "max" else int(most) / int(period)
-    v1 = Path("/sys/fs/cgroup/cpu")
-    if not (v1 / "cpu.cfs_quota_us").is_file():  # the group of a whole machine has neither
-        return None
-    most_us = int((v1 / "cpu.cfs_quota_us").read_text())
-    return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
+def quota(process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
+    """Return how many cores' time the process's control groups grant; None: they grant all."""
+    return min((cores for cores, _ in _quotas(process, root)), default=None)
+
+
+def throttled(process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> dict[str, int]:
+    """Return what the kernel has counted for the group with the least quota; {} where there is no quota.
+
+    quota_periods: periods in which the group ran; throttled_periods: of these, those in which it used up its quota and
+    had to stop.
+    """
+    _, group = min(_quotas(process, root), default=(0.0, None))
+    if group is None:
+        return {}
+    counts = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    return {"quota_periods": int(counts["nr_periods"]), "throttled_periods": int(counts["nr_throttled"])}
+
+
+def _quotas(process: str, root: str) -> list[tuple[float, Path]]:
+    """Return the cores' time that control groups grant, and each one's folder."""
+    found = []
+    for group, v1 in _groups("cpu", process, root):
+        # A number that is none: "max". No file: the group of a whole machine, or one outside the container.
+        with contextlib.suppress(OSError, ValueError):
+            if v1:
+                most, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                most, period = (group / "cpu.max").read_text().split()
+            if int(most) > 0:
+                found.append((int(most) / int(period), group))
+    return found
 
 
 def memory_limit(process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes of memory that the process's control groups grant, the least of them; None: all of the host's.
-
-    cgroup v2, then v1. A container sees its own group as the root.
-    """
+    """Return the bytes of memory that the process's control groups grant, the least of them; None: all there are."""
     found = []
-    for line in Path(process).read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = Path(root) / ("memory" if controllers else "")
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        within = top / path.lstrip("/")
-        for group in (within, *within.parents):
-            with contextlib.suppress(OSError, ValueError):  # "max"; or a group of the host, outside the container
-                found.append(int((group / name).read_text()))
-            if group == top:
-                break
+    for group, v1 in _groups("memory", process, root):
+        with contextlib.suppress(OSError, ValueError):  # "max"; or a group of the host, outside the container
+            found.append(int((group / ("memory.limit_in_bytes" if v1 else "memory.max")).read_text()))
     limits = [n for n in found if n < _UNLIMITED]
     return min(limits, default=None)
+
+
+def _groups(controller: str, process: str, root: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of a process's groups up to the root, and whether they are of cgroup v1.
+
+    A container sees its own group as the root.
+    """
+    for line in Path(process).read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = Path(root) / (controller if controllers else "")
+        within = top / path.lstrip("/")
+        for group in (within, *within.parents):
+            yield group, bool(controllers)
+            if group == top:
+                break
 
 
 def oom_kills(path: str = "/proc/vmstat") -> int | None:

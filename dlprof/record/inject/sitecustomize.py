@@ -11,6 +11,9 @@ It uses the standard library only, runs on Python 3.8 and later, and never makes
 import os
 import sys
 
+# The cores that the process may use, before any line of the script has run.
+_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
 
 def _say(error):
     """Tell the user in one line that this process is not recorded."""
@@ -61,7 +64,7 @@ def _load_recorder(run):
             spec.loader.exec_module(module)
         from dlprof.record import collectors, hooks
 
-        hooks.install(run, collectors.COLLECTORS)
+        hooks.install(run, collectors.COLLECTORS, _CORES)
     except Exception as e:  # noqa: BLE001 - a recorder that cannot load costs the recording, never the job
         _say(e)
 

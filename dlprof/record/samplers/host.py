@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlprof.record.device import cpu
 from dlprof.record.launch.process import family, has_ended, stat_of, stats
 from dlprof.record.log import Log
 from dlprof.record.samplers.sampling import Host, Periodic, RankHere, line
@@ -108,6 +109,7 @@ class _Processes:
             "voluntary_switches": own.voluntary,
             "involuntary_switches": own.involuntary,
             **_waited(self._pid, own.threads),
+            **_throttled(self._pid),
             "children": len(children),
             "children_cpu_s": round(cpu_s, 2),
             "children_rss_bytes": sum(child.rss_bytes for child in children.values()),
@@ -197,6 +199,13 @@ def _waited(pid: int, threads: int) -> dict[str, int]:
             others = (entry.name for entry in os.scandir(f"/proc/{pid}/task") if entry.name != str(pid))
             waited["other_threads_waited_ns"] = sum(_waited_ns(f"{pid}/task/{thread}") for thread in others)
     return waited
+
+
+def _throttled(pid: int) -> dict[str, int]:
+    """Return how often the quota of the process's container held it up; nothing where it has none."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        return cpu.throttled(f"/proc/{pid}/cgroup")
+    return {}
 
 
 def _waited_ns(which: str) -> int:

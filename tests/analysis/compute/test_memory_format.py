@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,11 @@ from dlprof.analysis.compute.rules import memory_format
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.rules import RULES
+from dlprof.analysis.source.patches import calls_of
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.jobs import facts, record
 from tests.fixtures.places import TRACES
 from tests.fixtures.readings import SECOND
 from tests.fixtures.ruled import Case, check, clear, found, inapplicable, jobs, table, unmeasured
@@ -158,12 +163,32 @@ GROUP_NORM, OWN_NORM = ("aten::native_group_norm", "norm", MS), ("aten::cudnn_ba
 
 # What the script calls, and how the change of its model and of its inputs reads.
 TO = ".to(memory_format=torch.channels_last)"
-CALLED = {"kind": "forward", "file": "train.py", "line": 18, "column": 31, "end_column": 49}
-CALLED |= {"source": "loss = F.cross_entropy(self.net(batch[0]), y)"}
-NAMED = {**CALLED, "source": "out = model(images)", "column": 6, "end_column": 19}
-MADE = {"kind": "model", "file": "train.py", "line": 8}
-BY_LIBRARY = {"kind": "model", "file": "net.py", "line": 3, "via": "Trainer (fit.py:1)"}
-OPTIMIZER, WRAPPED = ({"kind": kind, "file": "train.py", "line": n} for kind, n in (("optimizer", 9), ("ddp", 10)))
+AT = {"file": "train.py", "torch": True}
+
+
+def called(kind: str, line: int, source: str, text: str = "", **more: Any) -> dict[str, Any]:
+    """Return a call as the facts have it: `text` of a line."""
+    at = source.index(text)
+    return {
+        **AT,
+        "kind": kind,
+        "line": line,
+        "source": source,
+        "column": at,
+        "end_column": at + len(text or source),
+    } | more
+
+
+RUNS = called("forward", 18, "loss = f(self.net(batch[0]), y)", "self.net(batch[0])", takes=[4])
+MADE = called("model", 8, "self.net.to(device)", whole=True)
+GIVEN = called("optimizer", 9, "optimizer = SGD(net.parameters(), lr=0.1)", "SGD(net.parameters(), lr=0.1)")
+OTHER = called("optimizer", 7, "SGD(critic.parameters())")
+NONE = f"`{TO}` of the model, before the optimizer is made, and of each batch of images"
+BEFORE = NONE.replace("made,", "made at train.py:{},")
+FOR_IT = f"{NONE} (the model is called at train.py:18)"
+IMAGES_ALONE = (
+    f"`{TO}` of the model, before the optimizer is made, and append it to `batch[0]` in `self.net(batch[0])` at"
+)
 
 
 def lines(advice: str, *calls: dict[str, Any]) -> Case:
@@ -202,19 +227,39 @@ CASES = {
     "a CPU with kernels of 3×3": found(
         cpu(3), (100 * (0.67 + 0.8) + 50 * 0.2 + 40 * 0.85) * MS - 0.55 * 100 * MS / ELEMENTS * 1024**2 * 9, sharp=0.005
     ),
+    # timm: the model that is moved is another name than what is called.
     "lines": lines(
-        f"`self.net = self.net{TO}` after train.py:8, and `x = x{TO}` before train.py:18",
-        *(BY_LIBRARY, MADE, OPTIMIZER, CALLED),
+        f"append `{TO}` to `self.net.to(device)` at train.py:8, and to `batch[0]` in `self.net(batch[0])`"
+        " at train.py:18",
+        *(GIVEN, MADE, RUNS),
     ),
-    "lines of a model made in a library": lines(
-        f"`model = model{TO}` before the optimizer is made, train.py:9, and `images = images{TO}` before train.py:18",
-        *(NAMED, OPTIMIZER),
+    "lines of a model that is not moved": lines(
+        f"append `{TO}` to `net` in `SGD(net.parameters(), …)` at train.py:9, and to `batch[0]` in",
+        *(OTHER, GIVEN, RUNS),
     ),
-    "lines of a wrapper": lines(
-        f"`model = model{TO}` after train.py:8, and `x = x{TO}` before train.py:18",
-        *(MADE, OPTIMIZER, CALLED, WRAPPED),
+    "a loss with parameters is moved": lines(
+        IMAGES_ALONE.replace("made,", "made at train.py:7,"), {**MADE, "whole": False}, OTHER, RUNS
     ),
-    "lines that are not known": lines(f"`model = model{TO}`, and `x = x{TO}`"),
+    "moved in a library": lines(IMAGES_ALONE, {**MADE, "via": "Trainer (fit.py:1)"}, RUNS),
+    "torch has no name there": lines(NONE, {**MADE, "torch": False}, {**RUNS, "torch": False}),
+    "the model gets no image": lines(FOR_IT, {**RUNS, "takes": [2]}),
+    "the model gets an image after another tensor": lines(
+        "append it to `x` in `net(t, x)` at train.py:18",
+        called("forward", 18, "y = net(t, x)", "net(t, x)", takes=[1, 4]),
+    ),
+    # pytorch-cifar100: a library calls the model for the line, and its line is not the model's call.
+    "a function that calls the model": lines(
+        BEFORE.format(9),
+        called("forward", 18, "writer.add_graph(net, images)"),
+        {**GIVEN, "source": "SGD(net.parameters("},
+    ),
+    "a builtin that calls the model": lines(
+        FOR_IT, called("forward", 18, "y = list(map(net, images))", "list(map(net, images))", takes=[4])
+    ),
+    "arguments of which some are unpacked": lines(FOR_IT, called("forward", 18, "net(*both)", takes=[4, 4])),
+    "an argument that is a sum": lines(FOR_IT, called("forward", 18, "net(a + b)", takes=[4])),
+    "two calls of the same length": lines(FOR_IT, called("forward", 18, "f(x), g(y)", "f(x)", takes=[4])),
+    "lines that are not known": lines(NONE),
 }
 
 
@@ -232,8 +277,7 @@ def test_a_resnet_in_nchw_is_told_so_first_with_both_lines_and_its_next_step() -
     first = next(o for o in result.outcomes if o.state == "found")
     assert first.id == "memory_format"
     assert first.advice[0] == (
-        f"`model = model{TO}` before the optimizer is made, g02_resnet_layout.py:15,"
-        f" and `images = images{TO}` before g02_resnet_layout.py:18"
+        f"`{TO}` of the model, before the optimizer is made at g02_resnet_layout.py:15, and of each batch of images"
     )
     assert result.window is not None
     then = result.window.step_ns - first.saving_ns
@@ -245,3 +289,106 @@ def test_a_resnet_in_nchw_is_told_so_first_with_both_lines_and_its_next_step() -
 @pytest.mark.parametrize("name", ["g07_pageable", "g14_synchronize"])
 def test_other_causes_are_not_laid_to_the_format(name: str) -> None:
     assert ask(memory_format.RULE, H200 / name).state == "clear"
+
+
+# Scripts in which the model and its images stand in ways that an edit could break, and whether it names the model's and
+# the images' expressions. Each returns its network.
+FORMS = {
+    "plain": ("net = Net()\nnet.to('cpu')\nimages = x\nnet(images).sum().backward()\nreturn net", True, True),
+    "returned": (
+        "def make():\n    return Net().to('cpu')\nnet = make()\nfor batch in [{'x': x}]:\n"
+        "    net(batch['x']).sum().backward()\nreturn net",
+        True,
+        True,
+    ),
+    # timm: a name of the outer function that an assignment would make a local one, and a model that is None at first.
+    "nested": (
+        "task = None\nnet = Net()\nnet.to(device='cpu')\ninput = x\ndef forward():\n    result = task(input)\n"
+        "    result.sum().backward()\ntask = Net.kept = torch.nn.Sequential(net)\nforward()\nreturn net",
+        True,
+        True,
+    ),
+    "lambda": ("net = Net().cpu().to('cpu')\nrun = lambda v: net(v).sum()\nrun(x).backward()\nreturn net", True, True),
+    "comprehension": (
+        "net = [n.to('cpu') for n in [Net()]][0]\n[net(v) for v in [x]][0].sum().backward()\nreturn net",
+        True,
+        True,
+    ),
+    "optimizer": (
+        "net = Net()\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1) if True else None\n"
+        "with torch.enable_grad(): net(x).sum().backward()\noptimizer.step()\nreturn net",
+        True,
+        True,
+    ),
+    "method": (
+        "class Task:\n    def __init__(self): self.net = Net().to('cpu')\n    @torch.enable_grad()\n"
+        "    def run(self): return self.net(x[:2])\ntask = Task()\ntask.run().sum().backward()\nreturn task.net",
+        True,
+        True,
+    ),
+    "class body": (
+        "class Job:\n    net = Net().to('cpu'); out = net(x); out.sum().backward()\nreturn Job.net",
+        True,
+        True,
+    ),
+    "coroutine": (
+        "import asyncio\nasync def main():\n    net = Net().to('cpu')\n    (net(x)).sum().backward()\n    return net\n"
+        "return asyncio.run(main())",
+        True,
+        True,
+    ),
+    # What calls the model is another function: only words.
+    "drawn": (
+        "net = Net().to('cpu')\nfrom torch.utils.checkpoint import checkpoint\n"
+        "checkpoint(net, x, use_reentrant=False).sum().backward()\nreturn net",
+        True,
+        False,
+    ),
+    "in a library": (
+        "net, space = Net().to('cpu'), {}\nexec('def run(batches): return net(batches[0])', {'net': net}, space)\n"
+        "run, all = space['run'], [x]\nrun(all).sum().backward()\nreturn net",
+        True,
+        False,
+    ),
+    "mapped": ("net = Net().to('cpu')\nlist(map(net, [x]))[0].sum().backward()\nreturn net", True, False),
+    "several lines": ("net = Net()\nnet.to(\n    'cpu'\n)\nnet(\n    x\n).sum().backward()\nreturn net", False, False),
+}
+HEAD = """import torch
+class Net(torch.nn.Conv2d):
+    def __init__(self):
+        super().__init__(3, 4, 3)
+    def forward(self, v):
+        self.got = v.is_contiguous(memory_format=torch.channels_last)
+        return super().forward(v)
+x = torch.randn(2, 3, 8, 8)
+"""
+_EDIT = re.compile(r"`([^`]+)`(?: in `([^`]+)`)? at train\.py:(\d+)")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not say in which columns a call stands")
+def test_what_is_proposed_runs(tmp_path: Path) -> None:
+    """Each form is recorded; what the sentence says is done to the script, and that runs in channels_last."""
+    forms = [f"def form_{n}():\n{indent(body, '    ')}\n" for n, (body, _, _) in enumerate(FORMS.values())]
+    names = [f"form_{n}" for n in range(len(forms))]
+    script = tmp_path / "train.py"
+    script.write_text(f"{HEAD}{''.join(forms)}" + f"kept = [{'(), '.join(names)}()]\n")
+    record(script, folder=tmp_path / "run", options=["--no-trace"])
+    calls = calls_of([facts(tmp_path / "run" / "ranks" / "00000")])
+    told = {}
+    for n, (name, (_, of_model, of_images)) in zip(names, FORMS.items(), strict=True):
+        mine = [call for call in calls if f"{call.function}.".startswith(f"{n}.")]
+        first, _, then = memory_format._change(mine, "channels_last").text.partition(", and ")
+        told[name] = (bool(_EDIT.search(first)), bool(_EDIT.search(then)) and "is called" not in then)
+        assert told[name] == (of_model, of_images), (name, first, then)
+        lines = script.read_text().splitlines()
+        for text, within, line in _EDIT.findall(first) + _EDIT.findall(then):
+            around = within if within and "…" not in within else f"{text}.parameters" if within else text
+            assert around in lines[int(line) - 1]
+            begin, _, end = around.rpartition(text)
+            lines[int(line) - 1] = lines[int(line) - 1].replace(around, f"{begin}{text}{TO}{end}")
+        space: dict[str, Any] = {}
+        exec(compile("\n".join(lines), str(script), "exec"), space)
+        net = space[n]()
+        assert net.got == of_images or not of_model
+        assert net.weight.is_contiguous(memory_format=space["torch"].channels_last) == of_model

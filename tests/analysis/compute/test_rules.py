@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlprof.analysis.compute.products import own_functions
 from dlprof.analysis.compute.rules import (
     float64_compute,
     fp32_matmul,
@@ -25,6 +28,7 @@ from simulator import folder as simulated
 from simulator.faults import FAULTS
 from simulator.faults.fault import recording
 from tests.fixtures import operators, runs, traces
+from tests.fixtures.asking import ask
 from tests.fixtures.operators import times
 from tests.fixtures.processors import PRODUCTS, SPLIT, computing
 from tests.fixtures.recurrent import GRU, LSTM, RNN, network
@@ -84,6 +88,15 @@ IEEE = {
 TO_TF32: list[Any] = [("fp32_precision", "ieee", "tf32")]
 HALF_OF_AMD: list[Any] = [("float32_precision", None, "high"), ("HIPBLASLT_ALLOW_TF32", None, "1")]
 
+
+def counted(*dtypes: str, operator: str = "aten::addmm", sizes: str = "64 64x64 64x64") -> dict[str, Any]:
+    """Return the facts of a step whose products were counted, as many FLOPs in each type."""
+    shape = {"operator": operator, "shape": sizes, "calls": 1, "flops": 524_288, "bytes": 98_304}
+    line = {"phase": "forward", "after": "forward", "file": "train.py", "line": 7, "function": "forward"}
+    line |= {"source": "return x @ w", "operators": {operator: 1}}
+    return {"flops": {"state": "counted", "shapes": [{**shape, "dtype": d} for d in dtypes], "lines": [line]}}
+
+
 FLOAT32 = {
     # 19.5 TFLOP/s in float32, half of 312 in bfloat16.
     "on a GPU": found(
@@ -132,6 +145,17 @@ FLOAT32 = {
         rows=[("aten::addmm",)],
     ),
     "on a CPU with AVX-512's": found(cpu(units=["avx512_bf16"]), PRODUCTS * (1 - 1 / 1.7) - 23 * US),
+    "on a CPU products with two columns": found(
+        cpu(units=["avx512_bf16"], **counted("float32", sizes="2 64x64 64x2")), PRODUCTS * (1 - 1 / 1.7) - 23 * US
+    ),
+    "on a CPU products with a vector": clear(
+        cpu(units=["avx512_bf16"], **counted("float32", sizes="1 64x64 64x1")), 0, "would be only"
+    ),
+    "on a CPU a function of the script's": found(
+        cpu(units=["avx512_bf16"], named=("Mine", "MineBackward", "Scatter", "ScatterBackward", "Other")),
+        None,
+        "; where `Mine` has no `@torch.amp.custom_fwd",
+    ),
     "on a CPU that rounds to bfloat16": clear(cpu(units=["amx_bf16"], matmul={"cpu_matmul_fp32_precision": "bf16"})),
     "a CPU whose units are not known": unmeasured(cpu(), "not recorded"),
     "on a CPU under autocast": clear(cpu(units=["amx_bf16"], autocast={"enabled": True, "dtype": "bfloat16"})),
@@ -145,14 +169,6 @@ SQUARE = [1024, 1024], [1024, 1024]
 FLAT = [8192, 8192], [8192, 1]  # as many bytes as numbers that it multiplies
 # No sheet has the RTX's peak in float64: it is at half of that in float32, 2 × 1024³ FLOPs in 6 ms.
 RTX, OF_RTX = "NVIDIA GeForce RTX 4090", 2 * 1024**3 / (128 * 2.52e9 * 256 / 2) / 6e-3
-
-
-def counted(*dtypes: str, operator: str = "aten::addmm") -> dict[str, Any]:
-    """Return the facts of a step whose products were counted, as many FLOPs in each type."""
-    shape = {"operator": operator, "shape": "64 64x64 64x64", "calls": 1, "flops": 524_288, "bytes": 98_304}
-    line = {"phase": "forward", "after": "forward", "file": "train.py", "line": 7, "function": "forward"}
-    line |= {"source": "return x @ w", "operators": {operator: 1}}
-    return {"flops": {"state": "counted", "shapes": [{**shape, "dtype": d} for d in dtypes], "lines": [line]}}
 
 
 def convolving(folder: Path, operator: str = "aten::_slow_conv2d_forward") -> Path:
@@ -448,3 +464,40 @@ def test_a_job_that_runs_ahead_has_as_many_forward_as_backward_passes(tmp_path: 
     simulated.write(tmp_path / "run", job, recording(job, fault.name))
     rows = [("a float32 copy of the logits", passes, 1) for passes in ("backward", "forward")]
     check(unfused_loss.RULE, found(lambda p: p / "run", rows=rows), tmp_path)
+
+
+def scaled(torch: Any, ahead: Callable[[Any], Any], back: Callable[[Any], Any]) -> Any:
+    """Return what runs a function of the script's own, whose backward pass multiplies by what it saved, as pyGAT's."""
+
+    class Scaled(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        @ahead
+        def forward(ctx: Any, weight: Any, x: Any) -> Any:
+            ctx.save_for_backward(weight.to_sparse())
+            return torch.matmul(weight.to_sparse(), x)
+
+        @staticmethod
+        @back
+        def backward(ctx: Any, grad: Any) -> Any:
+            return None, ctx.saved_tensors[0].t().matmul(grad)
+
+    def run(*, cast: bool = False) -> None:
+        layer = torch.nn.Linear(4, 3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out = Scaled.apply(torch.eye(6), layer(torch.ones(6, 4)))
+        out.sum().backward()
+
+    return run
+
+
+def test_the_decorators_that_autocast_names_make_a_function_run_under_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    plain = scaled(torch, lambda f: f, lambda f: f)
+    rank = operators.profiled(torch, tmp_path, plain)
+    assert rank.once(own_functions)["function"].tolist() == ["Scaled"]
+    job = computing(tmp_path / "run", units=["avx512_bf16"], named=("Scaled", "ScaledBackward"))
+    text = ask(fp32_matmul.RULE, job).changes[0].text
+    decorators = [eval(code, {"torch": torch}) for code in re.findall(r"`@([^`]+)`", text)]
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        plain(cast=True)
+    scaled(torch, *decorators)(cast=True)

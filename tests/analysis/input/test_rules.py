@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,14 @@ def starved(folder: Path) -> Path:
         return line | {"start_ns": line["start_ns"] - 100 * MS, "dur_ns": line["dur_ns"] + 100 * MS}
 
     edit(path, "chunks.jsonl", earlier, rank=1)
+    return path
+
+
+def bound_by_itself(folder: Path) -> Path:
+    """Record the same job as `needless`, whose process left itself two of eight cores."""
+    path = needless(folder)
+    cores = {"count": 8, "affinity": 2, "allowed": "0-1", "at_start": "0-7", "torch_threads": 2}
+    add_facts(path, cpu=cores)
     return path
 
 
@@ -225,6 +234,8 @@ CASES = [
                "One thread pins all batches, and takes 50.0 ms for each.")),
     case("cheaper without workers", NEEDLESS, needless, saving=pytest.approx(6.2, rel=0.05),
          sets=[("num_workers", 3, 0)], column=["0 (proposed)", "1", "2", "3 (is)"]),
+    case("on cores that its process chose", NEEDLESS, bound_by_itself, state="not_measured",
+         says="its process bound itself"),
     case("one change, one finding", WAIT, needless, state="clear"),
     case("persistent workers", NEEDLESS, partial(needless, persistent_workers=True),
          sets=[("num_workers", 3, 0), ("persistent_workers", True, False)]),
@@ -301,7 +312,8 @@ def test_what_costs_nothing_is_the_last_row(tmp_path: Path, collating: int, name
 
 def test_half_of_what_is_not_known_of_the_workers_cost_is_the_noise() -> None:
     now, none = Forecast(2, 24 * MS, 0.0), Forecast(0, 18 * MS, 0.0)
-    estimate = NEEDLESS.check(FewerWorkers(0, (now, none), none, 2.0 * MS, {0: 6.0 * MS}))
+    unbound = SimpleNamespace(facts={0: {}})
+    estimate = NEEDLESS.check(FewerWorkers(0, (now, none), none, 2.0 * MS, {0: 6.0 * MS}), unbound)
     assert (estimate.saving_ns, estimate.noise_ns) == (6 * MS, 2 * MS)
 
 

@@ -37,6 +37,16 @@ def told(job: Job, **facts: Any) -> Job:
     return changed
 
 
+def call(kind: str, line: int, source: str) -> dict[str, Any]:
+    return {"kind": kind, "file": "train.py", "line": line, "function": "main", "source": source}
+
+
+# Bound to one core of eight, since its start or by its own process.
+ONE = {"affinity": 1, "allowed": "3", "at_start": "3"}
+ITSELF = {**ONE, "at_start": "0-7"}
+PINNED = call("affinity", 4, "os.sched_setaffinity(0, {3})")
+
+
 def untraced(folder: Path) -> Path:
     return runs.recorded(folder / "run", (None, [runs.light(n, 10 * MS) for n in range(30)], runs.CPU))
 
@@ -55,6 +65,24 @@ IDLE = {
         settings=[[("num_threads", 1, 2)]],
         rows=[("rank 0", 1, 2, pytest.approx(1.0), 2)],
         numerics=[False],
+    ),
+    "threads that a line sets": found(
+        told(computing, calls=[call("threads", 3, "of_before(4)"), call("threads", 7, "torch.set_num_threads(1)")]),
+        None,
+        "`torch.set_num_threads(2)` (is 1, by `torch.set_num_threads(1)` at train.py:7)",
+        never=["OMP_NUM_THREADS"],
+        where=[("train.py", 7)],
+    ),
+    "threads that torchrun sets": found(
+        told(computing, env={"OMP_NUM_THREADS": "1"}, launch={"TORCHELASTIC_RUN_ID": "none"}),
+        None,
+        "`torchrun` sets `OMP_NUM_THREADS=1` where it is not set",
+    ),
+    "threads of the environment": found(
+        told(computing, env={"OMP_NUM_THREADS": "1"}), None, "(is 1, by `OMP_NUM_THREADS=1` in its", never=["torchrun"]
+    ),
+    "another number in the environment": found(
+        told(computing, env={"OMP_NUM_THREADS": "4"}), None, "(is 1)", never=["OMP_NUM_THREADS=4"]
     ),
     "cores in use": clear(cpu(used=1.9), 0, *("1 thread and 2 cores", "of which 0.1")),
     "threads enough": clear(cpu(threads=2)),
@@ -125,6 +153,39 @@ THREADS = {
         ranks=[0, 1, 2, 3],
         never=["outside the job"],
     ),
+    "a core that the script chose": found(
+        waits(0.4, threads=1, workers=1, more={"calls": [PINNED]}, **ITSELF),
+        None,
+        *("Training waits for the few cores", "no `os.sched_setaffinity(0, {3})` at train.py:4: its affinity is 1 of"),
+        settings=[[]],
+        where=[("train.py", 4)],
+    ),
+    "a core that OpenMP bound it to": found(
+        waits(0.4, threads=1, workers=1, env={"GOMP_CPU_AFFINITY": "3"}, **ITSELF),
+        None,
+        "`GOMP_CPU_AFFINITY=3` has OpenMP bind it",
+    ),
+    "a core that a library chose": found(
+        waits(0.4, threads=1, workers=1, **ITSELF), None, "a library bound it", never=["taskset"]
+    ),
+    "a core that the launcher gave": found(
+        waits(0.4, threads=1, workers=1, env={"SLURM_CPU_BIND": "quiet"}, **ONE),
+        None,
+        "when it started (`SLURM_CPU_BIND=quiet`, the job's `--cpus-per-task`)",
+        never=["taskset"],
+    ),
+    "a core that taskset gave": found(waits(0.4, threads=1, workers=1, **ONE), None, "(`taskset`, `numactl`, "),
+    "a quota that all threads share": found(
+        waits(0.4, threads=16, stopped=0.8, quota=1.5),
+        None,
+        *("The container's quota stops the job", "quota of 1.50 cores was used up in 80 % of its periods", "--cpus"),
+        settings=[[("OMP_NUM_THREADS", 16, 1)], []],
+        share=pytest.approx(0.4, abs=0.001),
+    ),
+    "a quota, and no more threads than it grants": found(
+        waits(0.4, threads=1, stopped=0.2, quota=1.5), None, "a larger CPU quota than 1.50 cores"
+    ),
+    "a quota that is not used up": unmeasured(waits(0.4, threads=1, stopped=0.01, quota=1.5)),
     "threads that the script sets": found(
         waits(*ALL, env={"OMP_NUM_THREADS": "2"}),
         None,

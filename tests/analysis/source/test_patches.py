@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any
 
 import pytest
@@ -149,6 +149,104 @@ def test_two_calls_in_one_line_are_told_apart_by_their_columns_alone() -> None:
 def test_a_hostile_file_is_left_alone(source: bytes, why: str) -> None:
     with pytest.raises(NotEditable, match=why):
         edited(source, Span(1, 1, 4, 20), "loader", {"num_workers": 4})
+
+
+# -- what an edit makes of a script runs: each returns an object that has the setting then
+
+LOADED: dict[str, Any] = {"drop_last": True}
+PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+FUSED_ADAM: dict[str, Any] = {"fused": True}
+WITHOUT: dict[str, Any] = {"num_workers": 0}
+PLACES = [
+    ("return DataLoader(data)", "loader", LOADED),
+    ("with torch.no_grad(): return DataLoader(data)", "loader", PERSISTENT),
+    ("return [DataLoader(d) for d in [data]][0]", "loader", PERSISTENT),
+    ("make = lambda d=data: DataLoader(d)\nreturn make()", "loader", LOADED),
+    ("def make(d, of=DataLoader(data)): return of\nreturn make(1)", "loader", LOADED),
+    ("class Job:\n    loader = DataLoader(data, 2)\nreturn Job.loader", "loader", PERSISTENT),
+    ("import asyncio\nasync def main(): return DataLoader(data)\nreturn asyncio.run(main())", "loader", LOADED),
+    ("loader = DataLoader(data, \\\n    batch_size=2)\nreturn loader", "loader", PERSISTENT),
+    ("return DataLoader(\n    data,\n    batch_size=2,  # (\n)", "loader", PERSISTENT),
+    ("return DataLoader(data,\n                  shuffle=(True if len(data) else\n  False))", "loader", LOADED),
+    ("for loader in (DataLoader(data),): return loader", "loader", LOADED),
+    ("return (loader := DataLoader(data))", "loader", LOADED),
+    ("return DataLoader(data) if len(data) else None", "loader", LOADED),
+    ("def wrap(loader): return lambda f: loader\n@wrap(DataLoader(data))\ndef f(): pass\nreturn f", "loader", LOADED),
+    ("return DataLoader(data, num_workers=1, prefetch_factor=3)", "loader", {"persistent_workers": True}),
+    ("return Adam(net.parameters(), lr=0.1)", "optimizer", FUSED_ADAM),
+    ("return Adam([{'params': p} for p in net.parameters()], foreach=False)", "optimizer", FUSED_ADAM),
+    ("return Adam(\n    (p for p in net.parameters())\n)", "optimizer", FUSED_ADAM),
+]
+REFUSED = [
+    ("return DataLoader(data)", {"persistent_workers": True}, "persistent_workers needs num_workers above 0"),
+    ("return DataLoader(data, num_workers=0)", {"prefetch_factor": 2}, "prefetch_factor needs num_workers above 0"),
+    (
+        "return DataLoader(data, num_workers=1, prefetch_factor=2)",
+        WITHOUT,
+        "num_workers cannot be set beside prefetch_f",
+    ),
+    ("return DataLoader(data, num_workers=1, persistent_workers=True)", WITHOUT, "beside persistent_workers"),
+    ("return DataLoader(data, num_workers=1, timeout=9)", WITHOUT, "beside timeout"),
+    ("return DataLoader(data, batch_sampler=[[0], [1]])", LOADED, "drop_last cannot be set beside batch_sampler"),
+    ("return Adam(net.parameters(), foreach=True)", FUSED_ADAM, "fused cannot be set beside foreach"),
+    ("return Adam(net.parameters(), differentiable=True)", FUSED_ADAM, "fused cannot be set beside differentiable"),
+    (
+        "return torch.compile(net, options={'max_autotune': True})",
+        {"mode": "default"},
+        "mode cannot be set beside opti",
+    ),
+]
+TORCH = """import torch
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+net, data = torch.nn.Linear(4, 2), torch.randn(8, 4)
+def main():
+"""
+
+
+def kind_in(text: str) -> tuple[str, Span]:
+    """Return the kind of the call that a script makes, and where it stands."""
+    kinds = {"DataLoader": "loader", "Adam": "optimizer", "torch.compile": "compile"}
+    nodes = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and ast.unparse(n.func) in kinds)
+    node = next(nodes)
+    span = Span(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
+    return kinds[ast.unparse(node.func)], span
+
+
+def returned(source: bytes) -> Any:
+    """Run a script, and return what it makes, used once."""
+    space: dict[str, Any] = {}
+    exec(compile(source, "train.py", "exec"), space)
+    made = space["main"]()
+    if hasattr(made, "step"):
+        space["net"](space["data"]).sum().backward()
+        made.step()
+    elif hasattr(made, "num_workers"):
+        assert iter(made) is not None
+    return made
+
+
+@pytest.mark.parametrize(("text", "kind", "settings"), PLACES)
+def test_an_edit_runs_wherever_the_call_stands(text: str, kind: str, settings: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    source = TORCH + indent(text, "    ")
+    found, span = kind_in(source)
+    made = returned(edited(source.encode(), span, found, settings))
+    of = made.param_groups[0] if kind == "optimizer" else vars(made)
+    assert {name: of[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(("text", "settings", "why"), REFUSED)
+def test_what_the_call_would_refuse_is_no_edit(text: str, settings: dict[str, Any], why: str) -> None:
+    """Without the check the script fails."""
+    pytest.importorskip("torch")
+    source = TORCH + indent(text, "    ")
+    kind, span = kind_in(source)
+    with pytest.raises(NotEditable, match=why):
+        edited(source.encode(), span, kind, settings)
+    ((name, value),) = settings.items()
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        returned(f"{source[:-1]}, **{{{name!r}: {value!r}}})".replace("num_workers=1, ", "").encode())
 
 
 # -- patches of several calls and files

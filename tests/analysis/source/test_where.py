@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, names_in, over_ranks
+from dlprof.analysis.source.line_shares import busiest, call_of, call_sites, line_shares, over_ranks
+from dlprof.analysis.source.options import Option
 from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import (
     CONCERNED,
@@ -50,6 +52,7 @@ def source(
     calls: Sequence[Call],
     *lines: tuple[str, bool, str, int, str, str, int, int],
     modules: Sequence[tuple[str, str, str, float]] = (),
+    options: Sequence[Option] = (),
 ) -> Source:
     """Return what is known of calls, of lines and of modules: none where there is no line, or no module."""
 
@@ -64,7 +67,7 @@ def source(
         columns = ["doing", "own", "file", "line", "function", "library", "samples", "of"]
         return pd.DataFrame(lines, columns=columns).assign(rank=0)
 
-    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(of_modules))
+    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(of_modules), Maybe(lambda: [*options]))
 
 
 def found(rule: str, *changes: Change) -> Outcome:
@@ -144,6 +147,11 @@ def test_a_change_has_the_place_of_its_argument_and_its_diff(tmp_path: Path) -> 
     assert (first.at.file, first.at.line, first.no_diff) == ("train.py", 1, "")
     assert "+train = DataLoader(data, num_workers=4)\n" in first.diff
     assert [c.at for c in others] == [None, None]
+    (asked_for,) = placed(
+        found("input_wait", asked[0]), (), source([known], options=[Option("--workers", "w")])
+    ).changes
+    assert asked_for.text == "the script has an option that looks like it: `--workers 4`; else more"
+    assert asked_for.diff == first.diff
     (stale,) = placed(found("input_wait", asked[0]), (), source([LOADER])).changes
     assert stale.at is not None
     assert (stale.at.line, stale.diff) == (1, "")
@@ -393,15 +401,17 @@ def test_calls_are_those_of_all_ranks_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "text", "names"),
+    ("source", "text", "known"),
     [
-        ("loss = F.cross_entropy(model(images), labels)", "model(images)", ("model", "images")),
-        ("out = self.net(batch.x, mask=m)", "self.net(batch.x, mask=m)", ("self.net", "batch.x")),
-        ("out = model(x.to(device))", "model(x.to(device))", ("model", "")),
-        ("out = model(**batch)", "model(**batch)", ("", "")),
-        ("for x in model(images):", "model(images)", ("", "")),
+        ("loss = F.cross_entropy(model(images), labels)", "model(images)", True),
+        ("out = model(x.to(device))", "model(x.to(device))", True),
+        ("for x in model(images):", "model(images)", True),
+        ("return model(images)", "model(images)", True),
+        ("a, b = model(x), other(y) + third(z)", "other(y)", False),  # as long as third(z)
+        ("out = model(", "model(", False),
     ],
 )
-def test_what_a_line_calls_and_with_what(source: str, text: str, names: tuple[str, str]) -> None:
+def test_the_syntax_of_a_call_in_its_line(source: str, text: str, known: bool) -> None:
     at = source.index(text)
-    assert names_in(Call("forward", "t.py", 1, source=source, span=Span(1, 1, at, at + len(text)))) == names
+    found = call_of(Call("forward", "t.py", 1, source=source, span=Span(1, 1, at, at + len(text))))
+    assert (found is not None and ast.unparse(found)) == (known and text)

@@ -69,6 +69,12 @@ CASES = [
         None,
         id="longer for a while",
     ),
+    pytest.param(
+        lambda n: {"optimizer": 2.0 if n < 103 else 30.0, "rest": 33.0 if n < 43 else 30.0 if n < 103 else 10.0},
+        runs.CPU,
+        None,
+        id="a phase that jumps in steps about as long as before",
+    ),
     pytest.param(lambda n: {"forward": 10.0, "rest": 10 + 30 * (n % 2)}, runs.CPU, None, id="in turn"),
 ]
 
@@ -89,6 +95,18 @@ def test_steps_that_grow_are_found_with_their_phase(
     assert not found.at_most
 
 
+def varying(n: int) -> dict[str, float]:
+    """Return phases of which the optimizer becomes longer, by another factor in each stretch."""
+    return {"forward": 5.0, "optimizer": 2.0 if n < 80 else 20.0 + 15 * (n // 40 % 2)}
+
+
+@pytest.mark.parametrize(("at", "state"), [((50, 90), "found"), ((150, 180), "clear")])
+def test_a_jump_is_known_by_when_values_became_subnormal(at: tuple[int, int], state: str, tmp_path: Path) -> None:
+    seen = [{"step": at[0], "state": 0.0}, {"step": at[1], "state": 0.5}]
+    assert ask(RULE, recorded(tmp_path / "a", varying, {**runs.CPU, "subnormal": seen})).state == state
+    assert ask(RULE, recorded(tmp_path / "b", varying)).state == "clear"
+
+
 def test_longer_texts_take_longer(tmp_path: Path) -> None:
     steps = [runs.light(n, (20 + n // 4) * MS, forward_ns=10 * MS, tokens=1_000 + 10 * n) for n in range(N)]
     assert ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).state == "clear"
@@ -103,3 +121,30 @@ def test_the_last_step_and_when_it_has_doubled_are_said(tmp_path: Path) -> None:
     # The medians of the first and the last twenty of 200 steps; each is 1 ms longer than the one before.
     assert found.title == "Steps grow from 32.5 ms to 212.5 ms"
     assert "by 1.00 ms with every step: in 212 more steps" in found.summary
+
+
+def jumping(n: int) -> dict[str, float]:
+    """Return phases of which the optimizer jumps, while the lines between vary by whole stretches."""
+    return {"forward": 5.0, "optimizer": 2.0 if n < 80 else 30.0, "rest": 4.0 if n < 40 else 1.0}
+
+
+@pytest.mark.parametrize(
+    ("looks", "said", "advice"),
+    [
+        ([(0, 0.0, 0.0), (60, 0.0, 0.0), (120, 0.0, 0.25)], "25 % of the optimizer's state", "set_flush_denormal"),
+        ([(60, 0.0, 0.0), (150, 0.3, 0.0)], "30 % of the parameters", "set_flush_denormal"),
+        # As many before as after.
+        ([(60, 0.0, 0.25), (150, 0.0, 0.25)], "", "find what a step appends"),
+        ([], "", "find what a step appends"),
+    ],
+)
+def test_values_that_became_subnormal_meanwhile_are_the_cause(
+    looks: list[tuple[int, float, float]], said: str, advice: str, tmp_path: Path
+) -> None:
+    place = {"kind": "optimizer_step", "file": "train.py", "line": 18, "function": "main", "source": "optimizer.step()"}
+    seen = [{"step": step, "parameters": parameters, "state": state} for step, parameters, state in looks]
+    found = ask(RULE, recorded(tmp_path, jumping, {**runs.CPU, "subnormal": seen, "calls": [place]}))
+    assert (found.state, "optimizer" in found.summary) == ("found", True)
+    assert ("subnormal" in found.summary, said in found.summary) == (bool(said), True)
+    assert advice in found.changes[0].text
+    assert [(p.file, p.line) for p in found.where] == ([("train.py", 18)] if said else [])

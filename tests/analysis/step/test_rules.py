@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from dlprof.analysis.step.rules import (
     gc_pauses,
     periodic_work,
     recompilation,
+    stalled_steps,
     unused_forward,
     validation_share,
 )
@@ -27,6 +28,7 @@ from tests.fixtures.sampled_stacks import MAIN
 
 GC, COMPILES, SAVES = gc_pauses.RULE, recompilation.RULE, checkpoint_stall.RULE
 UNUSED, PERIODIC, VALIDATES = unused_forward.RULE, periodic_work.RULE, validation_share.RULE
+STANDS = stalled_steps.RULE
 
 KINDS = {"gc": "garbage_collection", "compiles": "compilation", "saves": "checkpoint"}
 
@@ -121,6 +123,16 @@ def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60, batc
                 steps.append(light(len(steps), dur * MS, **kind))
         made.append((None, steps, facts))
     return lambda folder: runs.recorded(folder, *made)
+
+
+def standing(longer: Mapping[int, int], stalls: Sequence[dict[str, Any]] = (), n: int = 100) -> Make:
+    """Return what makes a rank of steps of 100 ms, one a second, of which some wait so many ms more for data."""
+    steps = [light(k, (100 + longer.get(k, 0)) * MS, fetch_ns=longer.get(k, 0) * MS) for k in range(n)]
+    facts = {**runs.CPU, "clock": {"unix_ns": traces.BASE_NS}}
+    end_ns = steps[-1]["start_ns"] + 200 * MS
+    return lambda folder: runs.recorded(
+        folder / "run", (None, steps, facts), stalls=[list(stalls)], start_ns=traces.BASE_NS, end_ns=end_ns
+    )
 
 
 CASES = [
@@ -229,6 +241,15 @@ CASES = [
                  " waits for it", "autocast (bfloat16, as training); a larger batch (is 50), since nothing is kept for"
                  " a backward pass", "validate every 20 steps (is 10), or on part of the data")),
     # 150 of 1,150 ms are validation, and a quarter of it waits: 3.3 % of the loop.
+    # A step begins each second, and the last ends 99.2 s after the command's start.
+    case("a step that stands still", STANDS, standing({50: 8_000}), scope="run", share=8 / 99.2, at_most=True,
+         saving=80.0, costs={0: 8_000.0}, says=("8.00 s", "step 50", "8.00 s of it in next()", "timeout=")),
+    case("three of them", STANDS, standing({50: 6_000, 60: 6_000, 70: 6_000}), share=18 / 99.2,
+         says="step 50 and 2 more"),
+    case("four: how its steps are", STANDS, standing(dict.fromkeys((50, 60, 70, 80), 6_000)), state="clear"),
+    case("too short", STANDS, standing({50: 4_000}), state="clear"),
+    case("a checkpoint", STANDS, standing({50: 8_000}, [runs.stall("checkpoint", 50, 7_000 * MS)]), state="clear"),
+    case("little of the job", STANDS, standing({50: 8_000}, n=2_000), state="clear"),
     case("waits not notable alone", VALIDATES, validating(5, fetch=8, dur=30), saving=7.5, training=True),
     case("one rank validates for all", VALIDATES, validating(5, 0, 0, 0), saving=0.75 * 30, ranks=(0,), training=False,
          of_training=[False, False, True], sets=[("shuffle", None, False)],

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,16 @@ def test_a_loaders_calls_know_what_its_batches_were_for() -> None:
         ("iteration", ["train"], None),
         ("iteration", ["validation"], None),
     ]
+
+
+def test_what_is_moved_is_a_model_if_it_has_most_of_its_parameters() -> None:
+    calls, part, loss = Calls(), torch.nn.Linear(8, 8), torch.nn.Linear(1, 1)
+    model = torch.nn.Sequential(part, torch.nn.ReLU())
+    calls.see_moved(part)
+    calls.see_moved(loss)
+    assert [call.get("whole") for call in calls.facts()] == [None, None]
+    assert [call.get("whole") for call in calls.facts([weakref.ref(model)])] == [True, None]
+    assert [call.get("whole") for call in calls.facts()] == [True, None]  # the model may be gone
 
 
 def test_what_goes_wrong_ends_it_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from dlprof.record.collectors.facts import Facts, _last_bucket
+from dlprof.record.device.cpu import listed
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import facts, launch
+from tests.fixtures.jobs import DLPROF, facts, launch
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -185,3 +187,63 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
 )
 def test_the_last_bucket_holds_the_first_tensors(megabytes: tuple[int, ...], last: int) -> None:
     assert _last_bucket([m << 20 for m in megabytes]) == last << 20
+
+
+STATE = """
+import cProfile, os, tracemalloc
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+os.sched_setaffinity(os.getppid(), os.sched_getaffinity(os.getppid()))
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        model(torch.rand(4, 2)).sum().backward()
+        optimizer.step()
+torch.set_num_threads(1)
+train(3)
+profile, profiler = cProfile.Profile(), torch.autograd.profiler.profile(record_shapes=True)
+tracemalloc.start()
+profile.enable()
+with profiler:
+    train(4)
+torch.optim.SGD(model.parameters(), lr=0.1).step()  # news, for the facts
+train(1)
+profile.disable()
+tracemalloc.stop()
+"""
+
+
+def test_what_slows_the_process_and_the_lines_that_set_its_state(tmp_path: Path) -> None:
+    run_recorded(tmp_path, STATE, window=(1_000, 1, 1))
+    told = facts(tmp_path / "run/ranks/00000")
+    lines = {call["kind"]: (call["line"], call["count"]) for call in reversed(told["calls"])}  # the first of a kind
+    assert (lines["affinity"], lines["threads"], lines["profiler"]) == ((3, 1), (12, 1), (14, 1))
+    assert sum(call["kind"] == "affinity" for call in told["calls"]) == 1  # the other one is of another process
+    state = told["process"]
+    assert state["tracemalloc"] is True
+    assert "cProfile.Profile" in (state["profiler"], *state["monitors"]) or "cProfile" in state["monitors"]
+    assert told["subnormal"][0] == {"step": 0, "parameters": 0.0}  # SGD has no state
+    (theirs,) = told["window"]["theirs"]
+    assert (theirs["first_step"], theirs["last_step"], theirs["shapes"]) == (3, 7, True)
+    assert theirs["exit_ns"] > 0
+
+
+EARLY = """
+import os
+# os.sched_setaffinity(0, {9})
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.environ["OMP_NUM_THREADS"] = "3"
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a process of one core cannot be bound to fewer")
+@pytest.mark.long
+def test_the_lines_that_bound_the_process_before_torch_was_there(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EARLY + STATE.replace("torch.set_num_threads(1)", ""))
+    launch([*DLPROF, "wrap", "--no-report", "--no-trace", "--stacks", "off", "-o", "run", "train.py"], tmp_path)
+    told = facts(tmp_path / "run/ranks/00000")
+    lines = [(call["kind"], call["line"]) for call in told["calls"] if call["kind"] in ("affinity", "threads")]
+    assert lines == [("affinity", 4), ("affinity", 8), ("affinity", 9), ("threads", 5)]
+    assert told["cpu"]["at_start"] == listed(os.sched_getaffinity(0)) != told["cpu"]["allowed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from dlprof.record.device import cpu
 from dlprof.record.device.cpu import KernelCounters, used_between
+from tests.fixtures.jobs import until
 
 UNKNOWN = -1
 XEON = "processor\t: 0\nmodel name\t: Intel Xeon\nflags\t\t: fpu fma avx2 avx512f avx512_bf16 amx_tile amx_bf16\n\n"
@@ -84,6 +86,53 @@ def test_the_memory_of_a_process_is_the_least_that_its_groups_grant(
         name = "memory.limit_in_bytes" if group.startswith("memory") else "memory.max"
         (tmp_path / "groups" / group / name).write_text(f"{text}\n")
     assert cpu.memory_limit(str(tmp_path / "cgroup"), str(tmp_path / "groups")) == least
+
+
+@pytest.mark.parametrize(
+    ("process", "files", "cores", "counted"),
+    [
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000", "a/cpu.stat": "A"}, 1.5, True),
+        ("0::/a\n", {"a/cpu.max": "max 100000", "a/cpu.stat": "A"}, None, False),
+        (
+            "2:cpu,cpuacct:/a\n",
+            {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000", "cpu/a/cpu.stat": "A"},
+            0.5,
+            True,
+        ),
+        ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, False),
+    ],
+)
+def test_the_quota_of_a_process_is_the_least_that_its_groups_grant(
+    process: str, files: dict[str, str], cores: float | None, counted: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text(process)
+    for name, text in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("nr_periods 40\nnr_throttled 30\nthrottled_usec 7\n" if text == "A" else f"{text}\n")
+    where = str(tmp_path / "cgroup"), str(tmp_path / "groups")
+    assert cpu.quota(*where) == cores
+    assert cpu.throttled(*where) == ({"quota_periods": 40, "throttled_periods": 30} if counted else {})
+
+
+GROUP = Path("/sys/fs/cgroup/cpu/dlprof-test")
+
+
+@pytest.mark.skipif(not os.access(GROUP.parent / "cpu.cfs_quota_us", os.W_OK), reason="cannot make a control group")
+def test_the_kernel_counts_the_periods_in_which_a_quota_stops_a_process() -> None:
+    GROUP.mkdir(exist_ok=True)
+    try:
+        (GROUP / "cpu.cfs_quota_us").write_text("10000")
+        spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            (GROUP / "cgroup.procs").write_text(str(spinning.pid))
+            assert cpu.quota(f"/proc/{spinning.pid}/cgroup") == 0.1
+            assert until(lambda: cpu.throttled(f"/proc/{spinning.pid}/cgroup")["throttled_periods"] > 1)
+        finally:
+            spinning.kill()
+            spinning.wait()
+    finally:
+        GROUP.rmdir()
 
 
 def test_processes_that_the_kernel_killed_are_counted(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import UNITS, cpu_float32, is_product, times_of
 from dlprof.analysis.compute.operators import operators, tensor_cores
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.products import TENSOR_SHARE, autocast, tf32
+from dlprof.analysis.compute.products import TENSOR_SHARE, autocast, own_functions, tf32
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, worst
 from dlprof.analysis.panel import table
@@ -87,6 +87,7 @@ def explain(
     cpu_float32: Maybe[Frame] = maybe(cpu_float32),
     mean_step_ns: float = needs(mean_step_ns),
     operators: Frame = needs(operators),
+    own_functions: Frame = needs(own_functions),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, on_cpu = estimate.seen, settings.on_cpu(job)
@@ -106,7 +107,10 @@ def explain(
         title=f"Matrix products run in float32{without}",
         summary=f"Products and convolutions in float32 take {duration(by_rank(took, 'float32_ns')[rank])} of a"
         f" step of {duration(mean_step_ns)} on rank {rank}; {name} multiplies {digits(times)} times as fast in {half}.",
-        changes=(autocast(job, rank, half), *(tf32(job, rank, name) if "tf32" in peaks else ())),
+        changes=(
+            autocast(job, rank, half, [*own_functions["function"]]),
+            *(tf32(job, rank, name) if "tf32" in peaks else ()),
+        ),
         evidence=table(
             f"Products in float32{without}, a step of rank {rank}",
             mine[mine["float32_ns"] > 0],

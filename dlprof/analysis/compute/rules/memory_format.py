@@ -12,13 +12,16 @@ Saving: the conversions, and PyTorch's batch norm less what its kernels for NHWC
 and write and what they reached on a V100 and an A100. The traced steps are replayed: no sooner than the host launches.
 cuDNN's batch norm, pooling and the convolutions themselves count as equally fast. On a CPU: what five networks gained.
 
-What to change: `model = model.to(memory_format=torch.channels_last)` before the optimizer is made, and the same for
-each batch of images; `torch.channels_last_3d` for volumes. `--set model.memory_format=channels_last` tries both.
+What to change: `.to(memory_format=torch.channels_last)` of the model before the optimizer is made, and of each batch of
+images; `torch.channels_last_3d` for volumes. `--set model.memory_format=channels_last` tries both.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import math
+from collections.abc import Iterator
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
@@ -26,7 +29,7 @@ from dlprof.analysis.compute.layouts import nchw
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import call_sites, names_in
+from dlprof.analysis.source.line_shares import call_of, call_sites, is_name
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
@@ -93,17 +96,54 @@ def explain(
 
 
 def _change(calls: list[Call], name: str) -> Change:
-    """Return the change, of the model and of its inputs, by the script's own names and lines."""
-    at = {call.kind: call for call in reversed(calls) if not call.via}
-    model, images = names_in(at["forward"]) if "forward" in at else ("", "")
-    if not model or at.keys() & {"ddp", "fsdp", "data_parallel", "compile"}:  # what is called is a wrapper
-        model = "model"
-    images, to = images or "x", f".to(memory_format=torch.{name})"
-    places = (("model", "after"), ("optimizer", "before the optimizer is made,"))
-    made = next((f" {where} {at[kind].file}:{at[kind].line}" for kind, where in places if kind in at), "")
-    called = f" before {at['forward'].file}:{at['forward'].line}" if "forward" in at else ""
-    text = f"`{model} = {model}{to}`{made}, and `{images} = {images}{to}`{called}"
+    """Return the change, of the model and of its inputs, at the script's own lines where these are known for sure.
+
+    Both are appended to an expression, which no name's scope or value can break.
+    """
+    to = f"`.to(memory_format=torch.{name})`"
+    forward = next((call for call in calls if call.kind == "forward"), None)
+    run = call_of(forward) if forward and forward.takes else None  # the line calls the model itself
+    model = next(_models(calls, _last(run.func) if run else ""), "")
+    images = _images(forward, run, 4 if name == "channels_last" else 5) if forward and run else ""
+    called = f" (the model is called at {forward.file}:{forward.line})" if forward and forward.takes else ""
+    made = next((f" at {call.file}:{call.line}" for call in calls if call.kind == "optimizer" and not call.via), "")
+    if model:
+        text = f"append {to} to {model}, and to {images or f'each batch of images{called}'}"
+    else:
+        of_images = f"append it to {images}" if images else f"of each batch of images{called}"
+        text = f"{to} of the model, before the optimizer is made{made}, and {of_images}"
     return change(text, memory_format=("contiguous_format", "channels_last"))
+
+
+def _models(calls: list[Call], called: str) -> Iterator[str]:
+    """Yield where the whole model stands: as it is moved, or as the one whose parameters the optimizer gets."""
+    for call in sorted(calls, key=lambda call: call.kind):
+        node = None if call.via or not call.torch else call_of(call)
+        if node is None:
+            continue
+        if call.kind == "model" and call.whole and ast.unparse(node.func).endswith((".to", ".cuda")):
+            yield f"`{ast.unparse(node)}` at {call.file}:{call.line}"
+        given = node.args[0] if call.kind == "optimizer" and node.args else None
+        of = given.func if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) else None
+        if of is not None and of.attr == "parameters" and is_name(of.value) and called == _last(of.value):
+            line = f"{ast.unparse(node.func)}({ast.unparse(of)}(), …)"
+            yield f"`{ast.unparse(of.value)}` in `{line}` at {call.file}:{call.line}"
+
+
+def _images(call: Call, node: ast.Call, rank: int) -> str:
+    """Return where the model gets a tensor of images of so many dimensions; "": not known."""
+    if not call.torch or call.via or len(node.args) != len(call.takes) or rank not in call.takes:
+        return ""
+    if not is_name(node.func) or hasattr(builtins, _last(node.func)):  # list(map(model, batches))
+        return ""
+    given = node.args[call.takes.index(rank)]
+    if not is_name(given) and not isinstance(given, (ast.Call, ast.Subscript)):
+        return ""
+    return f"`{ast.unparse(given)}` in `{ast.unparse(node)}` at {call.file}:{call.line}"
+
+
+def _last(node: ast.AST) -> str:
+    return ast.unparse(node).rpartition(".")[2] if is_name(node) else ""
 
 
 RULE = Rule("Memory format of convolutions", check, explain, saves_from=("computation", "launch_latency"))

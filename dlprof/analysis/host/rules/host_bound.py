@@ -39,12 +39,13 @@ from dlprof.analysis.host.syncs import sync_waits
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import costliest, costly_lines
+from dlprof.analysis.source.options import Option, options, with_option
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import light_steps
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
-from dlprof.result import Panel
+from dlprof.result import Panel, Setting
 from dlprof.units import current, digits, duration, often, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
@@ -133,6 +134,7 @@ def explain(
     before_forward: tuple[int, float] | None = needs(before_forward),
     hottest: Maybe[Frame] = maybe(hottest),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
+    options: Maybe[list[Option]] = maybe(options),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, (where, work, more) = estimate.worst, estimate.seen
@@ -168,7 +170,8 @@ def explain(
             at = shown(place.function, place.file, place.line)
             changes.append(change(f"make {at} faster, or run it less often ({UNKNOWN})"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
-        changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
+        compiled = change("`torch.compile(model)`: fewer operators, less Python between them")
+        changes.append(with_option(compiled, (), options.or_none() or (), Setting("compile", False, True)))
     optimizer = settings.optimizer(job)
     now = optimizer.get("fused")
     if phase == "optimizer" and not now and settings.takes_fused(optimizer):

@@ -25,11 +25,18 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.input.input_waits import FewerWorkers, fewer_workers
 from dlprof.analysis.input.loader import loader_means, worker_means
+from dlprof.analysis.machine.cores import binds_itself
+from dlprof.errors import NotMeasured
 from dlprof.result import Change, Forecast, Panel, Scalar
 from dlprof.units import count, duration, percent
 
 
-def check(fewer_workers: FewerWorkers = needs(fewer_workers)) -> Estimate:
+def check(fewer_workers: FewerWorkers = needs(fewer_workers), job: Job = needs(JOB)) -> Estimate:
+    if fewer_workers.gain_ns > 0 and binds_itself(job, fewer_workers.rank):
+        raise NotMeasured(
+            "its process bound itself to some of its host's cores, which the workers share with training: what they"
+            " cost with more cores is not known"
+        )
     return Estimate(
         saving_ns=fewer_workers.gain_ns,
         by_rank_ns=fewer_workers.by_rank_ns,

@@ -18,9 +18,9 @@ What to change: as many threads as a rank has cores to itself, less those that i
 from __future__ import annotations
 
 from dlprof.analysis.compute.cpu_work import by_threads, cpu_parts
-from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.cores import spare_cores
+from dlprof.analysis.machine.cores import line_of, spare_cores, threads_set_by
 from dlprof.analysis.panel import named, table
 from dlprof.analysis.step.savings import own_time, saving
 from dlprof.analysis.timeline.steps import mean_step_ns
@@ -72,10 +72,14 @@ def check(spare_cores: Frame = needs(spare_cores), cpu_parts: Maybe[Frame] = may
 
 
 def explain(
-    estimate: Estimate, own_time: Frame = needs(own_time), mean_step_ns: float = needs(mean_step_ns)
+    estimate: Estimate,
+    own_time: Frame = needs(own_time),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> Explanation:
     frame: Frame = estimate.seen
     row = estimate.rows(frame).iloc[0]
+    line, by = line_of(job, estimate.worst, "threads"), threads_set_by(job, estimate.worst)
     threads, more = int(row["threads"]), int(row["more"])
     most = saving(own_time, by_rank(frame, "most_ns"))
     return Explanation(
@@ -86,11 +90,13 @@ def explain(
         " splits over threads.",
         changes=(
             change(
-                f"`OMP_NUM_THREADS={more}` in the job's environment, or `torch.set_num_threads({more})` (is {threads})",
+                f"{'' if line else f'`OMP_NUM_THREADS={more}` in the job’s environment, or '}"
+                f"`torch.set_num_threads({more})` (is {threads}{by})",
                 num_threads=(threads, more),
             ),
         ),
         evidence=table("Threads and idle cores", named(frame), _COLUMNS, _MOST_RANKS),
+        where=() if line is None else (line,),
         sure=f"Estimated from what such operators usually gain; at most {duration(most)} of the step, were they"
         f" {digits(more / threads)} times as fast. `dlprof try` measures it.",
     )

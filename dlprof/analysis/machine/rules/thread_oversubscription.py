@@ -12,6 +12,9 @@ on the host cause is no fault of the job's, and where it is long, also beside lo
 abstains: `dlprof try` measures what fewer threads or workers save. On a GPU also a trace: waiting counts only where the
 GPU is idle.
 
+In a container with a quota (`cpu.max`) the kernel stops all of its threads until the next period, of 0.1 s, where they
+have used it up: that counts as waiting, whatever the number of threads, where the group's `cpu.stat` counts it.
+
 Saving: the main thread's waiting gone, and on a CPU, where an operator goes on only while all its threads have a core,
 that of its pool's; with fewer threads each has more of the work. Less the share of programs outside the job in the
 cores in use. A pool's threads may also spin while they wait for each other, which the kernel counts as computing: where
@@ -30,7 +33,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.cores import core_waits
+from dlprof.analysis.machine.cores import core_waits, freed, line_of, throttling
 from dlprof.analysis.machine.samples import LITTLE, foreign_load, outside, sample_means
 from dlprof.analysis.panel import named, table
 from dlprof.analysis.step.savings import own_time, saving
@@ -60,6 +63,7 @@ def check(
     sample_means: Frame = needs(sample_means),
     own_time: Frame = needs(own_time),
     foreign_load: Maybe[Frame] = maybe(foreign_load),
+    throttling: dict[int, float] = needs(throttling),
     job: Job = needs(JOB),
 ) -> Estimate:
     # A rank that is bound to a few cores of many shares these with its loader's workers.
@@ -67,7 +71,8 @@ def check(
         settings.training_loader(job, rank).get("num_workers") or 0 if settings.is_bound(job, rank) else 0
         for rank in core_waits["rank"].tolist()
     ]
-    crowded = core_waits[core_waits["threads"] + beside > core_waits["cores"]]
+    stopped = core_waits["rank"].map(throttling).fillna(0.0) >= NOTABLE_SHARE
+    crowded = core_waits[(core_waits["threads"] + beside > core_waits["cores"]) | stopped]
     row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
     if crowded.empty and row["waited"] >= NOTABLE_SHARE:
         others, loader = foreign_load.or_none(), settings.training_loader(job, int(row["rank"]))
@@ -102,12 +107,14 @@ def explain(
     core_waits: Frame = needs(core_waits),
     sample_means: Frame = needs(sample_means),
     mean_step_ns: float = needs(mean_step_ns),
+    throttling: dict[int, float] = needs(throttling),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank = estimate.seen
     row = core_waits[core_waits["rank"] == rank].iloc[0]
     threads, cores, used = int(row["threads"]), int(row["cores"]), float(row["cpu_cores"])
     others = outside(sample_means)
+    line = line_of(job, rank, "affinity" if settings.is_bound(job, rank) else "threads")
     but = f", but for the {percent(others)} of the used cores that programs outside the job have" if others else ""
     sure = f"Counted by the kernel; estimated as its threads' waiting gone{but}."
     if not math.isnan(used):
@@ -115,13 +122,22 @@ def explain(
         least = min(max(1 - used / cores, 0.0) * mean_step_ns, estimate.saving_ns)
         left = duration(least) if least >= LEAST_SHARE * mean_step_ns else "nothing"
         sure += f" If its threads never spun while they waited for each other, {left} is saved."
+    stopped, changes = throttling.get(rank, 0.0), _changes(job, rank, threads, cores)
+    title, held = "More threads than cores" if threads > cores else "Training waits for the few cores it may use", ""
+    if stopped >= NOTABLE_SHARE:
+        quota = digits((job.facts[rank].get("cpu") or {}).get("quota") or cores)
+        title = "The container's quota stops the job"
+        held = f" Its container's quota of {quota} cores was used up in {percent(stopped)} of its periods."
+        raised = change(f"a larger CPU quota than {quota} cores (`docker run --cpus`, Kubernetes' `limits.cpu`)")
+        changes = (*changes, raised) if threads > cores else (raised, *changes)
     return Explanation(
-        title="More threads than cores",
+        title=title,
         summary=f"Rank {rank} computes with {count(threads, 'thread')} and has {count(cores, 'core')} to itself: for"
-        f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread waits for one.",
-        changes=_changes(job, rank, threads, cores),
+        f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread waits for one.{held}",
+        changes=changes,
         evidence=table("Threads and cores", named(core_waits), _COLUMNS, _MOST_RANKS),
         sure=sure,
+        where=() if line is None else (line,),
     )
 
 
@@ -149,12 +165,8 @@ def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...
         words = f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"
         fewer = change(words, OMP_NUM_THREADS=(threads, left))
     if settings.is_bound(job, rank):
-        cpu = job.facts[rank]["cpu"]
-        freed = change(
-            f"let it use more of the host's {cpu['count']} cores: its affinity is {count(cpu['affinity'], 'core')}"
-            " (`os.sched_setaffinity`, `taskset`, `numactl`, the job's `--cpus-per-task`)"
-        )
-        return (freed, fewer) if threads > cores else (freed,)
+        more = freed(job, rank)
+        return (more, fewer) if threads > cores else (more,)
     if workers < cores:
         return (fewer,)
     return fewer, change(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")

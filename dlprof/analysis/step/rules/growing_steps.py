@@ -14,12 +14,14 @@ Saving: what the mean step would be shorter by if all steps were as long as the 
 and a longer job grows on: removing the cause may give more.
 
 What to change: the line that the report names, in the phase that grows. Keep sums and counts instead of all outputs;
-detach what one step hands to the next; bound what is kept. Where forward and backward jump, `torch.set_flush_denormal(
+detach what one step hands to the next; bound what is kept. Where values of the model or of the optimizer's state were
+seen to become subnormal (on a CPU a sample is looked at), or forward and backward jump, `torch.set_flush_denormal(
 True)`.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.machine.cores import line_of
 from dlprof.analysis.memory.memory import memory_ends
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import costliest, costly_lines
@@ -51,6 +54,9 @@ _IN_ORDER, _AT_ONCE = 0.85, 0.6
 # Stretches are alike within this factor, and so is a phase that stays as it is. A phase counts from this share of the
 # step on.
 _ALIKE, _PART = 1.15, 0.03
+
+# From this share of the values on, subnormal ones make steps longer: each takes up to a hundred times as long.
+_NOTABLE = 0.005
 
 _PHASES = ("fetch", "forward", "backward", "optimizer", "rest")
 _WHERE = {
@@ -91,7 +97,9 @@ def trends(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RA
         "gone_ns",
         "noise_ns",
     ]
-    split = _jump(medians)
+    number = steady_steps["step"].to_numpy()
+    edges = [(int(number[s[0]]), int(number[s[-1]])) for s in stretches]
+    split = _jump(medians) or _jump_within(medians, phases) or _jump_seen(medians, edges, rank)
     kind = "grows" if _grows(medians) else "jumps" if split else ""
     on_cpu = device_type(rank) in (None, "cpu")
     longer = any(_rises(steady_steps[c].to_numpy(dtype=float), stretches) for c in ("tokens", "inputs", "samples"))
@@ -137,9 +145,29 @@ def _jump(medians: NDArray[np.float64]) -> int:
     """
     for split in range(2, STRETCHES - 2):
         before, after = medians[:split], medians[split + 1 :]
-        alike = max(before.max() / before.min(), after.max() / after.min()) <= _ALIKE
+        alike = before.max() <= _ALIKE * before.min() and after.max() <= _ALIKE * after.min()
         if alike and after.min() >= LEAST_LONGER * before.max() and medians[split] > before.max():
             return split
+    return 0
+
+
+def _jump_within(medians: NDArray[np.float64], phases: dict[str, NDArray[np.float64]]) -> int:
+    """Return the same where one phase jumps, which is most of the rise: the others vary, as beside other programs."""
+    most = max(phases.values(), key=lambda ns: float(ns[-1] - ns[0]))
+    split = _jump(most)
+    longer = bool(split) and medians[split + 1 :].min() >= LEAST_LONGER * medians[:split].max()
+    return split if longer and most[-1] - most[0] >= (medians[-1] - medians[0]) / 2 else 0
+
+
+def _jump_seen(medians: NDArray[np.float64], edges: list[tuple[int, int]], rank: RankFacts) -> int:
+    """Return the same where values were seen to become subnormal: all before is shorter, and all after longer."""
+    looks = rank.facts.get("subnormal") or []
+    for last, one in itertools.pairwise(looks):
+        if any((one.get(of) or 0.0) - (last.get(of) or 0.0) >= _NOTABLE for of in ("state", "parameters")):
+            before = [n for n, (_, end) in enumerate(edges) if end <= last["step"]]
+            after = [n for n, (begin, _) in enumerate(edges) if begin >= one["step"]]
+            if before and after and medians[after].min() >= LEAST_LONGER * medians[before].max():
+                return len(before)
     return 0
 
 
@@ -168,9 +196,11 @@ def explain(
 ) -> Explanation:
     rank = estimate.worst
     row = estimate.rows(trends).to_dict("records")[0]
+    of, share = _subnormal(job, rank, int(row["at_step"]))
     phase, first, last = str(row["phase"]), float(row["first_ns"]), float(row["last_ns"])
     doing = "worker" if phase == "fetch" and settings.training_loader(job, rank).get("num_workers") else phase
     line = costliest(costly_lines, rank, doing)
+    of_optimizer = line_of(job, rank, "optimizer_step") if share and phase == "optimizer" else None
     held = memory_ends.or_none()
     memory = held is not None and bool((held["grows"] == 1).any())
     if row["kind"] == "grows":
@@ -186,10 +216,11 @@ def explain(
         title=title,
         summary=f"In {count(int(row['steps']), 'steady step')} of rank {rank} the step becomes longer{how}."
         f" {percent(float(row['share']))} of the rise is {_WHERE[phase]}."
-        + (" Memory grows with it." if memory else ""),
-        changes=_changes(row, line.advice("bound what it keeps from step to step, at") if line else ""),
+        + (" Memory grows with it." if memory else "")
+        + (f" {percent(share)} of {of} became subnormal meanwhile, smaller than 1.2e-38." if share else ""),
+        changes=_changes(row, line.advice("bound what it keeps from step to step, at") if line else "", bool(share)),
         evidence=table(f"How the step of rank {rank} changes", estimate.rows(trends), _COLUMNS),
-        where=() if line is None else (line.place,),
+        where=tuple(place for place in (of_optimizer, line.place if line else None) if place is not None),
         sure="Measured: the medians of ten stretches of the steady steps. The saving is all steps as long as the first"
         " ones; these have grown already, so that removing the cause may give more.",
         verdict=f"{title}.",
@@ -200,13 +231,26 @@ _COLUMNS = {"phase": "mostly in", "first_ns": "the first ones_ns", "last_ns": "t
 _COLUMNS |= {"per_step_ns": "longer with every step by_ns"}
 
 
-def _changes(row: dict[Any, Any], of_line: str) -> tuple[Change, ...]:
+def _subnormal(job: Job, rank: int, at_step: int) -> tuple[str, float]:
+    """Return what became subnormal while steps became longer, and the share of it; 0: nothing that was seen."""
+    looks = job.facts[rank].get("subnormal") or []
+    for name, of in (("state", "the optimizer's state"), ("parameters", "the parameters")):
+        before = max((one.get(name) or 0.0 for one in looks if one["step"] < at_step), default=0.0)
+        after = max((one.get(name) or 0.0 for one in looks if one["step"] >= at_step), default=0.0)
+        if after - before >= _NOTABLE:
+            return of, after
+    return "", 0.0
+
+
+def _changes(row: dict[Any, Any], of_line: str, subnormal: bool) -> tuple[Change, ...]:
     """Propose what removes the growth: by the phase that it is in."""
     graph = change("detach what one step hands to the next: `hidden = hidden.detach()`, `total += loss.detach()`")
     denormal = change(
-        "`torch.set_flush_denormal(True)` before training: numbers below 1e-38 are slow on a CPU, and become 0"
+        "`torch.set_flush_denormal(True)` before training (on x86): numbers below 1e-38 are slow on a CPU, and become 0"
     )
     line = (change(of_line),) if of_line else ()
+    if subnormal:
+        return (denormal,)
     if row["phase"] == "backward" and row["kind"] == "grows":
         return (graph, *line)
     if row["phase"] in ("forward", "backward") and row["kind"] == "jumps":
