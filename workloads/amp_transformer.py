@@ -46,8 +46,11 @@ FAULTS = {
     "one_hot_tokens": "one_hot_input",  # tokens as one-hot rows, multiplied by the embedding
     "restless_scale": "skipped_steps",  # the loss is scaled up every third step, until gradients overflow
     "scores_in_memory": "unfused_attention",  # attention by two products and a softmax
+    "unequal_lengths": "unequal_lengths",  # every rank draws the length of its batches for itself
     "tiny_batch": "host_bound",  # so little work in each kernel that launching it takes longer
 }
+# Options under which it is healthy as well.
+HEALTHY = {"varied": "--varied"}
 # What else a fault needs, to cost more than a little.
 SHOWN_WITH = {
     "averages_by_hand": "--width 256 --length 32 --batch-size 4",
@@ -57,17 +60,18 @@ SHOWN_WITH = {
     "loss_by_hand": "--vocabulary 4096 --layers 2",
     "one_hot_tokens": "--vocabulary 4096 --layers 2",
     "scores_in_memory": "--length 512 --batch-size 4 --layers 2",
+    "unequal_lengths": "--length 256",
     "restless_scale": "--layers 1 --width 64 --heads 2 --length 32 --batch-size 8",  # a CPU is slow in fp16
 }
 # A step with it does less than any healthy one, or is as long: none says how long it would take without.
-OTHER_STEP = ("restless_scale", "tiny_batch")
+OTHER_STEP = ("restless_scale", "tiny_batch", "unequal_lengths")
 # A CPU has neither tensor cores, nor launches, nor memory that is asked for and given back; beside its computing the
 # search for unused parameters is nothing.
 NEEDS_GPU = (
     "averages_by_hand", "blocks_again", "empties_cache", "find_unused", "full_precision", "looks_for_nan", "odd_shapes",
     "tiny_batch",
 )  # fmt: skip
-NEEDS_TWO_RANKS = ("find_unused",)
+NEEDS_TWO_RANKS = ("find_unused", "unequal_lengths")
 # What `dlprof run amp_transformer --ladder` records: options, each on top of those before; "ranks": on all ranks.
 LADDER = {
     "fp32": "--precision fp32 --no-fused",
@@ -82,7 +86,7 @@ def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
     healthy = {"adamw": {"fused": args.fused}, "attend": causal_attention, "data_parallel": False, "find_unused": False}
     healthy |= {"norm": nn.LayerNorm, "embedding": nn.Embedding, "loss": F.cross_entropy, "predict": at_once}
-    healthy |= {"activate": F.gelu, "anomalies": False}
+    healthy |= {"activate": F.gelu, "anomalies": False, "own_lengths": False}
     healthy |= {"scaler": {}, "through": nn.Module.__call__, "after_step": lambda _: None}
     heads = max(1, args.heads - 1)
     odd_width = heads * ((args.width // heads - 1) | 1)
@@ -105,6 +109,7 @@ def plant(args: argparse.Namespace) -> None:
         "restless_scale": {"precision": "fp16", "scaler": {"growth_interval": 3}, "adamw": {"foreach": True}},
         "scores_in_memory": {"attend": scores_in_memory},
         "tiny_batch": {"batch_size": 1, "length": 64},
+        "unequal_lengths": {"varied": True, "own_lengths": True},
     }
     vars(args).update(healthy | faulty.get(args.fault, {}))
 
@@ -153,6 +158,17 @@ class Windows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.text[index * self.length : (index + 1) * self.length + 1].long()
+
+
+class Cut:
+    """Puts pieces into a batch, cut to a length that it draws for each: mostly short, and now and then long."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.dice = length, random.Random(seed)
+
+    def __call__(self, pieces: list[Tensor]) -> Tensor:
+        """Return the batch, pieces × length + 1."""
+        return torch.stack(pieces)[:, : 1 + max(4, round(self.length * self.dice.random() ** 3))]
 
 
 # ---- the model: Radford et al., Language Models are Unsupervised Multitask Learners, 2019 --------------------------
@@ -209,6 +225,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, help="of the attention; they share out the width")
     add("--vocabulary", type=int, default=256, help="that the model tells apart, 256 or more")
     add("--length", type=int, help="of a sequence, bytes")
+    add("--varied", action="store_true", help="that is the longest: most batches are shorter, by as much on all ranks")
     add("--batch-size", type=int, help="sequences a rank and step")
     add("--steps", type=int)
     add("--fused", action=argparse.BooleanOptionalAction, default=True, help="AdamW in one kernel")
@@ -261,7 +278,9 @@ def train(args: argparse.Namespace) -> None:
     # Every rank reads a text of its own, long enough that no piece comes twice.
     pieces = args.steps * args.batch_size
     text = Windows(make_text(pieces * args.length + 1, args.seed + args.rank), args.length)
-    loader = DataLoader(text, args.batch_size, shuffle=True, pin_memory=args.device == "cuda", drop_last=True)
+    cut = Cut(args.length, args.seed + args.own_lengths * args.rank) if args.varied else None
+    pinned = args.device == "cuda"
+    loader = DataLoader(text, args.batch_size, shuffle=True, pin_memory=pinned, drop_last=True, collate_fn=cut)
     log = Log(args, "bytes", args.batch_size * args.length * args.world)
     for step, sequences in enumerate(loader, start=1):
         tokens = sequences.to(args.device, non_blocking=True)

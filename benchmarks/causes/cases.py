@@ -104,6 +104,8 @@ CASES: tuple[Case, ...] = (
     Case(
         "validation_by_ones", "hls-foundation-os 33", ("validation_share",), ("larger batch", "batch_size", "batches")
     ),
+    Case("graded_validation", "fairchem 199", ("validation_share",), ("inference_mode",)),
+    Case("list_copied", "pytorch/pytorch 13246", ("copied_memory",), ("array",), gains=False),
 )
 
 # Written by somebody who had read neither the rules nor what a report says. `rules` is empty until someone fills it in:

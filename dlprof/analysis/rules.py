@@ -53,6 +53,7 @@ from dlprof.analysis.memory.rules import (
     activation_memory,
     allocator_retries,
     blocking_copy,
+    copied_memory,
     device_allocations,
     exposed_copy,
     fragmentation,
@@ -76,7 +77,7 @@ from dlprof.analysis.step.rules import (
     unused_forward,
     validation_share,
 )
-from dlprof.analysis.stragglers.rules import straggler
+from dlprof.analysis.stragglers.rules import straggler, unequal_lengths
 
 RULES: tuple[Rule, ...] = (
     activation_memory.RULE,
@@ -85,6 +86,7 @@ RULES: tuple[Rule, ...] = (
     blocking_copy.RULE,
     busy_thread.RULE,
     checkpoint_stall.RULE,
+    copied_memory.RULE,
     costly_line.RULE,
     data_parallel.RULE,
     dense_gradient.RULE,
@@ -137,6 +139,7 @@ RULES: tuple[Rule, ...] = (
     straggler.RULE,
     thread_oversubscription.RULE,
     throttled_clock.RULE,
+    unequal_lengths.RULE,
     unfused_activation.RULE,
     unfused_attention.RULE,
     unfused_loss.RULE,

@@ -70,6 +70,7 @@ RANK: Mapping[str, Shape] = {
             **_all(int, "num_workers batch_size prefetch_factor dataset_length replicas replica"),
             **_all(bool, "pin_memory persistent_workers"),
             "collate": {**_all(str, "name file"), "line": int},
+            "objects": [{**_all(str, "class name kind"), "length": int}],
         }
     ],
     "models": [
@@ -97,6 +98,7 @@ RANK: Mapping[str, Shape] = {
     "subnormal": [{"step": int, **_all(float, "parameters state")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
+    "evaluation": _all(int, "steps with_graph"),
     "flops": {
         **_all(str, "state why"),
         **_all(int, "step total backward"),

@@ -114,6 +114,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "dataset": type(dataset).__name__,
         "dataset_length": _length(dataset),
         "iterable": iterable,
+        "objects": _objects(dataset),
         "shuffle": {"RandomSampler": True, "SeedableRandomSampler": True, "SequentialSampler": False}.get(
             type(sampler).__name__, getattr(sampler, "shuffle", None)
         ),
@@ -172,6 +173,31 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
         return None
+
+
+# Fewer objects than this are no memory to speak of.
+_MANY_OBJECTS = 100_000
+
+
+def _objects(dataset: Any) -> list[dict[str, Any]]:
+    """Return the attributes of a data set, or of the one that it wraps, that are lists or dicts of very many objects.
+
+    Their names and lengths, and no value.
+    """
+    found: list[dict[str, Any]] = []
+    for _ in range(_MOST_WRAPPED):
+        held = getattr(dataset, "__dict__", None) or {}
+        found += [
+            {"class": type(dataset).__name__, "name": name, "kind": type(value).__name__, "length": len(value)}
+            for name, value in held.items()
+            if type(value) in (list, tuple, dict) and len(value) >= _MANY_OBJECTS
+        ]
+        dataset = held.get("dataset")
+    return found
+
+
+# A subset of a mapped data set of the script's.
+_MOST_WRAPPED = 3
 
 
 # Parts of a batch that are looked at: a batch may be a list of many thousand numbers.

@@ -38,6 +38,8 @@ class Observed:
     autocast: dict[str, Any] | None = None
     grad_scaler: bool = False
     graphs: int = 0  # CUDA graphs that were captured
+    evaluated: int = 0  # steps of forward passes alone
+    graded: int = 0  # those of them whose graph nobody uses: gradients were on
     pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
     told: bool = False  # the script says how many samples or tokens its steps are
     untold: str = ""  # the type of what it said instead of a number, the first time
@@ -77,6 +79,13 @@ class Observed:
     def look_no_more(self) -> None:
         """Count no more of what the last model gets: its loader says as much, and it gets no tokens."""
         self.learns = self._model_ids[self.model_id] = False
+
+    def see_evaluation(self, *, with_graph: bool) -> None:
+        """Count a step of forward passes alone."""
+        self.evaluated += 1
+        if with_graph:
+            self.news = self.news or not self.graded
+            self.graded += 1
 
     def see_optimizer(self, optimizer: Any) -> bool:
         """Keep an optimizer, and return whether it was new."""

@@ -123,6 +123,8 @@ class StepClock(Phases):
                 observed.idle_looks -= 1
                 observed.calls.see("forward")
             row.used_from = row.backwards if with_grad or observed.frozen else NEVER
+            if with_grad and observed.is_model and not observed.frozen:
+                row.graded = True
             looks = observed.learns and (row.taken != row.backwards or observed.pipeline)
             if looks and (with_grad or not self.trains) and not row.take(args, kwargs or {}):
                 observed.look_no_more()
@@ -326,6 +328,8 @@ class StepClock(Phases):
         if self.phases:
             row.parts[self.phases[-1]] += now - self._since_ns
             self._since_ns = now
+        if row.forwards and not (row.backwards or row.optimizer_steps):
+            observed.see_evaluation(with_graph=row.graded)
         if row.unsettled and row.settle():
             observed.news = True
         cells = row.end(now, self.end_of_step() if self.end_of_step is not None else None)

@@ -102,6 +102,7 @@ class Row:
     told: tuple[int, int] = (0, 0)  # samples and tokens as the script names them, 0: it does not
     # Loaders that it took batches from, and that are not yet known to train.
     unsettled: list[LoaderSeen] = field(default_factory=list)
+    graded: bool = False  # a model that trains was called with gradients on
 
     @property
     def worked(self) -> bool:
@@ -142,6 +143,7 @@ class Row:
         self.samples = self.inputs = self.tokens = 0
         self.told = _UNTOLD
         self.taken = -1
+        self.graded = False
         if self.judged_ns:
             self.unused_forward_ns = self.judged_ns = 0
         return cells

@@ -37,7 +37,7 @@ from tests.fixtures.ticking import Job
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler  # noqa: E402
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler  # noqa: E402
 
 Pair = namedtuple("Pair", "image label")
 NUMBERS: Any = list(range(10))
@@ -50,6 +50,17 @@ class Endless(IterableDataset[Any]):
         return iter(())
 
 
+class Many(Dataset[Any]):
+    """Keeps a list of many objects, as a data set and within one."""
+
+    def __init__(self, dataset: Any = None) -> None:
+        self.dataset, self.rows, self.few = dataset, [None] * 100_000, [1]
+
+    def __len__(self) -> int:
+        return 4
+
+
+ROWS = {"class": "Many", "name": "rows", "kind": "list", "length": 100_000}
 BATCHES = BatchSampler(RandomSampler(NUMBERS), batch_size=3, drop_last=False)
 AROUND: Any = SimpleNamespace(batch_sampler=BATCHES, __len__=lambda: 4)  # as accelerate wraps the script's
 DEFAULT = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -74,6 +85,8 @@ DEFAULT = multiprocessing.get_start_method(allow_none=True) or multiprocessing.g
         ),
         (DataLoader(NUMBERS, batch_sampler=BATCHES), {"batch_size": 3, "shuffle": True}),
         (DataLoader(NUMBERS, batch_sampler=AROUND), {"batch_size": 3, "shuffle": True}),
+        (DataLoader(Many()), {"objects": [ROWS]}),
+        (DataLoader(Many(Many(NUMBERS))), {"objects": [ROWS, ROWS]}),
         (DataLoader(NUMBERS, batch_size=None), {"batch_size": None}),  # its samples are batches
     ],
 )

@@ -335,6 +335,27 @@ def test_forward_passes_that_no_backward_pass_uses(job: Job) -> None:
     assert [(s.forward_ns, s.unused_forward_ns) for s in job.steps] == [(11, 1), (1110, 1100), (14, 0)]
 
 
+@pytest.mark.parametrize(("frozen", "last", "graded"), [(False, True, 2), (True, True, 0), (False, False, 0)])
+def test_graphs_that_nobody_uses_are_counted(frozen: bool, last: bool, graded: int, job: Job) -> None:
+    weight = Parameter(4, "cpu")
+    weight.requires_grad = not frozen
+    held_out, job.model = Model(weight), Model(Parameter(4, "cpu"))
+    for _ in range(2):
+        job.fetch()
+        job.forward(1)
+        job.backward()
+        job.update()
+        job.model, trained = held_out, job.model
+        job.fetch()
+        job.forward(1, with_grad=False)
+        job.forward(1, with_grad=last)
+        assert job.clock.begin_forward(torch.nn.MSELoss(), (torch.zeros(9),))  # which has nothing to train
+        job.clock.end()
+        job.model = trained
+    job.fetch()
+    assert (job.clock.observed.evaluated, job.clock.observed.graded) == (2, graded)
+
+
 TEXT = torch.zeros(4, 8, dtype=torch.int64)
 
 

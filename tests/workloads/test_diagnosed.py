@@ -45,6 +45,7 @@ FAULTS = (
     ("pipeline_transformer", "few_microbatches", "pipeline_bubble", 0.1, 30),
     ("pipeline_transformer", "uneven_split", "stage_imbalance", 0.1, 30),
     ("amp_transformer", "loop_optimizer", "unfused_optimizer", 0.04, 60),
+    ("amp_transformer", "unequal_lengths", "unequal_lengths", 0.1, 60),
     ("bert_pretrain", "loop_optimizer", "unfused_optimizer", 0, 60),
     ("loader_variants", "slow_collate", "input_wait", 0, 80),
     ("loader_variants", "slow_worker", "slow_worker_batches", 0, 80),

@@ -30,6 +30,7 @@ NO_SCRIPT_CAN |= {"activation_memory"}
 NO_SCRIPT_CAN |= {"recurrent_loop"}
 # Other data sets, models and starts than any of the workloads': benchmarks/causes has them.
 NO_SCRIPT_CAN |= {
+    "copied_memory",
     "costly_line",
     "dense_gradient",
     "duplicate_batches",

@@ -140,6 +140,51 @@ def memory_growth(
     return frame.assign(left_bytes=frame["left_bytes"] - frame["last_bytes"].where(frame["what"] == "device", 0.0))
 
 
+# Readings from which it is seen that workers copy more and more, the share of them that may show less, and the share of
+# the copies that the second half must have: what an interpreter writes to itself is copied at the start.
+_LEAST_COPIED, _FALLS, _STILL = 3, 0.1, 0.2
+
+
+@per_rank
+def copied_memory(
+    light_steps: Frame = needs(light_steps), samples: Frame = needs(schema.SAMPLES), rank: RankFacts = needs(RANK)
+) -> pd.DataFrame:
+    """Return one row: what the rank's loader workers have copied of the memory that they share with it since the fork.
+
+    A fork shares all pages; to read a Python object is to write its count of references, which copies its page. What is
+    copied becomes private, and the process is no larger for it: memory that workers make for themselves is left out.
+
+    Columns: workers, copied_bytes (of all, in the time read), per_step, grows (1: throughout), shared_bytes (what they
+    may copy yet), left_bytes (on the host, or in the container). Raises NotMeasured where it was read too seldom.
+    """
+    steps = light_steps[light_steps["kind"] == "train"]
+    read = _within(samples, steps)
+    own, every, workers = (
+        read[_is(read, "processes", f"children{name}")].drop_duplicates("at_ns").set_index("at_ns")["value"]
+        for name in ("_private_bytes", "_anonymous_bytes", "")
+    )
+    both = pd.DataFrame({"own": own, "every": every, "workers": workers}).dropna()
+    both = both[both["workers"] == both["workers"].max()]  # while they start and end, there are others
+    if len(both) < _LEAST_COPIED:
+        raise NotMeasured("what the workers have of memory for themselves was read too seldom")
+    copied = (both["own"] - both["every"]).to_numpy(dtype=float)  # the same for what they make for themselves
+    each, half = np.diff(copied), len(copied) // 2
+    at = np.searchsorted(steps["start_ns"], both.index.to_numpy()[[0, -1]])
+    host = samples.loc[_is(samples, "host", "memory_available_bytes"), "value"].tail(_A_PART).min()
+    limit = (rank.facts.get("cpu") or {}).get("memory_limit_bytes") or np.inf
+    main = samples.loc[_is(samples, "processes", "anonymous_bytes"), "value"].tail(1).sum()
+    grown = float(copied[-1] - copied[0])
+    row = {
+        "workers": int(both["workers"].iloc[-1]),
+        "copied_bytes": max(grown, 0.0),
+        "per_step": grown / max(int(at[1] - at[0]), 1),
+        "grows": int(grown > 0 and (each < 0).mean() <= _FALLS and copied[-1] - copied[half] >= _STILL * grown),
+        "shared_bytes": max(-float(copied[-1]), 0.0),
+        "left_bytes": float(min(host, max(limit - main - float(both["own"].iloc[-1]), 0.0))),
+    }
+    return pd.DataFrame([row])
+
+
 @across_ranks
 def memory_ends(memory_growth: Frame = needs(memory_growth), job: Job = needs(JOB)) -> pd.DataFrame:
     """Return the rows of `memory_growth` by shared memory: the ranks of a host share the host's memory.

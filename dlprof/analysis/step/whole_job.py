@@ -136,8 +136,9 @@ def validation(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
 
     Columns: phases, steps (of validation), every (training steps between the starts of two phases, the median; NaN: of
     one phase it is not known), phase_ns (the mean phase) and its standard error noise_ns, fetch_share (of it, waiting
-    in the loader), fetches (batches a phase), inside (training steps that are mostly forward passes which no backward
-    pass uses: validation without a loader). Raises NotMeasured where the step log was not recorded.
+    in the loader), forward_share (in forward passes), fetches (batches a phase), inside (training steps that are mostly
+    forward passes which no backward pass uses: validation without a loader). Raises NotMeasured where the step log was
+    not recorded.
     """
     trains = light_steps["kind"] == "train"
     steps = light_steps[light_steps["kind"] != "suspended"]
@@ -154,6 +155,7 @@ def validation(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
         "phase_ns": float(took.sum()) / phases,
         "noise_ns": standard_error(took),
         "fetch_share": float(mine["fetch_ns"].clip(lower=0).sum()) / total if total else 0.0,
+        "forward_share": float(mine["forward_ns"].clip(lower=0).sum()) / total if total else 0.0,
         "fetches": float(mine["fetches"].clip(lower=0).sum()) / phases,
         "inside": int((trains & (light_steps["unused_forward_ns"] > light_steps["dur_ns"] * _MOSTLY)).sum()),
     }

@@ -158,6 +158,7 @@ class Facts:
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,
+            "evaluation": {"steps": observed.evaluated, "with_graph": observed.graded},
             "calls": observed.calls.facts(observed.models),
             "directory": observed.calls.directory,
             "matmul": _ask(_matmul),

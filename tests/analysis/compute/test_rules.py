@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,7 @@ FLAT = [8192, 8192], [8192, 1]  # as many bytes as numbers that it multiplies
 RTX, OF_RTX = "NVIDIA GeForce RTX 4090", 2 * 1024**3 / (128 * 2.52e9 * 256 / 2) / 6e-3
 
 
-def convolving(folder: Path) -> Path:
-    operator = "aten::_slow_conv2d_forward"
+def convolving(folder: Path, operator: str = "aten::_slow_conv2d_forward") -> Path:
     each = [[traces.step(n, n * 100 * MS, 99 * MS), traces.op(operator, n * 100 * MS, 90 * MS)] for n in range(3)]
     made = traces.trace(*each, world_size=1, backend="gloo", device="")
     steps = [runs.light(n, 100 * MS) for n in range(30)]
@@ -204,6 +204,7 @@ FLOAT64 = {
     ),
     "on a CPU half of the products in it": found(cpu(**counted("float64", "float32")), PRODUCTS / 4),
     "a CPU's convolutions": found(convolving, 0.8 * 90 / 99 * 100 * MS, sharp=0.02),
+    "no product at all": clear(partial(convolving, operator="aten::sin")),
     "without types": unmeasured(computing, "neither traced"),
     "without a trace": unmeasured(cpu(traced=False)),
     "a GPU is not judged by its host": unmeasured(

@@ -322,6 +322,14 @@ def test_the_error_that_ended_a_rank_has_all_that_pytorch_says(tmp_path: Path) -
     assert row["total_bytes"] == pytest.approx(79.1 * GIB)
 
 
+@pytest.mark.parametrize("graphs", [0, 9])
+def test_graphs_that_validation_keeps_are_named_where_gradients_are_on_in_it(graphs: int, tmp_path: Path) -> None:
+    facts = {**GPU, "failure": FAILURE, "evaluation": {"steps": 10, "with_graph": graphs}}
+    found = ask(out_of_memory.RULE, recorded(tmp_path, facts, exit={"code": 1, "signal": None}))
+    assert found.state == "found"
+    assert any("inference_mode" in advice for advice in found.advice) == bool(graphs)
+
+
 def test_an_error_in_other_words_leaves_the_last_reading(tmp_path: Path) -> None:
     path = recorded(tmp_path, {**GPU, "failure": FAILURE | {"text": "out of memory"}})
     allocator.write(path, [allocator.reading(n, (70 + n) * GB) for n in range(9)])

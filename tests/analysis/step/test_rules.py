@@ -110,11 +110,17 @@ LOADERS = [
 ]
 
 
-def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60, batch: int = 50) -> Make:
+def graded(steps: int) -> dict[str, Any]:
+    """Return the facts of a rank that has gradients on in so many of 30 steps of validation."""
+    return {"evaluation": {"steps": 30, "with_graph": steps}}
+
+
+def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60, batch: int = 50, **said: Any) -> Make:
     """Return what makes ranks of 60 training steps of 100 ms; after each tenth so many batches are validated."""
     loaders = [LOADERS[0], LOADERS[1] | {"batch_size": batch}]
-    facts = {**runs.CPU, "loaders": loaders, "autocast": {"enabled": True, "dtype": "bfloat16"}}
+    facts = {**runs.CPU, "loaders": loaders, "autocast": {"enabled": True, "dtype": "bfloat16"}, **said}
     kind: dict[str, Any] = {"kind": "validation", "backwards": 0, "optimizer_steps": 0, "fetch_ns": fetch * MS}
+    kind["forward_ns"] = (dur - fetch) * MS * 4 // 5
     made = []
     for batches in ranks:
         steps: list[Any] = []
@@ -226,6 +232,23 @@ CASES = [
          sets=[("persistent_workers", None, True)],
          says=("more `num_workers` (is 1)", "50 % of validation", "autocast (bfloat16, as training)",
                "a larger batch (is 50)")),
+    # 44 of the 60 ms of a batch are a forward pass.
+    case("gradients are on", VALIDATES, validating(5, **graded(28)), saving=22.0, at_most=True, training=False,
+         of_training=[False, True], says=("`with torch.inference_mode():` around", "on in 93 % of its steps")),
+    case("gradients are on, on a GPU", VALIDATES, validating(5, **graded(28), **runs.GPU), saving=15.0, training=True,
+         of_training=[True], says=("on in 93 % of its steps", "What `torch.inference_mode()` and")),
+    case("gradients are on, in small batches", VALIDATES, validating(5, batch=4, **graded(30)), saving=30 * 7 / 8,
+         of_training=[False, False, True], at_most=True),
+    case("gradients are on, and it waits", VALIDATES, validating(5, fetch=30, **graded(30)), saving=15.0, changes=3,
+         says=("its waits for data gone", "`torch.inference_mode()` and autocast")),
+    case("gradients are on on one rank", VALIDATES, validating(5, 0, **graded(30)), saving=15.0, at_most=False,
+         sets=[("shuffle", None, False)]),
+    case("gradients are on at times", VALIDATES, validating(5, **graded(20)), saving=15.0,
+         of_training=[True], says="What larger batches in validation gain is not known."),
+    case("gradients are off, and it waits", VALIDATES, validating(5, fetch=30, **graded(0)), saving=15.0,
+         advice=("more `num_workers` (is 1) and `persistent_workers=True` on validation's loader: 50 % of validation"
+                 " waits for it", "autocast (bfloat16, as training); a larger batch (is 50), since nothing is kept for"
+                 " a backward pass", "validate every 20 steps (is 10), or on part of the data")),
     # 150 of 1,150 ms are validation, and a quarter of it waits: 3.3 % of the loop.
     # A step begins each second, and the last ends 99.2 s after the command's start.
     case("a step that stands still", STANDS, standing({50: 8_000}), scope="run", share=8 / 99.2, at_most=True,

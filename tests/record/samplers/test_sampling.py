@@ -15,7 +15,8 @@ import pytest
 
 from dlprof.files import boot
 from dlprof.read.run import open_run
-from dlprof.record.samplers.host import HostSampler, _waited
+from dlprof.record.log import Log
+from dlprof.record.samplers.host import HostSampler, _Processes, _waited
 from dlprof.record.samplers.sampling import Host, claim
 from tests.fixtures import jobs
 from tests.fixtures.jobs import until
@@ -288,6 +289,21 @@ def cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.parametrize(("most_s", "again"), [(1.0, True), (-1.0, False)])
+def test_what_workers_have_copied_is_read_no_more_once_that_takes_long(
+    most_s: float, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlprof.record.samplers.host._OWN_MOST_S", most_s)
+    monkeypatch.setattr("dlprof.record.samplers.host._OWN_SHARE", 1e9)
+    processes = _Processes(os.getpid(), Log(tmp_path / "processes.jsonl"))
+    assert processes._own([]) == {}
+    before = processes._own([os.getpid()])["children_private_bytes"]
+    held = bytearray(b"x" * (8 << 20))
+    assert ("children_private_bytes" in (after := processes._own([os.getpid()]))) == again
+    assert not again or after["children_private_bytes"] - before >= 4 << 20
+    assert held
+
+
 def test_a_host_a_rank_its_workers_and_the_job_are_read_as_the_kernel_counts(
     run: Path, rank: subprocess.Popen[str]
 ) -> None:
@@ -311,6 +327,7 @@ def test_a_host_a_rank_its_workers_and_the_job_are_read_as_the_kernel_counts(
     second, beside = read()
     assert (first["children"], second["children"], second["threads"]) == (1, 1, 1)
     assert second["children_cpu_s"] - first["children_cpu_s"] > 0.25
+    assert 0 < first["children_private_bytes"] < first["children_rss_bytes"]
     assert second["cpu_s"] - first["cpu_s"] < 0.1
     assert second["rss_bytes"] > second["anonymous_bytes"] > 1 << 20
     assert second["perf_ns"] > first["perf_ns"]

@@ -60,7 +60,7 @@ def float64_products(
     """
     mine, work = operators[operators["operator"].map(is_product)], kernels.or_none()
     ns, double = mine["ns"], mine["dtype"] == "float64"
-    left = mine["operator"].map(_on_cpu) if work is None else _on_device(mine, rank)
+    left = mine["operator"].map(_on_cpu).astype(float) if work is None else _on_device(mine, rank)
     gone = (ns * (1 - left)).where(double, 0.0)
     saved = float(gone.sum(skipna=False))
     if work is None and double.any() and double[mine["dtype"] != ""].all():

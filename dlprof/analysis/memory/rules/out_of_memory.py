@@ -10,8 +10,8 @@ enough memory was free, but in pieces, `fragmentation` reports it instead.
 
 What to change: changes that are predicted to bring the peak below the available memory, each with its peak. If none is
 known, whatever holds most. Activations (lines of `forward`): a smaller batch, `torch.utils.checkpoint`, a lower
-precision. Optimizer state (lines of `step`): shard it (FSDP, ZeRO), or keep it in 8 bits. Losses and outputs kept from
-step to step: detach them.
+precision. Validation with gradients on: `torch.inference_mode()`. Optimizer state (lines of `step`): shard it (FSDP,
+ZeRO), or keep it in 8 bits. Losses and outputs kept from step to step: detach them.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def explain(
         summary=f"On rank {rank} {message}.{most}",
         verdict=f"Rank {rank} ran out of {'the host' if row['device'] == 'host' else 'GPU'}"
         f"{chr(39) + 's' if row['device'] == 'host' else ''} memory: {message}.",
-        changes=_changes(
-            cures(memory_what_if.or_none(), row), top, settings.training_loader(job, rank).get("batch_size")
+        changes=(
+            *_changes(cures(memory_what_if.or_none(), row), top, settings.training_loader(job, rank).get("batch_size")),
+            *_of_evaluation(job.facts[rank].get("evaluation") or {}),
         ),
         evidence=evidence,
         sure=f"{_SURE[str(row['how'])]} Memory of other libraries and processes is not included.",
@@ -137,6 +138,13 @@ def _changes(known: list[Cure], top: str | None, batch: object) -> tuple[Change,
         else change("store fewer activations: `torch.utils.checkpoint`, or a lower precision"),
         change("shard parameters and optimizer state over the ranks (`fully_shard`)"),
     )
+
+
+def _of_evaluation(seen: dict[str, Any]) -> tuple[Change, ...]:
+    """Return what frees the memory of graphs that no backward pass uses; () where gradients are off there."""
+    steps, graphs = seen.get("steps") or 0, seen.get("with_graph") or 0
+    text = "around validation, in which gradients are on: outputs that it keeps keep all activations of their batches"
+    return (change(f"`with torch.inference_mode():` {text}"),) if graphs > steps / 2 else ()
 
 
 RULE = Rule("Out of memory", check, explain)

@@ -4,16 +4,19 @@ Between the training steps the model is evaluated on held-out data. No step beco
 faster, but the job does.
 
 Needs the step log, in which steps without a backward pass and without an optimizer's step are validation, and two
-phases of it: of one alone it is not known how often it comes.
+phases of it: of one alone it is not known how often it comes. Whether gradients are on in it stands in the facts of the
+rank.
 
 Saving: where one rank validates while others wait, or each rank validates the whole set, what sharing it out would
 save; else what batches as large as in training would save, where those are four times as large or more, and take no
-longer; else what its waits for data take, where these are notable; else what validating half as often would save. This
-time is not in the steady steps: it is spread over the training steps, and its share is that of the training loop.
+longer; else what its waits for data take, where these are notable; else, where gradients are on and a CPU trains, at
+most its forward passes; else what validating half as often would save. This time is not in the steady steps: it is
+spread over the training steps, and its share is that of the training loop.
 
-What to change: share it out over the ranks; as many loader workers as for training; `torch.inference_mode()` and the
-training's autocast; a larger batch than in training, since nothing is kept for a backward pass. If the training may
-change: validate less often, or on a fixed part of the data and on all of it only now and then.
+What to change: share it out over the ranks; as many loader workers as for training; `torch.inference_mode()` where
+gradients are on, and the training's autocast; a larger batch than in training, since nothing is kept for a backward
+pass. If the training may change: validate less often, or on a fixed part of the data and on all of it only now and
+then.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ from dlprof.units import count, digits, duration, is_now, percent
 # high by the same tools.
 NOTABLE_SHARE = 0.05
 WAITS = 0.2
+
+# Gradients are on in validation where so many of its steps build a graph, and off where no more than the others do.
+_GRADED = 0.9
 
 # Batches of validation that are so many times smaller than those of training are mostly overhead.
 _SMALLER = 4
@@ -59,9 +65,22 @@ def check(
     waits = mine["fetch_share"] * (mine["fetch_share"] > WAITS)
     mine["waits"] = waits * mine["cost_ns"] >= NOTABLE_SHARE * loop_step_ns.get() and mine["among"] <= 1
     mine["smaller"] = _smaller(job, int(mine["rank"]))
-    part = 1 - 1 / mine["among"] if mine["among"] > 1 else waits if mine["waits"] else 0.5
-    if mine["among"] <= 1 and mine["smaller"] >= _SMALLER:
+    known = job.facts[int(mine["rank"])].get("evaluation") or {}
+    steps = known.get("steps") or 0
+    mine["graded"] = (known.get("with_graph") or 0) / steps if steps else None
+    mine["may_graph"] = mine["graded"] is None or mine["graded"] >= _GRADED
+    # On a GPU nothing bounds what this gains: the host's time of a forward pass is not the device's.
+    bounded = bool(mine["graded"]) and mine["may_graph"] and settings.on_cpu(job)
+    mine["bounded"] = bounded and mine["among"] <= 1 and not mine["waits"]
+    part = 0.5
+    if mine["among"] > 1:
+        part = 1 - 1 / mine["among"]
+    elif mine["smaller"] >= _SMALLER:
         part = 1 - 1 / mine["smaller"]
+    elif mine["waits"]:
+        part = waits
+    elif mine["bounded"]:
+        part = mine["forward_share"]
     return Estimate(
         saving_ns=mine["cost_ns"] * part,
         by_rank_ns=costs,
@@ -85,13 +104,21 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
     why = " The other ranks wait for it." if among > 1 else ""
     if mine["samples"]:
         why = f" Each rank goes through all of its {mine['samples']:,} samples."
-    how, known = "half of it gone", " What `torch.inference_mode()` and larger batches in validation gain is not known."
+    mode = "`torch.inference_mode()` and " if mine["may_graph"] else ""
+    how, known = "half of it gone", f" What {mode}larger batches in validation gain is not known."
+    if mine["graded"] and mine["may_graph"]:
+        why += (
+            f" Gradients are on in {percent(mine['graded'])} of its steps: each builds a graph that no backward pass"
+            " uses, and predictions that are kept keep the activations of their batches as well."
+        )
     if among > 1:
         how, known = f"shared out evenly over {among} ranks", ""
     elif mine["smaller"] >= _SMALLER:
         how, known = "batches as large as in training, in the time of a smaller one: the most that they give", ""
     elif mine["waits"]:
         how, known = "its waits for data gone, the most that more workers can give", ""
+    elif mine["bounded"]:
+        how, known = "its forward passes gone, more than going without a graph can give", ""
     return Explanation(
         title=f"Validation takes {percent(share)} of the training loop's time",
         summary=f"Every {digits(mine['every'])} training steps rank {rank} validates for {duration(mine['phase_ns'])},"
@@ -100,7 +127,7 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
         evidence=_evidence(share, mine),
         sure=f"Measured over the whole job; estimated as {how}. A job that validates less often than the recorded part"
         f" of it has less to gain.{known}",
-        at_most=bool(mine["waits"] or mine["smaller"] >= _SMALLER),
+        at_most=bool(mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]),
     )
 
 
@@ -118,6 +145,8 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
             f"a larger batch in validation: `batch_size={batch}` as in training (is {loader.get('batch_size')}), or"
             " more, since nothing is kept for a backward pass"
         )
+    if mine["bounded"]:
+        yield change("`with torch.inference_mode():` around validation, in which gradients are on")
     rarer = f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data"
     yield change(rarer, training=True)
     if mine["among"] <= 1 and not mine["waits"]:
@@ -132,7 +161,8 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
         )
     mixed = f" and autocast ({autocast['dtype']}, as training)" if autocast.get("enabled") else ""
     larger = f"a larger batch{is_now(loader.get('batch_size'))}, since nothing is kept for a backward pass"
-    yield change(f"`torch.inference_mode()`{mixed}; {larger}", numerics=bool(mixed))
+    mode = "`torch.inference_mode()`" if mine["may_graph"] else ""
+    yield change("; ".join(filter(None, (f"{mode}{mixed}".removeprefix(" and "), larger))), numerics=bool(mixed))
 
 
 def _evidence(share: float, mine: dict[str, Any]) -> Panel:
