@@ -44,7 +44,7 @@ def weights(reading: Any) -> dict[str, int]:
 )
 def test_other_files_are_no_profile(reader: Any, data: bytes, tmp_path: Path) -> None:
     path = put(tmp_path / "x", data)
-    assert not reader.recognise(Head(path))
+    assert not reader.FORMAT.recognise(Head(path))
     if reader is folded and not data.endswith((b"it\n", b"5\n")):
         with pytest.raises(DlprofError):
             reader.read(path)
@@ -92,7 +92,7 @@ def test_phases_are_those_of_the_recorder_and_roles_those_of_the_job(monkeypatch
 
 def test_stacks_of_py_spy_with_threads() -> None:
     path = GOLDEN / "pyspy.raw.txt"
-    assert folded.recognise(Head(path))
+    assert folded.FORMAT.recognise(Head(path))
     reading = folded.read(path)
     table = reading.tables["stacks"]
     assert reading.facts["profile pyspy.raw.txt"] == {"tool": "py-spy", "unit": "samples"}
@@ -106,7 +106,7 @@ def test_stacks_of_py_spy_with_threads() -> None:
 
 def test_times_of_austin() -> None:
     path = GOLDEN / "calc.austin.txt"
-    assert folded.recognise(Head(path))
+    assert folded.FORMAT.recognise(Head(path))
     reading = folded.read(path)
     table = reading.tables["stacks"]
     assert reading.facts["profile calc.austin.txt"] == {"tool": "austin", "unit": "ns"}
@@ -129,7 +129,7 @@ def test_times_of_austin() -> None:
 )
 def test_folded_stacks(text: str, samples: list[int], warnings: int, tmp_path: Path) -> None:
     path = put(tmp_path / "x", text)
-    assert bool(folded.recognise(Head(path))) == (not warnings)
+    assert bool(folded.FORMAT.recognise(Head(path))) == (not warnings)
     reading = folded.read(path)
     assert (sorted(weights(reading).values()), len(reading.warnings)) == (samples, warnings)
 
@@ -139,7 +139,7 @@ def test_folded_stacks(text: str, samples: list[int], warnings: int, tmp_path: P
 )
 def test_a_long_line_takes_no_longer_than_it_is_long(line: str, tmp_path: Path) -> None:
     path = put(tmp_path / "x", (line + "\n") * 3)
-    folded.recognise(Head(path))
+    folded.FORMAT.recognise(Head(path))
     with suppress(DlprofError):
         folded.read(path)
 
@@ -153,7 +153,7 @@ def lines(path: Path) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def test_a_file_of_kernprof_and_its_text_say_the_same() -> None:
-    assert all(line_profiler.recognise(Head(GOLDEN / name)) for name in ("calc.lprof", "calc-lines.txt"))
+    assert all(line_profiler.FORMAT.recognise(Head(GOLDEN / name)) for name in ("calc.lprof", "calc-lines.txt"))
     exact, found = lines(GOLDEN / "calc.lprof"), lines(GOLDEN / "calc-lines.txt")
     assert (exact["decode", 8], exact["main", 22], len(exact)) == ((600_000, 105_109_853), (300, 218_002_226), 10)
     assert {key for key, (hits, _) in found.items() if hits} == exact.keys()
@@ -237,7 +237,7 @@ def test_marshalled_data_that_is_not_plain_damaged_or_claims_a_size_is_refused()
 
 def test_a_file_of_cprofile() -> None:
     path = GOLDEN / "calc.prof"
-    assert pstats.recognise(Head(path))
+    assert pstats.FORMAT.recognise(Head(path))
     reading = pstats.read(path)
     functions, stacks = reading.tables["functions"], reading.tables["stacks"]
     decode = functions[(functions["function"] == "decode") & (functions["file"] == "calc.py")].iloc[0]
@@ -312,7 +312,7 @@ def scoped(folder: Path, *profiles: dict[str, Any]) -> Path:
 
 def test_a_speedscope_file_of_py_spy() -> None:
     path = GOLDEN / "pyspy.speedscope.json.gz"
-    assert speedscope.recognise(Head(path))
+    assert speedscope.FORMAT.recognise(Head(path))
     phases = speedscope.read(path).tables["stacks"].groupby("phase", observed=True)["samples"].sum()
     assert (phases["fetch"], phases["backward"]) == (2_420_000_000, 150_000_000)  # 242 and 15 samples of 10 ms
 
@@ -332,7 +332,7 @@ def test_a_speedscope_file_of_py_spy() -> None:
 )
 def test_profiles_of_speedscope(profiles: list[Any], expected: Any, warnings: int | None, tmp_path: Path) -> None:
     path = scoped(tmp_path, *profiles)
-    assert speedscope.recognise(Head(path))
+    assert speedscope.FORMAT.recognise(Head(path))
     if expected is None:
         with pytest.raises(DlprofError):
             speedscope.read(path)

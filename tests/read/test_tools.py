@@ -422,7 +422,7 @@ def test_a_log_of_gpus(
     reader: Any, text: str, values: dict[str, dict[str, list[float]]], absent: Any, times: str, tmp_path: Path
 ) -> None:
     path = put(tmp_path / "log", text)
-    assert reader.recognise(Head(path))
+    assert reader.FORMAT.recognise(Head(path))
     reading = reader.read(path)
     groups = reading.tables["samples"].groupby(["source", "metric"], observed=True)["value"]
     found = {(str(source), str(metric)): part.tolist() for (source, metric), part in groups}
@@ -448,7 +448,7 @@ def test_a_log_of_gpus(
 )
 def test_other_files_are_no_log_of_gpus(reader: Any, text: str, tmp_path: Path) -> None:
     path = put(tmp_path / "log", text)
-    assert not reader.recognise(Head(path))
+    assert not reader.FORMAT.recognise(Head(path))
     if reader is not sampled and "timestamp" not in text and "2026" not in text:
         with pytest.raises(DlprofError):
             reader.read(path)

@@ -131,10 +131,6 @@ def _replayed(device: int, blocks: pd.DataFrame, events: pd.DataFrame | None) ->
     )
 
 
-def _rounded(size: pd.Series[int]) -> pd.Series[int]:
-    return -(-size // ROUNDING) * ROUNDING
-
-
 def _lives(events: pd.DataFrame, takes: tuple[str, ...], gives: tuple[str, ...]) -> pd.DataFrame:
     """Pair each event that takes an address with the next of that address; rows: begins, ends, row (of the event).
 
@@ -162,7 +158,7 @@ def _paired(events: pd.DataFrame, held: pd.DataFrame) -> pd.DataFrame:
     lives = _lives(events, ("alloc",), (freed,))
     of = events[["address", "bytes", "site", "via"]].iloc[lives["row"]].reset_index(drop=True)
     made = pd.concat([lives[["begins", "ends"]], of], axis=1)
-    made["bytes"] = _rounded(made["bytes"])
+    made["bytes"] = -(-made["bytes"] // ROUNDING) * ROUNDING
     known = held.drop_duplicates("address").set_index("address")["bytes"]
     at_end = (made["ends"] == len(events) + 1) & made["address"].isin(known.index)
     made.loc[at_end, "bytes"] = known.reindex(made.loc[at_end, "address"]).to_numpy()

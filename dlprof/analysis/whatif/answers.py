@@ -233,20 +233,16 @@ def _with_loader(recordings: Paces, rank: int, change: Asked, own: float) -> flo
     now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
     if change.input is not None:
-        then = _made_faster(then, change.input)
+        then = replace(
+            then,
+            fetch=then.fetch / change.input,
+            fetch_cpu=then.fetch_cpu / change.input,
+            collate=then.collate / change.input,
+            collate_cpu=then.collate_cpu / change.input,
+            others_cpu=then.others_cpu / change.input,
+        )
     workers = pace.workers if change.workers is None else change.workers
     return correction(recordings, rank, now)(replayed(then, workers)).step_ns
-
-
-def _made_faster(pace: Pace, factor: float) -> Pace:
-    return replace(
-        pace,
-        fetch=pace.fetch / factor,
-        fetch_cpu=pace.fetch_cpu / factor,
-        collate=pace.collate / factor,
-        collate_cpu=pace.collate_cpu / factor,
-        others_cpu=pace.others_cpu / factor,
-    )
 
 
 def _lacks_batches(recordings: Paces, rank: int) -> bool:

@@ -87,7 +87,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         "recorder": {
             "version": str(about.get("version", ""))[:20],
             "groups": groups,
-            "enqueued": _enqueued(about.get("pg_status"), names),
+            "enqueued": dict(_statuses(about.get("pg_status"), names)),
         }
     }
     if world:
@@ -234,11 +234,6 @@ def _names(entries: list[Any]) -> dict[int, str]:
         if isinstance(entry, dict) and type(entry.get("pg_id")) is int:
             seen.setdefault(entry["pg_id"], set()).add(_group(entry)[0])
     return {number: next(iter(names)) for number, names in seen.items() if len(names) == 1}
-
-
-def _enqueued(status: Any, names: Mapping[int, str]) -> dict[str, int]:
-    """Return the number of the last collective issued in each group, by group name."""
-    return dict(_statuses(status, names))
 
 
 def _statuses(status: Any, names: Mapping[int, str]) -> Iterator[tuple[str, int]]:

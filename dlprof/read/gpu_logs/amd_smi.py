@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.formats import Format, beginning
 from dlprof.read.gpu_logs.readings import Readings, number
 from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
@@ -66,11 +66,6 @@ def begins(head: bytes) -> bool:
         amd = '"gpu"' in text and any(f'"{name}"' in text for name in ("gfx_activity", "socket_power", "power_usage"))
         return rocm or amd
     return any(_header(line) for line in text.splitlines()[:8])
-
-
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a log does."""
-    return WHOLE if begins(head.first) else ()
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -176,7 +171,7 @@ FORMAT = Format(
     name="amd_smi",
     title="log of rocm-smi or amd-smi",
     recognised="CSV with gpu or device and columns such as gfx_activity; JSON with cards or GPUs that have these",
-    recognise=recognise,
+    recognise=beginning(begins),
     read=read,
     tables=("samples",),
     brings="each GPU's use, power, clock, temperature and memory over time",

@@ -5,13 +5,12 @@ With `-o T` a row has its time, with `-o DT` its date as well. For pmon, the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import WHOLE, Format, Head, Part
-from dlprof.read.gpu_logs.readings import Readings, number
-from dlprof.read.opening import NO_LINE, lines_of, open_file
+from dlprof.read.formats import Format, beginning
+from dlprof.read.gpu_logs.readings import Readings, lines_in, number
 from dlprof.read.sources import Reading
 
 # Column → metric of the table "samples", and its scale. sm is the share of the time in which some kernel ran.
@@ -36,18 +35,13 @@ def begins(head: bytes) -> bool:
     return any(_header(line) for line in head.decode(errors="replace").splitlines()[:8])
 
 
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a log does."""
-    return WHOLE if begins(head.first) else ()
-
-
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log."""
     names: list[str] = []
     found: Readings | None = None
     processes = False
     held: dict[str, tuple[str, dict[str, float]]] = {}  # GPU → time, and sums over its processes
-    for line in _lines(path):
+    for line in lines_in(path):
         header = _header(line)
         if header:
             names = header
@@ -107,14 +101,6 @@ def _close(found: Readings, held: dict[str, tuple[str, dict[str, float]]], gpu: 
     found.add(gpu, at, known or [("busy_share", 0.0)])
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with open_file(path) as file:
-        for lines in lines_of(file):
-            for line in lines:
-                if line is not NO_LINE and line.strip():
-                    yield line.decode("utf-8-sig", errors="replace").strip()
-
-
 def _header(line: str) -> list[str]:
     """Return the columns that a line of a header names; [] where it is none, or names their units."""
     if not line.lstrip("\ufeff").startswith("#"):
@@ -129,7 +115,7 @@ FORMAT = Format(
     name="nvidia_dmon",
     title="log of nvidia-smi dmon or pmon",
     recognised="a line `# gpu ...` with columns such as pwr or sm",
-    recognise=recognise,
+    recognise=beginning(begins),
     read=read,
     tables=("samples",),
     brings="each GPU's use, power, clocks, temperature and memory over time; of pmon its use and memory",

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import WHOLE, Format, Head, Part
-from dlprof.read.gpu_logs.readings import Readings, number, time_of
-from dlprof.read.opening import NO_LINE, lines_of, open_file
+from dlprof.read.formats import Format, beginning
+from dlprof.read.gpu_logs.readings import Readings, lines_in, number, time_of
 from dlprof.read.sources import Reading
 
 # Property → metric of the table "samples", and its scale. With --format=csv,nounits the values are in the same units.
@@ -83,11 +82,6 @@ def begins(head: bytes) -> bool:
     return any(_is_header(line) for line in lines) or bool(lines and _headless(_split(lines[0])))
 
 
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a log does."""
-    return WHOLE if begins(head.first) else ()
-
-
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log.
 
@@ -96,7 +90,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     names: Sequence[str] = ()
     found: Readings | None = None
     warnings: list[str] = []
-    for line in _lines(path):
+    for line in lines_in(path):
         if _is_header(line):
             names = _header(line)
             found = found or Readings(path, "nvidia-smi", timed="timestamp" in names)
@@ -118,14 +112,6 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         raise DlprofError(f"{path}: not a log of nvidia-smi --query-gpu --format=csv")
     reading = found.reading()
     return Reading(reading.tables, reading.facts, (*warnings, *reading.warnings))
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with open_file(path) as file:
-        for lines in lines_of(file):
-            for line in lines:
-                if line is not NO_LINE and line.strip():
-                    yield line.decode("utf-8-sig", errors="replace").strip()
 
 
 def _split(line: str) -> list[str]:
@@ -179,7 +165,7 @@ FORMAT = Format(
     name="nvidia_smi",
     title="log of nvidia-smi",
     recognised="CSV with properties of --query-gpu as its header; without one, a time and values with units",
-    recognise=recognise,
+    recognise=beginning(begins),
     read=read,
     tables=("samples",),
     brings="each GPU's use, power, clocks and what holds them down, temperature and memory over time",

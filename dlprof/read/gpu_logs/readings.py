@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlprof.errors import DlprofError
 from dlprof.read.limits import MOST_ROWS, limit, too_many
+from dlprof.read.opening import NO_LINE, lines_of, open_file
 from dlprof.read.sources import Reading
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ _FORMATS = (
     *("%Y%m%d %H:%M:%S", "%a %b %d %H:%M:%S %Y", "%m/%d/%Y %H:%M:%S"),
 )
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})(\.\d{1,9})?")
+
+
+def lines_in(path: Path) -> Iterator[str]:
+    """Yield the lines of a log as text, but for empty ones."""
+    with open_file(path) as file:
+        for lines in lines_of(file):
+            for line in lines:
+                if line is not NO_LINE and line.strip():
+                    yield line.decode("utf-8-sig", errors="replace").strip()
 
 
 def number(text: str) -> float | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.formats import Format, beginning
 from dlprof.read.gpu_logs.readings import ZONE
 from dlprof.read.opening import open_file
 from dlprof.read.sources import Reading
@@ -19,11 +18,6 @@ _SOURCES = {b"busy_share": "gpu", b"power_w": "gpu", b"core_percent": "host", b"
 def begins(head: bytes) -> bool:
     """Return whether a file begins with a line of such a log."""
     return _LINE.match(head) is not None
-
-
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a log does."""
-    return WHOLE if begins(head.first) else ()
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -42,7 +36,7 @@ FORMAT = Format(
     name="sampled",
     title="samples of dlprof",
     recognised="lines of JSON with at_ns and a metric of a sampler",
-    recognise=recognise,
+    recognise=beginning(begins),
     read=read,
     tables=("samples",),
     brings="what dlprof sampled of GPUs, host or processes, outside its run",

@@ -17,7 +17,7 @@ from pathlib import Path
 from dlprof import nsys
 from dlprof.errors import DlprofError
 from dlprof.read.columnar.database import MISSING, Database, open_database
-from dlprof.read.formats import Format, Head, Part
+from dlprof.read.formats import Format, Head, Part, reader
 from dlprof.read.sources import Reading
 
 # What a file begins with (".nsys-rep", ".qdrep" before 2021).
@@ -64,10 +64,6 @@ class Process:
         return "" if self.global_pid is None else str(self.global_pid)
 
 
-def _has_tables(database: Database) -> bool:
-    return "StringIds" in database.tables and any(table in database.tables for table in (*DEVICE, *HOST))
-
-
 def processes_of(path: Path) -> list[Process]:
     """Return the ranks of an export, in the order of their devices; raise DlprofError if it is none."""
     with open_database(path) as database:
@@ -86,7 +82,7 @@ def piece_of(path: Path, pid: int) -> str:
 
 def processes_in(database: Database) -> list[Process]:
     """Return the ranks of an export; none if it is no export. A process counts on its device with most work."""
-    if not _has_tables(database):
+    if not ("StringIds" in database.tables and any(table in database.tables for table in (*DEVICE, *HOST))):
         return []
     return _with_device(database) or _without(database) or [Process(None, -1)]
 
@@ -186,10 +182,7 @@ def _exported(path: Path) -> Path:
     return _made[path]
 
 
-def _read(path: Path, piece: str) -> Reading:
-    from dlprof.read.nsys import export
-
-    return export.read(path, piece)
+_read = reader("nsys.export")
 
 
 def _read_report(path: Path, piece: str) -> Reading:

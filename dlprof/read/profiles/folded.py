@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import Format, Head, Part
+from dlprof.read.formats import Format, beginning
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.opening import lines_of, open_file
 from dlprof.read.profiles.frames import Frame, Stacks
@@ -60,11 +60,6 @@ def _halves(line: str) -> tuple[str, int]:
 def _spy(text: str) -> re.Match[str] | None:
     """Return the parts of a frame as py-spy writes it; None if it is another's."""
     return _SPY.fullmatch(text) if len(text) <= _LONGEST else None
-
-
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a profile does, of the rank that its name tells."""
-    return (Part(rank_in(head.name)),) if begins(head.first) else ()
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -154,7 +149,7 @@ FORMAT = Format(
     name="folded",
     title="folded stacks",
     recognised="lines of frames joined by `;`, each with a weight",
-    recognise=recognise,
+    recognise=beginning(begins, rank_in),
     read=read,
     tables=("stacks",),
     brings="a flame graph and the hottest functions",

@@ -12,13 +12,13 @@ import pickle
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.formats import Format, Head, Part
+from dlprof.read.formats import Format, beginning
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_LISTED, limit
 from dlprof.read.opening import read_file
@@ -49,11 +49,6 @@ def begins(head: bytes) -> bool:
     if head[:1] in (b"\x80", b"c"):
         return b"line_profiler" in head[:200] and _CLASS.encode() in head[:200]
     return b"Timer unit:" in head and (b"Total time:" in head or b"Line #" in head)
-
-
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a profile does, of the rank that its name tells."""
-    return (Part(rank_in(head.name)),) if begins(head.first) else ()
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -147,7 +142,7 @@ FORMAT = Format(
     name="line_profiler",
     title="times of lines of line_profiler",
     recognised="a pickle of line_profiler's LineStats; or text with `Timer unit:`",
-    recognise=recognise,
+    recognise=beginning(begins, rank_in),
     read=read,
     tables=("lines",),
     brings="the time of each line of the functions that were chosen",

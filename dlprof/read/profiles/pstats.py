@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.formats import Format, Head, Part
+from dlprof.read.formats import Format, beginning
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.opening import read_file
 from dlprof.read.profiles.frames import MOST_TEXT, Frame, Stacks, placed_file
@@ -51,11 +50,6 @@ def begins(head: bytes) -> bool:
         return False
     small = head[1] & 0x7F == ord(")") and head[2] == 3
     return small or (head[1] & 0x7F == ord("(") and head[2:6] == b"\3\0\0\0")
-
-
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a profile does, of the rank that its name tells."""
-    return (Part(rank_in(head.name)),) if begins(head.first) else ()
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -167,7 +161,7 @@ FORMAT = Format(
     name="cprofile",
     title="profile of cProfile",
     recognised="marshal data whose keys are a file, a line and a name",
-    recognise=recognise,
+    recognise=beginning(begins, rank_in),
     read=read,
     tables=("functions", "stacks"),
     brings="each function's calls and times; a flame graph, estimated from who calls whom",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import Format, Head, Part
+from dlprof.read.formats import Format, beginning
 from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.opening import read_unpacked
@@ -58,11 +57,6 @@ def begins(head: bytes) -> bool:
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"{":
         return False
     return _SCHEMA in head or (b'"profiles"' in head and (b'"evented"' in head or b'"sampled"' in head))
-
-
-def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins as such a profile does, of the rank that its name tells."""
-    return (Part(rank_in(head.name)),) if begins(head.first) else ()
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -130,7 +124,7 @@ FORMAT = Format(
     name="speedscope",
     title="stacks for speedscope",
     recognised="JSON with speedscope's schema, or with sampled or evented profiles",
-    recognise=recognise,
+    recognise=beginning(begins, rank_in),
     read=read,
     tables=("stacks",),
     brings="a flame graph and the hottest functions",

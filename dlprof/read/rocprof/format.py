@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import WHOLE, Format, Head, Part
-from dlprof.read.sources import Reading
+from dlprof.read.formats import WHOLE, Format, Head, Part, reader
 
 _SQLITE = b"SQLite format 3\0"
 _TOOL = b"rocprofiler-sdk-tool"
@@ -46,24 +44,6 @@ def _is_database(head: Head) -> Sequence[Part]:
         return ()
 
 
-def _read_csv(path: Path, piece: str) -> Reading:
-    from dlprof.read.rocprof.text import read_csv
-
-    return read_csv(path, piece)
-
-
-def _read_json(path: Path, piece: str) -> Reading:
-    from dlprof.read.rocprof.text import read_json
-
-    return read_json(path, piece)
-
-
-def _read_database(path: Path, piece: str) -> Reading:
-    from dlprof.read.rocprof import rocpd
-
-    return rocpd.read(path, piece)
-
-
 _BRINGS = "kernels, copies and HIP calls of one process, linked; collectives by their kernels; steps by roctx ranges"
 _LACKS = {
     "traced_steps": "torch.cuda.nvtx.range_push(f'step {n}'), which is roctx on AMD, and rocprofv3 --marker-trace"
@@ -75,7 +55,7 @@ FORMAT = (
         title="kernel trace of rocprofv3 (CSV)",
         recognised="CSV whose header has Kernel_Name, Agent_Id, Queue_Id and Start_Timestamp",
         recognise=_is_kernels,
-        read=_read_csv,
+        read=reader("rocprof.text", "read_csv"),
         tables=("spans", "traced_steps"),
         brings=_BRINGS,
         record="rocprofv3 --sys-trace --output-format csv -- python train.py",
@@ -95,7 +75,7 @@ FORMAT = (
         title="trace of rocprofv3 (JSON)",
         recognised="JSON with `rocprofiler-sdk-tool`",
         recognise=_is_json,
-        read=_read_json,
+        read=reader("rocprof.text", "read_json"),
         tables=("spans", "traced_steps"),
         brings=_BRINGS,
         record="rocprofv3 --sys-trace --output-format json -- python train.py",
@@ -107,7 +87,7 @@ FORMAT = (
         title="database of rocprofv3 (rocpd)",
         recognised="SQLite with tables `rocpd_kernel_dispatch…`",
         recognise=_is_database,
-        read=_read_database,
+        read=reader("rocprof.rocpd"),
         tables=("spans", "traced_steps"),
         brings=_BRINGS,
         record="rocprofv3 --sys-trace --output-format rocpd -- python train.py",

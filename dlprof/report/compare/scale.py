@@ -30,7 +30,7 @@ _MODES = {
 
 def summary(study: Study) -> Summary:
     """Return the summary of a study."""
-    unit = _unit(study)
+    unit = "samples" if all(s.samples for s in study.sizes) else "steps"
     sizes = study.sizes
     left_out = tuple(f"{plain(name, 80)} is left out: {plain(why, 400)}" for name, why in study.left_out)
     notices = (*left_out, *study.doubts, *([f"Nothing is predicted: {study.why}."] if study.why else []))
@@ -47,10 +47,6 @@ def summary(study: Study) -> Summary:
         bars=f"{unit}/s",
         good=not left_out and not study.why,
     )
-
-
-def _unit(study: Study) -> str:
-    return "samples" if all(s.samples for s in study.sizes) else "steps"
 
 
 def _ranks(sizes: tuple[Size, ...]) -> str:

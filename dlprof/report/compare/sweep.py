@@ -36,7 +36,7 @@ def summary(sweep: Sweep) -> Summary:
     lost = tuple(f"{_named(p)} is left out: {plain(p.why, 300)}" for p in sweep.points if p.why)
     state = _STATES[sweep.state]
     notices = (*([f"Not complete: {state}. Started again with the same folder, it goes on."] if state else []), *lost)
-    if not samples and len(measured) > 1 and _may_differ(sweep):
+    if not samples and len(measured) > 1 and any("." not in a.name for a in sweep.axes):
         notices = (*notices, "How many samples a step has is not known: points with other work a step do not compare.")
     headline, second = _verdict(measured, sweep, samples, per_s)
     panels = _curve(sweep, samples, per_s)
@@ -74,11 +74,6 @@ def knee(sweep: Sweep) -> Point | None:
     samples = sweep.by_samples
     best = max(p.rate(samples) or 0.0 for p in measured)
     return next(p for p in measured if (p.rate(samples) or 0.0) >= (1 - NEAR) * best)
-
-
-def _may_differ(sweep: Sweep) -> bool:
-    """Return whether a step's work may differ from point to point: something of the script's own command changes."""
-    return any("." not in a.name for a in sweep.axes)
 
 
 def _verdict(measured: Sequence[Point], sweep: Sweep, samples: bool, per_s: str) -> tuple[str, str]:
