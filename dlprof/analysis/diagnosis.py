@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis import notices, overview, settings
-from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, Progress, all_needed, measure
+from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
 from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE, UNKNOWN, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
@@ -35,9 +35,9 @@ from dlprof.units import duration, percent
 LEAST_SHARE_OF_VARYING = 0.05
 
 
-def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress: Progress | None = None) -> Result:
+def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None) -> Result:
     """Measure a run, ask every rule, and return the result."""
-    return diagnosed(measure(run, wanted(rules), jobs, progress), rules)
+    return diagnosed(measure(run, wanted(rules), jobs), rules)
 
 
 def wanted(rules: Iterable[Rule]) -> list[Any]:

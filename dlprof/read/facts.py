@@ -6,14 +6,12 @@ do not declare, as a later dlprof writes it, passes where it is plain. Any other
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlprof.errors import DlprofError
-from dlprof.read.opening import read_file
+from dlprof.read.opening import read_object
 from dlprof.read.sources import Reading
 from dlprof.units import few
 
@@ -129,14 +127,8 @@ _WRONG = object()
 
 def read(path: Path, shape: Mapping[str, Shape] = RANK) -> Reading:
     """Return the facts in a file; raise DlprofError if it cannot be read or holds no object."""
-    try:
-        data = json.loads(read_file(path))
-    except (ValueError, RecursionError) as e:
-        raise DlprofError(f"{path.name} is broken ({str(e)[:120]})") from None
-    if not isinstance(data, dict):
-        raise DlprofError(f"{path.name} is broken (it holds no object)")
     left_out: list[str] = []
-    facts = _fitting(shape, data, "", left_out)
+    facts = _fitting(shape, read_object(path), "", left_out)
     named = few(left_out, _MOST_NAMED)
     warnings = (f"{path.name}: left out, since they are not of the kind expected: {named}",) if left_out else ()
     return Reading({}, facts, warnings)

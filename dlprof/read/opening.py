@@ -7,12 +7,13 @@ gigabytes. Each skipped file makes a warning. `--no-limits` lifts the sizes, not
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dlprof.errors import DlprofError
 from dlprof.read.limits import LEAST_UNPACKED, MOST_LINE, MOST_TEXT, limit, limited, most_unpacked
@@ -47,6 +48,17 @@ def read_file(path: Path) -> bytes:
         data = file.read(MOST_TEXT + 1 if limited() else -1)
     if len(data) > limit(MOST_TEXT):
         raise DlprofError(f"{path}: larger than {MOST_TEXT >> 20} MB: not read (--no-limits reads it)")
+    return data
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a small JSON file; raise DlprofError if it cannot be read or holds none."""
+    try:
+        data = json.loads(read_file(path))
+    except (ValueError, RecursionError) as e:
+        raise DlprofError(f"{path.name} is broken ({str(e)[:120]})") from None
+    if not isinstance(data, dict):
+        raise DlprofError(f"{path.name} is broken (it holds no object)")
     return data
 
 

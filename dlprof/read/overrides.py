@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
 
 from dlprof import overrides, schema
-from dlprof.errors import DlprofError
 from dlprof.read.limits import MOST_SETTINGS, limit
-from dlprof.read.opening import read_file
+from dlprof.read.opening import read_object
 from dlprof.read.sources import Reading
 
 _MOST_TEXT = 400  # characters of a text; longer ones are cut
@@ -19,12 +17,7 @@ _MOST_APPLIED = 1 << 62
 
 def read(path: Path) -> Reading:
     """Return table "overrides"; raises DlprofError if the file cannot be read or holds no object."""
-    try:
-        data = json.loads(read_file(path))
-    except (ValueError, RecursionError) as e:
-        raise DlprofError(f"{path.name} is broken ({str(e)[:120]})") from None
-    if not isinstance(data, dict):
-        raise DlprofError(f"{path.name} is broken (it holds no object)")
+    data = read_object(path)
     known = {name: entry for name, entry in data.items() if isinstance(entry, dict) and "value" in entry}
     rows = []
     for name, one in list(overrides.outcomes((), [known]).items())[: limit(MOST_SETTINGS)]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlprof.analysis.engine import Job, RankData
 from dlprof.analysis.engine.ranks import RankAnswer
+from dlprof.analysis.settings import Settings, loader_of
 from dlprof.analysis.throughput.rates import share, work_done
 from dlprof.analysis.timeline.steady import ENOUGH, light_steps
 from dlprof.errors import DlprofError, NotMeasured
@@ -71,7 +71,7 @@ def steps_of_rank(rank: Rank) -> Steps:
     steady = rows["steady"].to_numpy(dtype=bool)
     if steady.sum() < ENOUGH:
         raise NotMeasured(f"{int(steady.sum())} steady steps are too few")
-    loader = training_loader(rank.facts)
+    loader = loader_of(rank.facts)
     start, dur = rows["start_ns"].to_numpy(), rows["dur_ns"].to_numpy()
     trains = (rows["kind"].astype("str") == "train").to_numpy()
     at = np.flatnonzero(steady)
@@ -91,14 +91,7 @@ def steps_of_rank(rank: Rank) -> Steps:
     )
 
 
-def training_loader(facts: Any) -> dict[str, Any]:
-    """Return the settings of a rank's training loader; empty without one."""
-    loaders = facts.get("loaders") or []
-    known = [x for x in loaders if x.get("role") == "train"] or [x for x in loaders if x.get("role") == "unknown"]
-    return dict(known[0]) if known else {}
-
-
-def ahead(loader: dict[str, Any]) -> int:
+def ahead(loader: Settings) -> int:
     """Return how many batches a loader prefetches: its own speed shows only after as many steps."""
     return (loader.get("num_workers") or 0) * (loader.get("prefetch_factor") or 2)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlprof import overrides
+from dlprof.analysis.settings import loader_of
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
 from dlprof.result import TIMELESS, Change, Outcome, Result
 from dlprof.result.tried import Attempt, Of
-from dlprof.trial.measuring import training_loader
 
 # These print more and make nothing faster.
 _PRINTS = frozenset(("NCCL_DEBUG", "TORCH_LOGS"))
@@ -160,7 +160,7 @@ def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
     given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
     ranks = max(1, facts.get("world_size") or 1)
     cores = max(1, int(min(given, cpu.get("quota") or given)) // ranks)
-    loader = training_loader(facts)
+    loader = loader_of(facts)
     if loader:
         now = loader.get("num_workers") or 0
         for workers in sorted({0, 1, 2, cores} - {now}):

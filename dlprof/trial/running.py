@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from dlprof import overrides
+from dlprof.analysis.settings import loader_of
 from dlprof.analysis.timeline.steady import SETTLED, WARMUP_STEPS
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
@@ -34,7 +35,7 @@ from dlprof.record.launch.process import family, has_ended, running, stat_of, ti
 from dlprof.record.launch.supervisor import outcomes
 from dlprof.redaction import said
 from dlprof.trial.job import Job
-from dlprof.trial.measuring import Steps, ahead, steps_of, training_loader
+from dlprof.trial.measuring import Steps, ahead, steps_of
 from dlprof.units import size
 
 _POLL_S = 0.05
@@ -236,7 +237,7 @@ class Watch:
 def _ahead(steps: Path | None) -> int:
     try:
         facts = json.loads((steps or Path()).with_name("facts.json").read_bytes())
-        return ahead(training_loader(facts))
+        return ahead(loader_of(facts))
     except (OSError, ValueError, AttributeError, TypeError):
         return 0
 

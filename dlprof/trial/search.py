@@ -218,7 +218,7 @@ class Search:
 
     def _pair(self, series: _Series, base: Settings, settings: Settings) -> None:
         """Run the base (unless its last run was the latest of all), the change, and the base again."""
-        need = 2 if self._is_last(base) else 3
+        need = 2 if self._base is not None and self._base[0] == base else 3
         if self._left() < need * self._longest_s:
             raise _OutOfTime
         before = self._one(base)
@@ -240,9 +240,6 @@ class Search:
             except NotMeasured as e:
                 series.failed = str(e)
             self._tell(series.attempt())
-
-    def _is_last(self, base: Settings) -> bool:
-        return self._base is not None and self._base[0] == base
 
     def _one(self, base: Settings, limit_s: float | None = None) -> Steps:
         """Return the base's steps: of its last run if nothing ran since, else of a new run."""
@@ -283,11 +280,6 @@ class Search:
 
 def _words(settings: Settings) -> Words:
     return tuple(sorted(settings.items()))
-
-
-def _worth(attempt: Attempt) -> float:
-    measured = attempt.epochs or attempt.measured
-    return measured.ratio if measured else 0.0
 
 
 # Two recordings of the same job differ by up to 0.9 % on a quiet machine (docs/cost.md): a gain of at least twice that
@@ -337,6 +329,11 @@ def gain_of(logs: Sequence[float], spread: Sequence[float] = ()) -> Gain:
     shared = (1 + 2 * _SHARED * (n - 1) / n) / (1 - 2 * _SHARED / n)
     half = _student(known) * math.sqrt(shared * variance / n)
     return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
+
+
+def _worth(attempt: Attempt) -> float:
+    measured = attempt.epochs or attempt.measured
+    return measured.ratio if measured else 0.0
 
 
 def _student(freedom: float) -> float:

@@ -57,13 +57,9 @@ def _chains(calls: Calls) -> Iterator[Chain]:
         # The same loop of several steps: the median of each of its calls, since single calls may be delayed.
         for part in _rising(calls, np.stack(same)):
             for places in same:
-                yield from _but_last(calls, places[part])
-
-
-def _but_last(calls: Calls, places: NDArray[np.int64]) -> Iterator[Chain]:
-    for place in places.tolist():
-        left = float(place == places[-1])
-        yield from chains(calls, FORM, place, place + 1, (left, left))
+                for place in places[part].tolist():
+                    left = float(place == places[part][-1])
+                    yield from chains(calls, FORM, place, place + 1, (left, left))
 
 
 def _loops(calls: Calls) -> Iterator[NDArray[np.int64]]:

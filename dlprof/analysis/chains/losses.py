@@ -50,7 +50,13 @@ _AS_WIDE = 0.2
 @within_rank
 def loss_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device)) -> list[Chain]:
     """Return the chains of operators that compute a loss."""
-    return [*_written_out(calls), *(_copied(calls) if has_device else ())]
+    written_out = (
+        chain
+        for form, (pattern, left) in _FORMS.items()
+        for first, last in calls.find(pattern)
+        for chain in chains(calls, form, first, last, (left, left))
+    )
+    return [*written_out, *(_copied(calls) if has_device else ())]
 
 
 @per_rank
@@ -61,21 +67,13 @@ def losses(
     return replaced(loss_chains)
 
 
-def _written_out(calls: Calls) -> Iterator[Chain]:
-    for form, (pattern, left) in _FORMS.items():
-        for first, last in calls.find(pattern):
-            yield from chains(calls, form, first, last, (left, left))
-
-
 def _copied(calls: Calls) -> Iterator[Chain]:
     """Yield losses whose logits are cast first, by the script or by autocast: their gradients are cast back."""
     for first, last in calls.find(_COPIED):
         softmax = next((n for n in calls.made(first, last).tolist() if calls.text[n] == "L"), None)
-        if softmax is not None and calls.text[softmax + 1 : softmax + 2] == "T" and _is_wide(calls, softmax):
+        if softmax is None or calls.text[softmax + 1 : softmax + 2] != "T":
+            continue
+        if float(calls.ns[softmax + 1]) >= _AS_WIDE * float(calls.ns[softmax]) > 0:
             yield Chain(COPY, "forward", np.arange(first, last), _COPIED_LEFT)
             back = np.union1d(calls.made(first, last), [softmax + 1])
             yield Chain(COPY, "backward", back, _COPIED_LEFT)
-
-
-def _is_wide(calls: Calls, softmax: int) -> bool:
-    return float(calls.ns[softmax + 1]) >= _AS_WIDE * float(calls.ns[softmax]) > 0

@@ -137,7 +137,11 @@ def hangs(whole_calls: Frame = needs(whole_calls), job: Job = needs(JOB)) -> tup
     waits = calls[calls["open"] == 1]
     if not len(waits):
         waits = calls[(calls["left"] == 1) & calls["op"].isin(_FOR_ALL)]
-        lacking = [_lacks(key, n, last) for key, n in zip(waits["key"], waits["sequence"], strict=True)]
+        # Whether a rank that knows the group never issued its collective of that number.
+        lacking = [
+            any(of == key and number < n for (of, _), number in last.items())
+            for key, n in zip(waits["key"], waits["sequence"], strict=True)
+        ]
         waits = waits[np.array(lacking, dtype=bool)]
     first = waits.sort_values("sequence", kind="stable").drop_duplicates(["key", "rank"])
     found = []
@@ -145,11 +149,6 @@ def hangs(whole_calls: Frame = needs(whole_calls), job: Job = needs(JOB)) -> tup
         one = pending.to_dict("records")[0]
         found.append(_hang(calls, one["key"], one["sequence"], pending, last, job))
     return _ordered(found)
-
-
-def _lacks(key: str, sequence: int, last: Mapping[tuple[str, int], int]) -> bool:
-    """Return whether a rank that knows the group never issued its collective of that number."""
-    return any(of == key and number < sequence for (of, _), number in last.items())
 
 
 def _hang(

@@ -182,7 +182,7 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
         environ = "distributed.nanny.pre-spawn-environ"
         stack.enter_context(config.set({**_SETTINGS, environ: config.get(environ) | _MALLOC}))
         address: Any = kind
-        alive = _never
+        alive = bool
         if kind == "local":
             address = stack.enter_context(_local(ranks, number, dask.tell))
         elif kind == "slurm":
@@ -210,10 +210,6 @@ _SETTINGS = {
 # A worker's malloc keeps freed memory. With Dask's default it goes back to the kernel, and the next rank takes it again
 # page by page.
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 32 << 20}
-
-
-def _never() -> bool:
-    return False
 
 
 def _await_worker(client: Any, dask: Dask, alive: Callable[[], bool]) -> None:

@@ -216,11 +216,6 @@ class MeasureFailed(Exception):  # noqa: N818 - what became of a measure, as Not
     """A measure failed, which is a bug of dlprof; with its message."""
 
 
-def measures_among(found: Mapping[str, Need]) -> list[Measure[Any]]:
-    """Return the measures among these needs; the others are tables and facts."""
-    return [need.of for need in found.values() if isinstance(need.of, Measure)]
-
-
 def all_needed(
     wanted: Iterable[Measure[Any] | Callable[..., Any]], *, into_ranks: bool = True
 ) -> tuple[Measure[Any], ...]:
@@ -235,7 +230,8 @@ def all_needed(
         if isinstance(one, Measure):
             found[one.name] = one
         if into_ranks or not isinstance(one, Measure) or one.across:
-            todo += measures_among(one.needs if isinstance(one, Measure) else needs_of(one))
+            needed = one.needs if isinstance(one, Measure) else needs_of(one)
+            todo += [need.of for need in needed.values() if isinstance(need.of, Measure)]
     return tuple(found[name] for name in sorted(found))
 
 

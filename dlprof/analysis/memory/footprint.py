@@ -347,12 +347,6 @@ def eight_bit(now: Footprint) -> Footprint:
     return now.scaled({"optimizer": _left(rows, wide - wide / 4 * (1 + 4 / _BLOCK))})
 
 
-def one_moment(now: Footprint) -> Footprint:
-    """Return the footprint of SGD with momentum: its state is as large as the trainable parameters."""
-    rows = now.held[now.held["part"] == "optimizer"]
-    return now.scaled({"optimizer": _left(rows, float(rows["bytes"].sum()) - trained(now.held))})
-
-
 def offloaded(now: Footprint) -> Footprint:
     """Return the footprint with the optimizer's state and step on the host (ZeRO-Offload, 2021)."""
     return replace(now.scaled({"optimizer": 0.0}), stepping=0.0)

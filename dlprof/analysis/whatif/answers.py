@@ -38,7 +38,7 @@ from dlprof.analysis.engine import (
     measure,
     needs,
 )
-from dlprof.analysis.input.fetch_replay import Pace, replayed
+from dlprof.analysis.input.fetch_replay import replayed
 from dlprof.analysis.input.input_waits import Paces, correction, input_waits, paces, trusted
 from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.step.breakdown import breakdown, part

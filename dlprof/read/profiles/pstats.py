@@ -173,8 +173,9 @@ _REFERENCED = 0x80
 
 
 _END = object()
-
-
+_PLAIN = {"N": None, "T": True, "F": False, "0": _END}
+_NUMBERS = {"i": "<i", "I": "<q", "g": "<d"}
+_TEXTS = {**dict.fromkeys("uts", "utf-8"), **dict.fromkeys("aA", "latin-1")}
 _DEEPEST = 50
 
 
@@ -220,26 +221,18 @@ class _Reader:
         return made
 
     def _made(self, kind: str, depth: int) -> Any:
-        if kind in "NTF":
-            return {"N": None, "T": True, "F": False}[kind]
-        if kind == "0":
-            return _END
-        if kind == "i":
-            return self._int()
-        if kind == "I":
-            return int.from_bytes(self._take(8), "little", signed=True)
-        if kind == "g":
-            return struct.unpack("<d", self._take(8))[0]
-        if kind == "f":
-            return float(self._take(self._take(1)[0]))
+        if kind in _PLAIN:
+            return _PLAIN[kind]
+        if kind in _TEXTS:
+            return self._take(self._int()).decode(_TEXTS[kind], errors="replace")
+        if kind in _NUMBERS:
+            (number,) = struct.unpack(_NUMBERS[kind], self._take(struct.calcsize(_NUMBERS[kind])))
+            return number
+        if kind in "fzZ":
+            text = self._take(self._take(1)[0])
+            return float(text) if kind == "f" else text.decode("latin-1")
         if kind == "l":
             return self._long()
-        if kind in "uts":
-            return self._take(self._int()).decode(errors="replace")
-        if kind in "aA":
-            return self._take(self._int()).decode("latin-1")
-        if kind in "zZ":
-            return self._take(self._take(1)[0]).decode("latin-1")
         if kind == "r":
             return self._seen[self._int()]
         if kind in "()[":

@@ -94,12 +94,12 @@ def _grows(study: Study) -> str:
     more = sorted(((ns, c) for c, ns in growth(study).items() if ns >= NOTABLE * last.step_ns), reverse=True)
     if not more:
         return "No part of the step grows by 1 % of it."
-    named = [f"{_named(c)} by {duration(ns)} ({formatting.percent(ns / last.step_ns)} of a step)" for ns, c in more[:3]]
+    named = [
+        f"{'transfers between ranks' if c == TRANSFER else looks.look(c).name.lower()} by {duration(ns)}"
+        f" ({formatting.percent(ns / last.step_ns)} of a step)"
+        for ns, c in more[:3]
+    ]
     return f"What grows: {', '.join(named)}."
-
-
-def _named(category: str) -> str:
-    return "transfers between ranks" if category == TRANSFER else looks.look(category).name.lower()
 
 
 def first_prediction(study: Study) -> Prediction | None:
@@ -161,6 +161,11 @@ def _table(study: Study, unit: str) -> Panel:
     return Panel("table", "The measured sizes", tuple(rows), columns, note=note)
 
 
+def _row(p: Prediction) -> tuple[Any, ...]:
+    share = formatting.percent(p.efficiency)
+    return (f"{p.ranks:,}", p.step_ns, p.low_ns, p.high_ns, share, _interval(p), p.transfer_ns, p.wait_ns)
+
+
 def _panels(study: Study, unit: str) -> tuple[Panel, ...]:
     found = [_throughput(study, unit), _efficiencies(study), _stack(study)]
     if study.predictions:
@@ -182,11 +187,6 @@ _FITTED = (
     "start + hops × each hop + bytes on the bus ÷ bandwidth; hops of n ranks: n − 1 in a ring, log2 n in a tree,"
     " whichever fits better."
 )
-
-
-def _row(p: Prediction) -> tuple[Any, ...]:
-    share = formatting.percent(p.efficiency)
-    return (f"{p.ranks:,}", p.step_ns, p.low_ns, p.high_ns, share, _interval(p), p.transfer_ns, p.wait_ns)
 
 
 def _fit(f: Fit) -> tuple[Any, ...]:

@@ -127,11 +127,13 @@ def _stack_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tu
     bars: list[tuple[str, Mapping[str, float]]] = [(f"rank {r}", single[r]) for r in outliers]
     for i in range(0, len(order), size):
         group = order[i : i + size]
-        names = {c for r in group for c in single[r]}
-        mean = {c: sum(single[r].get(c, 0.0) for r in group) / len(group) for c in names}
-        bars.append((f"{group[0]}–{group[-1]}", mean))
+        bars.append((f"{group[0]}–{group[-1]}", _mean([single[r] for r in group])))
     apart = f", but for the {formatting.counted(len(outliers), 'rank')} on top, which differ most" if outliers else ""
     return bars, f"Each bar is the mean of {size} neighbouring ranks{apart}."
+
+
+def _mean(bars: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {c: sum(bar.get(c, 0.0) for bar in bars) / len(bars) for c in {c for bar in bars for c in bar}}
 
 
 def _group_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tuple[Bars, str]:
@@ -139,10 +141,7 @@ def _group_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tu
     unlike = members.outliers(result.members)
     bars: list[tuple[str, Mapping[str, float]]] = [(f"rank {m.rank}", single[m.rank]) for m in unlike[:NAMED_RANKS]]
     for name, of in members.by_group(result.members).items():
-        ranks = [m.rank for m in of]
-        names = {c for r in ranks for c in single[r]}
-        mean = {c: sum(single[r].get(c, 0.0) for r in ranks) / len(ranks) for c in names}
-        bars.append((f"{name} · {formatting.counted(len(ranks), 'rank')}", mean))
+        bars.append((f"{name} · {formatting.counted(len(of), 'rank')}", _mean([single[m.rank] for m in of])))
     more = drawing.more(len(unlike) - NAMED_RANKS, "ranks that stand out")
     apart = " Ranks that stand out are on top." if unlike else ""
     return bars, f"Each bar of a group is the mean of its ranks.{apart} {more}".strip()

@@ -254,7 +254,6 @@ CHANGES: dict[tuple[str, str], tuple[Change, Script, str]] = {
     ("transformer", "autocast"): (fp.autocast, Script(autocast=True), ""),
     ("transformer", "16 bits"): (fp.in_16_bits, Script(half=True), ""),
     ("transformer", "checkpoints"): (checkpoints, Script(checkpoints=True), ""),
-    ("transformer", "SGD with momentum"): (fp.one_moment, Script(adam=False), ""),
     ("unfused", "fused attention"): (lambda f: fp.fused_attention(f, _SCORES), Script(), "backward"),
     ("unfused", "autocast"): (fp.autocast, Script(fused=False, autocast=True), "backward"),
     ("tied", "autocast"): (fp.autocast, Script(tied=True, batch=1, autocast=True), "backward"),

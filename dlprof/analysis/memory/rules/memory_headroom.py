@@ -120,13 +120,9 @@ def _times(times: float) -> str:
     return "twice" if times == 2 else f"{times:.3g} times"
 
 
-def _fullest(gpus: Frame, column: str) -> dict[Any, Any]:
-    """Return the GPU with the largest share of its memory in a column."""
-    return gpus.iloc[[int((gpus[column] / gpus["total_bytes"]).argmax())]].to_dict("records")[0]
-
-
 def _nearly_full(gpus: Frame, used: float, job: Job) -> Explanation:
-    mine = _fullest(gpus, "peak_allocated_bytes" if used > HIGH else "peak_reserved_bytes")
+    shares = gpus["peak_allocated_bytes" if used > HIGH else "peak_reserved_bytes"] / gpus["total_bytes"]
+    mine = gpus.iloc[[int(shares.argmax())]].to_dict("records")[0]
     rank, held, most, total = (mine[c] for c in ("rank", "peak_allocated_bytes", "peak_reserved_bytes", "total_bytes"))
     batch = settings.training_loader(job, rank).get("batch_size")
     variable, conf = settings.allocator(job, rank)
