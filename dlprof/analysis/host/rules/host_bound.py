@@ -161,7 +161,7 @@ def explain(
     seen_lines = [costliest(costly_lines, rank, one) for one in (("forward", "rest") if phase else ("rest",))]
     known = [one for one in seen_lines if one and (not phase or (one.idiom and one.idiom.name == idioms.LOOPS))]
     line = known[0] if known and not besides else None
-    changes = [] if line is None else [change(line.advice("do this less often, or in tensors:"))]
+    changes = [] if line is None else [change(line.advice())]
     if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
         lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
         changes.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
