@@ -272,6 +272,33 @@ IDIOMS: tuple[Idiom, ...] = (
         r"|\(\w+ - \w+\)\.(pow\(2\)|square\(\))\.sum\(",
     ),
     Idiom(
+        "graph_kept",
+        "keeps the graph, and walks all that it has kept again",
+        "call `backward()` on each part's own loss, without `retain_graph=True`, and sum `loss.detach()`: the gradients"
+        " add up",
+        _PYTORCH + "generated/torch.Tensor.backward.html",
+        ("backward", "rest"),
+        source=r"retain_graph=True",
+    ),
+    Idiom(
+        "read_from_the_top",
+        "reads a file from its beginning to one place for every sample",
+        "note once where each line begins (`file.tell()`), and go there (`file.seek(offset)`), or keep the lines in"
+        " memory, or in one array with `mmap_mode='r'`",
+        "https://docs.python.org/3/library/io.html#io.IOBase.seek",
+        DATA,
+        source=r"\bislice\(\w*(file|f|handle|lines|reader)\b|\blinecache\.|enumerate\((file|f|handle|open\(.*)\)|\.readlines\(\)\[",
+    ),
+    Idiom(
+        "drawn_without_repetition",
+        "draws without repetition, or what is not in a set, from many: each time all of them are copied",
+        "draw the numbers of all at once with repetition (`rng.integers(n, size=k)`), and those again that are not"
+        " allowed (`np.searchsorted`, `np.isin`)",
+        "https://numpy.org/doc/stable/reference/random/generated/numpy.random.Generator.integers.html",
+        ("rest", *DATA, *START),
+        source=r"\bchoice\(.*replace=False|\bsetdiff1d\(|\blist\(.* - set\(|\bset\(range\(",
+    ),
+    Idiom(
         "weights_drawn",
         "draws the first weights of a model",
         "where they are loaded afterwards: make the model under `torch.device('meta')`, and"

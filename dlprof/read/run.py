@@ -261,8 +261,8 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
             recorded = {**recorded, "host": longer(name, boot)}
         files = _files(inside, folder)
         window = recorded.get("window") or {}
-        first, last = window.get("first_step"), window.get("last_step")
-        if first is not None and last is not None and last < first:  # the job ended as the window began
+        begins, ends = window.get("first_step"), window.get("last_step")
+        if begins is not None and ends is not None and ends < begins:  # the job ended as the window began
             files.pop(TRACE, None)
         # A host's samples belong to no single rank. They are read with its first rank.
         if host := hosts.pop(recorded.get("host"), None):

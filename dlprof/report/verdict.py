@@ -23,7 +23,7 @@ from dlprof.report.formatting import (
 )
 from dlprof.report.logged import of_logs
 from dlprof.report.looks import look
-from dlprof.result import ForeignLoad, MemoryPeak, Outcome, Result
+from dlprof.result import ForeignLoad, MemoryPeak, Outcome, Result, RunPart
 from dlprof.units import used_by_others
 
 # What makes a rank late: "for rank 1, which ...".
@@ -282,6 +282,8 @@ _RUN_PARTS = {
     "end": "what follows the last step",
 }
 _MOST_PARTS = 4
+# A rank is named for a part that takes it so many times as long as the mean.
+_APART = 1.5
 
 
 def budget(result: Result) -> str:
@@ -291,8 +293,15 @@ def budget(result: Result) -> str:
     if len(notable) < 2:
         return ""
     largest = sorted(notable, key=lambda part: -part.share)[:_MOST_PARTS]
-    each = ", ".join(f"{_RUN_PARTS.get(part.part, part.part)} {percent(part.share)}" for part in largest)
+    each = ", ".join(f"{_RUN_PARTS.get(part.part, part.part)} {percent(part.share)}{_apart(part)}" for part in largest)
     return f"The run took {duration(total)}: {each}."
+
+
+def _apart(part: RunPart) -> str:
+    """Name the rank on which a part of the run took much longer than on the others."""
+    if part.most_rank < 0 or part.most_ns < _APART * part.ns:
+        return ""
+    return f" ({duration(part.most_ns)} on rank {part.most_rank})"
 
 
 def notices(result: Result) -> list[str]:

@@ -332,13 +332,16 @@ class RunPart(msgspec.Struct, frozen=True):
     `part`: "launch" (until PyTorch is there), "setup" (until the first step), "first_batch" (its wait for data),
     "warmup", "steady", "traced" (steps that recording made longer), "epoch_ends" (steps with an epoch's first batch or
     end), "validation", "other" (steps that neither train nor validate), "stalled" (the few in which training stood
-    still), "suspended", "end" (after the last step).
+    still), "suspended", "end" (after the last step). `most_ns`: on the rank on which it took longest, `most_rank`; −1:
+    it is known of the whole run alone.
     """
 
     part: str
     steps: float
     ns: float
     share: float
+    most_ns: float = 0.0
+    most_rank: int = -1
 
 
 class Fact(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """A transformer on patches, with the usual truncated normal weights."""
 
-    def __init__(self, width=768, depth=10, patch=16):
+    def __init__(self, width=768, depth=30, patch=16):
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])

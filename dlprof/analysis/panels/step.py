@@ -303,9 +303,10 @@ def draw_whole_job(whole_job: Frame = needs(whole_job)) -> list[Panel]:
     if len(shown) < 2:
         raise NotMeasured("the whole job was steady steps")
     shown["steps"] = shown["steps"].astype(object).where(shown["part"] != _PARTS["setup"], "")
+    shown["without"] = 1 / (1 - shown["share"].clip(upper=0.999))
     note = "Findings and their savings are of the steady steps, except those about the time outside them."
     note = f"Means over {ranks} ranks. {note}" if ranks > 1 else note
-    headings = {"part": "", "steps": "how many", "ns": "time_ns", "share": "share"}
+    headings = {"part": "", "steps": "how many", "ns": "time_ns", "share": "share", "without": "speed without it_times"}
     return [table("The whole job", shown, headings, note=note)]
 
 

@@ -61,7 +61,7 @@ def lines_between(
         raise NotMeasured("too few stacks were seen between the phases of the steps")
     losses = [call for call in call_sites.or_none() or () if call.kind == "loss"]
     places = zip(lines["file"].astype(str), lines["line"], strict=True)
-    lines = lines[[not any(_is_at(call, file, line) for call in losses) for file, line in places]]
+    lines = lines[[not any(is_at(call, file, line) for call in losses) for file, line in places]]
     rest = phases_of_step[phases_of_step["phase"] == "rest"].set_index("rank")["ns"]
     for known, column in ((stall_means.or_none(), "mean_ns"), (periodic.or_none(), "cost_ns")):
         if known is not None and len(known):
@@ -72,6 +72,6 @@ def lines_between(
     return lines.assign(ns=share * of, noise_ns=noise)[["rank", "function", "file", "line", "ns", "noise_ns"]]
 
 
-def _is_at(call: Call, file: str, line: int) -> bool:
+def is_at(call: Call, file: str, line: int) -> bool:
     """Return whether a recorded call, whose file may be named from the script's folder, is on a line."""
     return call.line <= line <= max(call.span.end_line, call.line) and file.endswith(call.file)

@@ -79,6 +79,7 @@ def run_parts(
 ) -> pd.DataFrame:
     """Return the parts of the whole run in the order of time, as the mean over the ranks: part, steps, ns, share.
 
+    most_ns, most_rank: what the part took on the rank on which it took longest, and that rank; −1: not known by rank.
     The PARTS of `whole_job`; before them launch, from the command's start until PyTorch was imported, and after them
     end, from the last step on. Raises NotMeasured where the run's beginning and end were not recorded.
     """
@@ -95,7 +96,14 @@ def run_parts(
         raise NotMeasured("the clocks of the command and of its ranks differ")
     parts = pd.concat([pd.DataFrame({"steps": 0.0, "ns": left}, index=["launch"]), parts])
     parts = parts[parts["ns"] > 0].rename_axis("part").reset_index()
-    return parts.assign(share=parts["ns"] / parts["ns"].sum())
+    by_rank = whole_job.pivot_table(index="part", columns="rank", values="ns").fillna(0.0).reindex(parts["part"])
+    most, rank = by_rank.max(axis=1).to_numpy(), by_rank.fillna(0.0).idxmax(axis=1).to_numpy()
+    # What was before PyTorch and after the last step is known of the whole run alone.
+    return parts.assign(
+        share=parts["ns"] / parts["ns"].sum(),
+        most_ns=np.where(np.isnan(most), parts["ns"], most),
+        most_rank=np.where(np.isnan(most), -1, rank),
+    )
 
 
 @across_ranks

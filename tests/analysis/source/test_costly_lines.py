@@ -155,6 +155,35 @@ def test_a_needless_line_of_the_forward_pass(
         assert "register_buffer" in found.changes[0].text
 
 
+BACK = f"{LOOP};backward (/v/lib/python3.11/site-packages/torch/_tensor.py:660)"
+
+
+@pytest.mark.parametrize(
+    ("text", "stack", "losses", "saving"),
+    [
+        # 30 ms forward, 50 backward, 20 between: three quarters of the stacks of each are in the line.
+        ("total.backward(retain_graph=True)", BACK, [], 0.75 * 50),
+        ("loss = sum(criterion(a, b) for a, b in zip(x, y))", "", [5], 0.75 * 20 + 50),
+        ("total = sum(correct(a, b) for a, b in zip(x, y))", "", [], None),
+    ],
+    ids=["a graph that is kept", "a loss in a loop", "a metric in a loop"],
+)
+def test_a_needless_line_of_the_backward_pass_or_a_loss(
+    tmp_path: Path, text: str, stack: str, losses: list[int], saving: float | None
+) -> None:
+    steps = [runs.light(n, 100 * MS, forward_ns=30 * MS, backward_ns=50 * MS) for n in range(40)]
+    calls = [{"kind": "loss", "file": "net.py", "line": n, "function": "fit", "count": 9} for n in losses]
+    facts = {**runs.CPU, "pid": 10, "directory": "/w/", "calls": calls}
+    path = runs.recorded(tmp_path / "run", (None, steps, facts))
+    seen = {f"{LOOP};fit (/w/net.py:5){stack.removeprefix(LOOP)}": 60, f"{LOOP};fit (/w/net.py:50)": 20}
+    if stack:
+        seen = {one.replace("net.py:50)", f"net.py:50){stack.removeprefix(LOOP)}"): n for one, n in seen.items()}
+    sampled(path, seen, [["/w/net.py", 5, text]])
+    found = ask(costly_line.RULE, path)
+    assert found.state == ("clear" if saving is None else "found"), (found.why, found.summary)
+    assert saving is None or found.saving_ns == pytest.approx(saving * MS)
+
+
 def test_the_lines_of_a_loop_count_together(tmp_path: Path) -> None:
     stacks = {f"{LOOP};{EMA.format(line)}": n for line, n in ((20, 30), (21, 50), (40, 20))}
     frame = runs.measured(recorded(tmp_path, stacks), costly_lines).frame(costly_lines)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.step.rules.slow_start import RULE
 from dlprof.analysis.step.whole_job import run_parts
+from dlprof.read.run import open_run
+from dlprof.report.verdict import budget
 from dlprof.result import Outcome
 from tests.fixtures import runs
 from tests.fixtures.asking import ask
@@ -92,3 +95,16 @@ def test_the_parts_of_a_run_add_up_to_it(tmp_path: Path) -> None:
     assert parts["first_batch"] == pytest.approx(4)
     assert parts["end"] == pytest.approx(1)
     assert parts["warmup"] + parts["steady"] == pytest.approx(10)
+
+
+def test_the_rank_on_which_a_part_takes_longest_is_named(tmp_path: Path) -> None:
+    made = []
+    for rank in range(4):
+        at = (2 + 3 + 12 * (rank == 2)) * SECOND
+        light = [runs.light(n, 100 * MS, start_ns=at + n * 100 * MS) for n in range(200)]
+        made.append((None, light, {**runs.CPU, "clock": {"unix_ns": 2 * SECOND}}))
+    path = runs.recorded(tmp_path / "run", *made, start_ns=1, end_ns=40 * SECOND)
+    parts = {part.part: part for part in diagnose(open_run(path), ()).budget}
+    assert (parts["setup"].ns, parts["setup"].most_ns, parts["setup"].most_rank) == (6 * SECOND, 15 * SECOND, 2)
+    assert (parts["end"].most_rank, parts["steady"].most_ns) == (-1, parts["steady"].ns)
+    assert "setting up 15 % (15.0 s on rank 2)" in budget(diagnose(open_run(path), ())).replace("\u00a0", " ")

@@ -157,10 +157,11 @@ def explain(
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
     seen = hottest_own(hottest, rank, *doing)
-    line = None if besides else costliest(costly_lines, rank, "rest")
-    if phase and (line is None or line.idiom is None or line.idiom.name != idioms.LOOPS):
-        line = None
-    changes = [] if line is None else [change(line.advice("do this less often, or in tensors:"))]
+    # A loop in the forward pass, or in a loss, is also what makes the backward pass long.
+    seen_lines = [costliest(costly_lines, rank, one) for one in (("forward", "rest") if phase else ("rest",))]
+    known = [one for one in seen_lines if one and (not phase or (one.idiom and one.idiom.name == idioms.LOOPS))]
+    line = known[0] if known and not besides else None
+    changes = [] if line is None else [change(line.advice())]
     if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
         lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
         changes.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
