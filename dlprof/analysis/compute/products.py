@@ -32,7 +32,7 @@ LEAST_SIZE = 16
 # no less than this share of what is expected of the device.
 _LEAST_EXAMPLE = 0.2
 
-_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # By the multiple that a row's length must be of for tensor cores, 16 bytes' worth: 8 numbers of 16 bits, 16 of 8
 # (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"), the precisions in which a device
@@ -42,7 +42,7 @@ _PRECISIONS = {8: SIXTEEN_BITS, 16: ("float8",)}
 
 def width_of(dtype: str) -> float:
     """Return the bytes of an element; NaN where the type is not known."""
-    return 1 if dtype.startswith("float8") else _WIDTH.get(dtype, math.nan)
+    return 1 if dtype.startswith("float8") else WIDTH.get(dtype, math.nan)
 
 
 def multiple_of(dtype: str) -> int:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, needs, within_rank
-from dlprof.analysis.modules.frames import ENGINE, forward_rows
+from dlprof.analysis.modules.frames import forward_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host import is_on_device, on_training_thread
 from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
+from dlprof.read.kineto.patterns import ENGINE
 
 # An operator that is called so often between two phases of one step is called in a loop: a model has tens of
 # parameters, and a loss or a metric is a few operators.

@@ -23,6 +23,7 @@ from dlprof.analysis.compute.attention import attention
 from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES, larger_batches
 from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.compute.peaks import PCIE_REACHED, device_of, host_link
+from dlprof.analysis.compute.products import WIDTH
 from dlprof.analysis.engine import (
     JOB,
     RANK,
@@ -40,7 +41,7 @@ from dlprof.analysis.memory import footprint as fp
 from dlprof.analysis.memory.composition import held_names, memory_composition
 from dlprof.analysis.memory.footprint import Footprint, growth, main_device, of_device
 from dlprof.analysis.memory.memory import memory_use, total_bytes
-from dlprof.analysis.memory.snapshot import WIDTH, largest_unit, units, with_modules_inside
+from dlprof.analysis.memory.snapshot import largest_unit, units, with_modules_inside
 from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.pipeline.pipeline_plans import Model, most_held, pipeline_models
 from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short

@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.memory.snapshot import WIDTH, at_places, corners, places_of, unit_of
+from dlprof.analysis.compute.products import WIDTH
+from dlprof.analysis.memory.snapshot import at_places, corners, places_of, unit_of
 
 # Parts of memory, as in `memory_composition`, in the order of the bars.
 PARTS = (

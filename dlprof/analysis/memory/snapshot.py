@@ -18,6 +18,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
+from dlprof.analysis.compute.products import WIDTH
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
 from dlprof.errors import NotMeasured
 
@@ -307,9 +308,6 @@ def shortened(sites: Iterable[str]) -> dict[str, str]:
 
 
 _MOST_SHARED = 1_000  # parameters of several modules that are looked at: more than any model is known to have
-
-
-WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def places_of(held: pd.DataFrame) -> pd.DataFrame:

@@ -26,6 +26,7 @@ from dlprof.analysis.modules.compiled import GRAPH, Pieces, pieces
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.errors import NotMeasured
+from dlprof.read.kineto.patterns import ENGINE
 
 # The kinds of a frame: the part of the step to which its own time counts.
 FORWARD, RECOMPUTE, BACKWARD, COMMUNICATION, OPTIMIZER, INPUT, OTHER = range(7)
@@ -35,8 +36,7 @@ NO_MODULES = "the trace has no names of modules (traces by dlprof do, and those 
 
 _OURS = re.compile(r"nn\.Module: (.*) \(([^()]+)\)", re.DOTALL)
 _OF_STACKS = re.compile(r"nn\.Module: ((\w+)_\d+)")
-_FUNCTION = "autograd::engine::evaluate_function: "
-_ACCUMULATES = f"{_FUNCTION}torch::autograd::AccumulateGrad"
+_ACCUMULATES = f"{ENGINE}torch::autograd::AccumulateGrad"
 # FSDP2 names the module, or modules, that it works for, except the outermost one. For FSDP1 dlprof names it.
 _FSDP = re.compile(
     r"FSDP::\w+(?: \(([^,)]*)(?:,[^)]*)?\)| for ([^,\[]*)(?:,[^\[]*)?)?(?: \[.*\])?"
@@ -216,7 +216,7 @@ def _kinds(spans: pd.DataFrame, texts: list[str], is_on_device: NDArray[np.bool_
 
     if not mark(_matches(_OURS, texts), FORWARD, "annotation"):
         mark(_matches(_OF_STACKS, texts), FORWARD, "python")
-    mark([code for code, text in enumerate(texts) if text.startswith(_FUNCTION)], BACKWARD, "op")
+    mark([code for code, text in enumerate(texts) if text.startswith(ENGINE)], BACKWARD, "op")
     for pattern in (_FSDP, _FIRST):
         if mark(_matches(pattern, texts), COMMUNICATION, "annotation"):
             break
@@ -362,9 +362,6 @@ _NEAR = 4
 
 # The most threads that are searched, those with the most operators first.
 _MOST_LANES = 64
-
-
-ENGINE = "autograd::engine::evaluate_function: "
 
 
 def forward_rows(

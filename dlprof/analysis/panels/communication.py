@@ -73,32 +73,25 @@ COLLECTIVES_PICTURE = Picture(draw_collectives)
 MOST = 64  # ranks that are listed
 
 
-_FLIGHT_RECORDER_COLUMNS = {
-    "rank": "rank",
-    "doing": "it",
-    "what": "collective",
-    "state": "state",
-    "input": "sizes",
-    "site": "at",
-}
-
-
-_FLIGHT_RECORDER_COLUMNS |= {"when": "since, UTC"}
-
-
+_PLACES = {"rank": "rank", "doing": "it", "what": "collective", "state": "state", "input": "sizes", "site": "at"}
+_PLACES |= {"when": "since, UTC"}
 _KINDS = {"named": "group", "op": "collective", "calls": "calls", "ranks": "ranks", "input": "sizes, most often"}
+
+
+def places_table(rank_places: Frame) -> Panel:
+    """List the ranks with what they wait in."""
+    return table("Where each rank is, by its flight recorder", rank_places, _PLACES, most=MOST)
 
 
 def draw_flight_recorder(
     rank_places: Frame = needs(rank_places), whole_calls: Frame = needs(whole_calls)
 ) -> list[Panel]:
     """List the ranks with what they wait in, and which collectives the recorders hold."""
-    where = table("Where each rank is, by its flight recorder", rank_places, _FLIGHT_RECORDER_COLUMNS, most=MOST)
     kinds = whole_calls.groupby(["named", "op"], sort=False, as_index=False).agg(
         calls=("sequence", "size"), ranks=("rank", "nunique"), input=("input", lambda sizes: sizes.mode().iloc[0])
     )
     kinds = kinds.sort_values("calls", ascending=False, kind="stable")
-    return [where, table("Collectives in the flight recorders", kinds, _KINDS, most=MOST)]
+    return [places_table(rank_places), table("Collectives in the flight recorders", kinds, _KINDS, most=MOST)]
 
 
 FLIGHT_RECORDER_PICTURE = Picture(draw_flight_recorder)

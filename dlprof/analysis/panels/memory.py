@@ -46,7 +46,7 @@ MOST_DEVICES = 4  # drawn, those with the highest peaks
 MOST_LINES = 25
 
 
-_COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
+LINES = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
 
 
 def draw_memory_snapshot(
@@ -67,7 +67,7 @@ def draw_memory_snapshot(
         held = _of(memory_holders, row)
         note = f"{size(row['peak_bytes'])} allocated, {size(row['reserved_bytes'])} reserved."
         held = held[held["moment"] == "peak"]
-        panels.append(table(f"Allocated GPU memory {when}, {of}", held, _COLUMNS, most=MOST_LINES, note=note))
+        panels.append(table(f"Allocated GPU memory {when}, {of}", held, LINES, most=MOST_LINES, note=note))
     return panels
 
 

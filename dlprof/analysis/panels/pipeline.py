@@ -33,8 +33,6 @@ _BUBBLES = {c: c for c in ("rank", "idle_ns", "schedule_ns", "imbalance_ns")} | 
 
 
 _HELD = {"schedule": "schedule", "idle": "idle_share", "activations": "activations_share"}
-
-
 _HELD |= {"weights": "copies of the weights", "how": "how"}
 
 

@@ -101,11 +101,6 @@ def decode(array: bytes | memoryview) -> list[Any]:
         return found
 
 
-@lru_cache(maxsize=1)
-def _cached(path: Path, _stamp: tuple[int, int], wants: Callable[[str], bool]) -> ChromeTrace:
-    return _read(path, wants)
-
-
 def read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
     """Return the events of a file, with args for names that `wants` accepts; raise DlprofError if it is none.
 
@@ -115,10 +110,11 @@ def read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
         stat = path.stat()
     except OSError as e:
         raise DlprofError(f"{path}: cannot be read: {e.strerror}") from None
-    return _cached(path, (stat.st_mtime_ns, stat.st_size), wants)
+    return _read(path, (stat.st_mtime_ns, stat.st_size), wants)
 
 
-def _read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
+@lru_cache(maxsize=1)
+def _read(path: Path, _stamp: tuple[int, int], wants: Callable[[str], bool]) -> ChromeTrace:
     file: TraceFile[Any] = TraceFile(path, decode)
     if not file.header():
         raise DlprofError(f"{path}: JSON without events")

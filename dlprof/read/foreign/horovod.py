@@ -9,7 +9,7 @@ compute. The format: horovod/common/timeline.cc and docs/timeline.rst of Horovod
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ _NEGOTIATE = "NEGOTIATE_"
 _READY = re.compile(rb'"ph"\s*:\s*"X"[^{}]{0,40}"name"\s*:\s*"(\d{1,7})"')
 _OPERATION = re.compile(rb'"name"\s*:\s*"NEGOTIATE_[A-Z]+"')
 
-# Ranks of one file: more than any job that writes a timeline has.
 # As many occurrences of a tensor make steps.
 _LEAST_STEPS = 3
 
@@ -89,22 +88,19 @@ def read(path: Path, piece: str = "0") -> Reading:
         }
     )
     steps = _steps(frame, np, base_ns)
+    ranks = (int(p.name) + 1 for p in trace.places if p.name.isdecimal() and len(p.name) < 8)
     warnings = (
         [] if base_ns else [f"{path.name}: its times have no base: they count from an unknown zero, not from 1970"]
     )
     return Reading(
         {"spans": spans, "traced_steps": schema.check("traced_steps", steps)},
-        {"rank": int(piece), "world_size": _world(trace), "backend": "horovod"},
+        {"rank": int(piece), "world_size": max(ranks, default=1), "backend": "horovod"},
         (*trace.warnings, *warnings),
     )
 
 
 def _is_operation(name: str) -> bool:
     return name in _COLLECTIVES
-
-
-def _world(trace: ChromeTrace) -> int:
-    return max((int(p.name) + 1 for p in trace.places if p.name.isdecimal() and len(p.name) < 8), default=1)
 
 
 def _collectives(trace: ChromeTrace, rank: str) -> list[tuple[Any, ...]]:
@@ -126,7 +122,7 @@ def _collectives(trace: ChromeTrace, rank: str) -> list[tuple[Any, ...]]:
             )
     found: list[tuple[Any, ...]] = []
     for tensor, marks in by_tensor.items():
-        label = _tensor(trace.processes, tensor)
+        label = trace.processes.get(tensor) or f"tensor {tensor}"
         begin = ready = None
         for start, _, row, end, kind in sorted(marks):
             if kind == "negotiate":
@@ -146,10 +142,6 @@ _ORDER = {"negotiate": 0, "ready": 1, "done": 2}
 
 def _number(pid: Any) -> int:
     return pid if isinstance(pid, int) and not isinstance(pid, bool) and 0 <= pid < 2**62 else -1
-
-
-def _tensor(processes: Mapping[Any, str], pid: int) -> str:
-    return processes.get(pid) or f"tensor {pid}"
 
 
 def _size(raw: bytes) -> tuple[int, str]:

@@ -441,8 +441,6 @@ _UNTAGGED = f"_to_copy native_dropout masked_fill_ leaky_relu_backward mse_loss_
 
 # The argument of which no value is read: it is overwritten, or only its shape matters.
 _UNREAD = dict.fromkeys(f"{_FILLS} new_zeros new_ones normal_ uniform_ bernoulli_ random_".split(), 0)
-
-
 _UNREAD |= {"nll_loss_backward": 1, "max_pool2d_with_indices_backward": 1}
 
 

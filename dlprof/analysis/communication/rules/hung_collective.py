@@ -32,15 +32,10 @@ from dlprof.analysis.communication.recorder import (
 )
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.panel import table
+from dlprof.analysis.panels.communication import places_table
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, duration, listed, ranks_named
-
-MOST = 64  # ranks that are listed
-
-_COLUMNS = {"rank": "rank", "doing": "it", "what": "collective", "state": "state", "input": "sizes", "site": "at"}
-_COLUMNS |= {"when": "since, UTC"}
 
 
 def check(
@@ -100,12 +95,7 @@ def explain(estimate: Estimate, rank_places: Frame = needs(rank_places)) -> Expl
         f"{_seen(last)}{_running(first)}{lost}{beyond}{limit}",
         verdict=verdict,
         changes=_changes(first, last),
-        evidence=table(
-            "Where each rank is, by its flight recorder",
-            rank_places,
-            _COLUMNS,
-            most=MOST,
-        ),
+        evidence=places_table(rank_places),
         sure="Read from the recorders' dumps, which do not say when they were written: of a job that was not stopped, a"
         " collective that was under way looks the same.",
     )

@@ -28,11 +28,11 @@ from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, Cur
 from dlprof.analysis.memory.memory import memory_state, memory_use
 from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_holders
 from dlprof.analysis.panel import table
+from dlprof.analysis.panels.memory import LINES
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, percent, size
 
-_COLUMNS = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
 _PARTS = {"part": "part", "bytes": "size_bytes", "known": "how it is known"}
 MOST = 12  # lines that are shown
 
@@ -86,7 +86,7 @@ def explain(
     lines = None if holders is None else holders[(holders["rank"] == rank) & (holders["moment"] == "oom")]
     evidence, most = None, ""
     if lines is not None and len(lines):
-        evidence = table(f"Allocations when memory ran out, rank {rank}", lines, _COLUMNS, most=MOST)
+        evidence = table(f"Allocations when memory ran out, rank {rank}", lines, LINES, most=MOST)
         most = f" {percent(lines['share'].iloc[0])} of the allocated memory comes from {lines['site'].iloc[0]}."
     elif mine is not None and len(mine):
         parts = mine.sort_values("bytes", ascending=False, kind="stable")
