@@ -422,7 +422,8 @@ def rates(a: Result, b: Result) -> Rates | None:
         return None
     if one.of == "rank" and a.run.world_size != b.run.world_size:
         return None
-    noise = _rate_noise(a, b)
+    shares = [r.window.noise_ns / r.window.step_ns for r in (a, b) if r.window and r.window.noise_ns is not None]
+    noise = math.hypot(*shares) if len(shares) == 2 else None
     samples = _pair("samples", one, other, noise)
     tokens = _pair("tokens", one, other, noise)
     if samples is None or tokens is None:
@@ -436,9 +437,3 @@ def _pair(unit: str, a: Throughput, b: Throughput, noise: float | None) -> Rates
     if not (a_s and b_s and a_step and b_step):
         return None
     return Rates(unit, a.of, a_s, b_s, a_step, b_step, None if noise is None else noise * b_s / a_s)
-
-
-def _rate_noise(a: Result, b: Result) -> float | None:
-    """Return the standard error of the ratio of two runs' steps, as a share of it."""
-    shares = [r.window.noise_ns / r.window.step_ns for r in (a, b) if r.window and r.window.noise_ns is not None]
-    return math.hypot(*shares) if len(shares) == 2 else None

@@ -182,7 +182,7 @@ def _cluster(dask: Dask, ranks: Sequence[Rank], store: Store | None) -> Iterator
         environ = "distributed.nanny.pre-spawn-environ"
         stack.enter_context(config.set({**_SETTINGS, environ: config.get(environ) | _MALLOC}))
         address: Any = kind
-        alive = bool
+        alive: Callable[[], bool] = bool  # False: nothing was started here
         if kind == "local":
             address = stack.enter_context(_local(ranks, number, dask.tell))
         elif kind == "slurm":

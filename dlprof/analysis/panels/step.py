@@ -245,20 +245,16 @@ def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> pd.DataFrame:
 
 def _arrows(frame: pd.DataFrame, waits: pd.DataFrame, zero: int) -> tuple[Arrow, ...]:
     """Point from whom a rank waited for to it, where and when the waiting ended."""
-    lanes = _communicating(frame)
+    # Of each rank the lane in which it communicates most; its first one, where it does not.
+    exchanging = frame["dur_ns"].where(frame["category"].isin(("communication", "pipeline_bubble")), 0)
+    most = exchanging.groupby([frame["rank"], frame["lane"]], sort=False).sum().groupby(level=0).idxmax()
+    lanes = dict(most.tolist())
     long = waits["by"].isin([*lanes]) & (waits["waited_ns"] >= LEAST_ARROW * frame["step_ns"].max())
     found = waits[long].head(MOST_ARROWS).sort_values("end_ns", kind="stable")
     return tuple(
         (int(end) - zero, lanes[by], lanes[rank], f"rank {rank} had waited {duration(waited)} for rank {by}")
         for rank, by, _, end, waited in found.itertuples(index=False)
     )
-
-
-def _communicating(frame: pd.DataFrame) -> dict[int, str]:
-    """Return the lane of each rank in which it communicates most; its first one, where it does not."""
-    exchanging = frame["dur_ns"].where(frame["category"].isin(("communication", "pipeline_bubble")), 0)
-    most = exchanging.groupby([frame["rank"], frame["lane"]], sort=False).sum().groupby(level=0).idxmax()
-    return dict(most.tolist())
 
 
 def _few(frame: pd.DataFrame) -> tuple[list[int], str]:

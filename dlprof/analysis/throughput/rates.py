@@ -129,7 +129,8 @@ def throughput(
     times, second = ranks.times or 1.0, mean_step_ns / 1e9
     epoch_samples, epoch_steps = _epoch(job, samples)
     step_s = (loop_step_ns.or_none() or mean_step_ns) / 1e9
-    gpus = _gpus(job)
+    several = any(m.get("data_parallel") for r in job.ranks for m in job.facts[r].get("models") or [])
+    gpus = job.world_size if settings.on_gpu(job) and not several else None
     return Throughput(
         samples_per_s=_times(samples, times / second),
         tokens_per_s=_times(tokens, times / second),
@@ -161,12 +162,6 @@ def _epoch(job: Job, samples: float | None) -> tuple[int | None, float | None]:
     if not isinstance(length, int) or loader.get("iterable") or not samples:
         return None, None
     return length, length / ((loader.get("replicas") or 1) * samples)
-
-
-def _gpus(job: Job) -> int | None:
-    """Return how many GPUs the job trains on; None: on none, or their number is not known."""
-    several = any(m.get("data_parallel") for r in job.ranks for m in job.facts[r].get("models") or [])
-    return job.world_size if settings.on_gpu(job) and not several else None
 
 
 def _power(means: pd.DataFrame | None, gpus: int | None, job: Job) -> float | None:

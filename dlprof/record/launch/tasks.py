@@ -94,20 +94,13 @@ def _job(env: Mapping[str, str]) -> str | None:
         again = env.get("SLURM_RESTART_COUNT", "0")  # a requeued job has the same number
         return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}" + (f"-r{again}" if again not in ("", "0") else "")
     if env.get("PMI_SIZE", "1") != "1":
-        return _process_manager()
+        # MPICH and Intel MPI give the job no name: the parent of all its tasks on this host has one for it.
+        parent = os.getppid()
+        since = started(parent)
+        return None if since is None else f"{os.uname().nodename}-{parent}-{since}"
     return None
 
 
 def _of_torchrun(env: Mapping[str, str]) -> bool:
     """Return whether this is one of several ranks that torchrun has started."""
     return bool(env.get("TORCHELASTIC_RUN_ID")) and env.get("WORLD_SIZE", "1") != "1"
-
-
-def _process_manager() -> str | None:
-    """Name the parent of all tasks of an MPI job on this host: MPICH and Intel MPI give the job no name.
-
-    Tasks on other hosts have other parents.
-    """
-    parent = os.getppid()
-    since = started(parent)
-    return None if since is None else f"{os.uname().nodename}-{parent}-{since}"

@@ -282,7 +282,8 @@ class _Look:
         for device in {*of_gradients, *([] if index is None else [f"cuda:{index}"])}:
             moment = {"moment": name, "device": device, "gradient_bytes": of_gradients.get(device, 0)}
             if index is not None and device == f"cuda:{index}":
-                moment["allocated_bytes"] = _allocated(index)
+                torch: Any = sys.modules["torch"]
+                moment["allocated_bytes"] = int(torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"]["current"])
             self._moments[name, device] = moment
         now = anonymous()
         if now is not None:
@@ -373,11 +374,6 @@ def _obstacle() -> str:
     if all(type(mode).__module__.startswith("dlprof.") for mode in modes):
         return ""
     return "the script has a dispatch mode of its own"  # it would see our operators
-
-
-def _allocated(index: int) -> int:
-    torch: Any = sys.modules["torch"]
-    return int(torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"]["current"])
 
 
 def anonymous() -> int | None:
