@@ -1,9 +1,4 @@
-"""Panels of communication, as data that the page draws.
-
-The collectives of a step: how often, how large, how long they wait and transfer, and how fast.
-
-Where each rank is, by the dumps of PyTorch's flight recorder.
-"""
+"""Panels of communication, as data that the page draws."""
 
 from __future__ import annotations
 

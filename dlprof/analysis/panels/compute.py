@@ -1,9 +1,4 @@
-"""Panels of compute, as data that the page draws.
-
-Which operators take a step's time, and what each computes.
-
-The kernels that take longest, and the copies of a step.
-"""
+"""Panels of compute, as data that the page draws."""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Panels of host, as data that the page draws.
-
-The time of each line of the functions that --lines named.
-
-The profiles of other tools: a flame graph of each, and its hottest functions.
-
-How much work is queued for the device over the traced steps, and what of it waits while the device idles.
-
-The Python functions that py-spy saw most.
-
-What makes the host wait for its device.
-"""
+"""Panels of host, as data that the page draws."""
 
 from __future__ import annotations
 

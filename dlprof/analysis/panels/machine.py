@@ -1,11 +1,4 @@
-"""Panels of machine, as data that the page draws.
-
-The files of other tools: what each was taken for, and what was left and why.
-
-What the GPU logs of other tools say of each GPU, as a table.
-
-What was sampled over the run: of the hosts, the processes and the GPUs.
-"""
+"""Panels of machine, as data that the page draws."""
 
 from __future__ import annotations
 

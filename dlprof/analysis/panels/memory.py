@@ -1,9 +1,4 @@
-"""Panels of memory, as data that the page draws.
-
-Memory that PyTorch's allocator has allocated and reserved.
-
-Snapshots of PyTorch's allocator: memory over time by line of the script, and which lines hold it at the peak.
-"""
+"""Panels of memory, as data that the page draws."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Panels of step, as data that the page draws.
-
-How long each step took, what it was made of, and what held it up.
-
-One traced step, a lane a thread or stream, and the slowest one; arrows show which rank waits for which.
-
-What the job's time went into besides its steady steps.
-"""
+"""Panels of step, as data that the page draws."""
 
 from __future__ import annotations
 

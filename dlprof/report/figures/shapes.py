@@ -1,11 +1,4 @@
-"""A panel of a result as a figure: one way to draw for each shape.
-
-Bar charts: a few bars are horizontal with their labels, many stand in a row.
-
-Lines over steps or time.
-
-Timelines: what ran when, a row for each lane.
-"""
+"""A panel of a result as a figure: one way to draw for each shape."""
 
 from __future__ import annotations
 
