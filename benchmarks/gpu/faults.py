@@ -131,6 +131,7 @@ _TWO = "needs two GPUs"
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("amp_transformer", "data_parallel"): _TWO,
     ("amp_transformer", "find_unused"): _TWO,
+    ("amp_transformer", "unequal_lengths"): _TWO,
     ("bert_pretrain", "busy_thread"): "is shown on a CPU only",
     ("bert_pretrain", "kept_outputs"): "is shown on a CPU only",
     ("bert_pretrain", "sync_every_batch"): _TWO,

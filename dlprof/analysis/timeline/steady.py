@@ -82,13 +82,13 @@ def light_steps(
     if trains.sum() >= _MANY and first[trains].mean() > _EACH:
         first = np.zeros(len(steps), bool)  # each step begins an epoch: that is what its steps are like
     candidate = trains & ~first & (steps["profiled"].to_numpy() == 0) & (dur > 0)
-    stood = candidate & _stands_still(steps["step"].to_numpy(), dur, candidate, stalls.or_none())
-    kind, candidate = np.where(stood, "stalled", kind), candidate & ~stood
     length, on_device = dur.astype(float), steps["device_step_ns"].to_numpy()
     on_its_clock = candidate.any() and np.mean(on_device[candidate] > 0) >= ON_DEVICE_SHARE
     if on_its_clock:
         candidate, length = candidate & (on_device > 0), np.where(on_device > 0, on_device, length)
     steady = candidate & (np.arange(len(steps)) >= _settled(length, candidate))
+    stood = _stands_still(steps["step"].to_numpy(), dur, steady, stalls.or_none())
+    kind, steady = np.where(stood, "stalled", kind), steady & ~stood
     if not on_its_clock and steady.any() and device_type(rank) not in (None, "cpu"):
         steady, length = _without_lead(length, steady)
     if loading:
@@ -126,16 +126,16 @@ def _without_stock(
 
 
 def _stands_still(
-    number: NDArray[np.int64], dur: NDArray[np.int64], candidate: NDArray[np.bool_], stalls: pd.DataFrame | None
+    number: NDArray[np.int64], dur: NDArray[np.int64], steady: NDArray[np.bool_], stalls: pd.DataFrame | None
 ) -> NDArray[np.bool_]:
-    """Return which steps training stood still in, besides what collections, checkpoints and compilations took."""
+    """Return which steady steps training stood still in, besides what collections, checkpoints and compilations took."""
     left = dur.astype(float)
     if stalls is not None and len(stalls):
         left = left - pd.Series(number).map(stalls.groupby("step")["dur_ns"].sum()).fillna(0.0).to_numpy(dtype=float)
-    usual = float(np.median(dur[candidate])) if candidate.any() else np.inf
-    found: NDArray[np.bool_] = candidate & (left >= max(_STOOD_NS, _STANDS * usual))
-    few = int(found.sum()) <= min(_ACCIDENTS, int(candidate.sum()) // 20)
-    if not few or float(dur[found].sum()) < _NOTICED * float(dur[candidate].sum()):
+    usual = float(np.median(dur[steady])) if steady.any() else np.inf
+    found: NDArray[np.bool_] = steady & (left >= max(_STOOD_NS, _STANDS * usual))
+    few = int(found.sum()) <= min(_ACCIDENTS, int(steady.sum()) // 20)
+    if not few or float(dur[found].sum()) < _NOTICED * float(dur[steady].sum()):
         found[:] = False
     return found
 

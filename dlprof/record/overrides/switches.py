@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 from dlprof.overrides import Value
@@ -141,8 +142,11 @@ def _collecting(value: bool, effects: Effects) -> None:
 
 
 def by_torch(depth: int) -> bool:
-    """Return whether the caller so many frames above is torch itself."""
-    return str(sys._getframe(depth).f_globals.get("__name__")).startswith("torch.")
+    """Return whether the caller so many frames above, besides functions of ours, is torch itself."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("dlprof."):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def see_environment(asked: Mapping[str, Value], before: Mapping[str, Any], effects: Effects) -> None:
