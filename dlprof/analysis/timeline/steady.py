@@ -128,7 +128,7 @@ def _without_stock(
 def _stands_still(
     number: NDArray[np.int64], dur: NDArray[np.int64], steady: NDArray[np.bool_], stalls: pd.DataFrame | None
 ) -> NDArray[np.bool_]:
-    """Return which steady steps training stood still in, besides what collections, checkpoints and compilations took."""
+    """Return which steady steps training stood still in, besides collections, checkpoints and compilations."""
     left = dur.astype(float)
     if stalls is not None and len(stalls):
         left = left - pd.Series(number).map(stalls.groupby("step")["dur_ns"].sum()).fillna(0.0).to_numpy(dtype=float)
