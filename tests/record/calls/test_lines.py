@@ -246,6 +246,7 @@ from torch.nn.parallel import DistributedDataParallel
 wrapped()
 """
 NAMED = {
+    "threads": [("torch.set_num_threads(1)", "<module>")],
     "optimizer": [("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", "<module>")],
     "loader": [("return Batches(", "loaded"), ("trained, held = loaded(0), DataLoader(data)", "<module>")],
     "grad_scaler": [('scaler = torch.amp.GradScaler("cpu", enabled=False)', "main")],

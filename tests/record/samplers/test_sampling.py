@@ -298,9 +298,9 @@ def test_what_workers_have_copied_is_read_no_more_once_that_takes_long(
     processes = _Processes(os.getpid(), Log(tmp_path / "processes.jsonl"))
     assert processes._own([]) == {}
     before = processes._own([os.getpid()])["children_private_bytes"]
-    held = bytearray(b"x" * (8 << 20))
+    held = bytearray(b"x" * (64 << 20))
     assert ("children_private_bytes" in (after := processes._own([os.getpid()]))) == again
-    assert not again or after["children_private_bytes"] - before >= 4 << 20
+    assert not again or after["children_private_bytes"] - before >= 32 << 20
     assert held
 
 
