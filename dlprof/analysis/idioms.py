@@ -254,12 +254,13 @@ IDIOMS: tuple[Idiom, ...] = (
     ),
     Idiom(
         "constants_anew",
-        "makes positions or masks that depend on sizes alone",
-        "make them once, in `__init__`: `self.register_buffer(name, value, persistent=False)`, by size in a dictionary"
-        " where sizes vary",
+        "makes positions, masks or other constants",
+        "where these do not depend on the batch: make them once, in `__init__`: `self.register_buffer(name, value,"
+        " persistent=False)`, by size in a dictionary where sizes vary",
         _PYTORCH + "generated/torch.nn.Module.html#torch.nn.Module.register_buffer",
         ("forward",),
-        source=r"\b(arange|linspace|meshgrid|tril|triu|eye|ones|full)\(|\.(sin|cos)\(\)|\btorch\.(sin|cos)\(",
+        source=r"\b(arange|linspace|meshgrid|tril|triu|eye|ones|full)\(|\b(\w+)\.sin\(\).*\b\2\.cos\(\)"
+        r"|\bsin\((\w+)\).*\bcos\(\3\)",
     ),
     Idiom(
         "pairs_expanded",

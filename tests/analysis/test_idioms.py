@@ -27,6 +27,8 @@ LINES = [
     ("rest", "others = list(self.items - set(liked.tolist()))", (), "drawn_without_repetition"),
     ("rest", "return random.sample(self.items, count)", (), "drawn_one_by_one"),
     ("forward", "return torch.cat([angles.sin(), angles.cos()], -1)", (), "constants_anew"),
+    ("forward", "return (x[:, :, None] * self.lengths).sin().mean((1, 2))", (), ""),
+    ("forward", "return torch.cat([torch.sin(t), torch.cos(t)])", (), "constants_anew"),
     ("forward", "mask = torch.tril(torch.ones(n, n))", (), "constants_anew"),
     ("forward", "distances = ((x[:, :, None] - y[:, None]) ** 2).sum(-1)", (), "pairs_expanded"),
     ("forward", "return torch.pow(x - y, 2).sum(3)", (), "pairs_expanded"),

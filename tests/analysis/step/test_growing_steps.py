@@ -100,7 +100,7 @@ def varying(n: int) -> dict[str, float]:
     return {"forward": 5.0, "optimizer": 2.0 if n < 80 else 20.0 + 15 * (n // 40 % 2)}
 
 
-@pytest.mark.parametrize(("at", "state"), [((50, 90), "found"), ((150, 180), "clear")])
+@pytest.mark.parametrize(("at", "state"), [((50, 90), "found"), ((0, 90), "found"), ((150, 180), "clear")])
 def test_a_jump_is_known_by_when_values_became_subnormal(at: tuple[int, int], state: str, tmp_path: Path) -> None:
     seen = [{"step": at[0], "state": 0.0}, {"step": at[1], "state": 0.5}]
     assert ask(RULE, recorded(tmp_path / "a", varying, {**runs.CPU, "subnormal": seen})).state == state

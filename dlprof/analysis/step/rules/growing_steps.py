@@ -164,10 +164,15 @@ def _jump_seen(medians: NDArray[np.float64], edges: list[tuple[int, int]], rank:
     looks = rank.facts.get("subnormal") or []
     for last, one in itertools.pairwise(looks):
         if any((one.get(of) or 0.0) - (last.get(of) or 0.0) >= _NOTABLE for of in ("state", "parameters")):
-            before = [n for n, (_, end) in enumerate(edges) if end <= last["step"]]
-            after = [n for n, (begin, _) in enumerate(edges) if begin >= one["step"]]
-            if before and after and medians[after].min() >= LEAST_LONGER * medians[before].max():
-                return len(before)
+            before = sum(end <= last["step"] for _, end in edges)
+            after = medians[[begin >= one["step"] for begin, _ in edges]]
+            if before and len(after) and after.min() >= LEAST_LONGER * medians[:before].max():
+                return before
+            # When it was between the two looks, the stretches say, which are alike before it.
+            for split in range(sum(end <= one["step"] for _, end in edges), before, -1):
+                alike = medians[:split].max() <= LEAST_LONGER * medians[:split].min()
+                if alike and len(after) and after.min() >= LEAST_LONGER * medians[:split].max():
+                    return split
     return 0
 
 
