@@ -164,12 +164,12 @@ def _jump_seen(medians: NDArray[np.float64], edges: list[tuple[int, int]], rank:
     looks = rank.facts.get("subnormal") or []
     for last, one in itertools.pairwise(looks):
         if any((one.get(of) or 0.0) - (last.get(of) or 0.0) >= _NOTABLE for of in ("state", "parameters")):
-            before = sum(end <= last["step"] for _, end in edges)
+            before = sum(1 for _, end in edges if end <= last["step"])
             after = medians[[begin >= one["step"] for begin, _ in edges]]
             if before and len(after) and after.min() >= LEAST_LONGER * medians[:before].max():
                 return before
             # When it was between the two looks, the stretches say, which are alike before it.
-            for split in range(sum(end <= one["step"] for _, end in edges), before, -1):
+            for split in range(sum(1 for _, end in edges if end <= one["step"]), before, -1):
                 alike = medians[:split].max() <= LEAST_LONGER * medians[:split].min()
                 if alike and len(after) and after.min() >= LEAST_LONGER * medians[:split].max():
                     return split
