@@ -79,7 +79,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "loss_by_rows",
         "pytorch-seq2seq 34",
-        ("parameter_loop", "step_python", "host_bound"),
+        ("costly_line", "parameter_loop", "step_python", "host_bound"),
         ("one operation", "one call", "whole batch", "at once"),
     ),
     Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps", "step_python"), ("list",)),
