@@ -57,7 +57,7 @@ _HEALTHY = """
 ## Scripts in which no mistake was planted
 
 What is said of them first should be true, and little. Tried by hand on an idle machine: of `healthy_images`, autocast
-gave 1.65 to 1.79 ×; of `healthy_shards`, two threads 1.38 ×, autocast 1.54 to 1.57 ×.
+gave 1.65 to 1.79 ×, two threads 1.51 ×; of `healthy_shards`, two threads 1.38 ×, autocast 1.54 to 1.57 ×.
 
 | script | first finding | predicted |
 |---|---|---|

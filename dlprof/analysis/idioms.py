@@ -276,7 +276,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "graph_kept",
         "keeps the graph, and walks all that it has kept again",
         "call `backward()` on each part's own loss, without `retain_graph=True`, and sum `loss.detach()`: the gradients"
-        " add up",
+        " add up; a state that is carried from step to step: `state.detach()`",
         _PYTORCH + "generated/torch.Tensor.backward.html",
         ("backward", "rest"),
         source=r"retain_graph=True",
