@@ -245,10 +245,8 @@ def _of_window(job: Job, frame: pd.DataFrame, *, reproduced: bool) -> list[str]:
         why = f", most of the difference {phase}" if phase else ""
         why = ": the profiler is still attached to the GPU" if torn != {True} else why
         found.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
-    if len(frame) and (n := int(frame["without_work"].max())):
-        found.append(
-            f"{count(n, 'traced step')} launched nothing on the device, and {'is' if n == 1 else 'are'} left out"
-        )
+    if len(frame) and (left := [why for why in frame["left_out"] if why]):
+        found.append(f"traced steps are left out: {max(left, key=left.count)}")
     linked = float(frame["linked"].min()) if len(frame) else 1.0
     if not linked:
         found.append(

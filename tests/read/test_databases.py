@@ -186,10 +186,12 @@ def ranged(*rows: tuple[str, int, int]) -> Ranges:
     return Ranges(names, [False] * len(names), column(*number), column(*start), column(*end), np.full(len(rows), 1))
 
 
-def launched(*names: str) -> recurring.Launched:
-    """Return kernels that were launched one after the other, 10 apart."""
-    each = list(dict.fromkeys(names))
-    return recurring.Launched(each, column(*(each.index(n) for n in names)), np.arange(len(names)) * 10)
+def launched(*names: str | int) -> recurring.Launched:
+    """Return kernels that were launched one after the other, 10 apart; given numbers, one at each of these times."""
+    if at := [time for time in names if isinstance(time, int)]:
+        return recurring.Launched(["k"], column(*[0] * len(at)), column(*at))
+    each = list(dict.fromkeys(map(str, names)))
+    return recurring.Launched(each, column(*(each.index(str(n)) for n in names)), np.arange(len(names)) * 10)
 
 
 def every(name: str, apart: int, count: int, takes: int) -> list[tuple[str, int, int]]:
@@ -224,6 +226,12 @@ NO_STEPS = ("optimizer_step", "lr_scheduler.step", "stepper", "valid_step", "col
             *([], [7, 8], [700, 800], [100, 100]),
         ),
         ([("ProfilerStep#4", 5, 25)], [], [4], [5], [20]),
+        # A job that starves its device: two steps, then a stall, and so on.
+        (
+            [(f"step {n}", n // 2 * 2_000 + n % 2 * 80, n // 2 * 2_000 + n % 2 * 80 + 70) for n in range(6)],
+            *([n // 2 * 2_000 + n % 2 * 80 + 10 for n in range(6)], [0, 1, 2, 3, 4], None),
+            [80, 1920, 80, 1920, 80],
+        ),
         # What is between the ranges belongs to a step; 60 of something else do not, and half of the time is too much.
         (
             [("train_step", at, at + 80) for at in (0, 100, 200, 340, 440)],
@@ -236,21 +244,26 @@ NO_STEPS = ("optimizer_step", "lr_scheduler.step", "stepper", "valid_step", "col
         *((every(name, 100, 2, 95), [], None, None, None) for name in NO_STEPS),
         (every("DeepSpeedEngine.step", 100, 4, 10), [], None, None, None),  # short: the optimizer's
         # Without names: from one run of the optimizer to the next.
-        ([], STEP * 5, None, [170, 350, 530, 710], [180] * 4),
+        # What comes before the first run is like the others here.
+        ([], STEP * 5, None, [-1, 170, 350, 530, 710], [171, *[180] * 4]),
+        ([], STEP[9:] + STEP * 4, None, [80, 260, 440, 620], [180] * 4),
         (
             [("Optimizer.step#AdamW.step", n * 180 + 165, n * 180 + 172) for n in range(5)],
             STEP * 5,
             None,
             None,
-            [180] * 4,
+            [173, *[180] * 4],
         ),
-        ([], [*STEP, "multi_tensor_apply_kernel<clip>", "fused_adam"] * 4, None, None, [200] * 3),
-        ([], [*STEP, *UNLIKE, *STEP, *UNLIKE, *STEP], None, None, None),
+        ([], [*STEP, "multi_tensor_apply_kernel<clip>", "fused_adam"] * 4, None, None, [191, *[200] * 3]),
+        # Two optimizers that take turns; a validation, and what is not alike at all.
+        ([], [*STEP, *UNLIKE, *STEP, *UNLIKE, *STEP], None, [170, 420], [250, 250]),
+        ([], [*STEP * 4, *LAYERS, *STEP * 3], None, None, [171, *[180] * 5]),
+        ([], [*STEP, *UNLIKE, *LAYERS, UNLIKE[-1]], None, None, None),
         ([], STEP * 2, None, None, None),  # one step: nothing shows that it recurs
         (every("FSDP::forward (blocks.{})", 40, 12, 39), LAYERS, None, None, None),
     ],
 )
-def test_steps_of_an_export(ranges: list[Any], ran: list[str], numbers: Any, start: Any, dur: Any) -> None:
+def test_steps_of_an_export(ranges: list[Any], ran: list[Any], numbers: Any, start: Any, dur: Any) -> None:
     found = recurring.find(ranged(*ranges), launched(*ran))
     if dur is None:
         assert found is None
@@ -259,7 +272,7 @@ def test_steps_of_an_export(ranges: list[Any], ran: list[str], numbers: Any, sta
     assert found.dur.tolist() == dur
     assert start in (None, found.start.tolist())
     assert numbers in (None, found.number.tolist())
-    assert found.sure == (recurring.LIKELY if ran else recurring.CERTAIN)
+    assert found.sure == (recurring.LIKELY if ran and isinstance(ran[0], str) else recurring.CERTAIN)
 
 
 def test_what_recurs_within_a_step_is_a_loop() -> None:
@@ -311,7 +324,7 @@ def test_rules_and_figures_are_those_of_the_torch_trace(traced: Path, exported: 
     assert "steps of the trace by" in {fact.name for fact in ours.facts}
 
 
-@pytest.mark.parametrize(("marks", "count"), [("train_step", 4), ("", 3), ("none", 3)])
+@pytest.mark.parametrize(("marks", "count"), [("train_step", 4), ("", 4), ("none", 4)])
 def test_steps_are_found_with_and_without_names(marks: str, count: int, tmp_path: Path) -> None:
     reading = export.read(exports.exported(tmp_path / "x.sqlite", 1, marks=marks))
     found = reading.tables["traced_steps"]
@@ -322,15 +335,15 @@ def test_steps_are_found_with_and_without_names(marks: str, count: int, tmp_path
     assert any("--trace=cuda,nvtx" in line for line in reading.warnings) == (marks == "none")
 
 
-@pytest.mark.parametrize(("year", "count"), [(2022, 8), (2023, 7)])
-def test_real_exports_of_a_job_on_a_cpu(year: int, count: int) -> None:
+@pytest.mark.parametrize("year", [2022, 2023])
+def test_real_exports_of_a_job_on_a_cpu(year: int) -> None:
     path = GOLDEN / f"nsys_{year}.sqlite.gz"
     (rank,) = open_run(path).ranks
     reading = export.read(path, rank.pieces["nsys"])
     spans = reading.tables["spans"]
     assert reading.facts["nsys"].startswith(str(year))
     # Where time passes between the ranges, what follows the last one is not there.
-    assert reading.tables["traced_steps"]["step"].tolist() == list(range(count))
+    assert reading.tables["traced_steps"]["step"].tolist() == list(range(7))
     assert (spans["kind"].value_counts()[["annotation", "fetch"]]).tolist() == [33, 8]
     assert spans["name"].value_counts()[["forward", "backward", "optimizer"]].tolist() == [8, 8, 8]
     # 2026-11-24: the export's times are since the start of the capture.

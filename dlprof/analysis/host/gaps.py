@@ -26,6 +26,9 @@ SMALL_NS = 10_000
 # A forward, a backward and an optimizer's step are some ten kernels in the smallest of models.
 FEWEST_KERNELS = 8
 
+# What ends so shortly before a time of silence ends with what called it.
+_SAME_END_NS = 200_000
+
 MOST_ROWS = 10
 MOST_WORK = 12
 PYTHON = "Python, between operators"
@@ -123,6 +126,47 @@ def own_python(
     functions = pd.DataFrame({"function": names, "ns": took / max(len(timing.windows), 1)})
     functions = functions[functions["ns"] > 0].sort_values("ns", ascending=False, kind="stable", ignore_index=True)
     return functions.head(MOST_ROWS).astype({"function": "str"})
+
+
+@per_rank
+def longest_silence(
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    steps: Maybe[Frame] = maybe(schema.STEPS),
+) -> pd.DataFrame:
+    """Return the longest time of a step in which the training thread calls nothing: one row, ns, after, before, loader.
+
+    `ns`: of the mean traced step, at the place where most such times are: `after` and `before` are what ends and begins
+    around it, numbers as #. `loader`: whether the trace shows what fetches batches, which is then not what waits there.
+    Without rows where no step has such a time, or the step log says what each is made of.
+    """
+    empty = pd.DataFrame({"ns": [], "after": [], "before": [], "loader": []})
+    shown = on_training_thread[~host.is_kind(on_training_thread, "python")]
+    called = host.cover(shown, ~host.is_kind(shown, "annotation"))
+    silent = iv.intersect(iv.subtract(timing.host_windows, called), iv.merge(timing.host_windows))
+    if steps or timing.unit != "step" or not len(silent) or not len(called):
+        return empty
+    took, step = silent[:, 1] - silent[:, 0], np.searchsorted(timing.host_windows[:, 0], silent[:, 0], side="right") - 1
+    order = np.lexsort((-took, step))
+    longest = order[np.diff(step[order], prepend=-1) != 0]
+    start = shown["start_ns"].to_numpy()
+    names = host.written(shown["name"])
+    before = np.minimum(np.searchsorted(start, silent[longest, 1]), len(shown) - 1)
+    marks = np.flatnonzero(host.is_kind(shown, "annotation"))
+    marks = marks[np.argsort((start + shown["dur_ns"].to_numpy())[marks], kind="stable")]
+    ends = (start + shown["dur_ns"].to_numpy())[marks]
+    places = []
+    for (begin, until), following in zip(silent[longest].tolist(), before.tolist(), strict=True):
+        # Of the ranges that end there, the outermost, which began first.
+        ended = marks[np.searchsorted(ends, begin - _SAME_END_NS) : np.searchsorted(ends, until)]
+        ended = ended[start[ended] < begin]
+        ahead = names[ended[np.argmin(start[ended])]] if len(ended) else ""
+        places.append((re.sub(r"\d+", "#", str(ahead)), re.sub(r"\d+", "#", str(names[following]))))
+    by_place = pd.DataFrame(places, columns=["after", "before"]).assign(ns=took[longest] / len(timing.host_windows))
+    summed: pd.DataFrame = by_place.groupby(["after", "before"])[["ns"]].sum().sort_values("ns", ascending=False)
+    fetched = bool(host.is_kind(shown, "fetch").any())
+    found: pd.DataFrame = summed.head(1).reset_index().assign(loader=fetched)[list(empty)]
+    return found
 
 
 @per_rank

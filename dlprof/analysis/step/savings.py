@@ -193,16 +193,15 @@ def window_likeness(
     trace_window: TracedSteps = needs(trace_window),
     light_steps: Maybe[Frame] = maybe(light_steps),
 ) -> pd.DataFrame:
-    """Return one row of a rank with a device: ratio, after, after_noise, longer, linked, left_out, without_work.
+    """Return one row of a rank with a device: ratio, after, after_noise, longer, linked, left_out.
 
     ratio: mean traced ÷ mean untraced step. after: the usual untraced step after the traced ones ÷ before them, with
     its standard error after_noise; longer: the phase in which most of the difference lies, "": none has half of it.
-    linked: the share of the device's work whose launch the trace holds. left_out: traced steps at the beginning in
-    which the host only gained its lead; without_work: those that launch nothing. NaN: not known. No row without a
-    device.
+    linked: the share of the device's work whose launch the trace holds. left_out: why traced steps are left out, with
+    their numbers. NaN: not known. No row without a device.
     """
     if not has_device:
-        columns = ["ratio", "after", "after_noise", "longer", "linked", "left_out", "without_work"]
+        columns = ["ratio", "after", "after_noise", "longer", "linked", "left_out"]
         return pd.DataFrame(columns=columns, dtype=float)
     overhead = timing.get().overhead
     after, noise, longer = _after(light_steps.get()) if light_steps else (np.nan, np.nan, "")
@@ -212,8 +211,7 @@ def window_likeness(
         "after_noise": noise,
         "longer": longer,
         "linked": trace_window.linked,
-        "left_out": float((~trace_window.settled).sum()) if trace_window.unit == "step" else 0.0,
-        "without_work": float((~trace_window.launches).sum()),
+        "left_out": "; ".join(timing.get().left),
     }
     return pd.DataFrame([row])
 

@@ -23,7 +23,7 @@ from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets, device_sets, has_device
 from dlprof.analysis.timeline.host import on_training_thread
 from dlprof.analysis.timeline.patterns import Pattern, patterns
-from dlprof.analysis.timeline.steady import ENOUGH, light_steps, standard_error, steady_steps, suspended
+from dlprof.analysis.timeline.steady import ENOUGH, SETTLED, light_steps, standard_error, steady_steps, suspended
 from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 from dlprof.errors import NotMeasured
 
@@ -48,7 +48,7 @@ class Timing:
     numbers, `chosen` their places among all traced steps. `overhead` is the mean traced step ÷ the mean steady one.
     `phases` are the step log's mean parts of a steady step on the host, ns, empty where it was not recorded. `even` are
     the lengths without what known patterns make some of them longer. `usual` says which of the windows are no long
-    steps of a pattern.
+    steps of a pattern. `left`: how many traced steps are not steady, and why, where no step log says which are.
     """
 
     lengths: NDArray[np.float64]
@@ -62,6 +62,7 @@ class Timing:
     phases: Mapping[str, float]
     even: NDArray[np.float64]
     usual: NDArray[np.bool_]
+    left: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -97,7 +98,7 @@ def timing(
 ) -> Timing:
     """Return the timing of a rank; raise NotMeasured where neither a step log nor a trace was recorded."""
     found = patterns.or_none() or ()
-    chosen = _chosen(traced_steps, steps, rank, trace_window, found)
+    chosen, left = _chosen(traced_steps, steps, rank, trace_window, found)
     windows, unit = trace_window.windows[chosen], trace_window.unit
     lengths = (windows[:, 1] - windows[:, 0]).astype(float)
     source, overhead, phases, even = "trace", None, {}, lengths
@@ -127,6 +128,7 @@ def timing(
         phases=phases,
         even=even,
         usual=usual,
+        left=left,
     )
 
 
@@ -156,13 +158,14 @@ def _chosen(
     rank: RankFacts,
     found: TracedSteps,
     patterns: tuple[Pattern, ...],
-) -> NDArray[np.int64]:
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return the places of the traced steps that are steady and settled, launch work, and hold no stop of the job.
 
-    Nor do they hold what comes between the steps every n-th time: that is known of all steps.
+    Nor do they hold what comes between the steps every n-th time: that is known of all steps. And why others are left
+    out, where there is no step log.
     """
     if found.unit == "trace":
-        return np.arange(len(found.windows))
+        return np.arange(len(found.windows)), ()
     start, end = found.host[:, 0], found.host[:, 1]
     stopped = suspended(rank, start, end)
     if stopped.all() and len(stopped) > 1:
@@ -174,10 +177,36 @@ def _chosen(
         odd = np.isin(found.numbers, log.loc[(log["first"] != 0) | (log["kind"] != "train"), "step"].to_numpy())
         keep &= ~odd | odd.all()
     between = [n for one in patterns if not one.trains for n in one.steps]
-    for wanted in (found.launches, found.settled, ~np.isin(found.numbers, between)):
-        if (keep & wanted).any():
-            keep &= wanted
-    return np.flatnonzero(keep if keep.any() else np.ones(len(keep), dtype=bool))
+    left: list[str] = []
+    last = len(found.launches) - int(np.argmax(found.launches[::-1]))
+    wanted = {
+        "at the end, whose work on the device the trace does not hold": np.arange(len(found.launches)) < last,
+        "that launched nothing on the device": found.launches,
+        "of whose work on the device the trace holds only a part": found.whole,
+        "in which the host only gained its lead": found.settled,
+        "": ~np.isin(found.numbers, between),
+    }
+    for why, those in wanted.items():
+        if (keep & those).any():
+            left += [f"{n} {why}"] if (n := int((keep & ~those).sum())) and why else []
+            keep &= those
+    if not steps and keep.any():
+        cold = _cold((found.windows[:, 1] - found.windows[:, 0]).astype(float), keep)
+        left += [f"{n} at the start that took longer than those after"] if (n := int(cold.sum())) else []
+        keep &= ~cold
+    keep = keep if keep.any() else np.ones(len(keep), dtype=bool)
+    return np.flatnonzero(keep), () if steps else tuple(left)
+
+
+def _cold(length: NDArray[np.float64], keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which of the first steps of a trace take longer than the usual one of the later half: caches fill then."""
+    rows = np.flatnonzero(keep)
+    usual = float(np.median(length[rows][len(rows) // 2 :]))
+    long = length[rows] > SETTLED * usual
+    first = int(np.argmin(long)) if not long.all() else 0
+    cold = np.zeros(len(length), dtype=bool)
+    cold[rows[: min(first, max(len(rows) // 3, 1)) if len(rows) > 1 else 0]] = True
+    return cold
 
 
 @within_rank

@@ -25,7 +25,6 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import device_work, has_device
-from dlprof.analysis.timeline.host import on_training_thread
 from dlprof.analysis.timeline.launches import UNKNOWN, Launches, launches
 from dlprof.errors import NotMeasured
 
@@ -36,6 +35,12 @@ _GAP_SHARE = 0.05
 # The profiler's start empties the queue, and the host then runs ahead. A step belongs to that transition where the
 # device turned to it at once (within this share of its length), and the host gained so much in it.
 _TRANSITION = 0.05
+
+# Marks of a profiler, torch's and dlprof's in an export of nsys.
+_PROFILERS = ("ProfilerStep#", "dlprof::step ")
+
+# The trace holds the whole first or last step if it has this share of the usual amount of work.
+_WHOLE = 0.9
 
 # The step of work that was launched between two steps that do not follow each other (in validation, say).
 NO_STEP = -2
@@ -50,7 +55,7 @@ class TracedSteps:
     """The traced steps in order, n of them; times in ns.
 
     `host` and `windows`, both (n, 2): where the training thread was in each step, and where the device was; the same
-    where the trace holds no device. `numbers` are the steps' own, counted from 0 where only loader calls mark them, and
+    where the trace holds no device. `numbers` are the steps' own, counted from 0 where nothing numbers them, and
     empty where nothing marks a step and the whole trace stands for one. `lag_ns` is how far the device is behind the
     host where each step begins: b[i] − h[i]; NaN for a step that launched nothing. `launched_in` has for each row of
     `device.device_work` the step that launched it: −1 before the first, n after the last, NO_STEP between two that do
@@ -72,6 +77,18 @@ class TracedSteps:
         return launched if launched.any() else ~launched
 
     @property
+    def whole(self) -> NDArray[np.bool_]:
+        """Which steps have all of their device work in the trace, which may begin or end amid that of a step."""
+        n = len(self.windows)
+        inside = self.launched_in[(self.launched_in >= 0) & (self.launched_in < n)]
+        works = np.bincount(inside, minlength=n)
+        found, some = np.ones(n, dtype=bool), np.flatnonzero(works)
+        if len(some) > 2:
+            least = _WHOLE * float(np.median(works[some]))
+            found[some[[0, -1]]] = works[some[[0, -1]]] >= least
+        return found
+
+    @property
     def settled(self) -> NDArray[np.bool_]:
         """Which steps are like those of the job: all but the first ones, in which the host only gains its lead.
 
@@ -87,19 +104,14 @@ class TracedSteps:
 def step_marks(
     spans: Frame = needs(schema.SPANS),
     traced_steps: Frame = needs(schema.TRACED_STEPS),
-    on_training_thread: Frame = needs(on_training_thread),
 ) -> Marks:
-    """Find the steps on the host: by the trace's marks, else from one loader call to the next, else the whole trace."""
+    """Return the steps on the host as the trace has them, else the whole trace."""
     start = traced_steps["start_ns"].to_numpy()
     # Where two steps overlap (they are marked in a hook), the later one's start ends the earlier.
     end = np.minimum(start + traced_steps["dur_ns"].to_numpy(), np.append(start[1:], UNKNOWN)[: len(start)])
     lasting = end > start
     if lasting.any():
         return np.column_stack((start, end))[lasting], traced_steps["step"].to_numpy()[lasting], "step"
-    loads = host.is_named(on_training_thread, "enumerate(DataLoader)")
-    calls = host.outermost(on_training_thread[loads])["start_ns"].to_numpy()
-    if len(calls) >= 3:
-        return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
     if not len(spans):
         raise NotMeasured("the trace is empty")
     whole = [spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()]
@@ -119,7 +131,7 @@ def main_stream(device_work: Frame = needs(device_work)) -> NDArray[np.bool_]:
 @within_rank
 def trace_window(
     step_marks: Maybe[Marks] = maybe(step_marks),
-    traced_steps: Maybe[Frame] = maybe(schema.TRACED_STEPS),
+    spans: Maybe[Frame] = maybe(schema.SPANS),
     has_device: bool = needs(has_device),
     launches: Maybe[Launches] = maybe(launches),
     device_work: Maybe[Frame] = maybe(device_work),
@@ -133,7 +145,11 @@ def trace_window(
     no_lag = np.full(len(marks), np.nan)
     if not has_device:
         return TracedSteps(marks, marks, numbers, unit, no_lag, none, 0.0)
-    work, called, by_profiler = device_work.get(), launches.get(), bool(traced_steps)
+    work, called, by_profiler = (
+        device_work.get(),
+        launches.get(),
+        bool(spans and host.is_named(spans.get(), *_PROFILERS).any()),
+    )
     linked = float(called.known.mean())
     alone = len(marks) == 1 and not by_profiler
     launched_in = np.zeros(len(work), dtype=np.int64) if alone else _launched_in(called, work, marks)
@@ -143,7 +159,7 @@ def trace_window(
     windows = marks.copy()
     if by_profiler:
         # The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it
-        # marks: until that is done, the last one lasts. Loader calls leave the work of a last step unmarked.
+        # marks: until that is done, the last one lasts. Other marks leave the work of a last step unmarked.
         windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
     return TracedSteps(marks, windows, numbers, unit, no_lag, launched_in, linked)
 

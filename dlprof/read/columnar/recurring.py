@@ -25,14 +25,20 @@ _NO_STEP = re.compile(r"optim|zero_grad|sched|collate|valid|eval|test|micro", re
 _OPTIMIZER = re.compile(r"^dlprof::optimizer\b|(?:^|[\W_])optim(?:izer)?(?:[\W_]*step)?(?![a-z])", re.I)
 _OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply|fused_?(?:adam|sgd|lamb)|adam|lamb_?stage|triton_for_fused", re.I)
 
-# Ranges named "step" must cover this share of the time from one to the next. (DeepSpeed names its optimizer "step".)
-_COVERS = 0.5
-# A longer gap between two steps, as a share of a step, is a validation or an epoch's end.
-_FOLLOWS = 0.5
-# If gaps take more than this share of the time, the ranges do not cover whole steps.
-_OPEN = 0.02
-# Two steps are alike if they share at least this much of their kernels.
-_ALIKE = 0.8
+# Ranges named "step" hold this share of the kernels that were launched, and those without a number cover this share of
+# the time, or hold nearly all kernels. (DeepSpeed names its optimizer "step".) A job that starves its device has ranges
+# that cover little of the time.
+_HOLDS, _COVERS, _HOLDS_ALL = 0.5, 0.5, 0.8
+# Between two steps lies a validation if this share of a step's kernels is launched there, more than usually. Without
+# kernels: if it is longer than this share of a period, and that is rare.
+_OTHER_WORK, _FOLLOWS, _RARE = 0.25, 0.5, 0.1
+# If what lies between the ranges takes more than this share of the time, the last step, which lacks it, is left out.
+_OPEN = 0.05
+# Two steps are alike if they share at least this much of their kernels; so many steps are like the median one.
+_ALIKE, _MOSTLY = 0.8, 2 / 3
+# Optimizers that take turns. Two runs are apart if between them is this share of what usually is, which is what is not
+# so little in comparison with the most.
+_MOST_TURNS, _APART, _LITTLE = 3, 0.25, 0.1
 
 CERTAIN, LIKELY = "named by the trace", "likely"
 
@@ -59,9 +65,11 @@ class Launched:
 
 def find(ranges: Ranges, launched: Launched) -> Steps | None:
     """Return the steps; None if nothing marks them."""
-    named = _named(ranges)
-    if named is not None:
-        return named
+    return named(ranges, launched) or by_optimizer(ranges, launched)
+
+
+def by_optimizer(ranges: Ranges, launched: Launched) -> Steps | None:
+    """Return the steps from one run of an optimizer to the next; None if there are none, or they are not alike."""
     for way, start, end in (_optimizer_ranges(ranges), _optimizer_kernels(launched)):
         steps = _between(way, start, end, launched)
         if steps is not None:
@@ -69,7 +77,7 @@ def find(ranges: Ranges, launched: Launched) -> Steps | None:
     return None
 
 
-def _named(ranges: Ranges) -> Steps | None:
+def named(ranges: Ranges, launched: Launched) -> Steps | None:
     """Return the steps by named ranges: of the surest family, then the longest in total, then the one with fewest."""
     families: dict[tuple[int, str], list[int]] = {}  # rank (0: surest), name without digits → indices of names
     for place, (name, operator) in enumerate(zip(ranges.names, ranges.operator, strict=True)):
@@ -82,7 +90,7 @@ def _named(ranges: Ranges) -> Steps | None:
     for (rank, family), places in families.items():
         rows = np.flatnonzero(np.isin(ranges.name, places))
         for thread in np.unique(ranges.thread[rows]).tolist():
-            steps = _family(ranges, rows[ranges.thread[rows] == thread], family, rank)
+            steps = _family(ranges, rows[ranges.thread[rows] == thread], family, rank, launched)
             if steps is None:
                 continue
             worth = (-rank, round(float(steps.dur.sum()), -7) - len(steps.number))
@@ -91,39 +99,60 @@ def _named(ranges: Ranges) -> Steps | None:
     return best[1] if best else None
 
 
-def _family(ranges: Ranges, rows: NDArray[np.int64], family: str, rank: int) -> Steps | None:
-    """Return the steps by ranges of one family on one thread; None if they overlap or cover too little."""
+def _family(ranges: Ranges, rows: NDArray[np.int64], family: str, rank: int, launched: Launched) -> Steps | None:
+    """Return the steps by ranges of one family on one thread; None if they overlap or hold too little."""
     start, end = ranges.start[rows], ranges.end[rows]
-    if rank == len(_SURES):
-        outer = start >= np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end)[:-1])
-        rows, start, end = rows[outer], start[outer], end[outer]
-        passed = int(end[-1] - start[0])
-        if len(rows) < 2 or not outer.all() or passed <= 0 or (end - start).sum() < _COVERS * passed:
-            return None
     texts = [ranges.names[i] for i in ranges.name[rows].tolist()]
     digits = [re.findall(r"\d{1,18}", text) for text in texts]
     number = np.array([int(d[-1]) if d else -1 for d in digits], dtype=np.int64)
-    if (number < 0).any() or (np.diff(number) <= 0).any():
+    counted = bool((number >= 0).all() and (np.diff(number) > 0).all())
+    if rank == len(_SURES):
+        outer = start >= np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end)[:-1])
+        passed = int(end[-1] - start[0])
+        if len(rows) < 2 or not outer.all() or passed <= 0:
+            return None
+        covers = (end - start).sum() >= _COVERS * passed
+        inside, _ = _launches(start, end, launched)
+        within = (launched.at >= start[0]) & (launched.at < end[-1])
+        held = float(inside.sum()) / int(within.sum()) if within.any() else float(covers)
+        if held < _HOLDS or not (covers or held >= _HOLDS_ALL or (counted and len(rows) > 2)):
+            return None
+    if not counted:
         number = np.arange(len(rows))
-    return _windows(number, start, end, f"{ranges.kind} ranges {family!r}", CERTAIN)
+    return _windows(number, start, end, f"{ranges.kind} ranges {family!r}", launched)
+
+
+def _launches(
+    start: NDArray[np.int64], end: NDArray[np.int64], launched: Launched
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many kernels were launched in each range, and between it and the next one."""
+    at = np.sort(launched.at)
+    first, last = np.searchsorted(at, start), np.searchsorted(at, end)
+    return last - first, np.append(first[1:], last[-1:]) - last
 
 
 def _windows(
-    number: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64], way: str, sure: str
+    number: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64], way: str, launched: Launched
 ) -> Steps | None:
-    """Return steps from the start of each range to that of the next, where one follows."""
+    """Return steps from the start of each range to that of the next, but for what is launched between them at times."""
     until = end.copy()
     if len(start) > 1:
-        period = float(np.median(np.diff(start)))
-        gap = start[1:] - end[:-1]
-        follows = gap <= _FOLLOWS * period
+        period, gap = float(np.median(np.diff(start))), start[1:] - end[:-1]
+        inside, between = _launches(start, end, launched)
+        between = between[:-1]
+        if len(launched.at):
+            usual = float(np.median(between))
+            follows = between - usual <= _OTHER_WORK * (float(np.median(inside)) + usual)
+        else:
+            follows = gap <= _FOLLOWS * period
+            if (~follows).sum() > max(_RARE * len(gap), 1):
+                follows[:] = True
         until[:-1] = np.where(follows, start[1:], end[:-1])
-        # Time between the ranges belongs to the step before. The last step lacks it, and is dropped if gaps are long.
-        if len(start) > 2 and follows.any() and float(np.median(gap[follows])) > _OPEN * period:
+        if len(start) > 2 and follows.any() and float(gap[follows].mean()) > _OPEN * period:
             number, start, until = number[:-1], start[:-1], until[:-1]
     dur = until - start
     keep = dur > 0
-    return Steps(number[keep], start[keep], dur[keep], way, sure) if keep.any() else None
+    return Steps(number[keep], start[keep], dur[keep], way, CERTAIN) if keep.any() else None
 
 
 Bursts = tuple[str, NDArray[np.int64], NDArray[np.int64]]
@@ -147,33 +176,55 @@ def _optimizer_kernels(launched: Launched) -> Bursts:
 
 
 def _between(way: str, start: NDArray[np.int64], end: NDArray[np.int64], launched: Launched) -> Steps | None:
-    """Return steps from the end of one run of the optimizer to the end of the next; None if they are not alike."""
-    edges = _last_of_bursts(start, end)
+    """Return steps from the end of one run of the optimizer to the end of the next; None if they are not alike.
+
+    What was launched before the first run is a step where it is like the others. Of several optimizers that take turns
+    (of a GAN, say), a step has a run of each.
+    """
+    edges = _last_of_bursts(start, end, launched)
     if len(edges) < 3:  # at least two steps are needed to see that they recur
         return None
-    if len(launched.at) and not _alike(edges, launched):
-        return None
-    return Steps(np.arange(len(edges) - 1), edges[:-1], np.diff(edges), f"{way}, with the same work between", LIKELY)
+    if not len(launched.at):
+        kept = np.ones(len(edges) - 1, dtype=bool)
+    else:
+        edges = np.append(min(int(launched.at.min()), int(edges[0])) - 1, edges)
+        for turns in range(1, _MOST_TURNS + 1):
+            chosen = edges[::-turns][::-1]
+            alike = _alike(chosen, launched)
+            if alike.sum() > 1 and alike[1:].mean() >= _MOSTLY:  # the first may be cut off
+                break
+        else:
+            return None
+        edges, kept = chosen, alike
+    number = np.arange(int(kept.sum()))
+    return Steps(number, edges[:-1][kept], np.diff(edges)[kept], f"{way}, with the same work between", LIKELY)
 
 
-def _last_of_bursts(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ends of bursts of events. A gap longer than half of the longest one separates two bursts."""
+def _last_of_bursts(start: NDArray[np.int64], end: NDArray[np.int64], launched: Launched) -> NDArray[np.int64]:
+    """Return the ends of bursts of events, between which kernels are launched; without kernels, time passes."""
     if len(start) < 2:
         return end
     end = np.maximum.accumulate(end)
-    gap = start[1:] - end[:-1]
-    last: NDArray[np.int64] = end[np.append(gap > gap.max() / 2, True)]
+    at = np.sort(launched.at)
+    between = np.searchsorted(at, start[1:]) - np.searchsorted(at, end[:-1], side="right")
+    between = between if len(at) else start[1:] - end[:-1]
+    large = between[between > between.max() * _LITTLE]
+    apart = between > _APART * float(np.median(large)) if len(large) else np.zeros(len(between), dtype=bool)
+    last: NDArray[np.int64] = end[np.append(apart, True)]
     return last
 
 
-def _alike(edges: NDArray[np.int64], launched: Launched) -> bool:
-    """Return whether the same kernels were launched in each step."""
+def _alike(edges: NDArray[np.int64], launched: Launched) -> NDArray[np.bool_]:
+    """Return which steps launched the kernels that the median step did, each as often."""
     step = np.searchsorted(edges, launched.at, side="left") - 1
     inside = (step >= 0) & (step < len(edges) - 1)
     counts = np.zeros((len(edges) - 1, len(launched.names)), dtype=np.int64)
     np.add.at(counts, (step[inside], launched.name[inside]), 1)
-    same = np.minimum(counts[1:], counts[:-1]).sum(axis=1)
-    return bool((same >= _ALIKE * np.maximum(counts[1:].sum(axis=1), counts[:-1].sum(axis=1)).clip(1)).all())
+    usual = np.median(counts, axis=0)
+    same: NDArray[np.bool_] = np.minimum(counts, usual).sum(axis=1) >= _ALIKE * np.maximum(
+        counts.sum(axis=1), usual.sum()
+    ).clip(1)
+    return same
 
 
 def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:

@@ -11,13 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
+from dlprof.read.clocks import aligned
+from dlprof.read.columnar import recurring
+from dlprof.read.columnar.rows import Ranges
 from dlprof.read.kineto import prefetch
 from dlprof.read.kineto.autograd import Made
 from dlprof.read.kineto.event_columns import KIND, Processes, Rows
@@ -31,6 +34,10 @@ _WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 # What vLLM and SGLang name the ranges around a step of inference.
 _SERVED = re.compile(r"execute_(?:new_\d+_cached_|(?:\d+_)?context_\d+\()|step\[(?:\w*EXTEND|DECODE|MIXED|IDLE) bs=\d")
+# What torch runs backward. Fewer calls of a loader show no steps; a batch after which as much runs as this share of a
+# step's operators, but nothing backward, is a validation's.
+_BACKWARD = re.compile(r"Backward\d*$")
+_FEWEST_CALLS, _AS_MUCH = 3, 0.3
 # Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
 _UNIX_US = 10**15
 
@@ -62,9 +69,13 @@ def read(path: Path, processes: Processes = None) -> Reading:
             spans["start_ns"] += base
         elif not unix:
             warnings.append(f"{path.name}: its times have no base: they count from an unknown zero, not from 1970")
+    spans, odd = aligned(spans)
+    warnings += [f"{path.name}: {line}" for line in odd]
     if _serves(spans):
         facts["inference"] = True
-    steps = _steps(spans)
+    steps, way = _steps(spans)
+    if way:
+        facts["steps_by"] = way
     return Reading(
         {"spans": schema.check("spans", spans), "traced_steps": schema.check("traced_steps", steps)},
         facts,
@@ -188,22 +199,132 @@ def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int
     return order
 
 
-def _steps(spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the steps that the host marks, each number once: the longest of its marks."""
+def _steps(spans: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Return the steps, and how they were found where the profiler did not mark them.
+
+    By its marks; else by ranges that name steps, by the loader's calls, or by the runs of the optimizer.
+    """
     marks = [_STEP.fullmatch(str(n)) for n in spans["name"].cat.categories]
-    if not any(marks):
-        return schema.empty("traced_steps")
-    number = np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)
+    if any(marks):
+        return _marked(spans, np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)), ""
+    ranges, launched = _ranges(spans), _launched(spans)
+    found = recurring.named(ranges, launched)
+    if found is None:
+        loaded = _loaded(spans)
+        if len(loaded):
+            return loaded, "the loader's calls"
+        found = recurring.by_optimizer(ranges, launched)
+    return recurring.table(found), f"{found.way} ({found.sure})" if found else ""
+
+
+def _marked(spans: pd.DataFrame, number: NDArray[np.int64]) -> pd.DataFrame:
+    """Return the steps that the host marks; of marks with one number that overlap, the longest.
+
+    Marks with one number that do not overlap are several steps, which are numbered anew.
+    """
     # Compare category codes: comparing the names as text would take longer than the rest.
     codes = spans["name"].cat.codes.to_numpy()
     rows = np.flatnonzero((number >= 0)[codes])
     kind, lane = spans["kind"].array[rows], spans["lane"].array[rows]
     rows = rows[[k == "annotation" and str(of).startswith("host:") for k, of in zip(kind, lane, strict=True)]]
     step, start, dur = number[codes[rows]], spans["start_ns"].to_numpy()[rows], spans["dur_ns"].to_numpy()[rows]
-    longest = np.lexsort((start, -dur, step))
-    first = longest[np.diff(step[longest], prepend=-1) != 0]
-    first = first[np.lexsort((step[first], start[first]))]
-    return pd.DataFrame({"step": step[first], "start_ns": start[first], "dur_ns": dur[first]})
+    order = np.lexsort((-dur, start, step))
+    step, start, dur = step[order], start[order], dur[order]
+    chosen: list[int] = []
+    for i in range(len(step)):
+        last = chosen[-1] if chosen else -1
+        if last < 0 or step[last] != step[i] or start[i] >= start[last] + dur[last]:
+            chosen.append(i)
+        elif dur[i] > dur[last]:
+            chosen[-1] = i
+    found = pd.DataFrame({"step": step[chosen], "start_ns": start[chosen], "dur_ns": dur[chosen]})
+    found = found.sort_values("start_ns", kind="stable", ignore_index=True)
+    if found["step"].duplicated().any():
+        found["step"] = np.arange(len(found))
+    return found
+
+
+def _on_host(spans: pd.DataFrame) -> NDArray[np.bool_]:
+    host = np.array([str(name).startswith("host") for name in spans["lane"].cat.categories], dtype=bool)
+    return cast("NDArray[np.bool_]", host[spans["lane"].cat.codes.to_numpy()])
+
+
+def _ranges(spans: pd.DataFrame) -> Ranges:
+    """Return the ranges that the script, its framework or an optimizer names."""
+    rows = np.flatnonzero((spans["kind"] == "annotation").to_numpy() & _on_host(spans))
+    used, name = np.unique(spans["name"].cat.codes.to_numpy()[rows], return_inverse=True)
+    names = [str(text) for text in spans["name"].cat.categories[used]]
+    start = spans["start_ns"].to_numpy()[rows]
+    end, thread = start + spans["dur_ns"].to_numpy()[rows], spans["lane"].cat.codes.to_numpy()[rows]
+    return Ranges(names, [False] * len(names), name.astype(np.int64), start, end, thread.astype(np.int64), kind="named")
+
+
+def _launched(spans: pd.DataFrame) -> recurring.Launched:
+    """Return the kernels in order of launch; in a trace without a device, the operators of the host."""
+    kind, start = spans["kind"], spans["start_ns"].to_numpy()
+    kernels = np.flatnonzero(kind.isin(("kernel", "communication")).to_numpy() & ~_on_host(spans))
+    if not len(kernels):
+        kernels = np.flatnonzero((kind == "op").to_numpy())
+        at = start[kernels]
+    else:
+        calls = np.flatnonzero((kind == "runtime").to_numpy() & (spans["launch"].to_numpy() >= 0))
+        ids, launch = spans["launch"].to_numpy()[calls], spans["launch"].to_numpy()[kernels]
+        ids, first = np.unique(ids, return_index=True)
+        place = np.minimum(np.searchsorted(ids, launch), max(len(ids) - 1, 0))
+        known = ids[place] == launch if len(ids) else np.zeros(len(launch), dtype=bool)
+        at = start[kernels]
+        at[known] = start[calls[first[place[known]]]]
+    order = np.argsort(at, kind="stable")
+    used, name = np.unique(spans["name"].cat.codes.to_numpy()[kernels[order]], return_inverse=True)
+    return recurring.Launched([str(n) for n in spans["name"].cat.categories[used]], name.astype(np.int64), at[order])
+
+
+def _loaded(spans: pd.DataFrame) -> pd.DataFrame:
+    """Return the steps from one call of the loader to the next that trains; none where nothing trains.
+
+    A call after which nothing trains begins a step of several calls (two loaders, or an optimizer's run for several
+    batches), unless as much runs there as in a step: a validation's batch.
+    """
+    empty = schema.empty("traced_steps")
+    names = [str(name) for name in spans["name"].cat.categories]
+    codes, start = spans["name"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
+
+    def of(wanted: Iterable[bool]) -> NDArray[np.int64]:
+        return np.flatnonzero(np.array(list(wanted), dtype=bool)[codes])
+
+    calls = of(name.startswith("enumerate(DataLoader)") for name in names)
+    if len(calls) < _FEWEST_CALLS:
+        return empty
+    lane, many = np.unique(spans["lane"].cat.codes.to_numpy()[calls], return_counts=True)
+    mine = calls[spans["lane"].cat.codes.to_numpy()[calls] == lane[many.argmax()]]
+    begins = start[mine]
+    outer = begins >= np.append(0, np.maximum.accumulate(begins + spans["dur_ns"].to_numpy()[mine])[:-1])
+    begins = begins[outer]
+    steps, backward = (
+        np.sort(start[of(wanted)])
+        for wanted in (
+            [name.startswith("Optimizer.step#") for name in names],
+            [name.startswith(ENGINE) or _BACKWARD.search(name) is not None for name in names],
+        )
+    )
+
+    def inside(at: NDArray[np.int64]) -> NDArray[np.int64]:
+        return cast("NDArray[np.int64]", np.diff(np.searchsorted(at, begins)))
+
+    trains = inside(steps if len(steps) > 1 else backward) > 0
+    if not trains.any():
+        return empty
+    work = inside(start[(spans["kind"] == "op").to_numpy()])
+    other = ~trains & (inside(backward) == 0) & (work >= _AS_MUCH * float(np.median(work[trains])))
+    rows: list[tuple[int, int]] = []
+    first = -1
+    for i, (mine_trains, elsewhere) in enumerate(zip(trains.tolist(), other.tolist(), strict=True)):
+        first = -1 if elsewhere else i if first < 0 else first
+        if mine_trains:
+            rows.append((int(begins[first]), int(begins[i + 1])))
+            first = -1
+    begun = np.array(rows, dtype=np.int64)
+    return pd.DataFrame({"step": np.arange(len(begun)), "start_ns": begun[:, 0], "dur_ns": begun[:, 1] - begun[:, 0]})
 
 
 def _serves(spans: pd.DataFrame) -> bool:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
+from dlprof.read.clocks import aligned
 from dlprof.read.columnar import recurring
 from dlprof.read.columnar.database import MISSING, Database, open_database
 from dlprof.read.columnar.rows import LONGEST, SAID, Ranges, Rows, annotation_rows, numbered, spans_of, split
@@ -74,6 +75,8 @@ def _read(database: Database, process: Process) -> Reading:
     spans, lost = spans_of(every, process.device, base)
     if lost:
         warnings.append(f"{lost:,} events without a usable time are left out")
+    spans, odd = aligned(spans)
+    warnings += odd
     launched = recurring.launched(device[0], host)
     found = recurring.find(named, launched)
     if found is None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlprof import schema
+from dlprof.read.clocks import aligned
 from dlprof.read.columnar import recurring
 from dlprof.read.columnar.rows import Ranges, Rows, annotation_rows, spans_of, split
 from dlprof.read.kineto.patterns import kind_of
@@ -60,7 +61,8 @@ def reading(
     main = int(devices[often.argmax()]) if len(devices) else 0
     spans, lost = spans_of([kernels, copies, calls, annotation_rows(named)], main)
     about, found = dict(facts), None
-    more = [f"{lost:,} events without a usable time are left out"] if lost else []
+    spans, odd = aligned(spans)
+    more = [*odd, *([f"{lost:,} events without a usable time are left out"] if lost else [])]
     if len(kernels.name):
         launched = recurring.launched(kernels, calls)
         found = recurring.find(named, launched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -105,7 +106,13 @@ STOOD = [n * MS + (n > 2) * 300 * MS for n in range(6)]
     [
         (marked(*(n * 2_000 * MS for n in range(4))), 4_000 * MS, (3, MS)),
         (marked(*STOOD[:5], last=2), STOOD[3], (4, MS)),
-        (traces.trace(*(traces.fetch(at, 100) for at in STOOD), traces.op("x", 0, 10)), STOOD[3], (4, MS)),
+        (
+            traces.trace(
+                *(one for at in STOOD for one in (traces.fetch(at, 100), traces.op("MulBackward0", at + 200, 10)))
+            ),
+            STOOD[3],
+            (4, MS),
+        ),
     ],
 )
 def test_a_traced_step_in_which_the_job_was_suspended_is_left_out(
@@ -129,7 +136,8 @@ def test_phases_share_the_step_and_the_rest_is_what_is_left(fetches: int, micro:
 
 def test_unmarked_and_overlapping_steps(tmp_path: Path) -> None:
     # They begin at the loader, or at the next one's start; where nothing marks a step the trace stands for one.
-    fetched = traces.trace(*(traces.fetch(n * MS, 100) for n in range(4)), traces.op("x", 3 * MS, 10))
+    trained = [[traces.fetch(n * MS, 100), traces.op("MulBackward0", n * MS + 200, 10)] for n in range(4)]
+    fetched = traces.trace(*itertools.chain(*trained), traces.op("x", 3 * MS, 10))
     found = runs.rank_of(tmp_path / "a", fetched).once(timing)
     assert (found.steps, found.step_ns, found.unit) == (3, MS, "step")
     rank = runs.rank_of(tmp_path / "b", traces.trace(traces.step(1, 0, 2 * MS), traces.step(2, MS, MS)))

@@ -127,6 +127,9 @@ def test_only_loader_calls_mark_steps_where_nothing_else_does(tmp_path: Path) ->
     events: list[Any] = []
     for n in range(4):
         events += [traces.fetch(n * MS, 10_000), *traces.launched("gemm", n * MS + 20_000, n * MS + 40_000, MS // 2, n)]
+    infers = runs.rank_of(tmp_path / "infers", traces.trace(*events, world_size=1)).once(trace_window)
+    assert (infers.unit, len(infers.windows)) == ("trace", 1)  # a loop over a loader alone is no training
+    events += [traces.op("MulBackward0", n * MS + 30_000, 100) for n in range(4)]
     found = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(trace_window)
     assert found.unit == "step"
     assert (found.host - traces.BASE_NS).tolist() == [[0, MS], [MS, 2 * MS], [2 * MS, 3 * MS]]

@@ -27,7 +27,7 @@ from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.between import between_twice
-from dlprof.analysis.host.gaps import HOST, SAVES_FROM, host_work, own_python
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM, host_work, longest_silence, own_python
 from dlprof.analysis.host.parts import BETWEEN, gains_of, host_parts
 from dlprof.analysis.host.stacks import hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.input.loader import before_forward
@@ -41,6 +41,9 @@ from dlprof.units import duration, percent, short
 NOTABLE_SHARE = 0.05
 
 MOST_LINES = 3
+
+# If the script is silent in one place for this share of what its Python between the phases costs, that is told.
+SILENT = 0.5
 
 
 def check(
@@ -87,6 +90,7 @@ def explain(
     own_python: Maybe[Frame] = maybe(own_python),
     host_work: Maybe[Frame] = maybe(host_work),
     hottest: Maybe[Frame] = maybe(hottest),
+    longest_silence: Maybe[Frame] = maybe(longest_silence),
     before_forward: tuple[int, float] | None = needs(before_forward),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
 ) -> Explanation:
@@ -94,6 +98,9 @@ def explain(
     if estimate.seen is None:
         line = costliest(costly_lines, rank, "rest")
         explanation = _on_device(estimate, host_parts.get(), own_python, host_work, hottest, line)
+        lines_known = bool(explanation.where) or bool(own_python and len(estimate.rows(own_python.get())))
+        if longest_silence and line is None and not lines_known:
+            explanation = _silent(explanation, estimate, host_parts.get(), longest_silence.get(), mean_step_ns)
         if before_forward is None or before_forward[1] < NOTABLE_SHARE * mean_step_ns:
             return explanation
         lead = change(
@@ -168,6 +175,31 @@ def _on_device(
         where=() if place is None else (place,),
         sure="Estimated by replaying the traced steps, at the pace of those that were not traced, without it: the most"
         " that any change can give.",
+    )
+
+
+def _silent(
+    explanation: Explanation, estimate: Estimate, host_parts: Frame, longest_silence: Frame, mean_step_ns: float
+) -> Explanation:
+    """Return the explanation with where the script is silent, if that is most of what this costs."""
+    mine = estimate.rows(longest_silence)
+    between = estimate.rows(host_parts[host_parts["part"] == BETWEEN])["gain_ns"].iloc[0]
+    if not len(mine) or mine["ns"].iloc[0] < SILENT * between:
+        return explanation
+    ns, after, before, loader = mine[["ns", "after", "before", "loader"]].iloc[0]
+    place = f"from the end of {short(after, 60)} to the start of {short(before, 60)}" if after else "in one piece"
+    suspect = "" if loader else "; nothing shows what fetches the batches, which is the first suspect"
+    found = change(
+        "see whether the loader is what it waits for (`dlprof wrap` times it, and names the lines of a sample): more"
+        " workers, or a cheaper sample"
+    )
+    return replace(
+        explanation,
+        summary=f"{explanation.summary} {duration(ns)} of it pass in one piece, {place}: the script calls nothing"
+        f" that a trace shows{suspect}.",
+        changes=explanation.changes if loader else (found, *explanation.changes),
+        verdict=f"{percent(estimate.by_rank_ns[estimate.worst] / mean_step_ns)} of each step is lost {place}, where the"
+        f" script launches nothing{suspect}.",
     )
 
 
