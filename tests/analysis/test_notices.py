@@ -25,7 +25,7 @@ def warned(path: Path) -> list[str]:
 
 def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[str]:
     """Return the warnings about a window whose steps are like that, beside such a load of other programs."""
-    likeness = {"ratio": 1.0, "after": 1.0, "after_noise": 0.0, "without_work": 0, "linked": 1.0} | window
+    likeness = {"ratio": 1.0, "after": 1.0, "after_noise": 0.0, "left_out": "", "linked": 1.0} | window
     frame = pd.DataFrame([likeness]).assign(longer="")
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
@@ -106,7 +106,7 @@ def test_a_host_that_swaps_is_named(tmp_path: Path) -> None:
         ({"after": 1.2, "after_noise": 0.03}, True),
         ({"after": 1.2, "after_noise": 0.05}, False),
         ({"after": 1.2, "after_noise": float("nan")}, False),
-        ({"without_work": 2}, True),
+        ({"left_out": "2 at the end"}, True),
         ({"linked": 0.0}, True),
         ({"linked": 0.4}, True),
         ({"linked": 0.6}, False),

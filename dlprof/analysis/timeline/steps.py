@@ -164,7 +164,7 @@ def _chosen(
     Nor do they hold what comes between the steps every n-th time: that is known of all steps. And why others are left
     out, where there is no step log.
     """
-    if found.unit == "trace":
+    if found.unit == "trace" or not len(found.windows):
         return np.arange(len(found.windows)), ()
     start, end = found.host[:, 0], found.host[:, 1]
     stopped = suspended(rank, start, end)

@@ -39,8 +39,9 @@ _TRANSITION = 0.05
 # Marks of a profiler, torch's and dlprof's in an export of nsys.
 _PROFILERS = ("ProfilerStep#", "dlprof::step ")
 
-# The trace holds the whole first or last step if it has this share of the usual amount of work.
-_WHOLE = 0.9
+# The trace holds the whole first or last step if it has this share of the usual amount of work, which is so
+# many kernels and copies at least.
+_WHOLE, _FEW = 0.9, 10
 
 # The step of work that was launched between two steps that do not follow each other (in validation, say).
 NO_STEP = -2
@@ -83,7 +84,7 @@ class TracedSteps:
         inside = self.launched_in[(self.launched_in >= 0) & (self.launched_in < n)]
         works = np.bincount(inside, minlength=n)
         found, some = np.ones(n, dtype=bool), np.flatnonzero(works)
-        if len(some) > 2:
+        if len(some) > 2 and np.median(works[some]) >= _FEW:
             least = _WHOLE * float(np.median(works[some]))
             found[some[[0, -1]]] = works[some[[0, -1]]] >= least
         return found
