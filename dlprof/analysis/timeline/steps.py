@@ -94,11 +94,12 @@ def timing(
     device_sets: Maybe[DeviceSets] = maybe(device_sets),
     steady_steps: Maybe[Frame] = maybe(steady_steps),
     patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns),
+    on_training_thread: Maybe[Frame] = maybe(on_training_thread),
     rank: RankFacts = needs(RANK),
 ) -> Timing:
     """Return the timing of a rank; raise NotMeasured where neither a step log nor a trace was recorded."""
     found = patterns.or_none() or ()
-    chosen, left = _chosen(traced_steps, steps, rank, trace_window, found)
+    chosen, left = _chosen(traced_steps, steps, rank, trace_window, found, on_training_thread)
     windows, unit = trace_window.windows[chosen], trace_window.unit
     lengths = (windows[:, 1] - windows[:, 0]).astype(float)
     source, overhead, phases, even = "trace", None, {}, lengths
@@ -158,6 +159,7 @@ def _chosen(
     rank: RankFacts,
     found: TracedSteps,
     patterns: tuple[Pattern, ...],
+    on_training_thread: Maybe[pd.DataFrame],
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return the places of the traced steps that are steady and settled, launch work, and hold no stop of the job.
 
@@ -191,21 +193,35 @@ def _chosen(
             left += [f"{n} {why}"] if (n := int((keep & ~those).sum())) and why else []
             keep &= those
     if not steps and keep.any():
-        cold = _cold((found.windows[:, 1] - found.windows[:, 0]).astype(float), keep)
+        cold = _cold(found, keep, on_training_thread.or_none())
         left += [f"{n} at the start that took longer than those after"] if (n := int(cold.sum())) else []
         keep &= ~cold
     keep = keep if keep.any() else np.ones(len(keep), dtype=bool)
     return np.flatnonzero(keep), () if steps else tuple(left)
 
 
-def _cold(length: NDArray[np.float64], keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which of the first steps of a trace take longer than the usual one of the later half: caches fill then."""
-    rows = np.flatnonzero(keep)
-    usual = float(np.median(length[rows][len(rows) // 2 :]))
-    long = length[rows] > SETTLED * usual
-    first = int(np.argmin(long)) if not long.all() else 0
-    cold = np.zeros(len(length), dtype=bool)
-    cold[rows[: min(first, max(len(rows) // 3, 1)) if len(rows) > 1 else 0]] = True
+def _cold(found: TracedSteps, keep: NDArray[np.bool_], thread: pd.DataFrame | None) -> NDArray[np.bool_]:
+    """Return which of the first steps of a trace do things that are done once: they take longer than later ones.
+
+    The longest time in which the training thread calls nothing does not count: a job may wait for data in any step.
+    """
+    length = (found.windows[:, 1] - found.windows[:, 0]).astype(float)
+    rows, cold = np.flatnonzero(keep), np.zeros(len(length), dtype=bool)
+
+    def leading(length: NDArray[np.float64]) -> int:
+        usual = float(np.median(length[rows][len(rows) // 2 :]))
+        long = length[rows] > SETTLED * usual
+        return min(int(np.argmin(long)) if not long.all() else 0, max(len(rows) // 3, 1)) if len(rows) > 1 else 0
+
+    first = leading(length)
+    if first and thread is not None:
+        called = host.cover(thread, host.is_kind(thread, "op", "runtime", "communication"))
+        silent = iv.subtract(found.host, called)
+        of = np.searchsorted(found.host[:, 0], silent[:, 0], side="right") - 1
+        longest = np.zeros(len(length))
+        np.maximum.at(longest, of, (silent[:, 1] - silent[:, 0]).astype(float))
+        first = min(first, leading(np.maximum(length - longest, 0.0)))
+    cold[rows[:first]] = True
     return cold
 
 
