@@ -79,6 +79,8 @@ def warnings(
     found += _of_untraced(job)
     if settings.of_inference(job):
         found.append("the traces are of inference (vLLM, SGLang): dlprof is about training, and no rule applies")
+    elif settings.only_forward(job):
+        found.append("the traces hold no backward pass and no optimizer: they are of inference")
     found += _of_jobs(job)
     found += _of_processes(job)
     found += _of_others(job, foreign_load.or_none())

@@ -147,6 +147,16 @@ def of_inference(job: Job) -> bool:
     return any(facts.get("inference") for facts in job.trace_facts.values())
 
 
+def only_forward(job: Job) -> bool:
+    """Return whether traces of a job that dlprof did not record hold no backward pass."""
+    return not job.run.recorded and all(job.trace_facts[r].get("backward") is False for r in job.ranks)
+
+
+def passes(job: Job) -> str:
+    """Return what a step goes through, in words."""
+    return "forward pass" if only_forward(job) else "forward and backward pass"
+
+
 def through_host(job: Job) -> bool:
     """Return whether gloo exchanges what lies on GPUs."""
     return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in job.facts.values())

@@ -27,7 +27,25 @@ def _perfetto(head: Head) -> Sequence[Part]:
     return WHOLE if not head.is_text and _PACKET.match(head.start) else ()
 
 
+# A plane of a host, a device or the compiler's modules: its number, if any, and its name.
+_PLANE = re.compile(
+    rb"\n[\x80-\xff]{0,4}[\x01-\x7f](?:\x08[\x80-\xff]{0,9}[\x00-\x7f])?\x12[\x05-\x7f]/(?:host|device|task)[:-]"
+)
+
+
+def _xspace(head: Head) -> Sequence[Part]:
+    return WHOLE if not head.is_text and _PLANE.match(head.start) else ()
+
+
 FORMAT = (
+    Format(
+        name="xspace",
+        title="XSpace of JAX, XLA or TensorFlow (`.xplane.pb`)",
+        recognised="protobuf that begins with a plane named `/host:…` or `/device:…`",
+        recognise=_xspace,
+        left="dlprof reads traces of PyTorch jobs; XProf (`xprof --logdir DIR`) shows this one, and PyTorch/XLA writes"
+        " it, too",
+    ),
     Format(
         name="execution_trace",
         title="execution trace (PyTorch ET or Chakra)",

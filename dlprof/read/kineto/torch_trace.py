@@ -33,11 +33,16 @@ from dlprof.read.sources import Reading
 _WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 # What vLLM and SGLang name the ranges around a step of inference.
-_SERVED = re.compile(r"execute_(?:new_\d+_cached_|(?:\d+_)?context_\d+\()|step\[(?:\w*EXTEND|DECODE|MIXED|IDLE) bs=\d")
+_SERVED = re.compile(
+    r"execute_(?:new_\d+_cached_|(?:\d+_)?context_\d+\()|step\[(?:\w*EXTEND|DECODE|MIXED|IDLE) bs=\d"
+    r"|capture_\d+_(?:DECODE|FULL|PIECEWISE)\b|execute_diffusion_\d"
+)
 # What torch runs backward. Fewer calls of a loader show no steps; a batch after which as much runs as this share of a
 # step's operators, but nothing backward, is a validation's.
 _BACKWARD = re.compile(r"Backward\d*$")
 _FEWEST_CALLS, _AS_MUCH = 3, 0.3
+# Of so many operators some are a backward pass's, if there is one.
+_MANY_OPERATORS = 100
 # Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
 _UNIX_US = 10**15
 
@@ -46,7 +51,7 @@ def read(path: Path, processes: Processes = None) -> Reading:
     """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
-    ranks}}, base_time_ns, schema, inference (True: of an inference server). A file that is cut off is read up
+    ranks}}, base_time_ns, schema, inference (True: of an inference server), backward (False: there is no backward pass). A file that is cut off is read up
     to the cut, with a warning. Raises DlprofError if the file cannot be read or is no trace. `processes`: those of one
     rank, in a file of several.
     """
@@ -73,6 +78,8 @@ def read(path: Path, processes: Processes = None) -> Reading:
     warnings += [f"{path.name}: {line}" for line in odd]
     if _serves(spans):
         facts["inference"] = True
+    elif _only_forward(spans):
+        facts["backward"] = False
     steps, way = _steps(spans)
     if way:
         facts["steps_by"] = way
@@ -331,3 +338,12 @@ def _serves(spans: pd.DataFrame) -> bool:
     """Return whether a trace comes from an inference server; False for a job that trains and serves."""
     names = [str(name) for name in spans["name"].cat.categories]
     return any(map(_SERVED.match, names)) and not any(name.startswith(ENGINE) for name in names)
+
+
+def _only_forward(spans: pd.DataFrame) -> bool:
+    """Return whether many operators ran, and nothing backward, no optimizer and no graph that may hold them."""
+    names = [str(name) for name in spans["name"].cat.categories]
+    if int((spans["kind"] == "op").sum()) < _MANY_OPERATORS:
+        return False
+    trains = ("Optimizer.", "cudaGraphLaunch", "hipGraphLaunch", "dlprof::backward", "dlprof::optimizer")
+    return not any(_BACKWARD.search(name) or ENGINE in name or name.startswith(trains) for name in names)

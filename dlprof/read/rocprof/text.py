@@ -27,6 +27,7 @@ _BESIDE = {
     "marker_api_trace.csv": ("annotation", "Function"),
 }
 _TOOL = "rocprofiler-sdk-tool"
+_GPU = 2  # the type of an agent
 
 
 class _Row(NamedTuple):
@@ -50,7 +51,7 @@ def read_csv(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piec
         raise DlprofError(f"{path}: no kernel in it")
     for other, (kind, column) in beside(path).items():
         rows += _csv_rows(other, kind, column, warnings)
-    return _reading(path, rows, warnings)
+    return _reading(path, rows, warnings, {})
 
 
 def beside(path: Path) -> dict[Path, tuple[str, str]]:
@@ -106,9 +107,12 @@ def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
 
     from dlprof.read.kineto.json_stream import NOT_JSON
 
+    most = limits.limit(limits.MOST_WHOLE)
     with opening.open_file(path) as file:
-        data = file.read(limits.limit(limits.MOST_WHOLE) + 1)
-    if len(data) > limits.limit(limits.MOST_WHOLE):
+        packed = file.read(most + 1)
+    most = min(most, limits.most_unpacked(len(packed)))
+    data = opening.unpacked(packed, most + 1)
+    if len(data) > most:
         raise DlprofError(f"{path}: larger than {limits.MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")
     try:
         whole = msgspec.json.decode(data)
@@ -121,7 +125,20 @@ def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
     rows = list(_json_rows(tool))
     if not rows:
         raise DlprofError(f"{path}: no event in it")
-    return _reading(path, rows, [])
+    return _reading(path, rows, [], _facts(tool, rows))
+
+
+def _facts(tool: Mapping[str, Any], rows: Sequence[_Row]) -> dict[str, Any]:
+    """Return the host, and the devices that ran kernels."""
+    host = str(_object(_object(tool.get("metadata")).get("node")).get("hostname") or "")
+    used = {row.agent for row in rows if row.kind == "kernel"}
+    gpus = [one for one in _listed(tool.get("agents")) if one.get("type") == _GPU]
+    devices = [
+        {"id": number, "name": str(one.get("product_name") or one.get("name") or "")}
+        for number, one in enumerate(gpus)
+        if _handle(one.get("id")) in used
+    ]
+    return {name: held for name, held in (("host", host), ("devices", devices)) if held}
 
 
 def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
@@ -169,7 +186,7 @@ def _operation(named: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> st
     return str(operation)
 
 
-def _reading(path: Path, rows: list[_Row], warnings: list[str]) -> Reading:
+def _reading(path: Path, rows: list[_Row], warnings: list[str], facts: Mapping[str, Any]) -> Reading:
     agents: dict[str, int] = {}
     queues: dict[str, int] = {}
 
@@ -206,7 +223,7 @@ def _reading(path: Path, rows: list[_Row], warnings: list[str]) -> Reading:
     named = process.ranges_of(marks[0], name[order], start[order], end[order], thread[order])
     called = Rows(calls[0], ["runtime"] * len(calls[0]), *calls[1])
     ran = Rows(kernels[0], process.kinds_of(kernels[0]), *kernels[1])
-    return process.reading(path.name, ran, moved, called, named, warnings, {})
+    return process.reading(path.name, ran, moved, called, named, warnings, facts)
 
 
 def _whole(value: Any) -> int:

@@ -88,6 +88,7 @@ def check(
     host_work: Frame = needs(host_work),
     capturing: Maybe[Frame] = maybe(capturing),
     mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
 ) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
     if held_up.where == ON_CPU:
@@ -110,7 +111,7 @@ def check(
         saving_ns=held_up.gain_ns,
         by_rank_ns=held_up.by_rank_ns,
         noise_of=HOST,
-        loses="is lost because the device waits for the launches of the forward and backward pass",
+        loses=f"is lost because the device waits for the launches of the {settings.passes(job)}",
         seen=(ON_DEVICE, work, calls),
     )
 
@@ -222,7 +223,7 @@ def _launching(
     call = "the call of `torch.compile`" if compiled else '`model = torch.compile(model, mode="reduce-overhead")`'
     text = f'`mode="reduce-overhead"` in {call}' if compiled else call
     return Explanation(
-        title="The host launches the forward and backward pass too slowly for its device",
+        title=f"The host launches the {settings.passes(job)} too slowly for its device",
         summary=f"Rank {rank} launches {kernels:,.0f} kernels of {duration(mean_ns)} each in a step of"
         f" {duration(mean_step_ns)}; the device waits for the next launch.",
         changes=(

@@ -27,7 +27,15 @@ from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.between import between_twice
-from dlprof.analysis.host.gaps import HOST, SAVES_FROM, host_work, longest_silence, own_python
+from dlprof.analysis.host.gaps import (
+    HOST,
+    SAVES_FROM,
+    check_launches,
+    host_work,
+    launch_means,
+    longest_silence,
+    own_python,
+)
 from dlprof.analysis.host.parts import BETWEEN, gains_of, host_parts
 from dlprof.analysis.host.stacks import hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.input.loader import before_forward
@@ -51,10 +59,12 @@ def check(
     between_twice: Maybe[Frame] = maybe(between_twice),
     host_parts: Maybe[Frame] = maybe(host_parts),
     waits: Maybe[Frame] = maybe(waits),
+    launch_means: Maybe[Frame] = maybe(launch_means),
     mean_step_ns: float = needs(mean_step_ns),
     job: Job = needs(JOB),
 ) -> Estimate:
     if settings.on_gpu(job):
+        check_launches(launch_means.get())
         return Estimate(
             gone_ns=gains_of(host_parts.get(), BETWEEN, waits),
             noise_of=HOST,
