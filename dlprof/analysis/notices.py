@@ -78,7 +78,7 @@ def warnings(
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
     found += _of_untraced(job)
     if settings.of_inference(job):
-        found.append("the traces are of inference (vLLM, SGLang): dlprof is about training, and no rule applies")
+        found.append("the traces are of an inference server: dlprof is about training, and no rule applies")
     elif settings.only_forward(job):
         found.append("the traces hold no backward pass and no optimizer: they are of inference")
     found += _of_jobs(job)
@@ -248,7 +248,7 @@ def _of_window(job: Job, frame: pd.DataFrame, *, reproduced: bool) -> list[str]:
         why = ": the profiler is still attached to the GPU" if torn != {True} else why
         found.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
     if len(frame) and (left := [why for why in frame["left_out"] if why]):
-        found.append(f"traced steps are left out: {max(left, key=left.count)}")
+        found.append(f"left out of what was traced: {max(left, key=left.count)}")
     linked = float(frame["linked"].min()) if len(frame) else 1.0
     if not linked:
         found.append(

@@ -244,7 +244,7 @@ _HOST_PARTS: Mapping[str, str] = {
     "waits": "waits for the device",
     "optimizer": "the optimizer",
     "between": "Python between the phases",
-    "launches": "launches of the model's kernels",
+    "launches": "launches of kernels",
 }
 
 

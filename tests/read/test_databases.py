@@ -803,6 +803,15 @@ def test_csv_and_json_of_a_process_are_alike_and_known_by_their_content(tmp_path
         ("device:1", "communication", "ncclDevKernel_Generic", 30_000, 5_000, 2, ""),
     ]
     assert by_json.tables["spans"]["bytes"].max() == 4_096
+    # Packed; with its host and the GPU that ran kernels, of two, by their place among the GPUs.
+    whole = dialects.rocprof_json()
+    agents = [{"id": {"handle": n}, "type": n > 1 and 2 or 1, "product_name": f"part {n}"} for n in (1, 3, 4)]
+    whole["rocprofiler-sdk-tool"][0] |= {"agents": agents, "metadata": {"node": {"hostname": "node-9"}}}
+    (tmp_path / "packed").write_bytes(gzip.compress(json.dumps(whole).encode()))
+    assert known(tmp_path / "packed") == "rocprofv3_json"
+    packed = read_json(tmp_path / "packed")
+    assert rows_of(packed) == rows_of(by_json)
+    assert packed.facts == {"host": "node-9", "devices": [{"id": 1, "name": "part 4"}]}
 
 
 def test_markers_of_roctx_are_steps(tmp_path: Path) -> None:

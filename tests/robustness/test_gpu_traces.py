@@ -65,7 +65,7 @@ def test_a_step_that_launches_nothing_is_left_out(tmp_path: Path) -> None:
     result, true = traced(tmp_path, replace(JOB, script=replace(JOB.script, skips=3)))
     assert result.window is not None
     assert result.window.step_ns == pytest.approx(true.period_ns, rel=0.02)
-    assert any("that launched nothing on the device" in warning for warning in result.run.warnings)
+    assert any("step that launched nothing on the device" in warning for warning in result.run.warnings)
 
 
 @pytest.mark.long

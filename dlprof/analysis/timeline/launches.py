@@ -19,7 +19,10 @@ from dlprof.analysis.timeline.device import device_work
 # The time of a launch that the trace does not hold.
 UNKNOWN = np.iinfo(np.int64).max
 
-NOT_LINKED = "the trace does not link launches to kernels (ProfilerActivity.CUDA does so; with nsys, --trace=cuda)"
+NOT_LINKED = (
+    "the trace does not link launches to kernels (ProfilerActivity.CUDA does so; with nsys, --trace=cuda; with"
+    " rocprofv3, --hip-trace)"
+)
 
 
 @dataclass(frozen=True)

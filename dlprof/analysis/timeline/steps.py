@@ -26,6 +26,7 @@ from dlprof.analysis.timeline.patterns import Pattern, patterns
 from dlprof.analysis.timeline.steady import ENOUGH, SETTLED, light_steps, standard_error, steady_steps, suspended
 from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 from dlprof.errors import NotMeasured
+from dlprof.units import count, duration
 
 # Traced kernels may take a little longer than others.
 LEAST_OF_BUSY = 0.97
@@ -167,7 +168,9 @@ def _chosen(
     out, where there is no step log.
     """
     if found.unit == "trace" or not len(found.windows):
-        return np.arange(len(found.windows)), ()
+        earlier = int((found.windows[:, 0] - found.host[:, 0]).sum())
+        why = f"the first {duration(earlier)}, in which the device is at work launched before the trace"
+        return np.arange(len(found.windows)), (why,) if earlier > 0 else ()
     start, end = found.host[:, 0], found.host[:, 1]
     stopped = suspended(rank, start, end)
     if stopped.all() and len(stopped) > 1:
@@ -190,11 +193,11 @@ def _chosen(
     }
     for why, those in wanted.items():
         if (keep & those).any():
-            left += [f"{n} {why}"] if (n := int((keep & ~those).sum())) and why else []
+            left += [f"{count(n, 'step')} {why}"] if (n := int((keep & ~those).sum())) and why else []
             keep &= those
     if not steps and keep.any():
         cold = _cold(found, keep, on_training_thread.or_none())
-        left += [f"{n} at the start that took longer than those after"] if (n := int(cold.sum())) else []
+        left += [f"{count(n, 'step')} at the start that took longer than those after"] if (n := int(cold.sum())) else []
         keep &= ~cold
     keep = keep if keep.any() else np.ones(len(keep), dtype=bool)
     return np.flatnonzero(keep), () if steps else tuple(left)

@@ -43,6 +43,10 @@ _PROFILERS = ("ProfilerStep#", "dlprof::step ")
 # many kernels and copies at least.
 _WHOLE, _FEW = 0.9, 10
 
+# If the first work in a trace began so long after its launch, and this share of the trace, the device was at work of
+# before it.
+_EARLIER_NS, _EARLIER = 1_000_000, 0.02
+
 # The step of work that was launched between two steps that do not follow each other (in validation, say).
 NO_STEP = -2
 
@@ -156,13 +160,34 @@ def trace_window(
     launched_in = np.zeros(len(work), dtype=np.int64) if alone else _launched_in(called, work, marks)
     if unit == "step" and linked:
         windows, lag = _on_device(work, main_stream.get(), marks, launched_in)
+        if len(marks) == 1:
+            windows[0, 0] = max(windows[0, 0], _turned_to_it(work, main_stream.get(), called, marks))
         return TracedSteps(marks, windows, numbers, unit, lag, launched_in, linked)
     windows = marks.copy()
     if by_profiler:
         # The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it
         # marks: until that is done, the last one lasts. Other marks leave the work of a last step unmarked.
         windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
+    if unit == "trace" and linked:
+        windows[0, 0] = _turned_to_it(work, main_stream.get(), called, marks)
     return TracedSteps(marks, windows, numbers, unit, no_lag, launched_in, linked)
+
+
+def _turned_to_it(work: pd.DataFrame, main_stream: NDArray[np.bool_], called: Launches, marks: iv.Intervals) -> int:
+    """Return when the device turns to the work of a trace without steps, or of one, if it was at earlier work until then.
+
+    So it is where the first work on the main stream was launched long before it began, and hardly anything ran
+    meanwhile: what ran is not in the trace.
+    """
+    start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy()
+    main = np.flatnonzero(main_stream & called.known)
+    if not len(main):
+        return int(marks[0, 0])
+    first = main[np.argmin(start[main])]
+    waited = int(start[first] - called.returned[first])
+    ran = int(dur[start < start[first]].sum())
+    late = waited >= max(_EARLIER_NS, _EARLIER * (marks[0, 1] - marks[0, 0])) and ran <= _EARLIER * waited
+    return int(start[first]) if late else int(marks[0, 0])
 
 
 def _launched_in(launches: Launches, device_work: pd.DataFrame, marks: iv.Intervals) -> NDArray[np.int64]:

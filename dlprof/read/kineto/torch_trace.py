@@ -51,8 +51,9 @@ def read(path: Path, processes: Processes = None) -> Reading:
     """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
-    ranks}}, base_time_ns, schema, inference (True: of an inference server), backward (False: there is no backward pass). A file that is cut off is read up
-    to the cut, with a warning. Raises DlprofError if the file cannot be read or is no trace. `processes`: those of one
+    ranks}}, base_time_ns, schema, inference (True: of an inference server), backward (False: there is no
+    backward pass), steps_by (how steps were found that the profiler did not mark). A file that is cut off is read up to
+    the cut, with a warning. Raises DlprofError if the file cannot be read or is no trace. `processes`: those of one
     rank, in a file of several.
     """
     rows = prefetch.rows_of(path) if processes is None else None

@@ -366,7 +366,7 @@ def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path:
         if event["cat"] == "cuda_runtime" and event["args"]["correlation"] == 31:
             event["args"].pop("correlation")
     (row,) = runs.rank_of(tmp_path / "a", made).once(window_likeness).to_dict("records")
-    assert (row["linked"], row["left_out"]) == (pytest.approx(7 / 8), "1 in which the host only gained its lead")
+    assert (row["linked"], row["left_out"]) == (pytest.approx(7 / 8), "1 step in which the host only gained its lead")
     assert math.isnan(row["ratio"])
     assert math.isnan(row["after"])
     # A step that launches nothing is no step of the job.
@@ -375,10 +375,10 @@ def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path:
         launch = traces.launched("gemm", n * 5 * MS, n * 5 * MS + 10_000, 4 * MS, n + 1)
         events += [traces.step(n, n * 5 * MS, 5 * MS), *(launch if n != 3 else [])]
     rank = runs.rank_of(tmp_path / "b", traces.trace(*events, world_size=1))
-    assert rank.once(window_likeness)["left_out"].tolist() == ["1 that launched nothing on the device"]
+    assert rank.once(window_likeness)["left_out"].tolist() == ["1 step that launched nothing on the device"]
     assert rank.once(timing).numbers.tolist() == [0, 1, 2, 4, 5]
     warnings = diagnose(open_run(tmp_path / "b"), [], jobs=1).run.warnings
-    assert any("1 that launched nothing" in warning for warning in warnings)
+    assert any("1 step that launched nothing" in warning for warning in warnings)
     on_cpu = traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="")
     assert runs.rank_of(tmp_path / "c", on_cpu).once(window_likeness).empty
 

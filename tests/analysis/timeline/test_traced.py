@@ -95,6 +95,24 @@ def test_work_that_was_launched_before_the_trace_or_between_steps_is_of_none(tmp
     assert (found.windows - traces.BASE_NS).tolist() == [[0, 100_000], [400_000, 500_000]]
 
 
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("launched_ms", "begins_ms"), [(1, 400), (399, 0)])
+def test_a_device_that_is_still_at_work_of_before_the_trace_is_not_idle(
+    launched_ms: int, begins_ms: int, marked: bool, tmp_path: Path
+) -> None:
+    events = [
+        *traces.launched("small", 10_000, 20_000, 5_000, 1, stream=9),  # on another stream, at once
+        *(
+            one
+            for n in range(20)
+            for one in traces.launched("gemm", launched_ms * MS + n * 10_000, (400 + n) * MS, MS, n + 2)
+        ),
+        *([traces.step(4, 0, 400 * MS)] if marked else []),
+    ]
+    found = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(trace_window)
+    assert (found.windows - traces.BASE_NS).tolist() == [[begins_ms * MS or 0 if marked else begins_ms * MS or 10_000, 420 * MS]]
+
+
 def test_a_step_that_launches_nothing_has_no_lag_and_no_length(tmp_path: Path) -> None:
     events = [
         traces.step(0, 0, 1 * MS),

@@ -155,7 +155,7 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, name: str, cont
 
 
 SERVED = ["execute_new_2_cached_0", "execute_context_2(512)_generation_3(3)", "execute_77_context_9(sq4sk4)"]
-SERVED += ["step[EXTEND bs=17 toks=8192]", "step[DECODE bs=63]"]
+SERVED += ["step[EXTEND bs=17 toks=8192]", "step[DECODE bs=63]", "capture_32_DECODE", "execute_diffusion_1"]
 OTHERS = ["execute_context_sql", "step[1]", "step[TRAIN bs=2]", "execute_new_x", "step"]
 
 
