@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import open_file
+from dlprof.read.opening import as_utf8, open_file
 from dlprof.read.sources import Reading
 
 # Bytes of a file, unpacked, that a format may use to recognise it.
@@ -63,7 +63,7 @@ class Head:
     @cached_property
     def start(self) -> bytes:
         """The first few kilobytes, enough for a magic number or a header line."""
-        return _unpacked(self._raw, _SNIFFED) if self.is_packed else self._raw
+        return as_utf8(_unpacked(self._raw, _SNIFFED) if self.is_packed else self._raw)
 
     @cached_property
     def first(self) -> bytes:
@@ -73,7 +73,7 @@ class Head:
                 raw = file.read(HEAD_BYTES)
         except DlprofError:
             return self.start
-        return _unpacked(raw, HEAD_BYTES) if self.is_packed else raw
+        return as_utf8(_unpacked(raw, HEAD_BYTES) if self.is_packed else raw)
 
     @cached_property
     def text(self) -> str:
@@ -172,6 +172,7 @@ def reader(module: str, function: str = "read") -> Callable[[Path, str], Reading
 FORMATS: tuple[str, ...] = (
     "gpu_logs.nvidia_smi",
     "gpu_logs.nvidia_dmon",
+    "gpu_logs.dcgm",
     "gpu_logs.amd_smi",
     "gpu_logs.sampled",
     "dumps.flight_recorder",

@@ -23,6 +23,14 @@ _BATCH = 4 << 20
 
 NO_LINE = b"\0"  # no valid line for any reader
 
+# What text in UTF-16 begins with.
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def as_utf8(data: bytes) -> bytes:
+    """Return text that PowerShell wrote, in UTF-16, as UTF-8; other data as they are."""
+    return data[: len(data) & ~1].decode("utf-16", errors="replace").encode() if data.startswith(UTF16) else data
+
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:

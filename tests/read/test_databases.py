@@ -316,6 +316,29 @@ def test_every_version_gives_the_rows_of_a_torch_trace(version: int, traced: Pat
         assert (got.facts["nsys"], got.warnings) == (nsys.VERSIONS[version][0], ())
 
 
+def test_rows_in_any_order_are_the_same_rows(exported: Path, tmp_path: Path) -> None:
+    """From 2025.6 on, nsys exports rows in no order."""
+    mixed = Path(shutil.copy(exported, tmp_path / exported.name))
+    with sqlite3.connect(mixed) as connection:
+        made = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
+        for name, sql in made:
+            connection.execute(f"ALTER TABLE {name} RENAME TO held")
+            connection.execute(sql)
+            connection.execute(f"INSERT INTO {name} SELECT * FROM held ORDER BY (rowid * 7919) % 1009, rowid DESC")
+            connection.execute("DROP TABLE held")
+    connection.close()
+    for rank in open_run(exported).ranks:
+        ours, theirs = (export.read(path, rank.pieces["nsys"]) for path in (mixed, exported))
+        assert ours.facts == theirs.facts
+        order = ["start_ns", "dur_ns", "lane", "name"]
+        for table in theirs.tables:
+            one, other = (
+                of.tables[table].astype({"lane": str, "name": str} if table == "spans" else {}) for of in (ours, theirs)
+            )
+            by = order if table == "spans" else ["step"]
+            assert one.sort_values(by, ignore_index=True).equals(other.sort_values(by, ignore_index=True))
+
+
 def test_rules_and_figures_are_those_of_the_torch_trace(traced: Path, exported: Path) -> None:
     ours, theirs = (analyse(path, 1) for path in (exported, traced))
     assert (ours.window, ours.time) == (theirs.window, theirs.time)
@@ -805,7 +828,7 @@ def test_csv_and_json_of_a_process_are_alike_and_known_by_their_content(tmp_path
     assert by_json.tables["spans"]["bytes"].max() == 4_096
     # Packed; with its host and the GPU that ran kernels, of two, by their place among the GPUs.
     whole = dialects.rocprof_json()
-    agents = [{"id": {"handle": n}, "type": n > 1 and 2 or 1, "product_name": f"part {n}"} for n in (1, 3, 4)]
+    agents = [{"id": {"handle": n}, "type": 2 if n > 1 else 1, "product_name": f"part {n}"} for n in (1, 3, 4)]
     whole["rocprofiler-sdk-tool"][0] |= {"agents": agents, "metadata": {"node": {"hostname": "node-9"}}}
     (tmp_path / "packed").write_bytes(gzip.compress(json.dumps(whole).encode()))
     assert known(tmp_path / "packed") == "rocprofv3_json"

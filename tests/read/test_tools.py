@@ -21,7 +21,7 @@ from dlprof.exports import perfetto
 from dlprof.read import limits
 from dlprof.read.foreign import chrome, horovod
 from dlprof.read.formats import FORMATS, Format, Head, format_named, formats, recognised
-from dlprof.read.gpu_logs import amd_smi, nvidia_dmon, nvidia_smi, sampled
+from dlprof.read.gpu_logs import amd_smi, dcgm, nvidia_dmon, nvidia_smi, sampled
 from dlprof.read.gpu_logs.readings import DAY, LOCAL, SECOND, ZONE, Readings, number, time_of
 from dlprof.read.run import open_run
 from tests.fixtures import dialects, jobs, runs, traces
@@ -69,6 +69,8 @@ KNOWN = {
     "rocprofv3_parts": dialects.CALLS,
     "rocprofv3_json": json.dumps(dialects.rocprof_json()),
     "execution_trace": dialects.execution_trace(),
+    "memory_timeline": "[[-1, 1, 37888, 7], [1687, 2, 512, 3]]",
+    "autograd_profile": '[{"name": "mm", "ph": "X", "ts": 1, "dur": 2, "tid": 0, "pid": "CPU functions", "args": {}}]',
 }
 
 
@@ -131,6 +133,11 @@ def test_files_that_are_known_and_not_read_are_left(tmp_path: Path) -> None:
         # A clock snapshot, as traced and as rocprofv3 begin; a timestamp.
         *((b"\n\x06\x32\x04\x0a\x02\x08\x00", "perfetto"), (b"\n\x80\x02\x40\x00" + bytes(300), "perfetto")),
         (b"\n\x05\xe2\x03\x02\x08\x00", "perfetto"),
+        # What JAX and XLA write: a plane, with or without its number.
+        *(
+            (b"\n\xa1\xf0\x08\x12\x0e/host:metadata" + bytes(9), "xspace"),
+            (b'\n\x90\x01\x08\x07\x12\x0d/device:GPU:0"', "xspace"),
+        ),
         *((data, None) for data in (b"\n@ word\n", b"\n\x00\x00", b"\n\xff\xff\xff\xff\xff", bytes(50))),
     ],
 )
@@ -334,6 +341,12 @@ GPU = {
     "mem_usage": {"used_vram": {"value": 8, "unit": "GB"}, "total_vram": {"value": 16384, "unit": "MB"}},
 }
 OF_GPU = {"busy_share": [0.4], "sm_clock_mhz": [1980], "memory_used_bytes": [8 << 30], "memory_total_bytes": [1 << 34]}
+DCGM = """#Entity   GPUTL                       FBUSD    TENSO
+ID
+GPU 0     87                          1024     0.312
+GPU 1     N/A                         512      0.000
+GPU-I 0/7 N/A                         N/A      0.400
+"""
 SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
 
 
@@ -351,6 +364,17 @@ SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
         (nvidia_dmon, DATED, {"0": {"power_w": [400]}}, (), "local"),
         (nvidia_dmon, TIMED, {"0": {"power_w": [400]}}, (), "day"),
         (nvidia_dmon, "#gpu, pwr, gtemp, sm\n#Idx, W, C, %\n0, 400, 60, 90\n", {"0": {"power_w": [400]}}, (), "none"),
+        # DCGM's, whose header comes again, and a row of a MIG slice; a cut line.
+        (
+            dcgm,
+            DCGM * 2 + "GPU 0  1",
+            {
+                "0": {"busy_share": [0.87, 0.87], "memory_used_bytes": [1 << 30] * 2},
+                "0/7": {"tensor_busy_share": [0.4] * 2},
+            },
+            ("dcgm 1", "busy_share"),
+            "none",
+        ),
         # The processes of a GPU are added up.
         (nvidia_dmon, PROCESSES, {"0": {"busy_share": [0.7, 0.2]}, "1": {"busy_share": [0.0, 0.0]}}, (), "none"),
         # A header that a script repeats, and no units.
@@ -426,7 +450,7 @@ def test_a_log_of_gpus(
     reading = reader.read(path)
     groups = reading.tables["samples"].groupby(["source", "metric"], observed=True)["value"]
     found = {(str(source), str(metric)): part.tolist() for (source, metric), part in groups}
-    tool = {nvidia_dmon: "nvidia-smi ", nvidia_smi: "nvidia-smi ", amd_smi: "amd-smi "}.get(reader, "")
+    tool = {nvidia_dmon: "nvidia-smi ", nvidia_smi: "nvidia-smi ", amd_smi: "amd-smi ", dcgm: "dcgm "}.get(reader, "")
     for gpu, metrics in values.items():
         for metric, expected in metrics.items():
             assert found[gpu if "rocm" in gpu else f"{tool}{gpu}", metric] == pytest.approx(expected)
@@ -436,9 +460,22 @@ def test_a_log_of_gpus(
     assert ["no header" in w for w in reading.warnings] == [True] * (reader is nvidia_smi and text.startswith("2026"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+@pytest.mark.parametrize(
+    ("reader", "text"), [(nvidia_dmon, PLAIN), (dcgm, DCGM), (amd_smi, BLOCKS), (amd_smi, json.dumps(ROCM))]
+)
+def test_a_log_that_powershell_wrote(reader: Any, text: str, encoding: str, tmp_path: Path) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "wide").write_bytes((mark + text).encode(encoding))
+    plain, wide = put(tmp_path / "log", text), tmp_path / "wide"
+    assert (known(wide), known(plain)) == (reader.FORMAT.name, reader.FORMAT.name)
+    assert reader.read(wide).tables["samples"].equals(reader.read(plain).tables["samples"])
+
+
 @pytest.mark.parametrize(
     ("reader", "text"),
     [
+        *((dcgm, text) for text in ("", "#Entity\n", "Entity GPUTL\nGPU 0 3\n")),
         *((nvidia_smi, text) for text in ("", "a,b\n1,2\n", "\x00\xff\n")),
         *((nvidia_dmon, text) for text in ("", "# gpu\n0\n", "gpu pwr\n0 1\n", "\x00\x01")),
         *((amd_smi, text) for text in ("", "{}", "[]", '{"gpu": 0}', "gpu,name\n0,x\n", "[" * 5000)),

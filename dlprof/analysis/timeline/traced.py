@@ -174,7 +174,7 @@ def trace_window(
 
 
 def _turned_to_it(work: pd.DataFrame, main_stream: NDArray[np.bool_], called: Launches, marks: iv.Intervals) -> int:
-    """Return when the device turns to the work of a trace without steps, or of one, if it was at earlier work until then.
+    """Return when the device turns to the work of a trace of one step or none, if it was at earlier work until then.
 
     So it is where the first work on the main stream was launched long before it began, and hardly anything ran
     meanwhile: what ran is not in the trace.

@@ -34,10 +34,28 @@ _PLANE = re.compile(
 
 
 def _xspace(head: Head) -> Sequence[Part]:
-    return WHOLE if not head.is_text and _PLANE.match(head.start) else ()
+    return WHOLE if _PLANE.match(head.start) else ()
 
 
 FORMAT = (
+    Format(
+        name="memory_timeline",
+        title="memory timeline of torch.profiler",
+        recognised="JSON that is lists of numbers: times and sizes, or an action, its bytes and their category",
+        recognise=_json(r"^\s*\[\s*\[\s*-?\d+(?:\.\d+)?(?:\s*,\s*-?\d+(?:\.\d+)?){3,}\s*[\],]"),
+        left="it has no step's times: `torch.cuda.memory._dump_snapshot()` writes what dlprof reads of memory, and"
+        " torch.profiler's trace shows the steps",
+        record="prof.export_memory_timeline('memory.json')",
+    ),
+    Format(
+        name="autograd_profile",
+        title="profile of torch.autograd.profiler, before torch 1.8",
+        recognised="JSON whose events are of the processes `CPU functions` and `CUDA functions`",
+        recognise=_json(r'"pid"\s*:\s*"(?:CPU|CUDA) functions"'),
+        left="its kernels have no streams and no launches: record the steps with torch.profiler (torch 1.8.1 or later)",
+        record="torch.autograd.profiler.profile()",
+        seen=False,
+    ),
     Format(
         name="xspace",
         title="XSpace of JAX, XLA or TensorFlow (`.xplane.pb`)",

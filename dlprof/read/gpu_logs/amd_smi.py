@@ -12,7 +12,7 @@ from typing import Any
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, beginning
 from dlprof.read.gpu_logs.readings import Readings, number
-from dlprof.read.opening import read_file
+from dlprof.read.opening import as_utf8, read_file
 from dlprof.read.sources import Reading
 
 _MB = 1 << 20
@@ -70,7 +70,7 @@ def begins(head: bytes) -> bool:
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return rows of the table "samples", each GPU a source; raises DlprofError if the file is no such log."""
-    text = read_file(path).decode("utf-8-sig", errors="replace").strip()
+    text = as_utf8(read_file(path)).decode("utf-8-sig", errors="replace").strip()
     rows = list(_of_json(text) if text[:1] in ("[", "{") else _of_csv(text))
     if not rows:
         raise DlprofError(f"{path}: no reading of rocm-smi or amd-smi in it")

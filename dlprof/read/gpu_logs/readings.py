@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlprof.errors import DlprofError
-from dlprof.read.limits import MOST_ROWS, limit, too_many
-from dlprof.read.opening import NO_LINE, lines_of, open_file
+from dlprof.read.limits import MOST_LINE, MOST_ROWS, limit, too_many
+from dlprof.read.opening import NO_LINE, UTF16, lines_of, open_file
 from dlprof.read.sources import Reading
 
 if TYPE_CHECKING:
@@ -32,8 +33,16 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})(\.\d{1,9})?")
 
 
 def lines_in(path: Path) -> Iterator[str]:
-    """Yield the lines of a log as text, but for empty ones."""
+    """Yield the lines of a log as text, but for empty ones. PowerShell writes UTF-16."""
     with open_file(path) as file:
+        if file.read(2) in UTF16:
+            file.seek(0)
+            text = io.TextIOWrapper(file, encoding="utf-16", errors="replace")
+            while wide := text.readline(limit(MOST_LINE)):
+                if wide.strip():
+                    yield wide.strip()
+            return
+        file.seek(0)
         for lines in lines_of(file):
             for line in lines:
                 if line is not NO_LINE and line.strip():

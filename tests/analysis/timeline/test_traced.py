@@ -110,7 +110,9 @@ def test_a_device_that_is_still_at_work_of_before_the_trace_is_not_idle(
         *([traces.step(4, 0, 400 * MS)] if marked else []),
     ]
     found = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(trace_window)
-    assert (found.windows - traces.BASE_NS).tolist() == [[begins_ms * MS or 0 if marked else begins_ms * MS or 10_000, 420 * MS]]
+    assert (found.windows - traces.BASE_NS).tolist() == [
+        [begins_ms * MS or 0 if marked else begins_ms * MS or 10_000, 420 * MS]
+    ]
 
 
 def test_a_step_that_launches_nothing_has_no_lag_and_no_length(tmp_path: Path) -> None:
