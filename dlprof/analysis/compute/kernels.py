@@ -292,6 +292,12 @@ def in_float32(name: str) -> bool:
     return unit_of(name) == "float32" or _ATTENTION_32.search(name) is not None
 
 
+@lru_cache(1 << 14)
+def in_tf32(name: str) -> bool:
+    """Return whether a kernel multiplies float32 in TF32 or XF32, once: 16 bits are faster than that."""
+    return unit_of(name) == "tf32" and not in_float32(name)
+
+
 @lru_cache(1 << 14)  # the ranks of a job run the same kernels
 def unit_of(name: str) -> str:
     """Return what a kernel multiplies on: "tensor", "tf32", "float32", "unknown" (it multiplies), "" (it does not)."""

@@ -20,9 +20,17 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.kernels import around, in_float32, kernels, named, shorter_kernels
+from dlprof.analysis.compute.kernels import around, in_float32, in_tf32, kernels, named, shorter_kernels
 from dlprof.analysis.compute.peaks import device_peaks, precision_of
-from dlprof.analysis.compute.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, products, saved_in_16_bits
+from dlprof.analysis.compute.products import (
+    SIXTEEN_BITS,
+    TENSOR_SHARE,
+    TF32_REACHED,
+    misaligned,
+    products,
+    reached,
+    saved_in_16_bits,
+)
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import SMALL_NS
 from dlprof.analysis.timeline import host
@@ -104,13 +112,13 @@ def operators(
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     matmul = rank.facts.get("matmul") or {}
     peak = []
-    for operator, dtype, in_tf32 in zip(frame["operator"], frame["dtype"], frame["tf32_ns"] > 0, strict=True):
-        allowed = dict.fromkeys(("allow_tf32", "cudnn_allow_tf32"), in_tf32) if has_device else matmul
+    for operator, dtype, cut in zip(frame["operator"], frame["dtype"], frame["tf32_ns"] > 0, strict=True):
+        allowed = dict.fromkeys(("allow_tf32", "cudnn_allow_tf32"), cut) if has_device else matmul
         peak.append(peaks.get(precision_of(operator, dtype, allowed), math.nan))
     compute, memory = frame["flops"] / peak * 1e9, frame["bytes"] / (bandwidth or math.nan) * 1e9
     short = has_device & (frame["ns"] < SMALL_NS * frame["calls"])
     frame["bound"] = np.select([short, compute >= memory, compute < memory], ["launch", "compute", "memory"], "")
-    return frame.head(MOST_ROWS).drop(columns=["tf32_ns", "times"])
+    return frame.head(MOST_ROWS).drop(columns=["times"])
 
 
 def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame:
@@ -129,7 +137,7 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
             "times": ~work["owner"].duplicated().to_numpy(),
             "ns": ns.to_numpy(),
             "tensor_ns": ns.where(work["unit"].isin(("tensor", "tf32")), 0.0).to_numpy(),
-            "tf32_ns": ns.where(work["unit"] == "tf32", 0.0).to_numpy(),
+            "tf32_ns": ns.where((work["unit"] == "tf32") & ~in_32, 0.0).to_numpy(),
             "float32_ns": ns.where(in_32, 0.0).to_numpy(),
         }
     )
@@ -197,16 +205,21 @@ def tensor_cores(
 ) -> pd.DataFrame:
     """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
     float32_ns (products without them), unknown_ns (products on units that no name shows), and what the step would
-    gain: fp32_saved_ns, were those in float32 in 16 bits; misaligned_ns and misaligned_saved_ns of products whose sizes
-    do not suit tensor cores (NaN: peaks or sizes not known); aligned (1: sizes were looked at, 0: no shape is known).
+    gain: fp32_saved_ns, were those in float32 in 16 bits, and tf32_saved_ns, were those in TF32; misaligned_ns and
+    misaligned_saved_ns of products whose sizes do not suit tensor cores (NaN: peaks or sizes not known); aligned (1:
+    sizes were looked at, 0: no shape is known).
 
     Only the names of kernels show these units, so tensor_ns is the least that it can be.
     Raises NotMeasured where the trace holds no work of a device.
     """
     took = kernels[kernels["step"] >= 0].groupby("unit", observed=False)["dur_ns"].sum() / len(timing.windows)
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
-    half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0) * TENSOR_SHARE
-    saved = saved_in_16_bits(operators, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
+    half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0)
+    single, cut = peaks.get("float32", 0.0), peaks.get("tf32", 0.0)
+    saved = saved_in_16_bits(operators, half * reached(half, single), bandwidth, single) if half else math.nan
+    saved_cut = (
+        saved_in_16_bits(operators, half * TENSOR_SHARE, bandwidth, cut * TF32_REACHED, "tf32_ns") if half else math.nan
+    )
     odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
 
     def gain(saved_ns: float, chosen: NDArray[np.bool_]) -> float:
@@ -224,6 +237,7 @@ def tensor_cores(
                 "float32_ns": took["float32"],
                 "unknown_ns": took["unknown"],
                 "fp32_saved_ns": gain(saved, named(kernels, in_float32)),
+                "tf32_saved_ns": gain(saved_cut, named(kernels, in_tf32)),
                 "misaligned_ns": odd,
                 "misaligned_saved_ns": gain(odd_saved, host.is_one_of(kernels["unit"], "tensor", "unknown")),
                 "aligned": int(looked),

@@ -80,6 +80,27 @@ def _geforce(name: str, sms: int, boost_mhz: int, gb_s: float, lanes: int = 16) 
     return Part(f"GeForce RTX {name}", _tera(512 * rate, 256 * rate, 256 * rate, eight), gb_s * 1e9, link, sms=sms)
 
 
+def _professional(name: str, sms: int, boost_mhz: int, gb_s: float, single: int = 256) -> Part:
+    """Return a professional card of the Ampere or Ada generation, whose tensor cores add up in float32 at full rate.
+
+    FLOP a clock and multiprocessor: 1,024 in 16 bits, 512 in TF32, 256 in float32. The data sheets of RTX A2000 to
+    A5500 and RTX 2000 to 5000 Ada give the same: A4000 19.2 TFLOP/s in float32 and 153.4 with sparsity in 16 bits,
+    A5000 27.8 and 222.2, RTX 5000 Ada 65.3 in float32.
+    """
+    rate = sms * boost_mhz * 1e6 / 1e12
+    return Part(name, _tera(1024 * rate, 512 * rate, single * rate), gb_s * 1e9, _PCIE4, sms=sms)
+
+
+def _turing(name: str, sms: int, boost_mhz: int, gb_s: float, half: int = 512) -> Part:
+    """Return a card of the Turing generation, which has neither bfloat16 nor TF32.
+
+    FLOP a clock and multiprocessor: 512 in 16 bits, adding up in float32 (1,024 on TITAN and Quadro), and 128 in
+    float32 (Turing whitepaper, appendix A).
+    """
+    rate = sms * boost_mhz * 1e6 / 1e12
+    return Part(name, _tera(half * rate, single=128 * rate, brain=False), gb_s * 1e9, _PCIE3, sms=sms)
+
+
 # V100 data sheet (2020); T4 data sheet; Turing whitepaper, appendix A; P100 data sheet, whose 16 bits are twice float32
 # on the same units.
 _V100 = _tera(125, single=15.7, double=7.8, brain=False)
@@ -113,7 +134,15 @@ PARTS: tuple[Part, ...] = (
     Part(r"V100-PCIE-\w+", _tera(112, single=14, double=7, brain=False), 900e9, _PCIE3, sms=80),
     Part(r"V100S-PCIE-32GB", _tera(130, single=16.4, double=8.2, brain=False), 1134e9, _PCIE3, sms=80),
     Part(r"T4", _tera(65, single=8.1, brain=False), 300e9, _PCIE3, sms=40),
-    Part(r"GeForce RTX 2080 Ti", _tera(53.8, single=13.4, brain=False), 616e9, _PCIE3, sms=68),
+    _turing("GeForce RTX 2060", 30, 1680, 336),
+    _turing("GeForce RTX 2060 SUPER", 34, 1650, 448),
+    _turing("GeForce RTX 2070", 36, 1620, 448),
+    _turing("GeForce RTX 2070 SUPER", 40, 1770, 448),
+    _turing("GeForce RTX 2080", 46, 1710, 448),
+    _turing("GeForce RTX 2080 SUPER", 48, 1815, 496),
+    _turing("GeForce RTX 2080 Ti", 68, 1545, 616),
+    _turing("TITAN RTX|Quadro RTX [68]000", 72, 1770, 672, half=1024),
+    _turing("Quadro RTX 5000", 48, 1815, 448, half=1024),
     # An A100 comes with 40 or 80 GB; the board PG509-200 has 40.
     Part(r"A100-SXM4-80GB", _A100, 2039e9, _PCIE4, 300e9, 108, 80),
     Part(r"A100-(?:SXM4-40GB|PG509-200)", _A100, 1555e9, _PCIE4, 300e9, 108, 40),
@@ -128,6 +157,14 @@ PARTS: tuple[Part, ...] = (
     Part(r"A10G", _tera(70, 35, 35), 600e9, _PCIE4, sms=80),
     Part(r"A40", _tera(149.7, 74.8, 37.4), 696e9, _PCIE4, sms=84),
     Part(r"RTX A6000", _tera(154.8, 77.4, 38.7), 768e9, _PCIE4, sms=84),
+    _professional("RTX A2000(?: 12GB)?", 26, 1200, 288),
+    _professional("RTX A4000", 48, 1560, 448),
+    _professional("RTX A4500", 56, 1650, 640),
+    _professional("RTX A5000", 64, 1695, 768),
+    _professional("RTX A5500", 80, 1665, 768),
+    _professional("RTX 4000 Ada Generation", 48, 2175, 360),
+    _professional("RTX 4500 Ada Generation", 60, 2580, 432),
+    _professional("RTX 5000 Ada Generation", 100, 2550, 576),
     # Data sheets of L4, L40, L40S ("181.05 | 362.1" and "362.05 | 733" dense and sparse); RTX 6000 Ada and RTX PRO 6000
     # in 16 bits by the whitepaper of RTX PRO Blackwell, table 4. Their FP8 adding up in float32 is not known.
     Part(r"L4", _tera(121, 60, 30.3, 242), 300e9, _PCIE4, sms=58),

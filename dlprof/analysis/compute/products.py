@@ -25,6 +25,15 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 # models report 40 to 57 % over all of a step (Chowdhery et al. 2022, PaLM, table 3; Narayanan et al. 2021).
 TENSOR_SHARE = 0.5
 
+# Where the peaks are closer, more of the higher one is reached: at 8 times the rate half of it, at twice 5 / 6.
+_REACHED_AT_TWICE = 6.0
+
+# Of TF32's peak products reach a little more than of the higher one.
+TF32_REACHED = 0.6
+
+# Below this share of the time, products or convolutions are not what a setting is for.
+_FEW = 0.1
+
 # Sizes below this are part of the task and no mistake: 10 classes, 3 channels of a picture.
 LEAST_SIZE = 16
 
@@ -92,17 +101,27 @@ def misaligned_sizes(operator: str, shape: str, dtype: str) -> list[int]:
     return [s for s in features(operator, shape) if multiple and s % multiple and s >= LEAST_SIZE]
 
 
-def saved_in_16_bits(frame: pd.DataFrame, half: float, bandwidth: float, single: float) -> float:
+def reached(fast: float, slow: float) -> float:
+    """Return the share of the peak `fast` that products reach which now run at the peak `slow`, both FLOP/s."""
+    times = max(fast / slow, 1.0) if slow else 8.0
+    return max(TENSOR_SHARE, 1 - math.log2(times) / _REACHED_AT_TWICE)
+
+
+def saved_in_16_bits(
+    frame: pd.DataFrame, half: float, bandwidth: float, single: float, column: str = "float32_ns"
+) -> float:
     """Return what the products in float32 take more than they would on tensor cores in 16 bits, ns.
 
     By their FLOPs and bytes where these are known; else as if they ran at the peak of float32 now. `half`: FLOP/s that
     tensor cores reach in 16 bits, `single`: the peak of float32, `bandwidth`: bytes/s of the memory, 0: not known.
-    Autocast then reads what a forward product takes, in float32, and writes it in 16 bits: a third of the products are
-    forward, and the backward pass finds their operands in 16 bits.
+    `column`: with their time; of products in TF32, "tf32_ns", whose peak is then `single`. Autocast then reads
+    what a forward product takes, in float32, and writes it in 16 bits: a third of the products are forward, and the
+    backward pass finds their operands in 16 bits.
     """
     least = np.fmax(frame["flops"] / half, frame["bytes"] / 2 / (bandwidth or math.nan)) * 1e9
-    saved = (frame["float32_ns"] - least).where(frame["flops"].notna(), frame["float32_ns"] * (1 - single / half))
-    of_32 = frame["float32_ns"] > 0
+    took = frame[column]
+    saved = (took - least).where(frame["flops"].notna(), took * (1 - single / half))
+    of_32 = took > 0
     casts = float(frame.loc[of_32, "bytes"].sum()) / 3 * 1.5 / bandwidth * 1e9 if bandwidth else 0.0
     return max(float(saved[of_32].clip(lower=0.0).sum()) - casts, 0.0)
 
@@ -198,8 +217,11 @@ def autocast(job: Job, rank: int, half: str, functions: Sequence[str]) -> Change
     )
 
 
-def tf32(job: Job, rank: int, name: str) -> tuple[Change, ...]:
-    """Name the settings that multiply float32 in TF32, by the names that the job's torch has for them."""
+def tf32(job: Job, rank: int, name: str, of_convolutions: float) -> tuple[Change, ...]:
+    """Name the settings that multiply float32 in TF32, by the names that the job's torch has for them.
+
+    `of_convolutions`: their share of the time of such products. Where that is nearly nothing or all, there is one.
+    """
     matmul, environment = (job.facts[rank].get(facts) or {} for facts in ("matmul", "env"))
     version = settings.torch_version(job, rank)
     code, convolutions = (f"torch.backends.{of}.fp32_precision = " + '"tf32"' for of in ("cuda.matmul", "cudnn.conv"))
@@ -216,8 +238,11 @@ def tf32(job: Job, rank: int, name: str) -> tuple[Change, ...]:
         text += ", with `HIPBLASLT_ALLOW_TF32=1` in the environment"
         sets["HIPBLASLT_ALLOW_TF32"] = (environment.get("HIPBLASLT_ALLOW_TF32"), "1")
     product = change(text, numerics=True, training=False, **sets)
-    if allows_tf32(matmul, True) or not (matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul):
+    told = matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul
+    if allows_tf32(matmul, True) or not (told or of_convolutions > _FEW):
         return (product,)
-    return product, change(
-        f"`{convolutions}` for convolutions, which are now without", numerics=True, training=False, **convolve
+    first = "or " if of_convolutions > 1 - _FEW else ""
+    convolution = change(
+        f"{first}`{convolutions}` for convolutions, which are now without", numerics=True, training=False, **convolve
     )
+    return (convolution,) if first else (product, convolution)

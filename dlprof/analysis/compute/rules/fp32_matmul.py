@@ -6,10 +6,12 @@ half of the memory traffic. From Ampere on tensor cores also take float32, with 
 CPUs of recent years have units for bfloat16 too: AMX, AVX-512 BF16 and Arm's.
 
 Needs a trace of a GPU whose peaks are known. Kernels are recognised by their names; what multiplies on a unit that its
-name does not show is left out. On a CPU it needs a trace, and which units it has.
+name does not show is left out. Products in TF32 count where 16 bits, which are twice as fast, would save as much. On a
+CPU it needs a trace, and which units it has.
 
-Saving: each such product as long as its FLOPs take at half of the peak in 16 bits, or its bytes at half their number,
-whichever is longer; where the shapes are not known, as if it now ran at the peak of float32. It is bounded by what the
+Saving: each such product as long as its FLOPs take at half of the peak in 16 bits (5 / 6 of a peak that is but twice
+that of float32), or its bytes at half their number, whichever is longer; where the shapes are not known, as if it now
+ran at the peak of float32. It is bounded by what the
 host could launch sooner. What other operators gain by their halved traffic is not in it. On a CPU products and
 convolutions gain what they did in other jobs under autocast: 2.5 times as fast with AMX, 1.7 with the others.
 
@@ -28,7 +30,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import UNITS, cpu_float32, is_product, times_of
 from dlprof.analysis.compute.operators import operators, tensor_cores
 from dlprof.analysis.compute.peaks import device_peaks
-from dlprof.analysis.compute.products import TENSOR_SHARE, autocast, own_functions, tf32
+from dlprof.analysis.compute.products import TENSOR_SHARE, autocast, own_functions, reached, tf32
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, worst
 from dlprof.analysis.panel import table
@@ -41,6 +43,9 @@ from dlprof.units import digits, duration, percent
 NOTABLE_SHARE = 0.05
 
 MOST_ROWS = 12
+
+# What products now run in, as the peaks of a device are called.
+FLOAT32, TF32 = "float32", "tf32"
 
 
 def check(
@@ -60,6 +65,15 @@ def check(
     summary = f"products in float32{'' if on_cpu else ' without tensor cores'} take {percent(share)} of the step"
     if share < NOTABLE_SHARE and on_cpu:
         return Estimate(saving_ns=saving(own_time, saved), by_rank_ns=saved, summary=summary, clear=True)
+    cut = by_rank(frame, "tf32_saved_ns") if not on_cpu and frame["tf32_saved_ns"].notna().all() else {}
+    if share < NOTABLE_SHARE and (gain := saving(own_time, cut) if cut else 0.0) >= NOTABLE_SHARE * mean_step_ns:
+        return Estimate(
+            saving_ns=gain,
+            by_rank_ns=cut,
+            noise_of=("computation",),
+            loses="would be saved by multiplying in 16 bits instead of TF32",
+            seen=(worst(cut), TF32),
+        )
     if share < NOTABLE_SHARE:
         unknown = frame["unknown_ns"].sum() / max(frame["kernel_ns"].sum(), 1.0)
         if unknown >= LEAST_SHARE:
@@ -77,7 +91,7 @@ def check(
         loses="would be saved by multiplying in 16 bits",
         summary=f"{summary}, but in 16 bits it would be only {percent(gain / mean_step_ns)} shorter: the host launches"
         " no faster, or memory is the limit",
-        seen=rank,
+        seen=(rank, FLOAT32),
     )
 
 
@@ -90,7 +104,7 @@ def explain(
     own_functions: Frame = needs(own_functions),
     job: Job = needs(JOB),
 ) -> Explanation:
-    rank, on_cpu = estimate.seen, settings.on_cpu(job)
+    (rank, kind), on_cpu = estimate.seen, settings.on_cpu(job)
     name, peaks, _ = device_peaks(job.facts[rank], job.trace_facts[rank])
     half = "bfloat16" if on_cpu or "bfloat16" in peaks else "float16"
     # AMD's matrix cores take float32 as it is.
@@ -102,24 +116,31 @@ def explain(
         name, times = f"this CPU, with {UNITS[unit]},", times_of(unit)
         mine = mine[[is_product(operator) for operator in mine["operator"]]].assign(float32_ns=mine["ns"])
     else:
-        times = peaks[half] / peaks["float32"]
+        times = peaks[half] / peaks[kind]
+    if kind == TF32:
+        mine = mine.assign(float32_ns=mine["tf32_ns"])
+        took = took.assign(float32_ns=took["tf32_ns"])
+    convolutions = mine["operator"].str.contains("conv")
+    of_convolutions = mine.loc[convolutions, "float32_ns"].sum() / max(mine["float32_ns"].sum(), 1.0)
+    share = TENSOR_SHARE if on_cpu or kind == TF32 else reached(peaks[half], peaks[kind])
+    inside = "in TF32" if kind == TF32 else f"in float32{without}"
     return Explanation(
-        title=f"Matrix products run in float32{without}",
-        summary=f"Products and convolutions in float32 take {duration(by_rank(took, 'float32_ns')[rank])} of a"
+        title=f"Matrix products run {inside}",
+        summary=f"Products and convolutions {inside} take {duration(by_rank(took, 'float32_ns')[rank])} of a"
         f" step of {duration(mean_step_ns)} on rank {rank}; {name} multiplies {digits(times)} times as fast in {half}.",
         changes=(
             autocast(job, rank, half, [*own_functions["function"]]),
-            *(tf32(job, rank, name) if "tf32" in peaks else ()),
+            *(tf32(job, rank, name, of_convolutions) if "tf32" in peaks and kind == FLOAT32 else ()),
         ),
         evidence=table(
-            f"Products in float32{without}, a step of rank {rank}",
+            f"Products {inside}, a step of rank {rank}",
             mine[mine["float32_ns"] > 0],
-            {"operator": "operator", "shape": "shapes", "calls": "times a step", "float32_ns": "in float32_ns"},
+            {"operator": "operator", "shape": "shapes", "calls": "times a step", "float32_ns": "take_ns"},
             MOST_ROWS,
         ),
         sure="Estimated from other jobs; small products gain less, large ones more: `dlprof try` measures it."
         if on_cpu
-        else f"Estimated at {percent(TENSOR_SHARE)} of the tensor cores' peak, no sooner than the host launches.",
+        else f"Estimated at {percent(share)} of the tensor cores' peak, no sooner than the host launches.",
     )
 
 

@@ -8,8 +8,8 @@ Needs a trace of a GPU run that links launches to kernels. Copies from pageable 
 
 Saving: that of the way on which most is exposed, for that is what the change is for. The traced steps replayed with
 these copies on a stream of their own, as far as there is computation to hide them; on the way back and within the
-device, without them. Never more than the time in which the device only copies: what the host gains where it does not wait
-for a copy is reported by `host_sync`.
+device, without them. Never more than the time in which the device only copies: what the host gains where it does not
+wait for a copy is reported by `host_sync`.
 
 What to change: `non_blocking=True`, and prefetch the next batch on a side stream while this one computes; on the way
 back (`.cpu()`, `.item()`, `.tolist()`), copy rarely and into pinned memory. Copies within the device are kernels' work
