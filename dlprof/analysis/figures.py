@@ -44,6 +44,7 @@ from dlprof.result import (
     ForeignLoad,
     HostLimited,
     HostPart,
+    Loop,
     MemoryPeak,
     RankStep,
     RunPart,
@@ -72,6 +73,7 @@ def window_of(
     throughput: Maybe[Throughput] = maybe(throughput),
     most_memory: Maybe[float] = maybe(most_memory),
     lengths_ns: Maybe[tuple[float, ...]] = maybe(lengths_ns),
+    job: Job = needs(JOB),
 ) -> Window | None:
     """Return the steps that the figures are of; None where no step is known."""
     means = step_means.or_none()
@@ -93,8 +95,19 @@ def window_of(
         throughput=throughput.or_none(),
         memory_bytes=most_memory.or_none(),
         lengths_ns=lengths_ns.or_none() or (),
+        loop=_loop(job),
         **{str(name): float(value) for name, value in figures.items()},
     )
+
+
+def _loop(job: Job) -> Loop | None:
+    """Return the loop that recurs in all ranks' traces, where it is the same."""
+    each = [job.trace_facts[rank].get("loop") for rank in job.ranks]
+    loops = [one for one in each if one]
+    if not loops or len(loops) < len(each) or len({one["kernels"] for one in loops}) > 1:
+        return None
+    means = {name: sum(one[name] for one in loops) / len(loops) for name in ("period_ns", "median_ns", "noise_ns")}
+    return Loop(kernels=int(loops[0]["kernels"]), often=min(int(one["often"]) for one in loops), **means)
 
 
 def _noise(spread: pd.DataFrame | None) -> float | None:

@@ -216,7 +216,22 @@ class Window(msgspec.Struct, frozen=True):
     micro_batches: int = 1  # that a step takes one optimizer step for
     throughput: Throughput | None = None  # None: not known
     memory_bytes: float | None = None  # most of any rank's GPU (PyTorch's allocator), else its process; None: not known
+    loop: Loop | None = None  # of a trace without step markers; None: nothing recurs
     lengths_ns: tuple[float, ...] = ()  # of steady steps in their order, MOST_LENGTHS drawn at most; the ranks' mean
+
+
+class Loop(msgspec.Struct, frozen=True):
+    """What recurs in a trace without step markers: so many kernels, the same each time, and how long a turn takes.
+
+    `period_ns`: the mean turn, `noise_ns` its standard error, `median_ns` the median one; all are means of the ranks.
+    The layers of a model recur, too: it may be less than a step.
+    """
+
+    kernels: int
+    often: int
+    period_ns: float
+    median_ns: float
+    noise_ns: float
 
 
 class DeviceTime(msgspec.Struct, frozen=True):
@@ -253,12 +268,13 @@ class RankStep(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What one operator, or one kernel of a device, takes of a mean traced step, the mean over the ranks.
+    """What one operator, one kernel of a device, or the ranges of one name take of a mean traced step.
 
-    `ns` is its own time; `noise_ns` the standard error over the traced steps, 0: not known.
+    The mean over the ranks. `ns` is its own time, of ranges with what lies in them; `noise_ns` the standard error over
+    the traced steps, 0: not known.
     """
 
-    kind: Literal["operator", "kernel"]
+    kind: Literal["operator", "kernel", "range"]
     name: str
     calls: float
     ns: float

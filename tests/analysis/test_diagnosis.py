@@ -304,7 +304,7 @@ def test_figures_make_fields_of_a_result_from_known_measures(tmp_path: Path) -> 
     window = measured.call(FIELDS["window"])
     assert window.traced_steps == 5
     assert sum(part.ns for part in measured.call(FIELDS["time"])) == pytest.approx(window.step_ns, rel=1e-3)
-    assert {w.kind for w in measured.call(FIELDS["work"])} == {"operator", "kernel"}
+    assert {w.kind for w in measured.call(FIELDS["work"])} == {"operator", "kernel", "range"}
     (span,) = measured.call(FIELDS["device"])
     assert span.computation_ns + span.exposed_communication_ns + span.exposed_copy_ns + span.idle_ns == span.span_ns
     # Of one rank, without samples or a snapshot of memory, nothing else is known.

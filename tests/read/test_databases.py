@@ -276,7 +276,7 @@ def test_steps_of_an_export(ranges: list[Any], ran: list[Any], numbers: Any, sta
 
 
 def test_what_recurs_within_a_step_is_a_loop() -> None:
-    assert recurring.loop(launched(*LAYERS)) == (4, 12, 40.0)
+    assert recurring.loop(launched(*LAYERS)) == recurring.Loop(4, 12, 40.0, 40.0, 0.0)
     assert recurring.loop(launched("a", "b", "c", "d", "e", "f")) is None
     assert recurring.loop(launched()) is None
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
+
 from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference, Verdict
@@ -19,7 +21,7 @@ from dlprof.redaction import DROPPED
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
 from dlprof.result.figures import Throughput
 from dlprof.result.stored import plain
-from dlprof.units import count, digits, used_by_others
+from dlprof.units import count, digits, duration, used_by_others
 
 FORMAT = 2
 
@@ -71,6 +73,7 @@ class Comparison:
     ranks: tuple[Difference, ...] = ()
     time: tuple[Difference, ...] = ()  # by category, the mean over ranks
     time_by_rank: tuple[tuple[int, tuple[Difference, ...]], ...] = ()
+    ranges: tuple[WorkDifference, ...] = ()
     operators: tuple[WorkDifference, ...] = ()
     kernels: tuple[WorkDifference, ...] = ()
     exchanges: tuple[WorkDifference, ...] = ()
@@ -93,6 +96,9 @@ class _Pair:
 
 def compare(a: Result, b: Result) -> Comparison:
     """Compare two results; what cannot be compared is left out, with the reason."""
+    loops = _loops(a, b)
+    if loops is not None:
+        a, b = _per_turn(a), _per_turn(b)
     pair = _Pair(a, b, LEAST_SHARE * a.window.step_ns if a.window else 0.0)
     settings, measured = differing(a, b)
     always = partial(Comparison, a, b, _findings(pair), settings, measured)
@@ -120,11 +126,12 @@ def compare(a: Result, b: Result) -> Comparison:
         ranks=_ranks(pair) if same_ranks else (),
         time=time,
         time_by_rank=time_by_rank if same_ranks else (),
+        ranges=_works(pair, "range"),
         operators=_works(pair, "operator"),
         kernels=_works(pair, "kernel"),
         exchanges=_exchanges(pair),
         prediction=prediction(a, b, step, settings) if predictable else None,
-        doubts=tuple(_doubts(a, b, other_work, by)),
+        doubts=(*([loops] if loops else []), *_doubts(a, b, other_work, by)),
     )
 
 
@@ -140,7 +147,12 @@ def to_json(c: Comparison) -> dict[str, Any]:
     data["time"] = [_plain(d) for d in c.time]
     data["time_by_rank"] = [{"rank": rank, "time": [_plain(d) for d in of]} for rank, of in c.time_by_rank]
     data["findings"] = [plain(f) for f in c.findings]
-    for name, work in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
+    for name, work in (
+        ("ranges", c.ranges),
+        ("operators", c.operators),
+        ("kernels", c.kernels),
+        ("collectives", c.exchanges),
+    ):
         data[name] = [
             {**(_plain(w.time) or {}), "a_calls": w.a_calls, "b_calls": w.b_calls, "wait": _plain(w.wait)} for w in work
         ]
@@ -161,6 +173,63 @@ def _refused(a: Result, b: Result) -> Iterator[str]:
             yield f"steps and their parts: no steady step was recorded in {name}"
         elif result.window.unit == "trace":
             yield f"steps and their parts: the trace of {name} has no step markers"
+
+
+# Two loops are the same if their numbers of kernels differ by no more than this share.
+_SAME_LOOP = 0.2
+
+
+def _loops(a: Result, b: Result) -> str | None:
+    """Return what two traces without step markers are compared by, if the same loop recurs in both."""
+    if a.window is None or b.window is None or {a.window.unit, b.window.unit} != {"trace"}:
+        return None
+    one, other = a.window.loop, b.window.loop
+    if one is None or other is None or abs(one.kernels - other.kernels) > _SAME_LOOP * max(one.kernels, other.kernels):
+        return None
+    kernels = f"{one.kernels:,}" if one.kernels == other.kernels else f"{one.kernels:,} and {other.kernels:,}"
+    return (
+        f"nothing marks the steps: a step is here a turn of the loop of {kernels} kernels that recurs {one.often} × in"
+        f" A and {other.often} × in B (the median turn: {duration(one.median_ns)} and {duration(other.median_ns)}),"
+        " which may be less than a step of the training"
+    )
+
+
+def _per_turn(result: Result) -> Result:
+    """Return the result of a trace without step markers, with a mean turn of its loop in place of the whole trace."""
+    window = result.window
+    assert window is not None
+    assert window.loop is not None
+    loop, new = window.loop, msgspec.structs.replace
+    share = loop.period_ns / window.step_ns
+    steps = {s.rank: s for s in result.steps}
+    return new(
+        result,
+        window=new(
+            window, unit="step", steps=loop.often, step_ns=loop.period_ns, noise_ns=loop.noise_ns, lengths_ns=()
+        ),
+        steps=tuple(
+            new(s, step_ns=s.step_ns * share, steps=loop.often, noise_ns=loop.noise_ns, quantiles_ns=())
+            for s in steps.values()
+        ),
+        time=tuple(new(t, ns=t.ns * share, noise_ns=t.noise_ns * share) for t in result.time),
+        work=tuple(
+            new(w, ns=w.ns * share, calls=w.calls * share, noise_ns=loop.noise_ns * w.ns * share / loop.period_ns)
+            for w in result.work
+        ),
+        exchanges=tuple(
+            new(
+                e,
+                count=e.count * share,
+                transfer_ns=e.transfer_ns * share,
+                wait_ns=None if e.wait_ns is None else e.wait_ns * share,
+            )
+            for e in result.exchanges
+        ),
+        outcomes=tuple(
+            new(o, saving_ns=o.saving_ns * share, noise_ns=o.noise_ns * share) if o.scope == "step" else o
+            for o in result.outcomes
+        ),
+    )
 
 
 def _other_work(by: Rates | None, same_ranks: bool, settings: Iterable[Setting], a: Result, b: Result) -> Iterator[str]:

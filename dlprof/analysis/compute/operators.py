@@ -35,8 +35,8 @@ from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, 
 from dlprof.analysis.host.gaps import SMALL_NS
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import has_device
-from dlprof.analysis.timeline.host import is_on_device
-from dlprof.analysis.timeline.steady import standard_errors
+from dlprof.analysis.timeline.host import is_on_device, on_training_thread
+from dlprof.analysis.timeline.steady import standard_error, standard_errors
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 from dlprof.result import MOST_WORK
@@ -352,13 +352,42 @@ def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd
     )
 
 
+# Steps mark themselves, and modules are told elsewhere.
+_NO_RANGES = ("ProfilerStep#", "dlprof::step ", "nn.Module: ")
+
+
+@per_rank
+def named_ranges(on_training_thread: Frame = needs(on_training_thread), timing: Timing = needs(timing)) -> pd.DataFrame:
+    """Return what ranges of the training thread take of a mean steady traced step, by name.
+
+    Columns: kind, name, calls, ns, noise_ns. With what lies in them; numbers in names are #. The heaviest first,
+    MOST_WORK at most.
+    """
+    marks = on_training_thread[host.is_kind(on_training_thread, "annotation")]
+    marks = marks[~host.is_named(marks, *_NO_RANGES)]
+    texts = pd.Series(host.written(marks["name"])).str.replace(r"\d+", "#", regex=True).str.removeprefix("dlprof::")
+    begin, end = timing.host_windows[:, 0], timing.host_windows[:, 1]
+    rows = []
+    for name, places in texts.groupby(texts, sort=False).indices.items():
+        mine = marks.iloc[places]
+        each = iv.within(host.cover(mine), begin, end).astype(float)
+        calls = np.count_nonzero(iv.holds(iv.merge(timing.host_windows), mine["start_ns"].to_numpy()))
+        if each.any():
+            noise = standard_error(each)
+            rows.append(("range", short(str(name), LONGEST_NAME), calls / max(len(each), 1), float(each.mean()), noise))
+    frame = pd.DataFrame(rows, columns=["kind", "name", "calls", "ns", "noise_ns"])
+    return frame.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_WORK)
+
+
 @across_ranks
-def work_means(work: Frame = needs(work)) -> pd.DataFrame:
+def work_means(work: Frame = needs(work), named_ranges: Maybe[Frame] = maybe(named_ranges)) -> pd.DataFrame:
     """Return the rows of `work` as the mean of the ranks, the heaviest first, MOST_WORK of each kind.
 
     What a rank does not have is nothing there. The noise is the mean of the ranks': what holds one of them up holds up
     all.
     """
-    means = work.groupby(["kind", "name"])[["calls", "ns", "noise_ns"]].sum() / work["rank"].nunique()
+    ranks, ranges = work["rank"].nunique(), named_ranges.or_none()
+    work = work if ranges is None or ranges.empty else pd.concat([work, ranges], ignore_index=True)
+    means = work.groupby(["kind", "name"])[["calls", "ns", "noise_ns"]].sum() / ranks
     means = means.reset_index().sort_values(["ns", "name"], ascending=[False, True], kind="stable")
     return means[means.groupby("kind").cumcount() < MOST_WORK].reset_index(drop=True)

@@ -23,13 +23,16 @@ from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets, device_sets, has_device
 from dlprof.analysis.timeline.host import on_training_thread
 from dlprof.analysis.timeline.patterns import Pattern, patterns
-from dlprof.analysis.timeline.steady import ENOUGH, SETTLED, light_steps, standard_error, steady_steps, suspended
+from dlprof.analysis.timeline.steady import ENOUGH, light_steps, standard_error, steady_steps, suspended
 from dlprof.analysis.timeline.traced import TracedSteps, trace_window
 from dlprof.errors import NotMeasured
 from dlprof.units import count, duration
 
 # Traced kernels may take a little longer than others.
 LEAST_OF_BUSY = 0.97
+
+# The first steps of a trace do what is done once if they take so many times as long as the usual one.
+_COLD = 2.0
 
 NOT_MARKED = "nothing marks the steps: starting up cannot be told from training (prof.step() marks them)"
 
@@ -213,7 +216,7 @@ def _cold(found: TracedSteps, keep: NDArray[np.bool_], thread: pd.DataFrame | No
 
     def leading(length: NDArray[np.float64]) -> int:
         usual = float(np.median(length[rows][len(rows) // 2 :]))
-        long = length[rows] > SETTLED * usual
+        long = length[rows] > _COLD * usual
         return min(int(np.argmin(long)) if not long.all() else 0, max(len(rows) // 3, 1)) if len(rows) > 1 else 0
 
     first = leading(length)

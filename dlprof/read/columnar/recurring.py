@@ -227,8 +227,28 @@ def _alike(edges: NDArray[np.int64], launched: Launched) -> NDArray[np.bool_]:
     return same
 
 
-def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:
-    """Return the recurring loop in a sequence of kernels: its kernels, repetitions and ns; None: there is none."""
+@dataclass(frozen=True)
+class Loop:
+    """What recurs in a sequence of kernels: how many kernels, how often, and how long a turn takes.
+
+    In ns: `period` the mean turn, `median`, and `noise`, the mean's standard error.
+    """
+
+    kernels: int
+    often: int
+    period: float
+    median: float
+    noise: float
+
+    @property
+    def fact(self) -> dict[str, float]:
+        """The loop as a fact of a trace."""
+        times = {"period_ns": self.period, "median_ns": self.median, "noise_ns": self.noise}
+        return {"kernels": self.kernels, "often": self.often, **times}
+
+
+def loop(launched: Launched, tried: int = 50) -> Loop | None:
+    """Return the recurring loop in a sequence of kernels; None: there is none."""
     name, n = launched.name, len(launched.name)
     count = np.bincount(name, minlength=len(launched.names))
     for code in np.argsort(count, kind="stable")[: len(count)].tolist():
@@ -239,7 +259,9 @@ def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:
         length = int(apart[often.argmax()])
         same = name[:-length] == name[length:]
         if 2 <= length <= n // 3 and same.mean() >= _ALIKE:
-            return length, n // length, float(np.median(launched.at[length:] - launched.at[:-length]))
+            turns = np.diff(launched.at[::length])
+            median = float(np.median(launched.at[length:] - launched.at[:-length]))
+            return Loop(length, n // length, float(turns.mean()), median, float(turns.std() / np.sqrt(len(turns))))
         if tried <= 0:
             break
     return None
@@ -270,13 +292,12 @@ def table(found: Steps | None, base: int = 0) -> pd.DataFrame:
     return pd.DataFrame({"step": found.number, "start_ns": found.start + base, "dur_ns": found.dur})
 
 
-def none_found(launched: Launched, marks: str) -> str:
+def none_found(found: Loop | None, marks: str) -> str:
     """Return a warning that no step was found, with any recurring loop, and what `marks` steps."""
-    recurring = loop(launched)
-    if recurring is None:
+    if found is None:
         return f"nothing marks its steps, and no loop recurs in it: the figures are of the whole time ({marks})"
-    kernels, often, ns = recurring
     return (
-        f"nothing marks its steps: a loop of {kernels:,} kernels recurs {often} × in it, every {duration(ns)}, but no "
-        f"optimizer runs there, and the layers of a model recur too: the figures are of the whole time ({marks})"
+        f"nothing marks its steps: a loop of {found.kernels:,} kernels recurs {found.often} × in it, every"
+        f" {duration(found.median)}, but no optimizer runs there, and the layers of a model recur too: the figures are"
+        f" of the whole time ({marks})"
     )

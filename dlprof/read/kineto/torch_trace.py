@@ -81,9 +81,9 @@ def read(path: Path, processes: Processes = None) -> Reading:
         facts["inference"] = True
     elif _only_forward(spans):
         facts["backward"] = False
-    steps, way = _steps(spans)
-    if way:
-        facts["steps_by"] = way
+    steps, way, again = _steps(spans)
+    facts |= {"steps_by": way} if way else {}
+    facts |= {"loop": again.fact} if again else {}
     return Reading(
         {"spans": schema.check("spans", spans), "traced_steps": schema.check("traced_steps", steps)},
         facts,
@@ -207,22 +207,24 @@ def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int
     return order
 
 
-def _steps(spans: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Return the steps, and how they were found where the profiler did not mark them.
+def _steps(spans: pd.DataFrame) -> tuple[pd.DataFrame, str, recurring.Loop | None]:
+    """Return the steps, how they were found where the profiler did not mark them, and what recurs where there are none.
 
     By its marks; else by ranges that name steps, by the loader's calls, or by the runs of the optimizer.
     """
     marks = [_STEP.fullmatch(str(n)) for n in spans["name"].cat.categories]
     if any(marks):
-        return _marked(spans, np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)), ""
+        return _marked(spans, np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)), "", None
     ranges, launched = _ranges(spans), _launched(spans)
     found = recurring.named(ranges, launched)
     if found is None:
         loaded = _loaded(spans)
         if len(loaded):
-            return loaded, "the loader's calls"
+            return loaded, "the loader's calls", None
         found = recurring.by_optimizer(ranges, launched)
-    return recurring.table(found), f"{found.way} ({found.sure})" if found else ""
+    if found is None:
+        return recurring.table(None), "", recurring.loop(launched)
+    return recurring.table(found), f"{found.way} ({found.sure})", None
 
 
 def _marked(spans: pd.DataFrame, number: NDArray[np.int64]) -> pd.DataFrame:

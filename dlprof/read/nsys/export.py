@@ -80,7 +80,9 @@ def _read(database: Database, process: Process) -> Reading:
     launched = recurring.launched(device[0], host)
     found = recurring.find(named, launched)
     if found is None:
-        warnings.append(recurring.none_found(launched, _MARKS))
+        again = recurring.loop(launched)
+        facts |= {"loop": again.fact} if again else {}
+        warnings.append(recurring.none_found(again, _MARKS))
     else:
         facts["steps_by"] = f"{found.way} ({found.sure})"
     if not _work(device):

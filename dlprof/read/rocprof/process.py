@@ -67,7 +67,9 @@ def reading(
         launched = recurring.launched(kernels, calls)
         found = recurring.find(named, launched)
         if found is None:
-            more.append(recurring.none_found(launched, _MARKS))
+            again = recurring.loop(launched)
+            about |= {"loop": again.fact} if again else {}
+            more.append(recurring.none_found(again, _MARKS))
         else:
             about["steps_by"] = f"{found.way} ({found.sure})"
     tables = {

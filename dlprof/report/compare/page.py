@@ -33,6 +33,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 QUANTILES = {"5 %": "5th percentile", "50 %": "median", "95 %": "95th percentile", "100 %": "longest"}
 
 WORK = {
+    "Ranges": "Time per traced step in the ranges that the script and its frameworks name, with what lies in them.",
     "Operators": "Own time per traced step; on a GPU, the time of the kernels that the operator launched itself.",
     "Kernels": "Time per traced step in the device's kernels, by name.",
     "Collectives": "Transfer time per traced step and rank, by kind, ranks and size.",
@@ -106,7 +107,7 @@ def render(c: Comparison) -> str:
         states=compare_text.STATES,
         work=[
             (what, note, _work(rows))
-            for (what, note), rows in zip(WORK.items(), (c.operators, c.kernels, c.exchanges), strict=True)
+            for (what, note), rows in zip(WORK.items(), (c.ranges, c.operators, c.kernels, c.exchanges), strict=True)
             if rows
         ],
         settings=c.settings[:MOST_ROWS],

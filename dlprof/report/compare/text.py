@@ -57,13 +57,14 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
         lines += wrap(f"single steps: median {median}, 95th percentile {high}", width, "  ", "    ")
     if c.findings:
         lines += ["", *_findings(c.findings, width)]
-    for what, rows in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
+    work = (("ranges", c.ranges), ("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges))
+    for what, rows in work:
         chosen = changed(rows)[:MOST_ROWS]
         if chosen:
             short = formatting.unqualified if what == "kernels" else str
-            differences = [d for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
+            differences = [(w, d) for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
             lines += ["", f"  {what} that changed most, a step"]
-            lines += _table([(plain(short(d.name), 80), d) for d in differences], width)
+            lines += _table([(plain(short(d.name), 80) + times_called(w), d) for w, d in differences], width)
     if c.settings:
         lines += ["", "  settings that differ"]
         for s in c.settings[:MOST_ROWS]:
@@ -165,6 +166,12 @@ def notable(time: Iterable[Difference]) -> list[Difference]:
 def changed(rows: Iterable[WorkDifference]) -> list[WorkDifference]:
     """Return the rows that differ beyond noise in time or waiting, in their order."""
     return [w for w in rows if w.time.verdict != "noise" or (w.wait is not None and w.wait.verdict != "noise")]
+
+
+def times_called(w: WorkDifference) -> str:
+    """Write how often something is called a step, " 12 → 14 ×", where that differs; "" elsewhere."""
+    a, b = (UNKNOWN if n is None else digits(n) for n in (w.a_calls, w.b_calls))
+    return "" if a == b else f" ({a} → {b} ×)"
 
 
 def setting(s: Setting) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from dlprof.analysis.compare.predictions import proposals
 from dlprof.analysis.compare.settings_diff import differing
 from dlprof.analysis.compare.significance import Difference
 from dlprof.analysis.estimate import change
+from dlprof.commands.report import analyse
 from dlprof.result import Change, Exchange, Fact, Forecast, ForeignLoad, Outcome, Result, Together, Window, Work
 from dlprof.result.figures import Throughput
+from tests.fixtures import traces
 from tests.fixtures.comparisons import ADVICE, WORKERS, clear, found, run, step_of
 from tests.fixtures.results import MS
 
@@ -118,6 +121,38 @@ def test_steps_that_are_not_there_are_not_compared() -> None:
     whole = replace(run(100), window=Window(1, "trace", 100 * MS, unit="trace"))
     assert compare(run(100), whole).step is None
     assert "B has no step markers" in compare(run(100), whole).not_compared[0]
+
+
+def looping(folder: Path, turns: int, *kernels: tuple[str, int]) -> Result:
+    """Return the result of a trace without step markers: turns of these kernels, each of so many µs, back to back."""
+    events: list[Any] = []
+    at = 0
+    for n, (name, us) in enumerate(kernels * turns):
+        events += traces.launched(name, at, at + 6_000, us * 1_000, n + 1)
+        at += us * 1_000 + 6_000
+    took = sum(us + 6 for _, us in kernels) * 1_000
+    events += [traces.annotation(f"layer {n}", n * took, took // 2) for n in range(turns)]
+    return analyse(traces.write(folder / "t.json", traces.trace(*events, world_size=1)), 1)
+
+
+LOOP = (("gemm", 400), ("norm", 100), ("gelu", 50), ("flash", 300), ("add", 20))
+
+
+def test_traces_without_steps_are_compared_by_the_loop_that_recurs_in_both(tmp_path: Path) -> None:
+    a = looping(tmp_path / "a", 16, *LOOP)
+    slower = tuple((name, us * 2 if name == "flash" else us) for name, us in LOOP)
+    b = looping(tmp_path / "b", 12, *slower, ("cast", 40))
+    c = compare(a, b)
+    assert c.step is not None
+    assert (c.step.a_ns, c.step.b_ns) == (pytest.approx(900_000, rel=0.01), pytest.approx(1_246_000, rel=0.01))
+    assert c.step.verdict == "slower"
+    kernels = {w.time.name: (round((w.time.ns or 0) / 1_000), w.a_calls, w.b_calls) for w in c.kernels}
+    assert kernels["flash"] == (pytest.approx(300, abs=6), pytest.approx(1, abs=0.02), pytest.approx(1, abs=0.02))
+    assert kernels["cast"][1:] == (None, pytest.approx(1, abs=0.02))
+    assert [w.time.name for w in c.ranges] == ["layer #"]
+    assert "loop of 5 and 6 kernels that recurs 16 × in A and 12 × in B" in c.doubts[0]
+    other = compare(a, looping(tmp_path / "c", 12, *slower, *[(f"k{n}", 5) for n in range(9)]))
+    assert (other.step, len(other.not_compared)) == (None, 2)
 
 
 def test_another_number_of_ranks_leaves_the_means() -> None:
