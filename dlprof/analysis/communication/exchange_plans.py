@@ -356,6 +356,11 @@ _HALF = change(_LESS, numerics=True, training=True)
 
 # What to change where nothing of the job is known but its trace, by the best plan.
 _UNKNOWN_JOB = {
+    "broadcast": change(
+        "`DistributedDataParallel(..., broadcast_buffers=False)` if that makes them: before each forward pass it sends"
+        " rank 0's buffers, as batch norm's statistics, to all ranks; else send ahead of the step, or seldom",
+        numerics=True,
+    ),
     "bytes": change("exchange gradients in 16 bits: half as many bytes", numerics=True),
     "": change(
         "overlap the exchange with computation: gradients during the backward pass, all else before it is needed"
@@ -403,7 +408,7 @@ def advice(
         (ddp and not accumulates, _HALF),
     )
     fitting = tuple(one for applies, one in offered if applies)
-    return fitting or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB[""]),)
+    return fitting or (_UNKNOWN_JOB.get(activations or best["key"], _UNKNOWN_JOB[""]),)
 
 
 def unbroadcast() -> Change:

@@ -58,11 +58,12 @@ def simulation(job: Any) -> Make:
     return write
 
 
-def reading(queued: bool = False, scales: bool = False) -> dict[str, Any]:
+def reading(queued: bool = False, scales: bool = False, call: str = "") -> dict[str, Any]:
     """Trace ten steps of 10 ms: 8 ms of work, a .item() in its middle, and then 2 ms until the host has launched again.
 
     Where it is queued, the device has that work already when the host waits. Where GradScaler reads, it is as torch
-    does: infinities are looked for, found_inf is read, and the optimizer's step is next to it.
+    does: infinities are looked for, found_inf is read, and the optimizer's step is next to it. `call`: the runtime's,
+    of a trace without operators, as nsys makes.
     """
     events: list[Any] = []
     for n in range(10):
@@ -72,8 +73,8 @@ def reading(queued: bool = False, scales: bool = False) -> dict[str, Any]:
         if scales:
             events.append(traces.op("aten::_amp_foreach_non_finite_check_and_unscale_", at + 900 * US, 50 * US))
             events.append(traces.annotation("Optimizer.step#SGD.step", at + 4 * MS + 100 * US, 5 * MS))
-        events.append(traces.op("aten::item", at + 1 * MS, 3 * MS + 40 * US))
-        events.append(traces.call("cudaStreamSynchronize", at + 1 * MS, 3 * MS + 30 * US, id_ + 2))
+        events += [] if call else [traces.op("aten::item", at + 1 * MS, 3 * MS + 40 * US)]
+        events.append(traces.call(call or "cudaStreamSynchronize", at + 1 * MS, 3 * MS + 30 * US, id_ + 2))
         events.append(traces.launched("gemm", at + launch, at + resume, 10 * MS - resume, id_ + 3))
     return traces.trace(*events, world_size=1)
 
@@ -198,6 +199,9 @@ def fusible(*sets: str, **optimizer: Any) -> Any:
 CASES = [
     case("a value is read in every step", SYNC, made(reading()), saving=2.0, share=0.2, column=["aten::item"],
          says=("Once a step rank 0 waits", ".item()")),
+    *(case(f"a trace without operators, {call}", SYNC, made(reading(call=call)), saving=2.0, changes=1, says=cure)
+      for call, cure in (("cudaStreamSynchronize_v3020", ".item()"), ("cudaEventSynchronize", "Event.synchronize()"),
+                         ("cudaDeviceSynchronize_v3020", "torch.cuda.synchronize()"))),
     # A wait behind which the device has work, and a script that never waits.
     case("work is queued", SYNC, made(reading(queued=True)), state="clear"),
     case("no wait", SYNC, launching(6), state="clear"),

@@ -42,6 +42,8 @@ _PINNED = change(
 
 _NO_SCALER = change("bfloat16, which needs no GradScaler", numerics=True)
 
+_OF_DEVICE, _OF_EVENT = "DeviceSynchronize", "EventSynchronize"
+
 _CURES: dict[str, Change] = {
     "aten::item": change(f"{_ITEM}, or add up in a tensor and read that"),
     "aten::_local_scalar_dense": change(_ITEM),
@@ -54,7 +56,10 @@ _CURES: dict[str, Change] = {
     "aten::to": _PINNED,
     "aten::_to_copy": _PINNED,
     "aten::copy_": change("copy from and to pinned memory, with `non_blocking=True`", non_blocking=(None, True)),
-    "": change("no `torch.cuda.synchronize()` in the loop, nor timing that needs it"),
+    "": change(f"{_ITEM}; `.to(device, non_blocking=True)` from pinned memory for what is copied"),
+    # Where no operator was traced, as by nsys, the runtime's call says who waits.
+    _OF_DEVICE: change("no `torch.cuda.synchronize()` in the loop, nor timing that needs it"),
+    _OF_EVENT: change("no `torch.cuda.Event.synchronize()` in the loop: ask `query()`, or read times every k steps"),
     # torch/amp/grad_scaler.py, `_maybe_opt_step`: what the optimizer takes itself is not read back.
     GRAD_SCALER: change(
         "`fused=True` in the optimizer (Adam, AdamW, SGD, Adagrad): it takes the scale itself, and `GradScaler.step`"
@@ -85,7 +90,11 @@ def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     optimizer = settings.optimizer(job)
     known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
-    cures = dict.fromkeys(known[operator] for operator in mine["asked"] if operator in known)
+    asked = [
+        next((kind for kind in (_OF_DEVICE, _OF_EVENT) if not operator and kind in call), operator)
+        for operator, call in zip(mine["asked"], mine["call"], strict=True)
+    ]
+    cures = dict.fromkeys(known[operator] for operator in asked if operator in known)
     all_of_them = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
