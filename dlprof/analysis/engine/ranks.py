@@ -165,6 +165,8 @@ def _why_no_trace(rank: Rank) -> str:
         return "recorded under nsys, and its report was not exported (nsys export --type sqlite, in hosts/HOST)"
     if state == "yielded":
         return "the script runs torch.profiler itself, so dlprof's own trace window was not recorded"
+    if state == "declined":
+        return "the GPU's memory was full when the trace window was due, and the profiler needs some"
     if state == "partial":
         return "the job ended as its trace window began (--window skip,warmup,active moves it)"
     if state == "waiting":

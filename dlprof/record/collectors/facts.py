@@ -259,6 +259,10 @@ def _device(recorder: Recorder) -> dict[str, Any]:
     """Describe the GPU that the rank trains on, or the host if it uses none. No other GPU is queried."""
     torch = _torch()
     index = recorder.device.in_use()
+    if index is None and (other := recorder.device.other):
+        named: Any = getattr(getattr(torch, other, None), "get_device_name", None)
+        unknown = dict.fromkeys(("index", "memory_bytes", "uuid", "capability"))
+        return {"type": other, **unknown, "count": 1, **_answers(name=lambda: named() if named else other)}
     if index is None:
         return {
             "type": "cpu",

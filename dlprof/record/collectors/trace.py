@@ -88,6 +88,7 @@ class Trace:
         self._of_inference = False  # whether the last window was of inference
         self._theirs: dict[int, dict[str, Any]] = {}  # the script's profilers that run, by their id
         self._on_device = False
+        self._graphs = 0  # that were captured before the profiler was prepared
         self._untraced: deque[int] = deque(maxlen=_COMPARED)  # ns of the last steps of training before the window
         self._traced: list[int] = []
         self._wrap_profilers()
@@ -166,6 +167,13 @@ class Trace:
                 if window["state"] != "yielded":
                     window["state"] = "yielded"
                     recorder.warn("the script runs its own torch profiler: ours waits until it has ended")
+                return
+            if full := recorder.device.is_full():
+                self._done = True
+                window["state"] = "declined"
+                recorder.warn(
+                    f"no trace: {full}, and the profiler needs some (smaller batches leave it, or --no-trace)"
+                )
                 return
             window["first_step"] = first
             window["last_step"] = first + window["active"] - 1
@@ -261,6 +269,7 @@ class Trace:
         # torch 2.10 to 2.12 warn on the script's stderr about every profiler that does not accumulate events. Ours
         # claims to do so only while it is prepared: otherwise it would parse all its events when it stops.
         profiler.acc_events = True
+        self._graphs = self._recorder.observed.graphs
         self._kineto = Kineto(self._on_device, elsewhere=get_ident() != self._recorder.made_in)
         self._recorder.clock.row.profiled = 1
         self._recorder.profiler_woken = True
@@ -295,7 +304,8 @@ class Trace:
         try:
             # Not if the script's own profiler is starting, which would lose its events, nor if the job is ending.
             if state == "exported" and self._on_device:
-                window["cupti_torn_down"] = self._kineto.tear_down()
+                captured = recorder.observed.graphs != self._graphs or recorder.device.captures > 0
+                window["cupti_torn_down"] = self._kineto.tear_down(captured)
             with self._kineto.listening():
                 if not recorded:
                     self._ours(profiler.start_trace)

@@ -20,6 +20,12 @@ from dlprof.record.step_clock import StepClock
 
 UNKNOWN = -1
 
+# Types of devices that are no accelerator of another kind.
+_KNOWN = ("cpu", "cuda", "meta")
+
+# CUPTI takes memory on the device, which a job would miss whose GPU has less of it than this share.
+_FREE = 0.02
+
 # A weak reference to a model or an optimizer of the script's.
 Reference = Callable[[], Any]
 
@@ -27,10 +33,11 @@ Reference = Callable[[], Any]
 class RankDevice:
     """The GPU that holds most of what a rank trains. A process that drives several (nn.DataParallel) has one, too."""
 
-    __slots__ = ("_seen", "captures", "index")
+    __slots__ = ("_seen", "captures", "index", "other")
 
     def __init__(self) -> None:
         self.index: int | None = None  # None: no parameter was seen on a GPU
+        self.other: str | None = None  # an accelerator that is none of CUDA's or ROCm's: xpu, hpu, mtia, ...
         self.captures = 0  # CUDA graphs that threads of this process are capturing, as far as PyTorch's class captures
         self._seen = (0, 0)  # models and optimizers
 
@@ -44,11 +51,26 @@ class RankDevice:
             p for ref in optimizers if (o := ref()) is not None for group in o.param_groups for p in group["params"]
         )
         # A job without modules has the tensors that its optimizers step.
-        for parameters in (trained, stepped):
+        for parameters in map(list, (trained, stepped)):
+            self.other = self.other or next((kind for p in parameters if (kind := _type_of(p)) not in _KNOWN), None)
             index = most_on(parameters)
             if index is not None:
                 self.index = index
                 return
+
+    def is_full(self) -> str:
+        """Say that hardly any of the GPU's memory is free, where it is so; "" elsewhere."""
+        import torch
+
+        index = self.in_use()
+        if index is None or self.capturing():
+            return ""
+        cuda: Any = torch.cuda
+        try:
+            free, whole = cuda.mem_get_info(index)
+        except Exception:  # noqa: BLE001 - what is not known is no reason
+            return ""
+        return f"{free / 2**20:,.0f} of {whole / 2**20:,.0f} MiB of the GPU are free" if free < _FREE * whole else ""
 
     def in_use(self) -> int | None:
         """Return the index of the GPU to measure; None: the script uses none, and a query would wake one.
@@ -85,6 +107,13 @@ class RankDevice:
                 return bool(cuda.is_current_stream_capturing())
         except RuntimeError:  # the next call to the device raises it again
             return False
+
+
+def _type_of(parameter: Any) -> str:
+    try:
+        return str(parameter.device.type)
+    except Exception:  # noqa: BLE001 - raised by the script's own classes
+        return "cpu"
 
 
 def most_on(parameters: Iterable[Any]) -> int | None:

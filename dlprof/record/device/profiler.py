@@ -59,13 +59,13 @@ class Kineto:
     def preparing(self) -> Iterator[None]:
         """Have Kineto begin, which sets how much it reports; afterwards it reports as much as without us."""
         if not self._users_level:
-            os.environ[_LEVEL] = _WARNINGS if self._relay is not None and self._listens else _SILENCE
+            _put(_LEVEL, _WARNINGS if self._relay is not None and self._listens else _SILENCE)
         try:
             with self.listening():
                 yield
         finally:
             if not self._users_level:
-                del os.environ[_LEVEL]
+                _put(_LEVEL, None)
                 default = _default_level() if self._relay is not None and self._listens else None
                 if default is not None:
                     default()
@@ -82,11 +82,12 @@ class Kineto:
         finally:
             self._relay.take_out()
 
-    def tear_down(self) -> bool | None:
+    def tear_down(self, captured: bool) -> bool | None:
         """Ask Kineto to take CUPTI down at the end of this trace, and return whether it will.
 
         CUPTI, left alone, stays attached and makes every launch of the rest of the job slower (pytorch#144455 measured
-        10 to 20 %). What the user has set is left as it is. None: CUPTI has no part in this.
+        10 to 20 %). What the user has set is left as it is. `captured`: a CUDA graph was captured while it was
+        attached, and may hold on to it. None: CUPTI has no part in this.
         """
         import torch
 
@@ -95,9 +96,9 @@ class Kineto:
         users = os.environ.get(_TEAR_DOWN)
         if users is not None:
             return users == "1"
-        if tuple(map(int, torch.version.cuda.split(".")[:2])) < _TEARS_DOWN_WELL:
+        if captured or tuple(map(int, torch.version.cuda.split(".")[:2])) < _TEARS_DOWN_WELL:
             return False
-        os.environ[_TEAR_DOWN] = "1"
+        _put(_TEAR_DOWN, "1")
         self._tearing_down = True
         return True
 
@@ -121,8 +122,8 @@ class Kineto:
 
     def leave(self) -> None:
         """Leave the environment as it was. Kineto's thread that takes CUPTI down reads it until it has done so."""
-        if self._tearing_down and os.environ.get(_TEAR_DOWN) == "1":
-            del os.environ[_TEAR_DOWN]
+        if self._tearing_down and _TEAR_DOWN not in os.environ:
+            _put(_TEAR_DOWN, None)
         self._tearing_down = False
 
     def close(self) -> None:
@@ -131,6 +132,15 @@ class Kineto:
             kept = self._relay.close()
             self.errors = kept if self._listens else None
             self._relay = None
+
+
+def _put(name: str, value: str | None) -> None:
+    """Set a variable for libraries of C, or take it away; `os.environ`, which is the script's, stays as it is."""
+    libc = ctypes.CDLL(None)
+    if value is None:
+        libc.unsetenv(name.encode())
+    else:
+        libc.setenv(name.encode(), value.encode(), 1)
 
 
 def _default_level() -> Any:

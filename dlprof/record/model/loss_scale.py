@@ -45,6 +45,10 @@ class _Scale:
     stepped: bool = False
 
 
+def _nothing(_scaler: Any) -> None:
+    """Do nothing, in a torch whose scalers are not known."""
+
+
 class LossScale:
     """Writes loss_scale.jsonl: keys and units as in the table `loss_scale`."""
 
@@ -56,6 +60,8 @@ class LossScale:
         self._found: list[tuple[int, str, float | None, int, int, int]] = []
         self._scales: WeakKeyDictionary[Any, _Scale] = WeakKeyDictionary()
         self._lines = self._written_ns = 0
+        self._kinds: set[type] = set()  # of scalers that were looked at, besides torch's own
+        self._of_kind: Callable[[Any], None] = _nothing
         self._wrap()
 
     def start(self, recorder: Recorder) -> None:
@@ -122,6 +128,7 @@ class LossScale:
             if recorder is None or get_ident() != recorder.clock.owner or not scaler.is_enabled():
                 with passing:
                     return stepped(scaler, optimizer, *args, **kwargs)
+            self._see(scaler)
             row, now = recorder.clock.row, time.perf_counter_ns()
             before = row.number, row.optimizer_steps
             with passing:
@@ -131,23 +138,41 @@ class LossScale:
             self._stepped(scaler, optimizer, happened, (recorder.unix(now), before[0]))
             return result
 
-        @functools.wraps(updated)
-        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_traced():
-                return updated(scaler, *args, **kwargs)
-            counts = not is_captured() and self._recorder is not None and scaler.is_enabled()
-            if counts:
-                self._look(scaler)
-            with passing:
-                result = updated(scaler, *args, **kwargs)
-            if counts:
-                self._updated(scaler, *args, **kwargs)
-            return result
+        def updating(original: Callable[..., Any]) -> Any:
+            @functools.wraps(original)
+            def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+                if is_traced():
+                    return original(scaler, *args, **kwargs)
+                counts = not is_captured() and self._recorder is not None and scaler.is_enabled()
+                if counts:
+                    self._look(scaler)
+                with passing:
+                    result = original(scaler, *args, **kwargs)
+                if counts:
+                    self._updated(scaler, *args, **kwargs)
+                return result
+
+            return hidden(update)
 
         put(kind, "_lazy_init_scale_growth_tracker", begun(made))
         put(kind, "load_state_dict", begun(loaded))
         put(kind, "step", hidden(step))
-        put(kind, "update", hidden(update))
+        put(kind, "update", updating(updated))
+
+        def of_kind(scaler: Any) -> None:
+            """Watch a kind of scaler that updates in its own way, as FSDP's ShardedGradScaler does."""
+            own = type(scaler)
+            if own not in self._kinds and own is not kind:
+                self._kinds.add(own)
+                if "update" in vars(own):
+                    put(own, "update", updating(vars(own)["update"]))
+
+        self._of_kind = of_kind
+
+    @guarded
+    def _see(self, scaler: Any) -> None:
+        """Watch the kind of a scaler."""
+        self._of_kind(scaler)
 
     @guarded
     def _begin(self, scaler: Any) -> None:
@@ -166,6 +191,8 @@ class LossScale:
         recorder, known = self._recorder, self._scales.get(scaler)
         if recorder is None:
             return
+        if not recorder.observed.grad_scaler:  # of a kind that scales in its own way
+            recorder.observed.grad_scaler = recorder.observed.news = True
         if known is None:  # it was created before the recording
             if len(self._scales) >= 100:
                 return

@@ -75,7 +75,7 @@ class GpuSampler(DriverSampler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._due_s = 0.0  # when everything is to be read again
+        self._again = False  # the counters of links are to be read once more, shortly after the last reading
 
     def _name_of(self, device: Mapping[str, Any]) -> str | None:
         # Older recordings and torch's ROCm both say "cuda".
@@ -116,18 +116,22 @@ class GpuSampler(DriverSampler):
 
     @property
     def period_s(self) -> float:
-        """As long as the host says, or shorter where a GPU's counters must be read more often."""
-        return min(self.host.period_s, COUNT_S) if self._counting else self.host.period_s
+        """As long as the host says, but a second at least: NVML takes locks that the job's own calls may wait for.
+
+        A link's counters that would overflow in that time are read twice, shortly one after the other.
+        """
+        whole = max(self.host.period_s, LEAST_S)
+        return COUNT_S if self._again else whole - COUNT_S * bool(self._counting)
 
     def tick(self) -> None:
         """Read all that is due, or only what cannot wait so long."""
-        now = time.monotonic()
-        if now < self._due_s - COUNT_S / 2:
+        if self._again:
+            self._again = False
             for name, traffic in self._counting.items():
                 self.safely(name, traffic.count)
             return
-        self._due_s = now + self.host.period_s
         super().tick()
+        self._again = bool(self._counting)
 
 
 class _Gpu(Gpu):
@@ -283,7 +287,8 @@ def _handle(nvml: Any, uuid: str) -> Any:
         raise
 
 
-COUNT_S = 0.1
+# From one reading to the next, and to the second look at counters of links.
+LEAST_S, COUNT_S = 1.0, 0.1
 
 
 _LONGEST_NS = 130_000_000

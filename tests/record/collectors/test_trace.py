@@ -18,7 +18,7 @@ from dlprof.record.collectors.trace import Trace
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 from tests.fixtures.devices import Devices, Model, Parameter
-from tests.fixtures.in_process import run_recorded
+from tests.fixtures.in_process import in_c, run_recorded
 from tests.fixtures.jobs import facts, launch, record, rows, tiny, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -245,8 +245,27 @@ def test_the_environment_is_as_it_was_a_step_after_the_window(
     seen = []
     for _ in range(25):
         job.steps([95])
-        seen.append(os.environ.get("TEARDOWN_CUPTI"))
+        seen.append(in_c("TEARDOWN_CUPTI"))
+        assert "TEARDOWN_CUPTI" not in os.environ  # the script's own
     assert [(value, len(list(same))) for value, same in itertools.groupby(seen)] == [(None, 16), ("1", 1), (None, 8)]
+
+
+@pytest.mark.parametrize(("free", "state"), [(1 << 30, "declined"), (2 << 30, "exported"), (None, "exported")])
+def test_a_full_gpu_has_no_window(
+    free: int | None, state: str, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(index: int) -> tuple[int, int]:
+        if free is None:
+            raise RuntimeError("a driver that does not say")
+        return free, 80 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", of)
+    job = Job(tmp_path, monkeypatch, devices)
+    job.steps([95] * 25)
+    assert isinstance(job.trace, Trace)
+    assert job.trace.window["state"] == state
+    told = [warning for warning in job.recorder.warnings if "MiB of the GPU are free" in warning]
+    assert len(told) == (state == "declined")
 
 
 def test_what_kineto_said_is_told_once_with_what_to_do(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.record.collectors.facts import _device
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.device.device import Events, RankDevice, most_on
 from dlprof.record.device.graphs import Graphs
@@ -68,6 +69,20 @@ def test_the_device_is_where_most_parameters_are(models: Any, optimizers: Any, i
     device.look([weakref.ref(m) for m in models], [weakref.ref(o) for o in optimizers])
     assert device.index == index
     assert most_on([Parameter(4, "cuda", 1), Parameter(4, "cuda", 0)]) == 0
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "mtia"])
+def test_another_accelerator_is_named_and_is_no_cpu(kind: str) -> None:
+    model = Model(Parameter(9, "cpu"), Parameter(9, kind, 0))
+    device = RankDevice()
+    device.look([weakref.ref(model)], [])
+    assert (device.index, device.other) == (None, kind)
+    recorder: Any = SimpleNamespace(device=device)
+    told = _device(recorder)
+    assert (told["type"], bool(told["name"]), told["index"]) == (kind, True, None)
+    plain = RankDevice()
+    plain.look([weakref.ref(mine := Model(Parameter(9, "cpu"), Parameter(9, "meta")))], [])
+    assert (plain.other, len(list(mine.parameters()))) == (None, 2)
 
 
 def test_a_model_that_comes_later_is_looked_at_and_one_that_was_seen_is_not_again() -> None:

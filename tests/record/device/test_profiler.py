@@ -17,6 +17,7 @@ import pytest
 from dlprof.record.device import relay
 from dlprof.record.device.profiler import Kineto
 from tests.fixtures.devices import Devices
+from tests.fixtures.in_process import in_c
 from tests.fixtures.jobs import environment
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -212,28 +213,36 @@ def test_on_a_cpu_kineto_is_silent_and_nobody_listens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "said", "will", "found", "left"),
+    ("cuda", "said", "captured", "will", "found", "left"),
     [
-        ("12.6", None, True, "1", None),
-        ("13.0", None, True, "1", None),
-        ("12.5", None, False, None, None),
-        ("11.8", None, False, None, None),
-        (None, None, None, None, None),
-        ("12.8", "0", False, "0", "0"),
-        ("12.4", "1", True, "1", "1"),
+        ("12.6", None, False, True, "1", None),
+        ("13.0", None, False, True, "1", None),
+        ("13.0", None, True, False, None, None),  # a graph holds on to it
+        ("12.5", None, False, False, None, None),
+        ("11.8", None, False, False, None, None),
+        (None, None, False, None, None, None),
+        ("12.8", "0", False, False, "0", "0"),
+        ("12.4", "1", True, True, "1", "1"),
     ],
 )
 def test_cupti_is_torn_down_where_that_is_safe_unless_the_user_has_set_it(
-    cuda: str | None, said: str | None, will: bool | None, found: str | None, left: str | None, monkeypatch: Any
+    cuda: str | None,
+    said: str | None,
+    captured: bool,
+    will: bool | None,
+    found: str | None,
+    left: str | None,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
     if said is not None:
         monkeypatch.setenv("TEARDOWN_CUPTI", said)
     kineto = Kineto(on_device=False)
-    assert (kineto.tear_down(), os.environ.get("TEARDOWN_CUPTI")) == (will, found)
+    assert (kineto.tear_down(captured), in_c("TEARDOWN_CUPTI")) == (will, found)
+    assert os.environ.get("TEARDOWN_CUPTI") == said  # the script's own is not written to
     kineto.leave()
-    assert os.environ.get("TEARDOWN_CUPTI") == left
+    assert (in_c("TEARDOWN_CUPTI"), os.environ.get("TEARDOWN_CUPTI")) == (left, said)
 
 
 def test_cupti_is_torn_down_in_a_call_to_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +260,7 @@ def test_cupti_is_torn_down_in_a_call_to_the_ranks_device(monkeypatch: pytest.Mo
     kineto = Kineto(on_device=False)
     kineto.torn_down(1)
     assert asked == []
-    assert kineto.tear_down()
+    assert kineto.tear_down(False)
     kineto.torn_down(1)
     assert {*asked} == {1}
     kineto.leave()

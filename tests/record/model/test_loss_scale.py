@@ -11,6 +11,7 @@ import pytest
 from dlprof.record import hooks
 from dlprof.record.model import loss_scale
 from dlprof.record.model.loss_scale import LossScale
+from dlprof.record.observed import Observed
 from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import rows
 
@@ -47,12 +48,29 @@ for epoch in range(4):
 """
 
 
+# FSDP's, which scales and updates in its own way; it exchanges what overflowed, here with itself.
+SHARDED = """import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+if not dist.is_initialized():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=7)"""
+PLAIN = 'scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)'
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    ["torch.optim.SGD(model.parameters(), lr=0.1)", "torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)"],
+    ("optimizer", "scaler"),
+    [
+        ("torch.optim.SGD(model.parameters(), lr=0.1)", PLAIN),
+        ("torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)", PLAIN),
+        ("torch.optim.SGD(model.parameters(), lr=0.1)", SHARDED),
+    ],
 )
-def test_what_is_skipped_and_the_scale_are_those_of_the_scaler(optimizer: str, tmp_path: Path) -> None:
-    script = run_recorded(tmp_path, JOB.replace("OPTIMIZER", optimizer))
+def test_what_is_skipped_and_the_scale_are_those_of_the_scaler(optimizer: str, scaler: str, tmp_path: Path) -> None:
+    script = run_recorded(tmp_path, JOB.replace("OPTIMIZER", optimizer).replace(PLAIN, scaler))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    facts = json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())
+    assert facts["grad_scaler"] is True
     assert script["skipped"] == [0, 1, 20, 21, 50]
     rank = tmp_path / "run/ranks/00000"
     told = [json.loads(line) for line in (rank / "loss_scale.jsonl").read_text().splitlines()]
@@ -87,7 +105,7 @@ class Clock:
 def test_a_fused_optimizer_on_a_device_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the scale does not lie in the host's memory, nothing is read, and from there on nothing is claimed."""
     monkeypatch.setattr(loss_scale, "_on_host", lambda _scaler: False)
-    recorder: Any = type("Recorder", (), {"clock": Clock()})()
+    recorder: Any = type("Recorder", (), {"clock": Clock(), "observed": Observed()})()
     followed = Followed()
     followed._recorder = recorder
     model = torch.nn.Linear(2, 1)

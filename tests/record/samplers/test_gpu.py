@@ -488,32 +488,29 @@ def test_traffic_is_what_counters_differ_by(
     assert traffic.rates() == {}
 
 
-def moving(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Set the sampler's clocks, and return what moves them on by 0.1 s."""
-    now = [1000.0]
-    monkeypatch.setattr("dlprof.record.samplers.gpu.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: round(now[0] * 1e9))
-    return lambda: now.__setitem__(0, now[0] + 0.1)
-
-
-def test_counters_of_32_bits_are_read_between_the_lines(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_counters_of_32_bits_are_looked_at_twice(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """As an A100's: no GPM, and a link that fills the counter several times between two lines."""
     driver = Nvml(monkeypatch, gpm=0, pcie=4)
-    move = moving(monkeypatch)
-    monkeypatch.setenv("DLPROF_SAMPLE", "1")
+    now = [1000.0]
+    monkeypatch.setattr("dlprof.record.samplers.gpu.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+    monkeypatch.setenv("DLPROF_SAMPLE", "0.2")
     host = host_with(tmp_path, cuda())
     sampler = ticks(host, 0, GpuSampler())
-    for n in range(19):
-        sent = n * 2_500_000_000  # 25 GB/s
+    periods = []
+    for n in range(7):
+        sent = round((now[0] - 1000) * 25e9)
         driver.counted |= {197: sent, 198: sent // 2}
-        # A bad reading of the counters costs one reading.
-        driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_UNKNOWN} if n == 12 else {}
+        # A bad reading of the counters costs that one.
+        driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_UNKNOWN} if n == 3 else {}
         sampler.tick()
-        assert sampler.period_s == 0.1
-        move()
-    first, second = rows(host)
+        periods.append(sampler.period_s)
+        now[0] += sampler.period_s
+    assert periods == pytest.approx([0.1, 0.9] * 3 + [0.1])  # once a second, and as soon again
+    first, second, third, fourth = rows(host)
     assert SENT not in first
+    assert SENT not in third
     assert (second[SENT], second[RECEIVED], second["power_w"]) == (pytest.approx(25e9), pytest.approx(12.5e9), 612.345)
+    assert fourth[SENT] == pytest.approx(25e9)
     driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_GPU_IS_LOST}
     sampler.tick()
     assert capfd.readouterr().err == f"dlprof: GPU {ONE} is not sampled any more: GPU is lost\n"
