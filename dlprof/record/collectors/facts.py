@@ -262,7 +262,7 @@ def _device(recorder: Recorder) -> dict[str, Any]:
     if index is None and (other := recorder.device.other):
         named: Any = getattr(getattr(torch, other, None), "get_device_name", None)
         unknown = dict.fromkeys(("index", "memory_bytes", "uuid", "capability"))
-        return {"type": other, **unknown, "count": 1, **_answers(name=lambda: named() if named else other)}
+        return {"type": other, **unknown, "count": 1, "name": (_ask(named, name="name") if named else None) or other}
     if index is None:
         return {
             "type": "cpu",
