@@ -155,6 +155,18 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
         MODE.replace("FIRST", "3").replace("LAST", "15"),
         {"state": "abstained", "why": "dispatch mode of its own"},
     ),
+    "FSDP1, which computes what is sharded": (
+        f"""
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{STEPS}
+dist.destroy_process_group()
+""",
+        COUNTED,
+    ),
     # It comes on top of ours, which cannot leave for some steps.
     "a mode that begins in the counted step": (
         MODE.replace("FIRST", "9").replace("LAST", "12"),
