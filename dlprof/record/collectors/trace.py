@@ -25,6 +25,7 @@ from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record import guarded
+from dlprof.record.agreed import Agreed
 from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.device.profiler import Kineto
@@ -48,6 +49,10 @@ _SKIP_LEAST, _SKIP_NS, _WARMUP_SLOW, _RECORD_NS = 3, 3_000_000_000, 1, 5_000_000
 _SETTLED, _CHANGED = 0.9, 0.1
 _MOST_MORE = 3
 _COMPARED = 64  # untraced steps
+
+# Ranks' clocks differ, so rank 0 decides what depends on time. It says so a step ahead, as others may be by then. A
+# rank that it never tells begins by itself after so many times as long.
+_AHEAD, _ALONE = 1, 3
 _MOST_THEIRS = 64  # times that a profiler of the script's runs
 
 
@@ -89,6 +94,10 @@ class Trace:
         self._theirs: dict[int, dict[str, Any]] = {}  # the script's profilers that run, by their id
         self._on_device = False
         self._graphs = 0  # that were captured before the profiler was prepared
+        self._agreed = Agreed()
+        self._told_first: int | None = None  # the first step of the window, as rank 0 says
+        self._ends = False  # it was decided when the window ends
+        self._windows = 0  # that came to nothing before this one
         self._untraced: deque[int] = deque(maxlen=_COMPARED)  # ns of the last steps of training before the window
         self._traced: list[int] = []
         self._wrap_profilers()
@@ -155,6 +164,11 @@ class Trace:
             self._of_inference = not recorder.clock.trains
             slow = recorder.clock.position < window["skip"]
             first = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
+            if self._told_first is not None:
+                first = max(self._told_first, number)
+            elif slow and self._agreed.leads:
+                first += _AHEAD
+                self._agreed.write(f"first {self._windows}", first)
             if not self._is_wanted():
                 window.update(state="not_asked", asked=self._ranks)
                 more = (
@@ -185,10 +199,18 @@ class Trace:
                 raise
         self._end_range()
         recorder.clock.row.profiled = 1
-        if self._by_time and self._traced and sum(self._traced) >= _RECORD_NS:
-            window["last_step"] = number - 1
-        elif number > window["last_step"]:
+        ahead = _AHEAD if self._agreed.leads else 0
+        long = self._by_time and sum(self._traced) >= _RECORD_NS
+        if self._agreed.follows:
+            if number > window["last_step"] or (self._by_time and sum(self._traced) >= _RECORD_NS / 2):
+                window["last_step"] = self._agreed.read(f"last {self._windows}") or window["last_step"]
+        elif long and not self._ends and number - 1 + ahead <= window["last_step"]:
+            self._ends = True
+            window["last_step"] = number - 1 + ahead
+        elif number == window["last_step"] + 1 - ahead and not self._ends:
             self._goes_on()
+        if self._recording:
+            self._agreed.write(f"last {self._windows}", window["last_step"])
         if number > window["last_step"]:
             self._close("exported")
             return
@@ -224,12 +246,21 @@ class Trace:
         if not clock.trains:
             return clock.position < skip or passed < _SKIP_NS  # this may be a validation before training
         slow = self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS
+        self._agreed.connect()
+        if self._agreed.follows and clock.position < skip:
+            if self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS / 2:
+                self._told_first = self._agreed.read(f"first {self._windows}")
+            if self._told_first is not None:
+                return bool(clock.row.number < self._told_first - min(self.window["warmup"], _WARMUP_SLOW))
+            slow = slow and passed >= _ALONE * _SKIP_NS
         return clock.position < skip and not slow
 
     def _begin_anew(self) -> None:
         """Wait for the window of training: the trace so far is of a validation before it."""
         self._done = self._of_inference = self._stands_by = False
         self._first_ns = 0
+        self._ends, self._told_first = False, None
+        self._windows += 1
         self._traced, self._untraced = [], deque(maxlen=_COMPARED)
         self.window.update(state="waiting", first_step=None, last_step=None, export_ns=None, extended=0)
         (self._recorder.folder / "trace.json").unlink(missing_ok=True)

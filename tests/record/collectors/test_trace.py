@@ -223,6 +223,54 @@ def test_one_rank_of_each_stage_records_a_trace_and_none_waits_for_it(tmp_path: 
     assert [sum(row["optimizer_steps"] for row in rows(folder)) for folder in folders] == [24] * 4
 
 
+# Rank 0, and another rank whose clock or steps differ a little; the second is a step ahead, at times.
+SLOWLY = [60_000, *[1_490] * 2, *[1_000] * 9]
+PAIRS = {
+    "by count": ("10,2,5", [100] * 25, [101] * 25),
+    "one sees 3 s pass a step later": ("", [60_000, *[1_510] * 2, *[1_000] * 10], SLOWLY),
+    "and one sooner": ("", SLOWLY, [60_000, *[1_510] * 2, *[1_000] * 10]),
+    "the end by time": ("", [60_000, *[1_600] * 10], [60_000, *[1_700] * 2, *[1_200] * 9]),
+    "one device settles later": ("10,2,5", [*UNTRACED, 35, 40, 45, 60, 72, *[95] * 6], [*UNTRACED, 35, 72, *[96] * 9]),
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_windows_of_two_ranks_are_of_the_same_steps(
+    name: str, ahead: int, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, *durations = PAIRS[name]
+    store = torch.distributed.HashStore()
+    jobs = [Job(tmp_path / str(rank), monkeypatch, devices, asked) for rank in range(2)]
+    for rank, job in enumerate(jobs):
+        assert isinstance(job.trace, Trace)
+        job.trace._agreed.share(store, rank)
+    leader, other = jobs
+    other.steps(durations[1][:ahead])
+    for n in range(len(durations[0])):
+        leader.steps(durations[0][n : n + 1])
+        other.steps(durations[1][n + ahead : n + ahead + 1])
+    windows = [job.trace.window for job in jobs if isinstance(job.trace, Trace)]
+    assert [w["state"] for w in windows] == ["exported"] * 2
+    assert windows[0]["first_step"] == windows[1]["first_step"]
+    assert windows[0]["last_step"] == windows[1]["last_step"]
+
+
+def test_a_store_that_is_gone_ends_the_agreement_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, _keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+        set = get = check
+
+    for rank in range(2):
+        job = Job(tmp_path / str(rank), monkeypatch, None, "")
+        assert isinstance(job.trace, Trace)
+        job.trace._agreed.share(Gone(), rank)
+        job.steps([*SLOWLY, *[1_000] * 9])
+        assert (job.trace.window["state"], job.recorder.warnings) == ("exported", [])
+
+
 def test_training_after_an_inference_has_a_window_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, monkeypatch, None, "")
     clock = job.recorder.clock
