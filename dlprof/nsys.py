@@ -26,5 +26,8 @@ def export(nsys: str, report: Path, to: Path, seconds: float) -> str:
         return f"{nsys} does not start: {e.strerror or e}"
     if done.returncode or not to.exists():
         said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
-        return f"nsys export failed ({done.returncode}){': ' + said[-1][:200] if said else ''}"
+        # It shows its progress in the same line, and ends with advice: the line that names the error says why.
+        said = [line.rpartition("]")[2].strip() if "[" in line else line for line in said]
+        why = next((line for line in said if "error" in line.lower()), said[-1] if said else "")
+        return f"nsys export failed ({done.returncode}){': ' + why[:300] if why else ''}"
     return ""

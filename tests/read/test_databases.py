@@ -634,6 +634,7 @@ def test_a_report_needs_its_export_or_nsys_which_writes_into_a_folder_of_its_own
 ) -> None:
     """A stand-in for nsys copies an export: this tests how nsys is called, not what it writes."""
     monkeypatch.setattr(of_nsys, "_made", {})
+    monkeypatch.setattr(of_nsys, "_refused", {})
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     report, program = tmp_path / "reports/x.nsys-rep", tmp_path / "bin/nsys"
@@ -663,6 +664,16 @@ def test_a_report_needs_its_export_or_nsys_which_writes_into_a_folder_of_its_own
     program.write_text("#!/bin/sh\necho cannot >&2\nexit 4\n")
     with pytest.raises(DlprofError, match=r"\(4\): cannot"):
         format_named("nsys_report").tables_of(report.with_name("y.nsys-rep"), "")
+    # One that is newer than nsys: why it cannot be read is what nsys says of it, and not the advice after that.
+    newer = report.parent / "newer.nsys-rep"
+    newer.write_bytes(report.read_bytes())
+    program.write_text(
+        "#!/bin/sh\nprintf 'Processing: [1%% ]Exportation error: created by 2024.2\\nPlease update\\n' >&2\nexit 1\n"
+    )
+    with pytest.raises(
+        DlprofError, match=r"newer.nsys-rep: nsys export failed \(1\): Exportation error: created by 2024.2$"
+    ):
+        format_named("nsys_report").tables_of(newer, *open_run(newer).ranks[0].pieces.values())
 
 
 # rocprofv3: databases.

@@ -29,6 +29,7 @@ _EXPORT_S = 3_600
 _HOW = "`nsys export --type sqlite FILE`, where nsys is installed, makes the .sqlite that dlprof reads"
 
 _made: dict[Path, Path] = {}  # report → what was exported from it
+_refused: dict[Path, str] = {}  # report → why nsys exports nothing from it
 
 
 # The last 24 bits of a serialized thread id are the thread's id; the bits before are the process's.
@@ -142,7 +143,10 @@ def _is_report(head: Head) -> Sequence[Part]:
     """Return the ranks of a report, if its export is beside it or nsys can make one."""
     if not head.start.startswith(_REPORT) or not (_beside(head.path).is_file() or nsys.found()):
         return ()
-    return _parts(head.path, _exported(head.path))
+    try:
+        return _parts(head.path, _exported(head.path))
+    except DlprofError:  # which reading it says, too
+        return (Part(),)
 
 
 def _is_any_report(head: Head) -> Sequence[Part]:
@@ -169,6 +173,8 @@ def _exported(path: Path) -> Path:
     """Return the export beside a report, else one in a temporary folder; raise DlprofError where nsys makes none."""
     if _beside(path).is_file():
         return _beside(path)
+    if path in _refused:
+        raise DlprofError(_refused[path])
     if path not in _made:
         program = nsys.found()
         if program is None:
@@ -177,7 +183,8 @@ def _exported(path: Path) -> Path:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         made = folder / "export.sqlite"
         if why := nsys.export(program, path.resolve(), made, _EXPORT_S):
-            raise DlprofError(f"{path}: {why}")
+            _refused[path] = f"{path}: {why}"
+            raise DlprofError(_refused[path])
         _made[path] = made
     return _made[path]
 
