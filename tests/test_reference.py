@@ -132,8 +132,9 @@ def test_loader_stalls_and_pageable_copies_are_told_apart(result: Any) -> None:
     waits, copies = outcome(said, "input_wait"), outcome(said, "pageable_copy")
     assert (waits["state"], copies["state"]) == ("found", "found")
     assert 0.43 <= waits["share"] <= 0.57  # other tools say 46 to 57 % of the wall time
-    # One of 77 MB a step, in 20.9 of 467.5 ms; from pinned memory PCIe 3.0 carries it at 0.8 of 15.8 GB/s.
-    assert copies["share"] == pytest.approx((20.9 - 77.07 / 15.75 / 0.8) / 467.5, rel=0.05)
+    # One of 77 MB a step, in 20.9 of 322.2 ms; from pinned memory PCIe 3.0 carries it at 0.8 of 15.8 GB/s. The first
+    # step is no such one: cuDNN is loaded in it, for 2.1 s.
+    assert copies["share"] == pytest.approx((20.9 - 77.07 / 15.75 / 0.8) / 322.2, rel=0.05)
 
 
 def test_the_last_rank_to_arrive_is_named_and_not_its_victims(result: Any) -> None:

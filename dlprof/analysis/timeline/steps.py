@@ -209,7 +209,8 @@ def _chosen(
 def _cold(found: TracedSteps, keep: NDArray[np.bool_], thread: pd.DataFrame | None) -> NDArray[np.bool_]:
     """Return which of the first steps of a trace do things that are done once: they take longer than later ones.
 
-    The longest time in which the training thread calls nothing does not count: a job may wait for data in any step.
+    Fetching does not count, nor the longest time in which the training thread calls nothing: a job may wait for data in
+    any step.
     """
     length = (found.windows[:, 1] - found.windows[:, 0]).astype(float)
     rows, cold = np.flatnonzero(keep), np.zeros(len(length), dtype=bool)
@@ -221,7 +222,9 @@ def _cold(found: TracedSteps, keep: NDArray[np.bool_], thread: pd.DataFrame | No
 
     first = leading(length)
     if first and thread is not None:
-        called = host.cover(thread, host.is_kind(thread, "op", "runtime", "communication"))
+        fetching = host.cover(thread, host.is_kind(thread, "fetch"))
+        length = length - iv.within(fetching, found.host[:, 0], found.host[:, 1])
+        called = iv.merge(host.cover(thread, host.is_kind(thread, "op", "runtime", "communication")), fetching)
         silent = iv.subtract(found.host, called)
         of = np.searchsorted(found.host[:, 0], silent[:, 0], side="right") - 1
         longest = np.zeros(len(length))
