@@ -91,9 +91,10 @@ class GpuSampler(DriverSampler):
             pynvml.nvmlInit()
         except pynvml.NVMLError as e:
             raise OSError(f"NVML: {e}") from None
-        self.errors = (pynvml.NVMLError,)
+        # An older nvidia-ml-py lacks functions: what they would tell is missing, as if the driver refused it.
+        self.errors = (pynvml.NVMLError, AttributeError)
         self.ends = _errors(pynvml, (*_GONE, *_OVER))
-        self.refusals = _errors(pynvml, _REFUSED)
+        self.refusals = (*_errors(pynvml, _REFUSED), AttributeError)
         return pynvml
 
     def _unload(self) -> None:
@@ -146,14 +147,14 @@ class _Gpu(Gpu):
             self._instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
         whole, is_slice = self._whole, self._instance is not None
 
-        def thousandths(name: str, ask: Callable[[Any], int]) -> Callable[[], Reading]:
-            return lambda: {name: ask(handle) / 1000}
+        def thousandths(name: str, ask: str) -> Callable[[], Reading]:
+            return lambda: {name: getattr(nvml, ask)(handle) / 1000}
 
         own = (
-            thousandths("power_w", nvml.nvmlDeviceGetPowerUsage),
-            thousandths("power_limit_w", nvml.nvmlDeviceGetEnforcedPowerLimit),
-            thousandths("power_limit_default_w", nvml.nvmlDeviceGetPowerManagementDefaultLimit),
-            thousandths("energy_j", nvml.nvmlDeviceGetTotalEnergyConsumption),
+            thousandths("power_w", "nvmlDeviceGetPowerUsage"),
+            thousandths("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit"),
+            thousandths("power_limit_default_w", "nvmlDeviceGetPowerManagementDefaultLimit"),
+            thousandths("energy_j", "nvmlDeviceGetTotalEnergyConsumption"),
         )
         super().__init__(
             sampler,
@@ -203,7 +204,7 @@ class _Gpu(Gpu):
         # Its name since driver 535, and the one before; the bits are the same.
         try:
             bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._whole)
-        except nvml.NVMLError_FunctionNotFound:
+        except (nvml.NVMLError_FunctionNotFound, AttributeError):
             bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._whole)
         return {"clock_reasons_bits": bits}
 
@@ -268,9 +269,10 @@ def _errors(nvml: Any, names: Iterable[str]) -> tuple[type[Exception], ...]:
 
 def _is_slice(nvml: Any, handle: Any) -> bool:
     """Return whether a handle is of a slice; before drivers had slices none is."""
+    refusals: tuple[type[Exception], ...] = (*_errors(nvml, _REFUSED), AttributeError)
     try:
         answer = nvml.nvmlDeviceIsMigDeviceHandle(handle)
-    except _errors(nvml, _REFUSED):
+    except refusals:
         return False
     return bool(getattr(answer, "value", answer))
 
@@ -366,6 +368,6 @@ def is_countable(nvml: Any, handle: Any) -> bool:
     """Return whether a GPU's link is slow enough for counters of 32 bits that are read every 0.1 s."""
     try:
         generation: int = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-    except nvml.NVMLError:
+    except (nvml.NVMLError, AttributeError):
         return True
     return generation <= _FASTEST_GENERATION

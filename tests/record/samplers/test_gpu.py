@@ -488,6 +488,31 @@ def test_traffic_is_what_counters_differ_by(
     assert traffic.rates() == {}
 
 
+@pytest.mark.parametrize(
+    ("lacks", "metrics"),
+    [
+        (["nvmlDeviceGetTotalEnergyConsumption"], ["energy_j"]),
+        (["nvmlDeviceGetUtilizationRates", "nvmlDeviceIsMigDeviceHandle"], ["busy_share", "memory_busy_share"]),
+        (["nvmlDeviceGetFieldValues", "nvmlDeviceGetMaxPcieLinkGeneration"], ["nvlink_sent_bytes"]),
+        (["nvmlGpmQueryDeviceSupport"], ["sm_busy_share", "tensor_busy_share"]),
+        (["nvmlDeviceGetCurrentClocksEventReasons"], []),  # its older name is there
+    ],
+)
+def test_of_an_old_nvidia_ml_py_only_what_it_lacks_is_missing(
+    lacks: list[str], metrics: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    Nvml(monkeypatch)
+    whole = host_with(tmp_path / "whole", cuda())
+    ticks(whole, 3)
+    for name in lacks:
+        monkeypatch.delattr(pynvml, name)
+    host = host_with(tmp_path / "old", cuda())
+    ticks(host, 3)
+    assert set(rows(whole)[-1]) - set(rows(host)[-1]) >= set(metrics)
+    assert "power_w" in rows(host)[-1]
+    assert capfd.readouterr().err == ""
+
+
 def test_counters_of_32_bits_are_looked_at_twice(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """As an A100's: no GPM, and a link that fills the counter several times between two lines."""
     driver = Nvml(monkeypatch, gpm=0, pcie=4)
