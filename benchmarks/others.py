@@ -21,7 +21,7 @@ from dlprof.units import percent
 TABLE = Path(__file__).with_name("others.toml")
 
 # So far may steps, their lengths and shares be off; the last one or the first of a window is at times not whole.
-_STEPS, _LENGTH, _SHARE = 3, 0.04, 0.06
+_STEPS, _LENGTH, _SHARE, _GAIN = 3, 0.04, 0.06, 0.15
 
 _HEAD = """# What it says of recordings of others
 
@@ -46,6 +46,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     computation: float | None = None
     device_ms: float | None = None
     first: str | None = None
+    gain: float | None = None
     words: tuple[str, ...] = ()
 
 
@@ -87,6 +88,8 @@ def wrong(truth: Truth, said: Result) -> list[str]:
     first = said.found[0].id if said.found else ""
     if truth.first is not None and first != truth.first:
         found.append(f"{first or 'nothing'} first, not {truth.first or 'nothing'}")
+    if truth.gain is not None and (not said.found or abs(said.found[0].speedup / truth.gain - 1) > _GAIN):
+        found.append(f"a gain of {said.found[0].speedup:.2f} ×, not {truth.gain}" if said.found else "no gain")
     text = " ".join((*said.run.warnings, *(o.verdict for o in said.found)))
     return found + [f'not "{words}"' for words in truth.words if words not in text]
 

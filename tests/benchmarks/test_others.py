@@ -29,6 +29,7 @@ def test_the_list_is_sound() -> None:
         (Truth(idle=0.5), ["idle 9.5 %, not 50 %"]),
         (Truth(device_ms=1.8), []),
         (Truth(device_ms=1.0), ["1.81 ms of the device, not 1.0"]),
+        (Truth(gain=2.0), ["no gain"]),
         (Truth(first="input_wait", words=("no such words",)), ["nothing first, not input_wait", 'not "no such words"']),
     ],
 )

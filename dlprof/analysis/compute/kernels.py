@@ -293,6 +293,12 @@ def in_float32(name: str) -> bool:
 
 
 @lru_cache(1 << 14)
+def emulates(name: str) -> bool:
+    """Return whether a kernel makes float32 of three products in TF32."""
+    return in_float32(name) and unit_of(name) == "tf32"
+
+
+@lru_cache(1 << 14)
 def in_tf32(name: str) -> bool:
     """Return whether a kernel multiplies float32 in TF32 or XF32, once: 16 bits are faster than that."""
     return unit_of(name) == "tf32" and not in_float32(name)

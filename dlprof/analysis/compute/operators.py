@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.kernels import around, in_float32, in_tf32, kernels, named, shorter_kernels
+from dlprof.analysis.compute.kernels import around, emulates, in_float32, in_tf32, kernels, named, shorter_kernels
 from dlprof.analysis.compute.peaks import device_peaks, precision_of
 from dlprof.analysis.compute.products import (
+    EMULATED,
     SIXTEEN_BITS,
     TENSOR_SHARE,
     TF32_REACHED,
@@ -139,6 +140,7 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
             "tensor_ns": ns.where(work["unit"].isin(("tensor", "tf32")), 0.0).to_numpy(),
             "tf32_ns": ns.where((work["unit"] == "tf32") & ~in_32, 0.0).to_numpy(),
             "float32_ns": ns.where(in_32, 0.0).to_numpy(),
+            "emulated_ns": ns.where(in_32 & (work["unit"] == "tf32"), 0.0).to_numpy(),
         }
     )
     sums = (each.groupby(list(_KEYS)).sum() / steps).reset_index()
@@ -171,7 +173,7 @@ def _with_counts(frame: pd.DataFrame, calls: pd.Series[float], rank: RankFacts) 
         shares = _shares(shapes, calls[calls.index == row["operator"]].to_numpy())
         for n, shape in enumerate(shapes):
             share = float(shape["flops"]) / total if shares is None else shares[n]
-            taken = {c: row[c] * share for c in ("ns", "tensor_ns", "tf32_ns", "float32_ns")}
+            taken = {c: row[c] * share for c in ("ns", "tensor_ns", "tf32_ns", "float32_ns", "emulated_ns")}
             taken |= {c: float(shape[c]) for c in ("calls", "flops", "bytes")}
             key = {c: str(shape[c]) for c in ("dtype", "shape")}
             rows.append({**row, **taken, **key, "shared": len(shapes) > 1 and shares is None})
@@ -216,10 +218,15 @@ def tensor_cores(
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0)
     single, cut = peaks.get("float32", 0.0), peaks.get("tf32", 0.0)
-    saved = saved_in_16_bits(operators, half * reached(half, single), bandwidth, single) if half else math.nan
-    saved_cut = (
-        saved_in_16_bits(operators, half * TENSOR_SHARE, bandwidth, cut * TF32_REACHED, "tf32_ns") if half else math.nan
-    )
+    saved = saved_cut = math.nan
+    if half:
+        alone = operators.assign(float32_ns=operators["float32_ns"] - operators["emulated_ns"])
+        saved = saved_in_16_bits(alone, half * reached(half, single), bandwidth, single)
+        now = (cut * EMULATED, "emulated_ns"), (cut * TF32_REACHED, "tf32_ns")
+        three, saved_cut = (saved_in_16_bits(operators, half * TENSOR_SHARE, bandwidth, *of) for of in now)
+        saved += three
+    in_32 = kernels["step"].to_numpy() >= 0
+    emulated = float(kernels["dur_ns"][in_32 & named(kernels, emulates)].sum()) / len(timing.windows)
     odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
 
     def gain(saved_ns: float, chosen: NDArray[np.bool_]) -> float:
@@ -233,8 +240,8 @@ def tensor_cores(
             {
                 "kernel_ns": took.sum(),
                 "tensor_ns": took["tensor"] + took["tf32"],
-                "tf32_ns": took["tf32"],
-                "float32_ns": took["float32"],
+                "tf32_ns": took["tf32"] - emulated,
+                "float32_ns": took["float32"] + emulated,
                 "unknown_ns": took["unknown"],
                 "fp32_saved_ns": gain(saved, named(kernels, in_float32)),
                 "tf32_saved_ns": gain(saved_cut, named(kernels, in_tf32)),

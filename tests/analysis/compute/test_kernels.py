@@ -266,6 +266,20 @@ def test_time_on_tensor_cores_and_what_16_bits_would_save(tmp_path: Path) -> Non
     assert row["aligned"] == 0
 
 
+def test_attention_in_float32_counts_as_such_though_it_is_made_of_tf32(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(0, 0, 20 * MS),
+        traces.launched("fmha_cutlassF_f32_aligned_64x64_rf_sm80(Params)", 10_000, 20_000, 8 * MS, 1),
+        traces.launched("cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4", 20_000, 9 * MS, MS, 2),
+        traces.call("cudaStreamSynchronize", 60_000, 10 * MS, 4),
+        device=A100,
+    )
+    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores).to_dict("records")
+    assert (row["float32_ns"], row["tf32_ns"]) == (8 * MS, MS)
+    assert row["fp32_saved_ns"] == pytest.approx(8 * MS * 0.75, rel=0.01)  # as on an A100: 1,018 ms became 240
+    assert row["tf32_saved_ns"] == pytest.approx(MS * 0.4, rel=0.01)
+
+
 def steps_of(busy: int, optimizer: int = 0, *, python: bool = False) -> dict[str, Any]:
     """Make steps of 1 ms of host time, operators or the script's own: `busy` ns of computing, `optimizer` ns of it."""
     events: list[Any] = []

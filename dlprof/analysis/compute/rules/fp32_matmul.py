@@ -60,12 +60,12 @@ def check(
     if on_cpu and not frame["unit"].any():
         raise DoesNotApply("this CPU has no units for 16-bit products: in 16 bits they would be slower")
     took, saved = by_rank(frame, "float32_ns"), by_rank(frame, "fp32_saved_ns")
+    cut = by_rank(frame, "tf32_saved_ns") if not on_cpu and frame["tf32_saved_ns"].notna().all() else {}
     rank, known = worst(took), bool(frame["fp32_saved_ns"].notna().all())
     share = took[rank] / mean_step_ns
     summary = f"products in float32{'' if on_cpu else ' without tensor cores'} take {percent(share)} of the step"
     if share < NOTABLE_SHARE and on_cpu:
         return Estimate(saving_ns=saving(own_time, saved), by_rank_ns=saved, summary=summary, clear=True)
-    cut = by_rank(frame, "tf32_saved_ns") if not on_cpu and frame["tf32_saved_ns"].notna().all() else {}
     if share < NOTABLE_SHARE and (gain := saving(own_time, cut) if cut else 0.0) >= NOTABLE_SHARE * mean_step_ns:
         return Estimate(
             saving_ns=gain,
@@ -83,6 +83,7 @@ def check(
     if not known:
         name = device_peaks(job.facts[rank], job.trace_facts[rank])[0]
         raise NotMeasured(f"the peaks of {name or 'this device'} are not known")
+    saved = {r: ns + cut.get(r, 0.0) for r, ns in saved.items()}
     gain = saving(own_time, saved)
     return Estimate(
         saving_ns=gain,
