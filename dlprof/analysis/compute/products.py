@@ -226,13 +226,16 @@ def tf32(job: Job, rank: int, name: str, of_convolutions: float) -> tuple[Change
     matmul, environment = (job.facts[rank].get(facts) or {} for facts in ("matmul", "env"))
     version = settings.torch_version(job, rank)
     code, convolutions = (f"torch.backends.{of}.fp32_precision = " + '"tf32"' for of in ("cuda.matmul", "cudnn.conv"))
-    now, code = matmul.get("matmul_fp32_precision"), f"`{code}`"
+    now, code, newer = matmul.get("matmul_fp32_precision"), f"`{code}`", f"`{convolutions}`"
     sets: dict[str, tuple[Scalar, Scalar]] = {"fp32_precision": (now, "tf32")}
     convolve: dict[str, tuple[Scalar, Scalar]] = {"fp32_precision": (matmul.get("conv_fp32_precision"), "tf32")}
-    if version is None or version < (2, 9):
+    if version is not None and version >= (2, 9):
+        newer = ""
+    else:
         now, later = matmul.get("float32_precision"), f" (from torch 2.9 {code})" if version is None else ""
         code, sets = f'`torch.set_float32_matmul_precision("high")`{later}', {"float32_precision": (now, "high")}
         convolutions = "torch.backends.cudnn.allow_tf32 = True"
+        newer = f" (from torch 2.9 {newer})" if version is None else ""
         convolve = {"allow_tf32": (matmul.get("cudnn_allow_tf32"), True)}
     text = f"or {code}, which keeps float32 and multiplies in TF32" + (f' (is "{now}")' if now else "")
     if "Instinct" in name:
@@ -244,6 +247,9 @@ def tf32(job: Job, rank: int, name: str, of_convolutions: float) -> tuple[Change
         return (product,)
     first = "or " if of_convolutions > 1 - _FEW else ""
     convolution = change(
-        f"{first}`{convolutions}` for convolutions, which are now without", numerics=True, training=False, **convolve
+        f"{first}`{convolutions}`{newer} for convolutions, which are now without",
+        numerics=True,
+        training=False,
+        **convolve,
     )
     return (convolution,) if first else (product, convolution)

@@ -144,6 +144,8 @@ def claims(
             ("optimizer_host", in_optimizer),
             ("host", why.late),
         ]
+    if other := rank.trace_facts.get("accelerator"):
+        raise NotMeasured(f"the job runs on {other}, and of its trace only what the host does is read")
     if _belongs_to_a_device(spans.get(), rank):
         raise NotMeasured(f"the job runs on a GPU, but the trace holds nothing of the GPU's work ({_why_none(rank)})")
     if rank.trace_facts.get("operators") is False:

@@ -41,6 +41,9 @@ _SERVED = re.compile(
 # step's operators, but nothing backward, is a validation's.
 _BACKWARD = re.compile(r"Backward\d*$")
 _FEWEST_CALLS, _AS_MUCH = 3, 0.3
+# Accelerators whose events are in categories of their own, which are not read.
+_OTHERS = re.compile(r"unknown category '(mtia|hpu|xla|privateuse1)_", re.I)
+
 # Of so many operators some are a backward pass's, if there is one.
 _MANY_OPERATORS = 100
 # Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
@@ -51,10 +54,10 @@ def read(path: Path, processes: Processes = None) -> Reading:
     """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
-    ranks}}, base_time_ns, schema, inference (True: of an inference server), backward (False: there is no
-    backward pass), steps_by (how steps were found that the profiler did not mark). A file that is cut off is read up to
-    the cut, with a warning. Raises DlprofError if the file cannot be read or is no trace. `processes`: those of one
-    rank, in a file of several.
+    ranks}}, base_time_ns, schema, inference (True: of an inference server), backward (False: there is no backward
+    pass), accelerator (whose events are not read), steps_by (how steps were found that the profiler did not mark), loop
+    (what recurs where there are none). A file that is cut off is read up to the cut, with a warning. Raises DlprofError
+    if the file cannot be read or is no trace. `processes`: those of one rank, in a file of several.
     """
     rows = prefetch.rows_of(path) if processes is None else None
     rows = decode(path, processes) if rows is None else rows
@@ -65,6 +68,8 @@ def read(path: Path, processes: Processes = None) -> Reading:
     groups = {**rows.exchanges.groups, **groups_in(rows.keys)}
     if groups:
         facts["groups"] = groups
+    if other := next((found for line in warnings if (found := _OTHERS.search(line))), None):
+        facts["accelerator"] = other[1].upper()
     spans = _spans(rows, groups)
     if len(rows):
         base = facts.get("base_time_ns", 0)

@@ -117,6 +117,13 @@ FLOAT32 = {
         gpu(matmul={"float32_precision": "highest", "cudnn_allow_tf32": True}),
         settings=[CAST, [("float32_precision", "highest", "high")]],
     ),
+    "convolutions of a job of which nothing else is known have a setting of their own": found(
+        gpu(operator="aten::cudnn_convolution"),
+        None,
+        "torch.backends.cudnn.conv.fp32_precision",
+        settings=[CAST, [("allow_tf32", None, True)]],
+        never=["float32_matmul_precision"],
+    ),
     "AMD's by its type codes, with the variable that TF32 needs": found(
         gpu(TENSILE, device="AMD Instinct MI300X"),
         6 * MS * (1 - 163.4 / (1307.4 / 2)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.commands.report import analyse
 from dlprof.read.kineto import torch_trace
 from tests.fixtures import traces
 
@@ -76,6 +77,14 @@ def test_steps_that_the_profiler_does_not_mark(
     assert found["step"].tolist() == list(range(len(expected)))
     assert reading.facts.get("steps_by", "").startswith(way)
     assert bool(reading.facts.get("steps_by")) == bool(way)
+
+
+def test_an_accelerator_whose_events_are_not_read_is_named(tmp_path: Path) -> None:
+    events = [traces.step(0, 0, MS), traces.event("mtia_ccp_events", "pe_exe", 10, 20, pid=9, tid=801)]
+    path = traces.write(tmp_path / "t.json", traces.trace(*events, device="", backend=""))
+    assert torch_trace.read(path).facts["accelerator"] == "MTIA"
+    said = analyse(path, 1)
+    assert any("the job runs on MTIA, and of its trace only what the host does is read" in w for w in said.run.warnings)
 
 
 def test_marks_with_one_number_are_one_step_only_where_they_overlap(tmp_path: Path) -> None:
