@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands import cache, file, form, jobs, new_folder, no_limits, out, quiet, run_path, say, show
+from dlprof.commands import cache, file, jobs, new_folder, no_limits, out, quiet, run_path, say, show
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
@@ -56,7 +56,13 @@ def _launched() -> tuple[int, int]:
 @click.command(short_help="Show where the time of a step goes, in a run or in traces.")
 @run_path
 @out("Folder for report.html and result.json.")
-@form
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "md", "brief"]),
+    default="text",
+    help="What to print; md: the first screen as Markdown, 2 kB at most; brief: the same as JSON, 8 kB at most.",
+)
 @jobs
 @no_limits
 @click.option(
@@ -114,7 +120,13 @@ def report(
     report: what it keeps is not read again. It may be stopped and repeated.
     """
     if shard:
-        of_report = {"-o": out, "--format json": form == "json", "--redact": redact, "--patch": patch, "--dask": dask}
+        of_report = {
+            "-o": out,
+            f"--format {form}": form != "text",
+            "--redact": redact,
+            "--patch": patch,
+            "--dask": dask,
+        }
         of_report |= {"--kept-only": kept_only, "--files": files, "--open": show}
         if given := [option for option, value in of_report.items() if value]:
             raise click.UsageError(f"--shard writes no report: it takes no {', '.join(given)}")
@@ -127,18 +139,21 @@ def report(
         from dlprof.report.sharing import shareable
 
         result = shareable(result)
-    verdict = _json(result) if form == "json" else _verdict(result)
+    if form in ("md", "brief"):
+        verdict = _short(result, path, form)
+    else:
+        verdict = _json(result) if form == "json" else _verdict(result)
     try:
         html = write_files(result, path, out)
     finally:
         # Reading may have taken minutes: the verdict is printed even where it could not be written.
         click.echo(verdict)
-    if form != "json":
+    if form == "text":
         for line in _files(result) if files else ():
             say(line)
         say(f"report: {shown(html)}")
     if patch is not None:
-        _write_patch(result, path, patch, allow_numerics, tell=form != "json")
+        _write_patch(result, path, patch, allow_numerics, tell=form == "text")
     if show:
         browse(html)
 
@@ -307,6 +322,16 @@ def _json(result: Result) -> str:
     from dlprof.result.stored import to_json
 
     return compact(to_json(result))
+
+
+def _short(result: Result, path: Path, form: str) -> str:
+    """Return the first screen as Markdown ("md") or JSON."""
+    from dlprof.report import brief
+    from dlprof.trial.planning import named
+
+    if form == "md":
+        return brief.markdown(result, shown(path), named).rstrip("\n")
+    return brief.to_json(brief.brief(result, shown(path), named)).decode()
 
 
 def write_files(result: Result, path: Path, out: Path | None) -> Path:

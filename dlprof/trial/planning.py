@@ -111,6 +111,18 @@ def _of_findings(result: Result) -> tuple[list[Candidate], list[str]]:
     return found, skipped
 
 
+def named(change: Change) -> dict[str, str] | None:
+    """Return the words for `--set` that make a change, by name; None if it cannot be made so."""
+    if change.training or not change.settings or all(s.name in _PRINTS for s in change.settings):
+        return None
+    try:
+        words = _named(change)
+        overrides.parse(f"{name}={value}" for name, value in words.items())
+    except DlprofError:
+        return None
+    return words
+
+
 def _named(change: Change) -> dict[str, str]:
     """Return a change's settings by the names of overrides; raise DlprofError if one has no such name or no value."""
     values = {s.name: s.to for s in change.settings if s.name not in _PRINTS}

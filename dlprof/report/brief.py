@@ -1,0 +1,204 @@
+"""The first screen for programs and agents: Markdown of at most 2 kB, or JSON of at most 8 kB with a schema.
+
+What does not fit is left out from the end, and counted. result.json has everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from dlprof.plain import NBSP, plain
+from dlprof.report import formatting, verdict
+from dlprof.result import Change, Outcome, Result
+from dlprof.result.stored import plain as data_of
+
+FORMAT = 1
+MOST_MARKDOWN, MOST_JSON = 2_000, 8_000
+_SENTENCE, _LONG, _LINES = 200, 400, 8
+
+# What makes a change from outside, as words for `dlprof try --set`; None: nothing does.
+Named = Callable[[Change], Mapping[str, str] | None]
+
+
+class At(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of the script's."""
+
+    file: str
+    line: int = 0
+    function: str = ""
+
+
+class Cure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A finding, and its first change.
+
+    `speedup`: of the step, how many times faster; a bound where `at_most`, else off by `margin` at most. `set`: what
+    `dlprof try RUN --set` takes, empty where no setting reaches. `numerics`, `training`: the job then computes other
+    numbers, or trains otherwise. `diff`: the edit's lines.
+    """
+
+    rule: str
+    title: str
+    saving_ms: float
+    speedup: float
+    change: str
+    at_most: bool = False
+    margin: float = 0.0
+    at: At | None = None
+    set: dict[str, str] = {}
+    numerics: bool = False
+    training: bool = False
+    diff: tuple[str, ...] = ()
+
+
+class Brief(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a report says first. `time`: shares of the mean step, rank by rank the mean. `more`: findings left out."""
+
+    format: int
+    run: str
+    devices: str
+    steps: str
+    step_ms: float | None
+    verdict: str
+    gain: str = ""
+    time: dict[str, float] = {}
+    findings: tuple[Cure, ...] = ()
+    together: float | None = None
+    more: int = 0
+    warnings: tuple[str, ...] = ()
+    clear: int = 0
+    not_measured: tuple[str, ...] = ()
+    next: str = ""
+
+
+def brief(result: Result, path: str, named: Named) -> Brief:
+    """Return what a report on `path` says first, in at most MOST_JSON bytes of JSON."""
+    diagnosis, gain, _ = verdict.headline(result)
+    states, window = formatting.by_state(result), result.window
+    ranks = max(len({part.rank for part in result.time}), 1)
+    time: dict[str, float] = {}
+    for part in result.time:
+        time[part.category] = time.get(part.category, 0.0) + part.share / ranks
+    tries = named if result.run.command else _nothing  # traces have no command that could be run again
+    every = tuple(_cure(o, tries) for o in (*result.found, *result.if_training_may_change))
+    whole = Brief(
+        format=FORMAT,
+        run=plain(path, 300),
+        devices=_text(formatting.devices(result)),
+        steps=_text(formatting.steps(result)),
+        step_ms=_number(window.step_ns / 1e6) if window else None,
+        verdict=_text(diagnosis, _LONG),
+        gain=_text(gain),
+        time={
+            plain(name, 40): _number(time[name]) for name in sorted(time, key=lambda n: -time[n]) if time[name] > 0.001
+        },
+        findings=every,
+        together=_number(result.together.speedup) if result.together and formatting.together(result) else None,
+        warnings=tuple(_text(line) for line in verdict.notices(result)[:5]),
+        clear=len(states["clear"]),
+        not_measured=tuple(plain(o.id, 40) for o in states["not_measured"]),
+        next=_next(result),
+    )
+    fitting = len(every)
+    while len(to_json(whole)) > MOST_JSON and (fitting or whole.not_measured or whole.warnings):
+        fitting = max(fitting - 1, 0)
+        left: dict[str, Any] = {"findings": every[:fitting], "more": len(every) - fitting}
+        if not fitting:
+            left |= {"not_measured": (), "warnings": ()}
+        whole = msgspec.structs.replace(whole, **left)
+    return whole
+
+
+def to_json(said: Brief) -> bytes:
+    """Return it as JSON."""
+    return msgspec.json.format(msgspec.json.encode(data_of(said)), indent=1)
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of it; dlprof/brief.schema.json holds it, for other programs."""
+    made = msgspec.json.schema(Brief)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof brief {FORMAT}", **made}
+
+
+def markdown(result: Result, path: str, named: Named) -> str:
+    """Return the first screen of a report on `path` as plain Markdown of at most MOST_MARKDOWN bytes."""
+    said = brief(result, path, named)
+    name = _text(formatting.name(result))
+    pieces = [f"**{said.verdict}** {said.gain}".strip(), f"`{name}` · {said.devices} · {said.steps}"]
+    findings = [_finding(n, one, said.run) for n, one in enumerate(said.findings, 1)]
+    closing = [f"> {line}" for line in said.warnings[:2]]
+    closing += [f"Together: at most {said.together:.2f} × faster."] if said.together else []
+    closing += [said.next] if said.next else []
+    shown = len(findings)
+    while True:
+        more = len(findings) - shown + said.more
+        rest = [f"{more} more: `dlprof report {said.run}`."] if more else []
+        text = "\n\n".join([*pieces, *findings[:shown], *rest, *closing]) + "\n"
+        if len(text.encode()) <= MOST_MARKDOWN or not (shown or closing):
+            return text
+        if shown > 1 or not closing:
+            shown -= 1
+        else:
+            closing = closing[:-1]
+
+
+def _finding(number: int, one: Cure, run: str) -> str:
+    speed = f"{'at most ' if one.at_most else ''}{one.speedup:.2f} ×" if one.speedup > 1 else ""
+    margin = f" ± {one.margin:.2f}" if one.margin and not one.at_most else ""
+    at = f", at `{one.at.file}:{one.at.line}`" if one.at and one.at.line else ""
+    lines = [f"{number}. **{one.rule}** {speed}{margin}: {one.title}{at}", f"   → {one.change}"]
+    if one.diff:
+        lines += ["   ```diff", *(f"   {line}" for line in one.diff), "   ```"]
+    if one.set:
+        words = " ".join(f"{name}={value}" for name, value in one.set.items())
+        lines.append(f"   `dlprof try {run} --set '{words}'`")
+    return "\n".join(lines)
+
+
+def _cure(outcome: Outcome, named: Named) -> Cure:
+    first = outcome.changes[0] if outcome.changes else Change("")
+    place = first.at or next((p for p in outcome.where if p.line), None)
+    margin = formatting.margin(outcome).partition(NBSP)[2]
+    return Cure(
+        rule=plain(outcome.id, 40),
+        title=_text(outcome.title),
+        saving_ms=_number(outcome.saving_ns / 1e6),
+        speedup=_number(min(outcome.speedup, 1e3)),
+        change=_text(first.text, _LONG),
+        at_most=outcome.at_most,
+        margin=float(margin) if margin else 0.0,
+        at=At(plain(place.file, 120), place.line, plain(place.function, 80)) if place else None,
+        set=dict(named(first) or {}),
+        numerics=first.numerics,
+        training=outcome.training,
+        diff=tuple(plain(line, 120) for line in formatting.edits(first, _LINES)),
+    )
+
+
+def _nothing(_change: Change) -> None:
+    """Say that a change cannot be tried."""
+
+
+def _next(result: Result) -> str:
+    """Say which one option would tell most: what most rules lack that were not measured."""
+    if not result.run.command or result.window is None:
+        return ""
+    lacking = [o.why for o in result.outcomes if o.state == "not_measured"]
+    options = {
+        "--memory": "the history of the CUDA allocator",
+        "--lines auto": "the lines of the hottest functions",
+    }
+    asked = {option: sum(option.split()[0] in why for why in lacking) for option in options}
+    option, count = max(asked.items(), key=lambda one: one[1])
+    return f"`{option}` would record {options[option]}: {count} more answers." if count else ""
+
+
+def _number(value: float) -> float:
+    return round(value, 4) if math.isfinite(value) else 0.0
+
+
+def _text(text: str, most: int = _SENTENCE) -> str:
+    return plain(text, most).replace(NBSP, " ")
