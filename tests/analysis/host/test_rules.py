@@ -93,6 +93,24 @@ def line(number: int, function: str, calls: int) -> dict[str, Any]:
     return {**of, "file": "train.py", "line": number, "function": function, "source": "p.mul_(2)"}
 
 
+def starved(*, fetches: bool = False, marks: str = "step {}") -> dict[str, Any]:
+    """Trace ten steps that take 2 ms of 10, in ranges that name them; nothing is called in between, or a loader is."""
+    events: list[Any] = []
+    for n in range(10):
+        at = n * 10 * MS
+        events.append(traces.annotation(marks.format(n), at, 2 * MS))
+        for k in range(1, 11):
+            begin = at + k * 100 * US
+            events += traces.launched("gemm", begin, begin + 20 * US, 90 * US, 20 * n + k)
+        events += [traces.fetch(at + 9 * MS, 500 * US)] if fetches else []
+    return traces.trace(*events, world_size=1)
+
+
+def foreign(trace: dict[str, Any]) -> Make:
+    """Return what makes a folder of a trace that others recorded."""
+    return lambda folder: runs.foreign(folder, trace)
+
+
 def in_lines(*lines: dict[str, Any], stacks: dict[str, int]) -> Make:
     """Return what makes such a loop whose operators were recorded by line, or seen in stacks."""
     told = "".join(f"{MAIN};<module> (train.py:9);{frames} {n}\n" for frames, n in stacks.items())
@@ -266,6 +284,11 @@ CASES = [
     case("a loss is training", PYTHON, outside(5, LOSS), state="not_measured"),
     case("lines without stacks", PYTHON, outside(5, ""), state="not_measured"),
     case("lines on a GPU without a trace", PYTHON, outside(5, device=A100), state="not_measured"),
+    # What lies between ranges that name steps is where a job starves its device.
+    case("a starved device", PYTHON, foreign(starved()), at_most=True, changes=2, saving=pytest.approx(9.1, abs=0.1),
+         says=("passes between one step # and the next with nothing launched", "is the first suspect", "dlprof wrap")),
+    case("a device whose loader is seen", PYTHON, foreign(starved(fetches=True)), at_most=True, changes=1,
+         says="passes between step # and enumerate(DataLoader)"),
     case("Python beside a device", PYTHON, beside(0, ""), at_most=True, changes=1,
          says=("spends 2.10 ms of each step", "say which lines these are")),
     case("a loader beside a device", PYTHON, beside(1_900, AUGMENTS), at_most=True, changes=2,

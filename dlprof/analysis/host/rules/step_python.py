@@ -197,19 +197,21 @@ def _silent(
     if not len(mine) or mine["ns"].iloc[0] < SILENT * between:
         return explanation
     ns, after, before, loader = mine[["ns", "after", "before", "loader"]].iloc[0]
-    place = f"from the end of {short(after, 60)} to the start of {short(before, 60)}" if after else "in one piece"
-    suspect = "" if loader else "; nothing shows what fetches the batches, which is the first suspect"
+    one, other = short(after, 60), short(before, 60)
+    place = f"between {one} and {other}" if one else "in one piece"
+    place = f"between one {one} and the next" if one and one == other else place
+    suspect = "" if loader else "; the loader, of which the trace shows nothing, is the first suspect"
     found = change(
         "see whether the loader is what it waits for (`dlprof wrap` times it, and names the lines of a sample): more"
         " workers, or a cheaper sample"
     )
     return replace(
         explanation,
-        summary=f"{explanation.summary} {duration(ns)} of it pass in one piece, {place}: the script calls nothing"
-        f" that a trace shows{suspect}.",
+        summary=f"{explanation.summary} For {duration(ns)} at a stretch, {place}, the script calls nothing that a"
+        f" trace shows{suspect}.",
         changes=explanation.changes if loader else (found, *explanation.changes),
-        verdict=f"{percent(estimate.by_rank_ns[estimate.worst] / mean_step_ns)} of each step is lost {place}, where the"
-        f" script launches nothing{suspect}.",
+        verdict=f"{percent(estimate.by_rank_ns[estimate.worst] / mean_step_ns)} of each step passes {place} with"
+        f" nothing launched{suspect}.",
     )
 
 
