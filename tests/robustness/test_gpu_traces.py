@@ -57,7 +57,7 @@ def test_a_graphs_nodes_are_of_the_step_that_launched_it(tmp_path: Path, capture
     assert result.window is not None
     assert result.window.step_ns == pytest.approx(true.period_ns, rel=0.02)
     assert computation(result) == pytest.approx(true.ranks[0].parts["computation"] / true.period_ns, abs=0.02)
-    assert result.run.warnings == ()
+    assert result.run.warnings == ("left out of what was traced: 1 step in which the host only gained its lead",)
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_a_step_that_launches_nothing_is_left_out(tmp_path: Path) -> None:
     result, true = traced(tmp_path, replace(JOB, script=replace(JOB.script, skips=3)))
     assert result.window is not None
     assert result.window.step_ns == pytest.approx(true.period_ns, rel=0.02)
-    assert any("step that launched nothing on the device" in warning for warning in result.run.warnings)
+    assert any("that launched nothing on the device" in warning for warning in result.run.warnings)
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ LEAST_OF_BUSY = 0.97
 # The first steps of a trace do what is done once if they take so many times as long as the usual one.
 _COLD = 2.0
 
-NOT_MARKED = "nothing marks the steps: starting up cannot be told from training (prof.step() marks them)"
+NOT_MARKED = "without step markers, starting up cannot be told from training (prof.step() marks them)"
 
 # The most rows of the series that a rank passes on: enough for any screen and for a replay, a few kilobytes.
 MOST_ROWS = 2_000

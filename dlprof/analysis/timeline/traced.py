@@ -83,12 +83,15 @@ class TracedSteps:
 
     @property
     def whole(self) -> NDArray[np.bool_]:
-        """Which steps have all of their device work in the trace, which may begin or end amid that of a step."""
+        """Which steps have all of their device work in the trace, which may begin or end amid that of a step.
+
+        All, where the trace does not link the work: it is then counted where it began.
+        """
         n = len(self.windows)
         inside = self.launched_in[(self.launched_in >= 0) & (self.launched_in < n)]
         works = np.bincount(inside, minlength=n)
         found, some = np.ones(n, dtype=bool), np.flatnonzero(works)
-        if len(some) > 2 and np.median(works[some]) >= _FEW:
+        if self.linked and len(some) > 2 and np.median(works[some]) >= _FEW:
             least = _WHOLE * float(np.median(works[some]))
             found[some[[0, -1]]] = works[some[[0, -1]]] >= least
         return found

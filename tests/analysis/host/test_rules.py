@@ -304,7 +304,7 @@ CASES = [
     # Ten gaps of 6 µs in 1 ms, of which a µs each stays.
     case("a busy device", BOUND, launching(6), state="clear", share=pytest.approx(0.05, abs=0.01), ranks=(0,)),
     case("next to nothing", BOUND, traced(*IDLE), state="not_measured", says="that is no training"),
-    case("unmarked steps", BOUND, launching(40, marks=False), state="not_measured", says="nothing marks the steps"),
+    case("unmarked steps", BOUND, launching(40, marks=False), state="not_measured", says="without step markers"),
     case("Python between steps", BOUND, on_cpu(), share=0.4, title="Python holds up the step",
          says="no remedy is known"),
     # With no loader seen, and much time before the forward, data may come in there.

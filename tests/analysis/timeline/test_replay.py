@@ -200,7 +200,7 @@ def test_work_that_waits_for_another_stream_still_does(tmp_path: Path) -> None:
     [
         ([traces.step(0, 0, MS), traces.op("aten::mm", 0, MS)], "no work of a device"),
         ([traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0)], "does not link"),
-        (traces.launched("gemm", 0, 10_000, MS, 1), "nothing marks the steps"),
+        (traces.launched("gemm", 0, 10_000, MS, 1), "without step markers"),
     ],
 )
 def test_what_cannot_be_replayed_says_so(events: list[Any], why: str, tmp_path: Path) -> None:

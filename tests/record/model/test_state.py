@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
-from dlprof.record.model.state import Model, Storages, models_of, of, plain, state_of, tensors_in
+from dlprof.record.model import state as module
+from dlprof.record.model.state import Model, Storages, count_idle, models_of, of, plain, state_of, tensors_in
 from dlprof.record.observed import Observed
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -225,3 +227,15 @@ def test_tensors_without_a_module_are_parameters() -> None:
     assert counted(Seen(optimizers=[torch.optim.SGD([prompt])])) == {("parameter", "", "float32"): 160}
     both = Seen(model, optimizers=[torch.optim.SGD([prompt, *model.parameters()])])
     assert counted(both) == {("parameter", "", "float32"): 160 + 80}
+
+
+@pytest.mark.parametrize(("most", "found"), [(sys.maxsize, True), (0, False)], ids=["small", "large"])
+def test_idle_modules_are_searched_for_in_no_large_process(
+    most: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_BLOCKS", most)
+    idle = type("Idle", (nn.Linear,), {})(3, 5)
+    storages = Storages()
+    count_idle((), storages)
+    assert any(row[:2] == ("buffer", "(Idle)") for row in storages.rows) is found
+    assert idle.bias is not None
