@@ -63,7 +63,7 @@ def aligned(spans: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             moved = _shifted(spans, device, -middle)
             return moved, [
                 f"the device's clock is {duration(abs(middle))} {'ahead of' if middle > 0 else 'behind'} the host's:"
-                f" {wrong}; corrected by what {len(after)} copies say that their calls waited for"
+                f" {wrong}; corrected by {len(after)} copies whose calls waited for them"
             ]
     moved = (
         _shifted(spans, device, -int(np.quantile(lag, 0.01))) if (lag < -_EARLY_NS).any() else spans.copy(deep=False)
