@@ -286,7 +286,7 @@ CASES = [
     case("lines on a GPU without a trace", PYTHON, outside(5, device=A100), state="not_measured"),
     # What lies between ranges that name steps is where a job starves its device.
     case("a starved device", PYTHON, foreign(starved()), at_most=True, changes=2, saving=pytest.approx(9.1, abs=0.1),
-         says=("passes between one step # and the next with nothing launched", "is the first suspect", "dlprof wrap")),
+         says=("passes between one step and the next with nothing launched", "is the first suspect", "dlprof wrap")),
     case("a device whose loader is seen", PYTHON, foreign(starved(fetches=True)), at_most=True, changes=1,
          says="passes between step # and enumerate(DataLoader)"),
     case("Python beside a device", PYTHON, beside(0, ""), at_most=True, changes=1,

@@ -149,6 +149,34 @@ def test_unmarked_and_overlapping_steps(tmp_path: Path) -> None:
         measured(tmp_path / "d", []).frame(step_means)
 
 
+COLD = "steps at the start that took longer than those after"
+
+
+@pytest.mark.parametrize(
+    ("first", "length", "left"),
+    [
+        ([traces.op("aten::convolution", 0, 50 * MS)], 10 * MS, (f"2 {COLD}",)),
+        # A job may wait for data in any step, and so does a script that calls nothing.
+        ([traces.fetch(0, 40 * MS), traces.op("aten::mm", 40 * MS, 10 * MS)], 170 * MS / 9, ()),
+        ([traces.op("aten::mm", 40 * MS, 10 * MS)], 170 * MS / 9, ()),
+    ],
+    ids=["cold", "waits for data", "silent"],
+)
+def test_first_steps_of_a_trace_that_do_what_is_done_once_are_left_out(
+    first: list[Any], length: float, left: tuple[str, ...], tmp_path: Path
+) -> None:
+    # Two steps of 50 ms before seven of 10.
+    events: list[Any] = []
+    for n in range(9):
+        start = 50 * MS * n if n < 2 else 100 * MS + 10 * MS * (n - 2)
+        events.append(traces.step(n, start, 50 * MS if n < 2 else 10 * MS))
+        made = first if n < 2 else [traces.op("aten::mm", 0, 10 * MS)]
+        events += [{**one, "ts": one["ts"] + start / 1000} for one in made]
+    found = runs.rank_of(tmp_path, traces.trace(*events, device="")).once(timing)
+    assert found.step_ns == pytest.approx(length)
+    assert found.left == left
+
+
 def test_long_series_are_thinned_at_the_same_steps_on_every_rank(tmp_path: Path) -> None:
     ranks = [(None, [light(n, MS) for n in range(first, 5_000)], runs.CPU) for first in (0, 1)]
     frame = runs.measured(runs.recorded(tmp_path / "run", *ranks), step_series).frame(step_series)

@@ -199,7 +199,7 @@ def _silent(
     ns, after, before, loader = mine[["ns", "after", "before", "loader"]].iloc[0]
     one, other = short(after, 60), short(before, 60)
     place = f"between {one} and {other}" if one else "in one piece"
-    place = f"between one {one} and the next" if one and one == other else place
+    place = f"between one {one.removesuffix(' #')} and the next" if one and one == other else place
     suspect = "" if loader else "; the loader, of which the trace shows nothing, is the first suspect"
     found = change(
         "see whether the loader is what it waits for (`dlprof wrap` times it, and names the lines of a sample): more"
