@@ -232,6 +232,9 @@ NO_STEPS = ("optimizer_step", "lr_scheduler.step", "stepper", "valid_step", "col
             *([n // 2 * 2_000 + n % 2 * 80 + 10 for n in range(6)], [0, 1, 2, 3, 4], None),
             [80, 1920, 80, 1920, 80],
         ),
+        # Without numbers they hold nearly all kernels, or the name may be that of a part.
+        (every("train_step", 100, 4, 10), [5, 6, 105, 106, 205, 206, 305, 306], None, None, [100] * 3),
+        (every("train_step", 100, 4, 10), [5, 6, 50, 105, 106, 150, 205, 206, 250, 305, 306], None, None, None),
         # What is between the ranges belongs to a step; 60 of something else do not, and half of the time is too much.
         (
             [("train_step", at, at + 80) for at in (0, 100, 200, 340, 440)],
