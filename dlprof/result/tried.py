@@ -50,6 +50,8 @@ class Attempt(msgspec.Struct, frozen=True):
     before_ns: float | None = None  # the mean step without the settings, and with them
     after_ns: float | None = None
     numerics: bool = False  # the job computes other numbers
+    edit: str = ""  # the diff that was applied to a copy of the job's files; "": settings alone
+    losses: Literal["", "equal", "within", "differ"] = ""  # as without it: the same bits, or as close as equal runs
 
     @property
     def words(self) -> str:
