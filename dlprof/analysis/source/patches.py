@@ -184,8 +184,16 @@ def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
 
 def edit_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value]) -> str:
     """Return the diff that makes overrides permanent, by the facts of the ranks; "": not all of them are such edits."""
-    made = patch(calls_of(facts), wanted_of(overrides))
+    made = patch_of(facts, overrides)
     return "" if made.left_out else made.shown
+
+
+def patch_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value]) -> Patch:
+    """Return the patch that makes overrides permanent: `text` for `git apply` in the folder that the job started in.
+
+    `left_out` holds those that it does not make, with what to set instead.
+    """
+    return patch(calls_of(facts), wanted_of(overrides))
 
 
 class _Sources:
