@@ -90,9 +90,11 @@ RANK: Mapping[str, Shape] = {
             **_all(bool, "torch whole"),
             "roles": [str],
             "takes": [int],
+            "values": {},
         }
     ],
-    "options": [{**_all(str, "name dest"), **_all(bool, "switch on")}],
+    "files": [_all(str, "file digest")],
+    "options": [{**_all(str, "name dest"), **_all(bool, "switch on given")}],
     "subnormal": [{"step": int, **_all(float, "parameters state")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
