@@ -73,7 +73,8 @@ class Files:
                 for path, before in paths:
                     name = os.path.normpath(path).removeprefix(self._here)
                     if not os.path.isabs(name) and name not in self._known and self._is_own(path):  # noqa: PTH117
-                        self._known[name] = _digest(path, before)
+                        digest = _digest(path, before)
+                        self._known |= {name: digest} if digest is not None else {}
         except Exception:  # noqa: BLE001 - no file is edited then
             self.off = True
         return [] if self.off else [{"file": f, "digest": d} for f, d in self._known.items()]
@@ -98,13 +99,15 @@ class Files:
                         yield os.path.join(at, name), self._since  # noqa: PTH118
 
 
-def _digest(path: str, before: float) -> str:
-    """Return the SHA-256 of a file; "": it is no file, is large, or was written after that time."""
+def _digest(path: str, before: float) -> str | None:
+    """Return the SHA-256 of a file; "": it is no file, or was written after that time; None: it is large."""
     fd = -1
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         known = os.fstat(fd)
-        if not stat.S_ISREG(known.st_mode) or known.st_size > _MOST_BYTES or known.st_mtime > before:
+        if known.st_size > _MOST_BYTES:
+            return None
+        if not stat.S_ISREG(known.st_mode) or known.st_mtime > before:
             return ""
         with open(fd, "rb", closefd=False) as file:
             return hashlib.sha256(file.read(_MOST_BYTES)).hexdigest()
