@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 
 from dlprof.analysis.source.edits import NotEditable, Recorded, Value
 
-SUFFIXES = (".yaml", ".yml", ".json", ".toml")
-_MOST_BYTES = 256 << 10
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _MOST_PLACES = 16
 
 
@@ -35,41 +33,26 @@ class Change:
 
 def mentions(job: Recorded, name: str) -> bool:
     """Return whether the command line has an option, or an override as Hydra takes it, of that name."""
-    bare = name.replace("_", "").lower()
-    for word in job.argv[1:]:
-        said = re.split(r"[.:/]", word.partition("=")[0].lstrip("+~-"))[-1].replace("-", "").replace("_", "").lower()
-        if (word.startswith("-") or "=" in word) and said in (bare, f"no{bare}"):
-            return True
-    return False
+    words = (word.partition("=")[0] for word in job.argv[1:] if word.startswith("-") or "=" in word)
+    said = {re.split(r"[.:/]", word.lstrip("+~-"))[-1].replace("-", "").replace("_", "").lower() for word in words}
+    return not said.isdisjoint({bare := name.replace("_", "").lower(), f"no{bare}"})
 
 
-def in_configuration(job: Recorded, path: tuple[str, ...], values: tuple[Value, Value] | None) -> list[Change]:
-    """Return the places that hold the value of a key, in all files that the script opened; raise NotEditable.
-
-    `path`: the names that lead to the key; a file may hold the last ones of them, or be held in a part of its own.
-    `values`: the present one and the wanted one; without them the places are not edited.
-    """
+def keys_of(job: Recorded, name: str) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """Return where the files that the script opened have a key of that name: file, keys that lead there, value."""
+    files = [file for file in job.files if file.endswith(_SUFFIXES)]
     found = []
-    for file in job.files:
-        if not file.endswith(SUFFIXES):
-            continue
+    for file in files:
         try:
-            text = job.read(file)
-            tree = _tree(file, text) if path[-1].encode() in text else {}
+            tree = _tree(file, text) if name.encode() in (text := job.read(file)) else {}
         except NotEditable as e:
             raise NotEditable(f"{file}: {e}") from None
-        for keys in _paths(tree, path):
-            if values is None:
-                found.append(Change(file, 0, 0, b"", 0))
-            else:
-                found.append(_replaced(file, text, tree, keys, *values))
+        found += [(file, keys, value) for keys, value in _items(tree) if keys[-1] == name]
     return found
 
 
 def _tree(file: str, text: bytes) -> Any:
     """Return what a file holds; raise NotEditable where it cannot be parsed here."""
-    if len(text) > _MOST_BYTES:
-        raise NotEditable("it is too large")
     try:
         if file.endswith(".json"):
             return json.loads(text)
@@ -77,77 +60,69 @@ def _tree(file: str, text: bytes) -> Any:
             return import_module("tomllib").loads(text.decode())
         yaml = import_module("yaml")
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise NotEditable("it has aliases")
+            raise NotEditable("aliases are not followed")
         return yaml.safe_load(text)
-    except ImportError as e:
-        raise NotEditable(f"{e.name} is not installed") from None
     except NotEditable:
         raise
+    except ImportError as e:
+        raise NotEditable(f"{e.name} is not installed beside dlprof") from None
     except Exception:  # noqa: BLE001 - of three parsers, on any text
         raise NotEditable("it cannot be parsed") from None
 
 
-def _paths(tree: Any, path: tuple[str, ...], inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to what may have that path."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        keys = (*inside, key)
-        if key == path[-1] and all(a == b for a, b in zip(reversed(keys), reversed(path), strict=False)):
-            yield keys
-        yield from _paths(value, path, keys)
+def _items(tree: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the keys that lead to each value, and the value."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*inside, key), value
+        yield from _items(value, (*inside, key))
 
 
-def _replaced(file: str, text: bytes, tree: Any, keys: tuple[Any, ...], known: Value, wanted: Value) -> Change:
-    said = f"set {'.'.join(map(str, keys))}: {json.dumps(wanted)} in {file}"
-    after = deepcopy(tree)
-    at = after
-    for key in keys[:-1]:
-        at = at[key]
-    if (type(at[keys[-1]]), at[keys[-1]]) != (type(known), known):
-        raise NotEditable(f"{keys[-1]} is not {known!r} in {file}")
-    at[keys[-1]] = wanted
+def key_changed(job: Recorded, file: str, keys: tuple[Any, ...], wanted: Value) -> Change:
+    """Return the change of the value of a key; raise NotEditable where it cannot be told in the text."""
+    text = job.read(file)
+    before = dict(_items(_tree(file, text)))
+    after = {
+        path: repr(wanted if path == keys else value)
+        for path, value in before.items()
+        if path != keys[: len(path)] or path == keys
+    }
     pattern = rf"""(?<![\w-])["']?{re.escape(keys[-1])}["']?\s*[:=]\s*([^\s,\]}}#]+)"""
     found = []
     for match in [*re.finditer(pattern.encode(), text)][:_MOST_PLACES]:
-        change = Change(file, *match.span(1), json.dumps(wanted).encode(), text.count(b"\n", 0, match.start(1)) + 1)
+        begin, end = match.span(1)
+        change = Change(file, begin, end, json.dumps(wanted).encode(), text.count(b"\n", 0, begin) + 1)
         try:
-            got = _tree(file, text[: change.begin] + change.new + text[change.end :])
+            made = _tree(file, text[:begin] + change.new + text[end:])
         except NotEditable:
             continue
-        # True is 1 for Python.
-        if repr(got) == repr(after):
-            found.append(change)
+        # As text: True is 1 for Python.
+        got = {path: repr(value) for path, value in _items(made) if path != keys[: len(path)] or path == keys}
+        found += [change] if got == after else []
     if len(found) != 1:
-        raise NotEditable(said)
+        raise NotEditable(f"{keys[-1]} is written in a way that is not edited in {file}")
     return found[0]
 
 
-def in_shell(job: Recorded, names: Sequence[str], known: Value, wanted: Value) -> Change | None:
-    """Return the change of the value in the one line that starts the job with an option; None: there is no such line."""
+def in_shell(job: Recorded, names: Sequence[str], known: Value, wanted: Value) -> Change:
+    """Return the change of an option's value in the one line of a Makefile or script that starts the job with it."""
     options = {word.partition("=")[0] for word in job.argv[1:] if word.startswith("-")}
-    script = Path(job.argv[0]).stem if job.argv else ""
+    script = re.escape(Path(job.argv[0]).stem if job.argv else "")
     pattern = rf"(?<![\w./-])(?:{'|'.join(map(re.escape, names))})[ =]+({re.escape(str(known))})(?![\w.])"
     found = []
-    for file in job.files:
-        if file.endswith((*SUFFIXES, ".py")) or not script:
-            continue
+    for file in job.files if script and names else ():
         try:
-            text = job.read(file)
-            text.decode()
-        except (NotEditable, UnicodeDecodeError):
+            text = "" if file.endswith((*_SUFFIXES, ".py")) else job.read(file).decode()
+            # A line goes on after a backslash.
+            for line in re.finditer(r"(?:[^\n\\]|\\[\s\S])+", text):
+                words = shlex.split(line[0].replace("\\\n", " "), comments=True)
+                starts = any(re.search(rf"(^|[/.]){script}(\.py)?$", word) for word in words)
+                if starts and options <= {word.partition("=")[0] for word in words}:
+                    for match in re.finditer(pattern, line[0]):
+                        begin = len(text[: line.start() + match.start(1)].encode())
+                        at = text.count("\n", 0, line.start() + match.start(1)) + 1
+                        found.append(Change(file, begin, begin + len(match[1].encode()), str(wanted).encode(), at))
+        except (NotEditable, ValueError):  # noqa: PERF203 - not as it was, or written in another way
             continue
-        # A line goes on after a backslash.
-        for line in re.finditer(rb"(?:[^\n\\]|\\[\s\S])+", text):
-            said = line[0].decode()
-            try:
-                words = shlex.split(said.replace("\\\n", " "), comments=True)
-            except ValueError:
-                continue
-            starts = any(re.search(rf"\b{re.escape(script)}(\.py)?$", word) for word in words)
-            if not starts or not options <= {word.partition("=")[0] for word in words}:
-                continue
-            for match in re.finditer(pattern, said):
-                begin, end = (line.start() + len(said[:at].encode()) for at in match.span(1))
-                number = text.count(b"\n", 0, begin) + 1
-                found.append(Change(file, begin, end, str(wanted).encode(), number))
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        raise NotEditable("the command line gives it")
+    return found[0]

@@ -201,6 +201,7 @@ def check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
 
 
 def utf8(source: bytes) -> bytes:
+    """Return a source; raise NotEditable where it is not plain UTF-8."""
     try:
         encoding, _ = tokenize.detect_encoding(BytesIO(source).readline)
         source.decode("utf-8")
@@ -214,6 +215,7 @@ def utf8(source: bytes) -> bytes:
 
 
 def parsed(text: bytes) -> ast.Module:
+    """Return the tree of a source; raise NotEditable where it has none."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -291,6 +293,7 @@ def _with(text: bytes, call: ast.Call, kind: str, name: str, value: Value, new: 
 
 
 def is_literal(node: ast.expr) -> bool:
+    """Return whether an expression is a constant, or a number with its sign."""
     inner = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
     return isinstance(inner, ast.Constant)
 

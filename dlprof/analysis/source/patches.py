@@ -238,7 +238,7 @@ class _Sources:
         return text
 
     def diff(self, *, shown: bool = False) -> str:
-        """Return the unified diff of all files that are to be others than they are; `shown`: of what is kept of each."""
+        """Return the unified diff of all files that are to be others; `shown`: of what is kept of each."""
         made = []
         for file in sorted(self._files):
             old, new = self._files[file].decode(), self._after(file).decode()

@@ -1,0 +1,385 @@
+"""A value is edited where it stands: an option's default, a field, a constant, a key of a file, a line of a shell."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.source.patches import edit_of, patch, patch_of, wanted_of
+from dlprof.analysis.source.patches import calls_of
+
+LOADER = "from torch.utils.data import DataLoader\n"
+PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--workers', type=int, default=0)\n"
+PARSED = LOADER + PARSER + "args = p.parse_args()\n"
+CALL = "x = DataLoader(data, num_workers={})\n"
+OPTION = {"name": "--workers", "dest": "workers", "switch": False, "on": False, "given": False}
+GIVEN = OPTION | {"given": True}
+MAKE = "def make(data, workers):\n    return DataLoader(data, num_workers=workers)\n"
+FIELDS = "from dataclasses import dataclass, field\n@dataclass\nclass Data:\n    path: str = ''\n    workers: int = 0\n"
+NESTED = "@dataclass\nclass Config:\n    data: Data = field(default_factory=Data)\n"
+READ = "import yaml\nwith open('c.yaml') as f:\n    cfg = yaml.safe_load(f)\n"
+
+
+def written(folder: Path, files: dict[str, str], line: str = "", **facts: Any) -> dict[str, Any]:
+    """Write the files of a job, and return its facts as a recording has them, with the call in the first file."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    first = next(iter(files))
+    calls = (n for n in ast.walk(ast.parse(files[first])) if isinstance(n, ast.Call))
+    call = next(n for n in calls if ast.unparse(n.func) == "DataLoader")
+    span = {"line": call.lineno, "end_line": call.end_lineno, "column": call.col_offset, "end_column": call.end_col_offset}
+    row = {"kind": "loader", "file": first, **span, "digest": digests[first], "roles": ["train"]}
+    return {
+        "directory": str(folder),
+        "argv": [first, *line.split()],
+        "calls": [row | {"values": facts.pop("values", {"num_workers": 0})}],
+        "files": [{"file": name, "digest": digest} for name, digest in digests.items()],
+        **facts,
+    }
+
+
+def applied(folder: Path, text: str) -> dict[str, str]:
+    """Have git apply a patch, and return the lines that it adds, by file."""
+    (folder / "fix.diff").write_text(text)
+    for words in (["init", "-q", "."], ["apply", "fix.diff"]):
+        subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+    added: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("+++ "):
+            name = line[6:]
+        elif line.startswith("+"):
+            added[name] = added.get(name, "") + line[1:] + "\n"
+    return added
+
+
+# Files of a job, its options, its command line, and the lines that are other in the end.
+EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str]]] = {
+    "option": (
+        {"t.py": PARSED + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option, through a parameter": (
+        {"t.py": PARSED + MAKE + "make(1, args.workers)\nmake(2, workers=args.workers)\n"},
+        [OPTION],
+        "--lr 0.1",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option of another file, through an attribute": (
+        {
+            "t.py": f"{LOADER}class T:\n    def __init__(self, args):\n        self.args = args\n"
+            "    def run(self):\n        DataLoader(data, num_workers=self.args.workers)\n",
+            "opts.py": PARSER.replace("p.add", "    p.add").replace("p =", "def parse():\n    p =")
+            + "    return p.parse_args()\n",
+        },
+        [OPTION],
+        "",
+        {"opts.py": "    p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option of another name, in a dict of keywords": (
+        {
+            "t.py": PARSED.replace("'--workers'", "'-j', '--jobs', dest='n'")
+            + "kw = {'num_workers': args.n, 'pin_memory': True}\nDataLoader(data, **kw)\n"
+        },
+        [OPTION | {"name": "--jobs", "dest": "n"}],
+        "",
+        {"t.py": "p.add_argument('-j', '--jobs', dest='n', type=int, default=8)\n"},
+    ),
+    "click": (
+        {
+            "t.py": f"import click\n{LOADER}@click.command()\n@click.option('--workers', default=0)\n"
+            "def main(workers):\n    DataLoader(data, num_workers=workers)\nmain()\n"
+        },
+        [],
+        "--lr 1",
+        {"t.py": "@click.option('--workers', default=8)\n"},
+    ),
+    "typer": (
+        {
+            "t.py": f"import typer\napp = typer.Typer()\n{LOADER}@app.command()\n"
+            "def main(workers: int = typer.Option(0)):\n    DataLoader(data, num_workers=workers)\napp()\n"
+        },
+        [],
+        "",
+        {"t.py": "def main(workers: int = typer.Option(8)):\n"},
+    ),
+    "dataclass": (
+        {"t.py": LOADER + FIELDS + "cfg = Data('x')\n" + CALL.format("cfg.workers")},
+        [],
+        "",
+        {"t.py": "    workers: int = 8\n"},
+    ),
+    "dataclass in a dataclass, imported": (
+        {"t.py": f"{LOADER}from conf import Config\ncfg = Config()\n{CALL.format('cfg.data.workers')}", "conf.py": FIELDS + NESTED},
+        [],
+        "",
+        {"conf.py": "    workers: int = 8\n"},
+    ),
+    "field of a dataclass that its maker sets": (
+        {"t.py": LOADER + FIELDS.replace("= 0", "= 2") + "cfg = Data('x', 0)\n" + CALL.format("cfg.workers")},
+        [],
+        "",
+        {"t.py": "cfg = Data('x', 8)\n"},
+    ),
+    "constant": ({"t.py": f"{LOADER}N = 0  # few\n{CALL.format('N')}"}, [], "", {"t.py": "N = 8  # few\n"}),
+    "constant of another module": (
+        {"pkg/t.py": f"{LOADER}from pkg import c\nfrom pkg.c import N\n{CALL.format('N')}", "pkg/c.py": "N: int = 0\n"},
+        [],
+        "",
+        {"pkg/c.py": "N: int = 8\n"},
+    ),
+    "class": (
+        {"t.py": f"{LOADER}class Config:\n    workers = 0\n{CALL.format('Config.workers')}"},
+        [],
+        "",
+        {"t.py": "    workers = 8\n"},
+    ),
+    "default of a parameter": (
+        {"t.py": LOADER + MAKE.replace("workers):", "workers=0):") + "make(1)\nmake(2)\n"},
+        [],
+        "",
+        {"t.py": "def make(data, workers=8):\n"},
+    ),
+    "dict": (
+        {"t.py": LOADER + "C = {'lr': 0, 'workers': 0}\n" + CALL.format("C['workers']")},
+        [],
+        "",
+        {"t.py": "C = {'lr': 0, 'workers': 8}\n"},
+    ),
+    "other values of the same name": (
+        {"t.py": PARSED + "class Test:\n    workers = 2\n" + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "YAML": (
+        {"t.py": LOADER + READ + CALL.format("cfg['data']['workers']"), "c.yaml": "lr: 0\ndata:\n  workers:   0 # few\n"},
+        [],
+        "",
+        {"c.yaml": "  workers:   8 # few\n"},
+    ),
+    "YAML with the same key in two parts": (
+        {
+            "t.py": LOADER + READ + CALL.format("cfg.data.workers"),
+            "c.yaml": "eval: {workers: 0}\ndata: {lr: 0, 'workers': 0, x: 1}\n",
+        },
+        [],
+        "",
+        {"c.yaml": "data: {lr: 0, 'workers': 8, x: 1}\n"},
+    ),
+    "YAML, into a dataclass": (
+        {"t.py": LOADER + READ + FIELDS.replace("= 0", "= 2") + "c = Data(**cfg)\n" + CALL.format("c.workers"), "c.yaml": "workers: 0\n"},
+        [],
+        "",
+        {"c.yaml": "workers: 8\n"},
+    ),
+    "JSON": (
+        {
+            "t.py": f"{LOADER}import json\ncfg = json.load(open('c.json'))\n{CALL.format('cfg.get(chr(34), 4)').replace('chr(34)', chr(34) + 'dataloader_num_workers' + chr(34))}",
+            "c.json": '{"a": [0, {"b": 0}],\n\t"dataloader_num_workers" :0 }',
+        },
+        [],
+        "",
+        {"c.json": '\t"dataloader_num_workers" :8 }\n'},
+    ),
+    "TOML": (
+        {
+            "t.py": f"{LOADER}import tomllib\ncfg = tomllib.load(f)\n{CALL.format('cfg[chr(34)]').replace('chr(34)', repr('workers'))}",
+            "c.toml": "# c\n[data]\nworkers = 0\n",
+        },
+        [],
+        "",
+        {"c.toml": "workers = 8\n"},
+    ),
+    "Hydra": (
+        {
+            "t.py": f"import hydra\n{LOADER}@hydra.main(config_path='conf')\ndef main(cfg):\n"
+            "    DataLoader(data, num_workers=cfg.data.workers)\nmain()\n",
+            "conf/data/a.yaml": "# @package _group_\nworkers: 0\n",
+            "conf/config.yaml": "defaults:\n  - data: a\nlr: 1\n",
+        },
+        [],
+        "lr=2",
+        {"conf/data/a.yaml": "workers: 8\n"},
+    ),
+    "Makefile": (
+        {
+            "t.py": PARSED + CALL.format("args.workers"),
+            "Makefile": "train:\n\tpython t.py --lr 0.1 \\\n\t  --workers 0 --x\neval:\n\tpython e.py --workers 0\n",
+        },
+        [GIVEN],
+        "--lr 0.1 --workers 0 --x",
+        {"Makefile": "\t  --workers 8 --x\n"},
+    ),
+    "script of a scheduler": (
+        {
+            "pkg/t.py": PARSED + CALL.format("args.workers"),
+            "scripts/a.sbatch": "#!/bin/sh\n#SBATCH -n 1\n# t.py --workers=0\nsrun python -m pkg.t --workers=0\n",
+        },
+        [GIVEN],
+        "--workers=0",
+        {"scripts/a.sbatch": "srun python -m pkg.t --workers=8\n"},
+    ),
+    "Hydra's override in a script": (
+        {
+            "t.py": f"{LOADER}{READ}{CALL.format('cfg.data.workers')}",
+            "c.yaml": "data: {workers: 0}\n",
+            "a.sh": "python t.py data.workers=0 lr=1\n",
+        },
+        [],
+        "data.workers=0 lr=1",
+        {"a.sh": "python t.py data.workers=8 lr=1\n"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "options", "line", "after"), EDITED.values(), ids=EDITED)
+def test_a_value_is_edited_where_it_stands(
+    tmp_path: Path, files: dict[str, str], options: list[dict[str, Any]], line: str, after: dict[str, str]
+) -> None:
+    facts = written(tmp_path, files, line, options=options)
+    made = patch_of([facts], {"loader.num_workers": 8})
+    assert made.left_out == ()
+    assert applied(tmp_path, made.text) == after
+
+
+ARGS = PARSED + CALL.format("args.workers")
+KEYS = LOADER + READ + CALL.format("cfg['data']['workers']")
+YAML = {"c.yaml": "data: {workers: 0}\n"}
+SET = "set --workers 8"
+
+# Files of a job, its options, its command line, and why there is no edit.
+LEFT: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, str]] = {
+    "given by the user": ({"t.py": ARGS}, [GIVEN], "--workers 0", SET),
+    "a variable of a shell": ({"t.py": ARGS, "a.sh": "N=0\npython t.py --workers $N\n"}, [GIVEN], "--workers 0", SET),
+    "two lines of shells": (
+        {"t.py": ARGS, "a.sh": "python t.py --workers 0\n", "b.sh": "python t.py --workers 0\n"},
+        [GIVEN],
+        "--workers 0",
+        SET,
+    ),
+    "a line with other options": ({"t.py": ARGS, "a.sh": "python t.py --workers 0\n"}, [GIVEN], "--workers 0 --x", SET),
+    "another script's line": ({"t.py": ARGS, "a.sh": "python start.py --workers 0\n"}, [GIVEN], "--workers 0", SET),
+    "a line in a comment": ({"t.py": ARGS, "a.sh": "# python t.py --workers 0\n"}, [GIVEN], "--workers 0", SET),
+    "an option that was read unseen": ({"t.py": ARGS}, [], "", "what the command line gives was not recorded"),
+    "two options of one value": (
+        {"t.py": PARSED + "p.add_argument('--other', dest='workers', default=0)\n" + CALL.format("args.workers")},
+        [OPTION, OPTION | {"name": "--other"}],
+        "",
+        "in several places",
+    ),
+    "set after parsing": (
+        {"t.py": PARSED + "args.workers = min(args.workers, 4)\n" + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        "workers is computed at t.py:6",
+    ),
+    "counted up": ({"t.py": PARSED + "args.workers += 0\n" + ARGS[len(PARSED) :]}, [OPTION], "", "set again at t.py:6"),
+    "set by name": (
+        {"t.py": PARSED + "setattr(args, 'workers', f())\n" + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        "workers is computed at t.py:6",
+    ),
+    "defaults that are set": (
+        {"t.py": PARSED.replace("args =", "p.set_defaults(workers=0)\nargs =") + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        SET,
+    ),
+    "also in a file": ({"t.py": ARGS, "c.yaml": "workers: 0\n"}, [OPTION], "", SET),
+    "a default that is computed": (
+        {"t.py": ARGS.replace("default=0", "default=os.cpu_count() // 64")},
+        [OPTION],
+        "",
+        "workers is computed at t.py:4",
+    ),
+    "a default of another type": ({"t.py": ARGS.replace("default=0", "default='0'")}, [OPTION], "", SET),
+    "computed": ({"t.py": PARSED + CALL.format("args.workers // 2")}, [OPTION], "", "num_workers is computed"),
+    "a formatted key": ({"t.py": LOADER + READ + CALL.format("cfg[f'{x}_workers']"), **YAML}, [], "", "is computed"),
+    "the environment": (
+        {"t.py": LOADER + "import os\n" + CALL.format("int(os.environ.get('workers', 0))"), **YAML},
+        [],
+        "",
+        "is computed",
+    ),
+    "a shadowed name": (
+        {"t.py": LOADER + "workers = 0\ndef make(workers):\n    return DataLoader(d, num_workers=workers)\nmake(f())\n"},
+        [],
+        "",
+        "workers is computed",
+    ),
+    "a loop": ({"t.py": LOADER + "for n in (0, 2):\n    DataLoader(d, num_workers=n)\n"}, [], "", "n is computed"),
+    "a function that is passed on": (
+        {"t.py": LOADER + MAKE + "make(1, 0)\nrun(make, 4)\n"},
+        [],
+        "",
+        "what make gets for workers was not found",
+    ),
+    "calls that differ": ({"t.py": LOADER + MAKE + "make(1, 0)\nmake(2, 0)\n"}, [], "", "in several places"),
+    "a method of that name": (
+        {"t.py": LOADER + FIELDS + "    @property\n    def workers(self):\n        return 0\n" + CALL.format("Data().workers")},
+        [],
+        "",
+        "workers is set again",
+    ),
+    "text that is run": (
+        {"t.py": LOADER + "n = 0\nexec(open('configurator.py').read())\n" + CALL.format("n")},
+        [],
+        "",
+        "n may be set by other code",
+    ),
+    "a global": (
+        {"t.py": LOADER + "n = 0\ndef f():\n    global n\n    n = 0\n" + CALL.format("n")},
+        [],
+        "",
+        "n may be set by other code",
+    ),
+    "a constant that the command line gives": (
+        {"t.py": LOADER + FIELDS + "cfg = cli(Data)\n" + CALL.format("cfg.workers")},
+        [],
+        "--data.workers 0",
+        "the command line gives it",
+    ),
+    "a key of two files": (
+        {"t.py": KEYS, **YAML, "d.json": '{"data": {"workers": 0}}'},
+        [],
+        "",
+        "in several places",
+    ),
+    "a key of another value": ({"t.py": KEYS, "c.yaml": "data: {workers: 2}\n"}, [], "", "set data.workers: 8 in c.yaml"),
+    "a text that looks like the value": ({"t.py": KEYS, "c.yaml": "data: {workers: '0'}\n"}, [], "", "set data.workers: 8"),
+    "a key that is given": ({"t.py": KEYS, **YAML}, [], "data.workers=0", "set data.workers: 8 in c.yaml"),
+    "an alias": (
+        {"t.py": KEYS, "c.yaml": "n: &n 0\ndata: {workers: *n}\n"},
+        [],
+        "",
+        "c.yaml: aliases are not followed",
+    ),
+    "YAML that cannot be parsed": ({"t.py": KEYS, "c.yaml": "workers: [0\n"}, [], "", "c.yaml: it cannot be parsed"),
+    "a number that is written otherwise": (
+        {"t.py": KEYS, "c.yaml": "data:\n  workers:\n    !!int\n    '0'\n"},
+        [],
+        "",
+        "set data.workers: 8 in c.yaml",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "options", "line", "why"), LEFT.values(), ids=LEFT)
+def test_what_is_not_sure_is_not_edited(
+    tmp_path: Path, files: dict[str, str], options: list[dict[str, Any]], line: str, why: str
+) -> None:
+    facts = written(tmp_path, files, line, options=options)
+    made = patch_of([facts], {"loader.num_workers": 8})
+    assert made.text == edit_of([facts], {"loader.num_workers": 8}) == ""
+    ((_, _, said),) = made.left_out
+    assert why in said
