@@ -115,8 +115,8 @@ class Change(msgspec.Struct, frozen=True):
 
     `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `training`:
     whether time is saved only because the job trains otherwise (larger batches, fewer validations or checkpoints), so
-    that it cures nothing. `at`: the call that takes the settings, None: not known; `diff`: the edit of it, "":
-    `no_diff` says why there is none.
+    that it cures nothing. `at`: the call that takes the settings, or the line that gives them to it; None:
+    not known. `diff`: the edit, "": `no_diff` says why there is none, and what to set instead.
     """
 
     text: str
@@ -432,7 +432,9 @@ class Result(msgspec.Struct, frozen=True):
     host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
     device_work: DeviceWork | None = None  # None: no device was traced
     budget: tuple[RunPart, ...] = ()  # in the order of time; () where the run's beginning and end are not known
-    changes: tuple[Proposal, ...] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
+    changes: tuple[
+        Proposal, ...
+    ] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
 
     @property
     def found(self) -> tuple[Outcome, ...]:

@@ -180,13 +180,16 @@ def patch_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value])
     return patch(calls_of(facts), wanted_of(overrides))
 
 
+_Edit = (
+    Change | tuple[Span, str, dict[str, Value]]
+)  # of a value that stands elsewhere; of a call: place, kind, settings
+
+
 class _Sources:
-    """The files that are edited: as they were recorded, and as they are to be."""
+    """The files that are edited: each as it was recorded, and its edits by their places."""
 
     def __init__(self) -> None:
-        self._files: dict[str, bytes] = {}  # as they were recorded
-        self._calls: dict[tuple[str, Span], tuple[Call, dict[str, Value]]] = {}
-        self._changes: dict[tuple[str, int, int], Change] = {}  # of values that stand elsewhere
+        self._files: dict[str, tuple[bytes, dict[object, _Edit]]] = {}
 
     def edit(self, call: Call, settings: Mapping[str, Value]) -> None:
         """Give a call these settings; raise NotEditable where that cannot be done, and change nothing."""
@@ -195,72 +198,58 @@ class _Sources:
         if call.via:
             raise NotEditable(f"{call.via} makes the call")
         check_name(call.file)
-        before = self._files.get(call.file) or read_file(call.directory, call.file, call.digest)
-        node = find(parsed(utf8(before)), call.span, call.kind)
+        files = {file: (text, dict(edits)) for file, (text, edits) in self._files.items()}
+        if call.file not in files:
+            files[call.file] = read_file(call.directory, call.file, call.digest), {}
+        text, edits = files[call.file]
+        node = find(parsed(utf8(text)), call.span, call.kind)
         check_together(node, settings)
-        inside, changes = dict(settings), {}
+        inside = {}
         for name, value in settings.items():
             given = given_value(node, name)
-            if given is not None and not is_literal(given):
-                change = Origins(call, name, value).change(given)
-                changes[change.file, change.begin, change.end] = change
-                del inside[name]
-        old = self._files, self._calls, self._changes
-        self._files = {
-            **{one.file: call.job.read(one.file) for one in changes.values()},
-            **self._files,
-            call.file: before,
-        }
-        key = call.file, call.span
-        self._calls = {**self._calls, key: (call, {**self._calls.get(key, (call, {}))[1], **inside})}
-        self._changes = {**self._changes, **changes}
-        try:
-            if any(self._changes[place] != change for place, change in changes.items() if place in old[2]):
+            if given is None or is_literal(given):
+                inside[name] = value
+                continue
+            change = Origins(call, name, value).change(given)
+            _, those = files.setdefault(change.file, (call.job.read(change.file), {}))
+            if those.setdefault((change.begin, change.end), change) != change:
                 raise NotEditable("another change sets the same value")
-            for file in {call.file, *(change.file for change in changes.values())}:
-                self._after(file)
-        except NotEditable:
-            self._files, self._calls, self._changes = old
-            raise
-
-    def _after(self, file: str) -> bytes:
-        """Return a file as it is to be. From its end to its begin: an edit moves what stands below it."""
-        text = self._files[file]
-        lines = Lines(text)
-        todo: list[tuple[int, Change | tuple[Call, dict[str, Value]]]]
-        todo = [(change.begin, change) for change in self._changes.values() if change.file == file]
-        todo += [(lines.at(span.line, span.column), one) for (of, span), one in self._calls.items() if of == file]
-        for _, one in sorted(todo, key=lambda pair: pair[0], reverse=True):
-            if isinstance(one, Change):
-                text = text[: one.begin] + one.new + text[one.end :]
-            else:
-                text = edited(text, one[0].span, one[0].kind, one[1])
-        return text
+        if inside:
+            before = edits.get(call.span)
+            edits[call.span] = call.span, call.kind, {**(before[2] if isinstance(before, tuple) else {}), **inside}
+        for one in files.values():
+            _after(*one)
+        self._files = files
 
     def diff(self, *, shown: bool = False) -> str:
         """Return the unified diff of all files that are to be others; `shown`: of what is kept of each."""
         made = []
-        for file in sorted(self._files):
-            old, new = self._files[file].decode(), self._after(file).decode()
-            if old != new and shown:
-                is_source = file.endswith(".py")
+        for file, (text, edits) in sorted(self._files.items()):
+            is_source = file.endswith(".py")
+            old, new = text.decode(), _after(text, edits).decode()
+            if shown and old != new:
                 old, new = map(redaction.source, (old, new)) if is_source else _only_changed(old, new)
-            if old != new:
-                made.append(_diff(file, old, new, 3 if not shown or file.endswith(".py") else 0))
+            made += [_diff(file, old, new, 3 if is_source or not shown else 0)] if old != new else []
         return "".join(made)
 
     def elsewhere(self) -> tuple[tuple[str, int, str], ...]:
         """Return file, line and kept text of the values that do not stand in a call."""
         found = []
-        for one in self._changes.values():
-            text = self._files[one.file].decode()
-            kept = (
-                redaction.source(text)
-                if one.file.endswith(".py")
-                else _only_changed(text, self._after(one.file).decode())[0]
-            )
-            found.append((one.file, one.line, " ".join(kept.split("\n")[one.line - 1].split())))
+        for file, (text, edits) in self._files.items():
+            old, new = text.decode(), _after(text, edits).decode()
+            lines = (redaction.source(old) if file.endswith(".py") else _only_changed(old, new)[0]).split("\n")
+            changes = [one for one in edits.values() if isinstance(one, Change)]
+            found += [(file, one.line, " ".join(lines[one.line - 1].split())) for one in changes]
         return tuple(found)
+
+
+def _after(text: bytes, edits: Mapping[object, _Edit]) -> bytes:
+    """Return a file as it is to be. From its end to its begin: an edit moves what stands below it."""
+    at = Lines(text).at
+    places = ((one.begin if isinstance(one, Change) else at(one[0].line, one[0].column), one) for one in edits.values())
+    for _, one in sorted(places, key=lambda pair: pair[0], reverse=True):
+        text = text[: one.begin] + one.new + text[one.end :] if isinstance(one, Change) else edited(text, *one)
+    return text
 
 
 def _only_changed(old: str, new: str) -> tuple[str, str]:

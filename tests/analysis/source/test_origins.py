@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.source.patches import edit_of, patch, patch_of, wanted_of
-from dlprof.analysis.source.patches import calls_of
+from dlprof.analysis.source.patches import Wanted, calls_of, edit_of, patch, patch_of, wanted_of
+from tests.fixtures.jobs import facts as recorded_facts
+from tests.fixtures.jobs import record
 
 LOADER = "from torch.utils.data import DataLoader\n"
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--workers', type=int, default=0)\n"
@@ -34,7 +35,12 @@ def written(folder: Path, files: dict[str, str], line: str = "", **facts: Any) -
     first = next(iter(files))
     calls = (n for n in ast.walk(ast.parse(files[first])) if isinstance(n, ast.Call))
     call = next(n for n in calls if ast.unparse(n.func) == "DataLoader")
-    span = {"line": call.lineno, "end_line": call.end_lineno, "column": call.col_offset, "end_column": call.end_col_offset}
+    span = {
+        "line": call.lineno,
+        "end_line": call.end_lineno,
+        "column": call.col_offset,
+        "end_column": call.end_col_offset,
+    }
     row = {"kind": "loader", "file": first, **span, "digest": digests[first], "roles": ["train"]}
     return {
         "directory": str(folder),
@@ -53,7 +59,7 @@ def applied(folder: Path, text: str) -> dict[str, str]:
     added: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("+++ "):
-            name = line[6:]
+            name = line[6:].rstrip("\t")
         elif line.startswith("+"):
             added[name] = added.get(name, "") + line[1:] + "\n"
     return added
@@ -118,7 +124,10 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
         {"t.py": "    workers: int = 8\n"},
     ),
     "dataclass in a dataclass, imported": (
-        {"t.py": f"{LOADER}from conf import Config\ncfg = Config()\n{CALL.format('cfg.data.workers')}", "conf.py": FIELDS + NESTED},
+        {
+            "t.py": f"{LOADER}from conf import Config\ncfg = Config()\n{CALL.format('cfg.data.workers')}",
+            "conf.py": FIELDS + NESTED,
+        },
         [],
         "",
         {"conf.py": "    workers: int = 8\n"},
@@ -161,7 +170,10 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
         {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
     ),
     "YAML": (
-        {"t.py": LOADER + READ + CALL.format("cfg['data']['workers']"), "c.yaml": "lr: 0\ndata:\n  workers:   0 # few\n"},
+        {
+            "t.py": LOADER + READ + CALL.format("cfg['data']['workers']"),
+            "c.yaml": "lr: 0\ndata:\n  workers:   0 # few\n",
+        },
         [],
         "",
         {"c.yaml": "  workers:   8 # few\n"},
@@ -176,14 +188,18 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
         {"c.yaml": "data: {lr: 0, 'workers': 8, x: 1}\n"},
     ),
     "YAML, into a dataclass": (
-        {"t.py": LOADER + READ + FIELDS.replace("= 0", "= 2") + "c = Data(**cfg)\n" + CALL.format("c.workers"), "c.yaml": "workers: 0\n"},
+        {
+            "t.py": LOADER + READ + FIELDS.replace("= 0", "= 2") + "c = Data(**cfg)\n" + CALL.format("c.workers"),
+            "c.yaml": "workers: 0\n",
+        },
         [],
         "",
         {"c.yaml": "workers: 8\n"},
     ),
     "JSON": (
         {
-            "t.py": f"{LOADER}import json\ncfg = json.load(open('c.json'))\n{CALL.format('cfg.get(chr(34), 4)').replace('chr(34)', chr(34) + 'dataloader_num_workers' + chr(34))}",
+            "t.py": f"{LOADER}import json\ncfg = json.load(open('c.json'))\n"
+            + CALL.format("cfg.get('dataloader_num_workers', 4)"),
             "c.json": '{"a": [0, {"b": 0}],\n\t"dataloader_num_workers" :0 }',
         },
         [],
@@ -192,7 +208,7 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
     ),
     "TOML": (
         {
-            "t.py": f"{LOADER}import tomllib\ncfg = tomllib.load(f)\n{CALL.format('cfg[chr(34)]').replace('chr(34)', repr('workers'))}",
+            "t.py": f"{LOADER}import tomllib\ncfg = tomllib.load(f)\n" + CALL.format("cfg['workers']"),
             "c.toml": "# c\n[data]\nworkers = 0\n",
         },
         [],
@@ -312,7 +328,10 @@ LEFT: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, str]] = {
         "is computed",
     ),
     "a shadowed name": (
-        {"t.py": LOADER + "workers = 0\ndef make(workers):\n    return DataLoader(d, num_workers=workers)\nmake(f())\n"},
+        {
+            "t.py": LOADER
+            + "workers = 0\ndef make(workers):\n    return DataLoader(d, num_workers=workers)\nmake(f())\n"
+        },
         [],
         "",
         "workers is computed",
@@ -326,7 +345,12 @@ LEFT: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, str]] = {
     ),
     "calls that differ": ({"t.py": LOADER + MAKE + "make(1, 0)\nmake(2, 0)\n"}, [], "", "in several places"),
     "a method of that name": (
-        {"t.py": LOADER + FIELDS + "    @property\n    def workers(self):\n        return 0\n" + CALL.format("Data().workers")},
+        {
+            "t.py": LOADER
+            + FIELDS
+            + "    @property\n    def workers(self):\n        return 0\n"
+            + CALL.format("Data().workers")
+        },
         [],
         "",
         "workers is set again",
@@ -355,8 +379,18 @@ LEFT: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, str]] = {
         "",
         "in several places",
     ),
-    "a key of another value": ({"t.py": KEYS, "c.yaml": "data: {workers: 2}\n"}, [], "", "set data.workers: 8 in c.yaml"),
-    "a text that looks like the value": ({"t.py": KEYS, "c.yaml": "data: {workers: '0'}\n"}, [], "", "set data.workers: 8"),
+    "a key of another value": (
+        {"t.py": KEYS, "c.yaml": "data: {workers: 2}\n"},
+        [],
+        "",
+        "set data.workers: 8 in c.yaml",
+    ),
+    "a text that looks like the value": (
+        {"t.py": KEYS, "c.yaml": "data: {workers: '0'}\n"},
+        [],
+        "",
+        "set data.workers: 8",
+    ),
     "a key that is given": ({"t.py": KEYS, **YAML}, [], "data.workers=0", "set data.workers: 8 in c.yaml"),
     "an alias": (
         {"t.py": KEYS, "c.yaml": "n: &n 0\ndata: {workers: *n}\n"},
@@ -383,3 +417,117 @@ def test_what_is_not_sure_is_not_edited(
     assert made.text == edit_of([facts], {"loader.num_workers": 8}) == ""
     ((_, _, said),) = made.left_out
     assert why in said
+
+
+def test_what_was_written_since_is_not_edited(tmp_path: Path) -> None:
+    files = {
+        "t.py": LOADER + "from o import N\n" + KEYS.replace("cfg['data']['workers']", "N"),
+        "o.py": "N = 0\n",
+        **YAML,
+    }
+    facts = written(tmp_path, files)
+    assert applied(tmp_path, patch_of([facts], {"loader.num_workers": 8}).text) == {"o.py": "N = 8\n"}
+    ((_, _, said),) = patch_of([facts], {"loader.num_workers": 4}).left_out
+    assert said == "num_workers is `N` there: o.py: the file has changed since it was recorded"
+    without = {name: value for name, value in facts.items() if name != "files"}
+    assert patch_of([without], {"loader.num_workers": 4}).left_out[0][2] == "num_workers is `N` there"
+
+
+def test_settings_of_workers_hold_where_the_script_is_started_without(tmp_path: Path) -> None:
+    facts = written(tmp_path, {"a b.py": ARGS}, options=[OPTION])
+    overrides = {"loader.num_workers": 8, "loader.persistent_workers": True, "loader.prefetch_factor": 4}
+    made = patch_of([facts], overrides)
+    assert applied(tmp_path, made.text)["a b.py"] == (
+        "p.add_argument('--workers', type=int, default=8)\nx = DataLoader(data, num_workers=args.workers, "
+        "persistent_workers=args.workers > 0, prefetch_factor=4 if args.workers else None)\n"
+    )
+    assert edit_of([facts], overrides) == ""  # it has been applied
+    assert made.elsewhere == (("a b.py", 4, "p.add_argument('--workers', type=int, default=0)"),)
+
+
+def test_both_values_of_one_literal_are_not_set(tmp_path: Path) -> None:
+    text = LOADER + "n = 4\nx = DataLoader(data, batch_size=n, num_workers=n)\n"
+    facts = written(tmp_path, {"t.py": text}, values={"num_workers": 4, "batch_size": 4})
+    made = patch(calls_of([facts]), wanted_of({"loader.num_workers": 8, "loader.batch_size": 16}))
+    assert (made.text, made.left_out[0][2]) == ("", "another change sets the same value")
+    assert "n = 8\n" in patch_of([facts], {"loader.num_workers": 8, "loader.batch_size": 8}).text
+
+
+def test_a_report_shows_name_and_value_alone(tmp_path: Path) -> None:
+    files = {"t.py": KEYS, "c.yaml": "token: hunter2\ndata: {key: hunter2, workers: 0, a: hunter2}  # hunter2\n"}
+    made = patch_of([written(tmp_path, files)], {"loader.num_workers": 12})
+    assert made.shown == "--- a/c.yaml\n+++ b/c.yaml\n@@ -2 +2 @@\n-… workers: 0\n+… workers: 12\n"
+    assert "hunter2, workers: 12, a" in made.text
+    files = {"t.py": ARGS, "a.sh": "export TOKEN=hunter2\n  python t.py --token hunter2 --workers 0 --user hunter2\n"}
+    made = patch_of(
+        [written(tmp_path, files, "--token hunter2 --workers 0 --user hunter2", options=[GIVEN])],
+        {"loader.num_workers": 8},
+    )
+    assert made.shown.splitlines()[2:] == ["@@ -2 +2 @@", "-  … --workers 0", "+  … --workers 8"]
+
+
+RECORDED = """
+import argparse, json, yaml, torch
+from dataclasses import dataclass
+from torch.utils.data import DataLoader
+
+@dataclass
+class Config:
+    name: str = "x"
+    workers: int = 0
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", "-j", type=int, default=0)
+    return parser.parse_args()
+
+def make(workers):
+    return DataLoader(data, num_workers=workers)
+
+def main(args):
+    with open("conf/c.yaml") as file:
+        conf = yaml.safe_load(file)
+    hf = json.load(open("hf.json"))
+    cfg = Config("y")
+    loaders = [
+        make(args.jobs),
+        DataLoader(data, num_workers=cfg.workers),
+        DataLoader(data, num_workers=conf["data"]["n_workers"]),
+        DataLoader(data, num_workers=hf["dataloader_num_workers"]),
+    ]
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for loader in loaders:
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+data = torch.randn(8, 2)
+if __name__ == "__main__":
+    main(parse())
+"""
+
+
+@pytest.mark.long
+def test_a_recorded_job_has_the_new_values_once_its_files_are_edited(tmp_path: Path) -> None:
+    """An option, a field and two keys give four loaders their workers; each takes another value."""
+    job = tmp_path / "job"
+    (job / "conf").mkdir(parents=True)
+    (job / "train.py").write_text(RECORDED)
+    (job / "conf/c.yaml").write_text("# of the cluster\ndata:\n  n_workers: 0  # few\n")
+    (job / "hf.json").write_text('{"output_dir": "out", "dataloader_num_workers": 0}\n')
+
+    def recorded(name: str) -> Any:
+        record(job / "train.py", folder=tmp_path / name, options=["--no-trace"])
+        return recorded_facts(tmp_path / name / "ranks/00000")
+
+    facts = recorded("before")
+    assert [one["num_workers"] for one in facts["loaders"]] == [0, 0, 0, 0]
+    calls = sorted((one for one in calls_of([facts]) if one.kind == "loader"), key=lambda call: call.line)
+    made = [patch([call], [Wanted("loader", {"num_workers": n})]) for n, call in enumerate(calls, start=1)]
+    assert [one.left_out for one in made] == [()] * 4
+    for one in made:
+        applied(job, one.text)
+    assert (job / "conf/c.yaml").read_text() == "# of the cluster\ndata:\n  n_workers: 3  # few\n"
+    assert [one["num_workers"] for one in recorded("after")["loaders"]] == [1, 2, 3, 4]
