@@ -94,7 +94,7 @@ RANK: Mapping[str, Shape] = {
         }
     ],
     "files": [_all(str, "file digest")],
-    "options": [{**_all(str, "name dest"), **_all(bool, "switch on given")}],
+    "options": [{**_all(str, "name dest"), **_all(bool, "switch on")}],
     "subnormal": [{"step": int, **_all(float, "parameters state")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,

@@ -1,5 +1,4 @@
-"""The options of the script's command line, as its argparse parsers know them: names, which switches are on, and which
-may have been given.
+"""The options of the script's command line, as its argparse parsers know them: names, and which switches are on.
 
 No value of an option is kept. Options of click, typer, hydra and absl are not seen.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dlprof import redaction
@@ -49,18 +48,5 @@ def _options(parser: argparse.ArgumentParser, args: Any, namespace: Any) -> dict
         if names and action.dest.isidentifier() and action.dest != "help":
             name = next((name for name in names if name.startswith("--")), names[0])
             is_on = value is True or (action.nargs == 0 and isinstance(value, (int, str)) and bool(value))
-            told = {"name": name, "dest": action.dest, "switch": action.nargs == 0, "on": is_on}
-            found[name] = told | {"given": _given(parser, action.option_strings, line)}
+            found[name] = {"name": name, "dest": action.dest, "switch": action.nargs == 0, "on": is_on}
     return found
-
-
-def _given(parser: argparse.ArgumentParser, names: Sequence[str], line: Sequence[str]) -> bool:
-    """Return whether a command line may give an option: by a name of its own, the begin of one, or in a file."""
-    begins = [word.partition("=")[0] for word in line]
-    short = [name[1:] for name in names if not name.startswith("--")]
-    return any(
-        word[:1] in (parser.fromfile_prefix_chars or ())
-        or (word.startswith("-") and len(word) > 1 and any(name.startswith(word) for name in names))
-        or (word.startswith("-") and not word.startswith("--") and any(name in word for name in short))
-        for word in begins
-    )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,23 @@ class Change:
     line: int
 
 
-def mentions(job: Recorded, name: str) -> bool:
-    """Return whether the command line has an option, or an override as Hydra takes it, of that name."""
-    words = (word.partition("=")[0] for word in job.argv[1:] if word.startswith("-") or "=" in word)
-    said = {re.split(r"[.:/]", word.lstrip("+~-"))[-1].replace("-", "").replace("_", "").lower() for word in words}
-    return not said.isdisjoint({bare := name.replace("_", "").lower(), f"no{bare}"})
+def mentions(job: Recorded, key: str, names: Iterable[str] = ()) -> bool:
+    """Return whether the command line may give an option of that key or those names, or a key as Hydra takes it."""
+
+    def bare(name: str) -> str:
+        return name.lstrip("+~-").replace("-", "").replace("_", "").lower()
+
+    letters = {name[1] for name in names if len(name) == 2}
+    long = {bare(key), *(bare(name) for name in names if len(name) > 2)}
+    for word in job.argv[1:]:
+        name, equals, _ = word.partition("=")
+        last = bare(re.split(r"[.:/]", name)[-1]).removeprefix("no")
+        # argparse takes the begin of a name, and several letters together.
+        begins = name.startswith("--") and last and any(one.startswith(last) for one in long)
+        lettered = name.startswith("-") and not name.startswith("--") and not letters.isdisjoint(name)
+        if begins or lettered or (last in long and (equals or name.startswith("-"))):
+            return True
+    return False
 
 
 def keys_of(job: Recorded, name: str) -> list[tuple[str, tuple[Any, ...], Any]]:
@@ -47,10 +60,13 @@ def keys_of(job: Recorded, name: str) -> list[tuple[str, tuple[Any, ...], Any]]:
             tree = _tree(file, text) if name.encode() in (text := job.read(file)) else {}
         except NotEditable as e:
             raise NotEditable(f"{file}: {e}") from None
-        found += [(file, keys, value) for keys, value in _items(tree) if keys[-1] == name]
+        for keys, value in _items(tree):
+            is_plain = value is None or isinstance(value, (bool, int, float, str))
+            found += [(file, keys, value if is_plain else repr(value))] if keys[-1] == name else []
     return found
 
 
+@lru_cache(maxsize=64)
 def _tree(file: str, text: bytes) -> Any:
     """Return what a file holds; raise NotEditable where it cannot be parsed here."""
     try:

@@ -119,14 +119,17 @@ CALLEES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset(_OPTIMIZERS.split()),
     "compile": frozenset(("compile",)),
     "copy": frozenset(("to", "cuda")),
+    "arguments": frozenset(("TrainingArguments", "Seq2SeqTrainingArguments")),  # of transformers
 }
 
 
 # Settings that are often given without their name: the place among the arguments.
 _POSITIONS = {"batch_size": 1}
 # The number of leading positional arguments that no change sets otherwise.
-_BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
+_BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1, "arguments": 1}
 
+
+TRAINER = "dataloader_"  # before the settings of loaders, in transformers' TrainingArguments
 
 # Keywords beside which a call refuses a setting, where both have a value that is not false.
 _REFUSES: Mapping[str, tuple[str, ...]] = {
@@ -152,11 +155,15 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
     call = find(tree, span, kind)
     start, callee = (call.lineno, call.col_offset), ast.dump(call.func)
     check_together(call, settings)
-    workers = given_value(call, "num_workers")
+    workers = given_value(call, f"{TRAINER if kind == 'arguments' else ''}num_workers")
     for name, value in settings.items():
         wanted = deepcopy(tree)
         new = literal(value, text).decode()
-        if value and name in _OF_WORKERS and isinstance(workers, (ast.Name, ast.Attribute, ast.Subscript)):
+        if (
+            value
+            and name.removeprefix(TRAINER) in _OF_WORKERS
+            and isinstance(workers, (ast.Name, ast.Attribute, ast.Subscript))
+        ):
             # The script may be started without workers.
             by = ast.unparse(workers)
             new = f"{by} > 0" if value is True else f"{new} if {by} else None"
@@ -186,7 +193,8 @@ def given_value(call: ast.Call, name: str) -> ast.expr | None:
 
 def check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
     """Raise NotEditable where the call would refuse the settings beside its other arguments."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    settings = {name.removeprefix(TRAINER): value for name, value in settings.items()}
+    given = {keyword.arg.removeprefix(TRAINER): keyword.value for keyword in call.keywords if keyword.arg}
     given |= {name: ast.Constant(value) for name, value in settings.items()}
 
     def is_off(name: str) -> bool:

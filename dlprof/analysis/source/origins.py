@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -133,12 +133,16 @@ class Origins:
     def change(self, given: ast.expr) -> Change:
         """Return the change that gives the argument its wanted value; raise NotEditable where it is not sure."""
         shown = f"{self._setting} is `{ast.unparse(given)[:60]}` there"
+        shown = shown if self._call.line else "transformers' Trainer makes the call"
         if self._call.file not in self._job.files:
             raise NotEditable(shown)
         try:
-            tree = self._sources[self._call.file].tree
-            mine: Any = given_value(edits.find(tree, self._call.span, self._call.kind), self._setting)
-            found = {*self._places(mine, self._call.file, self._setting)}
+            if not self._call.line:
+                found = {*self._of_key((self._setting,))}
+            else:
+                tree = self._sources[self._call.file].tree
+                mine: Any = given_value(edits.find(tree, self._call.span, self._call.kind), self._setting)
+                found = {*self._places(mine, self._call.file, self._setting)}
             known = self._call.values.get(self._setting)
             if known is not None:
                 found = {one for one in found if not one.file or (type(one.value), one.value) == (type(known), known)}
@@ -194,18 +198,20 @@ class Origins:
             raise Computed("it leads too far")
         yield from (Found(key, file, value, keys=keys) for file, keys, value in keys_of(self._job, key))
         rows = [row for row in self._job.options if row.get("dest") == key]
-        given = [row for row in rows if row.get("given", True)]
-        yield from (Found(key) for _ in given)
+        added = [(f, call) for f, s in self._sources.items() for call in s.calls["add_argument"] if _dest(call) == key]
+        is_given = bool(rows or added) and mentions(self._job, key, self._names(key))
+        if is_given:
+            yield Found(key)
+        for file, call in added if not is_given else ():
+            if self._is_parsed_otherwise(seen=bool(rows)):
+                raise Computed("what the command line gives was not recorded")
+            if (default := given_value(call, "default")) is not None:
+                yield from self._places(default, file, key)
         for file, source in self._sources.items():
             for node, value in source.sets[key]:
                 if value is None:
                     raise Computed(f"{key} is set again at {file}:{getattr(node, 'lineno', 0)}")
                 yield from self._places(value, file, key)
-            for call in source.calls["add_argument"] if not given else ():
-                if _dest(call) == key and (default := given_value(call, "default")) is not None:
-                    if not rows:
-                        raise Computed("what the command line gives was not recorded")
-                    yield from self._places(default, file, key)
             for cls, call in (
                 (c, call) for name in source.calls for c in self._classes(name) for call in source.calls[name]
             ):
@@ -252,19 +258,44 @@ class Origins:
         if options:
             default = None if given_value(options[0], "envvar") else given_value(options[0], "default")
         if options or any(last_word(one.func) == "command" for one in decorators):  # click's and typer's
-            if any(word.partition("=")[0] in _texts(one) for word in self._job.argv for one in options):
+            if any(mentions(self._job, name, _texts(one)) for one in options):
                 raise Computed(f"the command line gives {name}")
         else:
             names = [one.arg for one in positional][isinstance(around, ast.ClassDef) :]
             calls = [(call, where) for where, each in every for call in each.calls[called]]
             given = [(one, where) for call, where in calls for one in _arguments(call, name, names)]
             passed_on = owner is function and sum(each.loads[called] for _, each in every) > len(calls)
+            if owner is around and not calls and keys_of(self._job, name):
+                # A library makes the object, such as Lightning's of what a file has.
+                yield from self._of_key((name,))
+                return
             if not given or passed_on or sum(len(each.defined[called]) for _, each in every) != 1:
                 raise Computed(f"what {called or 'a lambda'} gets for {name} was not found")
+        # A decorator may pass something else, as gin's does.
+        is_decorated = bool(given) and any(getattr(one, "decorator_list", ()) for one in (owner, function))
         for argument, where in given or [(None, file)]:
-            if (argument or default) is None:
+            if (argument or default) is None or (argument is None and is_decorated):
                 raise Computed(f"{name} has no default that is sure")
             yield from self._places(argument or default, where if argument else file, name)  # type: ignore[arg-type]
+
+    def _is_parsed_otherwise(self, *, seen: bool) -> bool:
+        """Return whether options may come from files or other words; `seen`: the recorder saw them parsed.
+
+        It does not before torch is imported, nor in a process that is no rank.
+        """
+        for source in self._sources.values():
+            calls = [call for word in ("parse_args", "parse_known_args") for call in source.calls[word]]
+            if (not seen and any(call.args or call.keywords for call in calls)) or source.loads["configargparse"]:
+                return True
+            if any(given_value(call, "fromfile_prefix_chars") for call in source.calls["ArgumentParser"]):
+                return True
+        return False
+
+    def _names(self, key: str) -> list[str]:
+        """Return what the option of a key is called on the command line."""
+        calls = [call for source in self._sources.values() for call in source.calls["add_argument"]]
+        rows = [str(row["name"]) for row in self._job.options if row.get("dest") == key]
+        return rows + [text for call in calls if _dest(call) == key for text in _texts(call)]
 
     def _classes(self, name: str) -> list[ast.ClassDef]:
         return [one for each in self._sources.values() for one in each.defined[name] if isinstance(one, ast.ClassDef)]
@@ -273,10 +304,9 @@ class Origins:
 
     def _edit(self, one: Found, known: Value) -> Change:
         if not one.file or mentions(self._job, one.key):
-            rows = [str(row["name"]) for row in self._job.options if row.get("dest") == one.key]
-            calls = [call for source in self._sources.values() for call in source.calls["add_argument"]]
-            names = [*rows, *(text for call in calls if _dest(call) == one.key for text in _texts(call))]
-            return in_shell(self._job, names or [".".join(map(str, one.keys)), f"--{one.key}"], known, self._wanted)
+            return in_shell(
+                self._job, self._names(one.key) or [".".join(map(str, one.keys)), f"--{one.key}"], known, self._wanted
+            )
         if one.keys:
             return key_changed(self._job, one.file, one.keys, self._wanted)
         source, node = self._sources[one.file], one.node
@@ -304,6 +334,30 @@ class Origins:
                 except NotEditable as e:
                     raise Computed(f"{file}: {e}") from None
         return found
+
+
+def of_trainer(call: Call, settings: Mapping[str, Value]) -> tuple[Call, dict[str, Value]]:
+    """Return what gives a loader of transformers' Trainer its settings, and their names there; raise NotEditable.
+
+    That is the call of TrainingArguments, or (`line` 0) a file or the options that HfArgumentParser makes them of.
+    """
+    read = {file: _source(call.job.read(file)) for file in call.job.files if file.endswith(".py")}
+    made = [
+        (file, one)
+        for file, source in read.items()
+        for word in edits.CALLEES["arguments"]
+        for one in source.calls[word]
+    ]
+    parsed = any(source.calls["HfArgumentParser"] for source in read.values())
+    if "(transformers/trainer.py:" not in call.via or len(made) + parsed != 1 or "batch_size" in settings:
+        raise NotEditable(f"{call.via} makes the call")
+    values, named = ({f"{edits.TRAINER}{name}": value for name, value in of.items()} for of in (call.values, settings))
+    found = replace(call, kind="arguments", via="", values=values, line=0)
+    if made:
+        ((file, node),) = made
+        place = edits.Span(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
+        found = replace(found, file=file, digest=call.job.files[file], line=node.lineno, span=place)
+    return found, named
 
 
 def last_word(node: ast.AST) -> str:

@@ -6,6 +6,7 @@ as it was recorded, or not at all: its digest says whether it still is.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from dlprof.analysis.source.edits import (
     read_file,
     utf8,
 )
-from dlprof.analysis.source.origins import Origins
+from dlprof.analysis.source.origins import Origins, of_trainer
 from dlprof.overrides import named
 
 __all__ = ["Call", "NotEditable", "Patch", "Recorded", "Span", "Wanted", "calls_of", "edit_of", "edited", "patch"]
@@ -196,17 +197,18 @@ class _Sources:
         if not settings:
             return
         if call.via:
-            raise NotEditable(f"{call.via} makes the call")
+            call, settings = of_trainer(call, settings)
         check_name(call.file)
         files = {file: (text, dict(edits)) for file, (text, edits) in self._files.items()}
         if call.file not in files:
             files[call.file] = read_file(call.directory, call.file, call.digest), {}
         text, edits = files[call.file]
-        node = find(parsed(utf8(text)), call.span, call.kind)
-        check_together(node, settings)
+        node = find(parsed(utf8(text)), call.span, call.kind) if call.line else None
+        if node is not None:
+            check_together(node, settings)
         inside = {}
         for name, value in settings.items():
-            given = given_value(node, name)
+            given = given_value(node, name) if node is not None else ast.Name(name)
             if given is None or is_literal(given):
                 inside[name] = value
                 continue

@@ -71,13 +71,17 @@ class Files:
                 paths = [*islice(self._paths(), _MOST + 1)]
                 self.off = len(paths) > _MOST
                 for path, before in paths:
-                    name = os.path.normpath(path).removeprefix(self._here)
+                    name = self._name(path)
                     if not os.path.isabs(name) and name not in self._known and self._is_own(path):  # noqa: PTH117
                         digest = _digest(path, before)
                         self._known |= {name: digest} if digest is not None else {}
         except Exception:  # noqa: BLE001 - no file is edited then
             self.off = True
-        return [] if self.off else [{"file": f, "digest": d} for f, d in self._known.items()]
+        written = {self._name(path) for path, opened in tuple(self._opened.items()) if opened is None}
+        return [] if self.off else [{"file": f, "digest": d} for f, d in self._known.items() if f not in written]
+
+    def _name(self, path: str) -> str:
+        return os.path.normpath(path).removeprefix(self._here)
 
     def _paths(self) -> Iterator[tuple[str, float]]:
         """Yield files, and when each was last read."""

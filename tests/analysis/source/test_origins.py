@@ -18,8 +18,7 @@ LOADER = "from torch.utils.data import DataLoader\n"
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--workers', type=int, default=0)\n"
 PARSED = LOADER + PARSER + "args = p.parse_args()\n"
 CALL = "x = DataLoader(data, num_workers={})\n"
-OPTION = {"name": "--workers", "dest": "workers", "switch": False, "on": False, "given": False}
-GIVEN = OPTION | {"given": True}
+OPTION = {"name": "--workers", "dest": "workers", "switch": False, "on": False}
 MAKE = "def make(data, workers):\n    return DataLoader(data, num_workers=workers)\n"
 FIELDS = "from dataclasses import dataclass, field\n@dataclass\nclass Data:\n    path: str = ''\n    workers: int = 0\n"
 NESTED = "@dataclass\nclass Config:\n    data: Data = field(default_factory=Data)\n"
@@ -34,7 +33,7 @@ def written(folder: Path, files: dict[str, str], line: str = "", **facts: Any) -
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     first = next(iter(files))
     calls = (n for n in ast.walk(ast.parse(files[first])) if isinstance(n, ast.Call))
-    call = next(n for n in calls if ast.unparse(n.func) == "DataLoader")
+    call = next(n for n in calls if ast.unparse(n.func) in ("DataLoader", "Trainer(model, args).train"))
     span = {
         "line": call.lineno,
         "end_line": call.end_lineno,
@@ -42,6 +41,7 @@ def written(folder: Path, files: dict[str, str], line: str = "", **facts: Any) -
         "end_column": call.end_col_offset,
     }
     row = {"kind": "loader", "file": first, **span, "digest": digests[first], "roles": ["train"]}
+    row |= TRAINER if "Trainer(" in files[first] else {}
     return {
         "directory": str(folder),
         "argv": [first, *line.split()],
@@ -71,6 +71,12 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
         {"t.py": PARSED + CALL.format("args.workers")},
         [OPTION],
         "",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option that was read before torch was imported": (
+        {"t.py": PARSED + CALL.format("args.workers")},
+        [],
+        "--lr 1 -- 2",
         {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
     ),
     "option, through a parameter": (
@@ -226,12 +232,23 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
         "lr=2",
         {"conf/data/a.yaml": "workers: 8\n"},
     ),
+    "YAML, into an object that a library makes": (
+        {
+            "t.py": f"{LOADER}class Data(LightningDataModule):\n    def __init__(self, workers: int = 2):\n"
+            "        self.workers = workers\n    def train_dataloader(self):\n"
+            "        return DataLoader(d, num_workers=self.workers)\nLightningCLI(Model, Data)\n",
+            "c.yaml": "trainer:\n  max_steps: 0\ndata:\n  workers: 0\n",
+        },
+        [],
+        "fit --config",
+        {"c.yaml": "  workers: 8\n"},
+    ),
     "Makefile": (
         {
             "t.py": PARSED + CALL.format("args.workers"),
             "Makefile": "train:\n\tpython t.py --lr 0.1 \\\n\t  --workers 0 --x\neval:\n\tpython e.py --workers 0\n",
         },
-        [GIVEN],
+        [OPTION],
         "--lr 0.1 --workers 0 --x",
         {"Makefile": "\t  --workers 8 --x\n"},
     ),
@@ -240,7 +257,7 @@ EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str
             "pkg/t.py": PARSED + CALL.format("args.workers"),
             "scripts/a.sbatch": "#!/bin/sh\n#SBATCH -n 1\n# t.py --workers=0\nsrun python -m pkg.t --workers=0\n",
         },
-        [GIVEN],
+        [OPTION],
         "--workers=0",
         {"scripts/a.sbatch": "srun python -m pkg.t --workers=8\n"},
     ),
@@ -274,18 +291,42 @@ SET = "set --workers 8"
 
 # Files of a job, its options, its command line, and why there is no edit.
 LEFT: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, str]] = {
-    "given by the user": ({"t.py": ARGS}, [GIVEN], "--workers 0", SET),
-    "a variable of a shell": ({"t.py": ARGS, "a.sh": "N=0\npython t.py --workers $N\n"}, [GIVEN], "--workers 0", SET),
+    "given by the user": ({"t.py": ARGS}, [OPTION], "--workers 0", SET),
+    "a variable of a shell": ({"t.py": ARGS, "a.sh": "N=0\npython t.py --workers $N\n"}, [OPTION], "--workers 0", SET),
     "two lines of shells": (
         {"t.py": ARGS, "a.sh": "python t.py --workers 0\n", "b.sh": "python t.py --workers 0\n"},
-        [GIVEN],
+        [OPTION],
         "--workers 0",
         SET,
     ),
-    "a line with other options": ({"t.py": ARGS, "a.sh": "python t.py --workers 0\n"}, [GIVEN], "--workers 0 --x", SET),
-    "another script's line": ({"t.py": ARGS, "a.sh": "python start.py --workers 0\n"}, [GIVEN], "--workers 0", SET),
-    "a line in a comment": ({"t.py": ARGS, "a.sh": "# python t.py --workers 0\n"}, [GIVEN], "--workers 0", SET),
-    "an option that was read unseen": ({"t.py": ARGS}, [], "", "what the command line gives was not recorded"),
+    "a line with other options": (
+        {"t.py": ARGS, "a.sh": "python t.py --workers 0\n"},
+        [OPTION],
+        "--workers 0 --x",
+        SET,
+    ),
+    "another script's line": ({"t.py": ARGS, "a.sh": "python start.py --workers 0\n"}, [OPTION], "--workers 0", SET),
+    "a line in a comment": ({"t.py": ARGS, "a.sh": "# python t.py --workers 0\n"}, [OPTION], "--workers 0", SET),
+    "an option of other words": (
+        {"t.py": ARGS.replace("parse_args()", "parse_args(words)")},
+        [],
+        "",
+        "what the command line gives was not recorded",
+    ),
+    "options of a file": (
+        {"t.py": ARGS.replace("Parser()", "Parser(fromfile_prefix_chars='@')")},
+        [OPTION],
+        "",
+        "what the command line gives was not recorded",
+    ),
+    "the begin of a name": ({"t.py": ARGS}, [OPTION], "--work 0", SET),
+    "letters": ({"t.py": ARGS.replace("'--workers'", "'-j', '--workers'")}, [OPTION], "-vj0", SET),
+    "a decorator that may give it": (
+        {"t.py": LOADER + "@gin.configurable\n" + MAKE.replace("workers):", "workers=0):") + "make(1)\n"},
+        [],
+        "",
+        "no default that is sure",
+    ),
     "two options of one value": (
         {"t.py": PARSED + "p.add_argument('--other', dest='workers', default=0)\n" + CALL.format("args.workers")},
         [OPTION, OPTION | {"name": "--other"}],
@@ -460,7 +501,7 @@ def test_a_report_shows_name_and_value_alone(tmp_path: Path) -> None:
     assert "hunter2, workers: 12, a" in made.text
     files = {"t.py": ARGS, "a.sh": "export TOKEN=hunter2\n  python t.py --token hunter2 --workers 0 --user hunter2\n"}
     made = patch_of(
-        [written(tmp_path, files, "--token hunter2 --workers 0 --user hunter2", options=[GIVEN])],
+        [written(tmp_path, files, "--token hunter2 --workers 0 --user hunter2", options=[OPTION])],
         {"loader.num_workers": 8},
     )
     assert made.shown.splitlines()[2:] == ["@@ -2 +2 @@", "-  … --workers 0", "+  … --workers 8"]
@@ -531,3 +572,30 @@ def test_a_recorded_job_has_the_new_values_once_its_files_are_edited(tmp_path: P
         applied(job, one.text)
     assert (job / "conf/c.yaml").read_text() == "# of the cluster\ndata:\n  n_workers: 3  # few\n"
     assert [one["num_workers"] for one in recorded("after")["loaders"]] == [1, 2, 3, 4]
+
+
+TRAINER = {"via": "Trainer._get_dataloader (transformers/trainer.py:1051)"}
+TRAIN = "from transformers import *\n{}\nTrainer(model, args).train()\n"
+PARSES = "(args,) = HfArgumentParser(C).parse_{}"
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "after"),
+    [
+        ("args = TrainingArguments('out')", "{}", "args = TrainingArguments('out', dataloader_num_workers=8)\n"),
+        ("N = 0\nargs = TrainingArguments('out', dataloader_num_workers=N)", "{}", "N = 8\n"),
+        (PARSES.format("json_file(f)"), '{"dataloader_num_workers": 0\n}', '{"dataloader_num_workers": 8\n'),
+        (PARSES.format("args_into_dataclasses()"), "{}", "set --dataloader_num_workers 8"),
+        (f"args = TrainingArguments('out')\n{PARSES.format('json_file(f)')}", "{}", "makes the call"),
+        ("args = [TrainingArguments('a'), TrainingArguments('b')]", "{}", "makes the call"),
+    ],
+)
+def test_the_loader_of_a_trainer_has_its_arguments(tmp_path: Path, args: str, config: str, after: str) -> None:
+    options = [{"name": "--dataloader_num_workers", "dest": "dataloader_num_workers"}]
+    facts = written(tmp_path, {"t.py": TRAIN.format(args), "a.json": config}, options=options)
+    made = patch_of([facts], {"loader.num_workers": 8})
+    if made.left_out:
+        assert made.text == ""
+        assert after in made.left_out[0][2]
+    else:
+        assert [*applied(tmp_path, made.text).values()] == [after]
