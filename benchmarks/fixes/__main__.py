@@ -108,8 +108,8 @@ def _measured(case: Case, plain: Path, patched: Path, folder: Path) -> dict[str,
     """Return the gain of the patched script, from pairs of runs of both in turn."""
     ratios = []
     for pair in range(PAIRS):
-        steps = [_run(case, cwd, folder / f"{pair}-{cwd.name}") for cwd in (plain, patched)]
-        ratios.append(log_ratio(*steps, of="step"))
+        before, after = (_run(case, cwd, folder / f"{pair}-{cwd.name}") for cwd in (plain, patched))
+        ratios.append(log_ratio(before, after, "step"))
     error = statistics.stdev(ratios) / math.sqrt(PAIRS)
     return {"measured": math.exp(statistics.mean(ratios)), "measured_error": error}
 
