@@ -61,6 +61,7 @@ class Recording:
     settings: tuple[str, ...]  # to override, NAME=VALUE
     allow_numerics: bool
     keep_arguments: bool = False
+    no_sources: bool = False
     losses: str = ""
     stop_after: str = ""
     quiet: bool
@@ -100,6 +101,7 @@ class Recording:
             nvtx=self.nvtx or self.nsys,
             sample="off" if self.no_sample else self.sample,
             shapes=self.shapes,
+            sources="off" if self.no_sources else "on",
             stacks=self.stacks,
             stop_after=self.stop_after,
             # Without a GPU nothing opens nsys' window, so nsys records the whole job.
@@ -228,6 +230,10 @@ _OPTIONS = {
         "--keep-arguments",
         "Record the whole command, but for what is named like a secret. Without it: the script, the names of options,"
         " and values that are numbers or known settings.",
+    ),
+    "no_sources": _flag(
+        "--no-sources",
+        "Keep no copy of the script's own files, by which `dlprof compare` tells whether they changed.",
     ),
     "losses": _value(
         "--losses",
