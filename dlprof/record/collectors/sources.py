@@ -72,10 +72,8 @@ class Sources:
             if not name.endswith(".py") or path in self._read or not path.startswith(folders) or not is_own(path):
                 continue
             data = read_source(path, self._since) if len(self._read) < _MOST_FILES else None
-            if data is not None and len(data) > self._left:
-                data = None
-            self._left -= len(data or b"")
-            self._read[path] = data
+            self._read[path] = data if len(data or b"") <= self._left else None
+            self._left -= len(self._read[path] or b"")
 
 
 def _file(module: Any) -> str:

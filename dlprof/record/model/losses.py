@@ -35,22 +35,19 @@ class Losses:
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
         self._log: Log | None = None
-        self._found: list[tuple[int, float]] = []
+        self._lines: list[str] = []
         self._left, self._written_ns = _MOST, 0
-        self._scaled: tuple[Callable[[], Any], Any] = (
-            lambda: None,
-            None,
-        )  # of a gradient scaler: what it made, of what
-        asked = os.environ.get("DLPROF_LOSSES", "")
-        self._is_asked = bool(asked)
-        if self._is_asked:
+        # Of a gradient scaler: what it made, and of what.
+        self._scaled: tuple[Callable[[], Any], Any] = (lambda: None, None)
+        self._asked = os.environ.get("DLPROF_LOSSES", "")
+        if self._asked:
             self._watch_scalers()
-        if asked.isdigit():
-            _seed(int(asked) + find_rank())
+        if self._asked.isdigit():
+            _seed(int(self._asked) + find_rank())
 
     def start(self, recorder: Recorder) -> None:
         """Read losses from now on, the first backward pass's too."""
-        if not self._is_asked:
+        if not self._asked:
             return
         self._recorder = recorder
         self._log = Log(recorder.folder / "losses.jsonl")
@@ -67,16 +64,14 @@ class Losses:
             return
         tensors = more.get("tensors", tensors)
         for root in tensors if isinstance(tensors, Sequence) else (tensors,):
-            value = self._value(root)
-            if value is not None:
-                self._found.append((recorder.clock.row.number, value))
+            made, of = self._scaled
+            loss = of if root is made() else root
+            loss = getattr(loss, "_local_tensor", loss)  # of a DTensor: its ranks would exchange it
+            if loss.numel() == 1 and loss.is_floating_point():
+                value = float(loss.item())
+                known = json.dumps(value) if math.isfinite(value) else "null"  # infinity and NaN are no JSON
+                self._lines.append(f'{{"step":{recorder.clock.row.number},"loss":{known}}}\n')
                 self._left -= 1
-
-    def _value(self, root: Any) -> float | None:
-        made, of = self._scaled
-        root = of if root is made() else root
-        root = getattr(root, "_local_tensor", root)  # of a DTensor: its ranks would exchange it
-        return float(root.item()) if root.numel() == 1 and root.is_floating_point() else None
 
     def step(self, done: Sequence[Step]) -> None:
         """Write the rows collected so far."""
@@ -101,11 +96,9 @@ class Losses:
             self._recorder.drop(self, error)
 
     def _write(self) -> None:
-        found, self._found = self._found, []
-        if found and self._log is not None:
-            # Infinity and NaN are no JSON.
-            rows = ({"step": step, "loss": loss if math.isfinite(loss) else None} for step, loss in found)
-            self._log.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+        lines, self._lines = self._lines, []
+        if lines and self._log is not None:
+            self._log.write("".join(lines))
 
     def _watch_scalers(self) -> None:
         """Remember of what a gradient scaler's product was made, which is the loss."""
