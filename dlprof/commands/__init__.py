@@ -39,6 +39,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "scale": "ddp_resnet --procs 1,2",
         "compare": "runs/before runs/after",
         "check": "runs/a --max 'input_wait<5%'",
+        "check-advice": "runs/a 'use channels_last'",
     },
 }
 EXAMPLES = {n: f"dlprof {n} {words}".strip() for group in GROUPS.values() for n, words in group.items()}
@@ -47,7 +48,8 @@ COMMANDS = tuple(sorted(EXAMPLES))
 
 def command(name: str) -> click.Command:
     """Return one of COMMANDS, importing no other's module."""
-    module, folder = f"{name}_" if keyword.iskeyword(name) else name, "prove." if name in GROUPS["prove"] else ""
+    module = f"{name}_" if keyword.iskeyword(name) else name.replace("-", "_")
+    folder = "prove." if name in GROUPS["prove"] else ""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
     return found
