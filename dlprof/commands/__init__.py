@@ -31,6 +31,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "report": "traces/",
         "explain": "input_wait",
         "export": "runs/a --perfetto a.json.gz",
+        "mcp": "runs/",
     },
     "prove": {
         "try": "runs/a --minutes 5",

@@ -102,8 +102,8 @@ class Brief(msgspec.Struct, frozen=True, omit_defaults=True):
     next: str = ""
 
 
-def brief(result: Result, path: str, named: Named) -> Brief:
-    """Return what a report on `path` says first, in at most MOST_JSON bytes of JSON."""
+def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Brief:
+    """Return what a report on `path` says first, in at most so many bytes of JSON."""
     diagnosis, gain, _ = verdict.headline(result)
     states, window = formatting.by_state(result), result.window
     ranks = max(len({part.rank for part in result.time}), 1)
@@ -136,7 +136,7 @@ def brief(result: Result, path: str, named: Named) -> Brief:
     shorter += [{"not_measured": (), "warnings": ()}]
     shorter += [{"changes": steps[:n], "more_changes": len(steps) - n} for n in range(len(steps))][::-1]
     for left in shorter:
-        if len(to_json(whole)) <= MOST_JSON:
+        if len(to_json(whole)) <= most:
             break
         whole = msgspec.structs.replace(whole, **left)
     return whole
