@@ -159,7 +159,8 @@ class Tools:
             return await self._try(asked, tell)
         if isinstance(asked, Compare):
             runs = (str(self._path(asked.before)), str(self._path(asked.after)))
-            return await self._dlprof(tell, "compare", "--quiet", "-o", str(self._scratch), *runs)
+            text = await self._dlprof(tell, "compare", "--quiet", "-o", str(self._scratch), *runs)
+            return text.rpartition("\npage: ")[0]
         if isinstance(asked, CheckAdvice):
             run = str(self._path(asked.run))
             return await self._dlprof(tell, "check-advice", "--quiet", "--", run, asked.advice)

@@ -95,22 +95,16 @@ class _Topic:
 
 _LOADING = "input_wait slow_worker_batches"
 _EXCHANGE = "small_collectives exposed_communication"
+_MEMORY = "activation_memory out_of_memory"
 _CHAINS = "unfused_norm unfused_loss unfused_activation"
 
 # The first to match takes the words: what is more special comes first.
 _TOPICS = (
-    _Topic(
-        "activation checkpointing",
-        "activation_memory out_of_memory",
-        r"(activation|gradient) checkpoint\w*|recomput\w+",
-        fewer="needless_recompute",
-    ),
+    _Topic("recomputation", _MEMORY, r"(activation|gradient) checkpoint\w*|recomput\w+", fewer="needless_recompute"),
     _Topic("fused attention", "unfused_attention", "flash( ?attention)?|sdpa|scaled dot product", numerics=True),
     _Topic("fused kernels", _CHAINS, r"fused (\w+ ){0,2}(norm|loss|gelu|kernel)\w*"),
     _Topic("gradient accumulation", "exposed_communication", r"accumulat\w*( (of )?gradients)?|no sync", training=True),
-    _Topic(
-        "ddp.comm_hook", "exposed_communication", r"(b?fp?16 )?(gradient )?compress\w*( \w+){0,2}( b?fp?16)?", "bf16"
-    ),
+    _Topic("ddp.comm_hook", "exposed_communication", r"(b?fp?16 )?(\w+ )?compress\w*( \w+){0,2}( b?fp?16)?", "bf16"),
     _Topic("ddp.bucket_cap_mb", _EXCHANGE, r"buckets?( size)?"),
     _Topic("ddp.find_unused_parameters", "unused_parameters", "unused parameters", fewer="unused_parameters"),
     _Topic("DistributedDataParallel", "data_parallel", r"ddp|(distributed ?)?data ?parallel"),
@@ -157,10 +151,8 @@ _FACTS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "torch.float32_matmul_precision": ("float32 precision", {}),
     "torch.num_threads": ("cpu torch threads", {}),
 }
-# Words that say nothing of what is advised.
-_COMMON = frozenset(
-    ("the", "use", "for", "not", "with", "more", "less", "try", "shou", "each", "step", "time", "data", "you")
-)
+# Beginnings of words that say nothing of what is advised.
+_COMMON = {"the", "use", "for", "not", "with", "more", "less", "try", "shou", "each", "step", "time", "data", "you"}
 
 
 def judge(text: str, run: Recorded) -> Advice:
@@ -169,7 +161,7 @@ def judge(text: str, run: Recorded) -> Advice:
     unknown = []
     for clause in map(str.strip, _CLAUSE.split(plain(text, 2_000))):
         found = {item.what: item for item in _items(clause, run)}
-        items = {**found, **items}
+        items = items | {what: item for what, item in found.items() if what not in items}
         unknown += [clause] if not found and _stems(clause) else []
     names = [*(o.setting for o in OVERRIDES), *(o.id for o in run.result.outcomes), *(one.name for one in IDIOMS)]
     words = [word for clause in unknown for word in (re.sub(r"\W+", "_", clause), *clause.split()) if len(word) > 3]
@@ -187,7 +179,7 @@ def _items(clause: str, run: Recorded) -> Iterator[Item]:
         setting = _SETTINGS.get(topic.what)
         own = [re.sub("[_.]", " ", name) for name in (topic.what, setting.setting if setting else topic.what)]
         if at := re.search(rf"\b({'|'.join(filter(None, (*own, topic.words)))})\b", left):
-            known, left = True, f"{left[: at.start()]}|{left[at.end() :]}"
+            known, left = True, left[: at.start()] + "|" * len(at[0]) + left[at.end() :]
             value = _value(setting, topic.value, said, at.start()) if setting else topic.value or None
             yield _item(topic, value, said, run)
     if not known:
