@@ -75,7 +75,7 @@ UNKNOWN = [
     ("num_wrokers 8", "num_workers"),
     ("warm the learning rate up", None),
     ("buy a larger machine", None),
-    ("pin_memry", "pin_memory"),
+    ("prefech_factor", "prefetch_factor"),
 ]
 
 
