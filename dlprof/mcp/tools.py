@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from dlprof.errors import DlprofError
 from dlprof.plain import NBSP, plain
 from dlprof.read import facts
 from dlprof.record.launch.process import has_ended, stat_of, tied
-from dlprof.record.launch.stopping import end
+from dlprof.record.launch.stopping import kill
 from dlprof.redaction import said
 from dlprof.report import brief, formatting
 from dlprof.result import Outcome, Result
@@ -33,7 +34,7 @@ from dlprof.trial.running import DLPROF
 MOST = 4_000  # bytes of an answer
 _KEPT = 1 << 16  # bytes from the end of what a command prints
 _TICK_S = 2.0
-_GRACE_S = 15.0  # for a command to end its own processes, and to keep what it measured
+_GRACE_S = 10.0  # for a command to end its own processes, and to keep what it measured
 
 # Takes the seconds since the tool began, and those that it may take, and what it is doing.
 Tell = Callable[[float, float, str], Awaitable[None]]
@@ -260,7 +261,7 @@ async def _ended(
             await tell(time.monotonic() - since, limit_s, plain(line.removeprefix("dlprof: "), 200))
 
     try:
-        with anyio.move_on_after(limit_s):
+        with anyio.move_on_after(limit_s) as within:
             async with anyio.create_task_group() as beside:
                 beside.start_soon(read, "out", process.stdout)
                 beside.start_soon(read, "err", process.stderr)
@@ -270,16 +271,20 @@ async def _ended(
     finally:
         code = process.returncode
         if code is None:
+            # Cancelled, the client has gone, or soon gives this server a SIGTERM, and two seconds later a SIGKILL.
+            grace_s = _GRACE_S if within.cancelled_caught else _GRACE_S / 10
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_end, process.pid, run)
+                await anyio.to_thread.run_sync(_end, process.pid, run or Path(os.devnull), grace_s)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return code, printed["out"].decode(errors="replace"), printed["err"].decode(errors="replace")
 
 
-def _end(pid: int, run: Path | None) -> None:
-    """End a command of ours that runs, and the processes that it has started."""
-    if run is None:
+def _end(pid: int, run: Path, grace_s: float) -> None:
+    """End a command of ours that runs, and the processes that it has started or that record into a run."""
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        until = time.monotonic() + _GRACE_S
-        while not has_ended(stat_of(pid)) and time.monotonic() < until:
-            time.sleep(_TICK_S / 20)
-    end(pid, run or Path(os.devnull))
+    until = time.monotonic() + grace_s
+    while not has_ended(stat_of(pid)) and time.monotonic() < until:
+        time.sleep(_TICK_S / 20)
+    kill(pid, run)
