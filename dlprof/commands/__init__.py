@@ -31,6 +31,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "report": "traces/",
         "explain": "input_wait",
         "export": "runs/a --perfetto a.json.gz",
+        "mcp": "runs/",
     },
     "prove": {
         "try": "runs/a --minutes 5",
@@ -39,6 +40,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "scale": "ddp_resnet --procs 1,2",
         "compare": "runs/before runs/after",
         "check": "runs/a --max 'input_wait<5%'",
+        "check-advice": "runs/a 'use channels_last'",
     },
 }
 EXAMPLES = {n: f"dlprof {n} {words}".strip() for group in GROUPS.values() for n, words in group.items()}
@@ -47,7 +49,8 @@ COMMANDS = tuple(sorted(EXAMPLES))
 
 def command(name: str) -> click.Command:
     """Return one of COMMANDS, importing no other's module."""
-    module, folder = f"{name}_" if keyword.iskeyword(name) else name, "prove." if name in GROUPS["prove"] else ""
+    module = f"{name}_" if keyword.iskeyword(name) else name.replace("-", "_")
+    folder = "prove." if name in GROUPS["prove"] else ""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
     return found
