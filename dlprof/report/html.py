@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -99,7 +99,9 @@ def render(result: Result) -> str:
         tried=result.tried and tried.sentence(result.tried),
         attempts=result.tried and shapes.panel(tried.panel(result.tried)),
         panels=panels,
-        **formatting.by_state(result),
+        **{state: _by_relevance(of) for state, of in formatting.by_state(result).items()},
+        traced=verdict.traced(result),
+        span=verdict.span(result),
         sections=sections,
         command=" ".join(result.run.command),
         missing=formatting.ranks(result.run.missing_ranks),
@@ -128,6 +130,12 @@ def _card(key: str, outcome: Outcome) -> Card:
         formatting.speedup(outcome) != UNKNOWN,
         shapes.panel(outcome.evidence) if outcome.evidence else None,
     )
+
+
+def _by_relevance(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Sort answers: what takes most of the step first, then the same reasons together, the most frequent first."""
+    often = Counter(o.why for o in outcomes)
+    return sorted(outcomes, key=lambda o: (-(drawing.number(o.lost_share or o.share) or 0.0), -often[o.why], o.why))
 
 
 def _fact(name: str, value: str) -> str:
