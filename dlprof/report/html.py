@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, in_model, logged, looks, tried, verdict
-from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
+from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
 from dlprof.result import SAVING, Outcome, Place, Result
 from dlprof.units import UNKNOWN
 
@@ -44,18 +44,24 @@ class Tile:
 class Card:
     """A finding as the page shows it."""
 
-    key: str  # its number; "training-1": shown apart, as it changes the training
+    key: str  # its place; "training-1": shown apart, as it changes the training
+    number: int  # of the change that cures it; 0: none does
     outcome: Outcome
     width: float  # the saving as a part of the step, in percent
     faster: bool  # whether its speed-up is known
     evidence: drawing.Figure | None
 
 
-def render(result: Result) -> str:
-    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts."""
+def render(result: Result, agent: str = "") -> str:
+    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts.
+
+    `agent`: the first screen as Markdown, which the page puts on the clipboard.
+    """
     stack, waited = parts.stack(result), parts.blame(result)
-    cards = [_card(str(number), outcome) for number, outcome in enumerate(result.found, 1)]
-    apart = [_card(f"training-{n}", outcome) for n, outcome in enumerate(result.if_training_may_change, 1)]
+    of = screen.numbers(result)
+    found = sorted(result.found, key=lambda o: of.get(o.id, len(of) + 1))
+    cards = [_card(str(place), of.get(o.id, 0), o) for place, o in enumerate(found, 1)]
+    apart = [_card(f"training-{n}", of.get(o.id, 0), o) for n, o in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
     figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
@@ -65,21 +71,21 @@ def render(result: Result) -> str:
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
-    diagnosis, gain, share = verdict.headline(result)
+    keys = {card.outcome.id: card.key for card in (*cards, *apart)}
+    shown = screen.screen(result, keys, perfetto=any(key.shape == "timeline" for key in result.panels))
     return template("report.html").render(
-        title=f"{formatting.name(result)} · {plain(diagnosis, 120)}",
+        title=f"{formatting.name(result)} · {plain(shown.title, 120)}",
         css=Markup(asset("page.css")),
         scripts=tuple(Markup(s) for s in scripts()),
         policy=policy(),
         colours=colours(),
-        data=data(specs),
+        data=data(specs, agent),
         name=formatting.name(result),
-        headline=emphasised(diagnosis, share),
-        calm=not result.found,
-        gain=gain,
+        screen=shown,
+        made=screen.made(result),
+        agent=agent,
+        numbered=bool(result.changes),
         lede=_lede(result),
-        notices=verdict.notices(result),
-        tiles=_tiles(result),
         unit=formatting.unit(result),
         result=result,
         stack=stack,
@@ -91,10 +97,8 @@ def render(result: Result) -> str:
         kinds=logged.table(result),
         limits=logged.sentences(result)[0],
         host=verdict.host_limited(result),
-        budget=verdict.budget(result),
         cards=cards,
         apart=apart,
-        first=cards[:DEAREST],
         together=formatting.together(result),
         tried=result.tried and tried.sentence(result.tried),
         attempts=result.tried and shapes.panel(tried.panel(result.tried)),
@@ -121,10 +125,11 @@ def _share_range(specs: Iterable[dict[str, Any]]) -> None:
         s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
 
 
-def _card(key: str, outcome: Outcome) -> Card:
+def _card(key: str, number: int, outcome: Outcome) -> Card:
     share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
     return Card(
         key,
+        number,
         outcome,
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
         formatting.speedup(outcome) != UNKNOWN,
@@ -162,36 +167,7 @@ def _lede(result: Result) -> str:
     return "; ".join(said) + "."
 
 
-_MOST_TILES = 5
-DEAREST = 5  # findings on the first screen
 LONG_NUMBER = 5  # digits that are hard to read without commas
-
-
-def _tiles(result: Result) -> list[Tile]:
-    """Return the figures that are known, as many as fit into a row."""
-    tiles = []
-    window = result.window
-    if window is not None:
-        what = "mean steady step" if window.unit == "step" else "length of the trace"
-        tiles.append(Tile(formatting.duration(window.step_ns), what))
-        first = result.found[0] if result.found else None
-        if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
-            said = "at the least, if finding 1 is fixed" if first.at_most else "predicted if finding 1 is fixed"
-            tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), said))
-        if window.throughput is not None:
-            tiles += [Tile(*tile) for tile in formatting.rates(window.throughput)]
-        if window.mfu is not None:
-            tiles.append(Tile(formatting.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
-    computing = formatting.mean_shares(result.time).get("computation")
-    if computing is not None:
-        tiles.append(Tile(formatting.percent(computing), f"of the {formatting.unit(result)} is computation"))
-    spans = [d for d in result.device if d.span_ns > 0]
-    if spans:
-        idle = sum(d.idle_ns / d.span_ns for d in spans) / len(spans)
-        tiles.append(Tile(formatting.percent(idle), "of the traced time the device is idle"))
-    if window is not None and window.overhead is not None:
-        tiles.append(Tile(formatting.times(window.overhead), "step time while traced"))
-    return tiles[:_MOST_TILES]
 
 
 # Units that follow a number.
@@ -294,11 +270,11 @@ def colours() -> Markup:
     return themed(block)
 
 
-def data(specs: dict[str, Any]) -> Markup:
-    """Return the figures as JSON that cannot end its script element in any HTML parser."""
+def data(specs: dict[str, Any], agent: str = "") -> Markup:
+    """Return the figures, and what is copied for an agent, as JSON that cannot end its script element in any HTML parser."""
     often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
     packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
-    data = {"lists": often, "figures": packed, "dark": drawing.DARK}
+    data = {"lists": often, "figures": packed, "dark": drawing.DARK, "agent": agent}
     text = compact(data)
     # All but ASCII is escaped already (U+2028 and U+2029, too); HTML could interpret these three.
     for char in "<>&":
@@ -394,6 +370,7 @@ def template(name: str) -> Template:
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
     environment.filters["in_model"] = in_model.named
+    environment.filters["kilobytes"] = lambda text: formatting.quantity(len(text.encode()), "bytes")
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
     environment.filters.update((text.__name__, text) for text in texts)
     said = {"saving": SAVING, "apart_title": verdict.APART, "otherwise": verdict.OTHERWISE}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlprof.plain import plain
-from dlprof.report import formatting, looks
+from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing
 from dlprof.result import TIMELESS, Outcome, Proposal, Result
 from dlprof.units import MINUS
@@ -181,12 +182,106 @@ def _near(hunk: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
     return list(hunk[max(changed[0] - CONTEXT, 0) : changed[-1] + CONTEXT + 1])
 
 
-def placed(result: Result) -> dict[str, int]:
+def numbers(result: Result) -> dict[str, int]:
     """Return the number of the change that cures each finding; without changes the findings' own numbers."""
     of = {finding: n for n, change in reversed(list(enumerate(result.changes, 1))) for finding in change.findings}
     return of or {o.id: n for n, o in enumerate(result.found, 1)}
 
 
-def in_order(found: Sequence[Outcome], of: Mapping[str, int]) -> list[Outcome]:
-    """Sort findings by the change that cures them; those that none cures come last."""
-    return sorted(found, key=lambda o: of.get(o.id, len(of) + len(found)))
+@dataclass(frozen=True)
+class Row:
+    """A change in a list."""
+
+    number: int
+    text: str
+    why: str
+    href: str
+    known: str
+    gain: str
+    interval: str
+    then: str
+    mark: Mark | None
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The first screen in words. `state`: "change", "healthy", "died" or "open" (neither is known)."""
+
+    state: str
+    title: str
+    run: tuple[str, ...]
+    kind: str = ""
+    cures: str = ""
+    href: str = ""
+    gain: str = ""
+    faster: str = "faster"
+    interval: str = ""
+    facts: tuple[str, ...] = ()
+    known: str = ""
+    note: str = ""
+    at: str = ""
+    edit: tuple[tuple[str, int, str], ...] = ()
+    commands: tuple[tuple[str, str], ...] = ()
+    notices: tuple[str, ...] = ()
+    then: tuple[Row, ...] = ()
+    counted: str = ""
+    apart: tuple[Row, ...] = ()
+    healthy: str = ""
+    checks: str = ""
+    unknown: str = ""
+    unlock: str = ""
+    perfetto: str = ""
+
+
+def screen(result: Result, keys: Mapping[str, str], perfetto: bool) -> Screen:
+    diagnosis, gain, _ = verdict.headline(result)
+    states = formatting.by_state(result)
+    w = result.window
+    run = [formatting.devices(result)]
+    if w:
+        run.append(f"{formatting.duration(w.step_ns)} a {formatting.unit(result)}")
+        run += [formatting.throughput(w.throughput)] if w.throughput else []
+        run += [f"{formatting.percent(w.mfu)} of the device's peak"] if w.mfu else []
+    found = {o.id: o for o in result.outcomes}
+    rows = [_row(n, c, keys, found) for n, c in enumerate(result.changes, 1)]
+    path = shlex.quote(result.run.path)
+    common = dict(
+        run=tuple(run),
+        notices=tuple(verdict.notices(result)),
+        apart=tuple(r for r, c in zip(rows, result.changes) if c.training),
+        healthy=" · ".join(o.title for o in states["clear"][:8]),
+        checks=f"{len(states['clear'])} checks",
+        unknown=f"{len(states['not_measured'])} checks" if states["not_measured"] else "",
+        perfetto=f"the whole job: dlprof export {path} --perfetto trace.json.gz" if perfetto else "",
+    )
+    first = next((c for c in result.changes if not c.training), None)
+    if first is None:
+        return Screen("healthy" if not result.found and states["clear"] else "open", diagnosis, kind="Healthy" if not result.found and states["clear"] else "", note=gain, **common)
+    cause = found[first.findings[0]]
+    place = first.change.at or next((p for p in cause.where if p.line), None)
+    return Screen(
+        "died" if first.scope == "failure" else "change",
+        first.change.text,
+        kind="The change that gains most",
+        cures=f"cures {len(first.findings)} of {len(result.found)} findings" if len(result.found) > 1 else "",
+        href=rows[0].href,
+        gain=rows[0].gain,
+        interval=rows[0].interval,
+        facts=(f"A step: {rows[0].then}",),
+        known=first.known,
+        note=cause.sure,
+        at=" ".join(filter(None, (place and f"{place.file}:{place.line}", diagnosis))),
+        edit=tuple(edit(first.change.diff)),
+        commands=((f"dlprof try {path} --change 1", "Runs the job with the change and without, in turn."),),
+        then=tuple(r for r, c in zip(rows, result.changes) if not c.training)[1:],
+        counted="each counted after those above it",
+        **common,
+    )
+
+
+def _row(number: int, c: Proposal, keys: Mapping[str, str], found: Mapping[str, Outcome]) -> Row:
+    interval = "" if c.low is None or c.high is None else f"{c.low:.2f} to {c.high:.2f}"
+    then = f"{formatting.duration(c.before_ns)} → {formatting.duration(c.after_ns)}"
+    why = found[c.findings[0]].title if c.findings else ""
+    href = "#finding-" + keys.get(c.findings[0], "1")
+    return Row(number, c.change.text, why, href, c.known, f"{'≤ ' if c.at_most else ''}{formatting.times(c.speedup)}", interval, then, mark(c))
