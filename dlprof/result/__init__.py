@@ -434,7 +434,9 @@ class Result(msgspec.Struct, frozen=True):
     host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
     device_work: DeviceWork | None = None  # None: no device was traced
     budget: tuple[RunPart, ...] = ()  # in the order of time; () where the run's beginning and end are not known
-    changes: tuple[Proposal, ...] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
+    changes: tuple[
+        Proposal, ...
+    ] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
 
     @property
     def found(self) -> tuple[Outcome, ...]:
