@@ -125,6 +125,12 @@ def by_state(result: Result) -> dict[State, list[Outcome]]:
     return {state: [o for o in result.outcomes if o.state == state] for state in get_args(State)}
 
 
+def numbers(result: Result) -> dict[str, int]:
+    """Return the number of the change that cures each finding; without changes the findings' own numbers."""
+    of = {finding: n for n, change in reversed(list(enumerate(result.changes, 1))) for finding in change.findings}
+    return of or {o.id: n for n, o in enumerate(result.found, 1)}
+
+
 def gained(outcome: Outcome) -> str:
     """Write the same for a sentence: "at most 1.44 × faster (± 0.05)"; the margin where it is known."""
     margin = f" (±{NBSP}{_margin(outcome):.2f})" if _margin(outcome) else ""

@@ -26,9 +26,9 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, in_model, logged, looks, tried, verdict
+from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
-from dlprof.result import SAVING, Outcome, Place, Result
+from dlprof.result import SAVING, Change, Outcome, Place, Result
 from dlprof.units import UNKNOWN
 
 
@@ -52,13 +52,19 @@ class Card:
     evidence: drawing.Figure | None
 
 
-def render(result: Result, agent: str = "") -> str:
+def _nothing(_change: Change) -> None:
+    """Name no setting: whoever renders a result alone cannot try it."""
+
+
+def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
     """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts.
 
-    `agent`: the first screen as Markdown, which the page puts on the clipboard.
+    `run`: how a command names the run, by default as it was read; `named`: what `dlprof try --set` takes for a change.
     """
+    run = run or plain(result.run.path, 300)
+    agent, shown = brief.markdown(result, run, named), first.first(result, run, named)
     stack, waited = parts.stack(result), parts.blame(result)
-    of = screen.numbers(result)
+    of = formatting.numbers(result)
     found = sorted(result.found, key=lambda o: of.get(o.id, len(of) + 1))
     cards = [_card(str(place), of.get(o.id, 0), o) for place, o in enumerate(found, 1)]
     apart = [_card(f"training-{n}", of.get(o.id, 0), o) for n, o in enumerate(result.if_training_may_change, 1)]
@@ -72,17 +78,27 @@ def render(result: Result, agent: str = "") -> str:
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
     keys = {card.outcome.id: card.key for card in (*cards, *apart)}
-    shown = screen.screen(result, keys, perfetto=any(key.shape == "timeline" for key in result.panels))
     return template("report.html").render(
-        title=f"{formatting.name(result)} · {plain(shown.title, 120)}",
+        title=f"{formatting.name(result)} · {plain(shown.headline, 120)}",
         css=Markup(asset("page.css")),
         scripts=tuple(Markup(s) for s in scripts()),
         policy=policy(),
         colours=colours(),
         data=data(specs, agent),
         name=formatting.name(result),
-        screen=shown,
-        made=screen.made(result),
+        first=shown,
+        made=screen.made(result, shown),
+        edit=screen.edit(shown.lead.change.diff) if shown.lead else (),
+        then=screen.rows(result, shown.rows),
+        training=screen.rows(result, shown.training),
+        useless=screen.rows(result, shown.useless),
+        keys=keys,
+        run=run,
+        unlock=first.unlock(result),
+        line=first.line(result),
+        **_cause(result, shown),
+        notices=verdict.notices(result),
+        timelines=any(panel.shape == "timeline" for panel in result.panels),
         agent=agent,
         numbered=bool(result.changes),
         lede=_lede(result),
@@ -115,6 +131,15 @@ def render(result: Result, agent: str = "") -> str:
             *(("waiting",) if stack and "waiting" in stack.legend else ()),
         ],
     )
+
+
+def _cause(result: Result, shown: first.First) -> dict[str, Any]:
+    """Return what is said of the cause that the first change cures: its line, and how its gain was estimated."""
+    cause = next((o for o in result.found if shown.lead and o.id in shown.lead.findings[:1]), None)
+    place = cause and next((p for p in (shown.lead.change.at, *cause.where) if p and p.line), None)
+    longer = result.window.overhead or 0.0 if result.window else 0.0
+    traced = f"Tracing made steps {formatting.times(longer)} as long." if longer >= verdict.SLOWED else ""
+    return {"at": place, "sure": cause.sure if cause else "", "longer": traced}
 
 
 def _share_range(specs: Iterable[dict[str, Any]]) -> None:
@@ -370,11 +395,14 @@ def template(name: str) -> Template:
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
     environment.filters["in_model"] = in_model.named
+    environment.filters |= {"factor": first.factor, "between": first.between}
     environment.filters["kilobytes"] = lambda text: formatting.quantity(len(text.encode()), "bytes")
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
     environment.filters.update((text.__name__, text) for text in texts)
     said = {"saving": SAVING, "apart_title": verdict.APART, "otherwise": verdict.OTHERWISE}
-    environment.globals.update(newline=Markup("\n"), looks=looks.DRAWN, look=looks.look, **said)
+    environment.globals.update(
+        newline=Markup("\n"), arrow=first.arrow, ways=first.KNOWN, looks=looks.DRAWN, look=looks.look, **said
+    )
     return environment.get_template(name)
 
 

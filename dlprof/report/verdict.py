@@ -53,7 +53,7 @@ ALIKE = 0.1
 _NOTABLE = 0.05
 
 # Tracing that makes steps so many times as long is told.
-_SLOWED = 1.02
+SLOWED = 1.02
 
 # With this share of computation there is little else to lose.
 _ALL_BUT = 0.9
@@ -322,7 +322,7 @@ def traced(result: Result) -> str:
     window = result.window
     if window is None or window.overhead is None or window.unit == "trace":
         return ""
-    longer = f", which tracing made {times(window.overhead)} as long" if window.overhead >= _SLOWED else ""
+    longer = f", which tracing made {times(window.overhead)} as long" if window.overhead >= SLOWED else ""
     return (
         f"Savings are of the mean untraced step, {duration(window.step_ns)}. Times of a traced step are as the profiler"
         f" saw them{longer}. A wait is among them in full, also while the device still works: its cure saves less."
