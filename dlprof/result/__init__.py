@@ -372,7 +372,7 @@ class Fact(msgspec.Struct, frozen=True):
 class Proposal(msgspec.Struct, frozen=True):
     """A change to make, and what it gains once those above it are made.
 
-    `findings`: the ids of what it cures. `before_ns`, `after_ns`: the mean step (of scope "job" the loop's time for each
+    `findings`: the ids of what it cures. `before_ns`, `after_ns`: the mean step (of scope "job" the loop's time of each
     training step, of "run" the run's) with those above it, and with it as well. `speedup` is their ratio, nine of ten
     times between `low` and `high`; None: not known, as of a bound (`at_most`). `job_before_ns`, `job_after_ns`: the
     whole run, None: not known. `known`: how the figures are known; "losses": tried, and the losses are the same.
