@@ -25,10 +25,10 @@ from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
 
 from dlprof.files import compact
-from dlprof.plain import NBSP, plain
+from dlprof.plain import NBSP, command_line, plain
 from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
-from dlprof.result import SAVING, Change, Outcome, Place, Result
+from dlprof.result import SAVING, Change, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
 
@@ -52,6 +52,13 @@ class Card:
     evidence: drawing.Figure | None
 
 
+# What the commands do that prove a change.
+_PROOFS = {
+    "try": "Runs the job with the change and without, in turn, and compares the steps.",
+    "compare": "After the edit, with NEW, a recording of the job as it is then.",
+}
+
+
 def _nothing(_change: Change) -> None:
     """Name no setting: whoever renders a result alone cannot try it."""
 
@@ -61,7 +68,7 @@ def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
 
     `run`: how a command names the run, by default as it was read; `named`: what `dlprof try --set` takes for a change.
     """
-    run = run or plain(result.run.path, 300)
+    run = run or command_line((plain(result.run.path, 300),))
     agent, shown = brief.markdown(result, run, named), first.first(result, run, named)
     stack, waited = parts.stack(result), parts.blame(result)
     of = formatting.numbers(result)
@@ -95,8 +102,8 @@ def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
         keys=keys,
         run=run,
         unlock=first.unlock(result),
-        line=first.line(result),
-        **_cause(result, shown),
+        line=_line(result),
+        **_cause(result, shown.lead),
         notices=verdict.notices(result),
         timelines=any(panel.shape == "timeline" for panel in result.panels),
         agent=agent,
@@ -133,13 +140,15 @@ def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
     )
 
 
-def _cause(result: Result, shown: first.First) -> dict[str, Any]:
+def _cause(result: Result, lead: Proposal | None) -> dict[str, Any]:
     """Return what is said of the cause that the first change cures: its line, and how its gain was estimated."""
-    cause = next((o for o in result.found if shown.lead and o.id in shown.lead.findings[:1]), None)
-    place = cause and next((p for p in (shown.lead.change.at, *cause.where) if p and p.line), None)
-    longer = result.window.overhead or 0.0 if result.window else 0.0
-    traced = f"Tracing made steps {formatting.times(longer)} as long." if longer >= verdict.SLOWED else ""
-    return {"at": place, "sure": cause.sure if cause else "", "longer": traced}
+    cause = next((o for o in result.found if lead and o.id in lead.findings[:1]), None)
+    if lead is None or cause is None:
+        return {}
+    place = next((p for p in (lead.change.at, *cause.where) if p and p.line), None)
+    slowed = result.window.overhead if result.window else None
+    longer = f" Tracing made steps {formatting.times(slowed)} as long." if slowed and slowed >= verdict.SLOWED else ""
+    return {"at": place, "sure": cause.sure + longer}
 
 
 def _share_range(specs: Iterable[dict[str, Any]]) -> None:
@@ -173,6 +182,16 @@ def _fact(name: str, value: str) -> str:
     if not value.isdecimal() or len(value) < LONG_NUMBER:
         return value
     return formatting.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
+
+
+def _line(result: Result) -> list[str]:
+    """Return what ran, and how fast: "1 × NVIDIA H200", "22.1 ms a step", "1,448 samples/s"."""
+    window, said = result.window, [formatting.devices(result)]
+    if window is None:
+        return [*said, logged.described(result) or formatting.steps(result)]
+    said.append(f"{formatting.duration(window.step_ns)} a {window.unit}")
+    said += [formatting.throughput(window.throughput)] if window.throughput else []
+    return [*said, *([f"{formatting.percent(window.mfu)} of the device's peak"] if window.mfu is not None else [])]
 
 
 def _lede(result: Result) -> str:
@@ -296,7 +315,7 @@ def colours() -> Markup:
 
 
 def data(specs: dict[str, Any], agent: str = "") -> Markup:
-    """Return the figures, and what is copied for an agent, as JSON that cannot end its script element in any HTML parser."""
+    """Return figures, and the text for an agent, as JSON that cannot end its script element in any HTML parser."""
     often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
     packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
     data = {"lists": often, "figures": packed, "dark": drawing.DARK, "agent": agent}
@@ -401,7 +420,13 @@ def template(name: str) -> Template:
     environment.filters.update((text.__name__, text) for text in texts)
     said = {"saving": SAVING, "apart_title": verdict.APART, "otherwise": verdict.OTHERWISE}
     environment.globals.update(
-        newline=Markup("\n"), arrow=first.arrow, ways=first.KNOWN, looks=looks.DRAWN, look=looks.look, **said
+        newline=Markup("\n"),
+        arrow=first.arrow,
+        ways=first.KNOWN,
+        proofs=_PROOFS,
+        looks=looks.DRAWN,
+        look=looks.look,
+        **said,
     )
     return environment.get_template(name)
 
