@@ -19,7 +19,6 @@ from dlprof.result.figures import Throughput
 from dlprof.units import MINUS, UNKNOWN, digits
 
 _NAMESPACES = re.compile(r"(?:\b[A-Za-z_]\w*|\(anonymous namespace\))::(?=[\w(])")
-_QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
 
 
 def duration(ns: float) -> str:
@@ -40,12 +39,6 @@ def percent(share: float) -> str:
 def about(share: float) -> str:
     """Write a share in whole percent, where many are next to each other."""
     return percent(share) if not math.isfinite(share) or abs(share) < 0.00995 else f"{100 * share:.0f}{NBSP}%"
-
-
-def unqualified(kernel: str) -> str:
-    """Return a C++ kernel's name without return type and namespaces, for narrow columns."""
-    head, template, rest = kernel.partition("<")
-    return _QUALIFIED.sub("", head) + template + rest
 
 
 def kernels(names: Sequence[str]) -> list[str]:
@@ -78,7 +71,7 @@ def _parted(kernel: str) -> tuple[str, list[str]]:
             arguments.append("")
         else:
             arguments[-1] += char
-    return head, [" ".join(argument.split()) for argument in arguments]
+    return head, [" ".join(argument.split()) for argument in arguments if argument]
 
 
 def times(factor: float) -> str:

@@ -102,13 +102,13 @@ def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
         keys=keys,
         run=run,
         unlock=first.unlock(result),
-        line=_line(result),
+        line=first.summary(result).partition(" · ")[2],
         **_cause(result, shown.lead),
         notices=verdict.notices(result),
         timelines=any(panel.shape == "timeline" for panel in result.panels),
         agent=agent,
         numbered=bool(result.changes),
-        lede=_lede(result),
+        measured=formatting.limits(result),
         unit=formatting.unit(result),
         result=result,
         stack=stack,
@@ -182,33 +182,6 @@ def _fact(name: str, value: str) -> str:
     if not value.isdecimal() or len(value) < LONG_NUMBER:
         return value
     return formatting.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
-
-
-def _line(result: Result) -> list[str]:
-    """Return what ran, and how fast: "1 × NVIDIA H200", "22.1 ms a step", "1,448 samples/s"."""
-    window, said = result.window, [formatting.devices(result)]
-    if window is None:
-        return [*said, logged.described(result) or formatting.steps(result)]
-    said.append(f"{formatting.duration(window.step_ns)} a {window.unit}")
-    said += [formatting.throughput(window.throughput)] if window.throughput else []
-    return [*said, *([f"{formatting.percent(window.mfu)} of the device's peak"] if window.mfu is not None else [])]
-
-
-def _lede(result: Result) -> str:
-    """Return what ran, where, and what was measured."""
-    hosts = {0: "", 1: " on one host"}.get(len(result.run.hosts), f" on {len(result.run.hosts)} hosts")
-    window = result.window
-    said = [f"{formatting.devices(result)}{hosts}"]
-    if window is None:
-        said.append(logged.described(result) or "no steady step was recorded")
-    elif window.unit == "trace":
-        said.append("the trace has no step markers and is shown as one step")
-    else:
-        source = "over the whole job" if window.source == "steps" else "in the trace"
-        said.append(f"{formatting.counted(window.steps, 'steady step')} measured {source}")
-        if window.source == "steps" and window.traced_steps:
-            said.append(f"{formatting.counted(window.traced_steps, 'step')} traced")
-    return "; ".join(said) + "."
 
 
 LONG_NUMBER = 5  # digits that are hard to read without commas

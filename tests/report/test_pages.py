@@ -88,7 +88,7 @@ def test_the_page_holds_what_the_result_holds(pages: dict[str, Page]) -> None:
 # What the first screen says, in its order.
 FIRST = {
     "training": (
-        "ddp_resnet.py · 4 × NVIDIA H200 · 214.6 ms a step",
+        "ddp_resnet.py · 4 × NVIDIA H200 · 412 steady steps of 214.6 ms",
         "The change that gains most",
         "Set num_workers=6, persistent_workers=True.",
         "1.44 × faster (1.41 to 1.47 ×)",

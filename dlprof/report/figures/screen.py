@@ -130,19 +130,22 @@ def edit(diff: str) -> list[tuple[str, int, str]]:
 
     Where lines are left out between two, one without a number stands for them.
     """
-    lines: list[tuple[str, int, str]] = []
+    hunks: list[list[tuple[str, int, str]]] = []
     old = new = 0
     for line in diff.replace("\r", "").split("\n"):
         if found := _HUNK.match(line):
-            lines += [("span", 0, "…")] if lines else []
+            hunks.append([])
             old, new = int(found[1]), int(found[2])
-        elif old and (kind := _KINDS.get(line[:1])):
-            lines.append((kind, old if kind == "del" else new, plain(line[1:].expandtabs(4), 400)))
+        elif hunks and (kind := _KINDS.get(line[:1])):
+            hunks[-1].append((kind, old if kind == "del" else new, plain(line[1:].expandtabs(4), 400)))
             old += kind != "ins"
             new += kind != "del"
-    changed = [n for n, line in enumerate(lines) if line[0] != "span"]
-    near = [line for n, line in enumerate(lines) if any(abs(n - c) <= first.CONTEXT for c in changed)]
-    return near if len(near) <= MOST_LINES else [*near[: MOST_LINES - 1], ("span", 0, "…")]
+    shown: list[tuple[str, int, str]] = []
+    for hunk in hunks:
+        changed = [n for n, line in enumerate(hunk) if line[0] != "span"]
+        near = [line for n, line in enumerate(hunk) if any(abs(n - c) <= first.CONTEXT for c in changed)]
+        shown += [("span", 0, "…"), *near] if shown else near
+    return shown if len(shown) <= MOST_LINES else [*shown[: MOST_LINES - 1], ("span", 0, "…")]
 
 
 class Row(NamedTuple):
