@@ -82,7 +82,8 @@ def made(result: Result, shown: first.First) -> Made | None:
     of = {part.part: part.share for part in result.budget}
     parts = [(name, share, c) for name, mine, c in _JOB if (share := sum(of.get(p, 0.0) for p in mine)) >= VISIBLE]
     total = formatting.duration(sum(part.ns for part in result.budget))
-    job = Bar("job", tuple(Part(_percent(share), c) for _, share, c in parts), total, f"The job, {total}")
+    said = ", ".join(f"{name} {formatting.about(share)}" for name, share, _ in parts)
+    job = Bar("run", tuple(Part(_percent(share), c) for _, share, c in parts), total, f"The run, {total}: {said}")
     at = next((n for n, part in enumerate(parts) if part[0] == "training"), None)
     ends = [_percent(sum(share for _, share, _ in parts[:n])) for n in range(len(parts) + 1)]
     return Made(

@@ -256,6 +256,21 @@
   document.querySelectorAll("table.sorts").forEach(flat);
   document.querySelectorAll("table.tree").forEach(tree);
 
+  // On a narrow screen a table that would be cut becomes a list, with the headings beside the cells.
+  function stack() {
+    for (const table of document.querySelectorAll(".scroll > table")) {
+      table.classList.remove("stacked");
+      const cut = table.scrollWidth > table.parentElement.clientWidth;
+      if (!cut || !table.parentElement.clientWidth || !window.matchMedia("(max-width: 560px)").matches) continue;
+      const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+      for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => i && heads[i] && (cell.dataset.head = heads[i]));
+      table.classList.add("stacked");
+    }
+  }
+  stack();
+  window.addEventListener("resize", stack);
+  document.addEventListener("toggle", stack, true);
+
   // Shows for a moment on a button what became of a click.
   function answer(button, text, seconds = 2) {
     button.dataset.label ??= button.textContent;
