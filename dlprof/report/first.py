@@ -294,7 +294,8 @@ def after(result: Result, one: Proposal) -> dict[str, float]:
     parts: dict[str, float] = {}
     for part in result.time:
         parts[part.category] = parts.get(part.category, 0.0) + part.ns / ranks
-    return {name: max(ns - one.takes.get(name, 0.0), 0.0) for name, ns in parts.items()}
+    takes = {name: ns for name, ns in one.takes.items() if math.isfinite(ns)}
+    return {name: max(ns - takes.get(name, 0.0), 0.0) for name, ns in parts.items()}
 
 
 def summary(result: Result) -> str:

@@ -33,10 +33,10 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     paint = painter(colour)
     one = screen.first(result, run, named)
     measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
-    head = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), ""]
-    head += [paint(line, "1") for line in wrap(one.headline, width, "  ")]
+    head = _first(wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), 3, width, "")
+    head += ["", *(paint(line, "1") for line in _first(wrap(one.headline, width, "  "), 4, width, "  "))]
     dot = f"{screen.KNOWN[one.lead.known][0]} " if one.lead and one.known else ""
-    gain = wrap(one.gain, width, f"  {dot}", "    " if dot else "  ") if one.gain else []
+    gain = wrap(one.gain, width, f"  {dot}", "    " if dot else "  ")[:4] if one.gain else []
     head += [paint(line, "1;35") if one.lead else line for line in gain]
     notices = verdict.notices(result)
     shown = [paint(line, "33") for line in _brief(notices[:_SHOWN_NOTICES], width, "  ! ")]
@@ -54,12 +54,11 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     rows = _rows(one.rows[:_SHOWN_ROWS], width, paint)
     if one.training:
         rows += _rows(one.training[:1], width, paint, f"{verdict.APART}: ")
-    rows += (
-        [f"  Tried without a gain: {', '.join(row.text for row in one.useless)}"[: width - 1]] if one.useless else []
-    )
+    tried = f"Tried without a gain: {', '.join(row.text for row in one.useless)}"
+    rows += _first(wrap(tried, width, "  "), 2, width, "  ") if one.useless else []
     said = f"{len(one.rows) - _SHOWN_ROWS} more changes. " if len(one.rows) > _SHOWN_ROWS else ""
     closing = _first(wrap(f"{said}{one.looked_at}", width, "  "), 2, width, "  ") if said or one.looked_at else []
-    closing += ["  More: the report, or -v; for an AI assistant: --format md"]
+    closing += wrap("More: the report, or -v; for an AI assistant: --format md", width, "  ")
     # What does not fit goes, the least important first.
     pieces = [
         [*head, *shown, ""],
@@ -104,9 +103,9 @@ def _before_and_after(result: Result, one: screen.First, width: int, colour: boo
             if parts[name] > 0.01 * total
         )
         room = width - length - 23
-        while columns(said) > room and "  " in said:
+        while columns(said) > room:
             said = said.rpartition("  ")[0]
-        lines.append(f"  {label:<5}  {bar}  {formatting.duration(total):>9}  {said}")
+        lines.append(f"  {label:<5}  {bar}  {formatting.duration(total):>9}  {said}".rstrip())
     return lines
 
 

@@ -20,7 +20,7 @@ from dlprof.plain import NBSP
 from dlprof.report import brief, html, looks, notebook, terminal, tried, tried_text
 from dlprof.result import CATEGORIES, Blame, Change, Fact, ForeignLoad, Outcome, Panel, Place, Result, RunInfo, TimePart
 from dlprof.result.tried import Attempt, Gain, Tried, Verdict
-from dlprof.trial import planning
+from dlprof.trial.planning import named
 from tests.fixtures import results
 from tests.fixtures.pages import Page
 
@@ -94,7 +94,7 @@ FIRST = {
         "1.44 × faster (1.41 to 1.47 ×)",
         "A step: 214.6 → 148.6 ms",
         "The recorded run: 90.0 → 62.8 s",
-        "predicted tried tried, the losses are the same",
+        "predicted tried the losses are the same",
         "train.py:61 31 % of each step waits for data on rank 1.",
         "data = Images()",
         "train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
@@ -140,8 +140,8 @@ def test_the_first_screen_says_in_its_order_what_to_do_and_how_that_is_known(pag
 
 
 def test_what_an_agent_is_given_is_the_markdown_of_the_report() -> None:
-    page = Page(html.render(results.hostile(), "runs/my run", planning.named))
-    assert json.loads(page.scripts[0])["agent"] == brief.markdown(results.hostile(), "runs/my run", planning.named)
+    page = Page(html.render(results.hostile(), "runs/my run", named))
+    assert json.loads(page.scripts[0])["agent"] == brief.markdown(results.hostile(), "runs/my run", named)
 
 
 def test_findings_are_numbered_by_the_change_that_cures_them() -> None:
@@ -319,6 +319,17 @@ def test_every_line_fits_and_nothing_in_it_acts(name: str) -> None:
     coloured = terminal.render(result, 132, colour=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == text
     assert "\x1b[" in coloured
+
+
+@pytest.mark.parametrize("name", results.ALL)
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_the_first_screen_fits_and_nothing_in_it_acts(name: str, width: int) -> None:
+    text = terminal.first(results.ALL[name](), "runs/x", named, width)
+    lines = text.split("\n")
+    assert max(map(shown_width, lines)) <= width
+    assert len(lines) - 1 <= (terminal.MOST_LINES if width > 40 else terminal.MOST_LINES + 8)
+    assert acting(text) == set()
+    assert lines[0].strip()
 
 
 def test_the_diagnosis_comes_first_then_findings_by_size() -> None:
