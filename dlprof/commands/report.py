@@ -147,7 +147,7 @@ def report(
     else:
         verdict = _json(result) if form == "json" else _verdict(result, path, verbose)
     try:
-        html = write_files(result, path, out)
+        html = write_files(result, path, out, redact=redact)
     finally:
         # Reading may have taken minutes: the verdict is printed even where it could not be written.
         click.echo(verdict)
@@ -352,11 +352,13 @@ def _short(result: Result, path: Path, form: str) -> str:
     return brief.to_json(brief.brief(result, shown(path), named)).decode()
 
 
-def write_files(result: Result, path: Path, out: Path | None) -> Path:
+def write_files(result: Result, path: Path, out: Path | None, *, redact: bool = False) -> Path:
     """Write result.json and report.html, and return the path of the latter; raise DlprofError if that fails."""
     from dlprof.report import html
+    from dlprof.trial.planning import named
 
-    files = {"result.json": _json(result), "report.html": html.render(result)}
+    run = result.run.path if redact else shown(path)
+    files = {"result.json": _json(result), "report.html": html.render(result, command_line((run,)), named)}
     if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
         out = path
     return write_into("dlprof-report", out, files)

@@ -62,10 +62,13 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
     for what, rows in work:
         chosen = changed(rows)[:MOST_ROWS]
         if chosen:
-            short = formatting.unqualified if what == "kernels" else str
             differences = [(w, d) for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
+            names = [d.name for _, d in differences]
+            names = formatting.kernels(names) if what == "kernels" else names
             lines += ["", f"  {what} that changed most, a step"]
-            lines += _table([(plain(short(d.name), 80) + times_called(w), d) for w, d in differences], width)
+            lines += _table(
+                [(plain(n, 80) + times_called(w), d) for n, (w, d) in zip(names, differences, strict=True)], width
+            )
     if c.settings:
         lines += ["", "  settings that differ"]
         for s in c.settings[:MOST_ROWS]:
