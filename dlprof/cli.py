@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, command, say
+from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, HELP_ALL, all_is_shown, command, say
 from dlprof.errors import DlprofError
 from dlprof.marks import __version__
 
@@ -34,11 +34,14 @@ class _Group(click.Group):
         self.commands = {name: command(name) for name in COMMANDS}  # click looks here for what may have been meant
         return None
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """Write an example of each command, and what it does."""
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the first command of each group and the names of the others; --help-all: all, with their examples."""
         for group, names in GROUPS.items():
+            shown = list(names) if all_is_shown(ctx) else list(names)[:1]
             with formatter.section(group.capitalize()):
-                formatter.write_dl([(EXAMPLES[name], command(name).get_short_help_str(80)) for name in names], 45)
+                formatter.write_dl([(EXAMPLES[name], command(name).get_short_help_str(80)) for name in shown], 45)
+                if others := [name for name in names if name not in shown]:
+                    formatter.write_text(f"also: {', '.join(others)}")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -55,6 +58,9 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="dlprof")
 def cli() -> None:
     """Where does the time of a training step go, and what would you gain by changing what?"""
+
+
+cli.params.append(HELP_ALL)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import keyword
 import math
@@ -19,7 +20,8 @@ from dlprof.read.limits import NO_LIMITS
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Each is a function of its name in a module of its name, those of "prove" in a folder; try_ is that of try, a word of
-# Python's own. In the order of the help, with the words of an example.
+# Python's own, and a_b that of a-b. In the order of the help, which begins with the first of each group; with the words
+# of an example.
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "record": {
         "wrap": "train.py --lr 0.1",
@@ -47,10 +49,64 @@ COMMANDS = tuple(sorted(EXAMPLES))
 
 def command(name: str) -> click.Command:
     """Return one of COMMANDS, importing no other's module."""
-    module, folder = f"{name}_" if keyword.iskeyword(name) else name, "prove." if name in GROUPS["prove"] else ""
+    module = f"{name}_" if keyword.iskeyword(name) else name.replace("-", "_")
+    folder = "prove." if name in GROUPS["prove"] else ""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
+    if HELP_ALL not in found.params:  # this command is loaded for the first time
+        found.params.append(HELP_ALL)
+        _WHOLE[name] = found.help or ""
+        if any(getattr(param, "rare", False) for param in found.params):  # the first paragraph and the examples
+            first, *rest = _WHOLE[name].split("\n\n")
+            found.help = "\n\n".join([first, *(part for part in rest if part.lstrip(" ").startswith("\b"))])
     return found
+
+
+_WHOLE: dict[str, str] = {}  # of each command, what --help-all says of it
+
+
+class Option(click.Option):
+    """An option: `rare` ones are in --help-all alone, and `typed` ones cannot be set in pyproject.toml."""
+
+    def __init__(self, *names: Any, rare: bool = False, typed: bool = False, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.rare, self.typed = rare, typed
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return what the help says of it: in --help the first sentence and the default."""
+        found = super().get_help_record(ctx)
+        if found is None or ctx.meta.get(_ALL):
+            return found
+        first, dot, rest = found[1].partition(". ")
+        default = f" [{rest.rpartition('[')[2]}" if rest.endswith("]") else ""
+        return None if self.rare else (found[0], first + dot.rstrip() + default)
+
+
+option = functools.partial(click.option, cls=Option)
+_ALL = "dlprof.help_all"
+
+
+def all_is_shown(ctx: click.Context) -> bool:
+    """Return whether --help-all was asked for."""
+    return bool(ctx.meta.get(_ALL))
+
+
+def _show_all(ctx: click.Context, _option: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        ctx.command.help = _WHOLE.get(ctx.command.name or "", ctx.command.help)
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all commands and options.",
+)
 
 
 class WithCommand(click.Command):
@@ -112,32 +168,42 @@ class _Minutes(click.FloatRange):
 def minutes(default: float) -> Callable[[F], F]:
     """Return the option of how long a command may measure."""
     range_ = _Minutes(0.1, 10_000)
-    return click.option("--minutes", type=range_, default=default, show_default=True, help="How long it may take.")
+    return option("--minutes", type=range_, default=default, show_default=True, help="How long it may take.")
 
 
 def file(name: str, help: str) -> Callable[[F], F]:  # noqa: A002 - click's name
     """Return an option that names a file to write."""
-    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)
+    return option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help, typed=True)
 
 
 def out(help: str) -> Callable[[F], F]:  # noqa: A002 - click's name
     """Return the option of the folder that is written into."""
-    return click.option("-o", "--out", type=PATH, help=help)
+    return option("-o", "--out", type=PATH, help=help, typed=True)
 
 
-form = click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
-jobs = click.option(
-    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
+form = option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
+jobs = option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    rare=True,
+    help="Processes that read at once. [default: all cores that memory allows]",
 )
-no_limits = click.option(
+no_limits = option(
     "--no-limits",
     is_flag=True,
     expose_value=False,
     callback=_lift,
+    rare=True,
+    typed=True,
     help="Read files of any size; without it, what exceeds the limits is skipped with a warning.",
 )
-cache = click.option(
-    "--cache", type=PATH, metavar="DIR", help="Folder for what is known of each rank. [default: .dlprof in PATH]"
+cache = option(
+    "--cache",
+    type=PATH,
+    metavar="DIR",
+    rare=True,
+    typed=True,
+    help="Folder for what is known of each rank. [default: .dlprof in PATH]",
 )
-quiet = click.option("--quiet", is_flag=True, help="No progress.")
-show = click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
+quiet = option("--quiet", is_flag=True, help="No progress.")
+show = option("--open", "show", is_flag=True, help="Open the page in a browser.")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dlprof.commands import option
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.commands.wrap import record
 from dlprof.errors import DlprofError
@@ -55,9 +56,14 @@ def print_list(ctx: click.Context, _param: click.Parameter, given: bool) -> None
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option("--procs", type=click.IntRange(min=1), help="Ranks on the CPU, over gloo.")
 @click.option("--fault", help="A fault to plant, by name; --list shows them.")
-@click.option("--ceiling", is_flag=True, help="With a model that costs next to nothing: how fast the loader can be.")
-@click.option(
-    "--ladder", is_flag=True, help="Record it several times, each time with one change more, and compare these."
+@option(
+    "--ceiling", rare=True, is_flag=True, help="With a model that costs next to nothing: how fast the loader can be."
+)
+@option(
+    "--ladder",
+    rare=True,
+    is_flag=True,
+    help="Record it several times, each time with one change more, and compare these.",
 )
 @recording_options
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
