@@ -56,7 +56,7 @@ def test_help_is_one_screen_and_help_all_has_every_option(words: list[str]) -> N
         if isinstance(param, click.Option):
             listed = re.compile(rf"^  (-\w, )?{param.opts[-1]}\b", re.MULTILINE)
             assert listed.search(whole)
-            assert bool(listed.search(short)) != getattr(param, "rare", False), param.name
+            assert bool(listed.search(short)) != param.hidden, param.name
 
 
 @pytest.mark.skipif(not README.read_text().strip(), reason="the README is yet to be written")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import keyword
 import math
@@ -53,52 +52,36 @@ def command(name: str) -> click.Command:
     folder = "prove." if name in GROUPS["prove"] else ""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
-    if HELP_ALL not in found.params:  # this command is loaded for the first time
+    if HELP_ALL not in found.params:  # it is loaded for the first time
         found.params.append(HELP_ALL)
         _WHOLE[name] = found.help or ""
-        if any(getattr(param, "rare", False) for param in found.params):  # the first paragraph and the examples
+        if any(getattr(param, "hidden", False) for param in found.params):
             first, *rest = _WHOLE[name].split("\n\n")
             found.help = "\n\n".join([first, *(part for part in rest if part.lstrip(" ").startswith("\b"))])
     return found
 
 
-_WHOLE: dict[str, str] = {}  # of each command, what --help-all says of it
+_WHOLE: dict[str, str] = {}  # what --help-all says of a command; --help has its first paragraph and its examples
 
 
-class Option(click.Option):
-    """An option: `rare` ones are in --help-all alone, and `typed` ones cannot be set in pyproject.toml."""
-
-    def __init__(self, *names: Any, rare: bool = False, typed: bool = False, **more: Any) -> None:
-        super().__init__(*names, **more)
-        self.rare, self.typed = rare, typed
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return what the help says of it: in --help the first sentence and the default."""
-        found = super().get_help_record(ctx)
-        if found is None or ctx.meta.get(_ALL):
-            return found
-        first, dot, rest = found[1].partition(". ")
-        default = f" [{rest.rpartition('[')[2]}" if rest.endswith("]") else ""
-        return None if self.rare else (found[0], first + dot.rstrip() + default)
-
-
-option = functools.partial(click.option, cls=Option)
-_ALL = "dlprof.help_all"
-
-
-def all_is_shown(ctx: click.Context) -> bool:
-    """Return whether --help-all was asked for."""
-    return bool(ctx.meta.get(_ALL))
+def rarely(function: F) -> F:
+    """Leave the options that stand below out of --help: --help-all has them, and completion."""
+    for param in getattr(function, "__click_params__", ()):
+        param.hidden = "_DLPROF_COMPLETE" not in os.environ
+    return function
 
 
 def _show_all(ctx: click.Context, _option: click.Parameter, given: bool) -> None:
     if given and not ctx.resilient_parsing:
-        ctx.meta[_ALL] = True
+        ctx.meta[SHOW_ALL] = True
         ctx.command.help = _WHOLE.get(ctx.command.name or "", ctx.command.help)
+        for param in ctx.command.params:
+            param.hidden = False  # type: ignore[attr-defined] # those that have no such attribute ignore it
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
 
 
+SHOW_ALL = "dlprof.help_all"  # in the context's meta
 HELP_ALL = click.Option(
     ["--help-all"],
     is_flag=True,
@@ -168,42 +151,32 @@ class _Minutes(click.FloatRange):
 def minutes(default: float) -> Callable[[F], F]:
     """Return the option of how long a command may measure."""
     range_ = _Minutes(0.1, 10_000)
-    return option("--minutes", type=range_, default=default, show_default=True, help="How long it may take.")
+    return click.option("--minutes", type=range_, default=default, show_default=True, help="How long it may take.")
 
 
 def file(name: str, help: str) -> Callable[[F], F]:  # noqa: A002 - click's name
     """Return an option that names a file to write."""
-    return option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help, typed=True)
+    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)
 
 
 def out(help: str) -> Callable[[F], F]:  # noqa: A002 - click's name
     """Return the option of the folder that is written into."""
-    return option("-o", "--out", type=PATH, help=help, typed=True)
+    return click.option("-o", "--out", type=PATH, help=help)
 
 
-form = option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
-jobs = option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    rare=True,
-    help="Processes that read at once. [default: all cores that memory allows]",
+form = click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
+jobs = click.option(
+    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
-no_limits = option(
+no_limits = click.option(
     "--no-limits",
     is_flag=True,
     expose_value=False,
     callback=_lift,
-    rare=True,
-    typed=True,
     help="Read files of any size; without it, what exceeds the limits is skipped with a warning.",
 )
-cache = option(
-    "--cache",
-    type=PATH,
-    metavar="DIR",
-    rare=True,
-    typed=True,
-    help="Folder for what is known of each rank. [default: .dlprof in PATH]",
+cache = click.option(
+    "--cache", type=PATH, metavar="DIR", help="Folder for what is known of each rank. [default: .dlprof in PATH]"
 )
-quiet = option("--quiet", is_flag=True, help="No progress.")
-show = option("--open", "show", is_flag=True, help="Open the page in a browser.")
+quiet = click.option("--quiet", is_flag=True, help="No progress.")
+show = click.option("--open", "show", is_flag=True, help="Open the page in a browser.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import PATH, file, jobs, no_limits, option, quiet, run_path, say
+from dlprof.commands import PATH, file, jobs, no_limits, quiet, rarely, run_path, say
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.units import count, duration
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     "All ranks on one clock in one reduced trace, for ui.perfetto.dev; packed where the name ends in .gz.",
 )
 @file("--speedscope", "The Python stacks that py-spy saw, for speedscope.app.")
-@option("--csv", typed=True, type=PATH, metavar="FOLDER", help="Every table and every measure as CSV.")
+@click.option("--csv", type=PATH, metavar="FOLDER", help="Every table and every measure as CSV.")
+@quiet
+@rarely
 @jobs
 @no_limits
-@quiet
 def export(
     path: Path, perfetto: Path | None, speedscope: Path | None, csv: Path | None, jobs: int | None, quiet: bool
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from dlprof import overrides
-from dlprof.commands import Option, out
+from dlprof.commands import out, rarely
 from dlprof.errors import DlprofError
 from dlprof.record.launch import nsys, options
 
@@ -129,19 +129,12 @@ class Recording:
 
 
 def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's name
-    return click.option(name, cls=Option, rare=True, is_flag=True, help=help)
+    return click.option(name, is_flag=True, help=help)
 
 
 def _value(name: str, check: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
     return click.option(
-        name,
-        cls=Option,
-        rare=True,
-        type=_type(check),
-        default=default,
-        show_default=bool(default),
-        metavar=metavar,
-        help=help,
+        name, type=_type(check), default=default, show_default=bool(default), metavar=metavar, help=help
     )
 
 
@@ -173,8 +166,6 @@ _OPTIONS = {
     "no_trace": _flag("--no-trace", "The step log only: no profiler window."),
     "flops": click.option(
         "--flops",
-        cls=Option,
-        rare=True,
         type=click.Choice(["auto", "on", "off"]),
         default="auto",
         show_default=True,
@@ -182,14 +173,12 @@ _OPTIONS = {
     ),
     "lines": click.option(
         "--lines",
-        cls=Option,
-        rare=True,
         multiple=True,
         type=_type(options.function),
         metavar="MODULE:FUNCTION",
-        help="Time a function line by line: package.data:Images.__getitem__, path/to/file.py:function; auto: the hottest"
-        " of your own. In the ranks and in loader workers; __main__:function is one of the script. Repeatable. Slows"
-        " these functions.",
+        help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
+        " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
+        " Slows these functions.",
     ),
     "shapes": _flag(
         "--shapes",
@@ -224,12 +213,11 @@ _OPTIONS = {
     "settings": click.option(
         "--set",
         "settings",
-        cls=Option,
         multiple=True,
         type=_type(_setting),
         metavar="NAME=VALUE",
-        help="Override a setting of the unedited script: loader.num_workers=4. Repeatable. `dlprof explain settings`"
-        " lists them.",
+        help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
+        " Repeatable. `dlprof explain settings` lists them.",
     ),
     "allow_numerics": _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
     "keep_arguments": _flag(
@@ -242,12 +230,12 @@ _OPTIONS = {
     "tries": click.option(
         "--try",
         "tries",
-        cls=Option,
         is_flag=True,
-        help="Then try what the report advises, as `dlprof try` does. That runs the command again and again, for ten"
-        " minutes at most.",
+        help="Then run the command again and again, for ten minutes at most, with what the report advises, and measure"
+        " what that gains, as `dlprof try` does.",
     ),
 }
+_USUAL = ("out", "settings", "tries")  # what --help shows
 _NAMES = {"settings": "--set", "tries": "--try"}
 _DEFAULTS = {"ranks": "all", "flops": "auto", "stacks": options.STACKS_A_SECOND, "sample": "auto"}
 
@@ -264,6 +252,8 @@ def recording_options(command: Callable[..., None], without: Collection[str] = (
         recording.check()
         command(recording=recording, **options)
 
-    for option in reversed([option for name, option in _OPTIONS.items() if name not in without]):
-        gathered = option(gathered)
+    names = sorted((name for name in _OPTIONS if name not in without), key=lambda name: name not in _USUAL)
+    for name in reversed(names):
+        gathered = _OPTIONS[name](gathered)
+        gathered = gathered if name in _USUAL else rarely(gathered)
     return gathered

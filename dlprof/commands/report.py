@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands import cache, file, jobs, new_folder, no_limits, option, out, quiet, run_path, say, show
+from dlprof.commands import cache, file, jobs, new_folder, no_limits, out, quiet, rarely, run_path, say, show
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
@@ -63,50 +63,39 @@ def _launched() -> tuple[int, int]:
     default="text",
     help="What to print; md: the first screen as Markdown, 2 kB at most; brief: the same as JSON, 8 kB at most.",
 )
+@file("--patch", "Write the edits of the findings' changes into FILE, for `git apply`.")
+@show
+@quiet
+@rarely
 @jobs
 @no_limits
-@option(
-    "--redact",
-    rare=True,
-    is_flag=True,
-    help="Leave out the names of users, hosts and folders, so that the report can be shared.",
+@click.option(
+    "--redact", is_flag=True, help="Leave out the names of users, hosts and folders, so that the report can be shared."
 )
-@file("--patch", "Write the edits of the findings' changes into FILE, for `git apply`.")
-@option(
-    "--allow-numerics",
-    rare=True,
-    is_flag=True,
-    help="With --patch: also changes with which the job computes other numbers.",
+@click.option(
+    "--allow-numerics", is_flag=True, help="With --patch: also changes with which the job computes other numbers."
 )
-@option(
+@click.option(
     "--window",
-    rare=True,
     type=click.IntRange(min=1),
     metavar="N",
     help="Which window to read, where ranks have several traces. [default: the last complete one]",
 )
-@option(
+@click.option(
     "--dask",
-    typed=True,
-    rare=True,
     metavar="local|slurm|tcp://HOST:PORT",
     help="Read the ranks on a Dask cluster: of processes here (local:4), of SLURM jobs (slurm:16), or a running one.",
 )
 @cache
-@option(
+@click.option(
     "--shard",
-    rare=True,
     callback=_shard,
     metavar="K/N|auto",
     help="Read only share K of N, from 0 on, keep what the report needs of it, and write no report; auto: the share of "
     "this task of srun or mpirun.",
 )
-@option("--kept-only", rare=True, is_flag=True, help="Leave out the ranks that no `--shard` has read.")
-@option(
-    "--files", rare=True, is_flag=True, help="Also print what each file of a folder was taken for, and what was left."
-)
-@show
-@quiet
+@click.option("--kept-only", is_flag=True, help="Leave out the ranks that no `--shard` has read.")
+@click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
 def report(
     path: Path,
     out: Path | None,

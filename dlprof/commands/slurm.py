@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import click
 
-from dlprof.commands import F, file, option, say
+from dlprof.commands import F, file, rarely, say
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.files import write, writing
@@ -31,89 +31,74 @@ def _line(ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
 
 
 def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]:  # noqa: A002 - click's name
-    return option(name, metavar=metavar, help=help, callback=_line, **more)
+    return click.option(name, metavar=metavar, help=help, callback=_line, **more)
 
 
 @click.command(short_help="Write the batch script of a recorded SLURM job, or submit it.")
-@click.option("--nodes", type=_COUNT, metavar="N", default=1, show_default=True, help="How many nodes.")
-@click.option("--gpus-per-node", type=_COUNT, metavar="N", help="Ranks of a node, one a GPU.")
-@click.option("--procs-per-node", type=_COUNT, metavar="N", help="Ranks of a node, on the CPU.")
-@option(
+@click.option("--nodes", type=_COUNT, default=1, show_default=True, help="How many nodes.")
+@click.option("--gpus-per-node", type=_COUNT, help="Ranks of a node, one a GPU.")
+@click.option("--procs-per-node", type=_COUNT, help="Ranks of a node, on the CPU.")
+@_text("--partition", "NAME", "Its partition.")
+@_text("--time", "LIMIT", "How long it may run: 30, 4:00:00, 2-00.")
+@click.option("--submit", "submits", is_flag=True, help="Submit it with sbatch.")
+@file("--out", "Write the script to a file. [default: to stdout, unless it is submitted]")
+@click.option("-m", "module", metavar="PACKAGE", help="Train with `python -m PACKAGE`.")
+@rarely
+@click.option(
     "--launcher",
-    rare=True,
     type=click.Choice(get_args(Launcher)),
     default="srun",
     show_default=True,
     help="srun: one task a rank, each on cores of its own. torchrun: one torchrun a node, which starts the ranks.",
 )
-@option(
+@click.option(
     "--cpus-per-rank",
-    rare=True,
     type=_COUNT,
     help=f"Cores of a rank and its loader workers. [default: {_CORES_WITH_GPU}, {_CORES} without a GPU; fewer where the"
     " nodes, as sinfo lists them, have fewer]",
 )
-@option(
-    "--omp-threads",
-    rare=True,
-    type=_COUNT,
-    help="OMP_NUM_THREADS. [default: 1; without a GPU as many as --cpus-per-rank]",
+@click.option(
+    "--omp-threads", type=_COUNT, help="OMP_NUM_THREADS. [default: 1; without a GPU as many as --cpus-per-rank]"
 )
-@option(
+@click.option(
     "--hint",
-    rare=True,
     type=click.Choice(["compute_bound", "memory_bound", "multithread", "nomultithread"]),
     help="SLURM's --hint instead of --cpu-bind=cores; nomultithread: one hardware thread of each core.",
 )
-@option(
+@click.option(
     "--numa-binding",
-    rare=True,
     type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
     help="With --launcher torchrun: bind each rank near its GPU (torch 2.8).",
 )
-@_text("--partition", "NAME", "Its partition.")
-@_text("--account", "NAME", "Who pays for it.", rare=True)
-@_text("--qos", "NAME", "Its quality of service.", rare=True)
-@_text("--time", "LIMIT", "How long it may run: 30, 4:00:00, 2-00.")
-@_text("--job-name", "NAME", "Its name, and that of its run folder and its output. [default: the script's]", rare=True)
-@_text("--sbatch", "OPTION", "Another line #SBATCH, such as --constraint=a100. Repeatable.", multiple=True, rare=True)
-@_text(
-    "--setup",
-    "LINE",
-    "A line of shell before the job, such as 'module load cuda'. Repeatable.",
-    multiple=True,
-    rare=True,
-)
-@option(
+@_text("--account", "NAME", "Who pays for it.")
+@_text("--qos", "NAME", "Its quality of service.")
+@_text("--job-name", "NAME", "Its name, and that of its run folder and its output. [default: the script's]")
+@_text("--sbatch", "OPTION", "Another line #SBATCH, such as --constraint=a100. Repeatable.", multiple=True)
+@_text("--setup", "LINE", "A line of shell before the job, such as 'module load cuda'. Repeatable.", multiple=True)
+@click.option(
     "--grace",
-    rare=True,
     type=click.IntRange(min=0),
     default=60,
     show_default=True,
     metavar="SECONDS",
     help="SIGTERM comes so long before the time is up, to close the recording and report on it; 0: when it is up.",
 )
-@option(
+@click.option(
     "--runs",
-    rare=True,
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
     help="The folder for run folders, on a disk that all nodes share.",
 )
-@_text("--container", "IMAGE", "Train in a container.", rare=True)
-@option(
+@_text("--container", "IMAGE", "Train in a container.")
+@click.option(
     "--runtime",
-    rare=True,
     type=click.Choice(get_args(Runtime)),
     default="apptainer",
     show_default=True,
     help="What runs the container. With pyxis the image must have dlprof.",
 )
-@_text("--python", "PATH", "The interpreter that trains. [default: this one; in a container python3]", rare=True)
-@click.option("--submit", "submits", is_flag=True, help="Submit it with sbatch.")
-@file("--out", "Write the script to a file. [default: to stdout, unless it is submitted]")
-@click.option("-m", "module", metavar="PACKAGE", help="Train with `python -m PACKAGE`.")
+@_text("--python", "PATH", "The interpreter that trains. [default: this one; in a container python3]")
 @functools.partial(recording_options, without=("out", "job", "tries"))
 @click.argument("command", nargs=-1, metavar="[SCRIPT.py | COMMAND] [-- ARGS]...")
 def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **given: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from dlprof.commands import PATH, file, no_limits, option, run_path, say
+from dlprof.commands import PATH, file, no_limits, rarely, run_path, say
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.plain import plain
 
@@ -56,21 +56,20 @@ class Checked:
     metavar="PERCENT",
     help="How much slower than the baseline PATH may be.",
 )
-@option(
+@file("--junit", "Write the outcome of each limit into FILE, as JUnit XML.")
+@rarely
+@click.option(
     "--not-measured",
-    rare=True,
     type=click.Choice(["fail", "pass"]),
     default="fail",
     show_default=True,
     help="What becomes of a limit that could not be judged on this run.",
 )
-@option(
+@click.option(
     "--foreign-load",
-    rare=True,
     is_flag=True,
     help="Pass also where programs outside the job used the cores that it would have used.",
 )
-@file("--junit", "Write the outcome of each limit into FILE, as JUnit XML.")
 @no_limits
 def check(
     path: Path,
