@@ -50,13 +50,14 @@ def test_every_command_and_option_has_help(name: str) -> None:
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_help_is_one_screen_and_help_all_has_every_option(words: list[str]) -> None:
+    options = [p for p in (commands.command(words[0]) if words else cli).params if isinstance(p, click.Option)]
+    rare = [p.opts[-1] for p in options if p.hidden]  # --help-all shows them from then on
     short, whole = (CliRunner().invoke(cli, [*words, how]).output for how in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 25
-    for param in (commands.command(words[0]) if words else cli).params:
-        if isinstance(param, click.Option):
-            listed = re.compile(rf"^  (-\w, )?{param.opts[-1]}\b", re.MULTILINE)
-            assert listed.search(whole)
-            assert bool(listed.search(short)) != param.hidden, param.name
+    for name in (p.opts[-1] for p in options):
+        listed = re.compile(rf"^  (-\w, )?{name}\b", re.MULTILINE)
+        assert listed.search(whole), name
+        assert bool(listed.search(short)) != (name in rare), name
 
 
 @pytest.mark.skipif(not README.read_text().strip(), reason="the README is yet to be written")
