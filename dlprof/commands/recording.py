@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from dlprof import overrides
-from dlprof.commands import out
+from dlprof.commands import out, rarely
 from dlprof.errors import DlprofError
 from dlprof.record.launch import nsys, options
 
@@ -261,6 +261,7 @@ _OPTIONS = {
         " what that gains, as `dlprof try` does.",
     ),
 }
+_USUAL = ("out", "settings", "tries")  # what --help shows
 _NAMES = {"settings": "--set", "tries": "--try"}
 _DEFAULTS = {"ranks": "all", "flops": "auto", "stacks": options.STACKS_A_SECOND, "sample": "auto"}
 
@@ -277,6 +278,8 @@ def recording_options(command: Callable[..., None], without: Collection[str] = (
         recording.check()
         command(recording=recording, **options)
 
-    for option in reversed([option for name, option in _OPTIONS.items() if name not in without]):
-        gathered = option(gathered)
+    names = sorted((name for name in _OPTIONS if name not in without), key=lambda name: name not in _USUAL)
+    for name in reversed(names):
+        gathered = _OPTIONS[name](gathered)
+        gathered = gathered if name in _USUAL else rarely(gathered)
     return gathered

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from dlprof.commands import PATH, file, no_limits, run_path, say
+from dlprof.commands import PATH, file, no_limits, rarely, run_path, say
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.plain import plain
 
@@ -56,6 +56,8 @@ class Checked:
     metavar="PERCENT",
     help="How much slower than the baseline PATH may be.",
 )
+@file("--junit", "Write the outcome of each limit into FILE, as JUnit XML.")
+@rarely
 @click.option(
     "--not-measured",
     type=click.Choice(["fail", "pass"]),
@@ -68,7 +70,6 @@ class Checked:
     is_flag=True,
     help="Pass also where programs outside the job used the cores that it would have used.",
 )
-@file("--junit", "Write the outcome of each limit into FILE, as JUnit XML.")
 @no_limits
 def check(
     path: Path,

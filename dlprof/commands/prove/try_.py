@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, minutes, no_limits, quiet, run_path, say
+from dlprof.commands import form, minutes, no_limits, quiet, rarely, run_path, say
 from dlprof.files import compact
 from dlprof.plain import plain
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 @click.command("try", short_help="Run the job again with what the report advises, and measure the gain.")
 @run_path
 @minutes(10.0)
-@click.option("--steps", type=click.IntRange(8, 1_000_000), help="Steady steps of each run. [default: some seconds]")
 @click.option(
     "--set",
     "settings",
@@ -30,13 +29,15 @@ if TYPE_CHECKING:
     help="Try this too, whether or not a finding names it; several settings in one word are tried at once. Repeatable."
     " `dlprof explain settings` lists them.",
 )
-@click.option("--obvious", is_flag=True, help="Try also what no finding names, but anyone would try.")
 @click.option("--allow-numerics", is_flag=True, help="Try changes with which the job computes other numbers, too.")
 @click.option("--copy", is_flag=True, help="Run in a new copy of the working directory each time.")
 @click.option("--list", "listed", is_flag=True, help="Print what would be tried, and run nothing.")
 @form
-@no_limits
 @quiet
+@rarely
+@click.option("--steps", type=click.IntRange(8, 1_000_000), help="Steady steps of each run. [default: some seconds]")
+@click.option("--obvious", is_flag=True, help="Try also what no finding names, but anyone would try.")
+@no_limits
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def try_(
     path: Path,
