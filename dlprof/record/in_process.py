@@ -91,15 +91,15 @@ class Block:
         self._exit: dict[str, int | None] = {}
         self._undo = ExitStack()  # empty where nothing is recorded
         self._pid = 0
-        self._why_not = "the block has not ended"  # why there is no run to open; "": there is one
+        self.why_not = "the block has not ended"  # why there is no run to open; "": there is one
         self._opened: Any = None
 
     def __enter__(self) -> Block:
         try:
             self._begin()
         except Exception as e:  # noqa: BLE001 - the block runs without us
-            self._why_not = words_of(e)
-            say(f"nothing is recorded: {self._why_not}")
+            self.why_not = words_of(e)
+            say(f"nothing is recorded: {self.why_not}")
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -146,10 +146,10 @@ class Block:
         ranks = run.ranks
         compress(ranks)
         warnings = samplers.wait()
-        self._why_not = ""
+        self.why_not = ""
         if not (any((rank / "facts.json").exists() for rank in ranks) or run_folder.recorded(run.path)):
-            self._why_not = "no backward() and no optimizer step was seen in the block"
-            warnings.append(f"nothing was recorded: {self._why_not}")
+            self.why_not = "no backward() and no optimizer step was seen in the block"
+            warnings.append(f"nothing was recorded: {self.why_not}")
         for line in warnings:
             say(line)
         end = {"end_ns": end_ns, "exit": self._exit, "resumed_ns": [], "warnings": warnings}
@@ -159,8 +159,8 @@ class Block:
 
     @property
     def _run(self) -> Any:
-        if self._why_not:
-            raise DlprofError(f"there is no run to open: {self._why_not}")
+        if self.why_not:
+            raise DlprofError(f"there is no run to open: {self.why_not}")
         if self._opened is None:
             assert self.path is not None
             self._opened = self._open(self.path)
@@ -172,13 +172,13 @@ class Block:
         return getattr(self._run, name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *(() if self._why_not else dir(self._run))]
+        return [*super().__dir__(), *(() if self.why_not else dir(self._run))]
 
     def __repr__(self) -> str:
-        return f"<dlprof.record: {self._why_not}>" if self._why_not else repr(self._run)
+        return f"<dlprof.record: {self.why_not}>" if self.why_not else repr(self._run)
 
     def _repr_html_(self) -> str | None:
-        html: str | None = None if self._why_not else self._run._repr_html_()
+        html: str | None = None if self.why_not else self._run._repr_html_()
         return html
 
 
