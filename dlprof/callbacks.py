@@ -35,7 +35,7 @@ class _Training:
     ) -> None:
         self._new = partial(profile, path, log=log, **options)
         self._new()  # checks the options
-        self._asked, self._steps, self._last = log, steps, 0
+        self._asked, self._steps, self._last = log, steps, sys.maxsize
         self._log: list[Any] | None = None
         self._records = False
         self.profile: Profile | None = None
@@ -45,12 +45,15 @@ class _Training:
         say(f"the training goes on without dlprof's callback: {words_of(error)}")
 
     @guarded
-    def _begin(self, step: int, found: Callable[[], list[Any]]) -> None:
-        self._end(step)  # of a training that an exception has ended
-        self.profile, self._last = self._new(), step + (self._steps or sys.maxsize)
+    def _begin(self, found: Callable[[], list[Any]]) -> None:
+        self._end(0)  # of a training that an exception has ended
+        self.profile = self._new()
         self.profile.__enter__()
         self._records = True
         self._log = found() if self._asked is True else None
+
+    def _count(self, step: int) -> None:
+        self._last = step + (self._steps or sys.maxsize)
 
     @guarded
     def _stepped(self, step: int) -> None:
@@ -68,7 +71,8 @@ class _OfTrainer(_Training):
     """Records what a Trainer trains: `Trainer(…, callbacks=[TrainerCallback("runs/x", steps=200)])`."""
 
     def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self._begin(state.global_step, partial(_reported, sys._getframe(1)))
+        self._begin(partial(_reported, sys._getframe(1)))
+        self._count(state.global_step)
 
     def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._stepped(state.global_step)
@@ -80,8 +84,12 @@ class _OfTrainer(_Training):
 class _OfLightning(_Training):
     """Records what `fit` trains: `lightning.Trainer(…, callbacks=[LightningCallback("runs/x", steps=200)])`."""
 
-    def on_fit_start(self, trainer: Any, *_: Any) -> None:
-        self._begin(trainer.global_step, lambda: [*map(trackers.of_lightning, trainer.loggers)])
+    def setup(self, trainer: Any, _module: Any, stage: str) -> None:
+        if stage == "fit":  # before the optimizers are made, and after the process group is
+            self._begin(lambda: [*map(trackers.of_lightning, trainer.loggers)])
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self._stepped(trainer.global_step)

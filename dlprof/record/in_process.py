@@ -20,6 +20,8 @@ from dlprof.record import collectors, hooks
 from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, opened
 from dlprof.record.launch.supervisor import Samplers, applied, must_be_linux, recorded, whole_run
+from dlprof.record.launch.tasks import task_of
+from dlprof.record.ranks import process_group
 from dlprof.record.recorder import say
 from dlprof.redaction import shown
 
@@ -116,7 +118,7 @@ class Block:
         must_be_linux()
         command, name = _command()
         written = {**self._asked, "set": self._overridden} if self._settings else self._asked
-        run, why = opened(self.path, name, command, written, os.environ)
+        run, why = opened(self.path, name, command, written, _as_task(os.environ))
         if run is None:
             raise DlprofError(why)
         if why and run.made:
@@ -197,6 +199,22 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _as_task(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment as torchrun would set it where a process group is there that another launcher made.
+
+    Lightning's own launcher and multiprocessing do not name the job to its ranks: its address does.
+    """
+    group = process_group()
+    if group is None or group.get_world_size() < 2 or task_of(env) is not None:
+        return env
+    return {
+        **env,
+        "TORCHELASTIC_RUN_ID": "group",
+        "RANK": str(group.get_rank()),
+        "WORLD_SIZE": str(group.get_world_size()),
+    }
 
 
 def _command() -> tuple[Sequence[str], str]:
