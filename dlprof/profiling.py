@@ -14,7 +14,7 @@ import msgspec
 
 from dlprof import trackers
 from dlprof.errors import DlprofError
-from dlprof.plain import words_of
+from dlprof.plain import NBSP, words_of
 from dlprof.record import in_process
 from dlprof.record.ranks import find_rank
 from dlprof.record.recorder import say
@@ -68,7 +68,7 @@ class Profile:
             about = f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}"
             lines = (about, found.diagnosis, found.gain, f"report: {self.report}")
             for line in () if self._quiet else filter(None, lines):
-                say(line)
+                say(line.replace(NBSP, " "))
             if log is not False:
                 trackers.log(result, self.report, log, step)
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -102,8 +102,8 @@ def _diagnosed(path: Path) -> Result:
     how: dict[str, Any] = {"cwd": path, "env": env, "stdin": subprocess.DEVNULL, "timeout": _REPORT_S}
     try:
         done = subprocess.run(words, capture_output=True, check=False, **how)
-    except subprocess.TimeoutExpired:
-        raise DlprofError(f"the report took longer than {_REPORT_S} s; `dlprof report {path}` makes it") from None
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise DlprofError(f"`dlprof report {path}` does not end, or not begin: {e}") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise DlprofError(said[-1] if said else f"dlprof report ended with status {done.returncode}")
