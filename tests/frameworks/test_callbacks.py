@@ -1,4 +1,4 @@
-"""dlprof's callbacks in real trainings: what is recorded, where the verdict is logged, and that the rest is the same."""
+"""dlprof's callbacks in real trainings: what is recorded, where the verdict is logged, and that no weight differs."""
 
 from __future__ import annotations
 
