@@ -95,11 +95,10 @@ def try_run(
 
     Raises DlprofError if nothing can be tried.
     """
-    from msgspec.structs import replace
-
     from dlprof.commands.report import width, write_files
     from dlprof.report.tried_text import render
     from dlprof.result.tried import to_json
+    from dlprof.trial.job import added
     from dlprof.trial.running import stopping
     from dlprof.trial.search import prepared, tried
 
@@ -120,7 +119,7 @@ def try_run(
         click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
         for skipped in trial.plan.skipped:
             say(f"not tried: {skipped}", err=err)
-    write_files(replace(result, tried=found), path, path)
+    write_files(added(result, found), path, path)
     return stop.by
 
 
