@@ -35,7 +35,8 @@ _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
 class Job:
     """A job that can be started again. `settings`: the overrides of its recording; `exit_code`: how it ended.
 
-    `saves`: files that it wrote checkpoints to. `warnings`: differences from the recording.
+    `saves`: files that it wrote checkpoints to. `warnings`: differences from the recording. `started_s`: when it was
+    recorded, Unix time; 0: not known.
     """
 
     command: tuple[str, ...]
@@ -45,6 +46,7 @@ class Job:
     exit_code: int | None = None
     saves: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    started_s: float = 0.0
 
 
 def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()) -> Job:
@@ -83,7 +85,8 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
     overridden = (recorded.get("options") or {}).get("set")
     values = overridden.items() if isinstance(overridden, Mapping) else ()
     settings = {n: v for n, v in values if REDACTED not in str(v) and v != DROPPED}
-    return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings))
+    started_s = (run.start_ns or 0) / 1e9
+    return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings), started_s)
 
 
 def _run_json(run: Run) -> Mapping[str, Any]:

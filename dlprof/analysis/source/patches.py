@@ -92,11 +92,13 @@ class Patch:
     """A unified diff of the files that could be edited, and why others could not: (setting, place, reason).
 
     `shown`: the same diff for a report, with what is kept of the source; it does not apply where something is left out.
+    `files`: what each file holds, and what it is to hold.
     """
 
     text: str = ""
     shown: str = ""
     left_out: tuple[tuple[str, str, str], ...] = ()
+    files: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
 
 def kind_of(setting: str) -> str:
@@ -170,7 +172,7 @@ def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
                 left_out.append((named_settings, f"{call.file}:{call.line}", str(e)))
             else:
                 taken |= {(*mine, name) for name in settings}
-    return Patch(sources.diff(), sources.diff(redaction.source), tuple(left_out))
+    return Patch(sources.diff(), sources.diff(redaction.source), tuple(left_out), sources.edited)
 
 
 def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
@@ -224,10 +226,15 @@ class _Sources:
         self._files[call.file] = before, after
         self._done[call.file] = done
 
+    @property
+    def edited(self) -> dict[str, tuple[bytes, bytes]]:
+        """All files that are to be others than they are: as they are, and as they are to be."""
+        return {name: texts for name, texts in sorted(self._files.items()) if texts[0] != texts[1]}
+
     def diff(self, kept: Callable[[str], str] = str) -> str:
         """Return the unified diff of all files that are to be others than they are, of what is `kept` of each."""
-        edited = ((name, *texts) for name, texts in sorted(self._files.items()) if texts[0] != texts[1])
-        return "".join(_diff(name, kept(old.decode()), kept(new.decode())) for name, old, new in edited)
+        edited = self.edited.items()
+        return "".join(_diff(name, kept(old.decode()), kept(new.decode())) for name, (old, new) in edited)
 
 
 def read(call: Call) -> bytes:
