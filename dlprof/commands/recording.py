@@ -61,6 +61,7 @@ class Recording:
     settings: tuple[str, ...]  # to override, NAME=VALUE
     allow_numerics: bool
     keep_arguments: bool = False
+    stop_after: str = ""
     quiet: bool
     no_report: bool
     tries: bool = False
@@ -98,6 +99,7 @@ class Recording:
             sample="off" if self.no_sample else self.sample,
             shapes=self.shapes,
             stacks=self.stacks,
+            stop_after=self.stop_after,
             # Without a GPU nothing opens nsys' window, so nsys records the whole job.
             capture=(self.window or "on") if self.nsys and not self.no_trace and nsys.has_gpu() else "",
             ranks=self.ranks,
@@ -224,6 +226,14 @@ _OPTIONS = {
         "--keep-arguments",
         "Record the whole command, but for what is named like a secret. Without it: the script, the names of options,"
         " and values that are numbers or known settings.",
+    ),
+    "stop_after": _value(
+        "--stop-after",
+        options.stop_after,
+        "",
+        "N|TIME",
+        "End the job, as by SIGTERM, after so many training steps and the trace window (40), or after a time (90s, 5m);"
+        " the exit status is then 0.",
     ),
     "quiet": _flag("--quiet", "Print nothing but warnings and errors."),
     "no_report": _flag("--no-report", "Record only."),

@@ -20,6 +20,7 @@ from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
 from dlprof.record.launch.child import deaf
 from dlprof.record.launch.folder import opened
+from dlprof.record.launch.stopping import kill
 from dlprof.record.launch.supervisor import applied, end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
 from dlprof.redaction import shown
@@ -109,6 +110,8 @@ def record(
         ended = supervise(command, run, changed, launcher, overridden)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
+        if ended.stopped and not recording.quiet:
+            _say(f"dlprof: {ended.stopped}")
         if ended.last and not recording.quiet:
             with _in_one_line("what --set did is not known", "stopped"):
                 for line in applied(run.path, overridden):
@@ -151,10 +154,8 @@ def _end_rest(folder: Path) -> None:
 
     A loader's worker waits forever if its parent ends before it looks up the parent's id (PyTorch's ManagerWatchdog).
     """
-    from dlprof.trial import running
-
     with _in_one_line("processes of the job may be left", "stopped"):
-        running.kill(os.getpid(), folder.absolute())
+        kill(os.getpid(), folder.absolute())
 
 
 @contextlib.contextmanager

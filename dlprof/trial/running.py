@@ -3,15 +3,13 @@
 A run is followed by reading its step log. It has a session of its own (setsid), so that Ctrl-C at the terminal reaches
 only dlprof. If dlprof is killed, the kernel sends the run a SIGTERM, and the run ends its own processes.
 
-Also here: finding and ending a run's processes, and catching the signals that interrupt a trial.
+Also here: catching the signals that interrupt a trial.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -24,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from dlprof import overrides
 from dlprof.analysis.settings import loader_of
@@ -33,7 +30,8 @@ from dlprof.analysis.timeline.steady import SETTLED, WARMUP_STEPS
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
 from dlprof.read.run import open_run
-from dlprof.record.launch.process import family, has_ended, running, stat_of, tied
+from dlprof.record.launch.process import tied
+from dlprof.record.launch.stopping import StepLog, end, trained
 from dlprof.record.launch.supervisor import outcomes
 from dlprof.redaction import said
 from dlprof.trial.copies import copied, edit_in, moved, quiet_trackers
@@ -219,49 +217,31 @@ class Watch:
     """
 
     def __init__(self, run: Path, steps: int, seconds: float = 0.0) -> None:
-        self._run, self._steps, self._least_ns = run, steps, seconds * 1e9
-        self._path: Path | None = None
-        self._read = 0
+        self._steps, self._least_ns = steps, seconds * 1e9
+        self._log = StepLog(run)
         self._lengths: list[int] = []
         self._ahead: int | None = None
 
     def enough(self) -> bool:
         """Read the new lines and return whether there are enough steps after the warm-up."""
+        rows, anew = self._log.follow()
+        if anew:  # restarted by its launcher: count from the start
+            self._lengths = []
         before = len(self._lengths)
-        for row in self._rows():
-            kind, first, dur = row.get("kind"), row.get("first"), row.get("dur_ns")
-            if kind == "train" and not first and not row.get("outstanding") and isinstance(dur, int):
-                n = row.get("steps", 1)
+        for row in rows:
+            n, dur = trained(row), row.get("dur_ns")
+            if n and not row.get("first") and isinstance(dur, int):
                 self._lengths += [dur // n] * n
         if len(self._lengths) == before or len(self._lengths) < self._steps + WARMUP_STEPS:
             return False
         if self._ahead is None:
-            self._ahead = _ahead(self._path)
+            self._ahead = _ahead(self._log.path)
         calm = SETTLED * statistics.median(self._lengths)
         settled = next((i for i, x in enumerate(self._lengths) if i >= WARMUP_STEPS and x <= calm), WARMUP_STEPS)
         # The warm-up is at most a third of the steps.
         settled = max(min(settled, len(self._lengths) // 3), 1)
         measured = self._lengths[settled + self._ahead :]
         return len(measured) >= self._steps and sum(measured) >= self._least_ns
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        path = max(self._run.glob("ranks/00000*/steps.jsonl"), key=lambda p: p.parent.name, default=None)
-        if path is None:
-            return
-        if path != self._path:  # restarted by its launcher: count from the start
-            self._path, self._read, self._lengths = path, 0, []
-        with path.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data.rfind(b"\n") + 1
-        self._read += whole
-        for line in data[:whole].splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # skip a broken line
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _ahead(steps: Path | None) -> int:
@@ -304,65 +284,6 @@ def _unused(edit: Patch, run: Path) -> list[str]:
         raise NotMeasured(str(e)) from None
     after = {name: hashlib.sha256(texts[1]).hexdigest() for name, texts in edit.files.items() if name.endswith(".py")}
     return [name for name, digest in after.items() if digest not in used]
-
-
-# How long the processes of a run may take to end by themselves. The step log is written every half second anyway.
-GRACE_S = 5.0
-
-
-# How often to look again for processes that others have started in the meantime.
-_ATTEMPTS = 20
-
-
-_PAUSE_S = 0.05
-
-
-def processes_of(root: int, folder: Path) -> set[int]:
-    """Return the running processes that `root` has started, directly or not, and those that record into the folder.
-
-    A process whose parent has ended is no longer a descendant, but its environment still names the folder.
-    """
-    mark = b"DLPROF_RUN=" + os.fsencode(folder)
-    known = running()
-    # The process itself, its session (setsid), and processes whose environment names the folder.
-    roots = [root, *(pid for pid, stat in known.items() if int(stat[3]) == root or _is_marked(pid, mark))]
-    return {pid for pid in family(roots, known) if pid in known and pid != os.getpid()}
-
-
-def _is_marked(pid: int, mark: bytes) -> bool:
-    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
-
-
-def end(root: int, folder: Path) -> None:
-    """End a run's processes: SIGTERM to all but `root`, which then ends by itself; kill those that remain.
-
-    On return all have ended, except for a process that even the kernel cannot end.
-    """
-    for pid in processes_of(root, folder) - {root}:
-        _send(pid, signal.SIGTERM)
-        _send(pid, signal.SIGCONT)  # a stopped process would not receive the SIGTERM
-    until = time.monotonic() + GRACE_S
-    while not has_ended(stat_of(root)) and time.monotonic() < until:
-        time.sleep(_PAUSE_S)
-    kill(root, folder)
-
-
-def kill(root: int, folder: Path) -> None:
-    """Kill a run's processes, including `root` unless that is this process, until none is left."""
-    for _ in range(_ATTEMPTS):
-        left = processes_of(root, folder)
-        if not left:
-            return
-        for pid in left:
-            _send(pid, signal.SIGKILL)
-        time.sleep(_PAUSE_S)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
 
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

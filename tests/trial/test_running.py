@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from dlprof.overrides import Value
-from dlprof.trial import running as trial_running
+from dlprof.record.launch import stopping as job_stopping
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps
-from dlprof.trial.running import KEPT, Failed, Runner, Stopped, Watch, stopping
+from dlprof.trial.running import KEPT, Failed, Runner, Stopped, Watch, copied, stopping
 from tests.fixtures import runs, traces
 from tests.fixtures.jobs import environment, running, tiny, until, words
 
@@ -190,7 +190,7 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(name)
     (here / "link").symlink_to("data")
-    made = trial_running.copied(here, tmp_path / "copy")
+    made = copied(here, tmp_path / "copy")
     assert sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()) == [
         "data/a.txt",
         "train.py",
@@ -228,16 +228,16 @@ def marked(text: str) -> list[int]:
 
 @pytest.mark.long
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_running, "GRACE_S", 0.5)
+    monkeypatch.setattr(job_stopping, "GRACE_S", 0.5)
     mark = str(tmp_path / "up")
     env = environment(DLPROF_RUN=str(tmp_path / "run"))
     root = subprocess.Popen([sys.executable, "-c", STARTS, mark], env=env, start_new_session=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment())
     try:
         assert until(lambda: all(Path(f"{mark}{n}").exists() for n in range(4)))
-        assert trial_running.processes_of(root.pid, tmp_path / "run") == set(marked(mark))
+        assert job_stopping.processes_of(root.pid, tmp_path / "run") == set(marked(mark))
         assert len(marked(mark)) == 4
-        trial_running.end(root.pid, tmp_path / "run")
+        job_stopping.end(root.pid, tmp_path / "run")
         root.wait(10)
         assert marked(mark) == []
         assert other.poll() is None
