@@ -10,8 +10,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from dlprof import overrides
 from dlprof.analysis.source.patches import Patch
 from dlprof.errors import DlprofError
+from dlprof.overrides import Value
 from dlprof.units import size
 
 # Where trackers of experiments write to during a run: into its own folder, and to no server.
@@ -122,6 +124,22 @@ def edit_in(folder: Path, edit: Patch) -> str:
     for name, (_, after) in edit.files.items():
         (folder / name).write_bytes(after)
     return ""
+
+
+def is_changed(linked: Path, since_s: float) -> bool:
+    """Return whether something was written into data that a copy links to."""
+    return linked.exists() and not linked.is_symlink() and linked.stat().st_mtime >= since_s
+
+
+def by_edit(name: str) -> bool:
+    """Return whether a setting is none of `--set`, so that only an edit makes it."""
+    return not name.startswith("env.") and overrides.named(name.partition(".")[2]) != name
+
+
+def made_by(edit: Patch, settings: Mapping[str, Value]) -> list[str]:
+    """Return which of the settings that a patch was made for it makes."""
+    left = {name for names, _, _ in edit.left_out for name in names.split(", ")}
+    return [n for n in settings if n.partition(".")[2] not in left] if edit.files else []
 
 
 def quiet_trackers(env: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ from dlprof.record.launch.process import tied
 from dlprof.record.launch.stopping import StepLog, end, trained
 from dlprof.record.launch.supervisor import outcomes
 from dlprof.redaction import said
-from dlprof.trial.copies import copied, edit_in, moved, quiet_trackers
+from dlprof.trial.copies import by_edit, copied, edit_in, is_changed, made_by, moved, quiet_trackers
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps, ahead, steps_of
 
@@ -119,7 +119,7 @@ class Runner:
             raise
         finally:
             shutil.rmtree(folder.with_name(f"{folder.name}-copy"), ignore_errors=True)
-            self.linked |= {path for path in links if path.exists() and path.stat().st_mtime >= self.job.started_s}
+            self.linked |= {path for path in links if is_changed(path, self.job.started_s)}
         if isinstance(done, Failed) and done.output is not None:
             self._failures.append(folder)
             for old in self._failures[:-KEPT]:
@@ -263,17 +263,6 @@ def _end_of(output: Path) -> bytes:
     with output.open("rb") as file:
         file.seek(max(0, output.stat().st_size - _MOST_READ))
         return file.read()
-
-
-def by_edit(name: str) -> bool:
-    """Return whether a setting is none of `--set`, so that only an edit makes it."""
-    return not name.startswith("env.") and overrides.named(name.partition(".")[2]) != name
-
-
-def made_by(edit: Patch, settings: Mapping[str, Value]) -> list[str]:
-    """Return which of the settings that a patch was made for it makes."""
-    left = {name for names, _, _ in edit.left_out for name in names.split(", ")}
-    return [n for n in settings if n.partition(".")[2] not in left] if edit.files else []
 
 
 def _unused(edit: Patch, run: Path) -> list[str]:

@@ -32,12 +32,12 @@ from dlprof.overrides import Value
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result
 from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict
-from dlprof.trial.copies import to_link
+from dlprof.trial.copies import by_edit, to_link
 from dlprof.trial.job import Job, keep, kept, merged, repeatable
 from dlprof.trial.losses import Comparison
 from dlprof.trial.losses import Verdict as Compared
 from dlprof.trial.measuring import Steps, epoch_of, epochs_log_ratio, log_ratio
-from dlprof.trial.planning import Candidate, Plan, plan
+from dlprof.trial.planning import WORTH, Candidate, Plan, plan
 from dlprof.trial.running import Failed, Runner, Stopped
 
 Settings = Mapping[str, Value]
@@ -316,11 +316,6 @@ def _words(settings: Settings) -> Words:
     return tuple(sorted(settings.items()))
 
 
-# Two recordings of the same job differ by up to 0.9 % on a quiet machine (docs/cost.md): a gain of at least twice that
-# is worth an edit.
-WORTH = 1.02
-
-
 # A gain is known well enough to 5 %.
 KNOWN = 1.05
 
@@ -433,6 +428,11 @@ class Trial:
         """Return the edit of the job's files that makes settings."""
         return patch_of((rank.facts for rank in self.run.ranks), settings)
 
+    def with_edit(self, attempt: Attempt) -> Attempt:
+        """Return an attempt with the edit that it was tried by."""
+        edit = {name: value for name, value in attempt.settings.items() if by_edit(name)}
+        return replace(attempt, edit=self.patch_of(edit).shown) if edit else attempt
+
 
 def prepared(path: Path, result: Result, options: Options, environ: Mapping[str, str]) -> Trial:
     """Return what will be tried on a run, and how; raise DlprofError if its job cannot be started again."""
@@ -496,7 +496,9 @@ def tried(
     def result() -> Tried:
         wrote = [f"a run wrote into {path}, which its copy of the folder only links to" for path in runner.linked]
         found = search.tried(trial.steps, trial.plan.left_out, (*trial.warnings, *wrote))
-        return merged(before, found, lambda settings: trial.patch_of(settings).shown)
+        best = found.best and trial.with_edit(found.best)
+        attempts, combinations = (tuple(map(trial.with_edit, of)) for of in (found.attempts, found.combinations))
+        return merged(before, replace(found, attempts=attempts, combinations=combinations, best=best))
 
     def save_and_tell(found: Attempt | float) -> None:
         # The results so far are kept however this process ends.
