@@ -20,6 +20,7 @@ from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE,
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
+from dlprof.analysis.proposals import proposals
 from dlprof.analysis.source.where import Source, placed, told_once
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, saving
@@ -67,18 +68,22 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     by = sorted(outcomes, key=lambda o: (order[o.state], o.training, o.id not in first, *rank_of[o.id], o.id))
     outcomes = told_once(by)
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
+    of_host = {rule.id for rule in rules if rule.of_host}
+    mine = {o.id: of for o, of in answered}
+    figures: dict[str, Any] = {name: measured.call(make) for name, make in FIELDS.items()}
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
         together=together(
             basis,
             [(o, mine) for o, mine in answered if o.state == "found" and not o.training],
-            {rule.id for rule in rules if rule.of_host},
+            of_host,
         ),
+        changes=proposals(basis, [(o, mine[o.id]) for o in outcomes if o.state == "found"], of_host, figures["budget"]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
-        **{name: measured.call(make) for name, make in FIELDS.items()},
+        **figures,
     )
 
 

@@ -116,7 +116,7 @@ class Change(msgspec.Struct, frozen=True):
     `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `training`:
     whether time is saved only because the job trains otherwise (larger batches, fewer validations or checkpoints), so
     that it cures nothing. `at`: the call that takes the settings, None: not known; `diff`: the edit of it, "":
-    `no_diff` says why there is none.
+    `no_diff` says why there is none. `informs`: it gains nothing, but the next report can say what does.
     """
 
     text: str
@@ -126,6 +126,7 @@ class Change(msgspec.Struct, frozen=True):
     at: Place | None = None
     diff: str = ""
     no_diff: str = ""
+    informs: bool = False
 
 
 def change(text: str, *, numerics: bool = False, training: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
@@ -389,6 +390,7 @@ class Proposal(msgspec.Struct, frozen=True):
     job_before_ns: float | None = None
     job_after_ns: float | None = None
     known: Literal["predicted", "tried", "losses"] = "predicted"
+    takes: Mapping[str, float] = {}  # ns of the step by category that it saves; {}: not known
 
     @property
     def training(self) -> bool:

@@ -392,7 +392,7 @@ def advice(
     hook = "half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`"
     late = "record the traces of all ranks, which show whether this is waiting for a late one"
     offered: tuple[tuple[Any, Change], ...] = (
-        (best["key"] == "waits", change(late)),
+        (best["key"] == "waits", Change(late, informs=True)),
         (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
         (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
         *((activations, needed) for needed in _at_once(activations, model)),

@@ -33,7 +33,7 @@ from dlprof.result import Change
 from dlprof.units import duration, often
 
 _ITEM = "read values (`.item()`, `float(loss)`, `print`) every k steps"
-_MASK = change("no boolean masks as indices: their size must be known on the host; `torch.where` needs none")
+_MASK = change("index without boolean masks: their size must be known on the host; `torch.where` needs none")
 _PINNED = change(
     "`pin_memory=True` and `.to(device, non_blocking=True)`; `.cpu()` every k steps",
     pin_memory=(None, True),
@@ -48,7 +48,7 @@ _CURES: dict[str, Change] = {
     "aten::item": change(f"{_ITEM}, or add up in a tensor and read that"),
     "aten::_local_scalar_dense": change(_ITEM),
     "aten::is_nonzero": change(
-        "no `if` on a tensor of the device: `torch.where`, or decide every k steps (transformers' Trainer checks the"
+        "decide nothing by a tensor of the device (`if`): `torch.where`, or decide every k steps (transformers' Trainer checks the"
         " loss of every step for NaN: `TrainingArguments(logging_nan_inf_filter=False)`)"
     ),
     "aten::nonzero": _MASK,
@@ -58,8 +58,10 @@ _CURES: dict[str, Change] = {
     "aten::copy_": change("copy from and to pinned memory, with `non_blocking=True`", non_blocking=(None, True)),
     "": change(f"{_ITEM}; `.to(device, non_blocking=True)` from pinned memory for what is copied"),
     # Where no operator was traced, as by nsys, the runtime's call says who waits.
-    _OF_DEVICE: change("no `torch.cuda.synchronize()` in the loop, nor timing that needs it"),
-    _OF_EVENT: change("no `torch.cuda.Event.synchronize()` in the loop: ask `query()`, or read times every k steps"),
+    _OF_DEVICE: change("remove `torch.cuda.synchronize()` from the loop, and timing that needs it"),
+    _OF_EVENT: change(
+        "remove `torch.cuda.Event.synchronize()` from the loop: ask `query()`, or read times every k steps"
+    ),
     # torch/amp/grad_scaler.py, `_maybe_opt_step`: what the optimizer takes itself is not read back.
     GRAD_SCALER: change(
         "`fused=True` in the optimizer (Adam, AdamW, SGD, Adagrad): it takes the scale itself, and `GradScaler.step`"

@@ -106,7 +106,7 @@ def explain(estimate: Estimate) -> Explanation:
         f" {estimate.worst}, {percent(row['share'])} of them{compared}.{ends}",
         changes=(
             change(
-                "no profiler around the training; to look into some steps, `torch.profiler.profile(schedule="
+                "take the profiler from around the training; to look into some steps, `torch.profiler.profile(schedule="
                 "torch.profiler.schedule(wait=10, warmup=2, active=3, repeat=1))`"
             ),
         ),

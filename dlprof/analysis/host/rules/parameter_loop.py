@@ -133,16 +133,16 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
         if version is None or version >= _TOTAL_NORM:
             found.append(
                 change(
-                    "one norm for all: `norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if"
+                    "compute one norm for all: `norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if"
                     " p.grad is not None])`, or the one that `clip_grad_norm_` returns"
                 )
             )
         else:
-            found.append(change("one norm for all: the one that `torch.nn.utils.clip_grad_norm_` returns"))
+            found.append(change("use one norm for all: the one that `torch.nn.utils.clip_grad_norm_` returns"))
     elif names & {"lerp"} or (loop["after"] == "optimizer" and names & {"mul", "add", "copy", "sub"}):
         found.append(
             change(
-                "a moving average of all parameters at once: `torch.optim.swa_utils.AveragedModel(model,"
+                "average all parameters at once: `torch.optim.swa_utils.AveragedModel(model,"
                 " multi_avg_fn=get_ema_multi_avg_fn(decay))`, or `torch._foreach_lerp_(averages, weights, 1 - decay)`"
                 " (timm's `ModelEmaV3` with `foreach=True`)"
             )
@@ -154,12 +154,16 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
             change("`torch.nn.utils.clip_grad_value_(parameters, value, foreach=True)`, or `torch._foreach_clamp_*`")
         )
     elif names & {"isnan", "isinf", "isfinite"}:
-        found.append(change("one check for all: the total norm of the gradients is finite if each of them is"))
+        found.append(
+            change("check all gradients at once: the total norm of the gradients is finite if each of them is")
+        )
     elif names & {"add", "mul", "div", "sub", "copy", "abs", "sqrt", "pow"}:
-        found.append(change("one call for all tensors: `torch._foreach_add_`, `_foreach_mul_`, `_foreach_copy_`, …"))
+        found.append(
+            change("make one call for all tensors: `torch._foreach_add_`, `_foreach_mul_`, `_foreach_copy_`, …")
+        )
     if float(str(loop["waits"])) >= float(str(loop["turns"])) / 2:
         found.append(change("keep the result a tensor, and read it (`.item()`) every k steps"))
-    return found or [change("one call for all tensors (`torch._foreach_*`, or stack them first)")]
+    return found or [change("make one call for all tensors (`torch._foreach_*`, or stack them first)")]
 
 
 _SAVES_FROM = (*SAVES_FROM, "computation", "copy")

@@ -44,7 +44,7 @@ _CHANGES = {
         " (nsys `--cuda-graph-trace=node` shows the nodes)"
     ),
     MEMORY: change(
-        f"no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF={EXPANDABLE}`",
+        f"call no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF={EXPANDABLE}`",
         PYTORCH_ALLOC_CONF=(None, EXPANDABLE),
     ),
 }

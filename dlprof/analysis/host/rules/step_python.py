@@ -43,6 +43,7 @@ from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.step.unused import lines_between
 from dlprof.analysis.timeline.steps import mean_step_ns
+from dlprof.result import Change
 from dlprof.units import duration, percent, short
 
 # A step of training always does a little between its phases: from this share on it is worth a look.
@@ -164,8 +165,10 @@ def _on_device(
         functions = estimate.rows(own_python.get()).head(MOST_LINES).to_dict("records")
         named = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for f in functions)
     place = hottest_place(hottest, rank, "rest")
-    otherwise = (
-        "record it with py-spy, whose stacks say which lines these are (`dlprof doctor` says whether it can run)"
+    cure = (
+        line.advice()
+        if line is not None and line.idiom is not None
+        else _WITHOUT_STACKS
         if place is None
         else f"make `{shown(place.function, place.file, place.line)}` faster, or do it less often ({UNKNOWN})"
     )
@@ -179,7 +182,7 @@ def _on_device(
         title="The script's Python between the phases holds up the device",
         summary=f"Rank {rank} spends {duration(mine['host_ns'])} of each step between fetching, forward, backward and"
         f" the optimizer, in no loop over parameters and no wait for the device.{seen}",
-        changes=(change(line.advice() if line is not None and line.idiom is not None else otherwise),),
+        changes=(Change(cure, informs=cure is _WITHOUT_STACKS),),
         evidence=evidence,
         at_most=True,
         where=() if place is None else (place,),
@@ -201,9 +204,10 @@ def _silent(
     place = f"between {one} and {other}" if one else "in one piece"
     place = f"between one {one.removesuffix(' #')} and the next" if one and one == other else place
     suspect = "" if loader else "; the loader, of which the trace shows nothing, is the first suspect"
-    found = change(
+    found = Change(
         "see whether the loader is what it waits for (`dlprof wrap` times it, and names the lines of a sample): more"
-        " workers, or a cheaper sample"
+        " workers, or a cheaper sample",
+        informs=True,
     )
     return replace(
         explanation,
@@ -217,6 +221,9 @@ def _silent(
 
 _WORK = {"name": "what the training thread did while the device idled", "ns": "time a traced step_ns"}
 _SAVES_FROM = (*SAVES_FROM, "computation", "other")
+_WITHOUT_STACKS = (
+    "record it with py-spy, whose stacks say which lines these are (`dlprof doctor` says whether it can run)"
+)
 RULE = Rule(
     "The script's lines between the phases",
     check,

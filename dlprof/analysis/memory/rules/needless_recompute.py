@@ -152,7 +152,7 @@ def explain(
         f" {size(row['most_bytes'])} at most.",
         changes=(
             change(
-                "no `torch.utils.checkpoint` around these blocks (transformers: `gradient_checkpointing=False`)",
+                "take `torch.utils.checkpoint` from around these blocks (transformers: `gradient_checkpointing=False`)",
                 gradient_checkpointing=(True, False),
             ),
         ),
