@@ -1,6 +1,7 @@
 """Whether a change leaves the losses of a job as they are: step by step, on all ranks, from the same seed.
 
-What a change may differ by is measured: two runs without it, of different seeds, say how far apart losses may be.
+What a change may differ by is measured: two runs without it, of other seeds, say how far apart chance brings losses.
+Where these are equal, since the script sets the seed, the differences from one step to the next say it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,12 +22,15 @@ from dlprof.trial.measuring import Steps
 from dlprof.trial.running import QUICK, Runner
 
 FILE = "losses.jsonl"
-LEAST = 8  # steps that both runs must have
+LEAST, MOST = 8, 100  # losses of a rank: that both runs must have, and that are compared
 
 # Of two pairs of runs that differ by the seed alone, one is no more than so many times as far apart as the other.
 MARGIN = 1.5
 
-Losses = Mapping[tuple[str, int], float]
+# The mean difference of so many losses is no further from 0 than so many times its standard error.
+SURE = 3.0
+
+Losses = Mapping[tuple[str, int], float]  # of a rank, in their order
 Verdict = Literal["", "equal", "within", "differ"]
 
 
@@ -34,10 +38,10 @@ def losses_of(run: Path) -> Losses:
     """Return the losses of a run folder by rank and step; what cannot be read is left out."""
     found: dict[tuple[str, int], float] = {}
     for path in run_folder.of_ranks(run_folder.in_ranks(run), FILE):
-        for line in path.read_bytes().splitlines():
+        for n, line in enumerate(path.read_bytes().splitlines()[:MOST]):
             with suppress(ValueError, TypeError, KeyError):
-                row = json.loads(line)
-                found[path.parent.name, int(row["step"])] = float(row["loss"])
+                loss = json.loads(line)["loss"]
+                found[path.parent.name, n] = math.nan if loss is None else float(loss)
     return found
 
 
@@ -67,7 +71,14 @@ class Comparison:
         kept = folder / "kept"
         recording = (*QUICK, "--losses", str(seed))
         once = replace(
-            self.runner, folder=folder, recording=recording, keep=kept, may_be_the_same=True, edits=self.runner.copy
+            self.runner,
+            folder=folder,
+            recording=recording,
+            keep=kept,
+            steps=min(self.runner.steps, MOST),
+            seconds=0.0,
+            may_be_the_same=True,
+            edits=self.runner.copy,
         )
         try:
             done = once(settings, max(until - time.monotonic(), 0.0))
@@ -78,16 +89,20 @@ class Comparison:
 
 def compared(plain: Losses, changed: Losses, other_seed: Losses) -> Verdict:
     """Compare losses without and with a change by those of a run without it and with another seed; "": too few."""
-    common = plain.keys() & changed.keys()
+    common = sorted(plain.keys() & changed.keys())
     if len(common) < LEAST:
         return ""
-    pairs = [(plain[key], changed[key]) for key in common]
-    if all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
+    apart = [changed[key] - plain[key] for key in common]
+    if all(plain[key] == changed[key] or (math.isnan(plain[key]) and math.isnan(changed[key])) for key in common):
         return "equal"
-    seeds = _apart([(plain[key], other_seed[key]) for key in common & other_seed.keys()])
-    return "within" if _apart(pairs) <= MARGIN * seeds else "differ"
+    seeds = _size([plain[key] - other_seed[key] for key in common if key in other_seed])
+    if seeds > 0:
+        return "within" if _size(apart) <= MARGIN * seeds else "differ"
+    steps = _size([plain[key] - plain[key[0], key[1] - 1] for key in common if (key[0], key[1] - 1) in plain])
+    mean = abs(math.fsum(apart)) / len(apart)
+    return "within" if _size(apart) <= steps and mean <= SURE * steps / math.sqrt(len(apart)) else "differ"
 
 
-def _apart(pairs: list[tuple[float, float]]) -> float:
-    """Return how far apart losses are: the root of the mean square."""
-    return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs)) if pairs else 0.0
+def _size(differences: Sequence[float]) -> float:
+    """Return the root of the mean square."""
+    return math.sqrt(math.fsum(x * x for x in differences) / len(differences)) if differences else 0.0
