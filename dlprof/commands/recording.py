@@ -61,6 +61,7 @@ class Recording:
     settings: tuple[str, ...]  # to override, NAME=VALUE
     allow_numerics: bool
     keep_arguments: bool = False
+    losses: str = ""
     stop_after: str = ""
     quiet: bool
     no_report: bool
@@ -94,6 +95,7 @@ class Recording:
             flops=self.flops,
             keep_arguments=self.keep_arguments,
             lines=self.lines,
+            losses=self.losses,
             memory=self.memory,
             nvtx=self.nvtx or self.nsys,
             sample="off" if self.no_sample else self.sample,
@@ -226,6 +228,14 @@ _OPTIONS = {
         "--keep-arguments",
         "Record the whole command, but for what is named like a secret. Without it: the script, the names of options,"
         " and values that are numbers or known settings.",
+    ),
+    "losses": _value(
+        "--losses",
+        options.losses,
+        "",
+        "SEED|on",
+        "Record the loss of each step of each rank, and seed Python's random, numpy and torch with SEED before the"
+        " script does (on: leave them). The host waits for the device in each step.",
     ),
     "stop_after": _value(
         "--stop-after",

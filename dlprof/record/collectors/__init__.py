@@ -17,11 +17,12 @@ from dlprof.record.collectors.trace import Trace
 from dlprof.record.model.compiled import Compiled
 from dlprof.record.model.held import Held
 from dlprof.record.model.loss_scale import LossScale
+from dlprof.record.model.losses import Losses
 from dlprof.record.model.routing import Routing
 
 # Capture stands behind Nvtx, whose last range in the window has ended when that closes; Compiled behind Trace, whose
 # window has ended then; Held behind Flops and Trace, whose un-timed steps it uses.
 COLLECTORS = (
-    Facts, Flops, Lines, Loader, LossScale, Memory, Nvtx, Capture, Overrides, Pipeline, Routing, Stalls, Steps, Trace,
-    Compiled, Held,
+    Facts, Flops, Lines, Loader, Losses, LossScale, Memory, Nvtx, Capture, Overrides, Pipeline, Routing, Stalls, Steps,
+    Trace, Compiled, Held,
 )  # fmt: skip
