@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dlprof.analysis.source.patches import Patch
+from dlprof.overrides import Value
 from dlprof.result import Result
 from dlprof.result.tried import Tried
 from dlprof.trial.copies import made_by
@@ -32,21 +33,20 @@ def fixed(trial: Trial, result: Result, found: Tried) -> Fix:
     return Fix(patch, tuple(_words(left, patch, result)), tuple(_lines(patch.text)))
 
 
-def _words(settings: dict[str, bool | int | float | str], patch: Patch, result: Result) -> Iterator[str]:
+def _words(settings: Mapping[str, Value], patch: Patch, result: Result) -> Iterator[str]:
     why = {name: why for names, _, why in patch.left_out for name in names.split(", ")}
     changes = [p.change for p in result.changes] + [c for o in result.found for c in o.changes]
-    told: set[str] = set()
+    said: dict[str, list[str]] = {}
     for name, value in settings.items():
         group, _, setting = name.partition(".")
         if group == "env":
             yield f"{setting}={value} before the command"
             continue
         change = next((c for c in changes if (named(c) or {}).get(name) == str(value)), None)
-        text = change.text if change else f"{name}={value}"
-        if text not in told:
-            told.add(text)
-            because = f" (no edit makes it: {why[setting]})" if setting in why else ""
-            yield f"{text}{because}; until then: dlprof wrap --set {name}={value}"
+        because = f" (no edit makes it: {why[setting]})" if setting in why else ""
+        said.setdefault(f"{change.text if change else f'{name}={value}'}{because}", []).append(f"--set {name}={value}")
+    for text, words in said.items():
+        yield f"{text}; until then: dlprof wrap {' '.join(words)}"
 
 
 def _lines(patch: str) -> Iterator[str]:

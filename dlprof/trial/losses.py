@@ -18,8 +18,7 @@ from typing import Literal
 
 from dlprof import run_folder
 from dlprof.overrides import Value
-from dlprof.trial.measuring import Steps
-from dlprof.trial.running import QUICK, Runner
+from dlprof.trial.running import QUICK, Failed, Runner
 
 FILE = "losses.jsonl"
 LEAST, MOST = 8, 100  # losses of a rank: that both runs must have, and that are compared
@@ -53,6 +52,7 @@ class Comparison:
     """
 
     runner: Runner
+    why: dict[str, None] = field(default_factory=dict)  # why runs failed
     _plain: list[Losses] = field(default_factory=list)  # of two seeds
 
     def __call__(self, settings: Mapping[str, Value], limit_s: float) -> Verdict:
@@ -82,7 +82,10 @@ class Comparison:
         )
         try:
             done = once(settings, max(until - time.monotonic(), 0.0))
-            return losses_of(kept) if isinstance(done, Steps) else None
+            if isinstance(done, Failed):
+                self.why[f"losses were not compared: {done.why}"] = None
+                return None
+            return losses_of(kept)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

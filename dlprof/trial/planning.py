@@ -163,6 +163,8 @@ def _settings_of(change: Change, editable: Editable) -> dict[str, Value]:
 
     Raises DlprofError if neither makes all of it.
     """
+    if all(s.name in _PRINTS for s in change.settings):
+        raise DlprofError("no setting makes it faster, only an edit by hand")
     try:
         return overrides.parse(f"{name}={value}" for name, value in _named(change).items())
     except DlprofError as e:
@@ -179,9 +181,11 @@ def _by_hand(result: Result, editable: Editable) -> Change | None:
     of_findings = (one.changes[0] for one in result.found if one.changes)
     first = next((p.change for p in result.changes if not p.training), next(of_findings, None))
     try:
-        return first if first and not first.training and not _settings_of(first, editable) else None
+        if first and not first.training:
+            _settings_of(first, editable)
     except DlprofError:
         return first
+    return None
 
 
 def named(change: Change) -> dict[str, str] | None:

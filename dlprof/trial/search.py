@@ -472,7 +472,9 @@ def tried(
     trial: Trial, stopped: Callable[[], bool], tell: Callable[[Attempt | float], None] = lambda _found: None
 ) -> Tried:
     """Run the trial to its end or until `stopped` returns True, and end all its processes. Raises DlprofError."""
-    before = kept(trial.run.path)
+    before: Tried | None = None
+    with suppress(DlprofError):  # a broken file, of which the report warns, is replaced
+        before = kept(trial.run.path)
     if not trial.plan.candidates:
         nothing = Tried("complete", trial.plan.left_out, warnings=trial.warnings)
         keep(trial.run.path, nothing := merged(before, nothing))
@@ -493,9 +495,11 @@ def tried(
         patch_of=trial.patch_of,
     )
 
+    losses = Comparison(runner)
+
     def result() -> Tried:
         wrote = [f"a run wrote into {path}, which its copy of the folder only links to" for path in runner.linked]
-        found = search.tried(trial.steps, trial.plan.left_out, (*trial.warnings, *wrote))
+        found = search.tried(trial.steps, trial.plan.left_out, (*trial.warnings, *wrote, *losses.why))
         best = found.best and trial.with_edit(found.best)
         attempts, combinations = (tuple(map(trial.with_edit, of)) for of in (found.attempts, found.combinations))
         return merged(before, replace(found, attempts=attempts, combinations=combinations, best=best))
@@ -510,7 +514,7 @@ def tried(
         trial.plan.candidates,
         60 * options.minutes,
         tell=save_and_tell,
-        losses=Comparison(runner),
+        losses=losses,
         strict=not options.allow_numerics,
     )
     try:

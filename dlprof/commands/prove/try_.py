@@ -177,7 +177,7 @@ def _announced(trial: Trial) -> list[str]:
     options = trial.options
     lines = [
         f"{count(len(changes), 'change')} to try, {count(trial.steps, 'steady step')} a run, for at most"
-        f" {options.minutes:g} minutes: {' '.join(trial.job.command)[:200]}",
+        f" {options.minutes:.3g} minutes: {' '.join(trial.job.command)[:200]}",
         *(f"{place}. {line}" for place, line in enumerate(_planned(trial), 1)),
         *_not_tried(trial),
     ]
