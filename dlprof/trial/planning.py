@@ -87,7 +87,7 @@ def plan(
     Raises DlprofError for a setting or a number that does not exist.
     """
     numbers = tuple(numbers)
-    found, little, skipped = ([], [], []) if numbers else _of_findings(result, editable)
+    found, little, skipped = ([], [], []) if numbers else _of_findings(result, editable, _cores(facts))
     more = [_numbered(result, n, editable) for n in numbers]
     more += [Candidate(overrides.parse(words.split())) for words in asked]
     if obvious:
@@ -121,13 +121,15 @@ def plan(
     )
 
 
-def _of_findings(result: Result, editable: Editable) -> tuple[list[Candidate], list[Candidate], list[str]]:
+def _of_findings(result: Result, editable: Editable, cores: int) -> tuple[list[Candidate], list[Candidate], list[str]]:
     """Return what to try, what gains too little, and why the rest cannot be tried."""
     found: list[Candidate] = []
     little: list[Candidate] = []
     skipped = []
     for outcome in result.found:
-        if outcome.changes and not any(change.settings for change in outcome.changes):
+        if (unsure := _unsure(result, outcome, cores)) is not None:
+            found.append(unsure)
+        elif outcome.changes and not any(change.settings for change in outcome.changes):
             skipped.append(f"{outcome.id}: only an edit by hand does it: {outcome.changes[0].text}")
         for place, change in enumerate(outcome.changes):
             if change.training or not change.settings or all(s.name in _PRINTS for s in change.settings):
@@ -143,6 +145,16 @@ def _of_findings(result: Result, editable: Editable) -> tuple[list[Candidate], l
             worth = outcome.scope not in TIMELESS and (predicted or outcome.speedup) >= WORTH
             (found if worth else little).append(one)
     return found, little, skipped
+
+
+def _unsure(result: Result, outcome: Outcome, cores: int) -> Candidate | None:
+    """Return the workers that are forecast to be best where a finding leaves open whether they are: a run will tell."""
+    known = [f for f in outcome.forecasts if f.setting == "num_workers" and 0 < int(f.value) <= cores]
+    best = min(known, key=lambda f: f.step_ns, default=None)
+    if best is None or result.window is None or any(change.settings for change in outcome.changes):
+        return None
+    settings: dict[str, Value] = {"loader.num_workers": int(best.value), "loader.persistent_workers": True}
+    return Candidate(settings, (outcome.id,), result.window.step_ns / best.step_ns)
 
 
 def _numbered(result: Result, number: int, editable: Editable) -> Candidate:
@@ -245,10 +257,7 @@ def _forecast(result: Result, one: Candidate) -> Candidate:
 
 def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
     """Return settings that are worth trying on any job and that this one does not have yet."""
-    cpu, device = facts.get("cpu") or {}, (facts.get("device") or {}).get("type")
-    given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
-    ranks = max(1, facts.get("world_size") or 1)
-    cores = max(1, int(min(given, cpu.get("quota") or given)) // ranks)
+    device, cores = (facts.get("device") or {}).get("type"), _cores(facts)
     loader = loader_of(facts)
     if loader:
         now = loader.get("num_workers") or 0
@@ -259,7 +268,7 @@ def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
             yield {"loader.persistent_workers": True}
         if device not in (None, "cpu") and loader.get("pin_memory") is False:
             yield {"loader.pin_memory": True}
-    threads = cpu.get("torch_threads")
+    threads = (facts.get("cpu") or {}).get("torch_threads")
     for n in sorted({1, cores} - {threads}):
         yield {"env.OMP_NUM_THREADS": str(n)}
     if any(not o.get("fused") for o in facts.get("optimizers") or []):
@@ -273,3 +282,10 @@ def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
         yield {"copy.non_blocking": True}
         yield {"torch.float32_matmul_precision": "high"}
     yield {"gc.freeze": True}
+
+
+def _cores(facts: Mapping[str, Any]) -> int:
+    """Return how many cores a rank has for itself."""
+    cpu = facts.get("cpu") or {}
+    given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
+    return max(1, int(min(given, cpu.get("quota") or given)) // max(1, facts.get("world_size") or 1))

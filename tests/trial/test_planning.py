@@ -191,3 +191,12 @@ def test_only_the_changes_of_some_numbers_are_tried() -> None:
     for number, why in ((3, "sleep less"), (4, "proposes 3 changes"), (0, "proposes 3")):
         with pytest.raises(DlprofError, match=why):
             planned(changes=changes, numbers=(number,))
+
+
+@pytest.mark.parametrize(("cores", "tried"), [(8, [(4, 2.0)]), (2, [(2, 1.25)]), (1, [])])
+def test_workers_of_which_a_finding_is_not_sure_are_tried_as_far_as_there_are_cores(
+    cores: int, tried: list[tuple[int, float]]
+) -> None:
+    unsure = outcome(Change("whether more workers help is not known"), forecasts=FORECASTS)
+    found = planned(unsure, facts={"cpu": {"affinity": cores}}).candidates
+    assert [(c.settings["loader.num_workers"], c.predicted) for c in found] == tried

@@ -15,9 +15,11 @@ import click
 
 from dlprof.commands import form, minutes, no_limits, out, quiet, say
 from dlprof.commands.prove.try_ import in_place
+from dlprof.commands.recording import checked_by
 from dlprof.commands.wrap import OfScript, name_of, with_python
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
+from dlprof.record.launch import options
 
 if TYPE_CHECKING:
     from dlprof.trial.running import Interruption
@@ -49,6 +51,7 @@ class _Fix(OfScript):
 @minutes(10.0)
 @click.option(
     "--stop-after",
+    type=checked_by(options.stop_after),
     default="60s",
     show_default=True,
     metavar="N|TIME",
@@ -115,8 +118,8 @@ def fix(
         if result.window is None:
             raise DlprofError(f"{path}: no step was recorded; --stop-after 5m records for longer")
         left = max(minutes - (time.monotonic() - began) / 60, 0.1)
-        options = Options(left, allow_numerics=allow_numerics, in_place=in_place, command=tuple(words))
-        trial, found = measured(path, result, options, stop, quiet)
+        asked = Options(left, allow_numerics=allow_numerics, in_place=in_place, command=tuple(words))
+        trial, found = measured(path, result, asked, stop, quiet)
     made = fixed(trial, result, found)
     file = path / FILE
     if made.patch.text:
@@ -156,9 +159,9 @@ def _recorded(words: Sequence[str], out: Path | None, stop_after: str, quiet: bo
     folder = out or new_folder(f"runs/{name_of(words)}-fix")
     if not quiet:
         say(f"dlprof: recording into {folder} for {stop_after}; the script runs in this folder, as it is", err=True)
-    options = ["-o", str(folder), "--no-report", "--quiet", "--stop-after", stop_after]
+    of_ours = ["-o", str(folder), "--no-report", "--quiet", "--stop-after", stop_after]
     process = subprocess.Popen(
-        [*DLPROF, "wrap", *options, "--", *words],
+        [*DLPROF, "wrap", *of_ours, "--", *words],
         env={**os.environ, **quiet_trackers(os.environ, folder.resolve())},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
