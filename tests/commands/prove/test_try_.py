@@ -121,7 +121,7 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_
     script, run = copied(waits, tmp_path)
     done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
     assert done.returncode == 0, done.stderr
-    assert "--copy" in done.stderr
+    assert "each run has a new copy of" in done.stderr
     found = kept(run)
     best = found["best"]
     assert best["settings"]["loader.num_workers"] >= 2
