@@ -372,7 +372,7 @@ class Fact(msgspec.Struct, frozen=True):
 class Proposal(msgspec.Struct, frozen=True):
     """A change to make, and what it gains once those above it are made.
 
-    `findings`: the ids of what it cures. `before_ns`, `after_ns`: the mean step (of scope "job" the loop's time for each
+    `findings`: the ids of what it cures. `before_ns`, `after_ns`: the mean step (of scope "job" the loop's time of each
     training step, of "run" the run's) with those above it, and with it as well. `speedup` is their ratio, nine of ten
     times between `low` and `high`; None: not known, as of a bound (`at_most`). `job_before_ns`, `job_after_ns`: the
     whole run, None: not known. `known`: how the figures are known; "losses": tried, and the losses are the same.
@@ -434,7 +434,9 @@ class Result(msgspec.Struct, frozen=True):
     host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
     device_work: DeviceWork | None = None  # None: no device was traced
     budget: tuple[RunPart, ...] = ()  # in the order of time; () where the run's beginning and end are not known
-    changes: tuple[Proposal, ...] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
+    changes: tuple[
+        Proposal, ...
+    ] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
 
     @property
     def found(self) -> tuple[Outcome, ...]:

@@ -23,6 +23,7 @@ _OLDER = {
 }
 
 _LATER = (
+    "changes",
     "scaling",
     "blame",
     "together",

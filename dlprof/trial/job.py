@@ -190,4 +190,13 @@ def with_tried(result: Result, path: Path) -> Result:
         tried = kept(path)
     except DlprofError as e:
         return replace(result, run=replace(result.run, warnings=(*result.run.warnings, str(e))))
-    return result if tried is None else replace(result, tried=tried)
+    return result if tried is None else added(result, tried)
+
+
+def added(result: Result, tried: Tried) -> Result:
+    """Return a result with what was tried, and its changes with what each of them gained."""
+    from dlprof.analysis.proposals import with_tried
+    from dlprof.trial.planning import values_of
+
+    changes = with_tried(result.changes, tried, [values_of(one.change) for one in result.changes])
+    return replace(result, tried=tried, changes=tuple(changes))

@@ -212,6 +212,12 @@ def named(change: Change) -> dict[str, str] | None:
     return words
 
 
+def values_of(change: Change) -> dict[str, Value] | None:
+    """Return the same as an attempt holds them."""
+    words = named(change)
+    return None if words is None else overrides.parse(f"{name}={value}" for name, value in words.items())
+
+
 def _named(change: Change) -> dict[str, str]:
     """Return a change's settings by the names of overrides; raise DlprofError if one has no such name or no value."""
     values = {s.name: s.to for s in change.settings if s.name not in _PRINTS}

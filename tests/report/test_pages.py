@@ -20,6 +20,7 @@ from dlprof.plain import NBSP
 from dlprof.report import html, looks, notebook, terminal, tried, tried_text
 from dlprof.result import CATEGORIES, Blame, Change, Fact, ForeignLoad, Outcome, Panel, Place, Result, RunInfo, TimePart
 from dlprof.result.tried import Attempt, Gain, Tried, Verdict
+from dlprof.trial.planning import named
 from tests.fixtures import results
 from tests.fixtures.pages import Page
 
@@ -238,6 +239,17 @@ def test_every_line_fits_and_nothing_in_it_acts(name: str) -> None:
     coloured = terminal.render(result, 132, colour=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == text
     assert "\x1b[" in coloured
+
+
+@pytest.mark.parametrize("name", results.ALL)
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_the_first_screen_fits_and_nothing_in_it_acts(name: str, width: int) -> None:
+    text = terminal.first(results.ALL[name](), "runs/x", named, width)
+    lines = text.split("\n")
+    assert max(map(shown_width, lines)) <= width
+    assert len(lines) - 1 <= (terminal.MOST_LINES if width > 40 else terminal.MOST_LINES + 8)
+    assert acting(text) == set()
+    assert lines[0].strip()
 
 
 def test_the_diagnosis_comes_first_then_findings_by_size() -> None:

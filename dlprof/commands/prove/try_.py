@@ -146,9 +146,8 @@ def measured(
     path: Path, result: Result, options: Options, stop: Callable[[], bool], quiet: bool
 ) -> tuple[Trial, Tried]:
     """Say what will be tried, try it, and add the results to the run's report. Raises DlprofError if it cannot run."""
-    from msgspec.structs import replace
-
     from dlprof.commands.report import write_files
+    from dlprof.trial.job import added
     from dlprof.trial.search import prepared, tried
 
     def tell(found: Attempt | float) -> None:
@@ -159,7 +158,7 @@ def measured(
     for line in () if quiet else _announced(trial):
         say(f"dlprof: {line}", err=True)
     found: Tried = tried(trial, stop, tell)
-    write_files(replace(result, tried=found), path, path)
+    write_files(added(result, found), path, path)
     return trial, found
 
 

@@ -9,8 +9,8 @@ traced step. Where only the first is there, memory grows, or the allocator finds
 
 Saving: the traced steps replayed without these calls.
 
-What to change: remove `torch.cuda.empty_cache()` from the loop (transformers' Trainer: `torch_empty_cache_steps`); where
-sizes vary, `PYTORCH_ALLOC_CONF=expandable_segments:True`; no `PYTORCH_NO_CUDA_MEMORY_CACHING` in the environment.
+What to change: remove `torch.cuda.empty_cache()` from the loop (transformers' Trainer: `torch_empty_cache_steps`);
+where sizes vary, `PYTORCH_ALLOC_CONF=expandable_segments:True`; no `PYTORCH_NO_CUDA_MEMORY_CACHING` in the environment.
 """
 
 from __future__ import annotations
