@@ -40,7 +40,8 @@ def kept(tried: Tried, words: Sequence[str], lines: Sequence[str], width: int = 
     """Say what of a trial to keep: what the patch changes, and what to do besides, in lines of at most `width`."""
     best = tried.best
     if best is None or best.measured is None:
-        return wrap("Nothing to keep: no change was found to make the job faster.", width)
+        nothing = "Nothing to keep: no change was found to make the job faster."
+        return [] if tried.state == "failed" else wrap(nothing, width)
     said = losses(best) or "its losses were not compared"
     made = ["", *wrap(f"Keep {plain(best.words, 300)}: {measured(best.measured)}; {said}.", width)]
     made += wrap(f"The patch changes {', '.join(map(plain, lines))}.", width) if lines else []

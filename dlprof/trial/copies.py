@@ -54,8 +54,9 @@ def to_link(folder: Path, skip: Path, since_s: float) -> set[Path]:
     links: set[Path] = set()
     total = copied_files = 0
     for root, folders, files in os.walk(folder):
-        kept = [name for name in folders if not _is_left_out(Path(root, name), skip)]
-        for path in (Path(root, name) for name in (*kept, *files)):
+        for path in (Path(root, name) for name in (*folders, *files)):
+            if _is_left_out(path, skip):
+                continue
             status = path.lstat()
             if path.is_symlink():
                 if not path.readlink().is_absolute() and not path.resolve().is_relative_to(folder.resolve()):
@@ -71,12 +72,15 @@ def to_link(folder: Path, skip: Path, since_s: float) -> set[Path]:
             raise DlprofError(
                 f"{folder} holds more than {size(MOST_BYTES)} or {MOST_FILES:,} files: too much to copy for a run"
             )
-        folders[:] = [name for name in kept if Path(root, name) not in links]
+        folders[:] = [n for n in folders if Path(root, n) not in links and not _is_left_out(Path(root, n), skip)]
     return links
 
 
 def _is_left_out(path: Path, skip: Path) -> bool:
-    return path.name in _LEFT_OUT or path == skip or (path / "run.json").is_file()
+    """Return whether something is not copied: by its name, a run, no file (a pipe or socket), or not to be read."""
+    if path.name in _LEFT_OUT or path == skip or (path / "run.json").is_file():
+        return True
+    return not path.is_symlink() and not ((path.is_file() or path.is_dir()) and os.access(path, os.R_OK))
 
 
 def _is_data(folder: Path, since_s: float) -> bool:

@@ -114,6 +114,8 @@ class Runner:
             if why := edit_in(cwd, edit) if self.copy or not edit.files else "only a copy of the folder is edited":
                 return Failed(why)
             done = self._run(settings, folder, cwd, edit, limit_s)
+        except DlprofError as e:
+            return Failed(str(e))
         except Stopped:
             shutil.rmtree(folder, ignore_errors=True)
             raise

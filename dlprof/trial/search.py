@@ -500,6 +500,10 @@ def tried(
     def result() -> Tried:
         wrote = [f"a run wrote into {path}, which its copy of the folder only links to" for path in runner.linked]
         found = search.tried(trial.steps, trial.plan.left_out, (*trial.warnings, *wrote, *losses.why))
+        if found.why and not trial.not_copied:
+            found = replace(
+                found, why=f"{found.why} (in a copy of its folder; --in-place runs it in the folder itself)"
+            )
         best = found.best and trial.with_edit(found.best)
         attempts, combinations = (tuple(map(trial.with_edit, of)) for of in (found.attempts, found.combinations))
         return merged(before, replace(found, attempts=attempts, combinations=combinations, best=best))

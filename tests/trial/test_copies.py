@@ -34,6 +34,7 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
     (tmp_path / "data").mkdir()
     (here / "link").symlink_to("data")
     (here / "out").symlink_to("../data")
+    os.mkfifo(here / "pipe")
     copy, _ = copied(here, here / "try/0001-copy/job")
     assert sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*") if p.is_file()) == ["data/a.txt", "train.py"]
     assert (copy / "link").readlink() == Path("data")

@@ -307,7 +307,8 @@ def test_a_job_that_fails_is_told_and_what_it_printed_is_kept(tmp_path: Path) ->
     told: list[Attempt | float] = []
     trial = planned(tmp_path, UNFUSED, command=[sys.executable, "-c", "raise SystemExit('no data')"])
     found = tried(trial, lambda: False, told.append)
-    assert (found.state, found.why) == ("failed", "the job ended with exit code 1: no data")
+    assert found.state == "failed"
+    assert found.why.startswith("the job ended with exit code 1: no data (in a copy of its folder; --in-place")
     assert kept(tmp_path / "run") == found
     assert "no data" in (tmp_path / "run/try/0001/output.txt").read_text()
     # The next trial begins with an empty folder.

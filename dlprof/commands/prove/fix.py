@@ -52,10 +52,8 @@ class _Fix(OfScript):
 @click.option(
     "--stop-after",
     type=checked_by(options.stop_after),
-    default="60s",
-    show_default=True,
     metavar="N|TIME",
-    help="How much of the job to record: steps (200) or a time (90s, 5m).",
+    help="How much of the job to record: steps (200) or a time (90s, 5m). [default: 60s, less with few --minutes]",
 )
 @click.option("--write", "written", is_flag=True, help="Also apply the patch to the job's files.")
 @click.option(
@@ -76,7 +74,7 @@ class _Fix(OfScript):
 def fix(
     ctx: click.Context,
     minutes: float,
-    stop_after: str,
+    stop_after: str | None,
     written: bool,
     allow_numerics: bool,
     in_place: bool,
@@ -96,7 +94,7 @@ def fix(
     of its folder, without and with each proposed change, alone and together, and the losses are compared. What made it
     faster becomes fix.patch in the run folder; --write applies it. Nothing to gain is an answer, too.
     """  # noqa: D301 - \b keeps these lines apart in click's help
-    from dlprof.commands.prove.try_ import measured, print_tried
+    from dlprof.commands.prove.try_ import by_hand, measured, print_tried
     from dlprof.commands.report import analyse, shown, width
     from dlprof.report.tried_text import kept
     from dlprof.result.tried import to_json
@@ -111,7 +109,11 @@ def fix(
     words = with_python(ctx, command) if command and run is None else list(command)
     began = time.monotonic()
     with stopping() as stop:
-        path = run if run is not None else _recorded(words, out, stop_after, quiet, stop)
+        path = (
+            run
+            if run is not None
+            else _recorded(words, out, stop_after or f"{min(60, max(10, int(15 * minutes)))} s", quiet, stop)
+        )
         if stop.by:
             raise SystemExit(128 + stop.by)
         result = analyse(path)
@@ -134,7 +136,7 @@ def fix(
     else:
         print_tried(found)
         there = f"cd {trial.job.cwd} && " if Path.cwd() != trial.job.cwd else ""
-        for line in kept(found, made.words, made.lines if made.patch.text else (), width()):
+        for line in (*kept(found, made.words, made.lines, width()), *by_hand(trial)):
             say(line)
         if made.patch.text and written and not why:
             say(f"Written into {', '.join(made.lines)}. To undo: {there}patch -R -p1 < {shown(file)}")
@@ -143,8 +145,8 @@ def fix(
                 why
                 or f"To apply: {there}git apply {shown(file.resolve())} (or patch -p1 < …); to undo: patch -R -p1 < …"
             )
-    if stop.by:
-        raise SystemExit(128 + stop.by)
+    if stop.by or (found.state == "failed" and found.best is None):
+        raise SystemExit(128 + stop.by if stop.by else 1)
 
 
 def _recorded(words: Sequence[str], out: Path | None, stop_after: str, quiet: bool, stop: Interruption) -> Path:

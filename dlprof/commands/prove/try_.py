@@ -106,11 +106,17 @@ def _planned(trial: Trial) -> list[str]:
 def _not_tried(trial: Trial) -> list[str]:
     lines = [f"not tried: {attempt.words}: {attempt.why}" for attempt in trial.plan.left_out]
     lines += [f"not tried: {skipped}" for skipped in trial.plan.skipped]
-    if (change := trial.plan.by_hand) is not None:
-        at = f" ({change.at.file}:{change.at.line})" if change.at else ""
-        lines += [f"the change that is predicted to gain most is one to make by hand: {change.text}{at}"]
-        lines += change.diff.splitlines()
-    return lines
+    return lines + by_hand(trial)
+
+
+def by_hand(trial: Trial) -> list[str]:
+    """Return the change that is predicted to gain most, with its edit, if it cannot be tried; else nothing."""
+    change = trial.plan.by_hand
+    if change is None:
+        return []
+    at = f" ({change.at.file}:{change.at.line})" if change.at else ""
+    most = f"the change that is predicted to gain most is one to make by hand: {change.text}{at}"
+    return [most, *change.diff.splitlines()]
 
 
 def try_run(
