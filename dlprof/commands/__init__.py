@@ -35,6 +35,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "mcp": "runs/",
     },
     "prove": {
+        "fix": "train.py --lr 0.1",
         "try": "runs/a --minutes 5",
         "sweep": "loader.num_workers=0,1,2,4 -- train.py",
         "whatif": "runs/a --input perfect --device 1.5x",

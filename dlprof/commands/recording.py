@@ -28,7 +28,7 @@ def _job(value: str) -> str:
     return value
 
 
-def _type(check: Callable[[str], str]) -> Callable[[str], str]:
+def checked_by(check: Callable[[str], str]) -> Callable[[str], str]:
     """Return an option type from a check; its errors become usage errors."""
 
     def checked(value: str) -> str:
@@ -140,7 +140,7 @@ def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's n
 
 def _value(name: str, check: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
     return click.option(
-        name, type=_type(check), default=default, show_default=bool(default), metavar=metavar, help=help
+        name, type=checked_by(check), default=default, show_default=bool(default), metavar=metavar, help=help
     )
 
 
@@ -180,7 +180,7 @@ _OPTIONS = {
     "lines": click.option(
         "--lines",
         multiple=True,
-        type=_type(options.function),
+        type=checked_by(options.function),
         metavar="MODULE:FUNCTION",
         help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
@@ -220,7 +220,7 @@ _OPTIONS = {
         "--set",
         "settings",
         multiple=True,
-        type=_type(_setting),
+        type=checked_by(_setting),
         metavar="NAME=VALUE",
         help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
         " Repeatable. `dlprof explain settings` lists them.",
