@@ -240,6 +240,8 @@ def _watch_autograd(clock: StepClock) -> None:
     is_traced, is_captured = _is_traced(), clock.is_captured
 
     def timed(original: Callable[..., Any]) -> Any:
+        is_backward = original.__name__ == "backward"
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -249,6 +251,8 @@ def _watch_autograd(clock: StepClock) -> None:
                     return original(*args, **kwargs)
             if (watcher := clock.watcher) is not None:
                 watcher.begin_backward(args, kwargs)
+            if (losses := clock.losses) is not None and is_backward:
+                losses.see(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             except BaseException as e:

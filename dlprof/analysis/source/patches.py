@@ -10,7 +10,7 @@ import ast
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlprof import redaction
@@ -66,12 +66,14 @@ class Patch:
 
     `shown`: the same diff for a report, with what is kept of the source; it does not apply where something is left out.
     `elsewhere`: file, line and kept text of values that do not stand in the call.
+    `files`: what each file holds, and what it is to hold.
     """
 
     text: str = ""
     shown: str = ""
     left_out: tuple[tuple[str, str, str], ...] = ()
     elsewhere: tuple[tuple[str, int, str], ...] = ()
+    files: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
 
 def kind_of(setting: str) -> str:
@@ -155,7 +157,7 @@ def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
                 left_out.append((named_settings, f"{call.file}:{call.line}", str(e)))
             else:
                 taken |= {(*mine, name) for name in settings}
-    return Patch(sources.diff(), sources.diff(shown=True), tuple(left_out), sources.elsewhere())
+    return Patch(sources.diff(), sources.diff(shown=True), tuple(left_out), sources.elsewhere(), sources.edited)
 
 
 def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
@@ -222,6 +224,12 @@ class _Sources:
         for one in files.values():
             _after(*one)
         self._files = files
+
+    @property
+    def edited(self) -> dict[str, tuple[bytes, bytes]]:
+        """All files that are to be others than they are: as they are, and as they are to be."""
+        both = {name: (text, _after(text, edits)) for name, (text, edits) in sorted(self._files.items())}
+        return {name: texts for name, texts in both.items() if texts[0] != texts[1]}
 
     def diff(self, *, shown: bool = False) -> str:
         """Return the unified diff of all files that are to be others; `shown`: of what is kept of each."""
