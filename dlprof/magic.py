@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.profiling import Profile
 from dlprof.record import in_process
-from dlprof.record.recorder import say
 from dlprof.report import formatting
 from dlprof.result import Result
 
@@ -40,7 +40,7 @@ def load(shell: Any) -> None:
 
                 _show(open_run(Path(line.strip()).expanduser()).result)
             else:
-                _cell.main(_words(line), obj=(shell, cell), standalone_mode=False)
+                _cell.main(_words(line), "%%dlprof", obj=(shell, cell), standalone_mode=False)
         except (click.ClickException, DlprofError) as e:
             raise UsageError(e.format_message() if isinstance(e, click.ClickException) else str(e)) from None
 
@@ -74,7 +74,7 @@ def _cell(of: tuple[Any, str], recording: Recording) -> None:
         try:
             _show(run.result)
         except Exception as e:  # noqa: BLE001 - the cell has run, and the notebook goes on
-            say(f"no verdict: {words_of(e)}")
+            print(f"dlprof: {words_of(e)}", file=sys.stderr)
 
 
 def _show(result: Result) -> None:

@@ -18,7 +18,7 @@ from dlprof.plain import NBSP, words_of
 from dlprof.record import in_process
 from dlprof.record.ranks import find_rank
 from dlprof.record.recorder import say
-from dlprof.report import formatting, verdict
+from dlprof.report import first
 from dlprof.result import Result
 from dlprof.result.stored import from_json
 
@@ -64,9 +64,9 @@ class Profile:
             if error is not None:
                 say(f"`dlprof report {self._block.path}` says where the time went until then")
                 return
-            result, found = self.result, verdict.headline(self.result)
-            about = f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}"
-            lines = (about, found.diagnosis, found.gain, f"report: {self.report}")
+            result, screen = self.result, first.first(self.result, str(self._block.path), lambda _: None)
+            proof = f"try it: {screen.command}" if screen.command.startswith("dlprof try") else ""
+            lines = (first.summary(result), screen.headline, screen.gain, proof, f"report: {self.report}")
             for line in () if self._quiet else filter(None, lines):
                 say(line.replace(NBSP, " "))
             if log is not False:

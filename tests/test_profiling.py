@@ -83,10 +83,11 @@ def test_each_block_ends_with_its_verdict_or_with_one_line_and_leaves_the_proces
         "False report.html True",
         "True",
     ]
-    about, verdict, gain, page, idle, stopped, broken = said(done)
+    about, change, gain, *proof, page, idle, stopped, broken = said(done)
     assert about.startswith("train.py · 1 × CPU · ")
-    assert "waits for data" in verdict
-    assert "faster" in gain
+    assert change.endswith(".")
+    assert "×" in gain
+    assert [line.startswith(f"try it: dlprof try {tmp_path}/run --change ") for line in proof] in ([], [True])
     assert page == f"report: {tmp_path}/run/report.html"
     assert idle == "nothing was recorded: no backward() and no optimizer step was seen in the block"
     assert stopped == f"`dlprof report {tmp_path}/stopped` says where the time went until then"
