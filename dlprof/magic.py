@@ -40,18 +40,11 @@ def load(shell: Any) -> None:
 
                 _show(open_run(Path(line.strip()).expanduser()).result)
             else:
-                _cell.main(_words(line), "%%dlprof", obj=(shell, cell), standalone_mode=False)
-        except (click.ClickException, DlprofError) as e:
+                _cell.main(shlex.split(line), "%%dlprof", obj=(shell, cell), standalone_mode=False)
+        except (click.ClickException, DlprofError, ValueError) as e:  # of click, of reading a run, of shlex
             raise UsageError(e.format_message() if isinstance(e, click.ClickException) else str(e)) from None
 
     shell.register_magic_function(dlprof, "line_cell")
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as e:
-        raise DlprofError(f"{line}: {e}") from None
 
 
 @click.command("%%dlprof")
@@ -61,12 +54,10 @@ def _cell(of: tuple[Any, str], recording: Recording) -> None:
     """Record the cell, and show its report."""
     if recording.nsys:
         raise click.UsageError("--nsys starts a process: that is for `dlprof wrap`")
-    try:
-        settings = overrides.checked(recording.overrides)
-    except ValueError as e:
-        raise click.UsageError(str(e)) from None
+    settings = overrides.checked(recording.overrides)
     shell, cell = of
-    with Profile(in_process.Block(Path, recording.out, recording.asked, settings), quiet=True) as run:
+    asked = {name: value for name, value in recording.asked.items() if name not in ("capture", "job")}
+    with Profile(in_process.Block(Path, recording.out, asked, settings), quiet=True) as run:
         done = shell.run_cell(cell)
     if not done.success:
         raise _CellError
