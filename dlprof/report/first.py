@@ -160,10 +160,10 @@ def gain_of(one: Proposal) -> str:
         return (
             "The job cannot go on without it." if one.scope == "failure" else "It saves no time, but may save the job."
         )
-    step = f"a step {_arrow(one.before_ns, one.after_ns)}" if one.scope == "step" else ""
+    step = f"a step {arrow(one.before_ns, one.after_ns)}" if one.scope == "step" else ""
     run = ""
     if one.job_before_ns and one.job_after_ns and one.job_before_ns - one.job_after_ns > 0.01 * one.job_before_ns:
-        run = f"the run {_arrow(one.job_before_ns, one.job_after_ns)}"
+        run = f"the run {arrow(one.job_before_ns, one.job_after_ns)}"
     both = ", ".join(filter(None, (step, run)))
     numbers = "; the job then computes other numbers" if one.change.numerics else ""
     return f"{speed(one)}{f': {both}' if both else ''}{numbers}"
@@ -175,17 +175,23 @@ def speed(one: Proposal) -> str:
     if one.at_most:
         bound = f"at most {times(one.speedup)} faster" if one.speedup <= 10 else f"{times(one.speedup)} faster at best"
         return f"{bound} ({known})"
-    within = _range(one)
-    return f"{times(one.speedup)} faster{f'{within[:-1]}, {known})' if within else f' ({known})'}"
+    within = between(one)
+    return f"{times(one.speedup)} faster ({f'{within}, ' if within else ''}{known})"
 
 
-def _range(one: Proposal) -> str:
+def factor(one: Proposal) -> str:
+    """Return how many times faster, in the fewest signs: "1.41 ×", "≤ 1.41 ×"."""
+    return f"{'≤ ' if one.at_most and one.speedup <= 10 else ''}{times(one.speedup)}"
+
+
+def between(one: Proposal) -> str:
+    """Return the range of a speed-up, "1.33 to 1.49"; "" where it is not known."""
     if one.low is None or one.high is None or one.speedup > 10 or not math.isfinite(one.high):
         return ""
-    return f" ({one.low:.2f} to {one.high:.2f})"
+    return f"{one.low:.2f} to {one.high:.2f}"
 
 
-def _arrow(before: float, after: float) -> str:
+def arrow(before: float, after: float) -> str:
     """Write two durations, the first without its unit if both have the same: "22.1 → 15.7 ms"."""
     one, other = duration(before), duration(after)
     number, _, unit = one.partition(NBSP)
@@ -288,7 +294,8 @@ def after(result: Result, one: Proposal) -> dict[str, float]:
     parts: dict[str, float] = {}
     for part in result.time:
         parts[part.category] = parts.get(part.category, 0.0) + part.ns / ranks
-    return {name: max(ns - one.takes.get(name, 0.0), 0.0) for name, ns in parts.items()}
+    takes = {name: ns for name, ns in one.takes.items() if math.isfinite(ns)}
+    return {name: max(ns - takes.get(name, 0.0), 0.0) for name, ns in parts.items()}
 
 
 def summary(result: Result) -> str:
@@ -304,8 +311,8 @@ def next_rows(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         if one.scope in TIMELESS:
             shown.append((row.text, one.scope, ""))
             continue
-        bound = "≤ " if one.at_most and one.speedup <= 10 else ""
-        steps = _arrow(one.before_ns, one.after_ns) if one.scope == "step" else f"{percent(1 - 1 / one.speedup)} less"
+        steps = arrow(one.before_ns, one.after_ns) if one.scope == "step" else f"{percent(1 - 1 / one.speedup)} less"
         text = f"{row.text}: {row.cures}" if row.cures else row.text
-        shown.append((text, f"{row.dot} {bound}{times(one.speedup)}{_range(one)}".replace("× (", f"×{NBSP}("), steps))
+        within = f"{NBSP}({between(one)})" if between(one) else ""
+        shown.append((text, f"{row.dot} {factor(one)}{within}", steps))
     return shown
