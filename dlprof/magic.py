@@ -20,6 +20,10 @@ from dlprof.report import formatting
 from dlprof.result import Result
 
 
+# Options that need a command, which can be ended or started again.
+_OF_COMMANDS = ("job", "losses", "stop_after", "tries")
+
+
 class _CellError(Exception):
     """A cell has failed, which has shown its own traceback: the notebook stops there."""
 
@@ -48,7 +52,7 @@ def load(shell: Any) -> None:
 
 
 @click.command("%%dlprof")
-@functools.partial(recording_options, without=("job", "tries"))
+@functools.partial(recording_options, without=_OF_COMMANDS)
 @click.pass_obj
 def _cell(of: tuple[Any, str], recording: Recording) -> None:
     """Record the cell, and show its report."""
@@ -56,7 +60,7 @@ def _cell(of: tuple[Any, str], recording: Recording) -> None:
         raise click.UsageError("--nsys starts a process: that is for `dlprof wrap`")
     settings = overrides.checked(recording.overrides)
     shell, cell = of
-    asked = {name: value for name, value in recording.asked.items() if name not in ("capture", "job")}
+    asked = {name: value for name, value in recording.asked.items() if name not in ("capture", *_OF_COMMANDS)}
     with Profile(in_process.Block(Path, recording.out, asked, settings), quiet=True) as run:
         done = shell.run_cell(cell)
     if not done.success:
