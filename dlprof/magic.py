@@ -19,7 +19,6 @@ from dlprof.record import in_process
 from dlprof.report import formatting
 from dlprof.result import Result
 
-
 # Options that need a command, which can be ended or started again.
 _OF_COMMANDS = ("job", "losses", "stop_after", "tries")
 

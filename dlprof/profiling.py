@@ -90,10 +90,8 @@ class Profile:
 
 def _diagnosed(path: Path) -> Result:
     """Once the whole job has ended, have a process write result.json and report.html. Raises DlprofError."""
-    from dlprof.read.run import open_run
-
     until = time.monotonic() + _OTHERS_S
-    while open_run(path).end_ns is None and time.monotonic() < until:
+    while msgspec.json.decode((path / "run.json").read_bytes())["end_ns"] is None and time.monotonic() < until:
         time.sleep(0.05)
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
     # It is to find this dlprof, wherever that is. It runs in the run folder, where no module of the script's is.

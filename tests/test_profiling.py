@@ -170,6 +170,29 @@ def test_options_that_make_no_sense_are_refused_before_the_block(wrong: dict[str
         dlprof.profile(**wrong)
 
 
+class Refuses:
+    """A logger that cannot be written to."""
+
+    def log_metrics(self, *_: object) -> None:
+        raise OSError("the disk is full")
+
+
+class Keeps:
+    """A logger of another kind."""
+
+    figures: Any = None
+
+    def log_metrics(self, figures: dict[str, float], step: int) -> None:
+        self.figures = figures, step
+
+
+def test_a_tracker_that_fails_is_named_and_the_next_one_gets_the_figures(capfd: pytest.CaptureFixture[str]) -> None:
+    result, kept = results.ALL["ddp"](), Keeps()
+    trackers.log(result, Path("run/report.html"), [Refuses(), kept], 7)
+    assert kept.figures == (trackers.figures_of(result), 7)
+    assert capfd.readouterr().err == "dlprof: the verdict is not logged to Refuses: the disk is full\n"
+
+
 def test_the_figures_that_are_logged() -> None:
     result: Result = results.ALL["ddp"]()
     assert result.window
