@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands import cache, file, jobs, new_folder, no_limits, out, quiet, run_path, say, show
+from dlprof.commands import cache, file, jobs, new_folder, no_limits, out, quiet, rarely, run_path, say, show
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
@@ -64,12 +64,15 @@ def _launched() -> tuple[int, int]:
     default="text",
     help="What to print; md: the first screen as Markdown, 2 kB at most; brief: the same as JSON, 8 kB at most.",
 )
+@file("--patch", "Write the edits of the findings' changes into FILE, for `git apply`.")
+@show
+@quiet
+@rarely
 @jobs
 @no_limits
 @click.option(
     "--redact", is_flag=True, help="Leave out the names of users, hosts and folders, so that the report can be shared."
 )
-@file("--patch", "Write the edits of the findings' changes into FILE, for `git apply`.")
 @click.option(
     "--allow-numerics", is_flag=True, help="With --patch: also changes with which the job computes other numbers."
 )
@@ -95,8 +98,6 @@ def _launched() -> tuple[int, int]:
 @click.option("--kept-only", is_flag=True, help="Leave out the ranks that no `--shard` has read.")
 @click.option("-v", "--verbose", is_flag=True, help="Print all ranks, findings and warnings, not the first screen.")
 @click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
-@show
-@quiet
 def report(
     path: Path,
     out: Path | None,

@@ -115,8 +115,9 @@ class Change(msgspec.Struct, frozen=True):
 
     `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `training`:
     whether time is saved only because the job trains otherwise (larger batches, fewer validations or checkpoints), so
-    that it cures nothing. `at`: the call that takes the settings, None: not known; `diff`: the edit of it, "":
-    `no_diff` says why there is none. `informs`: it gains nothing, but the next report can say what does.
+    that it cures nothing. `at`: the call that takes the settings, or the line that gives them to it; None: not known.
+    `diff`: the edit, "": `no_diff` says why there is none, and what to set instead. `informs`: it gains nothing, but
+    the next report can say what does.
     """
 
     text: str

@@ -31,6 +31,7 @@ CAME_TRUE = {
     "as_predicted": "as predicted, within noise",
     "partly": "less than predicted",
     "missed": "no gain",
+    "unknown": "what of it they gained is not known, as the code changed too",
 }
 
 
@@ -85,7 +86,13 @@ def which(result: Result) -> str:
 
 def headline(c: Comparison) -> tuple[str, str]:
     """Return the verdict as one sentence, and one on the prediction; "" where there was none."""
-    return _verdict(c), came_true(c.prediction, c.step) if c.prediction and c.step else ""
+    whole = ""
+    if c.whole is not None and c.whole.a_ns and c.whole.b_ns and verdict_of(c) in ("faster", "slower"):
+        a, b = (formatting.duration(ns) for ns in (c.whole.a_ns, c.whole.b_ns))
+        ratio = c.whole.a_ns / c.whole.b_ns
+        factor = f"{formatting.times(ratio)} faster" if ratio >= 1 else f"{formatting.times(1 / ratio)} as long"
+        whole = f" {c.whole.name[0].upper()}{c.whole.name[1:]}: {factor} ({b} instead of {a})."
+    return _verdict(c) + whole, came_true(c.prediction, c.step) if c.prediction and c.step else ""
 
 
 def verdict_of(c: Comparison) -> Verdict:
