@@ -1,16 +1,16 @@
-"""The first screen of the page: bars of the job, of a step and of a step after the change, edits, rows of changes."""
+"""The first screen of the page: bars of the run, of a step and of a step after the change, and its edit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dlprof.plain import plain
 from dlprof.report import first, formatting, looks
 from dlprof.report.figures import drawing
-from dlprof.result import TIMELESS, Result
+from dlprof.result import Result
 from dlprof.units import MINUS
 
 WRITTEN = 0.11  # of a bar: a part as wide has its name inside
@@ -149,32 +149,6 @@ def edit(diff: str) -> list[tuple[str, int, str]]:
     return shown if len(shown) <= MOST_LINES else [*shown[: MOST_LINES - 1], ("span", 0, "…")]
 
 
-class Row(NamedTuple):
-    """A change in a list: which finding it cures, its gain, and its interval on the list's axis, in percent of it."""
-
-    number: int
-    text: str
-    why: str
-    cause: str
-    known: str
-    gain: str
-    interval: str
-    then: str
-    mark: tuple[float, ...]
-
-
-def rows(result: Result, some: Sequence[first.Row]) -> list[Row]:
-    """Return changes as rows of a list."""
-    titles = {o.id: o.title for o in result.outcomes}
-    found = []
-    for row in some:
-        one = row.proposal
-        timed, between = one.scope not in TIMELESS, first.between(one)
-        known = (one.low, one.speedup, one.high) if timed and between else ()
-        mark = tuple(_percent(((times or 1.0) - 1) / AXIS) for times in known)
-        then = first.arrow(one.before_ns, one.after_ns) if one.scope == "step" else ""
-        gain = first.factor(one) if timed else one.scope
-        cause = next(iter(one.findings), "")
-        why = row.cures or titles.get(cause, "")
-        found.append(Row(row.number, row.text, why, cause, one.known, gain, between, then, mark))
-    return found
+def place(times: float) -> float:
+    """Return where a speed-up stands on a list's axis, in percent of it."""
+    return _percent((times - 1) / AXIS)
