@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import os
 import sys
 from typing import Any
 
 import click
 
-from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, command, say
+from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, HELP_ALL, SHOW_ALL, command, say
+from dlprof.commands.configured import CONFIG, defaults
 from dlprof.errors import DlprofError
 from dlprof.marks import __version__
+from dlprof.plain import tell
+
+_WORDS = "dlprof.words"  # in the context's meta: the command and its words
 
 
 class _Failure(click.ClickException):
@@ -34,16 +39,35 @@ class _Group(click.Group):
         self.commands = {name: command(name) for name in COMMANDS}  # click looks here for what may have been meant
         return None
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """Write an example of each command, and what it does."""
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the command's name, the command and its words; pyproject.toml may have defaults for it."""
+        name, found, rest = super().resolve_command(ctx, args)
+        if not ctx.resilient_parsing and name != "doctor" and rest[:1] not in (["-h"], ["--help"], ["--help-all"]):
+            ctx.meta[_WORDS] = args
+            ctx.default_map = {str(name): defaults(str(name))}
+        return name, found, rest
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the first command of each group and the names of the others; --help-all: all, with their examples."""
         for group, names in GROUPS.items():
+            shown = list(names) if ctx.meta.get(SHOW_ALL) else list(names)[:1]
             with formatter.section(group.capitalize()):
-                formatter.write_dl([(EXAMPLES[name], command(name).get_short_help_str(80)) for name in names], 45)
+                formatter.write_dl([(EXAMPLES[name], command(name).get_short_help_str(80)) for name in shown], 45)
+                if others := [name for name in names if name not in shown]:
+                    formatter.write_text(f"also: {', '.join(others)}")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (DlprofError, OSError) as e:
+        except (DlprofError, OSError, click.UsageError) as e:
+            words = ctx.meta.get(_WORDS, [])
+            if words[:1] == ["wrap"] and ctx.default_map != {"wrap": {}} and not isinstance(e, OSError):
+                # The job has not begun. What stands in a file never keeps it from that.
+                tell(f"{e}; the defaults of pyproject.toml are left out")
+                os.environ[CONFIG] = ""
+                return self.main(words, "dlprof")
+            if isinstance(e, click.UsageError):
+                raise
             # click ends quietly where the reader of our output has gone (dlprof report ... | head). Another OSError is
             # a full disk or the like: not worth a traceback.
             if isinstance(e, OSError) and e.errno == errno.EPIPE:
@@ -55,6 +79,9 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="dlprof")
 def cli() -> None:
     """Where does the time of a training step go, and what would you gain by changing what?"""
+
+
+cli.params.append(HELP_ALL)
 
 
 def main() -> None:

@@ -45,6 +45,19 @@ def test_every_command_and_option_has_help(name: str) -> None:
     done = CliRunner().invoke(cli, [str(command.name), "--help"])
     assert done.exit_code == 0
     assert str(command.name) in CliRunner().invoke(cli, ["--help"]).output
+    assert commands.EXAMPLES[name] in CliRunner().invoke(cli, ["--help-all"]).output
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
+def test_help_is_one_screen_and_help_all_has_every_option(words: list[str]) -> None:
+    options = [p for p in (commands.command(words[0]) if words else cli).params if isinstance(p, click.Option)]
+    rare = [p.opts[-1] for p in options if p.hidden]  # --help-all shows them from then on
+    short, whole = (CliRunner().invoke(cli, [*words, how]).output for how in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 25
+    for name in (p.opts[-1] for p in options):
+        listed = re.compile(rf"^  (-\w, )?{name}\b", re.MULTILINE)
+        assert listed.search(whole), name
+        assert bool(listed.search(short)) != (name in rare), name
 
 
 @pytest.mark.skipif(not README.read_text().strip(), reason="the README is yet to be written")

@@ -19,7 +19,8 @@ from dlprof.read.limits import NO_LIMITS
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Each is a function of its name in a module of its name, those of "prove" in a folder; try_ is that of try, a word of
-# Python's own. In the order of the help, with the words of an example.
+# Python's own, and a_b that of a-b. In the order of the help, which begins with the first of each group; with the words
+# of an example.
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "record": {
         "wrap": "train.py --lr 0.1",
@@ -34,6 +35,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "mcp": "runs/",
     },
     "prove": {
+        "fix": "train.py --lr 0.1",
         "try": "runs/a --minutes 5",
         "sweep": "loader.num_workers=0,1,2,4 -- train.py",
         "whatif": "runs/a --input perfect --device 1.5x",
@@ -53,7 +55,44 @@ def command(name: str) -> click.Command:
     folder = "prove." if name in GROUPS["prove"] else ""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{folder}{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
+    if HELP_ALL not in found.params:  # it is loaded for the first time
+        found.params.append(HELP_ALL)
+        _WHOLE[name] = found.help or ""
+        if any(getattr(param, "hidden", False) for param in found.params):
+            first, *rest = _WHOLE[name].split("\n\n")
+            found.help = "\n\n".join([first, *(part for part in rest if part.lstrip(" ").startswith("\b"))])
     return found
+
+
+_WHOLE: dict[str, str] = {}  # what --help-all says of a command; --help has its first paragraph and its examples
+
+
+def rarely(function: F) -> F:
+    """Leave the options that stand below out of --help: --help-all has them, and completion."""
+    for param in getattr(function, "__click_params__", ()):
+        param.hidden = "_DLPROF_COMPLETE" not in os.environ
+    return function
+
+
+def _show_all(ctx: click.Context, _option: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        ctx.meta[SHOW_ALL] = True
+        ctx.command.help = _WHOLE.get(ctx.command.name or "", ctx.command.help)
+        for param in ctx.command.params:
+            param.hidden = False  # type: ignore[attr-defined] # those that have no such attribute ignore it
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+SHOW_ALL = "dlprof.help_all"  # in the context's meta
+HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all commands and options.",
+)
 
 
 class WithCommand(click.Command):

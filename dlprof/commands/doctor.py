@@ -18,7 +18,9 @@ from typing import Any
 import click
 
 from dlprof import cupti
-from dlprof.commands import form
+from dlprof.commands import configured, form
+from dlprof.errors import DlprofError
+from dlprof.plain import plain
 from dlprof.record.device import relay
 from dlprof.record.launch.supervisor import recorded
 from dlprof.run_folder import in_hosts
@@ -84,7 +86,7 @@ def doctor(form: str) -> None:
 
 
 def _text(check: Check) -> str:
-    line = f"{'yes' if check.works else 'no':<4}{check.source:<17}{check.found}"
+    line = f"{'yes' if check.works else 'no':<4}{check.source:<17}{plain(check.found)}"
     return line + (f"\n{'':<21}→ {check.remedy}" if check.remedy else "")
 
 
@@ -323,8 +325,19 @@ def _disk() -> str:
     return found
 
 
+@_checks("pyproject.toml")
+def _config() -> str:
+    try:
+        path, table = configured.found()
+        for name in table:
+            configured.defaults(name)
+    except DlprofError as e:
+        raise _Answer(str(e), f"mend it, or set {configured.CONFIG}= to read no file") from None
+    return f"{path} sets options of {', '.join(table)}" if table else "no [tool.dlprof] here or above sets options"
+
+
 # Every source, in the order of the report. To add a source: its check, its name here.
-CHECKS = (_hook, _torch, _trace, _gpu, _host, _loader, _stacks, _lines, _nsys, _slurm, _disk)
+CHECKS = (_hook, _torch, _trace, _gpu, _host, _loader, _stacks, _lines, _nsys, _slurm, _disk, _config)
 
 
 def _not_installed(package: str) -> _Answer:

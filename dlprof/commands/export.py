@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import PATH, file, jobs, no_limits, quiet, run_path, say
+from dlprof.commands import PATH, file, jobs, no_limits, quiet, rarely, run_path, say
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.units import count, duration
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 )
 @file("--speedscope", "The Python stacks that py-spy saw, for speedscope.app.")
 @click.option("--csv", type=PATH, metavar="FOLDER", help="Every table and every measure as CSV.")
+@quiet
+@rarely
 @jobs
 @no_limits
-@quiet
 def export(
     path: Path, perfetto: Path | None, speedscope: Path | None, csv: Path | None, jobs: int | None, quiet: bool
 ) -> None:

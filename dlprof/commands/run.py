@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dlprof.commands.configured import CONFIG
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.commands.wrap import record
 from dlprof.errors import DlprofError
@@ -55,11 +56,11 @@ def print_list(ctx: click.Context, _param: click.Parameter, given: bool) -> None
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option("--procs", type=click.IntRange(min=1), help="Ranks on the CPU, over gloo.")
 @click.option("--fault", help="A fault to plant, by name; --list shows them.")
+@recording_options
 @click.option("--ceiling", is_flag=True, help="With a model that costs next to nothing: how fast the loader can be.")
 @click.option(
     "--ladder", is_flag=True, help="Record it several times, each time with one change more, and compare these."
 )
-@recording_options
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     workload: str,
@@ -131,6 +132,7 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
     overridden = [word for setting in recording.settings for word in ("--set", setting)]
     overridden += ["--allow-numerics"] if recording.allow_numerics else []
     kept, done = list[str](), list[Path]()
+    os.environ[CONFIG] = ""  # these words say all
     ranks = 1
     for n, (name, words) in enumerate(rungs.items(), 1):
         more = [most] if "ranks" in words.split() else []

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import click
 
-from dlprof.commands import F, file, say
+from dlprof.commands import F, file, rarely, say
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.files import write, writing
@@ -38,6 +38,12 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
 @click.option("--nodes", type=_COUNT, default=1, show_default=True, help="How many nodes.")
 @click.option("--gpus-per-node", type=_COUNT, help="Ranks of a node, one a GPU.")
 @click.option("--procs-per-node", type=_COUNT, help="Ranks of a node, on the CPU.")
+@_text("--partition", "NAME", "Its partition.")
+@_text("--time", "LIMIT", "How long it may run: 30, 4:00:00, 2-00.")
+@click.option("--submit", "submits", is_flag=True, help="Submit it with sbatch.")
+@file("--out", "Write the script to a file. [default: to stdout, unless it is submitted]")
+@click.option("-m", "module", metavar="PACKAGE", help="Train with `python -m PACKAGE`.")
+@rarely
 @click.option(
     "--launcher",
     type=click.Choice(get_args(Launcher)),
@@ -64,10 +70,8 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
     type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
     help="With --launcher torchrun: bind each rank near its GPU (torch 2.8).",
 )
-@_text("--partition", "NAME", "Its partition.")
 @_text("--account", "NAME", "Who pays for it.")
 @_text("--qos", "NAME", "Its quality of service.")
-@_text("--time", "LIMIT", "How long it may run: 30, 4:00:00, 2-00.")
 @_text("--job-name", "NAME", "Its name, and that of its run folder and its output. [default: the script's]")
 @_text("--sbatch", "OPTION", "Another line #SBATCH, such as --constraint=a100. Repeatable.", multiple=True)
 @_text("--setup", "LINE", "A line of shell before the job, such as 'module load cuda'. Repeatable.", multiple=True)
@@ -95,9 +99,6 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
     help="What runs the container. With pyxis the image must have dlprof.",
 )
 @_text("--python", "PATH", "The interpreter that trains. [default: this one; in a container python3]")
-@click.option("--submit", "submits", is_flag=True, help="Submit it with sbatch.")
-@file("--out", "Write the script to a file. [default: to stdout, unless it is submitted]")
-@click.option("-m", "module", metavar="PACKAGE", help="Train with `python -m PACKAGE`.")
 @functools.partial(recording_options, without=("out", "job", "tries"))
 @click.argument("command", nargs=-1, metavar="[SCRIPT.py | COMMAND] [-- ARGS]...")
 def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **given: Any) -> None:

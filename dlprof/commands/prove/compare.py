@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, say, show
+from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, rarely, say, show
 from dlprof.errors import DlprofError
 from dlprof.files import compact
 from dlprof.read.opening import open_file, read_file
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 @click.argument("more", type=PATH, nargs=-1)
 @out("Folder for compare.html and compare.json (of more than two runs ladder.html and ladder.json).")
 @form
-@jobs
-@no_limits
 @show
 @quiet
+@rarely
+@jobs
+@no_limits
 def compare(
     a: Path, b: Path, more: tuple[Path, ...], out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool
 ) -> None:
@@ -40,12 +41,13 @@ def compare(
     if more:
         compare_runs((a, b, *more), out, form, jobs, show=show, quiet=quiet)
         return
-    from dlprof.analysis.compare import comparison
+    from dlprof.analysis.compare import code, comparison
     from dlprof.commands.report import browse, colour, shown, width, write_into
     from dlprof.report.compare import page as compare_page
     from dlprof.report.compare import text as compare_text
 
-    compared = comparison.compare(result_of(a, jobs, quiet), result_of(b, jobs, quiet))
+    before, after = result_of(a, jobs, quiet), result_of(b, jobs, quiet)
+    compared = comparison.compare(before, after, code.changed(before, after, a, b))
     data = compact(comparison.to_json(compared))
     verdict = data if form == "json" else compare_text.render(compared, width(), colour())
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import WithCommand, after_dashes, form, jobs, minutes, new_folder, no_limits, out, quiet, say, show
+from dlprof.commands import WithCommand, after_dashes, form, jobs, minutes, no_limits, out, quiet, rarely, say, show
 from dlprof.errors import DlprofError
 
 if TYPE_CHECKING:
@@ -39,6 +39,13 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
 @click.argument("paths", nargs=-1, metavar="[WORKLOAD | RUN RUN...] [-- SCRIPT.py or OPTIONS...]")
 @click.option("--gpus", callback=_sizes, metavar="1,2,4,8", help="Numbers of ranks to record on, one a GPU.")
 @click.option("--procs", callback=_sizes, metavar="1,2", help="The same on the CPU.")
+@minutes(30.0)
+@click.option("--at", "targets", callback=_sizes, metavar="64,1024", help="Numbers of ranks to predict.")
+@out("Folder of the study; one that holds recordings of it is gone on with. [default: a new dlprof-scale]")
+@form
+@show
+@quiet
+@rarely
 @click.option(
     "--mode",
     type=click.Choice(["weak", "strong"]),
@@ -49,14 +56,8 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
 @click.option("--batch", type=click.IntRange(min=1), help="Batch of each rank; with strong, of all ranks.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=2, show_default=True, help="Recordings of each size.")
 @click.option("--steps", type=click.IntRange(60, 1_000_000), default=60, show_default=True, help="Steps of each.")
-@minutes(30.0)
-@click.option("--at", "targets", callback=_sizes, metavar="64,1024", help="Numbers of ranks to predict.")
-@out("Folder of the study; one that holds recordings of it is gone on with. [default: a new dlprof-scale]")
-@form
 @jobs
 @no_limits
-@show
-@quiet
 @click.pass_context
 def scale(
     ctx: click.Context,
@@ -86,6 +87,7 @@ def scale(
     each size, which part of the step grows, and the step predicted for more ranks, with its interval. How good that is
     shows in the largest size, predicted from the others.
     """  # noqa: D301 - \b keeps these lines apart in click's help
+    from dlprof.commands import new_folder
     from dlprof.trial.running import stopping
 
     command = after_dashes(ctx)

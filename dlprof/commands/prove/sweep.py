@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import WithCommand, after_dashes, form, minutes, new_folder, out, quiet, say, show
+from dlprof.commands import WithCommand, after_dashes, form, minutes, new_folder, out, quiet, rarely, say, show
 from dlprof.errors import DlprofError
 
 
@@ -18,17 +18,18 @@ from dlprof.errors import DlprofError
 @click.option(
     "--steps", type=click.IntRange(8, 1_000_000), default=30, show_default=True, help="Steady steps of each run."
 )
+@click.option("--list", "listed", is_flag=True, help="Print the points, and run nothing.")
+@out("Folder of the sweep; one that holds this sweep already is gone on with. [default: a new dlprof-sweep]")
+@form
+@show
+@quiet
+@rarely
 @click.option(
     "--rounds", type=click.IntRange(1, 100), default=2, show_default=True, help="How often each point is measured."
 )
 @click.option("--no-predict", is_flag=True, help="Do not record the job first to predict the curve of its workers.")
 @click.option("--allow-numerics", is_flag=True, help="Allow settings with which the job computes other numbers.")
 @click.option("--copy", is_flag=True, help="Run in a new copy of the working directory each time.")
-@click.option("--list", "listed", is_flag=True, help="Print the points, and run nothing.")
-@out("Folder of the sweep; one that holds this sweep already is gone on with. [default: a new dlprof-sweep]")
-@form
-@show
-@quiet
 @click.pass_context
 def sweep(
     ctx: click.Context,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import form, jobs, no_limits, out, quiet, run_path, show
+from dlprof.commands import form, jobs, no_limits, out, quiet, rarely, run_path, show
 from dlprof.errors import DlprofError, NotMeasured
 
 _SPEED = "2x, 1.5x, or perfect"
@@ -18,17 +18,18 @@ _SPEED = "2x, 1.5x, or perfect"
 @click.option("--workers", type=click.IntRange(0, 1024), help="Workers of the training loader.")
 @click.option("--network", metavar="SPEED", help=f"How fast bytes move between ranks: {_SPEED}.")
 @click.option("--device", metavar="SPEED", help="How fast the device computes: 2x, 1.5x.")
+@out("Folder for whatif.html and whatif.json, which are else not written.")
+@form
+@show
+@quiet
+@rarely
 @click.option("--host", metavar="SPEED", help="How fast a GPU's host runs Python and launches: 2x.")
 @click.option("--copies", metavar="SPEED", help=f"How fast copies between host and device are: {_SPEED}.")
 @click.option("--stages", type=click.Choice(["even"]), help="A pipeline's stages, all alike.")
 @click.option("--microbatches", type=click.IntRange(1, 100_000), help="Micro-batches of a pipeline, of the same batch.")
 @click.option("--schedule", metavar="NAME", help="A pipeline's schedule: 1F1B, GPipe, Interleaved1F1B, ...")
-@out("Folder for whatif.html and whatif.json, which are else not written.")
-@form
 @jobs
 @no_limits
-@show
-@quiet
 def whatif(
     path: Path,
     input_: str | None,

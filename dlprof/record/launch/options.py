@@ -85,6 +85,15 @@ def stop_after(text: str) -> str:
     return f"{number * _SECONDS[found[2]]} s" if found[2] in _SECONDS else f"{number} step{'s' * (number > 1)}"
 
 
+def losses(text: str) -> str:
+    """Check the seed of a job whose losses are recorded, or "on" for the job's own; "": they are not."""
+    if text in ("", "on"):
+        return text
+    if not (text.isascii() and text.isdigit()) or int(text) >= 2**32:
+        raise ValueError("a seed from 0 to 4294967295, or on")
+    return str(int(text))
+
+
 def asked(**values: str | bool | Iterable[str]) -> dict[str, str]:
     """Return options by name as in run.json: switches are on or off, and several values are separate lines."""
     written = {True: "on", False: "off"}

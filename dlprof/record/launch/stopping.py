@@ -23,8 +23,6 @@ GRACE_S = 5.0
 
 # How often to look again for processes that others have started in the meantime.
 _ATTEMPTS = 20
-
-
 _PAUSE_S = 0.05
 
 

@@ -410,6 +410,7 @@ def test_what_nsys_left_is_exported_or_named(tmp_path: Path) -> None:
             },
             ["0", "0s", "-1", "1.5", "many", "40 x"],
         ),
+        (options.losses, {"": "", "on": "on", "007": "7"}, ["off", "-1", "1.5", "4294967296"]),
         (options.sample, {"off": "off", "0.10": "0.1", "3600": "3600"}, ["0.01", "nan", "3601"]),
     ],
 )
