@@ -48,12 +48,7 @@ KEPT = 3
 
 # `python -m` and -c put the working directory first on the path: a user's random.py would then be imported by dlprof.
 _START = "import sys; sys.path[0] = sys.argv.pop(1); from dlprof.cli import main; main()"
-<<<<<<< HEAD
-_ROOT = str(Path(__file__).resolve().parents[2])
-DLPROF = (sys.executable, "-c", _START, _ROOT)  # these words start a command of dlprof
-=======
 DLPROF = (sys.executable, "-c", _START, str(Path(__file__).resolve().parents[2]))
->>>>>>> w-fix
 
 _NAN = re.compile(rb"\bnan\b", re.IGNORECASE)
 _MOST_READ = 1 << 20  # bytes from the end of a run's output
@@ -177,14 +172,8 @@ class Runner:
             raise Stopped
         return self._judged(overridden, edit, run, output, ended, time.monotonic() - started > limit_s)
 
-<<<<<<< HEAD
-    def _words(self, settings: Mapping[str, Value], run: Path) -> list[str]:
-        words = [*DLPROF, "wrap", "-o", str(run), "--quiet", "--no-report"]
-        words += self.recording
-=======
     def _words(self, settings: Mapping[str, Value], run: Path, cwd: Path) -> list[str]:
         words = [*DLPROF, "wrap", "-o", str(run), "--quiet", "--no-report", *self.recording]
->>>>>>> w-fix
         for name, value in settings.items():
             words += ["--set", f"{name}={value}"]
         allowed = self.allow_numerics or overrides.changes_numbers(self.job.settings)
