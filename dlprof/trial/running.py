@@ -48,6 +48,7 @@ KEPT = 3
 
 # `python -m` and -c put the working directory first on the path: a user's random.py would then be imported by dlprof.
 _START = "import sys; sys.path[0] = sys.argv.pop(1); from dlprof.cli import main; main()"
+# These words start a command of dlprof.
 DLPROF = (sys.executable, "-c", _START, str(Path(__file__).resolve().parents[2]))
 
 _NAN = re.compile(rb"\bnan\b", re.IGNORECASE)
