@@ -48,11 +48,8 @@ def test_a_finding_has_its_line_its_edit_and_the_command_that_proves_it() -> Non
         at=Place("train.py", 61, "main"),
         diff="--- a\n+++ b\n-DataLoader(x)\n+DataLoader(x, num_workers=2)\n",
     )
-    result = replace(
-        result,
-        outcomes=tuple(replace(o, changes=(change,)) if o.id == first.id else o for o in result.outcomes),
-        changes=(),
-    )
+    outcomes = tuple(replace(o, changes=(change,)) if o.id == first.id else o for o in result.outcomes)
+    result = replace(result, outcomes=outcomes, changes=())
     text = markdown(result, "runs/a b", named)
     assert "at `train.py:61`" in text
     assert "   -DataLoader(x)\n   +DataLoader(x, num_workers=2)\n" in text
