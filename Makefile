@@ -1,4 +1,4 @@
-# `make demo`: a first diagnosis. `make test`: the tests without a mark. `make check`: all that must hold before a change
+# `make demo`: a first diagnosis, proved and with its patch. `make test`: the tests without a mark. `make check`: all that must hold before a change
 # lands, the tests marked `long` too. `make test-all`: every test, those marked `slow` too.
 # PYTHON chooses the interpreter (3.10 or later). Without a GPU the tested CPU build of torch is installed: where your
 # package index serves CUDA builds under that name, point TORCH_FLAGS at one that serves CPU builds (--index-url ...).
@@ -21,7 +21,15 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/dlprof run workloads/ddp_resnet.py
+	rm -rf runs/demo
+	$(BIN)/dlprof wrap -o runs/demo examples/classifier.py
+	$(BIN)/dlprof try runs/demo --minutes 1 --steps 30
+	$(BIN)/dlprof report runs/demo --quiet --patch runs/demo/change.patch
+	@cat runs/demo/change.patch
+	@echo
+	@echo "The page of this run: runs/demo/report.html. Here dlprof is $(BIN)/dlprof; to have it on your PATH:"
+	@echo "    . $(BIN)/activate        in this shell"
+	@echo "    uv tool install .        everywhere, to read traces; pip install . into the environment that trains"
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PARALLEL)
