@@ -10,7 +10,7 @@ TORCH_FLAGS ?=
 # Two workers take file after file, the longest first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench torture accuracy field reports gpu clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs docs-site bench torture accuracy field reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -24,7 +24,7 @@ demo: $(VENV)/.ready
 	rm -rf runs/demo
 	$(BIN)/dlprof wrap -o runs/demo examples/classifier.py
 	$(BIN)/dlprof try runs/demo --minutes 1 --steps 30
-	$(BIN)/dlprof report runs/demo --quiet --patch runs/demo/change.patch
+	$(BIN)/dlprof report runs/demo --quiet --patch runs/demo/change.patch >/dev/null
 	@cat runs/demo/change.patch
 	@echo
 	@echo "The page of this run: runs/demo/report.html. Here dlprof is $(BIN)/dlprof; to have it on your PATH:"
@@ -101,6 +101,12 @@ docs: $(VENV)/.ready
 	$(BIN)/python docs/make_sources.py
 	$(BIN)/python docs/make_pictures.py
 
+# The documentation as a site, in ./site. Building it fetches nothing; the first time its theme is installed.
+docs-site: $(VENV)/.ready
+	$(BIN)/python -c "import material" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 # Some hours of recordings on two cores: every fault that the machine can show, in turn with healthy runs. It goes on
 # where it was stopped. HOW="--minutes 30", "--only FAULT --again", …: `python -m benchmarks.accuracy --help`. Then the
 # same of simulated GPU jobs, which need no quiet machine: `python -m benchmarks.simulated --help`.
@@ -120,4 +126,4 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu --out reports/gpu $(HOW)
 
 clean:
-	rm -rf $(VENV) .axe .viewers .bench runs data dlprof-report build *.egg-info
+	rm -rf $(VENV) .axe .viewers .bench runs data dlprof-report build site *.egg-info
