@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for `make docs-site`: pages as they stand in the repository, with links that hold there and on GitHub.
+"""Hooks of mkdocs for `make docs-site`: pages as they stand in the repository, their links as they are on GitHub.
 
 The site has the repository's own paths: all pages, and each file that one of them links to.
 """
