@@ -1,8 +1,9 @@
 """dlprof: where does the time of a training step go, and what would you gain by changing what?
 
-`open(path)` opens a recorded run or a folder of traces. `record()` records what a block of a script or a notebook
-trains. `step()` and `annotate(name)` let a script mark its own steps and ranges, and cost next to nothing when nobody
-records.
+`open(path)` opens a recorded run or a folder of traces. `profile()` records the training loop in its block and says
+where the time goes; `record()` only records. dlprof.callbacks does so for transformers' Trainer and for Lightning, and
+`%load_ext dlprof` for a notebook's cells. `step()` and `annotate(name)` let a script mark its own steps and ranges, and
+cost next to nothing when nobody records.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dlprof.marks import __version__, annotate, step
 
 if TYPE_CHECKING:
     from dlprof.api import Run
+    from dlprof.profiling import Profile
 
-__all__ = ["__version__", "annotate", "open", "record", "step"]
+__all__ = ["__version__", "annotate", "open", "profile", "record", "step"]
 
 
 def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as gzip.open
@@ -53,6 +55,26 @@ def record(path: str | os.PathLike[str] | None = None, **options: Any) -> Abstra
         open, path, **options
     )
     return block
+
+
+def profile(
+    path: str | os.PathLike[str] | None = None, *, quiet: bool = False, log: Any = False, **options: Any
+) -> Profile:
+    """Record a training loop and say where its time goes: `with dlprof.profile() as p:`, then `p.result`, `p.report`.
+
+    As the block ends, rank 0 prints the verdict, unless `quiet`, and logs it and its figures: with `log=True` to the
+    active runs of W&B and MLflow, or to a SummaryWriter, `log=writer`. `path` and the options are those of `record`. In
+    a process that is recorded already, as by `dlprof wrap`, the block is part of that recording, and has no verdict.
+
+    Raises TypeError or ValueError for options that make no sense, and nothing else: what fails is one line on stderr.
+    """
+    made: type[Profile] = importlib.import_module("dlprof.profiling").Profile
+    return made(importlib.import_module("dlprof.record.in_process").record(open, path, **options), quiet=quiet, log=log)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add `%dlprof` and `%%dlprof` to a notebook: `%load_ext dlprof`."""
+    importlib.import_module("dlprof.magic").load(shell)
 
 
 # Importing the package dlprof.record puts it in the place of the function. It can be called too, and calls this.

@@ -244,8 +244,8 @@ def _before_module(found: Sequence[str]) -> bool:
 def source(code: str) -> str:
     """Return lines of source without their comments, and with DROPPED in string literals, line by line as they were.
 
-    Literals of one or two characters, of settings that are known, and plain words that are keys stay. So does the rest:
-    names and numbers, but for those that are named like a secret or are long.
+    Literals of one or two characters, of settings that are known, names of options, and plain words that are keys stay.
+    So does the rest: names and numbers, but for those that are named like a secret or are long.
     """
 
     def kept(found: re.Match[str]) -> str:
@@ -255,7 +255,7 @@ def source(code: str) -> str:
         if quote is None:
             return DROPPED if found[0][0].isdigit() else ""
         is_key = _KEY.fullmatch(body) and _BEFORE_KEY.search(code, max(found.start() - 8, 0), found.start())
-        if end and (len(body) <= 2 or is_key or _is_setting(body)):
+        if end and (len(body) <= 2 or is_key or _is_setting(body) or (is_option(body) and not is_secret(body))):
             return found[0]
         return "".join((quote, DROPPED, "\n" * body.count("\n"), end or ""))
 

@@ -196,6 +196,13 @@ LOSS_SCALE = Table(
     count="int64",
 )
 
+# The losses of a job that was asked for them (--losses), in their order: the scalars that backward passes began with.
+LOSSES = Table(
+    "losses",
+    step="int64",  # as the recorder counts them
+    loss="float64",  # before a gradient scaler, all bits; NaN: not finite
+)
+
 # What PyTorch's CUDA allocator held on the device that the rank trains on, a few rows a second. -1: unknown.
 MEMORY = Table(
     "memory",
@@ -348,6 +355,7 @@ TABLES: Mapping[str, Table] = {
         HELD,
         LINES,
         LOADING,
+        LOSSES,
         LOSS_SCALE,
         MEMORY,
         MEMORY_BLOCKS,

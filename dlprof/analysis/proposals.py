@@ -143,16 +143,16 @@ def _mean(basis: Basis, category: str) -> float:
 
 
 def with_tried(
-    proposals: Sequence[Proposal], tried: Tried, named: Mapping[int, Mapping[str, object]]
+    proposals: Sequence[Proposal], tried: Tried, settings: Sequence[Mapping[str, object] | None]
 ) -> list[Proposal]:
-    """Return the proposals with the measured gain of those that were tried; those without one come after the others.
+    """Return the proposals with the measured gain of those that were tried; those that gained nothing come last.
 
-    `named`: the settings, as `--set` takes them, of the proposals that can be made so, by their place.
+    `settings`: of each, as an attempt holds them; None: --set does not reach it.
     """
     done: list[Proposal] = []
     useless: list[Proposal] = []
-    for place, one in enumerate(proposals):
-        attempt = _attempt(one, tried.attempts, named.get(place))
+    for one, its in zip(proposals, settings, strict=True):
+        attempt = _attempt(one, tried.attempts, its)
         if attempt is None or attempt.measured is None:
             done.append(one)
             continue

@@ -32,14 +32,17 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "report": "traces/",
         "explain": "input_wait",
         "export": "runs/a --perfetto a.json.gz",
+        "mcp": "runs/",
     },
     "prove": {
+        "fix": "train.py --lr 0.1",
         "try": "runs/a --minutes 5",
         "sweep": "loader.num_workers=0,1,2,4 -- train.py",
         "whatif": "runs/a --input perfect --device 1.5x",
         "scale": "ddp_resnet --procs 1,2",
         "compare": "runs/before runs/after",
         "check": "runs/a --max 'input_wait<5%'",
+        "check-advice": "runs/a 'use channels_last'",
     },
 }
 EXAMPLES = {n: f"dlprof {n} {words}".strip() for group in GROUPS.values() for n, words in group.items()}

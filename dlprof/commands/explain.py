@@ -9,15 +9,16 @@ import click
 
 if TYPE_CHECKING:
     from dlprof.analysis.engine.needs import Need
+    from dlprof.overrides import Override
 
 LISTS = ("rules", "sources", "settings", "idioms")
 
 
 @click.command(short_help="Print the manual of a rule, a format or the settings.")
-@click.argument("name", metavar="RULE|SOURCE|rules|sources|settings|idioms", default="rules")
+@click.argument("name", metavar="RULE|SOURCE|SETTING|rules|sources|settings|idioms", default="rules")
 @click.option("--needs", is_flag=True, help="Print what the rule stands on: measures, tables, and what records these.")
 def explain(name: str, needs: bool) -> None:
-    """Print the manual of a RULE (what it looks at, when it finds something, what to change) or of a SOURCE.
+    """Print the manual of a RULE (what it looks at, when it finds something, what to change), a SOURCE or a SETTING.
 
     `rules` lists the bottlenecks that dlprof knows, `sources` the files of other tools that it reads, alone or several
     in one folder, `settings` what `dlprof wrap --set NAME=VALUE` overrides in a script, with values and risks, and
@@ -34,6 +35,7 @@ def _explained(name: str) -> Iterator[str]:
         return {"rules": _rules, "sources": _sources, "settings": _settings, "idioms": _idioms}[name]()
     from dlprof.analysis.rules import RULES
     from dlprof.errors import DlprofError
+    from dlprof.overrides import ENVIRONMENT, OVERRIDES
     from dlprof.read.formats import formats
 
     for rule in RULES:
@@ -42,6 +44,9 @@ def _explained(name: str) -> Iterator[str]:
     for one in formats():
         if one.name == name:
             return (f"{label}: {text}" for label, text in one.described.items())
+    for setting in (*OVERRIDES, ENVIRONMENT):
+        if name in (setting.name, setting.setting):
+            return _setting(setting)
     known = (*LISTS, *(rule.id for rule in RULES), *(one.name for one in formats()))
     raise DlprofError(f"nothing is called {name!r}; there are: {', '.join(known)}")
 
@@ -66,17 +71,21 @@ def _sources() -> Iterator[str]:
 
 
 def _settings() -> Iterator[str]:
-    import textwrap
-
     from dlprof.overrides import ENVIRONMENT, OVERRIDES
 
     yield "Settings that `dlprof wrap --set NAME=VALUE` overrides in an unedited script."
     yield "Those that change numbers need --allow-numerics."
     for one in (*OVERRIDES, ENVIRONMENT):
         yield ""
-        yield f"{one.name} = {one.values}{'  (changes numbers)' if one.numerics else ''}"
-        for text in (one.help, *([f"Risk: {one.risk}"] if one.risk else [])):
-            yield from textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
+        yield from _setting(one)
+
+
+def _setting(one: Override) -> Iterator[str]:
+    import textwrap
+
+    yield f"{one.name} = {one.values}{'  (changes numbers)' if one.numerics else ''}"
+    for text in (one.help, *([f"Risk: {one.risk}"] if one.risk else [])):
+        yield from textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def _idioms() -> Iterator[str]:

@@ -28,7 +28,7 @@ def _job(value: str) -> str:
     return value
 
 
-def _type(check: Callable[[str], str]) -> Callable[[str], str]:
+def checked_by(check: Callable[[str], str]) -> Callable[[str], str]:
     """Return an option type from a check; its errors become usage errors."""
 
     def checked(value: str) -> str:
@@ -61,6 +61,9 @@ class Recording:
     settings: tuple[str, ...]  # to override, NAME=VALUE
     allow_numerics: bool
     keep_arguments: bool = False
+    no_sources: bool = False
+    losses: str = ""
+    stop_after: str = ""
     quiet: bool
     no_report: bool
     tries: bool = False
@@ -93,11 +96,14 @@ class Recording:
             flops=self.flops,
             keep_arguments=self.keep_arguments,
             lines=self.lines,
+            losses=self.losses,
             memory=self.memory,
             nvtx=self.nvtx or self.nsys,
             sample="off" if self.no_sample else self.sample,
             shapes=self.shapes,
+            sources="off" if self.no_sources else "on",
             stacks=self.stacks,
+            stop_after=self.stop_after,
             # Without a GPU nothing opens nsys' window, so nsys records the whole job.
             capture=(self.window or "on") if self.nsys and not self.no_trace and nsys.has_gpu() else "",
             ranks=self.ranks,
@@ -134,7 +140,7 @@ def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's n
 
 def _value(name: str, check: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
     return click.option(
-        name, type=_type(check), default=default, show_default=bool(default), metavar=metavar, help=help
+        name, type=checked_by(check), default=default, show_default=bool(default), metavar=metavar, help=help
     )
 
 
@@ -174,7 +180,7 @@ _OPTIONS = {
     "lines": click.option(
         "--lines",
         multiple=True,
-        type=_type(options.function),
+        type=checked_by(options.function),
         metavar="MODULE:FUNCTION",
         help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
@@ -214,7 +220,7 @@ _OPTIONS = {
         "--set",
         "settings",
         multiple=True,
-        type=_type(_setting),
+        type=checked_by(_setting),
         metavar="NAME=VALUE",
         help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
         " Repeatable. `dlprof explain settings` lists them.",
@@ -224,6 +230,26 @@ _OPTIONS = {
         "--keep-arguments",
         "Record the whole command, but for what is named like a secret. Without it: the script, the names of options,"
         " and values that are numbers or known settings.",
+    ),
+    "no_sources": _flag(
+        "--no-sources",
+        "Keep no copy of the script's own files, by which `dlprof compare` tells whether they changed.",
+    ),
+    "losses": _value(
+        "--losses",
+        options.losses,
+        "",
+        "SEED|on",
+        "Record the loss of each step of each rank, and seed Python's random, numpy and torch with SEED before the"
+        " script does (on: leave them). The host waits for the device in each step.",
+    ),
+    "stop_after": _value(
+        "--stop-after",
+        options.stop_after,
+        "",
+        "N|TIME",
+        "End the job, as by SIGTERM, after so many training steps and the trace window (40), or after a time (90s, 5m);"
+        " the exit status is then 0.",
     ),
     "quiet": _flag("--quiet", "Print nothing but warnings and errors."),
     "no_report": _flag("--no-report", "Record only."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from dlprof.commands import cache, file, jobs, new_folder, no_limits, out, quiet
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
-from dlprof.plain import plain
+from dlprof.plain import command_line, plain
 from dlprof.units import count
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _launched() -> tuple[int, int]:
     "this task of srun or mpirun.",
 )
 @click.option("--kept-only", is_flag=True, help="Leave out the ranks that no `--shard` has read.")
+@click.option("-v", "--verbose", is_flag=True, help="Print all ranks, findings and warnings, not the first screen.")
 @click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
 def report(
     path: Path,
@@ -109,6 +111,7 @@ def report(
     cache: Path | None,
     shard: tuple[int, int] | None,
     kept_only: bool,
+    verbose: bool,
     files: bool,
     show: bool,
     quiet: bool,
@@ -143,9 +146,9 @@ def report(
     if form in ("md", "brief"):
         verdict = _short(result, path, form)
     else:
-        verdict = _json(result) if form == "json" else _verdict(result)
+        verdict = _json(result) if form == "json" else _verdict(result, path, verbose)
     try:
-        html = write_files(result, path, out)
+        html = write_files(result, path, out, redact=redact)
     finally:
         # Reading may have taken minutes: the verdict is printed even where it could not be written.
         click.echo(verdict)
@@ -235,7 +238,7 @@ def write_report(path: Path) -> str:
     """Analyse a run, write report.html and result.json, and return the verdict as text for the terminal."""
     # This follows the job's own output: only a progress line is printed, and it is removed again.
     result = _analysed_for_page(path, None, quiet=not sys.stderr.isatty())
-    return f"{_verdict(result)}\nreport: {plain(shown(write_files(result, path, None)))}"
+    return f"{_verdict(result, path)}\nreport: {plain(shown(write_files(result, path, None)))}"
 
 
 def _analysed_for_page(path: Path, jobs: int | None, quiet: bool, **how: Any) -> Result:
@@ -308,10 +311,25 @@ def _opened(path: Path, window: int | None) -> Run:
     return open_run(path, window)
 
 
-def _verdict(result: Result) -> str:
+def _verdict(result: Result, path: Path, verbose: bool = False) -> str:
+    """Return the first screen, or all that a terminal shows; a terminal's colours come with links to files."""
     from dlprof.report import terminal
+    from dlprof.trial.planning import named
 
-    return terminal.render(result, width(), colour())
+    if verbose:
+        return terminal.render(result, width(), colour())
+    text = terminal.first(result, command_line((shown(path),)), named, width(), colour())
+    return _LINE.sub(_linked, text) if colour() else text
+
+
+_LINE = re.compile(r"(?<![\w./-])([\w./-]+\.py):(\d+)")
+
+
+def _linked(at: re.Match[str]) -> str:
+    """Return a line of a file that is here as a link, as terminals take it (OSC 8)."""
+    file = Path(at[1])
+    uri = f"{file.resolve().as_uri()}#{at[2]}" if file.is_file() else ""
+    return f"\x1b]8;;{uri}\x1b\\{at[0]}\x1b]8;;\x1b\\" if uri else at[0]
 
 
 def width() -> int:
@@ -335,11 +353,13 @@ def _short(result: Result, path: Path, form: str) -> str:
     return brief.to_json(brief.brief(result, shown(path), named)).decode()
 
 
-def write_files(result: Result, path: Path, out: Path | None) -> Path:
+def write_files(result: Result, path: Path, out: Path | None, *, redact: bool = False) -> Path:
     """Write result.json and report.html, and return the path of the latter; raise DlprofError if that fails."""
     from dlprof.report import html
+    from dlprof.trial.planning import named
 
-    files = {"result.json": _json(result), "report.html": html.render(result)}
+    run = result.run.path if redact else shown(path)
+    files = {"result.json": _json(result), "report.html": html.render(result, command_line((run,)), named)}
     if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
         out = path
     return write_into("dlprof-report", out, files)

@@ -20,6 +20,7 @@ from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
 from dlprof.record.launch.child import deaf
 from dlprof.record.launch.folder import opened
+from dlprof.record.launch.stopping import kill
 from dlprof.record.launch.supervisor import applied, end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
 from dlprof.redaction import shown
@@ -28,10 +29,11 @@ from dlprof.run_folder import recorded
 _AS_IS = "dlprof.as_is"  # in the context's meta: there was a `--` before the command
 
 
-class _Wrap(click.Command):
+class OfScript(click.Command):
     """Parses its own options up to the first word that is no option; the rest belongs to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words of the script, and whether there was a `--` before them."""
         takes_value = {o for p in self.params if isinstance(p, click.Option) and not p.is_flag for o in p.opts}
         at = 0
         while at < len(args) and args[at].startswith("-") and args[at] != "--" and not args[at].startswith("-m"):
@@ -42,7 +44,7 @@ class _Wrap(click.Command):
 
 
 @click.command(
-    cls=_Wrap,
+    cls=OfScript,
     options_metavar="[OPTIONS]",
     context_settings={"allow_interspersed_args": False},
     short_help="Record any script or launcher command, unedited.",
@@ -68,10 +70,14 @@ def wrap(ctx: click.Context, recording: Recording, command: tuple[str, ...]) -> 
     the script's name is an option of ours. Exit status, signals, stdin and stdout are the script's own; dlprof prints
     on stderr.
     """  # noqa: D301 - \b keeps these lines apart in click's help
-    words = list(command)
-    python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
-    words = [sys.executable, *words] if python else words
-    record(words, recording, name=_name(words), env=os.environ)
+    words = with_python(ctx, command)
+    record(words, recording, name=name_of(words), env=os.environ)
+
+
+def with_python(ctx: click.Context, command: Sequence[str]) -> list[str]:
+    """Return the words of a command of class OfScript: a script or -m package without `--` runs under this Python."""
+    python = not ctx.meta.get(_AS_IS) and (command[0].startswith("-m") or command[0].endswith(".py"))
+    return [sys.executable, *command] if python else list(command)
 
 
 def record(
@@ -109,6 +115,8 @@ def record(
         ended = supervise(command, run, changed, launcher, overridden)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
+        if ended.stopped and not recording.quiet:
+            _say(f"dlprof: {ended.stopped}")
         if ended.last and not recording.quiet:
             with _in_one_line("what --set did is not known", "stopped"):
                 for line in applied(run.path, overridden):
@@ -151,10 +159,8 @@ def _end_rest(folder: Path) -> None:
 
     A loader's worker waits forever if its parent ends before it looks up the parent's id (PyTorch's ManagerWatchdog).
     """
-    from dlprof.trial import running
-
     with _in_one_line("processes of the job may be left", "stopped"):
-        running.kill(os.getpid(), folder.absolute())
+        kill(os.getpid(), folder.absolute())
 
 
 @contextlib.contextmanager
@@ -195,7 +201,7 @@ def _say(text: str, keep: str = "") -> None:
         click.echo(plain(text, keep=keep), err=True)
 
 
-def _name(words: Sequence[str]) -> str:
+def name_of(words: Sequence[str]) -> str:
     """Name a run after what runs: the script where one is named, else the command; as far as the recording names it."""
     kept = redaction.words(words)
     kept = [part for word in kept for part in (("-m", word[2:]) if word[:2] == "-m" and word[2:] else (word,))]

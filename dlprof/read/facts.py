@@ -90,8 +90,10 @@ RANK: Mapping[str, Shape] = {
             **_all(bool, "torch whole"),
             "roles": [str],
             "takes": [int],
+            "values": {},
         }
     ],
+    "files": [_all(str, "file digest")],
     "options": [{**_all(str, "name dest"), **_all(bool, "switch on")}],
     "subnormal": [{"step": int, **_all(float, "parameters state")}],
     "autocast": {"enabled": bool, "dtype": str},

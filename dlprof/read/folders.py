@@ -41,6 +41,32 @@ def named_process(path: Path) -> str:
     return found[1] if found else ""
 
 
+def runs_of(files: Iterable[tuple[Path, int | None]]) -> list[set[Path]]:
+    """Return the folders of each run, given traces and their ranks: TensorBoard's folder of logs has a folder a run.
+
+    Folders are of one run if a process wrote into both, or if they hold different ranks; all are where the name of a
+    file does not tell its process.
+    """
+    folders: dict[Path, tuple[set[str], set[int | None]]] = {}
+    for path, rank in files:
+        processes, ranks = folders.setdefault(path.parent, (set(), set()))
+        processes.add(named_process(path))
+        ranks.add(rank)
+    if any("" in processes for processes, _ in folders.values()):
+        return [set(folders)]
+    runs: list[tuple[set[Path], set[str], set[int | None]]] = []
+    for folder, (processes, ranks) in folders.items():
+        for inside, others, theirs in runs:
+            if processes & others or (None not in ranks | theirs and not ranks & theirs):
+                inside.add(folder)
+                others |= processes
+                theirs |= ranks
+                break
+        else:
+            runs.append(({folder}, processes, ranks))
+    return [inside for inside, _, _ in runs]
+
+
 def windows_of(by_rank: Mapping[int, Sequence[Window]]) -> list[dict[int, Path]]:
     """Return the windows in their order, each with the files of its ranks.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dlprof.errors import DlprofError
 from dlprof.files import KEPT
-from dlprof.read.folders import Window, described, named_process, whole, windows_of
+from dlprof.read.folders import Window, described, named_process, runs_of, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
 from dlprof.read.limits import DEPTH, MOST_APART_NS, MOST_FILES, MOST_OTHERS, MOST_RANKS
 from dlprof.read.opening import Inside
@@ -134,6 +134,8 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
             ranks.left |= dict.fromkeys((f.path for f in mine), f"the spans of the ranks are read from a {kind}")
             continue
         of_first = one if mine else of_first
+        mine, odd = _of_one_run(mine, folder, ranks.left)
+        warnings += odd
         by_rank, odd = _by_rank(mine, ranks.left)
         warnings += odd
         chosen, odd = _chosen(by_rank, folder, window, ranks.left)
@@ -256,6 +258,20 @@ def _numbered(parts: Sequence[Part]) -> dict[int, Part]:
     numbered = {part.rank: part for part in parts if part.rank is not None}
     free = (n for n in range(len(parts)) if n not in numbered)
     return numbered | dict(zip(free, [part for part in parts if part.rank is None], strict=False))
+
+
+def _of_one_run(found: list[_Found], folder: Path, left: dict[Path, str]) -> tuple[list[_Found], list[str]]:
+    """Return the traces of the run that began last, of those that have folders of their own; and a warning."""
+    runs = runs_of((f.path, f.part.rank) for f in found)
+    if len(runs) < 2:
+        return found, []
+    began = {f.path.parent: f.part.began_ns or 0 for f in sorted(found, key=lambda f: f.part.began_ns or 0)}
+    *others, read = sorted(runs, key=lambda run: max(began[d] for d in run))
+    name, *names = (few(sorted(str(d.relative_to(folder)) for d in run), 2) for run in (read, *others))
+    left |= {f.path: f"of another run; that of {name} is read" for f in found if f.path.parent not in read}
+    return [f for f in found if f.path.parent in read], [
+        f"{len(runs)} runs are there; read: {name}, which began last. Name the folder of another: {few(names, 4)}"
+    ]
 
 
 def _by_rank(found: Sequence[_Found], left: dict[Path, str]) -> tuple[dict[int, list[_Found]], list[str]]:

@@ -83,6 +83,7 @@ _RECORDERS = {
     "lines": "collectors/lines.py",
     "loading": "collectors/loader.py",
     "loss_scale": "model/loss_scale.py",
+    "losses": "model/losses.py",
     "memory": "collectors/memory.py",
     "modules": "collectors/trace.py",
     "overrides": "collectors/overrides.py",
@@ -130,6 +131,7 @@ SOURCES: tuple[Source, ...] = (
         *("at_ns", "step", "kind"),
         count=1,
     ),
+    _log("losses", "losses were not recorded (`dlprof wrap --losses SEED` does that)", "step"),
     _log(
         "memory",
         "the CUDA allocator was not sampled (`dlprof wrap` does that where a job uses a GPU)",

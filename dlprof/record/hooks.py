@@ -23,6 +23,7 @@ from dlprof import marks
 from dlprof.plain import words_of
 from dlprof.record import handlers, options
 from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
+from dlprof.record.calls.files import Files
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
 from dlprof.record.captured import capture_test
@@ -89,7 +90,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iter
     recorder = Recorder(Path(run), collectors)
     recorder.cores = None if cores is None else frozenset(cores)
     try:
-        for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs, Ranges):
+        for part in (Recorder, StepClock, Phases, Observed, Calls, Files, Frames, Graphs, Ranges):
             for method in vars(part).values():
                 if hasattr(method, "__code__"):
                     hide(method, with_callees=True)
@@ -103,6 +104,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iter
         watch(recorder.observed.calls, _is_traced(), put, hidden)
         handlers.watch(put, at_uninstall)
         options.watch(recorder.observed, put)
+        recorder.observed.calls.files.watch(at_uninstall)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder.switch_off()
@@ -238,6 +240,8 @@ def _watch_autograd(clock: StepClock) -> None:
     is_traced, is_captured = _is_traced(), clock.is_captured
 
     def timed(original: Callable[..., Any]) -> Any:
+        is_backward = original.__name__ == "backward"
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -247,6 +251,8 @@ def _watch_autograd(clock: StepClock) -> None:
                     return original(*args, **kwargs)
             if (watcher := clock.watcher) is not None:
                 watcher.begin_backward(args, kwargs)
+            if (losses := clock.losses) is not None and is_backward:
+                losses.see(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             except BaseException as e:

@@ -20,6 +20,8 @@ from dlprof.record import collectors, hooks
 from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, opened
 from dlprof.record.launch.supervisor import Samplers, applied, must_be_linux, recorded, whole_run
+from dlprof.record.launch.tasks import task_of
+from dlprof.record.ranks import process_group
 from dlprof.record.recorder import say
 from dlprof.redaction import shown
 
@@ -91,15 +93,15 @@ class Block:
         self._exit: dict[str, int | None] = {}
         self._undo = ExitStack()  # empty where nothing is recorded
         self._pid = 0
-        self._why_not = "the block has not ended"  # why there is no run to open; "": there is one
+        self.why_not = "the block has not ended"  # why there is no run to open; "": there is one
         self._opened: Any = None
 
     def __enter__(self) -> Block:
         try:
             self._begin()
         except Exception as e:  # noqa: BLE001 - the block runs without us
-            self._why_not = words_of(e)
-            say(f"nothing is recorded: {self._why_not}")
+            self.why_not = words_of(e)
+            say(f"nothing is recorded: {self.why_not}")
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -116,7 +118,7 @@ class Block:
         must_be_linux()
         command, name = _command()
         written = {**self._asked, "set": self._overridden} if self._settings else self._asked
-        run, why = opened(self.path, name, command, written, os.environ)
+        run, why = opened(self.path, name, command, written, _as_task(os.environ))
         if run is None:
             raise DlprofError(why)
         if why and run.made:
@@ -146,10 +148,10 @@ class Block:
         ranks = run.ranks
         compress(ranks)
         warnings = samplers.wait()
-        self._why_not = ""
+        self.why_not = ""
         if not (any((rank / "facts.json").exists() for rank in ranks) or run_folder.recorded(run.path)):
-            self._why_not = "no backward() and no optimizer step was seen in the block"
-            warnings.append(f"nothing was recorded: {self._why_not}")
+            self.why_not = "no backward() and no optimizer step was seen in the block"
+            warnings.append(f"nothing was recorded: {self.why_not}")
         for line in warnings:
             say(line)
         end = {"end_ns": end_ns, "exit": self._exit, "resumed_ns": [], "warnings": warnings}
@@ -159,8 +161,8 @@ class Block:
 
     @property
     def _run(self) -> Any:
-        if self._why_not:
-            raise DlprofError(f"there is no run to open: {self._why_not}")
+        if self.why_not:
+            raise DlprofError(f"there is no run to open: {self.why_not}")
         if self._opened is None:
             assert self.path is not None
             self._opened = self._open(self.path)
@@ -172,13 +174,13 @@ class Block:
         return getattr(self._run, name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *(() if self._why_not else dir(self._run))]
+        return [*super().__dir__(), *(() if self.why_not else dir(self._run))]
 
     def __repr__(self) -> str:
-        return f"<dlprof.record: {self._why_not}>" if self._why_not else repr(self._run)
+        return f"<dlprof.record: {self.why_not}>" if self.why_not else repr(self._run)
 
     def _repr_html_(self) -> str | None:
-        html: str | None = None if self._why_not else self._run._repr_html_()
+        html: str | None = None if self.why_not else self._run._repr_html_()
         return html
 
 
@@ -197,6 +199,22 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _as_task(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment as torchrun would set it where a process group is there that another launcher made.
+
+    Lightning's own launcher and multiprocessing do not name the job to its ranks: its address does.
+    """
+    group = process_group()
+    if group is None or group.get_world_size() < 2 or task_of(env) is not None:
+        return env
+    return {
+        **env,
+        "TORCHELASTIC_RUN_ID": "group",
+        "RANK": str(group.get_rank()),
+        "WORLD_SIZE": str(group.get_world_size()),
+    }
 
 
 def _command() -> tuple[Sequence[str], str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, verdict
-from dlprof.result import Change, Outcome, Result
+from dlprof.result import Change, Outcome, Place, Proposal, Result
 from dlprof.result.stored import plain as data_of
 
 FORMAT = 1
@@ -54,8 +54,34 @@ class Cure(msgspec.Struct, frozen=True, omit_defaults=True):
     diff: tuple[str, ...] = ()
 
 
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A change to make, counted after those above it; `dlprof try RUN --change NUMBER` tries it.
+
+    `findings`: the rules that it cures. `speedup`: of what `scope` names, nine of ten times from `low` to `high`; a
+    bound where `at_most`. `known`: "predicted", "tried", or "losses" (tried, and the losses are the same).
+    """
+
+    number: int
+    change: str
+    findings: tuple[str, ...]
+    scope: str
+    speedup: float
+    known: str
+    low: float | None = None
+    high: float | None = None
+    at_most: bool = False
+    at: At | None = None
+    set: dict[str, str] = {}
+    numerics: bool = False
+    training: bool = False
+    diff: tuple[str, ...] = ()
+
+
 class Brief(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a report says first. `time`: shares of the mean step, rank by rank the mean. `more`: findings left out."""
+    """What a report says first. `time`: shares of the mean step, rank by rank the mean.
+
+    `changes`: what to do, in this order. `more`: findings left out; `more_changes`: changes.
+    """
 
     format: int
     run: str
@@ -65,17 +91,19 @@ class Brief(msgspec.Struct, frozen=True, omit_defaults=True):
     verdict: str
     gain: str = ""
     time: dict[str, float] = {}
+    changes: tuple[Step, ...] = ()
     findings: tuple[Cure, ...] = ()
     together: float | None = None
     more: int = 0
+    more_changes: int = 0
     warnings: tuple[str, ...] = ()
     clear: int = 0
     not_measured: tuple[str, ...] = ()
     next: str = ""
 
 
-def brief(result: Result, path: str, named: Named) -> Brief:
-    """Return what a report on `path` says first, in at most MOST_JSON bytes of JSON."""
+def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Brief:
+    """Return what a report on `path` says first, in at most so many bytes of JSON."""
     diagnosis, gain, _ = verdict.headline(result)
     states, window = formatting.by_state(result), result.window
     ranks = max(len({part.rank for part in result.time}), 1)
@@ -84,6 +112,7 @@ def brief(result: Result, path: str, named: Named) -> Brief:
         time[part.category] = time.get(part.category, 0.0) + part.share / ranks
     tries = named if result.run.command else _nothing  # traces have no command that could be run again
     every = tuple(_cure(o, tries) for o in (*result.found, *result.if_training_may_change))
+    steps = tuple(_step(number, one, tries) for number, one in enumerate(result.changes, 1))
     whole = Brief(
         format=FORMAT,
         run=plain(path, 300),
@@ -95,6 +124,7 @@ def brief(result: Result, path: str, named: Named) -> Brief:
         time={
             plain(name, 40): _number(time[name]) for name in sorted(time, key=lambda n: -time[n]) if time[name] > 0.001
         },
+        changes=steps,
         findings=every,
         together=_number(result.together.speedup) if result.together and formatting.together(result) else None,
         warnings=tuple(_text(line) for line in verdict.notices(result)[:5]),
@@ -102,12 +132,12 @@ def brief(result: Result, path: str, named: Named) -> Brief:
         not_measured=tuple(plain(o.id, 40) for o in states["not_measured"]),
         next=_next(result),
     )
-    fitting = len(every)
-    while len(to_json(whole)) > MOST_JSON and (fitting or whole.not_measured or whole.warnings):
-        fitting = max(fitting - 1, 0)
-        left: dict[str, Any] = {"findings": every[:fitting], "more": len(every) - fitting}
-        if not fitting:
-            left |= {"not_measured": (), "warnings": ()}
+    shorter: list[dict[str, Any]] = [{"findings": every[:n], "more": len(every) - n} for n in range(len(every))][::-1]
+    shorter += [{"not_measured": (), "warnings": ()}]
+    shorter += [{"changes": steps[:n], "more_changes": len(steps) - n} for n in range(len(steps))][::-1]
+    for left in shorter:
+        if len(to_json(whole)) <= most:
+            break
         whole = msgspec.structs.replace(whole, **left)
     return whole
 
@@ -128,13 +158,17 @@ def markdown(result: Result, path: str, named: Named) -> str:
     said = brief(result, path, named)
     name = _text(formatting.name(result))
     pieces = [f"**{said.verdict}** {said.gain}".strip(), f"`{name}` · {said.devices} · {said.steps}"]
-    findings = [_finding(n, one, said.run) for n, one in enumerate(said.findings, 1)]
+    tries = bool(result.run.command)
+    findings = [_change(one, said.run, tries) for one in said.changes]
+    cured = {name for one in said.changes for name in one.findings}
+    others = [one for one in said.findings if one.rule not in cured]
+    findings += [_finding(n, one, said.run) for n, one in enumerate(others, len(findings) + 1)]
     closing = [f"> {line}" for line in said.warnings[:2]]
     closing += [f"Together: at most {said.together:.2f} × faster."] if said.together else []
     closing += [said.next] if said.next else []
     shown = len(findings)
     while True:
-        more = len(findings) - shown + said.more
+        more = len(findings) - shown + said.more + said.more_changes
         rest = [f"{more} more: `dlprof report {said.run}`."] if more else []
         text = "\n\n".join([*pieces, *findings[:shown], *rest, *closing]) + "\n"
         if len(text.encode()) <= MOST_MARKDOWN or not (shown or closing):
@@ -145,13 +179,30 @@ def markdown(result: Result, path: str, named: Named) -> str:
             closing = closing[:-1]
 
 
+def _speed(one: Cure | Step) -> str:
+    return f"{'at most ' if one.at_most else ''}{one.speedup:.2f} ×" if one.speedup > 1 else ""
+
+
+def _place(one: Cure | Step) -> str:
+    return f", at `{one.at.file}:{one.at.line}`" if one.at and one.at.line else ""
+
+
+def _edit(one: Cure | Step) -> list[str]:
+    return ["   ```diff", *(f"   {line}" for line in one.diff), "   ```"] if one.diff else []
+
+
+def _change(one: Step, run: str, tries: bool) -> str:
+    between = f" ({one.low:.2f} to {one.high:.2f})" if one.low is not None and one.high is not None else ""
+    known = {"losses": "tried, same losses"}.get(one.known, one.known)
+    lines = [f"{one.number}. **{', '.join(one.findings)}** {_speed(one)}{between}, {known}{_place(one)}"]
+    lines += [f"   → {one.change}", *_edit(one)]
+    return "\n".join([*lines, f"   `dlprof try {run} --change {one.number}`"] if tries and one.set else lines)
+
+
 def _finding(number: int, one: Cure, run: str) -> str:
-    speed = f"{'at most ' if one.at_most else ''}{one.speedup:.2f} ×" if one.speedup > 1 else ""
     margin = f" ± {one.margin:.2f}" if one.margin and not one.at_most else ""
-    at = f", at `{one.at.file}:{one.at.line}`" if one.at and one.at.line else ""
-    lines = [f"{number}. **{one.rule}** {speed}{margin}: {one.title}{at}", f"   → {one.change}"]
-    if one.diff:
-        lines += ["   ```diff", *(f"   {line}" for line in one.diff), "   ```"]
+    lines = [f"{number}. **{one.rule}** {_speed(one)}{margin}: {one.title}{_place(one)}", f"   → {one.change}"]
+    lines += _edit(one)
     if one.set:
         words = " ".join(f"{name}={value}" for name, value in one.set.items())
         lines.append(f"   `dlprof try {run} --set '{words}'`")
@@ -170,12 +221,35 @@ def _cure(outcome: Outcome, named: Named) -> Cure:
         change=_text(first.text, _LONG),
         at_most=outcome.at_most,
         margin=float(margin) if margin else 0.0,
-        at=At(plain(place.file, 120), place.line, plain(place.function, 80)) if place else None,
         set=dict(named(first) or {}),
         numerics=first.numerics,
         training=outcome.training,
-        diff=tuple(plain(line, 120) for line in formatting.edits(first, _LINES)),
+        **_edited(first, place),
     )
+
+
+def _step(number: int, one: Proposal, named: Named) -> Step:
+    low, high = (None if bound is None else _number(min(bound, 1e3)) for bound in (one.low, one.high))
+    return Step(
+        number=number,
+        change=_text(one.change.text, _LONG),
+        findings=tuple(plain(name, 40) for name in one.findings),
+        scope=one.scope,
+        speedup=_number(min(one.speedup, 1e3)),
+        known=one.known,
+        low=low,
+        high=high,
+        at_most=one.at_most,
+        set=dict(named(one.change) or {}),
+        numerics=one.change.numerics,
+        training=one.training,
+        **_edited(one.change, one.change.at),
+    )
+
+
+def _edited(change: Change, place: Place | None) -> dict[str, Any]:
+    at = At(plain(place.file, 120), place.line, plain(place.function, 80)) if place else None
+    return {"at": at, "diff": tuple(plain(line, 120) for line in formatting.edits(change, _LINES))}
 
 
 def _nothing(_change: Change) -> None:

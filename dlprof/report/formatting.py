@@ -18,7 +18,7 @@ from dlprof.result import CATEGORIES, TIMELESS, Change, Outcome, Place, Result, 
 from dlprof.result.figures import Throughput
 from dlprof.units import MINUS, UNKNOWN, digits
 
-_QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
+_NAMESPACES = re.compile(r"(?:\b[A-Za-z_]\w*|\(anonymous namespace\))::(?=[\w(])")
 
 
 def duration(ns: float) -> str:
@@ -41,10 +41,37 @@ def about(share: float) -> str:
     return percent(share) if not math.isfinite(share) or abs(share) < 0.00995 else f"{100 * share:.0f}{NBSP}%"
 
 
-def unqualified(kernel: str) -> str:
-    """Return a C++ kernel's name without return type and namespaces, for narrow columns."""
-    head, template, rest = kernel.partition("<")
-    return _QUALIFIED.sub("", head) + template + rest
+def kernels(names: Sequence[str]) -> list[str]:
+    """Write C++ kernels without namespaces and parameters: "vectorized_elementwise_kernel<…, CUDAFunctor_add<float>>".
+
+    Of kernels with the same name, only the arguments of the template that differ are shown.
+    """
+    parted = [_parted(_NAMESPACES.sub("", name.removeprefix("void "))) for name in names]
+    written = []
+    for head, own in parted:
+        alike = [other for other_head, other in parted if other_head == head and other != own]
+        differs = [any(other[i : i + 1] != [arg] for other in alike) for i, arg in enumerate(own)]
+        kept = [arg if differs[i] else "…" for i, arg in enumerate(own) if differs[i] or not i or differs[i - 1]]
+        shown = kept if any(differs) else own
+        written.append(f"{head}<{', '.join(shown)}>" if own else head)
+    return written
+
+
+def _parted(kernel: str) -> tuple[str, list[str]]:
+    """Return a kernel's name and the arguments of its template."""
+    head, opened, rest = kernel.partition("<")
+    if not (head and opened) or "(" in head:
+        return kernel.partition("(")[0] or kernel, []
+    arguments, depth = [""], 0
+    for char in rest:
+        if not depth and char == ">":
+            break
+        depth += (char in "<({[") - (char in ">)}]" and not arguments[-1].endswith("-"))
+        if char == "," and not depth:
+            arguments.append("")
+        else:
+            arguments[-1] += char
+    return head, [" ".join(argument.split()) for argument in arguments if argument]
 
 
 def times(factor: float) -> str:
@@ -89,6 +116,12 @@ def margin(outcome: Outcome) -> str:
 def by_state(result: Result) -> dict[State, list[Outcome]]:
     """Group the outcomes by what the rules answered, in their order; each answer is there."""
     return {state: [o for o in result.outcomes if o.state == state] for state in get_args(State)}
+
+
+def numbers(result: Result) -> dict[str, int]:
+    """Return the number of the change that cures each finding; without changes the findings' own numbers."""
+    of = {finding: n for n, change in reversed(list(enumerate(result.changes, 1))) for finding in change.findings}
+    return of or {o.id: n for n, o in enumerate(result.found, 1)}
 
 
 def gained(outcome: Outcome) -> str:
@@ -283,11 +316,11 @@ def cell(value: Any, column: str = "") -> str:
 def suffix(column: str) -> str:
     """Return the unit that a column's name ends in, of those that are written in multiples; "" where it has none."""
     known = ("ns", "bytes", "share", "times")
-    return next((u for u in known if column.endswith(f"_{u}") or column == u == "share"), "")
+    return next((u for u in known if column.endswith(f"_{u}") or column == u in ("share", "ns")), "")
 
 
 def header(column: str) -> str:
     """Write a column's name as a heading, without the unit that its cells carry."""
     u = suffix(column)
-    bare = column[: -len(u) - 1] if u in ("ns", "bytes", "times") else column
+    bare = column[: -len(u) - 1] or "time" if u in ("ns", "bytes", "times") else column
     return plain(bare.replace("_", " ") if u else bare, 60)

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,10 +25,10 @@ from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
 
 from dlprof.files import compact
-from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, in_model, logged, looks, tried, verdict
-from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
-from dlprof.result import SAVING, Outcome, Place, Result
+from dlprof.plain import NBSP, command_line, plain
+from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
+from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
+from dlprof.result import SAVING, Change, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
 
@@ -44,18 +44,37 @@ class Tile:
 class Card:
     """A finding as the page shows it."""
 
-    key: str  # its number; "training-1": shown apart, as it changes the training
+    key: str  # its place; "training-1": shown apart, as it changes the training
+    number: int  # of the change that cures it; 0: none does
     outcome: Outcome
     width: float  # the saving as a part of the step, in percent
     faster: bool  # whether its speed-up is known
     evidence: drawing.Figure | None
 
 
-def render(result: Result) -> str:
-    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts."""
+# What the commands do that prove a change.
+_PROOFS = {
+    "try": "Runs the job with the change and without, in turn, and compares the steps.",
+    "compare": "After the edit, with NEW, a recording of the job as it is then.",
+}
+
+
+def _nothing(_change: Change) -> None:
+    """Name no setting: whoever renders a result alone cannot try it."""
+
+
+def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
+    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts.
+
+    `run`: how a command names the run, by default as it was read; `named`: what `dlprof try --set` takes for a change.
+    """
+    run = run or command_line((plain(result.run.path, 300),))
+    agent, shown = brief.markdown(result, run, named), first.first(result, run, named)
     stack, waited = parts.stack(result), parts.blame(result)
-    cards = [_card(str(number), outcome) for number, outcome in enumerate(result.found, 1)]
-    apart = [_card(f"training-{n}", outcome) for n, outcome in enumerate(result.if_training_may_change, 1)]
+    of = formatting.numbers(result)
+    found = sorted(result.found, key=lambda o: of.get(o.id, len(of) + 1))
+    cards = [_card(str(place), of.get(o.id, 0), o) for place, o in enumerate(found, 1)]
+    apart = [_card(f"training-{n}", of.get(o.id, 0), o) for n, o in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
     figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
@@ -65,21 +84,31 @@ def render(result: Result) -> str:
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
-    diagnosis, gain, share = verdict.headline(result)
+    keys = {card.outcome.id: card.key for card in (*cards, *apart)}
     return template("report.html").render(
-        title=f"{formatting.name(result)} · {plain(diagnosis, 120)}",
+        title=f"{formatting.name(result)} · {plain(shown.headline, 120)}",
         css=Markup(asset("page.css")),
         scripts=tuple(Markup(s) for s in scripts()),
         policy=policy(),
         colours=colours(),
-        data=data(specs),
+        data=data(specs, agent),
         name=formatting.name(result),
-        headline=emphasised(diagnosis, share),
-        calm=not result.found,
-        gain=gain,
-        lede=_lede(result),
+        first=shown,
+        made=screen.made(result, shown),
+        edit=screen.edit(shown.lead.change.diff) if shown.lead else (),
+        then=screen.rows(result, shown.rows),
+        training=screen.rows(result, shown.training),
+        useless=screen.rows(result, shown.useless),
+        keys=keys,
+        run=run,
+        unlock=first.unlock(result),
+        line=first.summary(result).partition(" · ")[2],
+        **_cause(result, shown.lead),
         notices=verdict.notices(result),
-        tiles=_tiles(result),
+        timelines=any(panel.shape == "timeline" for panel in result.panels),
+        agent=agent,
+        numbered=bool(result.changes),
+        measured=formatting.limits(result),
         unit=formatting.unit(result),
         result=result,
         stack=stack,
@@ -91,15 +120,15 @@ def render(result: Result) -> str:
         kinds=logged.table(result),
         limits=logged.sentences(result)[0],
         host=verdict.host_limited(result),
-        budget=verdict.budget(result),
         cards=cards,
         apart=apart,
-        first=cards[:DEAREST],
         together=formatting.together(result),
         tried=result.tried and tried.sentence(result.tried),
         attempts=result.tried and shapes.panel(tried.panel(result.tried)),
         panels=panels,
-        **formatting.by_state(result),
+        **{state: _by_relevance(of) for state, of in formatting.by_state(result).items()},
+        traced=verdict.traced(result),
+        span=verdict.span(result),
         sections=sections,
         command=" ".join(result.run.command),
         missing=formatting.ranks(result.run.missing_ranks),
@@ -111,6 +140,17 @@ def render(result: Result) -> str:
     )
 
 
+def _cause(result: Result, lead: Proposal | None) -> dict[str, Any]:
+    """Return what is said of the cause that the first change cures: its line, and how its gain was estimated."""
+    cause = next((o for o in result.found if lead and o.id in lead.findings[:1]), None)
+    if lead is None or cause is None:
+        return {}
+    place = next((p for p in (lead.change.at, *cause.where) if p and p.line), None)
+    slowed = result.window.overhead if result.window else None
+    longer = f" Tracing made steps {formatting.times(slowed)} as long." if slowed and slowed >= verdict.SLOWED else ""
+    return {"at": place, "sure": cause.sure + longer}
+
+
 def _share_range(specs: Iterable[dict[str, Any]]) -> None:
     """Set one range for all figures over the run's time, so that the same instant is at the same place."""
     timed = [s for s in specs if s["layout"].get("meta") == {"axis": "time"}]
@@ -119,15 +159,22 @@ def _share_range(specs: Iterable[dict[str, Any]]) -> None:
         s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
 
 
-def _card(key: str, outcome: Outcome) -> Card:
+def _card(key: str, number: int, outcome: Outcome) -> Card:
     share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
     return Card(
         key,
+        number,
         outcome,
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
         formatting.speedup(outcome) != UNKNOWN,
         shapes.panel(outcome.evidence) if outcome.evidence else None,
     )
+
+
+def _by_relevance(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Sort answers: what takes most of the step first, then the same reasons together, the most frequent first."""
+    often = Counter(o.why for o in outcomes)
+    return sorted(outcomes, key=lambda o: (-(drawing.number(o.lost_share or o.share) or 0.0), -often[o.why], o.why))
 
 
 def _fact(name: str, value: str) -> str:
@@ -137,53 +184,7 @@ def _fact(name: str, value: str) -> str:
     return formatting.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
 
 
-def _lede(result: Result) -> str:
-    """Return what ran, where, and what was measured."""
-    hosts = {0: "", 1: " on one host"}.get(len(result.run.hosts), f" on {len(result.run.hosts)} hosts")
-    window = result.window
-    said = [f"{formatting.devices(result)}{hosts}"]
-    if window is None:
-        said.append(logged.described(result) or "no steady step was recorded")
-    elif window.unit == "trace":
-        said.append("the trace has no step markers and is shown as one step")
-    else:
-        source = "over the whole job" if window.source == "steps" else "in the trace"
-        said.append(f"{formatting.counted(window.steps, 'steady step')} measured {source}")
-        if window.source == "steps" and window.traced_steps:
-            said.append(f"{formatting.counted(window.traced_steps, 'step')} traced")
-    return "; ".join(said) + "."
-
-
-_MOST_TILES = 5
-DEAREST = 5  # findings on the first screen
 LONG_NUMBER = 5  # digits that are hard to read without commas
-
-
-def _tiles(result: Result) -> list[Tile]:
-    """Return the figures that are known, as many as fit into a row."""
-    tiles = []
-    window = result.window
-    if window is not None:
-        what = "mean steady step" if window.unit == "step" else "length of the trace"
-        tiles.append(Tile(formatting.duration(window.step_ns), what))
-        first = result.found[0] if result.found else None
-        if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
-            said = "at the least, if finding 1 is fixed" if first.at_most else "predicted if finding 1 is fixed"
-            tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), said))
-        if window.throughput is not None:
-            tiles += [Tile(*tile) for tile in formatting.rates(window.throughput)]
-        if window.mfu is not None:
-            tiles.append(Tile(formatting.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
-    computing = formatting.mean_shares(result.time).get("computation")
-    if computing is not None:
-        tiles.append(Tile(formatting.percent(computing), f"of the {formatting.unit(result)} is computation"))
-    spans = [d for d in result.device if d.span_ns > 0]
-    if spans:
-        idle = sum(d.idle_ns / d.span_ns for d in spans) / len(spans)
-        tiles.append(Tile(formatting.percent(idle), "of the traced time the device is idle"))
-    if window is not None and window.overhead is not None:
-        tiles.append(Tile(formatting.times(window.overhead), "step time while traced"))
-    return tiles[:_MOST_TILES]
 
 
 # Units that follow a number.
@@ -286,11 +287,11 @@ def colours() -> Markup:
     return themed(block)
 
 
-def data(specs: dict[str, Any]) -> Markup:
-    """Return the figures as JSON that cannot end its script element in any HTML parser."""
+def data(specs: dict[str, Any], agent: str = "") -> Markup:
+    """Return figures, and the text for an agent, as JSON that cannot end its script element in any HTML parser."""
     often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
     packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
-    data = {"lists": often, "figures": packed, "dark": drawing.DARK}
+    data = {"lists": often, "figures": packed, "dark": drawing.DARK, "agent": agent}
     text = compact(data)
     # All but ASCII is escaped already (U+2028 and U+2029, too); HTML could interpret these three.
     for char in "<>&":
@@ -386,10 +387,20 @@ def template(name: str) -> Template:
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
     environment.filters["in_model"] = in_model.named
+    environment.filters |= {"factor": first.factor, "between": first.between}
+    environment.filters["kilobytes"] = lambda text: formatting.quantity(len(text.encode()), "bytes")
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
     environment.filters.update((text.__name__, text) for text in texts)
     said = {"saving": SAVING, "apart_title": verdict.APART, "otherwise": verdict.OTHERWISE}
-    environment.globals.update(newline=Markup("\n"), looks=looks.DRAWN, look=looks.look, **said)
+    environment.globals.update(
+        newline=Markup("\n"),
+        arrow=first.arrow,
+        ways=first.KNOWN,
+        proofs=_PROOFS,
+        looks=looks.DRAWN,
+        look=looks.look,
+        **said,
+    )
     return environment.get_template(name)
 
 

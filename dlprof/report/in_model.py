@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from dlprof.plain import plain
@@ -24,6 +25,9 @@ _OUTSIDE: Mapping[str, str] = {
 MOST_LINES, DIVIDED_SHARE = 5, 0.25
 LEAST_SHARE = 0.01
 
+_INDICES = re.compile(r"\{([\d,-]+)\}")
+MOST_SPANS = 3  # of indices: from so many on the first and the last are shown
+
 LEAST_NAMED = 0.05  # modules with a smaller share of a finding are not named
 MOST_NAMED = 3
 
@@ -37,7 +41,17 @@ def name_of(row: Module, outer: Module | None = None) -> str:
     """Return a module's path relative to the one around it; for the model itself, its class."""
     if not row.path:
         return plain(row.kind, 80) or "the model"
-    return plain(row.path[len(outer.path) + 1 :] if outer and outer.path else row.path, 120)
+    return spelled(row.path[len(outer.path) + 1 :] if outer and outer.path else row.path)
+
+
+def spelled(path: str) -> str:
+    """Write the folded indices of a path short: "{1-3}.mlp" as "1–3.mlp", "{3-5,7,10-11}.mlp" as "3…11.mlp"."""
+    return plain(_INDICES.sub(lambda found: _few(found[1].split(",")), path), 120)
+
+
+def _few(spans: Sequence[str]) -> str:
+    ends = "-".join(spans).split("-")
+    return ",".join(spans).replace("-", "–") if len(spans) < MOST_SPANS else f"{ends[0]}…{ends[-1]}"
 
 
 def lines_of(found: Modules) -> list[tuple[float, str]]:
@@ -103,4 +117,4 @@ def named(where: Sequence[InModule]) -> str:
 
 
 def _in(one: InModule) -> str:
-    return plain(one.path, 120) + _class(one.path, one.kind) if one.path else plain(one.kind, 80) or "outside modules"
+    return spelled(one.path) + _class(one.path, one.kind) if one.path else plain(one.kind, 80) or "outside modules"

@@ -1,4 +1,4 @@
-"""The verdict as HTML for a notebook's cell: no script, and readable in both themes."""
+"""What a notebook's cell shows: the verdict, without a script and readable in both themes, and the page in a frame."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ def render(result: Result) -> str:
         rows = Markup("").join(map(_row, found))
         parts += [Markup(f"<table><tr>{heads}</tr>{{}}</table>").format(rows)] if found else []
     return str(Markup("").join(parts))
+
+
+def page(result: Result) -> str:
+    """Return the verdict, and below it the whole report in a frame, which can be folded.
+
+    The frame has an origin of its own: what the page runs reaches nothing of the notebook's.
+    """
+    from dlprof.report import html
+
+    frame = "<iframe sandbox='allow-scripts' style='width:100%;height:48em;border:0' srcdoc='{}'></iframe>"
+    whole = Markup(f"<details open><summary>Report</summary>{frame}</details>").format(html.render(result))
+    return render(result) + str(whole)
 
 
 def _row(outcome: Outcome) -> Markup:

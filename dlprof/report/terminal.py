@@ -1,4 +1,4 @@
-"""The result as text for a terminal: the diagnosis, a bar for each rank, what to change."""
+"""The result as text for a terminal: a first screen that says what to change, and all that was found."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
+from dlprof.report import first as screen
 from dlprof.report import formatting, in_model, logged, looks, verdict
 from dlprof.report.figures import memory
 from dlprof.report.tried import sentence as tried_sentence
@@ -17,6 +18,116 @@ OUTLIERS = 4  # so many of the others that differ most have bars, too
 WHERE = 2  # lines of code shown for a finding's place
 NOTICES = 6  # warnings that are printed; the page has them all
 NARROWEST = 40  # below this, names no longer fit next to bars
+
+
+MOST_LINES = 22  # of the first screen
+_SHOWN_NOTICES, _SHOWN_ROWS = 2, 4  # of it
+
+
+def first(result: Result, run: str, named: screen.Named, width: int = 80, colour: bool = False) -> str:
+    """Return the first screen, of MOST_LINES: the change that gains most, its edit, what proves it, the next ones.
+
+    `run`: as a command names it.
+    """
+    width = max(width, NARROWEST)
+    paint = painter(colour)
+    one = screen.first(result, run, named)
+    measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
+    head = _first(wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), 3, width, "")
+    head += ["", *(paint(line, "1") for line in _first(wrap(one.headline, width, "  "), 4, width, "  "))]
+    dot = f"{screen.KNOWN[one.lead.known][0]} " if one.lead and one.known else ""
+    gain = wrap(one.gain, width, f"  {dot}", "    " if dot else "  ")[:4] if one.gain else []
+    head += [paint(line, "1;35") if one.lead else line for line in gain]
+    notices = verdict.notices(result)
+    shown = [paint(line, "33") for line in _brief(notices[:_SHOWN_NOTICES], width, "  ! ")]
+    if len(notices) > _SHOWN_NOTICES:
+        shown += wrap(f"… {len(notices) - _SHOWN_NOTICES} more warnings (-v)", width, "    ")
+    why = wrap(one.why, width, "  ")[:3] if one.why else []
+    place = _first(wrap(one.place, width, "  "), 1, width, "  ") if one.place else []
+    code = _first(wrap(one.detail, width, "    → ", "      "), 2, width, "      ") if one.detail else []
+    code += [_coloured(_cut(line, width, "    "), line, paint) for line in one.diff[:8]]
+    proof = [f"  Try it:  {paint(one.command, '1')}"] if one.command.startswith("dlprof try") else []
+    proof = proof or ([f"  Then record it again, and:  {one.command}"] if one.command else [])
+    bars = _before_and_after(result, one, width, colour)
+    blamed = [line for sentence in verdict.blamed(result)[:1] for line in wrap(sentence, width, "  ")]
+    job = wrap(one.job, width, "  run    ", "         ")[:2] if one.job else []
+    rows = _rows(one.rows[:_SHOWN_ROWS], width, paint)
+    if one.training:
+        rows += _rows(one.training[:1], width, paint, f"{verdict.APART}: ")
+    tried = f"Tried without a gain: {', '.join(row.text for row in one.useless)}"
+    rows += _first(wrap(tried, width, "  "), 2, width, "  ") if one.useless else []
+    said = f"{len(one.rows) - _SHOWN_ROWS} more changes. " if len(one.rows) > _SHOWN_ROWS else ""
+    closing = _first(wrap(f"{said}{one.looked_at}", width, "  "), 2, width, "  ") if said or one.looked_at else []
+    closing += wrap("More: the report, or -v; for an AI assistant: --format md", width, "  ")
+    # What does not fit goes, the least important first.
+    pieces = [
+        [*head, *shown, ""],
+        why,
+        [*place, *code],
+        proof,
+        [""] if why or place or code else [],
+        blamed,
+        bars,
+        job,
+        rows,
+        closing,
+    ]
+    for least, keep in ((8, 0), (6, 2), (3, 0), (1, 1), (7, 0), (2, 5), (5, 0), (2, 0)):
+        if sum(map(len, pieces)) > MOST_LINES:
+            pieces[least] = pieces[least][:keep]
+    return "\n".join(line.replace(NBSP, " ").rstrip() for piece in pieces for line in piece) + "\n"
+
+
+def _before_and_after(result: Result, one: screen.First, width: int, colour: bool) -> list[str]:
+    """Return the bar of the mean step over the ranks with a legend, and on its scale that of the step after."""
+    ranks = len({part.rank for part in result.time})
+    before: dict[str, float] = {}
+    for part in result.time:
+        before[part.category] = before.get(part.category, 0.0) + part.ns / ranks
+    whole = sum(before.values())
+    if whole <= 0:
+        return []
+    length = max(16, min(36, width - 50))
+    lines = []
+    later = screen.after(result, one.lead) if one.lead else {}
+    for label, parts in (("step", before), ("after", later)):
+        if not parts:
+            continue
+        total = sum(parts.values())
+        bar = _stripe_of(parts, round(length * total / whole), colour)
+        bar += " " * (length - columns(bar))
+        largest = sorted(parts, key=lambda name: -parts[name])[:3]
+        said = "  ".join(
+            f"{glyph(name, 1, colour)} {looks.look(name).name.lower()} {formatting.about(parts[name] / total)}"
+            for name in largest
+            if parts[name] > 0.01 * total
+        )
+        room = width - length - 23
+        while columns(said) > room:
+            said = said.rpartition("  ")[0]
+        lines.append(f"  {label:<5}  {bar}  {formatting.duration(total):>9}  {said}".rstrip())
+    return lines
+
+
+def _rows(rows: Sequence[screen.Row], width: int, paint: Callable[[str, str], str], apart: str = "") -> list[str]:
+    """Return a line for each change: number, words, gain, step before and after; the words are cut to fit."""
+    lines = []
+    for row, (text, gain, steps) in zip(rows, screen.next_rows(rows), strict=True):
+        start = f"  {apart}" if apart else f"  {row.number}  "
+        figures = f"{gain:<25}  {steps:>18}" if width >= 80 else gain
+        space = width - columns(start) - columns(figures) - 2
+        words = text if columns(text) <= space else f"{text[: _fit(text, space - 1)]}…"
+        lines.append(f"{start}{words}{' ' * (space - columns(words))}  {paint(figures, '35')}")
+    return lines
+
+
+def _brief(sentences: Sequence[str], width: int, start: str) -> list[str]:
+    """Return sentences of two lines at most each."""
+    return [line for text in sentences for line in _first(wrap(text, width, start, "    "), 2, width, "    ")]
+
+
+def _coloured(line: str, of: str, paint: Callable[[str, str], str]) -> str:
+    return paint(line, {"+": "32", "-": "31"}[of[:1]]) if of[:1] in ("+", "-") else line
 
 
 def render(result: Result, width: int = 80, colour: bool = False) -> str:
@@ -103,13 +214,17 @@ def legend(categories: Iterable[str], width: int, colour: bool) -> list[str]:
 
 def stripe(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
     """Return a bar of so many columns, divided in proportion; rounding errors do not add up."""
+    return _stripe_of({category: part.ns for category, part in parts.items()}, length, colour)
+
+
+def _stripe_of(parts: Mapping[str, float], length: int, colour: bool) -> str:
     ordered = formatting.ordered(parts)
-    whole = sum(max(parts[c].ns, 0.0) for c in ordered)
+    whole = sum(max(parts[c], 0.0) for c in ordered)
     if whole <= 0:
         return " " * length
     text, reached, drawn = "", 0.0, 0
     for category in ordered:
-        reached += max(parts[category].ns, 0.0)
+        reached += max(parts[category], 0.0)
         end = round(length * reached / whole)
         text += glyph(category, end - drawn, colour)
         drawn = end

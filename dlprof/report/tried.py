@@ -22,7 +22,7 @@ def sentence(tried: Tried) -> str:
     best = tried.best
     if best is not None and best.measured is not None:
         predicted = f", {formatting.times(best.predicted)} predicted" if best.predicted else ""
-        changes = f"; {changes_numbers(best)}" if best.numerics else ""
+        changes = "".join(f"; {text}" for text in (changes_numbers(best), losses(best)) if text)
         return f"Tried: {plain(best.words, 200)}: {measured(best.measured, ' measured')}{predicted}{changes}."
     if tried.state == "failed":
         return f"Tried, but the job did not run again: {plain(tried.why, 300)}."
@@ -34,6 +34,19 @@ def sentence(tried: Tried) -> str:
     if tried.unclear or tried.state != "complete":
         return _unknown(tried)
     return f"Tried: nothing to gain from {formatting.counted(len(ran), 'change')}: none made the job 2{NBSP}% faster."
+
+
+_LOSSES = {
+    "": "",
+    "equal": "its losses are the same, bit for bit",
+    "within": "its losses differ no more than by chance",
+    "differ": "its losses differ more than by chance",
+}
+
+
+def losses(attempt: Attempt) -> str:
+    """Say whether the losses are as without a change; "" where they were not compared."""
+    return _LOSSES[attempt.losses]
 
 
 def changes_numbers(attempt: Attempt) -> str:
@@ -72,7 +85,7 @@ def row(attempt: Attempt) -> str:
     if attempt.epochs is not None:
         parts.append(f"{measured(attempt.epochs)} over whole epochs")
     if attempt.verdict != "not_tried":
-        parts += [text] if (text := changes_numbers(attempt)) else []
+        parts += [text for text in (changes_numbers(attempt), losses(attempt)) if text]
     parts += [plain(attempt.why, 300)] if attempt.why else []
     return f"{plain(attempt.words, 200)}: {', '.join(parts)}"
 
@@ -91,7 +104,7 @@ def panel(tried: Tried) -> Panel:
                 attempt.predicted,
                 attempt.before_ns,
                 attempt.after_ns,
-                attempt.why or changes_numbers(attempt),
+                "; ".join(filter(None, (attempt.why or changes_numbers(attempt), losses(attempt)))),
             )
         )
     columns = ("change", "answer", "measured_times", "95 % interval", "predicted_times", "before_ns", "after_ns", "why")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting
 from dlprof.report.terminal import NARROWEST, wrap
-from dlprof.report.tried import row, sentence
+from dlprof.report.tried import losses, measured, row, sentence
 from dlprof.result.tried import Tried
 
 
@@ -32,3 +34,16 @@ def render(tried: Tried, width: int = 80) -> str:
         lines += wrap(plain(warning, 300), width, "  ! ", "    ")
     text = "\n".join(line.replace(NBSP, " ").rstrip() for line in lines) + "\n"
     return f"{text}\n{plain(tried.diff, keep=chr(10))}" if tried.diff else text
+
+
+def kept(tried: Tried, words: Sequence[str], lines: Sequence[str], width: int = 80) -> list[str]:
+    """Say what of a trial to keep: what the patch changes, and what to do besides, in lines of at most `width`."""
+    best = tried.best
+    if best is None or best.measured is None:
+        nothing = "Nothing to keep: no change was found to make the job faster."
+        return [] if tried.state == "failed" else wrap(nothing, width)
+    said = losses(best) or "its losses were not compared"
+    made = ["", *wrap(f"Keep {plain(best.words, 300)}: {measured(best.measured)}; {said}.", width)]
+    made += wrap(f"The patch changes {', '.join(map(plain, lines))}.", width) if lines else []
+    made += [line for one in words for line in wrap(f"By hand: {plain(one, 400)}", width, "", "  ")]
+    return [line.replace(NBSP, " ") for line in made]

@@ -19,6 +19,7 @@ from dlprof.report.formatting import (
     quantity,
     ranks,
     saves,
+    times,
     unit,
 )
 from dlprof.report.logged import of_logs
@@ -50,6 +51,9 @@ ALIKE = 0.1
 
 # The smallest part of the step that is reported where no rule could judge it.
 _NOTABLE = 0.05
+
+# Tracing that makes steps so many times as long is told.
+SLOWED = 1.02
 
 # With this share of computation there is little else to lose.
 _ALL_BUT = 0.9
@@ -311,6 +315,31 @@ def notices(result: Result) -> list[str]:
     ended = f"was ended by signal {signal}{why}" if signal else f"ended with exit code {code}" if code else ""
     first = [f"The command {ended}; the figures cover what was recorded until then."] if ended else []
     return first + [plain(warning, 600) for warning in result.run.warnings]
+
+
+def traced(result: Result) -> str:
+    """Say how figures of traced steps differ from savings, which are of all steps; "" without untraced steps."""
+    window = result.window
+    if window is None or window.overhead is None or window.unit == "trace":
+        return ""
+    longer = f", which tracing made {times(window.overhead)} as long" if window.overhead >= SLOWED else ""
+    return (
+        f"Savings are of the mean untraced step, {duration(window.step_ns)}. Times of a traced step are as the profiler"
+        f" saw them{longer}. A wait is among them in full, also while the device still works: its cure saves less."
+    )
+
+
+def span(result: Result) -> str:
+    """Say why the device's span is longer than the traced steps; "" where it is not."""
+    window, longest = result.window, max((d.span_ns for d in result.device), default=0)
+    steps = window.traced_steps * window.step_ns * (window.overhead or 1.0) if window and window.unit == "step" else 0.0
+    if window is None or not 0 < (1 + _NOTABLE) * steps < longest:
+        return ""
+    behind = f" (as a step begins, it is {duration(window.lag_ns)} behind its host)" if window.lag_ns else ""
+    return (
+        f"The span of {duration(longest)} is longer than the {counted(window.traced_steps, 'traced step')},"
+        f" {duration(steps)} together: what the device still did of the step before{behind}, or of the next, is in it."
+    )
 
 
 def waits_for(result: Result) -> dict[int, dict[int, float]]:

@@ -115,8 +115,9 @@ class Change(msgspec.Struct, frozen=True):
 
     `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `training`:
     whether time is saved only because the job trains otherwise (larger batches, fewer validations or checkpoints), so
-    that it cures nothing. `at`: the call that takes the settings, None: not known; `diff`: the edit of it, "":
-    `no_diff` says why there is none. `informs`: it gains nothing, but the next report can say what does.
+    that it cures nothing. `at`: the call that takes the settings, or the line that gives them to it; None: not known.
+    `diff`: the edit, "": `no_diff` says why there is none, and what to set instead. `informs`: it gains nothing, but
+    the next report can say what does.
     """
 
     text: str
@@ -372,7 +373,7 @@ class Fact(msgspec.Struct, frozen=True):
 class Proposal(msgspec.Struct, frozen=True):
     """A change to make, and what it gains once those above it are made.
 
-    `findings`: the ids of what it cures. `before_ns`, `after_ns`: the mean step (of scope "job" the loop's time for each
+    `findings`: the ids of what it cures. `before_ns`, `after_ns`: the mean step (of scope "job" the loop's time of each
     training step, of "run" the run's) with those above it, and with it as well. `speedup` is their ratio, nine of ten
     times between `low` and `high`; None: not known, as of a bound (`at_most`). `job_before_ns`, `job_after_ns`: the
     whole run, None: not known. `known`: how the figures are known; "losses": tried, and the losses are the same.

@@ -41,6 +41,7 @@ _LATER = (
     "device_work",
     "host_limited",
     "budget",
+    "changes",
 )  # fields that a result may lack
 
 

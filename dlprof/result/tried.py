@@ -72,6 +72,7 @@ class Tried(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     diff: str = ""  # the edit that makes `best` permanent, as a unified diff; "": not known
+    no_effect: tuple[str, ...] = ()  # settings whose edit was tried, and did not make them
 
     @property
     def unclear(self) -> tuple[Attempt, ...]:

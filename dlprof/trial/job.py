@@ -25,7 +25,7 @@ from dlprof.read.opening import Inside, read_file
 from dlprof.read.run import Run
 from dlprof.redaction import DROPPED, REDACTED, VARIABLES
 from dlprof.result import Result
-from dlprof.result.tried import FILE, Tried, from_json, to_json
+from dlprof.result.tried import FILE, Attempt, Tried, from_json, to_json
 from dlprof.units import few
 
 _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
@@ -35,7 +35,8 @@ _AGAIN = "give it after --: dlprof try RUN -- COMMAND"
 class Job:
     """A job that can be started again. `settings`: the overrides of its recording; `exit_code`: how it ended.
 
-    `saves`: files that it wrote checkpoints to. `warnings`: differences from the recording.
+    `saves`: files that it wrote checkpoints to. `warnings`: differences from the recording. `started_s`: when it was
+    recorded, Unix time; 0: not known.
     """
 
     command: tuple[str, ...]
@@ -45,6 +46,7 @@ class Job:
     exit_code: int | None = None
     saves: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    started_s: float = 0.0
 
 
 def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()) -> Job:
@@ -83,7 +85,8 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
     overridden = (recorded.get("options") or {}).get("set")
     values = overridden.items() if isinstance(overridden, Mapping) else ()
     settings = {n: v for n, v in values if REDACTED not in str(v) and v != DROPPED}
-    return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings))
+    started_s = (run.start_ns or 0) / 1e9
+    return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings), started_s)
 
 
 def _run_json(run: Run) -> Mapping[str, Any]:
@@ -149,10 +152,51 @@ def kept(path: Path) -> Tried | None:
         raise DlprofError(f"{path / FILE} is broken ({str(e)[:120]})") from None
 
 
+def merged(before: Tried | None, now: Tried) -> Tried:
+    """Return what was tried before and now: of the same settings the later result, unless it is of fewer pairs."""
+    if before is None:
+        return now
+    attempts = _later(before.attempts, now.attempts)
+    lost = [a.settings for a in attempts if a.verdict != "gain"]
+    bests = _later(*(() if b is None or b.settings in lost else (b,) for b in (before.best, now.best)))
+    return replace(
+        now,
+        attempts=attempts,
+        combinations=_later(before.combinations, now.combinations),
+        best=max(bests, key=lambda b: b.measured.ratio if b.measured else 0.0, default=None),
+        runs=before.runs + now.runs,
+        seconds=before.seconds + now.seconds,
+        warnings=tuple(dict.fromkeys((*before.warnings, *now.warnings))),
+    )
+
+
+def _later(before: Sequence[Attempt], now: Sequence[Attempt]) -> tuple[Attempt, ...]:
+    found = {(*sorted(a.settings.items()), a.edit): a for a in before}
+    for a in now:
+        key = (*sorted(a.settings.items()), a.edit)
+        same = found.get(key)
+        if same is None or _pairs(a) >= _pairs(same):
+            found[key] = replace(a, losses=a.losses or same.losses) if same else a
+    return tuple(found.values())
+
+
+def _pairs(attempt: Attempt) -> int:
+    return attempt.measured.pairs if attempt.measured else 0
+
+
 def with_tried(result: Result, path: Path) -> Result:
     """Return a run's result with its try.json; with a warning if that is broken."""
     try:
         tried = kept(path)
     except DlprofError as e:
         return replace(result, run=replace(result.run, warnings=(*result.run.warnings, str(e))))
-    return result if tried is None else replace(result, tried=tried)
+    return result if tried is None else added(result, tried)
+
+
+def added(result: Result, tried: Tried) -> Result:
+    """Return a result with what was tried, and its changes with what each of them gained."""
+    from dlprof.analysis.proposals import with_tried
+    from dlprof.trial.planning import values_of
+
+    changes = with_tried(result.changes, tried, [values_of(one.change) for one in result.changes])
+    return replace(result, tried=tried, changes=tuple(changes))

@@ -1,22 +1,29 @@
 """Which changes are tried: those of a report's findings, further obvious ones, and those that the user names.
 
-A change is tried only as a whole: it is left out if a part of it cannot be set from outside the script. Changes that
-only print more are left out, too. Changes of the training itself are tried only if the user names them.
+A change is tried only as a whole: it is left out if a part of it can neither be set from outside the script nor be made
+by an edit of it. Changes that only print more are left out, too, and those that gain too little to be seen. Changes of
+the training itself are tried only if the user names them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dlprof import overrides
 from dlprof.analysis.settings import loader_of
+from dlprof.analysis.source.patches import kind_of
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
 from dlprof.result import TIMELESS, Change, Outcome, Result
 from dlprof.result.tried import Attempt, Of
+from dlprof.units import count
+
+# Two recordings of the same job differ by up to 0.9 % on a quiet machine (docs/cost.md): a gain of at least twice that
+# is worth an edit.
+WORTH = 1.02
 
 # These print more and make nothing faster.
 _PRINTS = frozenset(("NCCL_DEBUG", "TORCH_LOGS"))
@@ -56,21 +63,35 @@ class Plan:
 
     candidates: tuple[Candidate, ...]
     left_out: tuple[Attempt, ...] = ()
-    skipped: tuple[str, ...] = ()  # changes that --set cannot make, with the reason
+    skipped: tuple[str, ...] = ()  # changes that cannot be made so, with the reason
+    by_hand: Change | None = None  # the most promising change, if it is one of these
+
+
+Editable = Callable[[Mapping[str, Value]], bool]
 
 
 def plan(
-    result: Result, facts: Mapping[str, Any], *, asked: Iterable[str] = (), obvious: bool, allow_numerics: bool
+    result: Result,
+    facts: Mapping[str, Any],
+    editable: Editable = lambda _settings: False,
+    *,
+    asked: Iterable[str] = (),
+    numbers: Iterable[int] = (),
+    obvious: bool,
+    allow_numerics: bool,
 ) -> Plan:
     """Return what to try on the run of a result. `facts` are rank 0's; each string in `asked` is one candidate's
-    NAME=VALUE words.
+    NAME=VALUE words; `numbers` are places of changes in the result, of which no others are then tried. `editable` says
+    whether an edit makes settings.
 
-    Raises DlprofError for a setting that does not exist.
+    Raises DlprofError for a setting or a number that does not exist.
     """
-    found, skipped = _of_findings(result)
-    more = [Candidate(overrides.parse(words.split())) for words in asked]
+    numbers = tuple(numbers)
+    found, little, skipped = ([], [], []) if numbers else _of_findings(result, editable, _cores(facts))
+    more = [_numbered(result, n, editable) for n in numbers]
+    more += [Candidate(overrides.parse(words.split())) for words in asked]
     if obvious:
-        more += [_forecast(result, Candidate(settings)) for settings in _obvious(facts)]
+        more += [*little, *(_forecast(result, Candidate(settings)) for settings in _obvious(facts))]
     together: dict[tuple[tuple[str, Value], ...], Candidate] = {}
     for one in (*found, *more):
         key = tuple(sorted(one.settings.items()))
@@ -86,29 +107,97 @@ def plan(
     ]
     every.sort(key=lambda c: -(c.predicted or 1.0))
     refused = [c for c in every if c.numerics and not allow_numerics]
-    why = "the job then computes other numbers; --allow-numerics tries it"
+    left_out = [(c, "the job then computes other numbers; --allow-numerics tries it") for c in refused]
+    if not numbers:
+        few = "it is predicted to gain less than 2 %; --obvious tries it"
+        left_out += [(c, few) for c in little if tuple(sorted(c.settings.items())) not in together]
     return Plan(
         tuple(c for c in every if c not in refused),
-        tuple(Attempt(c.settings, "not_tried", why, c.findings, c.of, c.predicted, numerics=True) for c in refused),
+        tuple(
+            Attempt(c.settings, "not_tried", w, c.findings, c.of, c.predicted, numerics=c.numerics) for c, w in left_out
+        ),
         tuple(skipped),
+        None if numbers else _by_hand(result, editable),
     )
 
 
-def _of_findings(result: Result) -> tuple[list[Candidate], list[str]]:
-    found, skipped = [], []
+def _of_findings(result: Result, editable: Editable, cores: int) -> tuple[list[Candidate], list[Candidate], list[str]]:
+    """Return what to try, what gains too little, and why the rest cannot be tried."""
+    found: list[Candidate] = []
+    little: list[Candidate] = []
+    skipped = []
     for outcome in result.found:
+        if (unsure := _unsure(result, outcome, cores)) is not None:
+            found.append(unsure)
+        elif outcome.changes and not any(change.settings for change in outcome.changes):
+            skipped.append(f"{outcome.id}: only an edit by hand does it: {outcome.changes[0].text}")
         for place, change in enumerate(outcome.changes):
             if change.training or not change.settings or all(s.name in _PRINTS for s in change.settings):
                 continue
             try:
-                settings = overrides.parse(f"{name}={value}" for name, value in _named(change).items())
+                settings = _settings_of(change, editable)
             except DlprofError as e:
                 skipped.append(f"{outcome.id}: {e}")
                 continue
             of: Of = "loop" if outcome.scope == "job" else "step"
-            one = Candidate(settings, (outcome.id,), _predicted(result, outcome, change, place), of, change.numerics)
-            found.append(one)
-    return found, skipped
+            predicted = _predicted(result, outcome, change, place)
+            one = Candidate(settings, (outcome.id,), predicted, of, change.numerics)
+            worth = outcome.scope not in TIMELESS and (predicted or outcome.speedup) >= WORTH
+            (found if worth else little).append(one)
+    return found, little, skipped
+
+
+def _unsure(result: Result, outcome: Outcome, cores: int) -> Candidate | None:
+    """Return the workers that are forecast to be best where a finding leaves open whether they are: a run will tell."""
+    known = [f for f in outcome.forecasts if f.setting == "num_workers" and 0 < int(f.value) <= cores]
+    best = min(known, key=lambda f: f.step_ns, default=None)
+    if best is None or result.window is None or any(change.settings for change in outcome.changes):
+        return None
+    settings: dict[str, Value] = {"loader.num_workers": int(best.value), "loader.persistent_workers": True}
+    return Candidate(settings, (outcome.id,), result.window.step_ns / best.step_ns)
+
+
+def _numbered(result: Result, number: int, editable: Editable) -> Candidate:
+    """Return the change that a user names by its place in the result."""
+    if not 1 <= number <= len(result.changes):
+        raise DlprofError(f"--change {number}: the report proposes {count(len(result.changes), 'change')}")
+    one = result.changes[number - 1]
+    try:
+        settings = _settings_of(one.change, editable)
+    except DlprofError as e:
+        raise DlprofError(f"--change {number} ({one.change.text}): {e}") from None
+    predicted = None if one.at_most else one.speedup
+    return Candidate(settings, one.findings, predicted, "loop" if one.scope == "job" else "step", one.change.numerics)
+
+
+def _settings_of(change: Change, editable: Editable) -> dict[str, Value]:
+    """Return what makes a change: overrides, or what an edit does, by the kind of call and the keyword.
+
+    Raises DlprofError if neither makes all of it.
+    """
+    if all(s.name in _PRINTS for s in change.settings):
+        raise DlprofError("no setting makes it faster, only an edit by hand")
+    try:
+        return overrides.parse(f"{name}={value}" for name, value in _named(change).items())
+    except DlprofError as e:
+        kinds = {s.name: kind_of(s.name) for s in change.settings}
+        edit = {f"{kinds[s.name]}.{s.name}": s.to for s in change.settings if kinds[s.name] and s.to is not None}
+        if edit and len(edit) == len(change.settings) and editable(edit):
+            return edit
+        why = f" ({change.no_diff})" if change.no_diff else ""
+        raise DlprofError(f"{e}, and no edit does it{why}" if edit else str(e)) from None
+
+
+def _by_hand(result: Result, editable: Editable) -> Change | None:
+    """Return the change that is predicted to gain most, if it cannot be tried; None: it can."""
+    of_findings = (one.changes[0] for one in result.found if one.changes)
+    first = next((p.change for p in result.changes if not p.training), next(of_findings, None))
+    try:
+        if first and not first.training:
+            _settings_of(first, editable)
+    except DlprofError:
+        return first
+    return None
 
 
 def named(change: Change) -> dict[str, str] | None:
@@ -121,6 +210,12 @@ def named(change: Change) -> dict[str, str] | None:
     except DlprofError:
         return None
     return words
+
+
+def values_of(change: Change) -> dict[str, Value] | None:
+    """Return the same as an attempt holds them."""
+    words = named(change)
+    return None if words is None else overrides.parse(f"{name}={value}" for name, value in words.items())
 
 
 def _named(change: Change) -> dict[str, str]:
@@ -168,10 +263,7 @@ def _forecast(result: Result, one: Candidate) -> Candidate:
 
 def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
     """Return settings that are worth trying on any job and that this one does not have yet."""
-    cpu, device = facts.get("cpu") or {}, (facts.get("device") or {}).get("type")
-    given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
-    ranks = max(1, facts.get("world_size") or 1)
-    cores = max(1, int(min(given, cpu.get("quota") or given)) // ranks)
+    device, cores = (facts.get("device") or {}).get("type"), _cores(facts)
     loader = loader_of(facts)
     if loader:
         now = loader.get("num_workers") or 0
@@ -182,7 +274,7 @@ def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
             yield {"loader.persistent_workers": True}
         if device not in (None, "cpu") and loader.get("pin_memory") is False:
             yield {"loader.pin_memory": True}
-    threads = cpu.get("torch_threads")
+    threads = (facts.get("cpu") or {}).get("torch_threads")
     for n in sorted({1, cores} - {threads}):
         yield {"env.OMP_NUM_THREADS": str(n)}
     if any(not o.get("fused") for o in facts.get("optimizers") or []):
@@ -196,3 +288,10 @@ def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
         yield {"copy.non_blocking": True}
         yield {"torch.float32_matmul_precision": "high"}
     yield {"gc.freeze": True}
+
+
+def _cores(facts: Mapping[str, Any]) -> int:
+    """Return how many cores a rank has for itself."""
+    cpu = facts.get("cpu") or {}
+    given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
+    return max(1, int(min(given, cpu.get("quota") or given)) // max(1, facts.get("world_size") or 1))

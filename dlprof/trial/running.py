@@ -3,15 +3,13 @@
 A run is followed by reading its step log. It has a session of its own (setsid), so that Ctrl-C at the terminal reaches
 only dlprof. If dlprof is killed, the kernel sends the run a SIGTERM, and the run ends its own processes.
 
-Also here: the copy of the working directory for a run (--copy), finding and ending a run's processes, and catching the
-signals that interrupt a trial.
+Also here: catching the signals that interrupt a trial.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -24,19 +22,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from dlprof import overrides
 from dlprof.analysis.settings import loader_of
+from dlprof.analysis.source.patches import Patch, calls_of
 from dlprof.analysis.timeline.steady import SETTLED, WARMUP_STEPS
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
-from dlprof.record.launch.process import family, has_ended, running, stat_of, tied
+from dlprof.read.run import open_run
+from dlprof.record.launch.process import tied
+from dlprof.record.launch.stopping import StepLog, end, trained
 from dlprof.record.launch.supervisor import outcomes
 from dlprof.redaction import said
+from dlprof.trial.copies import by_edit, copied, edit_in, is_changed, made_by, moved, quiet_trackers
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps, ahead, steps_of
-from dlprof.units import size
 
 _POLL_S = 0.05
 
@@ -48,7 +48,8 @@ KEPT = 3
 
 # `python -m` and -c put the working directory first on the path: a user's random.py would then be imported by dlprof.
 _START = "import sys; sys.path[0] = sys.argv.pop(1); from dlprof.cli import main; main()"
-_ROOT = str(Path(__file__).resolve().parents[2])
+# These words start a command of dlprof.
+DLPROF = (sys.executable, "-c", _START, str(Path(__file__).resolve().parents[2]))
 
 _NAN = re.compile(rb"\bnan\b", re.IGNORECASE)
 _MOST_READ = 1 << 20  # bytes from the end of a run's output
@@ -74,6 +75,8 @@ class Runner:
     A run is ended after `steps` steady steps that take at least `seconds`. `stopped` is called many times a second and
     says whether to give up. `copy`: each run gets a copy of the working directory. `may_be_the_same`: settings that the
     job already has are not a failure. `recording`: options of the recording. `keep`: where to move a run's recording.
+    `patch_of`: the edit that makes settings; in a copy, those that `--set` does not have are made so. `edits`: the
+    others are, too, and those whose edit had no effect are added to `no_effect`.
     """
 
     job: Job
@@ -86,6 +89,10 @@ class Runner:
     may_be_the_same: bool = False
     recording: tuple[str, ...] = QUICK
     keep: Path | None = None
+    patch_of: Callable[[Mapping[str, Value]], Patch] = lambda _settings: Patch()
+    edits: bool = False
+    no_effect: set[str] = field(default_factory=set)
+    linked: set[Path] = field(default_factory=set)  # what a copy links to, and a run wrote into
     runs: int = 0
     _failures: list[Path] = field(default_factory=list)
     _printed_nan: bool = False  # a run without changes printed one
@@ -97,14 +104,25 @@ class Runner:
         """
         self.runs += 1
         folder = self.folder / f"{self.runs:04d}"
+        cwd, links, edit = self.job.cwd, set[Path](), Patch()
+        if self.edits or any(map(by_edit, settings)):
+            edit = self.patch_of({n: v for n, v in settings.items() if self.edits or by_edit(n)})
+        if missing := [why for _, _, why in edit.left_out if not self.edits]:
+            return Failed(f"the edit cannot be made: {missing[0]}")
         try:
-            cwd = copied(self.job.cwd, folder.with_name(f"{folder.name}-copy")) if self.copy else self.job.cwd
-            done = self._run(settings, folder, cwd, limit_s)
+            if self.copy:
+                cwd, links = copied(cwd, folder.with_name(f"{folder.name}-copy") / cwd.name, self.job.started_s)
+            if why := edit_in(cwd, edit) if self.copy or not edit.files else "only a copy of the folder is edited":
+                return Failed(why)
+            done = self._run(settings, folder, cwd, edit, limit_s)
+        except DlprofError as e:
+            return Failed(str(e))
         except Stopped:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
             shutil.rmtree(folder.with_name(f"{folder.name}-copy"), ignore_errors=True)
+            self.linked |= {path for path in links if is_changed(path, self.job.started_s)}
         if isinstance(done, Failed) and done.output is not None:
             self._failures.append(folder)
             for old in self._failures[:-KEPT]:
@@ -116,14 +134,21 @@ class Runner:
             shutil.rmtree(folder, ignore_errors=True)
         return done
 
-    def _run(self, settings: Mapping[str, Value], folder: Path, cwd: Path, limit_s: float) -> Steps | Failed:
-        folder.mkdir()
+    def _run(
+        self, settings: Mapping[str, Value], folder: Path, cwd: Path, edit: Patch, limit_s: float
+    ) -> Steps | Failed:
+        trackers = folder / "trackers"
+        trackers.mkdir(parents=True)
         output = folder / "output.txt"
         run = folder / "run"
+        overridden = {n: v for n, v in settings.items() if not by_edit(n)}
+        env = {**self.job.env, "PWD": str(cwd), **quiet_trackers(self.job.env, trackers), "DLPROF_TRIAL": "1"}
+        if "PYTHONPATH" in env:
+            env["PYTHONPATH"] = moved(env["PYTHONPATH"], self.job.cwd, cwd)
         with output.open("wb") as file:
             process = subprocess.Popen(
-                self._words({**self.job.settings, **settings}, run),
-                env={**self.job.env, "DLPROF_TRIAL": "1"},
+                self._words({**self.job.settings, **overridden}, run, cwd),
+                env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -146,18 +171,18 @@ class Runner:
             process.wait()
         if self.stopped():
             raise Stopped
-        return self._judged(settings, run, output, ended, time.monotonic() - started > limit_s)
+        return self._judged(overridden, edit, run, output, ended, time.monotonic() - started > limit_s)
 
-    def _words(self, settings: Mapping[str, Value], run: Path) -> list[str]:
-        words = [sys.executable, "-c", _START, _ROOT, "wrap", "-o", str(run), "--quiet", "--no-report"]
-        words += self.recording
+    def _words(self, settings: Mapping[str, Value], run: Path, cwd: Path) -> list[str]:
+        words = [*DLPROF, "wrap", "-o", str(run), "--quiet", "--no-report", *self.recording]
         for name, value in settings.items():
             words += ["--set", f"{name}={value}"]
         allowed = self.allow_numerics or overrides.changes_numbers(self.job.settings)
-        return [*words, *(["--allow-numerics"] if allowed else []), "--", *self.job.command]
+        command = [moved(word, self.job.cwd, cwd) for word in self.job.command]
+        return [*words, *(["--allow-numerics"] if allowed else []), "--", *command]
 
     def _judged(
-        self, settings: Mapping[str, Value], run: Path, output: Path, ended: int | None, over: bool
+        self, settings: Mapping[str, Value], edit: Patch, run: Path, output: Path, ended: int | None, over: bool
     ) -> Steps | Failed:
         """Return the steps of a run, or why it does not count."""
         if ended and ended != self.job.exit_code:
@@ -167,18 +192,23 @@ class Runner:
         for name, effect in effects.items():
             if not effect.applied:
                 return Failed(f"{name} never took effect" + (f": {effect.error}" if effect.error else ""), output)
-        same = all(effects[n].before == (settings[n],) for n in settings)
-        if same and settings and not self.may_be_the_same:
+        same = {n for n in settings if effects[n].before == (settings[n],)}
+        if len(same) == len(settings) > 0 and not self.may_be_the_same and not edit.files:
             return Failed("the job has these settings already")
+        if self.edits:
+            self.no_effect |= {n for n in made_by(edit, settings) if n not in same}
         try:
+            if unused := _unused(edit, run):
+                return Failed(f"the edit of {unused[0]} never took effect: the job runs another copy of it", output)
             steps = steps_of(run)
         except NotMeasured as e:
             when = ", and its time was up" if over else ", and the job had ended" if ended == 0 else ""
             return Failed(f"{e}{when}", output, over)
         nan = _NAN.search(_end_of(output)) is not None
-        if nan and settings and not self._printed_nan:
+        changed = bool(settings or edit.files)
+        if nan and changed and not self._printed_nan:
             return Failed("it prints nan, and the job without changes does not", output)
-        self._printed_nan |= nan and not settings
+        self._printed_nan |= nan and not changed
         return steps
 
 
@@ -189,49 +219,31 @@ class Watch:
     """
 
     def __init__(self, run: Path, steps: int, seconds: float = 0.0) -> None:
-        self._run, self._steps, self._least_ns = run, steps, seconds * 1e9
-        self._path: Path | None = None
-        self._read = 0
+        self._steps, self._least_ns = steps, seconds * 1e9
+        self._log = StepLog(run)
         self._lengths: list[int] = []
         self._ahead: int | None = None
 
     def enough(self) -> bool:
         """Read the new lines and return whether there are enough steps after the warm-up."""
+        rows, anew = self._log.follow()
+        if anew:  # restarted by its launcher: count from the start
+            self._lengths = []
         before = len(self._lengths)
-        for row in self._rows():
-            kind, first, dur = row.get("kind"), row.get("first"), row.get("dur_ns")
-            if kind == "train" and not first and not row.get("outstanding") and isinstance(dur, int):
-                n = row.get("steps", 1)
+        for row in rows:
+            n, dur = trained(row), row.get("dur_ns")
+            if n and not row.get("first") and isinstance(dur, int):
                 self._lengths += [dur // n] * n
         if len(self._lengths) == before or len(self._lengths) < self._steps + WARMUP_STEPS:
             return False
         if self._ahead is None:
-            self._ahead = _ahead(self._path)
+            self._ahead = _ahead(self._log.path)
         calm = SETTLED * statistics.median(self._lengths)
         settled = next((i for i, x in enumerate(self._lengths) if i >= WARMUP_STEPS and x <= calm), WARMUP_STEPS)
         # The warm-up is at most a third of the steps.
         settled = max(min(settled, len(self._lengths) // 3), 1)
         measured = self._lengths[settled + self._ahead :]
         return len(measured) >= self._steps and sum(measured) >= self._least_ns
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        path = max(self._run.glob("ranks/00000*/steps.jsonl"), key=lambda p: p.parent.name, default=None)
-        if path is None:
-            return
-        if path != self._path:  # restarted by its launcher: count from the start
-            self._path, self._read, self._lengths = path, 0, []
-        with path.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data.rfind(b"\n") + 1
-        self._read += whole
-        for line in data[:whole].splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # skip a broken line
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _ahead(steps: Path | None) -> int:
@@ -255,96 +267,14 @@ def _end_of(output: Path) -> bytes:
         return file.read()
 
 
-# A larger folder holds a data set or old runs: copying it would take longer than the run.
-MOST_BYTES = 2 << 30
-
-
-# Repositories, environments, caches and earlier runs.
-_LEFT_OUT = frozenset((".git", "__pycache__", ".venv", "venv", "node_modules", "runs"))
-
-
-def copied(folder: Path, to: Path) -> Path:
-    """Copy a folder and return the copy; raise DlprofError if it is larger than MOST_BYTES or cannot be copied.
-
-    Links are copied as links. If the copy lies within the folder it is not copied itself.
-    """
-    total = 0
-    for path, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT and Path(path, name) != to.parent]
-        for name in files:
-            total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many
-            if total > MOST_BYTES:
-                raise DlprofError(
-                    f"{folder} holds more than {size(MOST_BYTES)}: too much to copy for each run (--copy)"
-                )
-
-    def left_out(path: str, names: list[str]) -> set[str]:
-        return {name for name in names if name in _LEFT_OUT or Path(path, name) == to.parent}
-
+def _unused(edit: Patch, run: Path) -> list[str]:
+    """Return the Python files that were edited and that a run did not use as they are then."""
     try:
-        shutil.copytree(folder, to, symlinks=True, ignore=left_out)
-    except (OSError, shutil.Error) as e:
-        raise DlprofError(f"{folder} cannot be copied (--copy): {str(e)[:300]}") from None
-    return to
-
-
-# How long the processes of a run may take to end by themselves. The step log is written every half second anyway.
-GRACE_S = 5.0
-
-
-# How often to look again for processes that others have started in the meantime.
-_ATTEMPTS = 20
-
-
-_PAUSE_S = 0.05
-
-
-def processes_of(root: int, folder: Path) -> set[int]:
-    """Return the running processes that `root` has started, directly or not, and those that record into the folder.
-
-    A process whose parent has ended is no longer a descendant, but its environment still names the folder.
-    """
-    mark = b"DLPROF_RUN=" + os.fsencode(folder)
-    known = running()
-    # The process itself, its session (setsid), and processes whose environment names the folder.
-    roots = [root, *(pid for pid, stat in known.items() if int(stat[3]) == root or _is_marked(pid, mark))]
-    return {pid for pid in family(roots, known) if pid in known and pid != os.getpid()}
-
-
-def _is_marked(pid: int, mark: bytes) -> bool:
-    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
-
-
-def end(root: int, folder: Path) -> None:
-    """End a run's processes: SIGTERM to all but `root`, which then ends by itself; kill those that remain.
-
-    On return all have ended, except for a process that even the kernel cannot end.
-    """
-    for pid in processes_of(root, folder) - {root}:
-        _send(pid, signal.SIGTERM)
-        _send(pid, signal.SIGCONT)  # a stopped process would not receive the SIGTERM
-    until = time.monotonic() + GRACE_S
-    while not has_ended(stat_of(root)) and time.monotonic() < until:
-        time.sleep(_PAUSE_S)
-    kill(root, folder)
-
-
-def kill(root: int, folder: Path) -> None:
-    """Kill a run's processes, including `root` unless that is this process, until none is left."""
-    for _ in range(_ATTEMPTS):
-        left = processes_of(root, folder)
-        if not left:
-            return
-        for pid in left:
-            _send(pid, signal.SIGKILL)
-        time.sleep(_PAUSE_S)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+        used = {call.digest for call in calls_of(rank.facts for rank in open_run(run).ranks)}
+    except DlprofError as e:
+        raise NotMeasured(str(e)) from None
+    after = {name: hashlib.sha256(texts[1]).hexdigest() for name, texts in edit.files.items() if name.endswith(".py")}
+    return [name for name, digest in after.items() if digest not in used]
 
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -8,6 +8,9 @@ both. Its figure is the logarithm of the ratio of the mean steps; the confidence
 say little about how much pairs vary, the variation between the runs without a change is used as well.
 
 Each run measures enough seconds and steps for a mean, and whole epochs if these are short.
+
+Of changes that helped, the losses are compared with those of the job without them. One with which they differ is not
+kept, unless the user allows other numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +19,25 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from dlprof.analysis.source.patches import edit_of
+from dlprof.analysis.source.patches import Patch, patch_of
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import writing
 from dlprof.overrides import Value
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result
 from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict
-from dlprof.trial.job import Job, keep, repeatable
+from dlprof.trial.copies import by_edit, to_link
+from dlprof.trial.job import Job, keep, kept, merged, repeatable
+from dlprof.trial.losses import Comparison
+from dlprof.trial.losses import Verdict as Compared
 from dlprof.trial.measuring import Steps, epoch_of, epochs_log_ratio, log_ratio
-from dlprof.trial.planning import Candidate, Plan, plan
+from dlprof.trial.planning import WORTH, Candidate, Plan, plan
 from dlprof.trial.running import Failed, Runner, Stopped
 
 Settings = Mapping[str, Value]
@@ -39,6 +46,9 @@ RunSteps = Callable[[Settings, float], "Steps | Failed"]
 
 # The share of the time for single changes if several of them promise a gain. The rest is for combinations.
 SINGLE_SHARE = 0.7
+
+# A change is seldom clear with fewer pairs.
+LEAST_PAIRS = 2
 
 # The job itself must reach its steps within this share of the time, or no change could be measured.
 FIRST_SHARE = 0.5
@@ -58,6 +68,8 @@ class _Series:
     befores_ns: list[float] = field(default_factory=list)
     afters_ns: list[float] = field(default_factory=list)
     failed: str = ""
+    losses: Compared = ""
+    strict: bool = True  # a change with which losses differ is none
 
     def add(self, before: Steps, run: Steps, after: Steps | None) -> None:
         """Add a pair; raise NotMeasured if the runs cannot be compared."""
@@ -89,6 +101,8 @@ class _Series:
         why = self.failed or ("" if gain else "the time was up")
         if verdict == "gain" and epochs is not None and verdict_of(epochs) in ("no_gain", "slower"):
             verdict, why = "no_gain", "steady steps are faster, and whole epochs are not: their start takes longer"
+        if verdict == "gain" and self.losses == "differ" and self.strict:
+            verdict, why = "not_counted", "its losses differ from those without it; --allow-numerics keeps it"
         return Attempt(
             c.settings,
             verdict,
@@ -101,6 +115,7 @@ class _Series:
             _mean(self.befores_ns) if gain else None,
             _mean(self.afters_ns) if gain else None,
             c.numerics,
+            losses=self.losses,
         )
 
 
@@ -127,13 +142,16 @@ class Search:
         *,
         tell: Callable[[Attempt | float], None] = lambda _found: None,
         clock: Callable[[], float] = time.monotonic,
+        losses: Callable[[Settings, float], Compared] | None = None,
+        strict: bool = True,
     ) -> None:
         self._run, self._clock, self._tell = run, clock, tell
         self._started = clock()
         self._seconds = seconds
         self._spreads: dict[Words, list[float]] = {}
         self._last_ns: dict[Words, float] = {}
-        self._series = [_Series(c, self._spread({})) for c in candidates]
+        self._losses, self._strict = losses, strict
+        self._series = [_Series(c, self._spread({}), strict=strict) for c in candidates]
         self._combined: list[_Series] = []
         self._best: _Series | None = None
         self._base: tuple[Settings, Steps] | None = None  # the last run of a base, which the next run is compared with
@@ -145,7 +163,10 @@ class Search:
     def go(self) -> None:
         """Search until every result is clear, the time is up, or it is interrupted."""
         try:
-            self._singles()
+            with suppress(_OutOfTime):
+                self._singles()
+            for series in self._gains():
+                self._compare(series)
             self._together()
             self._state = "out_of_time" if any(s.open for s in self._series) else "complete"
         except _OutOfTime:
@@ -180,10 +201,18 @@ class Search:
         while pending := [s for s in self._series if s.open]:
             promising = sum(1 for s in self._series if s.gain is not None and s.gain.ratio > WORTH)
             share = SINGLE_SHARE if promising > 1 and self._gains() else 1.0
-            for series in pending:
+            # If the time does not suffice for all, the most promising ones are made clear first.
+            fit = max(int(self._left() // (2 * LEAST_PAIRS * self._longest_s or 1)), 1)
+            for series in pending[:fit]:
                 if self._left() < (1 - share) * self._seconds and share < 1:
                     return
                 self._pair(series, {}, series.candidate.settings)
+
+    def _compare(self, series: _Series) -> None:
+        """Compare the losses with a change to those without, if there is time for that."""
+        if self._losses is not None and not series.losses and self._left() > self._longest_s:
+            series.losses = self._losses(series.candidate.settings, self._left())
+            self._tell(series.attempt())
 
     def _together(self) -> None:
         """Combine the changes that helped, one after the other; then measure the combination against the job."""
@@ -202,7 +231,7 @@ class Search:
                 "step",
                 kept.numerics or more.numerics,
             )
-            step = _Series(both, self._spread(kept.settings))
+            step = _Series(both, self._spread(kept.settings), strict=self._strict)
             self._combined.append(step)
             while step.open:
                 self._pair(step, kept.settings, both.settings)
@@ -210,15 +239,20 @@ class Search:
                 kept = both
         if kept is gains[0].candidate:
             return
-        whole = _Series(kept, self._spread({}))
+        whole = _Series(kept, self._spread({}), strict=self._strict)
         while whole.open:
             self._pair(whole, {}, kept.settings)
             if whole.attempt().verdict == "gain":
                 self._best = whole
+        if self._best is not None:
+            self._compare(whole)
+            self._best = whole if whole.attempt().verdict == "gain" else None
 
     def _pair(self, series: _Series, base: Settings, settings: Settings) -> None:
         """Run the base (unless its last run was the latest of all), the change, and the base again."""
         need = 2 if self._base is not None and self._base[0] == base else 3
+        if self._losses is not None and any(s.attempt().verdict == "gain" and not s.losses for s in self._series):
+            need += 3  # to compare the losses of what was found already
         if self._left() < need * self._longest_s:
             raise _OutOfTime
         before = self._one(base)
@@ -280,11 +314,6 @@ class Search:
 
 def _words(settings: Settings) -> Words:
     return tuple(sorted(settings.items()))
-
-
-# Two recordings of the same job differ by up to 0.9 % on a quiet machine (docs/cost.md): a gain of at least twice that
-# is worth an edit.
-WORTH = 1.02
 
 
 # A gain is known well enough to 5 %.
@@ -372,7 +401,8 @@ class Options:
     asked: tuple[str, ...] = ()  # further candidates, each NAME=VALUE words
     obvious: bool = False
     allow_numerics: bool = False
-    copy: bool = False
+    in_place: bool = False  # no copy of the job's folder
+    changes: tuple[int, ...] = ()  # of the result's, by their places from 1: only these are tried
     command: tuple[str, ...] = ()  # instead of the recorded one
 
 
@@ -386,11 +416,22 @@ class Trial:
     steps: int
     seconds: float  # that the steps must take at least
     options: Options
+    not_copied: str = ""  # why the job runs in its own folder
+    run_s: float = 0.0  # how long a run takes, by the recording; 0: not known
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Differences from the recording."""
         return self.job.warnings
+
+    def patch_of(self, settings: Settings) -> Patch:
+        """Return the edit of the job's files that makes settings."""
+        return patch_of((rank.facts for rank in self.run.ranks), settings)
+
+    def with_edit(self, attempt: Attempt) -> Attempt:
+        """Return an attempt with the edit that it was tried by."""
+        edit = {name: value for name, value in attempt.settings.items() if by_edit(name)}
+        return replace(attempt, edit=self.patch_of(edit).shown) if edit else attempt
 
 
 def prepared(path: Path, result: Result, options: Options, environ: Mapping[str, str]) -> Trial:
@@ -405,7 +446,9 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
     chosen = plan(
         result,
         rank.facts if rank else {},
+        lambda settings: not patch_of((rank.facts for rank in run.ranks), settings).left_out,
         asked=options.asked,
+        numbers=options.changes,
         obvious=options.obvious,
         allow_numerics=options.allow_numerics,
     )
@@ -415,38 +458,78 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
         window.step_ns if window else None, epoch_of(rank) if rank else None, seconds
     )
     least_s = 0.0 if options.steps else min(LEAST_S, SHARE * seconds)
-    return Trial(run, job, chosen, steps, least_s, options)
+    not_copied = "--in-place" if options.in_place else ""
+    try:
+        to_link(job.cwd, path.resolve() / FOLDER, job.started_s)
+    except (DlprofError, OSError) as e:
+        not_copied = not_copied or str(e)
+    starts_ns = sum(part.ns for part in result.budget if part.part in ("launch", "setup", "first_batch", "warmup"))
+    run_s = (starts_ns + steps * window.step_ns) / 1e9 if window and starts_ns else 0.0
+    return Trial(run, job, chosen, steps, least_s, options, not_copied, run_s)
 
 
 def tried(
     trial: Trial, stopped: Callable[[], bool], tell: Callable[[Attempt | float], None] = lambda _found: None
 ) -> Tried:
     """Run the trial to its end or until `stopped` returns True, and end all its processes. Raises DlprofError."""
+    before: Tried | None = None
+    with suppress(DlprofError):  # a broken file, of which the report warns, is replaced
+        before = kept(trial.run.path)
     if not trial.plan.candidates:
         nothing = Tried("complete", trial.plan.left_out, warnings=trial.warnings)
-        keep(trial.run.path, nothing)
+        keep(trial.run.path, nothing := merged(before, nothing))
         return nothing
     folder = trial.run.path.resolve() / FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier trial
     with writing(str(folder)):
         folder.mkdir()
     options = trial.options
-    runner = Runner(trial.job, folder, trial.steps, stopped, trial.seconds, options.copy, options.allow_numerics)
+    runner = Runner(
+        trial.job,
+        folder,
+        trial.steps,
+        stopped,
+        trial.seconds,
+        not trial.not_copied,
+        options.allow_numerics,
+        patch_of=trial.patch_of,
+    )
+
+    losses = Comparison(runner)
+
+    def result() -> Tried:
+        wrote = [f"a run wrote into {path}, which its copy of the folder only links to" for path in runner.linked]
+        found = search.tried(trial.steps, trial.plan.left_out, (*trial.warnings, *wrote, *losses.why))
+        if found.why and not trial.not_copied:
+            found = replace(
+                found, why=f"{found.why} (in a copy of its folder; --in-place runs it in the folder itself)"
+            )
+        best = found.best and trial.with_edit(found.best)
+        attempts, combinations = (tuple(map(trial.with_edit, of)) for of in (found.attempts, found.combinations))
+        return merged(before, replace(found, attempts=attempts, combinations=combinations, best=best))
 
     def save_and_tell(found: Attempt | float) -> None:
         # The results so far are kept however this process ends.
-        keep(trial.run.path, search.tried(trial.steps, trial.plan.left_out, trial.warnings))
+        keep(trial.run.path, result())
         tell(found)
 
-    search = Search(runner, trial.plan.candidates, 60 * options.minutes, tell=save_and_tell)
+    search = Search(
+        runner,
+        trial.plan.candidates,
+        60 * options.minutes,
+        tell=save_and_tell,
+        losses=losses,
+        strict=not options.allow_numerics,
+    )
     try:
         search.go()
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()
-    found = search.tried(trial.steps, trial.plan.left_out, trial.warnings)
+    found = result()
     if found.best is not None:
-        found = replace(found, diff=edit_of((rank.facts for rank in trial.run.ranks), found.best.settings))
+        made = trial.patch_of(found.best.settings)
+        found = replace(found, diff="" if made.left_out else made.shown, no_effect=tuple(sorted(runner.no_effect)))
     keep(trial.run.path, found)
     return found
 

@@ -414,6 +414,32 @@ def test_what_findings_save_together(job: Run, name: str) -> None:
         assert most.speedup == pytest.approx(1 / (1 - most.share))
 
 
+# Shares of the step with each change: those of the categories that others took are less by what these took of them.
+OTHER = advising(0.1, "b", "input_wait", num_workers=(0, 2))
+CHANGED: dict[str, tuple[list[Rule], list[tuple[str, float]]]] = {
+    "nothing": ([rule(lambda: nothing("fine"))], []),
+    "of different parts both": ([GRAPHS, OTHER], [("a", 0.9), ("b", 0.8)]),
+    # 0.3 of the step are of computation, 0.55: the second one saves 0.1 of what is left of it.
+    "of one part": ([advising(0.3, "a", "computation"), advising(0.1, "b", "computation", mode=(None, "x"))],
+                    [("a", 0.7), ("b", 0.7 - 0.1 * (1 - 0.3 * STEP_NS / 550_000))]),
+    "one change": ([GRAPHS, advising(0.05, "b", "input_wait", mode=(None, "reduce-overhead"))], [("a b", 0.9)]),
+    "nothing is left": ([claim(0.55, "a", "computation"), advising(0.3, "b", "computation", mode=(None, "x"))],
+                        [("a", 0.45)]),
+    "the training's last": ([A, rule(finding(0.5, changes=(LARGER,)), "b")], [("a", 0.7), ("b", 0.2)]),
+    "a recording tells more": ([A, rule(finding(0.2, changes=(Change("Record it.", informs=True),)), "b")],
+                               [("a", 0.7)]),
+    "a risk": ([A, rule(finding(0.0, scope="risk"), "risk")], [("a risk", 0.7)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_each_change_is_counted_after_those_above_it(job: Run, name: str) -> None:
+    rules, expected = CHANGED[name]
+    changes = diagnose(job, rules, jobs=1).changes
+    assert [" ".join(c.findings) for c in changes] == [ids for ids, _ in expected]
+    assert [c.after_ns / STEP_NS for c in changes] == pytest.approx([share for _, share in expected], rel=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from benchmarks.reports import PLOTLY, sharing
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
-from dlprof.report import html
+from dlprof.report import brief, html
 from dlprof.report.compare import page as compare_page
 from dlprof.report.figures import drawing
 from dlprof.result import Result
+from tests.browser.test_exports import PERFETTO, ROWS, served
 from tests.fixtures import comparisons, hosts, results, runs, traces
 from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
 from tests.fixtures.runs import MS
@@ -337,12 +340,12 @@ def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
     try:
-        WebDriverWait(browser, 20).until(lambda b: set(b.execute_script(widths)) == {680})
+        WebDriverWait(browser, 20).until(lambda b: set(b.execute_script(widths)) - {0} == {680})
         WebDriverWait(browser, 20).until(lambda b: b.execute_script(label) == rgb(drawing.INK))
         assert browser.execute_script("return getComputedStyle(document.body).color") == rgb(drawing.INK)
-        for gone in ("nav", ".keys", ".finding > details"):
+        for gone in ("nav", ".keys", ".finding > details", ".onward", "#run", "button.copy"):
             assert not browser.execute_script(shown, gone)
-        for kept in ("h1", ".tiles", ".legend", ".advice", "#checked", "#facts"):
+        for kept in ("h1", ".bars", ".legend", ".advice", "#checked", "#facts"):
             assert browser.execute_script(shown, kept)
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
@@ -379,3 +382,121 @@ def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: P
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def narrow(browser: webdriver.Chrome, width: int = 390) -> None:
+    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+# What stands outside the screen, or of a region of a table; figures scroll their own labels.
+CUT = """
+document.querySelectorAll('details').forEach(d => d.open = true);
+return new Promise(done => setTimeout(() => done([...document.querySelectorAll('body *')].filter(e => {
+  const r = e.getBoundingClientRect();
+  const region = e.closest('.scroll');
+  const end = region ? region.getBoundingClientRect().right : innerWidth;
+  return r.width && r.height && r.right > end + 1 && !e.closest('.chart, .skip, .stacked > thead');
+}).map(e => e.outerHTML.slice(0, 120))), 300));
+"""
+
+
+@pytest.mark.parametrize("name", ["training", "died", "healthy", "many", "tables"])
+def test_nothing_is_cut_on_a_narrow_screen(opened: Open, name: str) -> None:
+    browser = opened(name)
+    try:
+        narrow(browser)
+        WebDriverWait(browser, 20).until(lambda b: b.execute_script("return innerWidth") == 390)
+        assert browser.execute_script(CUT) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# Boxes on paper that overlap, of elements that stand beside or below each other.
+OVERLAPS = """
+const boxes = [...document.querySelectorAll(
+  '.screen > *, .made > *, .next li, section > h2, section > h3, section > .box, article.finding, .finding > *, ' +
+  'tbody tr, main > section, footer')].filter(e => e.getClientRects().length && !e.closest('.chart'));
+const found = [];
+for (const [i, a] of boxes.entries()) for (const b of boxes.slice(i + 1)) {
+  if (a.contains(b) || b.contains(a)) continue;
+  const [p, q] = [a.getBoundingClientRect(), b.getBoundingClientRect()];
+  if (p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 1 && q.top < p.bottom - 1)
+    found.push([a.outerHTML.slice(0, 90), b.outerHTML.slice(0, 90)]);
+}
+return found;
+"""
+A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
+
+
+@pytest.mark.parametrize(("name", "most"), [("training", 5), ("healthy", 3), ("died", 4)])
+def test_a_printed_report_is_a_few_pages_on_which_nothing_lies_over_another(opened: Open, name: str, most: int) -> None:
+    browser = opened(name)
+    pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"])
+    assert 1 <= len(re.findall(rb"/Type /Page\b", pdf)) <= most
+    narrow(browser, 703)  # pixels between the margins of A4
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        assert browser.execute_script(OVERLAPS) == []
+        tables = "return [...document.querySelectorAll('table')].filter(t => t.getClientRects().length)"
+        wide = ".filter(t => t.scrollWidth > t.closest('.box, .finding, section, header').clientWidth).length"
+        assert browser.execute_script(tables + wide) == 0
+        heads = "return [...document.querySelectorAll('thead th')].map(t => getComputedStyle(t).position)"
+        assert set(browser.execute_script(heads)) <= {"static"}
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_buttons_copy_the_command_and_the_report_for_an_agent(opened: Open, allowed: bool) -> None:
+    browser = opened("ddp")
+    grants = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.execute_cdp_cmd("Browser.grantPermissions", grants)
+    read = "window.read = navigator.clipboard.readText.bind(navigator.clipboard);"
+    deny = "navigator.clipboard.writeText = () => Promise.reject();"
+    browser.execute_script(read if allowed else read + deny)
+    copied = []
+    for button in browser.find_elements(By.CSS_SELECTOR, "button.copy"):
+        button.send_keys(Keys.ENTER)
+        WebDriverWait(button, 10).until(lambda b: b.text == "Copied")
+        copied.append(browser.execute_script("return window.read()"))
+    # The first one is for the command, the last one for an agent.
+    assert copied == [
+        "dlprof try runs/ddp_resnet --change 1",
+        brief.markdown(results.ddp(), "runs/ddp_resnet", lambda _: None),
+    ]
+    assert complaints(browser) == []
+    browser.execute_cdp_cmd("Browser.resetPermissions", {})
+
+
+@pytest.mark.skipif(not PERFETTO.is_dir(), reason="Perfetto's page is not installed (make viewers)")
+def test_perfetto_is_handed_the_timeline_by_a_click_and_asked_for_nothing_before(opened: Open, tmp_path: Path) -> None:
+    browser = opened("ddp")
+    page = browser.current_window_handle
+    button = browser.find_element(By.ID, "perfetto")
+    assert button.get_attribute("data-page") == "https://ui.perfetto.dev"
+    assert [url for url in requests(browser) if not url.startswith("file://")] == []
+    with served(PERFETTO, tmp_path / "none") as address:
+        browser.execute_script("arguments[0].dataset.page = arguments[1]", button, f"{address}/index.html")
+        button.send_keys(Keys.ENTER)
+        WebDriverWait(browser, 20).until(lambda b: len(b.window_handles) == 2)
+        browser.switch_to.window(next(w for w in browser.window_handles if w != page))
+        try:
+            # A page from a disk is nobody that Perfetto knows: it asks the reader.
+            trust = (
+                "return [...document.querySelectorAll('button')].find(b => /^(yes|always trust)/i.test(b.textContent))"
+            )
+            WebDriverWait(browser, 60).until(lambda b: b.execute_script(trust)).click()
+            loaded = "return !!(window.app && window.app.trace)"
+            WebDriverWait(browser, 60).until(lambda b: b.execute_script(loaded))
+            browser.set_script_timeout(60)
+            spans = browser.execute_async_script(ROWS, "select name, dur / 1000 from slice order by ts, dur desc")
+            lanes = browser.execute_async_script(ROWS, "select count(distinct track_id) from slice")
+        finally:
+            browser.close()
+            browser.switch_to.window(page)
+    drawn = next(p for p in results.ddp().panels if p.shape == "timeline").rows
+    assert sorted(spans) == sorted([str(row[3]), row[2] // 1000] for row in drawn)
+    assert lanes == [[len({row[0] for row in drawn})]]

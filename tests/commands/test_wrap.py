@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.commands.wrap import _name
+from dlprof.commands.wrap import name_of
 from dlprof.record.launch import nsys
 from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
 
@@ -176,4 +176,4 @@ def test_the_last_task_reports_though_its_launcher_ends_all(tmp_path: Path) -> N
     ],
 )
 def test_a_folders_name_holds_nothing_but_what_runs(command: list[str], named: str) -> None:
-    assert _name(command) == named
+    assert name_of(command) == named

@@ -648,6 +648,47 @@ def test_each_rank_is_read_once_and_of_several_windows_the_last(layout: str, tmp
     assert sum(1 for one in run.taken if one.left) == 2 * (windows - 1)
 
 
+# Folders of logs as TensorBoard's plugin opened them: the traces of `tensorboard_trace_handler`, each with its folder
+# and process, the second in which it began, and its rank; how many runs they are; and the numbers of those read.
+LOGS: dict[str, tuple[list[tuple[str, int, int | None]], int, list[int]]] = {
+    "a folder a run": ([("a/n_1", 9, None), ("b/n_2", 0, None), ("b/n_2", 5, None)], 2, [0]),
+    "several workers and windows": (
+        [(f"plugins/profile/{of}{r}", at, r) for of, at in (("x/n_", 0), ("x/n_", 3), ("y/n_7", 9)) for r in (0, 1)],
+        2,
+        [4, 5],
+    ),
+    "a process that wrote into two folders": ([("a/n_1", 0, None), ("b/n_1", 5, None)], 1, [1]),
+    "a folder a rank": ([("a/n_1", 0, 0), ("b/n_2", 0, 1)], 1, [0, 1]),
+    "two runs with a folder a rank": (
+        [("a0/n_1", 0, 0), ("a1/n_2", 0, 1), ("b0/n_3", 9, 0), ("b1/n_4", 9, 1)],
+        2,
+        [2, 3],
+    ),
+    "workers of one run": ([("n_1", 0, None), ("n_2", 0, None), ("n_2", 5, None), ("n_1", 5, None)], 1, [3, 2]),
+    "names without a process": ([("a/rank0", 0, 0), ("b/rank0", 5, 0)], 1, [1]),
+}
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("layout", LOGS)
+def test_of_a_folder_of_tensorboards_logs_the_run_that_began_last_is_read(
+    layout: str, packed: str, tmp_path: Path
+) -> None:
+    files, runs, read = LOGS[layout]
+    paths = []
+    for name, second, rank in files:
+        base = traces.BASE_NS + second * 10**9
+        paths.append(tmp_path / f"{name}.{base}.pt.trace.json{packed}")
+        traces.write(paths[-1], traces.training(rank=rank, world_size=2, base_ns=base))
+    (tmp_path / "events.out.tfevents.1700000000.n.1.0").write_bytes(b"\x18\0\0\0")
+    run = open_run(tmp_path)
+    assert [rank.files[TRACE] for rank in run.ranks] == [paths[n] for n in read]
+    said = [warning.partition(" ")[0] for warning in run.warnings if " runs are there; read: " in warning]
+    assert said == [str(runs)] * (runs > 1)
+    left = {one.path for one in run.taken if one.left.startswith("of another run")}
+    assert bool(left) == (runs > 1)
+
+
 @pytest.mark.parametrize(
     ("files", "windows"),
     [

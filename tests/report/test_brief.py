@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.report.brief import MOST_JSON, MOST_MARKDOWN, brief, markdown, schema, to_json
-from dlprof.result import Place, Result
+from dlprof.result import Place, Proposal, Result, change
 from dlprof.trial.planning import named
 from tests.fixtures import results
 from tests.fixtures.jobs import DLPROF, launch
@@ -70,6 +70,38 @@ def test_what_does_not_fit_is_counted() -> None:
     said = brief(result, "a", named)
     assert (said.more > 0, len(said.findings) + said.more) == (True, 40)
     assert " more: `dlprof report a`." in markdown(result, "a", named)
+
+
+def proposals(many: int, text: str = "more workers") -> tuple[Proposal, ...]:
+    workers = change(text, num_workers=(0, 2))
+    first = Proposal(workers, ("input_wait",), "step", 2e8, 1e8, 2.0, 1.9, 2.1, known="losses")
+    larger = change("a larger batch", training=True, batch_size=(8, 16))
+    bound = Proposal(larger, ("memory_headroom",), "step", 1e8, 5e7, 2.0, at_most=True)
+    return (*(first,) * (many - 1), bound)
+
+
+def test_changes_come_in_their_order_with_gain_range_and_how_it_is_known() -> None:
+    result = replace(results.ddp(), changes=proposals(2))
+    first, second = brief(result, "runs/a", named).changes
+    assert (first.number, first.speedup, first.low, first.high, first.known) == (1, 2.0, 1.9, 2.1, "losses")
+    assert first.set == {"loader.num_workers": "2"}
+    assert (second.number, second.training, second.at_most, second.low, second.set) == (2, True, True, None, {})
+    text = markdown(result, "runs/a", named)
+    assert "1. **input_wait** 2.00 × (1.90 to 2.10), tried, same losses\n   → more workers\n   `dlprof try" in text
+    assert "try runs/a --change 1`" in text
+    assert "--change 2" not in text  # nothing sets a batch size from outside
+    assert "2. **memory_headroom** at most 2.00 ×, predicted" in text
+    assert "3. **checkpoint_stall**" in text  # what no change cures is still said
+    assert text.count("input_wait") == 1
+
+
+def test_changes_stay_where_findings_do_not_fit() -> None:
+    result = replace(results.ddp(), changes=proposals(12, "x" * 390))
+    said = brief(result, "a", named)
+    assert (said.findings, len(said.changes), said.more) == ((), 12, 3)
+    data = to_json(brief(replace(result, changes=proposals(40, "x" * 390)), "a", named))
+    assert len(data) <= MOST_JSON
+    assert json.loads(data)["more_changes"] + len(json.loads(data)["changes"]) == 40
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="needs the reference traces")

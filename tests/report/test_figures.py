@@ -375,7 +375,9 @@ def many() -> Result:
         found.append(Member(rank, f"node-{rank // HOST + 1}", f"stage {rank % 2}", *slow))
         if rank != SLOW and rank % 2 == SLOW % 2:
             blame.append(Blame(rank, SLOW, "computation", 60 * MS, 0.3))
-    return replace(results.ddp(), time=tuple(time), members=tuple(found), blame=tuple(blame), outcomes=(), device=())
+    return replace(
+        results.ddp(), time=tuple(time), members=tuple(found), blame=tuple(blame), outcomes=(), device=(), changes=()
+    )
 
 
 @pytest.fixture(scope="module")

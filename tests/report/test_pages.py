@@ -17,9 +17,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof.plain import NBSP
-from dlprof.report import html, looks, notebook, terminal, tried, tried_text
+from dlprof.report import brief, html, looks, notebook, terminal, tried, tried_text
 from dlprof.result import CATEGORIES, Blame, Change, Fact, ForeignLoad, Outcome, Panel, Place, Result, RunInfo, TimePart
 from dlprof.result.tried import Attempt, Gain, Tried, Verdict
+from dlprof.trial.planning import named
 from tests.fixtures import results
 from tests.fixtures.pages import Page
 
@@ -72,7 +73,6 @@ def test_every_figure_has_its_data_and_words_and_the_page_its_landmarks(pages: d
 
 def test_the_page_holds_what_the_result_holds(pages: dict[str, Page]) -> None:
     words, result = said(pages["ddp"]), results.ddp()
-    assert words.index("31 % of each step waits for data on rank 1.") < words.index("214.6 ms")
     parts = [p for o in result.outcomes for p in (o.id, o.why or o.summary)]
     parts += [p for o in result.found for p in (o.title, *o.advice)]
     parts += [*(fact.value for fact in result.facts), result.run.warnings[0], "148.6 ms"]
@@ -85,14 +85,95 @@ def test_the_page_holds_what_the_result_holds(pages: dict[str, Page]) -> None:
     assert all(text in page for text in ("272,474", "1.09\u00a0MB", ">1024<"))
 
 
+# What the first screen says, in its order.
+FIRST = {
+    "training": (
+        "ddp_resnet.py · 4 × NVIDIA H200 · 412 steady steps of 214.6 ms",
+        "The change that gains most",
+        "Set num_workers=6, persistent_workers=True.",
+        "1.44 × faster (1.41 to 1.47 ×)",
+        "A step: 214.6 → 148.6 ms",
+        "The recorded run: 90.0 → 62.8 s",
+        "predicted tried the losses are the same",
+        "train.py:61 31 % of each step waits for data on rank 1.",
+        "data = Images()",
+        "train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
+        "dlprof try runs/ddp_resnet --change 1",
+        "rank 2: the trace was cut short",
+        "What the time is made of start-up 8 % training 80 % validation 8 % the end 4 %",
+        "stepcomputation 58 %communication 24 %214.6 ms",
+        "aftercomputation 84 %−66.0 ms148.6 ms",
+        "Communication 50.4 → 4.43 ms",
+        "Then each counted after those above it",
+        "1.21 × 1.11 to 1.31148.6 → 122.9 ms",
+        "If the training may change",
+        "Looked at and healthy 5 checks",
+        "Not measured: 2 checks",
+        "Copy for an agent",
+        "Open in Perfetto",
+        "Where the step goes",
+    ),
+    "died": (
+        "Why the job ended",
+        "Set prefetch_factor=2.",
+        "The job cannot",
+        "Linux killed a loader worker: no memory was left.",
+        "num_workers=2, prefetch_factor=2",
+        "The command was ended by signal 9",
+        "Looked at and healthy",
+    ),
+    "healthy": ("Healthy · no finding in 5 checks", "Computation takes 89 % of each step.", "What the time is made of"),
+    "empty": ("Not known", "No steady step was recorded.", "no rule could be checked"),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_screen_says_in_its_order_what_to_do_and_how_that_is_known(pages: dict[str, Page], name: str) -> None:
+    words, at = said(pages[name]), 0
+    for part in FIRST[name]:
+        assert part in words[at:], words[at : at + 900]
+        at = words.index(part, at)
+    [*known] = [a["class"] for a in pages[name].of("i") if (a.get("class") or "").startswith("dot")][:3]
+    assert known == (["dot predicted", "dot tried", "dot losses"] if name == "training" else [])
+    now = [n for n, a in enumerate(pages[name].of("li")) if a.get("aria-current")]
+    assert len(now) == (name == "training")
+
+
+def test_what_an_agent_is_given_is_the_markdown_of_the_report() -> None:
+    page = Page(html.render(results.hostile(), "runs/my run", named))
+    assert json.loads(page.scripts[0])["agent"] == brief.markdown(results.hostile(), "runs/my run", named)
+
+
+def test_findings_are_numbered_by_the_change_that_cures_them() -> None:
+    result = results.ddp()
+    waits, saves, batches = result.changes
+    both = replace(waits, findings=(*waits.findings, *batches.findings))
+    page = html.render(replace(result, changes=(saves, both)))
+    cards = re.findall(
+        r'<article class="finding" id="finding-(\d)".*?<span class="n" aria-hidden="true">(\d)<', page, re.S
+    )
+    ids = re.findall(r'<p class="what"><code>(\w+)</code>', page)
+    assert cards == [("1", "1"), ("2", "2"), ("3", "2")]
+    assert ids == ["checkpoint_stall", "input_wait", "slow_worker_batches"]
+    assert "\\u25c0 finding 2" in page
+
+
+def test_answers_are_sorted_by_what_they_are_worth() -> None:
+    states = {
+        "clear": (("a", "", 0.0), ("b", "", 0.2)),
+        "not_measured": (("c", "x"), ("d", "y"), ("e", "z"), ("f", "y")),
+    }
+    clear = [replace(results.CLEAR[0], id=name, why=why, share=share) for name, why, share in states["clear"]]
+    lacks = [replace(results.NOT_MEASURED[0], id=name, why=why) for name, why in states["not_measured"]]
+    page = html.render(replace(results.healthy(), outcomes=(*clear, *lacks)))
+    assert re.findall(r"<summary><code>(\w)</code>", page) == ["b", "a", "d", "f", "c", "e"]
+
+
 def test_what_changes_the_training_has_a_section_after_the_findings(pages: dict[str, Page]) -> None:
     words = said(pages["training"])
     apart = words.index("If the training may change This time")
-    assert (
-        words.index("Each saving is estimated alone")
-        < apart
-        < words.index("A larger batch would fit, and fill the GPU")
-    )
+    assert words.index("Each saving is estimated alone") < apart
+    assert apart < words.rindex("A larger batch would fit, and fill the GPU")
     assert words.index("save every 70 steps (now every 7th one) (changes the training)") < apart
     ids = [a["id"] for a in pages["training"].of("article")]
     assert ids == ["finding-1", "finding-2", "finding-3", "finding-training-1"]
@@ -238,6 +319,17 @@ def test_every_line_fits_and_nothing_in_it_acts(name: str) -> None:
     coloured = terminal.render(result, 132, colour=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == text
     assert "\x1b[" in coloured
+
+
+@pytest.mark.parametrize("name", results.ALL)
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_the_first_screen_fits_and_nothing_in_it_acts(name: str, width: int) -> None:
+    text = terminal.first(results.ALL[name](), "runs/x", named, width)
+    lines = text.split("\n")
+    assert max(map(shown_width, lines)) <= width
+    assert len(lines) - 1 <= (terminal.MOST_LINES if width > 40 else terminal.MOST_LINES + 8)
+    assert acting(text) == set()
+    assert lines[0].strip()
 
 
 def test_the_diagnosis_comes_first_then_findings_by_size() -> None:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, html, in_model, logged, verdict
+from dlprof.report import first, formatting, html, in_model, logged, verdict
+from dlprof.report.figures import drawing, screen, shapes
 from dlprof.report.sharing import shareable
 from dlprof.result import (
     Blame,
@@ -23,6 +24,7 @@ from dlprof.result import (
     HostPart,
     MemoryPeak,
     Outcome,
+    Panel,
     Result,
     RunInfo,
     Together,
@@ -30,6 +32,7 @@ from dlprof.result import (
 )
 from dlprof.result.figures import DeviceWork, GpuLog, InModule, Modules, Outside, Profile, WorkKind
 from dlprof.result.stored import to_json
+from dlprof.trial import planning
 from tests.fixtures import results
 from tests.fixtures.results import MS
 
@@ -76,16 +79,40 @@ def headline(result: Result) -> tuple[str, str]:
         (formatting.ranks, [7, 0, 1, 2, 3], "ranks 0–3, 7"),
         (formatting.ranks, [4, 5], "ranks 4, 5"),
         (formatting.ranks, [], ""),
-        (
-            formatting.unqualified,
-            "void at::(anonymous namespace)::softmax<4, at::Half>(int)",
-            "softmax<4, at::Half>(int)",
-        ),
-        (formatting.unqualified, "ncclDevKernel_AllReduce(ncclArgs)", "ncclDevKernel_AllReduce(ncclArgs)"),
+        (in_model.spelled, "stages.{1-3}.blocks.*.mlp", "stages.1–3.blocks.*.mlp"),
+        (in_model.spelled, "{0,2-5}.conv", "0,2–5.conv"),
+        (in_model.spelled, "{3-5,7-8,10-11}.layers.3", "3…11.layers.3"),
+        (in_model.spelled, "{not an index}", "{not an index}"),
     ],
 )
 def test_figures_are_written_in_units_that_suit_them(write: Callable[[Any], str], value: Any, written: str) -> None:
     assert words(write(value)) == written
+
+
+@pytest.mark.parametrize(
+    ("names", "written"),
+    [
+        (["void at::(anonymous namespace)::softmax<4, at::Half>(int)"], ["softmax<4, Half>"]),
+        (["ncclDevKernel_AllReduce(ncclArgs)"], ["ncclDevKernel_AllReduce"]),
+        (
+            [
+                f"void at::native::reduce_kernel<512, 1, ReduceOp<{of}, at::F<int, 2>>>(x)"
+                for of in ("float", "c10::Half")
+            ],
+            ["reduce_kernel<…, ReduceOp<float, F<int, 2>>>", "reduce_kernel<…, ReduceOp<Half, F<int, 2>>>"],
+        ),
+        (["k<a, b, c, d>(int)", "k<a, x, c, d>(int)"], ["k<…, b, …>", "k<…, x, …>"]),
+        (
+            ["k<1, f(a::B&)::{lambda(int, float)#1}, c…", "k<1, g(a…"],
+            ["k<…, f(B&)::{lambda(int, float)#1}, c…>", "k<…, g(a…>"],
+        ),
+        (["triton_poi_fused_0", "<script>", "operator<", ""], ["triton_poi_fused_0", "<script>", "operator", ""]),
+    ],
+)
+def test_kernels_are_named_by_what_differs_among_those_of_one_name(names: list[str], written: list[str]) -> None:
+    assert formatting.kernels(names) == written
+    table = drawing.plain_table(("kernel", "calls"), [(name, 1) for name in names])
+    assert [row[0] for row in table.rows] == written
 
 
 @pytest.mark.parametrize(
@@ -512,3 +539,91 @@ def test_sharing_takes_names_and_folders_away_and_leaves_what_is_measured() -> N
     assert shared.facts[1].value == "load (…/data.py:12)"
     harmless = Result(run=RunInfo("run", command=("python", "train.py"), hosts=("localhost",)), window=None)
     assert shareable(harmless) == harmless
+
+
+@pytest.mark.parametrize(
+    ("changes", "spans", "traced", "span"),
+    [
+        # Two steps of 214.6 ms, 1.5 times as long while traced.
+        (
+            {"overhead": 1.5, "traced_steps": 2},
+            900,
+            "which tracing made 1.50 × as long",
+            "900.0 ms is longer than the 2 traced",
+        ),
+        ({"overhead": 1.0, "traced_steps": 2}, 900, "as the profiler saw them. A wait", "429.2 ms together"),
+        ({"overhead": 1.5, "traced_steps": 2, "lag_ns": 52 * MS}, 900, "tracing made", "it is 52.0 ms behind its host"),
+        ({"overhead": 1.5, "traced_steps": 2}, 650, "tracing made", ""),
+        ({"overhead": None, "source": "trace"}, 900, "", ""),
+        ({"unit": "trace"}, 9000, "", ""),
+    ],
+)
+def test_why_figures_of_traced_steps_differ_is_said(
+    changes: dict[str, Any], spans: float, traced: str, span: str
+) -> None:
+    result = results.ddp()
+    device = tuple(replace(one, span_ns=int(spans * MS)) for one in result.device)
+    assert result.window is not None
+    result = replace(result, window=replace(result.window, **changes), device=device)
+    for said, wanted in ((verdict.traced(result), traced), (verdict.span(result), span)):
+        assert wanted in words(said)
+        assert bool(said) == bool(wanted)
+
+
+EDIT = """--- a/train.py
++++ b/train.py
+@@ -5,6 +5,7 @@
+ five
+ six
+ seven
+-\teight
++\t8
++\t8½
+ nine
+ ten
+ eleven
+@@ -40 +41 @@
+-forty\r
++40
+"""
+
+
+def test_an_edit_shows_what_changes_with_two_lines_around_it_and_their_numbers() -> None:
+    assert screen.edit(EDIT) == [
+        ("span", 6, "six"),
+        ("span", 7, "seven"),
+        ("del", 8, "    eight"),
+        ("ins", 8, "    8"),
+        ("ins", 9, "    8½"),
+        ("span", 10, "nine"),
+        ("span", 11, "ten"),
+        ("span", 0, "…"),
+        ("del", 40, "forty"),
+        ("ins", 41, "40"),
+    ]
+    assert screen.edit("") == screen.edit("-a\n+b\n") == []
+    assert len(screen.edit("@@ -1 +1 @@\n" + "-a\n" * 99)) == screen.MOST_LINES
+
+
+def test_bars_of_the_first_screen_add_up_and_what_is_gone_is_the_gain() -> None:
+    result = results.ddp()
+    made = screen.made(result, first.first(result, "", planning.named))
+    assert made is not None
+    assert made.job is not None
+    for bar in (made.job, *made.steps):
+        assert sum(part.width for part in bar.parts) == pytest.approx(100, abs=0.3)
+    now, after = made.steps
+    assert [words(part.text) for part in after.parts if not part.colour] == ["−66.0 ms"]
+    assert after.parts[-1].width == pytest.approx(100 * 66 / 214.6, abs=0.3)
+    assert {part.colour for part in now.parts} >= {"c-computation", "c-communication", "c-input_wait"}
+    training = next(part for part in made.job.parts if part.colour == "bar")
+    assert (training.width, made.zoom) == (80, "M8.0 0H88.0L100 10H0Z")
+    assert screen.made(results.empty(), first.first(results.empty(), "", planning.named)) is None
+
+
+def test_time_since_a_trace_began_is_written_in_units() -> None:
+    queued = Panel("lines", "Launches queued", ((0.0, 1.0), (5e7, 9.0)), ("ns", "rank 0"))
+    spec = shapes.panel(queued).spec
+    assert spec is not None
+    assert spec["layout"]["xaxis"]["ticksuffix"] == NBSP + "ms"
+    assert spec["data"][0]["x"] == [0, 50]

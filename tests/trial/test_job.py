@@ -13,8 +13,8 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
 from dlprof.result import Result, RunInfo
-from dlprof.result.tried import Attempt, Tried
-from dlprof.trial.job import Job, keep, kept, repeatable, with_tried
+from dlprof.result.tried import Attempt, Gain, Tried, Verdict
+from dlprof.trial.job import Job, keep, kept, merged, repeatable, with_tried
 from tests.fixtures import runs
 
 STEPS = [runs.light(n, 10 * runs.MS) for n in range(20)]
@@ -136,3 +136,49 @@ def test_a_link_that_leads_out_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "try.json").symlink_to(tmp_path / "try.json")
     assert kept(tmp_path / "run") is None
+
+
+def attempt(name: str, verdict: Verdict, ratio: float = 1.0, pairs: int = 0, **more: Any) -> Attempt:
+    return Attempt({name: True}, verdict, measured=Gain(ratio, pairs=pairs) if pairs else None, **more)
+
+
+GAIN = attempt("optimizer.fused", "gain", 1.5, 4, losses="equal")
+BEFORE = Tried("complete", (GAIN, attempt("gc.freeze", "unclear", 1.1, 1)), best=GAIN, runs=9, steps=30)
+
+
+@pytest.mark.parametrize(
+    ("now", "attempts", "best"),
+    [
+        # What did not run, or less often, erases nothing.
+        (Tried("failed", why="no data"), BEFORE.attempts, GAIN),
+        (Tried("interrupted", (attempt("optimizer.fused", "not_tried"),)), BEFORE.attempts, GAIN),
+        (Tried("complete", (attempt("optimizer.fused", "slower", 0.9, 3),)), BEFORE.attempts, GAIN),
+        # The later result of as many pairs counts.
+        (
+            Tried("complete", (no := attempt("optimizer.fused", "no_gain", 1.0, 4, losses="equal"),)),
+            (no, BEFORE.attempts[1]),
+            None,
+        ),
+        (
+            Tried("complete", (new := attempt("gc.freeze", "gain", 1.6, 2),), best=new),
+            (GAIN, new),
+            new,
+        ),
+        (
+            Tried("complete", (less := attempt("gc.enabled", "gain", 1.2, 2),), best=less),
+            (*BEFORE.attempts, less),
+            GAIN,
+        ),
+    ],
+)
+def test_nothing_that_was_proved_is_erased_by_a_later_trial(
+    now: Tried, attempts: tuple[Attempt, ...], best: Attempt | None
+) -> None:
+    assert merged(None, now) == now
+    found = merged(BEFORE, now)
+    assert found.attempts == attempts
+    assert found.best == best
+    assert (found.state, found.why, found.runs) == (now.state, now.why, 9)
+    # The same settings by an edit are another attempt.
+    edit = attempt("optimizer.fused", "slower", 0.9, 9, edit="a diff")
+    assert merged(BEFORE, Tried("complete", (edit,))).attempts == (*BEFORE.attempts, edit)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.result import Change, Forecast, Outcome, Result, RunInfo, Window, change
+from dlprof.result import Change, Forecast, Outcome, Proposal, Result, RunInfo, Window, change
 from dlprof.trial.planning import Candidate, Plan, plan
 
 
@@ -15,8 +15,10 @@ def outcome(*changes: Change, name: str = "input_wait", **more: Any) -> Outcome:
     return Outcome(name, "found", "Waits", saving_ns=20e6, share=0.2, speedup=1.25, changes=changes, **more)
 
 
-def planned(*outcomes: Outcome, facts: dict[str, Any] | None = None, **options: Any) -> Plan:
-    result = Result(run=RunInfo("run"), window=Window(100, "steps", 100e6), outcomes=outcomes)
+def planned(
+    *outcomes: Outcome, facts: dict[str, Any] | None = None, changes: tuple[Proposal, ...] = (), **options: Any
+) -> Plan:
+    result = Result(run=RunInfo("run"), window=Window(100, "steps", 100e6), outcomes=outcomes, changes=changes)
     return plan(result, facts or {}, **{"obvious": False, "allow_numerics": False} | options)
 
 
@@ -148,3 +150,53 @@ def test_what_anyone_would_try_is_what_is_not_so_already() -> None:
     assert {c.settings.get("loader.num_workers"): c.predicted for c in known}[2] == 1.25
     restarts = FACTS | {"loaders": [{"role": "train", "num_workers": 2, "persistent_workers": False}]}
     assert {"loader.persistent_workers": True} in [c.settings for c in planned(facts=restarts, obvious=True).candidates]
+
+
+RESHARD = change("`reshard_after_forward=False`", reshard_after_forward=(True, False))
+EDIT = {"fsdp.reshard_after_forward": False}
+
+
+def proposed(change: Change, **more: Any) -> Proposal:
+    return Proposal(change, ("input_wait",), "step", 100e6, 80e6, 1.25, **more)
+
+
+def test_what_no_setting_makes_is_tried_by_an_edit_where_there_is_one() -> None:
+    made = planned(outcome(RESHARD), editable=lambda settings: settings == EDIT)
+    assert [c.settings for c in made.candidates] == [EDIT]
+    assert made.by_hand is None
+    left = planned(outcome(RESHARD), changes=(proposed(RESHARD), proposed(WORKERS)))
+    assert (left.candidates, left.by_hand) == ((), RESHARD)
+    assert "no edit does it" in left.skipped[0]
+
+
+def test_what_gains_too_little_is_tried_on_request_alone() -> None:
+    small = Outcome(
+        "gc_pauses", "found", "t", saving_ns=1e6, share=0.01, speedup=1.01, changes=(change("x", freeze=(None, True)),)
+    )
+    risk = outcome(PREFETCH, name="memory_headroom", scope="risk")
+    found = planned(outcome(WORKERS), small, risk)
+    assert [c.settings for c in found.candidates] == [BOTH]
+    assert [a.findings for a in found.left_out] == [("gc_pauses",), ("memory_headroom",)]
+    assert all("--obvious" in a.why for a in found.left_out)
+    assert {"gc.freeze": True} in [c.settings for c in planned(small, obvious=True).candidates]
+    # What the user names is tried, and stands in no other list.
+    named = planned(small, asked=("gc.freeze=True",))
+    assert ([c.settings for c in named.candidates], named.left_out) == ([{"gc.freeze": True}], ())
+
+
+def test_only_the_changes_of_some_numbers_are_tried() -> None:
+    changes = (proposed(WORKERS), proposed(TRAINED, at_most=True), proposed(Change("sleep less")))
+    found = planned(outcome(PREFETCH), changes=changes, numbers=(2, 1))
+    assert found.candidates == (Candidate(BOTH, SAVING, 1.25), Candidate({"loader.num_workers": 4}, SAVING, None))
+    for number, why in ((3, "sleep less"), (4, "proposes 3 changes"), (0, "proposes 3")):
+        with pytest.raises(DlprofError, match=why):
+            planned(changes=changes, numbers=(number,))
+
+
+@pytest.mark.parametrize(("cores", "tried"), [(8, [(4, 2.0)]), (2, [(2, 1.25)]), (1, [])])
+def test_workers_of_which_a_finding_is_not_sure_are_tried_as_far_as_there_are_cores(
+    cores: int, tried: list[tuple[int, float]]
+) -> None:
+    unsure = outcome(Change("whether more workers help is not known"), forecasts=FORECASTS)
+    found = planned(unsure, facts={"cpu": {"affinity": cores}}).candidates
+    assert [(c.settings["loader.num_workers"], c.predicted) for c in found] == tried

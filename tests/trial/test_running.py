@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.source.patches import Patch
 from dlprof.overrides import Value
-from dlprof.trial import running as trial_running
+from dlprof.record.launch import stopping as job_stopping
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps
 from dlprof.trial.running import KEPT, Failed, Runner, Stopped, Watch, stopping
@@ -131,17 +132,37 @@ def test_a_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert running(script) == []
 
 
+def edit(before: bytes, after: bytes, file: str = "train.py") -> Patch:
+    return Patch("a diff", files={file: (before, after)})
+
+
 @pytest.mark.long
-def test_a_copy_takes_what_the_script_writes(tmp_path: Path) -> None:
+def test_a_copy_takes_what_the_script_writes_and_an_edit_is_made_in_it(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    tiny(here, "open('written', 'w').close()\n" + TRAINS)
+    # By its whole path, and with what trackers read.
+    body = "open('written', 'w').write(os.environ['WANDB_MODE'])\nassert os.path.isfile('written')\n" + TRAINS
+    script = tiny(here, body)
+    (here / "other.py").touch()
     (tmp_path / "try").mkdir()
-    job = Job((sys.executable, "train.py"), here, environment(), {}, 0)
-    run = Runner(job, tmp_path / "try", 20, lambda: False, copy=True)
-    assert isinstance(run({}, 60), Steps)
+    job = Job((sys.executable, str(script)), here, environment(), {}, 0)
+    before = script.read_bytes()
+    half = before.replace(b"batch_size=4", b"batch_size=2")
+    edits = {"loader.batch_size": edit(before, half), "loader.drop_last": edit(b"", b"# more", "other.py")}
+    run = Runner(job, tmp_path / "try", 20, lambda: False, copy=True, patch_of=lambda made: edits[min(made)])
+    found = run({"loader.batch_size": 2}, 60)
+    assert isinstance(found, Steps), found
+    assert found.batch_size == 2
+    unused = run({"loader.drop_last": True}, 60)
+    assert isinstance(unused, Failed)
+    assert "other.py never took effect" in unused.why
+    # Nothing of the job's own is touched.
     assert not (here / "written").exists()
-    assert list((tmp_path / "try").iterdir()) == []
+    assert script.read_bytes() == before
+    assert [path.name for path in (tmp_path / "try").iterdir()] == ["0002"]
+    in_place = Runner(job, tmp_path / "try", 20, lambda: False, patch_of=run.patch_of)({"loader.batch_size": 2}, 60)
+    assert isinstance(in_place, Failed)
+    assert script.read_bytes() == before
 
 
 def line(n: int, ms: float, **more: Any) -> str:
@@ -184,22 +205,6 @@ def test_the_warm_up_what_was_made_ahead_and_the_seconds_count(tmp_path: Path) -
     assert not watched(tmp_path / "f", text, 5, seconds=0.25).enough()
 
 
-def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    for name in ("train.py", "data/a.txt", ".git/config", "runs/x/run.json", "sub/__pycache__/x.pyc"):
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(name)
-    (here / "link").symlink_to("data")
-    made = trial_running.copied(here, tmp_path / "copy")
-    assert sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()) == [
-        "data/a.txt",
-        "train.py",
-    ] + (["link/a.txt"] if (made / "link" / "a.txt") in made.rglob("*") else [])
-    assert (made / "link").is_symlink()
-    (made / "train.py").write_text("changed")
-    assert (here / "train.py").read_text() == "train.py"
-
-
 # A launcher whose children are hard to end: one that is detached (setsid) and ignores SIGTERM, one that is stopped, one
 # whose parent is gone and which is detached as well.
 STARTS = """
@@ -228,16 +233,16 @@ def marked(text: str) -> list[int]:
 
 @pytest.mark.long
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_running, "GRACE_S", 0.5)
+    monkeypatch.setattr(job_stopping, "GRACE_S", 0.5)
     mark = str(tmp_path / "up")
     env = environment(DLPROF_RUN=str(tmp_path / "run"))
     root = subprocess.Popen([sys.executable, "-c", STARTS, mark], env=env, start_new_session=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment())
     try:
         assert until(lambda: all(Path(f"{mark}{n}").exists() for n in range(4)))
-        assert trial_running.processes_of(root.pid, tmp_path / "run") == set(marked(mark))
+        assert job_stopping.processes_of(root.pid, tmp_path / "run") == set(marked(mark))
         assert len(marked(mark)) == 4
-        trial_running.end(root.pid, tmp_path / "run")
+        job_stopping.end(root.pid, tmp_path / "run")
         root.wait(10)
         assert marked(mark) == []
         assert other.poll() is None

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -143,12 +143,12 @@ def test_a_job_that_fails_once_in_between_is_started_again() -> None:
     assert [a.verdict for a in searched(run, WORKERS).attempts] == ["gain"]
 
 
-def test_the_time_is_kept_and_every_change_has_a_figure_before_one_is_made_sure() -> None:
-    run = Pretended(product, seconds=10, noise=0.1)
+def test_the_time_is_kept_and_goes_to_the_most_promising_changes() -> None:
+    run = Pretended(product, seconds=10, noise=0.01)
     found = searched(run, WORKERS, FUSED, FREEZE, minutes=80 / 60)
     assert run.now <= 80
     assert found.state == "out_of_time"
-    assert [(a.measured.pairs if a.measured else 0, a.verdict) for a in found.attempts] == [(1, "unclear")] * 3
+    assert [a.verdict for a in found.attempts] == ["gain", "unclear", "not_tried"]
     # A job that has reached no steps in half of the time is given up.
     endless = Pretended(product, seconds=1_000)
     assert (searched(endless, WORKERS).state, endless.limits) == ("failed", [300])
@@ -307,7 +307,8 @@ def test_a_job_that_fails_is_told_and_what_it_printed_is_kept(tmp_path: Path) ->
     told: list[Attempt | float] = []
     trial = planned(tmp_path, UNFUSED, command=[sys.executable, "-c", "raise SystemExit('no data')"])
     found = tried(trial, lambda: False, told.append)
-    assert (found.state, found.why) == ("failed", "the job ended with exit code 1: no data")
+    assert found.state == "failed"
+    assert found.why.startswith("the job ended with exit code 1: no data (in a copy of its folder; --in-place")
     assert kept(tmp_path / "run") == found
     assert "no data" in (tmp_path / "run/try/0001/output.txt").read_text()
     # The next trial begins with an empty folder.
@@ -330,3 +331,32 @@ def test_what_was_not_recorded_cannot_be_tried(tmp_path: Path) -> None:
     path = run_of(tmp_path / "run")
     with pytest.raises(DlprofError, match="elsewhere"):
         prepared(path, result_of(UNFUSED), Options(), {**ENVIRON, "DLPROF_RUN": "elsewhere"})
+
+
+@pytest.mark.parametrize(
+    ("differ", "strict", "verdicts", "best"),
+    [
+        ((), True, "gain gain", WORKERS | FUSED),
+        ((WORKERS,), True, "not_counted gain", FUSED),
+        ((WORKERS,), False, "gain gain", WORKERS | FUSED),
+        # Each alone is as it was, and both together are not.
+        ((WORKERS | FUSED,), True, "gain gain", WORKERS),
+    ],
+)
+def test_what_changes_the_losses_is_not_kept_unless_allowed(
+    differ: tuple[Mapping[str, Value], ...], strict: bool, verdicts: str, best: Mapping[str, Value]
+) -> None:
+    run = Pretended(product, noise=0.004)
+    candidates = [Candidate(s, ("input_wait",), 1.5) for s in (WORKERS, FUSED)]
+
+    def compare(settings: Mapping[str, Value], _limit_s: float) -> Literal["equal", "differ"]:
+        return "differ" if settings in differ else "equal"
+
+    search = Search(run, candidates, 1_800, clock=run.clock, losses=compare, strict=strict)
+    search.go()
+    found = search.tried(30)
+    assert " ".join(a.verdict for a in found.attempts) == verdicts
+    assert found.best is not None
+    assert found.best.settings == best
+    assert found.best.losses == ("differ" if best in differ else "equal")
+    assert [a.losses for a in found.attempts] == ["differ" if a.settings in differ else "equal" for a in found.attempts]

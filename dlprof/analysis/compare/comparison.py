@@ -78,6 +78,8 @@ class Comparison:
     kernels: tuple[WorkDifference, ...] = ()
     exchanges: tuple[WorkDifference, ...] = ()
     prediction: Prediction | None = None
+    whole: Difference | None = None  # the whole job, or the loop's time for each step; None: not known of both
+    code: tuple[str, ...] = ()  # lines of B's files that differ, as "train.py:40-42"
     doubts: tuple[str, ...] = ()  # what a reader must know before trusting the differences
 
 
@@ -94,14 +96,14 @@ class _Pair:
         return Difference(name, a_ns, b_ns, _noise(*noise) if noise else None, self.least_ns)
 
 
-def compare(a: Result, b: Result) -> Comparison:
-    """Compare two results; what cannot be compared is left out, with the reason."""
+def compare(a: Result, b: Result, code: tuple[str, ...] = ()) -> Comparison:
+    """Compare two results; what cannot be compared is left out, with the reason. `code`: see `code.changed`."""
     loops = _loops(a, b)
     if loops is not None:
         a, b = _per_turn(a), _per_turn(b)
     pair = _Pair(a, b, LEAST_SHARE * a.window.step_ns if a.window else 0.0)
     settings, measured = differing(a, b)
-    always = partial(Comparison, a, b, _findings(pair), settings, measured)
+    always = partial(Comparison, a, b, _findings(pair), settings, measured, code=code)
     refused = list(_refused(a, b))
     if refused or a.window is None or b.window is None:
         return always(tuple(refused))
@@ -130,9 +132,43 @@ def compare(a: Result, b: Result) -> Comparison:
         operators=_works(pair, "operator"),
         kernels=_works(pair, "kernel"),
         exchanges=_exchanges(pair),
-        prediction=prediction(a, b, step, settings) if predictable else None,
-        doubts=(*([loops] if loops else []), *_doubts(a, b, other_work, by)),
+        prediction=prediction(a, b, step, settings, other_code=bool(code)) if predictable else None,
+        whole=None if other_work else _whole(pair),
+        doubts=(*([loops] if loops else []), *_of_code(code, settings), *_doubts(a, b, other_work, by)),
     )
+
+
+def _of_code(code: tuple[str, ...], settings: Iterable[Setting]) -> Iterator[str]:
+    if code:
+        too = " too" if any(settings) else ""
+        yield f"your code changed{too}: {'; '.join(code)}: what else was changed gained some part of the difference"
+
+
+def _whole(pair: _Pair) -> Difference | None:
+    """Return the time of the runs, or, of runs of other lengths, what the loop takes for each training step.
+
+    The latter with warming up and traced steps as steady ones, and without setting up; None where it is not known.
+    """
+    of_a, of_b = ({p.part: (p.steps, p.ns) for p in r.budget} for r in (pair.a, pair.b))
+    if not all(of.get("steady", (0, 0))[0] for of in (of_a, of_b)):
+        return None
+
+    def total(of: Mapping[str, tuple[float, float]], parts: Iterable[str], cell: int) -> float:
+        return sum(of[part][cell] for part in parts if part in of)
+
+    plain_steps = ("steady", "warmup", "traced", "stalled")
+    steps = [total(of, (*plain_steps, "epoch_ends"), 0) for of in (of_a, of_b)]
+    if abs(steps[0] / steps[1] - 1) <= _SAME_WORK:
+        return pair.difference("the whole job", *(total(of, of, 1) for of in (of_a, of_b)))
+    loops = [
+        (
+            total(of, plain_steps, 0) * of["steady"][1] / of["steady"][0]
+            + total(of, ("epoch_ends", "validation", "other"), 1)
+        )
+        / n
+        for of, n in zip((of_a, of_b), steps, strict=True)
+    ]
+    return pair.difference("the training loop, for each step", *loops)
 
 
 def to_json(c: Comparison) -> dict[str, Any]:
@@ -158,6 +194,7 @@ def to_json(c: Comparison) -> dict[str, Any]:
         ]
     data["settings"] = [plain(s) for s in c.settings]
     data["measured"] = [plain(s) for s in c.measured]
+    data["whole"], data["code"] = _plain(c.whole), list(c.code)
     data["prediction"] = plain(c.prediction) if c.prediction else None
     return data | {"not_compared": list(c.not_compared), "doubts": list(c.doubts)}
 
@@ -238,6 +275,9 @@ def _other_work(by: Rates | None, same_ranks: bool, settings: Iterable[Setting],
         yield f"a step is of {digits(by.a_per_step)} {by.unit} in A and of {digits(by.b_per_step)} in B"
     if not same_ranks and by is None:
         yield f"A has {count(a.run.world_size, 'rank')} and B {b.run.world_size}"
+    micro = [r.window.micro_batches for r in (a, b) if r.window]
+    if by is None and len(set(micro)) > 1:
+        yield f"a step is of {micro[0]} micro-batches in A and of {micro[1]} in B"
     for s in settings:
         counted = by is not None and s.name == "batch size"
         if (s.section, s.name) in _WORK and s.a and s.b and not counted:

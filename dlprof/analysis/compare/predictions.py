@@ -10,8 +10,9 @@ from dlprof.analysis.compare.settings_diff import Setting
 from dlprof.analysis.compare.significance import LEAST_NOISE, Difference
 from dlprof.result import Outcome, Result
 
-# better: B is faster than predicted; partly: it gained, but less; missed: it gained nothing.
-CameTrue = Literal["better", "as_predicted", "partly", "missed"]
+# better: B is faster than predicted; partly: it gained, but less; missed: it gained nothing; unknown: B is another
+# program, of whose gain the changes' is some part.
+CameTrue = Literal["better", "as_predicted", "partly", "missed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ def proposals(outcome: Outcome) -> dict[str, str]:
     return named
 
 
-def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Prediction | None:
+def prediction(
+    a: Result, b: Result, step: Difference, settings: Iterable[Setting], *, other_code: bool = False
+) -> Prediction | None:
     """Check A's predictions: those of the findings whose settings were changed, or which are gone in B.
 
-    None where A predicted nothing for the changes.
+    None where A predicted nothing for the changes. `other_code`: the code of B differs in more than these.
     """
     assert step.a_ns is not None
     assert step.b_ns is not None
@@ -88,7 +91,9 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
     gain = step.a_ns - step.b_ns
     within = max(step.least_ns, LEAST_NOISE * (step.noise_ns or 0.0))
     verdict: CameTrue
-    if gain >= most - within:
+    if other_code:
+        verdict = "unknown"
+    elif gain >= most - within:
         verdict = "better" if gain > least + within else "as_predicted"
     else:
         verdict = "partly" if gain > within else "missed"
@@ -99,7 +104,7 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         most_ns=step.a_ns - most,
         measured_ns=step.b_ns,
         noise_ns=step.noise_ns,
-        reached=gain / most if most > 0 else None,
+        reached=gain / most if most > 0 and not other_code else None,
         verdict=verdict,
         basis="; ".join(", ".join(filter(None, (o.id, what))) for o, _, what in taken),
         also_changed=tuple(f"{s.name} {_values(s)}" for n, s in differ.items() if n not in names),

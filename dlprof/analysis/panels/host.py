@@ -210,7 +210,7 @@ def _length(series: pd.DataFrame, lag_ns: pd.Series[float]) -> Panel:
         f"Where a step begins, the device is {behind} behind its host. With about {FULL:,} launches queued the next one"
         " waits until one has begun; with none, the device waits for its host."
     )
-    columns = ("ns", *(f"rank {rank}" for rank in lines.columns))
+    columns = ("into the trace_ns", *(f"rank {rank}" for rank in lines.columns))
     return Panel("lines", "Launches queued for the device", points(lines), columns, unit="", note=note)
 
 

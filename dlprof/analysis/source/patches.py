@@ -1,33 +1,42 @@
 """What changes look like in the user's files: unified diffs, for the page, the terminal and `git apply`.
 
-A file is edited as it was recorded, or not at all: its digest says whether it still is.
-
-Sets keyword arguments in one call of a Python source, and leaves every other byte of it as it is.
-
-The call is found in the syntax tree. What comes out is parsed again and compared with the tree that it should have, so
-that an edit is right or is not made.
+A setting is edited in the call that takes it, or where its value begins: origins.py follows it there. A file is edited
+as it was recorded, or not at all: its digest says whether it still is.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
-import json
-import os
-import stat
-import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from dlprof import redaction
+from dlprof.analysis.source.configuration import Change
+from dlprof.analysis.source.edits import (
+    Call,
+    Lines,
+    NotEditable,
+    Recorded,
+    Span,
+    Value,
+    check_name,
+    check_together,
+    edited,
+    find,
+    given_value,
+    is_literal,
+    parsed,
+    read_file,
+    utf8,
+)
+from dlprof.analysis.source.origins import Origins, of_trainer
 from dlprof.overrides import named
 
-MOST_FILE_BYTES = 2 << 20  # as the recorder reads
+__all__ = ["Call", "NotEditable", "Patch", "Recorded", "Span", "Wanted", "calls_of", "edit_of", "edited", "patch"]
+
 _MOST_CALLS = 200  # of a rank
 
 # The kind of call that takes a setting as a keyword, where it is not the group of the setting's override.
@@ -40,42 +49,6 @@ _KINDS = {
 }
 # Kinds of calls that all take the setting; for the others only the first does.
 _EACH = ("copy", "optimizer")
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where a call stands, as the syntax tree counts: lines from 1, columns in bytes of UTF-8.
-
-    `end_line` 0: only its line is known.
-    """
-
-    line: int
-    end_line: int = 0
-    column: int = 0
-    end_column: int = 0
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls/frames.py.
-
-    `takes`, `torch`, `whole`: as in record/calls/seen.py.
-    """
-
-    kind: str
-    file: str
-    line: int
-    function: str = ""
-    source: str = ""
-    digest: str = ""
-    via: str = ""
-    roles: tuple[str, ...] = ()
-    count: int = 0
-    span: Span = field(default_factory=lambda: Span(0))
-    directory: str = ""
-    takes: tuple[int, ...] = ()
-    torch: bool = False
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,11 +65,15 @@ class Patch:
     """A unified diff of the files that could be edited, and why others could not: (setting, place, reason).
 
     `shown`: the same diff for a report, with what is kept of the source; it does not apply where something is left out.
+    `elsewhere`: file, line and kept text of values that do not stand in the call.
+    `files`: what each file holds, and what it is to hold.
     """
 
     text: str = ""
     shown: str = ""
     left_out: tuple[tuple[str, str, str], ...] = ()
+    elsewhere: tuple[tuple[str, int, str], ...] = ()
+    files: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
 
 def kind_of(setting: str) -> str:
@@ -107,16 +84,24 @@ def kind_of(setting: str) -> str:
 
 def calls_of(facts: Iterable[Mapping[str, Any]]) -> list[Call]:
     """Return the calls that the facts of some ranks hold, each once, with what was recorded first."""
+    facts = [*facts]
+    job = _recorded(next((one for one in facts if one.get("files")), {}))
     found: dict[tuple[object, ...], Call] = {}
     for of_rank in facts:
         for row in (of_rank.get("calls") or ())[:_MOST_CALLS]:
-            call = _call(row, str(of_rank.get("directory") or ""))
+            call = _call(row, str(of_rank.get("directory") or ""), job)
             if call is not None:
                 found.setdefault((call.kind, call.file, call.line, call.span.column), call)
     return list(found.values())
 
 
-def _call(row: Any, directory: str) -> Call | None:
+def _recorded(facts: Mapping[str, Any]) -> Recorded:
+    files = {str(row["file"]): str(row.get("digest") or "") for row in facts.get("files") or () if row.get("file")}
+    options = [row for row in facts.get("options") or () if isinstance(row, Mapping)]
+    return Recorded(str(facts.get("directory") or ""), files, options, [*map(str, facts.get("argv") or ())])
+
+
+def _call(row: Any, directory: str, job: Recorded) -> Call | None:
     row = {name: value for name, value in row.items() if value is not None} if isinstance(row, Mapping) else {}
     if not {"kind", "file", "line"} <= row.keys():
         return None
@@ -134,6 +119,8 @@ def _call(row: Any, directory: str) -> Call | None:
         takes=tuple(row.get("takes", ())),
         torch=row.get("torch", False),
         whole=row.get("whole", False),
+        values=row.get("values", {}),
+        job=job,
     )
 
 
@@ -170,7 +157,7 @@ def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
                 left_out.append((named_settings, f"{call.file}:{call.line}", str(e)))
             else:
                 taken |= {(*mine, name) for name in settings}
-    return Patch(sources.diff(), sources.diff(redaction.source), tuple(left_out))
+    return Patch(sources.diff(), sources.diff(shown=True), tuple(left_out), sources.elsewhere(), sources.edited)
 
 
 def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
@@ -184,78 +171,119 @@ def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
 
 def edit_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value]) -> str:
     """Return the diff that makes overrides permanent, by the facts of the ranks; "": not all of them are such edits."""
-    made = patch(calls_of(facts), wanted_of(overrides))
+    made = patch_of(facts, overrides)
     return "" if made.left_out else made.shown
 
 
+def patch_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value]) -> Patch:
+    """Return the patch that makes overrides permanent: `text` for `git apply` in the folder that the job started in.
+
+    `left_out` holds those that it does not make, with what to set instead.
+    """
+    return patch(calls_of(facts), wanted_of(overrides))
+
+
+_Edit = (
+    Change | tuple[Span, str, dict[str, Value]]
+)  # of a value that stands elsewhere; of a call: place, kind, settings
+
+
 class _Sources:
-    """The files that are edited: as they were recorded, and as they are to be."""
+    """The files that are edited: each as it was recorded, and its edits by their places."""
 
     def __init__(self) -> None:
-        self._files: dict[str, tuple[bytes, bytes]] = {}
-        self._done: dict[str, list[tuple[Call, dict[str, Value]]]] = {}
+        self._files: dict[str, tuple[bytes, dict[object, _Edit]]] = {}
 
     def edit(self, call: Call, settings: Mapping[str, Value]) -> None:
         """Give a call these settings; raise NotEditable where that cannot be done, and change nothing."""
         if not settings:
             return
         if call.via:
-            raise NotEditable(f"{call.via} makes the call")
-        _check_name(call.file)
-        before = self._files[call.file][0] if call.file in self._files else read(call)
-        # From the last line to the first, each time anew: an edit moves what stands below it.
-        done = [(c, dict(s)) for c, s in self._done.get(call.file, [])]
-        same = next((s for c, s in done if c.span == call.span), None)
-        if same is None:
-            done.append((call, dict(settings)))
-        else:
-            same.update(settings)
-        after = before
-        for one, its in sorted(done, key=lambda pair: (pair[0].line, pair[0].span.column), reverse=True):
-            after = edited(after, one.span, one.kind, its)
-        self._files[call.file] = before, after
-        self._done[call.file] = done
+            call, settings = of_trainer(call, settings)
+        check_name(call.file)
+        files = {file: (text, dict(edits)) for file, (text, edits) in self._files.items()}
+        if call.file not in files:
+            files[call.file] = read_file(call.directory, call.file, call.digest), {}
+        text, edits = files[call.file]
+        node = find(parsed(utf8(text)), call.span, call.kind) if call.line else None
+        if node is not None:
+            check_together(node, settings)
+        inside = {}
+        for name, value in settings.items():
+            given = given_value(node, name) if node is not None else ast.Name(name)
+            if given is None or is_literal(given):
+                inside[name] = value
+                continue
+            change = Origins(call, name, value).change(given)
+            _, those = files.setdefault(change.file, (call.job.read(change.file), {}))
+            if those.setdefault((change.begin, change.end), change) != change:
+                raise NotEditable("another change sets the same value")
+        if inside:
+            before = edits.get(call.span)
+            edits[call.span] = call.span, call.kind, {**(before[2] if isinstance(before, tuple) else {}), **inside}
+        for one in files.values():
+            _after(*one)
+        self._files = files
 
-    def diff(self, kept: Callable[[str], str] = str) -> str:
-        """Return the unified diff of all files that are to be others than they are, of what is `kept` of each."""
-        edited = ((name, *texts) for name, texts in sorted(self._files.items()) if texts[0] != texts[1])
-        return "".join(_diff(name, kept(old.decode()), kept(new.decode())) for name, old, new in edited)
+    @property
+    def edited(self) -> dict[str, tuple[bytes, bytes]]:
+        """All files that are to be others than they are: as they are, and as they are to be."""
+        both = {name: (text, _after(text, edits)) for name, (text, edits) in sorted(self._files.items())}
+        return {name: texts for name, texts in both.items() if texts[0] != texts[1]}
+
+    def diff(self, *, shown: bool = False) -> str:
+        """Return the unified diff of all files that are to be others; `shown`: of what is kept of each."""
+        made = []
+        for file, (text, edits) in sorted(self._files.items()):
+            is_source = file.endswith(".py")
+            old, new = text.decode(), _after(text, edits).decode()
+            if shown and old != new:
+                old, new = map(redaction.source, (old, new)) if is_source else _only_changed(old, new)
+            made += [_diff(file, old, new, 3 if is_source or not shown else 0)] if old != new else []
+        return "".join(made)
+
+    def elsewhere(self) -> tuple[tuple[str, int, str], ...]:
+        """Return file, line and kept text of the values that do not stand in a call."""
+        found = []
+        for file, (text, edits) in self._files.items():
+            old, new = text.decode(), _after(text, edits).decode()
+            lines = (redaction.source(old) if file.endswith(".py") else _only_changed(old, new)[0]).split("\n")
+            changes = [one for one in edits.values() if isinstance(one, Change)]
+            found += [(file, one.line, " ".join(lines[one.line - 1].split())) for one in changes]
+        return tuple(found)
 
 
-def read(call: Call) -> bytes:
-    """Return the bytes of a call's file, as they were when it was recorded; raise NotEditable where they are not."""
-    if not call.digest:
-        raise NotEditable("what the file held was not recorded")
-    try:
-        # A pipe would be waited for, and a device has no end.
-        fd = os.open(Path(call.directory) / call.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise NotEditable("the file is not here")
-            with open(fd, "rb", closefd=False) as file:
-                data = file.read(MOST_FILE_BYTES + 1)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError):
-        raise NotEditable("the file is not here") from None
-    if hashlib.sha256(data).hexdigest() != call.digest:
-        raise NotEditable("the file has changed since it was recorded")
-    return data
+def _after(text: bytes, edits: Mapping[object, _Edit]) -> bytes:
+    """Return a file as it is to be. From its end to its begin: an edit moves what stands below it."""
+    at = Lines(text).at
+    places = ((one.begin if isinstance(one, Change) else at(one[0].line, one[0].column), one) for one in edits.values())
+    for _, one in sorted(places, key=lambda pair: pair[0], reverse=True):
+        text = text[: one.begin] + one.new + text[one.end :] if isinstance(one, Change) else edited(text, *one)
+    return text
 
 
-def _check_name(file: str) -> None:
-    """Raise NotEditable where a patch must not, or cannot, name a file."""
-    if Path(file).is_absolute() or ".." in file.split("/"):
-        raise NotEditable("the file is not below the folder that the job was started in")
-    if not file.isprintable() or '"' in file or "\\" in file:
-        raise NotEditable("a patch cannot name the file")
+def _only_changed(old: str, new: str) -> tuple[str, str]:
+    """Return two texts of as many lines, with name and value of what differs, and nothing else."""
+    pairs = [*zip(old.split("\n"), new.split("\n"), strict=True)]
+    kept = []
+    for before, after in pairs:
+        same = next(
+            (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
+        )
+        name = re.search(r"""["']?[\w.-]+["']?\s*[:= ]\s*\S*$""", before[:same])
+        begin = name.start() if name else same
+        indent = before[: len(before) - len(before.lstrip())]
+        told = [re.match(r"""["']?[\w.-]*["']?\s*[:= ]\s*[^\s,\]}]*""", line[begin:]) for line in (before, after)]
+        kept.append([f"{indent}{'' if len(indent) == begin else '… '}{t[0] if t else ''}" for t in told])
+    texts = [[pair[n] if a != b else "" for pair, (a, b) in zip(kept, pairs, strict=True)] for n in (0, 1)]
+    return "\n".join(texts[0]), "\n".join(texts[1])
 
 
-def _diff(name: str, before: str, after: str) -> str:
+def _diff(name: str, before: str, after: str, around: int) -> str:
     old, new = (text.split("\n") for text in (before, after))
     # A name with a space ends at the tab.
     end = "\t" if " " in name else ""
-    made = [*difflib.unified_diff(_lines(old), _lines(new))][2:]
+    made = [*difflib.unified_diff(_lines(old), _lines(new), n=around)][2:]
     lines = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in made)
     return "".join((f"--- a/{name}{end}\n", f"+++ b/{name}{end}\n", *lines))
 
@@ -263,249 +291,3 @@ def _diff(name: str, before: str, after: str) -> str:
 def _lines(parts: Sequence[str]) -> list[str]:
     whole = [f"{part}\n" for part in parts[:-1]]
     return [*whole, parts[-1]] if parts[-1] else whole
-
-
-Value = bool | int | float | str | None
-
-
-# What the last word of a call's name must be, by the kind of call; a name that an import or an assignment made is
-# followed back to its origin.
-_OPTIMIZERS = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
-
-
-CALLEES: Mapping[str, frozenset[str]] = {
-    "loader": frozenset(("DataLoader", "StatefulDataLoader")),
-    "ddp": frozenset(("DistributedDataParallel",)),
-    "fsdp": frozenset(("FullyShardedDataParallel", "fully_shard")),
-    "optimizer": frozenset(_OPTIMIZERS.split()),
-    "compile": frozenset(("compile",)),
-    "copy": frozenset(("to", "cuda")),
-}
-
-
-# The number of leading positional arguments that no change sets.
-_BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1}
-
-
-# Keywords beside which a call refuses a setting, where both have a value that is not false.
-_REFUSES: Mapping[str, tuple[str, ...]] = {
-    "batch_size": ("batch_sampler",),
-    "drop_last": ("batch_sampler",),
-    "foreach": ("fused",),
-    "fused": ("foreach", "differentiable"),
-    "mode": ("options",),
-    "num_workers=0": ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"),
-}
-# Settings of a loader that one without workers refuses.
-_OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
-
-
-class NotEditable(Exception):  # noqa: N818 - no error: a reason for the user
-    """Why a call is left as it is: "num_workers is `args.workers` there"."""
-
-
-def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) -> bytes:
-    """Return a source in which the call of a kind has these keyword arguments; raise NotEditable where it cannot."""
-    text = _utf8(source)
-    tree = _parsed(text)
-    call = _find(tree, span, kind)
-    start, callee = (call.lineno, call.col_offset), ast.dump(call.func)
-    _check_together(call, settings)
-    for name, value in settings.items():
-        wanted = deepcopy(tree)
-        text = _with(text, call, kind, name, value)
-        _set(_again(wanted, start, callee), name, value)
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            tree = ast.Module([], [])
-        if ast.dump(tree) != ast.dump(wanted):
-            raise NotEditable("the call is written in a way that is not edited")
-        call = _again(tree, start, callee)
-    return text
-
-
-def _check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
-    """Raise NotEditable where the call would refuse the settings beside its other arguments."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    given |= {name: ast.Constant(value) for name, value in settings.items()}
-
-    def is_off(name: str) -> bool:
-        return name not in given or (_is_literal(given[name]) and not ast.literal_eval(given[name]))
-
-    for name, value in settings.items():
-        for other in _REFUSES.get(name if value else f"{name}=0", ()):
-            if not is_off(other):
-                raise NotEditable(f"{name} cannot be set beside {other}")
-        if value and name in _OF_WORKERS and is_off("num_workers"):
-            raise NotEditable(f"{name} needs num_workers above 0")
-
-
-def _utf8(source: bytes) -> bytes:
-    try:
-        encoding, _ = tokenize.detect_encoding(BytesIO(source).readline)
-        source.decode("utf-8")
-    except (SyntaxError, UnicodeDecodeError, LookupError):
-        raise NotEditable("it is not written in UTF-8") from None
-    if encoding != "utf-8":  # with a mark of byte order, too: it shifts the columns of the first line
-        raise NotEditable("it is not written in plain UTF-8")
-    if b"\r" in source.replace(b"\r\n", b""):
-        raise NotEditable("its lines end in carriage returns")
-    return source
-
-
-def _parsed(text: bytes) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise NotEditable("it cannot be parsed") from None
-
-
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-
-
-def _find(tree: ast.Module, span: Span, kind: str) -> ast.Call:
-    """Return the call in that place; where its columns are not known, the only one of its kind in that line."""
-    names = _origins(tree)
-
-    def is_one(call: ast.Call) -> bool:
-        return _name(call.func, names) in CALLEES.get(kind, frozenset())
-
-    if span.end_line:
-        at = (span.line, span.end_line, span.column, span.end_column)
-        found = [c for c in _calls(tree) if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == at]
-        if not found or not is_one(found[0]):
-            raise NotEditable("there is no such call on that line")
-        return found[0]
-    found = [c for c in _calls(tree) if c.lineno <= span.line <= (c.end_lineno or 0) and is_one(c)]
-    if len(found) != 1:
-        raise NotEditable(
-            "there is no such call on that line" if not found else "there are several such calls on that line"
-        )
-    return found[0]
-
-
-def _again(tree: ast.Module, start: tuple[int, int], callee: str) -> ast.Call:
-    """Return the call after an edit of its arguments: it begins where it did, with the same callee."""
-    return next(c for c in _calls(tree) if (c.lineno, c.col_offset) == start and ast.dump(c.func) == callee)
-
-
-def _origins(tree: ast.Module) -> dict[str, str]:
-    """Return what names of imports and plain assignments stand for: DL → DataLoader."""
-    origins: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            origins.update({alias.asname: alias.name for alias in node.names if alias.asname})
-        elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
-            last = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-            origins.update({target.id: last for target in node.targets if isinstance(target, ast.Name)})
-    return origins
-
-
-def _name(callee: ast.expr, origins: Mapping[str, str]) -> str:
-    """Return the last word of a callee's name, followed through aliases."""
-    name = callee.id if isinstance(callee, ast.Name) else callee.attr if isinstance(callee, ast.Attribute) else ""
-    for _ in range(8):
-        if isinstance(callee, ast.Attribute) or origins.get(name, name) == name:
-            break
-        name = origins[name]
-    return name
-
-
-def _with(text: bytes, call: ast.Call, kind: str, name: str, value: Value) -> bytes:
-    """Return the text in which a call has a keyword argument."""
-    given = next((keyword for keyword in call.keywords if keyword.arg == name), None)
-    lines = _Lines(text)
-    if given is not None:
-        if not _is_literal(given.value):
-            raise NotEditable(f"{name} is `{ast.unparse(given.value)[:60]}` there")
-        if ast.literal_eval(given.value) == value:
-            raise NotEditable(f"{name} is {value!r} there already")
-        return lines.replaced(*lines.span(given.value), _literal(value, text))
-    if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
-        raise NotEditable(f"{name} may be among the arguments that `*` or `**` passes there")
-    if len(call.args) > _BY_POSITION[kind]:
-        raise NotEditable(f"{name} may be one of the positional arguments there")
-    return _inserted(lines, call, f"{name}={_literal(value, text).decode()}".encode())
-
-
-def _is_literal(node: ast.expr) -> bool:
-    inner = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
-    return isinstance(inner, ast.Constant)
-
-
-def _literal(value: Value, text: bytes) -> bytes:
-    """Write a value as the source would: its strings in the quotes that it uses most."""
-    if isinstance(value, str):
-        return (json.dumps(value) if text.count(b'"') >= text.count(b"'") else repr(value)).encode()
-    return repr(int(value) if isinstance(value, float) and value.is_integer() else value).encode()
-
-
-def _inserted(lines: _Lines, call: ast.Call, argument: bytes) -> bytes:
-    """Return the text with one more argument at the end of a call, in the call's own layout."""
-    text, close = lines.text, lines.span(call)[1] - 1
-    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    arguments = [lines.span(node) for node in given]
-    if not arguments:
-        opened = text.index(b"(", lines.span(call.func)[1]) + 1
-        return lines.replaced(opened, opened, argument)
-    begin, end = max(arguments, key=lambda one: one[1])
-    last, comma = _last(text, end, close)
-    line = text.rfind(b"\n", 0, begin) + 1
-    indent = text[line:begin]
-    if b"\n" not in text[last:close] or indent.strip():
-        return lines.replaced(last, last, b", " + argument)
-    # Each argument has a line of its own.
-    end_of_line = text.index(b"\n", max(last, comma))
-    newline = b"\r\n" if text[end_of_line - 1 : end_of_line] == b"\r" else b"\n"
-    added = indent + argument + (b"," if comma >= 0 else b"") + newline
-    text = lines.replaced(end_of_line + 1, end_of_line + 1, added)
-    return text if comma >= 0 else text[:last] + b"," + text[last:]
-
-
-def _last(text: bytes, after: int, close: int) -> tuple[int, int]:
-    """Return where the last argument ends with its own brackets, and the comma after it; −1: there is none."""
-    at, last, comma = after, after, -1
-    while at < close:
-        char = text[at : at + 1]
-        if char == b"#":
-            at = text.index(b"\n", at)
-        elif char == b")":
-            last = at + 1
-        elif char == b",":
-            comma = at
-        at += 1
-    return last, comma
-
-
-def _set(call: ast.Call, name: str, value: Value) -> None:
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    node = ast.parse(repr(whole), mode="eval").body
-    given = next((keyword for keyword in call.keywords if keyword.arg == name), None)
-    if given is not None:
-        given.value = node
-    else:
-        call.keywords.append(ast.keyword(name, node))
-
-
-class _Lines:
-    """A source with the places of its lines."""
-
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-        self._starts = [0]
-        for line in text.split(b"\n"):
-            self._starts.append(self._starts[-1] + len(line) + 1)
-
-    def at(self, line: int, column: int) -> int:
-        """Return the place of a line and column of the syntax tree."""
-        return self._starts[line - 1] + column
-
-    def span(self, node: ast.expr | ast.keyword) -> tuple[int, int]:
-        """Return where a node begins and ends."""
-        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno or 0, node.end_col_offset or 0)
-
-    def replaced(self, begin: int, end: int, by: bytes) -> bytes:
-        """Return the text with another part in the place of this one."""
-        return self.text[:begin] + by + self.text[end:]

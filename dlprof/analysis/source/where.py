@@ -403,7 +403,8 @@ def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence
         return change
     made = patch(calls, requests)
     why = "; ".join(dict.fromkeys(f"{at}: {why}" for _, at, why in made.left_out if at))
-    return replace(change, at=_of_call(there[0]), diff=made.shown, no_diff="" if made.text else why)
+    at = next((Place(file, line, what=text) for file, line, text in made.elsewhere), _of_call(there[0]))
+    return replace(change, at=at, diff=made.shown, no_diff="" if made.text else why)
 
 
 # The most modules of a finding that a rank passes on, and the most that are named.

@@ -111,7 +111,7 @@ def check(
     disturbed = load is not None and load.disturbs
     checked = list(_limits(result, parsed, not_measured == "pass", disturbed))
     if baseline is not None:
-        checked.append(_against(baseline, result, float(slower[1]) / 100, not_measured == "pass", disturbed))
+        checked.append(_against(baseline, path, result, float(slower[1]) / 100, not_measured == "pass", disturbed))
     if load is not None and disturbed:
         text = used_by_others(load.foreign, load.cores, load.waited)
         checked.append(Checked("other programs", "warn" if foreign_load else "FAIL", text))
@@ -152,8 +152,11 @@ def _limits(
         yield Checked(f"{rule} < {limit:g} {unit}", chosen, o.title if risk else what)
 
 
-def _against(baseline: Path, result: Result, limit: float, may_be_unknown: bool, disturbed: bool) -> Checked:
+def _against(
+    baseline: Path, path: Path, result: Result, limit: float, may_be_unknown: bool, disturbed: bool
+) -> Checked:
     """Return how the run compares with its baseline."""
+    from dlprof.analysis.compare.code import changed
     from dlprof.analysis.compare.gate import slowdown
     from dlprof.commands.prove.compare import result_of
     from dlprof.units import percent
@@ -167,6 +170,8 @@ def _against(baseline: Path, result: Result, limit: float, may_be_unknown: bool,
     fails = found.fails(limit)
     unsure = disturbed or (before.foreign_load is not None and before.foreign_load.disturbs)
     beside = "; programs outside the job used the cores of the baseline" if unsure and not disturbed else ""
+    code = changed(before, result, baseline, path)
+    beside += f"; your code changed too: {'; '.join(code)}" if code else ""
     text = f"{found.what} is {found.words}, over {found.steps[0]} and {found.steps[1]} steps{beside}"
     return Checked(name, "FAIL" if fails else "????" if unsure else "ok", text)
 

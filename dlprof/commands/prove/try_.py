@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ import click
 
 from dlprof.commands import form, minutes, no_limits, quiet, rarely, run_path, say
 from dlprof.files import compact
-from dlprof.plain import plain
+from dlprof.plain import NBSP, plain
+
+in_place = click.option("--in-place", is_flag=True, help="Run in the job's own folder, and not in copies of it.")
 
 if TYPE_CHECKING:
     from dlprof.result import Result
@@ -30,7 +33,16 @@ if TYPE_CHECKING:
     " `dlprof explain settings` lists them.",
 )
 @click.option("--allow-numerics", is_flag=True, help="Try changes with which the job computes other numbers, too.")
-@click.option("--copy", is_flag=True, help="Run in a new copy of the working directory each time.")
+@click.option(
+    "--change",
+    "changes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help="Try only the N-th change that the report proposes: from outside, or by an edit of a copy. Repeatable.",
+)
+@in_place
+@click.option("--copy", is_flag=True, hidden=True, expose_value=False, help="As without --in-place.")
 @click.option("--list", "listed", is_flag=True, help="Print what would be tried, and run nothing.")
 @form
 @quiet
@@ -46,17 +58,18 @@ def try_(
     settings: tuple[str, ...],
     obvious: bool,
     allow_numerics: bool,
-    copy: bool,
+    changes: tuple[int, ...],
+    in_place: bool,
     listed: bool,
     form: str,
     quiet: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Run the job of PATH again, unedited, with each change that its findings name, and measure what that gains.
+    """Run the job of PATH again with each change that its findings name, and measure what that gains.
 
-    PATH is a run of `dlprof wrap` or `dlprof run`. Each time the job starts anew and is ended after some steps: without
-    changes, with one, without, and so on, until the answers are clear. What it writes, it writes each time.
-    COMMAND stands for the recorded command.
+    PATH is a run of `dlprof wrap` or `dlprof run`. Each time the job starts anew, in a copy of its folder, and is ended
+    after some steps: without changes, with one, without, and so on, until the answers are clear. COMMAND stands for the
+    recorded command.
     """
     from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
@@ -64,7 +77,7 @@ def try_(
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
-    options = Options(minutes, steps, settings, obvious, allow_numerics, copy, command)
+    options = Options(minutes, steps, settings, obvious, allow_numerics, in_place, changes, command)
     if listed:
         _print_plan(prepared(path, result, options, os.environ))
         return
@@ -75,16 +88,36 @@ def try_(
 
 def _print_plan(trial: Trial) -> None:
     """Print a line for each change that is tried, and for each that is not, with the reason."""
+    for line in (*_planned(trial), *_not_tried(trial)):
+        say(line)
+
+
+def _planned(trial: Trial) -> list[str]:
     from dlprof.report.formatting import times
     from dlprof.result.tried import Attempt
 
+    lines = []
     for c in trial.plan.candidates:
-        predicted = f", {times(c.predicted)} predicted" if c.predicted else ""
-        say(f"{Attempt(c.settings, 'not_tried').words}: named by {', '.join(c.findings) or 'no finding'}{predicted}")
-    for attempt in trial.plan.left_out:
-        say(f"{attempt.words}: not tried: {attempt.why}")
-    for skipped in trial.plan.skipped:
-        say(f"not tried: {skipped}")
+        predicted = f", {times(c.predicted)} predicted".replace(NBSP, " ") if c.predicted else ""
+        words = Attempt(c.settings, "not_tried").words
+        lines.append(f"{words}: named by {', '.join(c.findings) or 'no finding'}{predicted}")
+    return lines
+
+
+def _not_tried(trial: Trial) -> list[str]:
+    lines = [f"not tried: {attempt.words}: {attempt.why}" for attempt in trial.plan.left_out]
+    lines += [f"not tried: {skipped}" for skipped in trial.plan.skipped]
+    return lines + by_hand(trial)
+
+
+def by_hand(trial: Trial) -> list[str]:
+    """Return the change that is predicted to gain most, with its edit, if it cannot be tried; else nothing."""
+    change = trial.plan.by_hand
+    if change is None:
+        return []
+    at = f" ({change.at.file}:{change.at.line})" if change.at else ""
+    most = f"the change that is predicted to gain most is one to make by hand: {change.text}{at}"
+    return [most, *change.diff.splitlines()]
 
 
 def try_run(
@@ -96,55 +129,83 @@ def try_run(
 
     Raises DlprofError if nothing can be tried.
     """
-    from msgspec.structs import replace
-
-    from dlprof.commands.report import width, write_files
-    from dlprof.report.tried_text import render
     from dlprof.result.tried import to_json
     from dlprof.trial.running import stopping
-    from dlprof.trial.search import prepared, tried
 
-    trial = prepared(path, result, options, os.environ)
-    if not quiet:
-        for line in _announced(trial):
-            say(f"dlprof: {line}", err=True)
+    with stopping() as stop:
+        _, found = measured(path, result, options, stop, quiet)
+    if form == "json":
+        click.echo(compact(to_json(found)))
+    else:
+        print_tried(found, err=err)
+    return stop.by
+
+
+def print_tried(found: Tried, *, err: bool = False) -> None:
+    """Print what was tried, for people."""
+    from dlprof.commands.report import width
+    from dlprof.report.tried_text import render
+
+    click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
+
+
+def measured(
+    path: Path, result: Result, options: Options, stop: Callable[[], bool], quiet: bool
+) -> tuple[Trial, Tried]:
+    """Say what will be tried, try it, and add the results to the run's report. Raises DlprofError if it cannot run."""
+    from dlprof.commands.report import write_files
+    from dlprof.trial.job import added
+    from dlprof.trial.search import prepared, tried
 
     def tell(found: Attempt | float) -> None:
         if not quiet:
             say(f"dlprof: {_told(found)}", err=True)
 
-    with stopping() as stop:
-        found: Tried = tried(trial, stop, tell)
-    if form == "json":
-        click.echo(compact(to_json(found)))
-    else:
-        click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
-        for skipped in trial.plan.skipped:
-            say(f"not tried: {skipped}", err=err)
-    write_files(replace(result, tried=found), path, path)
-    return stop.by
+    trial = prepared(path, result, options, os.environ)
+    for line in () if quiet else _announced(trial):
+        say(f"dlprof: {line}", err=True)
+    found: Tried = tried(trial, stop, tell)
+    write_files(added(result, found), path, path)
+    return trial, found
 
 
 def _announced(trial: Trial) -> list[str]:
     """Return the lines that announce what will run."""
+    from dlprof.trial.search import LEAST_PAIRS
     from dlprof.units import count, few
 
     changes = trial.plan.candidates
     if not changes:
-        return ["nothing to try: no finding names a change that can be set from outside (--obvious tries more)"]
+        return [
+            "nothing to try: no finding names a change that can be set from outside (--obvious tries more)",
+            *_not_tried(trial),
+        ]
     options = trial.options
     lines = [
         f"{count(len(changes), 'change')} to try, {count(trial.steps, 'steady step')} a run, for at most"
-        f" {options.minutes:g} minutes: {' '.join(trial.job.command)[:200]}"
+        f" {options.minutes:.3g} minutes: {' '.join(trial.job.command)[:200]}",
+        *(f"{place}. {line}" for place, line in enumerate(_planned(trial), 1)),
+        *_not_tried(trial),
     ]
-    if options.copy:
-        lines.append("each run has a new copy of the working directory; the script still writes to other folders")
-    else:
+    if trial.run_s:
+        minutes = (1 + 2 * LEAST_PAIRS * len(changes)) * trial.run_s / 60
+        less = "; the first ones come first" if minutes > options.minutes and len(changes) > 1 else ""
+        lines.append(
+            f"a run takes about {trial.run_s:.0f} s, {LEAST_PAIRS} pairs of each change about {minutes:.1f} min{less}"
+        )
+    if trial.not_copied:
         saves = f": it was seen to save {few(trial.job.saves, 3)}" if trial.job.saves else ""
         lines.append(
-            f"the script starts again and again in {trial.job.cwd}, and each time writes its files{saves}"
-            " (--copy has it run in a copy)"
+            f"the script starts again and again in {trial.job.cwd} ({trial.not_copied}), and each time writes its"
+            f" files{saves}"
         )
+    else:
+        lines.append(
+            f"each run has a new copy of {trial.job.cwd}, with links to large data, which it must only read; wandb,"
+            " MLflow and others write into it, and to no server"
+        )
+        elsewhere = [path for path in trial.job.saves if path.startswith(("/", ".."))]
+        lines += [f"not redirected, as it names the place itself: {few(elsewhere, 3)}"] if elsewhere else []
     return [*lines, *trial.warnings]
 
 
@@ -153,5 +214,5 @@ def _told(found: Attempt | float) -> str:
     from dlprof.report.tried import row
 
     if isinstance(found, float):
-        return f"without changes: {duration(found)} a step".replace("\u00a0", " ")
-    return row(found).replace("\u00a0", " ")
+        return f"without changes: {duration(found)} a step".replace(NBSP, " ")
+    return row(found).replace(NBSP, " ")

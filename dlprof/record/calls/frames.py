@@ -126,20 +126,28 @@ class Frames:
     def _source(self, path: str) -> tuple[str, list[bytes]]:
         """Return digest of a file as Python read it, and what is kept of its lines; none where it may differ."""
         if path not in self._read:
-            self._read[path] = "", []
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError:
-                return self._read[path]
-            try:
-                known = os.fstat(fd)
-                if stat.S_ISREG(known.st_mode) and known.st_size <= MOST_FILE_BYTES and known.st_mtime <= self._since:
-                    with open(fd, "rb", closefd=False) as file:
-                        data = file.read(MOST_FILE_BYTES)
-                    self._read[path] = hashlib.sha256(data).hexdigest(), _kept(data.decode(errors="replace"))
-            finally:
-                os.close(fd)
+            data = read_source(path, self._since)
+            found = (
+                ("", []) if data is None else (hashlib.sha256(data).hexdigest(), _kept(data.decode(errors="replace")))
+            )
+            self._read[path] = found
         return self._read[path]
+
+
+def read_source(path: str, since: float) -> bytes | None:
+    """Return a file as Python read it; None where it may differ, as it is newer than `since` (Unix time, s)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        known = os.fstat(fd)
+        if not stat.S_ISREG(known.st_mode) or known.st_size > MOST_FILE_BYTES or known.st_mtime > since:
+            return None
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(MOST_FILE_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _kept(text: str) -> list[bytes]:

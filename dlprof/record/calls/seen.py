@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlprof.plain import words_of
 from dlprof.record import guarded
+from dlprof.record.calls.files import Files
 from dlprof.record.calls.frames import Frames, Place
 from dlprof.record.model.names import parameters_of
 
@@ -28,15 +29,19 @@ PLACES = 12
 _MOST_OF = 0.9
 
 
+_VALUES = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
+
+
 class Call:
     """A place that calls of one kind came from, how many of the looks saw it, and the loaders that it is about.
 
     `trained`: whether a backward pass came after a forward pass from there, and no other forward pass of the model.
     `takes`: of a line that calls the model itself, the dimensions of each positional argument, 0 where it is no tensor.
     `whole`: what is moved there has most parameters of a model. `torch`: the name `torch` is known there.
+    `values`: what all loaders from there were made with, without those that differ.
     """
 
-    __slots__ = ("count", "kind", "loaders", "moved", "place", "takes", "torch", "trained", "whole")
+    __slots__ = ("count", "kind", "loaders", "moved", "place", "takes", "torch", "trained", "values", "whole")
 
     def __init__(self, kind: str, place: Place) -> None:
         self.kind = kind
@@ -46,13 +51,14 @@ class Call:
         self.loaders: list[LoaderSeen] = []
         self.moved: weakref.ref[Any] | None = None
         self.takes: list[int] = []
+        self.values: dict[str, Any] | None = None
 
     def fact(self) -> dict[str, Any]:
         """Return it as the facts have it."""
         place = self.place
         told = {
             "kind": self.kind,
-            **{name: getattr(self, name) for name in ("takes", "torch", "whole")},
+            **{name: getattr(self, name) for name in ("takes", "torch", "values", "whole")},
             **{name: getattr(place, name) for name in ("file", "line", "function")},
             "count": self.count,
             "roles": sorted({seen.role for seen in self.loaders}),
@@ -84,6 +90,7 @@ class Calls:
         self._places: Counter[str] = Counter()
         self.directory = os.path.join(_working_directory(), "")  # noqa: PTH118 - that files are named from
         self._since = time.time()
+        self.files = Files(self.directory, self._since)
         self._frames: Frames | None = None
         # Loaders by their id: a reference, where it was made, and the id of its data set.
         self._loaders: dict[int, tuple[weakref.ref[Any], Call, int]] = {}
@@ -180,6 +187,8 @@ class Calls:
         call = self.see("loader")
         if call is not None:
             self._loaders[id(loader)] = weakref.ref(loader), call, id(getattr(loader, "dataset", None))
+            made = {name: vars(loader)[name] for name in _VALUES if type(vars(loader).get(name)) in (int, bool)}
+            call.values = dict(made.items() & (made if call.values is None else call.values).items())
 
     def see_moved(self, module: Any) -> None:
         """Keep where a module with parameters is moved."""

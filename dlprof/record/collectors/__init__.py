@@ -11,17 +11,19 @@ from dlprof.record.collectors.memory import Memory
 from dlprof.record.collectors.nvtx import Nvtx
 from dlprof.record.collectors.overrides import Overrides
 from dlprof.record.collectors.pipeline import Pipeline
+from dlprof.record.collectors.sources import Sources
 from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.collectors.trace import Trace
 from dlprof.record.model.compiled import Compiled
 from dlprof.record.model.held import Held
 from dlprof.record.model.loss_scale import LossScale
+from dlprof.record.model.losses import Losses
 from dlprof.record.model.routing import Routing
 
 # Capture stands behind Nvtx, whose last range in the window has ended when that closes; Compiled behind Trace, whose
 # window has ended then; Held behind Flops and Trace, whose un-timed steps it uses.
 COLLECTORS = (
-    Facts, Flops, Lines, Loader, LossScale, Memory, Nvtx, Capture, Overrides, Pipeline, Routing, Stalls, Steps, Trace,
-    Compiled, Held,
+    Sources, Facts, Flops, Lines, Loader, Losses, LossScale, Memory, Nvtx, Capture, Overrides, Pipeline, Routing,
+    Stalls, Steps, Trace, Compiled, Held,
 )  # fmt: skip

@@ -161,6 +161,7 @@ class Facts:
             "evaluation": {"steps": observed.evaluated, "with_graph": observed.graded},
             "calls": observed.calls.facts(observed.models),
             "directory": observed.calls.directory,
+            "files": observed.calls.files.facts() if recorder.rank == 0 else [],
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.clock.mark, "told": observed.told},
             "pipeline": observed.pipeline,

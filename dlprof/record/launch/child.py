@@ -36,10 +36,10 @@ _TOGETHER_NS = 1_000_000_000
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[], None]) -> tuple[int, list[int]]:
+def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[int], None]) -> tuple[int, list[int]]:
     """Run the command to its end; return its wait status, and when it continued after being stopped, Unix ns.
 
-    `beside` is called once the command runs, to start other processes next to it.
+    `beside` is called with its process once it runs, to start other processes next to it.
     """
     waited_for = {signal.SIGCHLD, *PASSED_ON}
     # If a parent process has set SIGCHLD to be ignored, the kernel would reap the child before we wait for it.
@@ -54,7 +54,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             child = _start(command, env, mask, chld)
             lingering = Lingering(child.pid)
             witness.start()
-            beside()
+            beside(child.pid)
         except OSError as e:
             missing = isinstance(e, FileNotFoundError)
             said = "command not found" if missing else e.strerror

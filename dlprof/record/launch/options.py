@@ -14,6 +14,9 @@ STACKS_A_SECOND = "47"
 
 _RANKS = re.compile(r"all|last|per-host|per-stage|([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
+_STOP = re.compile(r"([1-9][0-9]{0,6}) ?(steps?|[smh]|)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
 
 def window(text: str) -> str:
     """Check the steps to skip, to warm up and to trace; "" lets the recorder choose."""
@@ -69,6 +72,26 @@ def sample(text: str) -> str:
         if 0.1 <= float(text) <= 3600:
             return f"{float(text):g}"
     raise ValueError("auto, off, or the seconds between two readings, 0.1 to 3600")
+
+
+def stop_after(text: str) -> str:
+    """Check after what the job is ended: steps, or a time; "" lets it go on to its own end."""
+    found = _STOP.fullmatch(text)
+    if found is None:
+        if text:
+            raise ValueError("how many steps, or a time: 40, '40 steps', 90s, 5m")
+        return ""
+    number = int(found[1])
+    return f"{number * _SECONDS[found[2]]} s" if found[2] in _SECONDS else f"{number} step{'s' * (number > 1)}"
+
+
+def losses(text: str) -> str:
+    """Check the seed of a job whose losses are recorded, or "on" for the job's own; "": they are not."""
+    if text in ("", "on"):
+        return text
+    if not (text.isascii() and text.isdigit()) or int(text) >= 2**32:
+        raise ValueError("a seed from 0 to 4294967295, or on")
+    return str(int(text))
 
 
 def asked(**values: str | bool | Iterable[str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from dlprof.record.device import cpu
 from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
+from dlprof.record.launch.stopping import StopAfter
 from dlprof.record.ranks import words_here
 
 # The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than
@@ -55,6 +56,7 @@ class Ended:
     warnings: tuple[str, ...]
     # False if other tasks of the same job still run, or if one that ended at the same time reports on all.
     last: bool
+    stopped: str = ""  # what ended it on request; "": it ended by itself
 
 
 def supervise(
@@ -68,20 +70,30 @@ def supervise(
 
     `launcher` starts it, and afterwards converts the files that it left in this host's folder. `overridden` has the
     settings that ranks override according to `env`, by name, in a form that may be shown. A command that cannot be
-    started ends with 127 (not found) or 126 (not executable), as in a shell.
+    started ends with 127 (not found) or 126 (not executable), as in a shell. One that was ended because of
+    DLPROF_STOP_AFTER has ended with 0.
     """
     folder, settings = run.path, overridden or {}
     here = run_folder.host_folder(folder, os.uname().nodename)
     if launcher:
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
-    samplers = Samplers(folder, env)
+    samplers, stop = Samplers(folder, env), StopAfter(asked := env.get("DLPROF_STOP_AFTER", ""), folder)
+
+    def beside(child: int) -> None:
+        stop.start(child)
+        samplers.start()
+
     words = [*(launcher.words(here) if launcher else ()), *command]
     killed = cpu.oom_kills()
-    status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
+    status, resumed = run_to_end(words, recorded(env, folder), beside)
     end_ns = time.time_ns()
     with deaf():
-        code, number = _exit(status)
+        stop.end()
+        code, number = ended = _exit(status)
+        stopped = f"stopped after {asked}, as asked (--stop-after)" if stop.stopped else ""
+        if stopped:
+            code, number = 0, None
         warnings = list[str]()
         of_all: list[str] | None = []
         try:
@@ -99,15 +111,17 @@ def supervise(
             end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
             if killed is not None:
                 end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
-            of_all = run.end(lambda: whole_run(folder, settings), **end, warnings=warnings)
+            if stopped:
+                end["stopped"] = {"asked": asked, "code": ended[0], "signal": ended[1]}
+            of_all = run.end(lambda: whole_run(folder, settings), **end, warnings=[*filter(None, [stopped]), *warnings])
         except Exception as e:  # noqa: BLE001 - whatever happened to the folder, the exit status is the command's
             warnings.append(f"run.json has no end: {words_of(e)}")
-    return Ended(code, number, (*warnings, *(of_all or ())), of_all is not None)
+    return Ended(code, number, (*warnings, *(of_all or ())), of_all is not None, stopped)
 
 
 def unrecorded(command: Sequence[str], env: Mapping[str, str]) -> Ended:
     """Run the command as it is, and return how it ended."""
-    status, _ = run_to_end(command, env, lambda: None)
+    status, _ = run_to_end(command, env, lambda _child: None)
     return Ended(*_exit(status), (), last=False)
 
 

@@ -31,6 +31,7 @@ CAME_TRUE = {
     "as_predicted": "as predicted, within noise",
     "partly": "less than predicted",
     "missed": "no gain",
+    "unknown": "what of it they gained is not known, as the code changed too",
 }
 
 
@@ -61,10 +62,13 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
     for what, rows in work:
         chosen = changed(rows)[:MOST_ROWS]
         if chosen:
-            short = formatting.unqualified if what == "kernels" else str
             differences = [(w, d) for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
+            names = [d.name for _, d in differences]
+            names = formatting.kernels(names) if what == "kernels" else names
             lines += ["", f"  {what} that changed most, a step"]
-            lines += _table([(plain(short(d.name), 80) + times_called(w), d) for w, d in differences], width)
+            lines += _table(
+                [(plain(n, 80) + times_called(w), d) for n, (w, d) in zip(names, differences, strict=True)], width
+            )
     if c.settings:
         lines += ["", "  settings that differ"]
         for s in c.settings[:MOST_ROWS]:
@@ -82,7 +86,13 @@ def which(result: Result) -> str:
 
 def headline(c: Comparison) -> tuple[str, str]:
     """Return the verdict as one sentence, and one on the prediction; "" where there was none."""
-    return _verdict(c), came_true(c.prediction, c.step) if c.prediction and c.step else ""
+    whole = ""
+    if c.whole is not None and c.whole.a_ns and c.whole.b_ns and verdict_of(c) in ("faster", "slower"):
+        a, b = (formatting.duration(ns) for ns in (c.whole.a_ns, c.whole.b_ns))
+        ratio = c.whole.a_ns / c.whole.b_ns
+        factor = f"{formatting.times(ratio)} faster" if ratio >= 1 else f"{formatting.times(1 / ratio)} as long"
+        whole = f" {c.whole.name[0].upper()}{c.whole.name[1:]}: {factor} ({b} instead of {a})."
+    return _verdict(c) + whole, came_true(c.prediction, c.step) if c.prediction and c.step else ""
 
 
 def verdict_of(c: Comparison) -> Verdict:

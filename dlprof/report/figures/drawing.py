@@ -180,6 +180,9 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: 
     width = max([len(columns), *(len(row) for row in rows[:ROWS])], default=0)
     names = [*columns, *[""] * (width - len(columns))]
     values = [[*row, *[""] * (width - len(row))] for row in rows[:ROWS]]
+    for i in (i for i, name in enumerate(names) if name == "kernel"):
+        for row, short in zip(values, formatting.kernels([str(row[i]) for row in values]), strict=True):
+            row[i] = short
     shown = tuple(tuple(formatting.cell(v, c) for v, c in zip(row, names, strict=True)) for row in values)
     figures = [i > 0 and _figures([row[i] for row in values]) for i in range(width)]
     barred = [of and formatting.suffix(name) == "share" for of, name in zip(figures, names, strict=True)]

@@ -10,6 +10,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
+from dlprof.report.in_model import spelled
 from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart
 
 BARS = 64  # of the ranks with the highest peaks
@@ -147,7 +148,7 @@ def _modules(footprint: Footprint) -> Table | None:
         return None
     rows = [
         (
-            plain(m.module, 120) + (f" ×{NBSP}{m.modules}" if m.modules > 1 else ""),
+            spelled(m.module) + (f" ×{NBSP}{m.modules}" if m.modules > 1 else ""),
             plain(m.kind, 60),
             *(
                 formatting.quantity(n, "bytes") if n else ""

@@ -12,7 +12,7 @@ from dlprof.plain import plain
 from dlprof.report import formatting
 from dlprof.report.figures.drawing import ROWS, Figure, Table, plain_table
 from dlprof.report.figures.flame import NAMED, flame
-from dlprof.report.in_model import LEAST_SHARE, name_of, nested, outside_of
+from dlprof.report.in_model import LEAST_SHARE, name_of, nested, outside_of, spelled
 from dlprof.result import Panel, Result
 from dlprof.result.figures import Module, Modules
 
@@ -91,7 +91,7 @@ def _note(row: Module, found: Modules, slower: str) -> str:
         said.append("compiled: a kernel that several modules share counts to the module around them")
     if row.slowest and not (slower and row.slowest.startswith(f"{slower}.")):
         took = f"{formatting.duration(row.slowest_ns)} against {formatting.duration(row.typical_ns)}"
-        said.append(f"slowest {plain(row.slowest, 120)}: {took}")
+        said.append(f"slowest {spelled(row.slowest)}: {took}")
     if found.ranks > 1 and row.rank_ns >= UNEVEN * row.ns and row.share >= LEAST_SHARE:
         said.append(f"longest on rank {row.rank}: {formatting.duration(row.rank_ns)}")
     return "; ".join(said)

@@ -77,7 +77,7 @@ def stack(result: Result) -> Figure | None:
         bargap=0.28 if roomy else 0,
         xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
         yaxis=drawing.lanes(labels, tickvals=ticks),
-        annotations=_marks(result.found, bars, totals, divisor),
+        annotations=_marks(result.found, formatting.numbers(result), bars, totals, divisor),
         uniformtext={"mode": "hide", "minsize": 10},  # on a narrow page plotly would write what nobody can read
     )
     if arranged["annotations"]:
@@ -147,11 +147,14 @@ def _group_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tu
     return bars, f"Each bar of a group is the mean of its ranks.{apart} {more}".strip()
 
 
-def _marks(found: Sequence[Outcome], bars: Bars, totals: Sequence[float], divisor: float) -> list[dict[str, Any]]:
-    """Return annotations of bars with the numbers of the findings that concern a few ranks, and not all."""
+def _marks(
+    found: Sequence[Outcome], numbers: Mapping[str, int], bars: Bars, totals: Sequence[float], divisor: float
+) -> list[dict[str, Any]]:
+    """Return annotations of bars with the numbers of the changes that cure findings of a few ranks, and not of all."""
     marks: dict[str, list[str]] = {}
-    for number, outcome in enumerate(found, 1):
-        if 0 < len(outcome.ranks) <= min(MARKED, len(bars) - 1):
+    for outcome in found:
+        number = numbers.get(outcome.id)
+        if number and 0 < len(outcome.ranks) <= min(MARKED, len(bars) - 1):
             for rank in outcome.ranks:
                 marks.setdefault(f"rank {rank}", []).append(str(number))
     return [

@@ -256,6 +256,92 @@
   document.querySelectorAll("table.sorts").forEach(flat);
   document.querySelectorAll("table.tree").forEach(tree);
 
+  // On a narrow screen a table that would be cut becomes a list, with the headings beside the cells.
+  function stack() {
+    for (const table of document.querySelectorAll(".scroll > table")) {
+      table.classList.remove("stacked");
+      const cut = table.scrollWidth > table.parentElement.clientWidth;
+      if (!cut || !table.parentElement.clientWidth || !window.matchMedia("(max-width: 560px)").matches) continue;
+      const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+      for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => i && heads[i] && (cell.dataset.head = heads[i]));
+      table.classList.add("stacked");
+    }
+  }
+  stack();
+  window.addEventListener("resize", stack);
+  document.addEventListener("toggle", stack, true);
+
+  // Shows for a moment on a button what became of a click.
+  function answer(button, text, seconds = 2) {
+    button.dataset.label ??= button.textContent;
+    button.textContent = text;
+    clearTimeout(Number(button.dataset.timer));
+    button.dataset.timer = setTimeout(() => (button.textContent = button.dataset.label), seconds * 1000);
+  }
+
+  // Buttons that put a text on the clipboard: a command of the page, or the report for an agent.
+  async function copy({ currentTarget: button }) {
+    const text = button.dataset.copy ? document.getElementById(button.dataset.copy).textContent.trim() : data.agent;
+    const area = document.createElement("textarea");
+    try {
+      await navigator.clipboard.writeText(text);
+      answer(button, "Copied");
+    } catch {
+      // Not allowed, or not there, as on a page that came over plain http.
+      area.value = text;
+      button.after(area);
+      area.select();
+      answer(button, document.execCommand("copy") ? "Copied" : "Not copied");
+      area.remove();
+      button.focus();
+    }
+  }
+  document.querySelectorAll("button.copy").forEach((button) => button.addEventListener("click", copy));
+
+  // The timelines of the page as a trace: each a process, its lanes the threads.
+  function trace() {
+    const scales = { ns: 1e-3, µs: 1, ms: 1e3, s: 1e6 };
+    const decoded = new DOMParser();
+    const plain = (text) => (/&/.test(text) ? decoded.parseFromString(text, "text/html").body.textContent : text);
+    const timelines = Object.entries(figures).filter(([, { data, layout }]) => data[0]?.base && !layout.meta);
+    return timelines.flatMap(([name, { data: [bars], layout }], pid) => {
+      const scale = scales[layout.xaxis.ticksuffix.trim()];
+      const title = document.getElementById("chart-" + name).getAttribute("aria-label");
+      const lanes = layout.yaxis.ticktext.map((lane, tid) => ({ ph: "M", name: "thread_name", pid, tid, args: { name: plain(lane) } }));
+      const spans = bars.x.map((width, i) => {
+        const said = plain(bars.hovertext[i]).split(" · ");
+        const [cat] = said.splice(-2).reverse();
+        return { ph: "X", pid, tid: bars.y[i], ts: bars.base[i] * scale, dur: width * scale, name: said.join(" · "), cat };
+      });
+      return [{ ph: "M", name: "process_name", pid, args: { name: title } }, ...lanes, ...spans];
+    });
+  }
+
+  // Hands the timelines to Perfetto's page, from window to window. Nothing is asked for until the click.
+  const perfetto = document.getElementById("perfetto");
+  perfetto?.addEventListener("click", () => {
+    const there = window.open(perfetto.dataset.page);
+    if (!there) return answer(perfetto, "The browser opened no window", 8);
+    const ask = setInterval(() => there.postMessage("PING", "*"), 200);
+    const end = () => {
+      clearInterval(ask);
+      clearTimeout(late);
+      window.removeEventListener("message", give);
+    };
+    const late = setTimeout(() => {
+      end();
+      answer(perfetto, "No answer; " + perfetto.title, 20);
+    }, 20_000);
+    function give(event) {
+      if (event.source !== there || event.data !== "PONG") return;
+      end();
+      const buffer = new TextEncoder().encode(JSON.stringify({ traceEvents: trace() })).buffer;
+      const origin = new URL(perfetto.dataset.page).origin;
+      there.postMessage({ perfetto: { buffer, title: document.title, fileName: "step.json" } }, origin);
+    }
+    window.addEventListener("message", give);
+  });
+
   // Pages that share one plotly.js may be opened without it; their tables have the same values.
   if (typeof Plotly === "undefined") {
     const missing = document.createElement("p");

@@ -173,8 +173,8 @@ def test_doubts_are_listed() -> None:
     # Values that were not recorded may differ; another word is a difference.
     hidden, other = ("train.py", "--data", "…"), ("train.py", "--tag=…")
     for one, two, doubted in ((hidden, hidden, 1), (other, hidden, 1), (hidden, other[:1], 0), (other[:1],) * 2 + (0,)):
-        pair = (replace(run(100), run=replace(run(100).run, command=command)) for command in (one, two))
-        assert sum("(--keep-arguments records it)" in doubt for doubt in compare(*pair).doubts) == doubted
+        a, b = (replace(run(100), run=replace(run(100).run, command=command)) for command in (one, two))
+        assert sum("(--keep-arguments records it)" in doubt for doubt in compare(a, b).doubts) == doubted
 
 
 def test_the_same_run_twice_differs_in_nothing() -> None:

@@ -298,7 +298,7 @@ CASES = [
          sets=[("mode", None, "reduce-overhead")],
          says=("10 kernels of 60.0 µs each", "the true share is smaller")),
     case("one model for each sample", BOUND, lambda folder: runs.foreign(folder, called_again(5)),
-         says=("called again and again", "make one call for all", "5 times for each backward pass")),
+         says=("called again and again", "one call for all", "5 times for each backward pass")),
     case("as many models", BOUND, lambda folder: runs.foreign(folder, called_again(5, same=False)),
          title="The host launches the forward and backward pass too slowly for its device"),
     # Ten gaps of 6 µs in 1 ms, of which a µs each stays.

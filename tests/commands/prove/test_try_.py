@@ -100,11 +100,22 @@ def test_the_list_runs_nothing(by_hand: Path) -> None:
     assert not (by_hand / "try").exists()
 
 
+def test_a_change_is_named_by_its_place_in_the_report(by_hand: Path) -> None:
+    done = invoked(by_hand, "--list", "--change", "1", "--quiet")
+    assert done.exit_code == 0, done.output
+    (line,) = done.output.splitlines()
+    assert line.startswith("loader.num_workers=")
+    done = invoked(by_hand, "--change", "99", "--quiet")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "--change 99: the report proposes" in done.stderr
+
+
 def test_a_job_that_does_not_run_again_is_told_and_kept(by_hand: Path) -> None:
     done = invoked(by_hand, "--set", WORKERS, "--minutes", "1", "--quiet")
     assert done.exit_code == 0, done.output
     assert kept(by_hand)["state"] == "failed"
     assert "did not run again" in done.output
+    assert "--in-place" in done.output
     assert json.loads((by_hand / "result.json").read_text())["tried"]["state"] == "failed"
 
 
@@ -121,7 +132,7 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_
     script, run = copied(waits, tmp_path)
     done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
     assert done.returncode == 0, done.stderr
-    assert "--copy" in done.stderr
+    assert "each run has a new copy of" in done.stderr
     found = kept(run)
     best = found["best"]
     assert best["settings"]["loader.num_workers"] >= 2

@@ -397,6 +397,20 @@ def test_what_nsys_left_is_exported_or_named(tmp_path: Path) -> None:
             {"on": options.STACKS_A_SECOND, "off": "off", "0100": "100", "1": "1", "1000": "1000"},
             ["1001", "0"],
         ),
+        (
+            options.stop_after,
+            {
+                "": "",
+                "40": "40 steps",
+                "1 step": "1 step",
+                "40 steps": "40 steps",
+                "90s": "90 s",
+                "90 s": "90 s",
+                "2m": "120 s",
+            },
+            ["0", "0s", "-1", "1.5", "many", "40 x"],
+        ),
+        (options.losses, {"": "", "on": "on", "007": "7"}, ["off", "-1", "1.5", "4294967296"]),
         (options.sample, {"off": "off", "0.10": "0.1", "3600": "3600"}, ["0.01", "nan", "3601"]),
     ],
 )

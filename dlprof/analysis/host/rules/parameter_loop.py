@@ -133,8 +133,8 @@ def _cures(loop: dict[str, object], job: Job, rank: int) -> list[Change]:
         if version is None or version >= _TOTAL_NORM:
             found.append(
                 change(
-                    "compute one norm for all: `norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()"
-                    " if p.grad is not None])`, or the one that `clip_grad_norm_` returns"
+                    "compute one norm for all: `norm = torch.nn.utils.get_total_norm([p.grad for p in"
+                    " model.parameters() if p.grad is not None])`, or the one that `clip_grad_norm_` returns"
                 )
             )
         else:

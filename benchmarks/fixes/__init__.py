@@ -1,0 +1,1 @@
+"""What `dlprof fix` is worth, on scripts of the usual kinds."""

@@ -1,0 +1,48 @@
+"""Classifies texts that are read and hashed one by one, with its settings in a file."""
+
+import random
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+import yaml
+from torch.utils.data import DataLoader, Dataset
+
+WORDS = [f"word{n}" for n in range(5000)]
+
+
+class Texts(Dataset):
+    def __len__(self):
+        return 20_000
+
+    def __getitem__(self, index):
+        draw = random.Random(index)
+        text = " ".join(draw.choice(WORDS) for _ in range(90))
+        counts = torch.zeros(512)
+        for word in text.split():
+            counts[zlib.crc32(word.encode()) % 512] += 1
+        return counts, index % 10
+
+
+def main():
+    with Path(sys.argv[1]).open() as file:
+        config = yaml.safe_load(file)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    loader = DataLoader(
+        Texts(), batch_size=config["data"]["batch_size"], shuffle=True, num_workers=config["data"]["workers"]
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1536), torch.nn.ReLU(), torch.nn.Linear(1536, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        for counts, labels in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(counts), labels)
+            loss.backward()
+            optimizer.step()
+        print(epoch, float(loss))
+
+
+if __name__ == "__main__":
+    main()

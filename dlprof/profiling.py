@@ -1,0 +1,110 @@
+"""Records a training loop in its own process and says where its time goes: what `dlprof.profile` is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dlprof import trackers
+from dlprof.errors import DlprofError
+from dlprof.plain import NBSP, words_of
+from dlprof.record import in_process
+from dlprof.record.ranks import find_rank
+from dlprof.record.recorder import say
+from dlprof.report import formatting, verdict
+from dlprof.result import Result
+from dlprof.result.stored import from_json
+
+# How long rank 0 waits for the others to end their recordings, and how long a report may take. Whoever waits for rank 0
+# in a collective meanwhile does so for minutes without an error.
+_OTHERS_S, _REPORT_S = 30.0, 300
+
+
+class Profile:
+    """What `dlprof.profile` returns: records the `with` block; then it has the diagnosis, and the path of its page.
+
+    The diagnosis is made in another process: this one neither imports what analysis needs nor keeps its memory.
+    """
+
+    def __init__(self, block: in_process.Block, *, quiet: bool = False, log: Any = False) -> None:
+        if not (isinstance(log, bool) or hasattr(log, "add_scalar")):
+            raise ValueError(f"log={log!r}: True, False or a SummaryWriter")
+        self._block, self._quiet = block, quiet
+        self._log = log if isinstance(log, bool) else [log]
+        self._outer: str | None = None  # the folder of a recording that runs already
+
+    def __enter__(self) -> Profile:
+        self._outer = os.environ.get("DLPROF_RUN")
+        if not self._outer:
+            self._block.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None = None, log: Any = None, step: int = 0) -> None:
+        """End the recording; rank 0 prints the verdict, and logs it to trackers as of that step. Raises nothing.
+
+        After an exception only the folder is named: the script is on its way out.
+        """
+        if self._outer:
+            return
+        self._block.__exit__(None, error, None)
+        log = self._log if log is None else log
+        if self._block.why_not or find_rank() != 0 or (self._quiet and not log):
+            return
+        try:
+            if error is not None:
+                say(f"`dlprof report {self._block.path}` says where the time went until then")
+                return
+            result, found = self.result, verdict.headline(self.result)
+            about = f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}"
+            lines = (about, found.diagnosis, found.gain, f"report: {self.report}")
+            for line in () if self._quiet else filter(None, lines):
+                say(line.replace(NBSP, " "))
+            if log is not False:
+                trackers.log(result, self.report, log, step)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            say(f"no verdict: {words_of(e)}")
+
+    @cached_property
+    def result(self) -> Result:
+        """The diagnosis, as result.json holds it. Raises DlprofError where there is none, with the reason."""
+        why = f"this process is recorded already, into {self._outer}" if self._outer else self._block.why_not
+        if why or self._block.path is None:
+            raise DlprofError(f"there is no verdict: {why}")
+        return _diagnosed(self._block.path)
+
+    @property
+    def report(self) -> Path:
+        """The page, report.html in the run folder. Raises DlprofError as `result` does."""
+        return Path((self.result and self._block.path) or "", "report.html")
+
+
+def _diagnosed(path: Path) -> Result:
+    """Once the whole job has ended, have a process write result.json and report.html. Raises DlprofError."""
+    from dlprof.read.run import open_run
+
+    until = time.monotonic() + _OTHERS_S
+    while open_run(path).end_ns is None and time.monotonic() < until:
+        time.sleep(0.05)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
+    # It is to find this dlprof, wherever that is. It runs in the run folder, where no module of the script's is.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(Path(__file__).parents[1]))))
+    words = [sys.executable, "-m", "dlprof", "report", str(path), "--quiet", "--format", "json"]
+    how: dict[str, Any] = {"cwd": path, "env": env, "stdin": subprocess.DEVNULL, "timeout": _REPORT_S}
+    try:
+        done = subprocess.run(words, capture_output=True, check=False, **how)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise DlprofError(f"`dlprof report {path}` does not end, or not begin: {e}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise DlprofError(said[-1] if said else f"dlprof report ended with status {done.returncode}")
+    return from_json(msgspec.json.decode(done.stdout))

@@ -1,0 +1,180 @@
+"""The first screen of the page: bars of the job, of a step and of a step after the change, edits, rows of changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dlprof.plain import plain
+from dlprof.report import first, formatting, looks
+from dlprof.report.figures import drawing
+from dlprof.result import TIMELESS, Result
+from dlprof.units import MINUS
+
+WRITTEN = 0.11  # of a bar: a part as wide has its name inside
+VISIBLE = 0.002  # of a bar: less than a pixel is left out
+MOST_LINES = 16  # of an edit
+AXIS = 0.5  # a list's axis begins at 1 times, and is so long
+
+
+class Part(NamedTuple):
+    """A part of a bar: its width in percent, the page's name of its colour ("": it is gone), and what is in it."""
+
+    width: float
+    colour: str
+    text: str = ""
+    ink: str = ""
+
+
+class Bar(NamedTuple):
+    """One bar; `label` says what it shows."""
+
+    name: str
+    parts: tuple[Part, ...]
+    total: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the time is made of: bars of the job and of steps, their legends, and a path from the first to the second.
+
+    Of the job's legend colour and words, of the steps' colour, name and time.
+    """
+
+    job: Bar | None
+    job_legend: tuple[tuple[str, str], ...]
+    steps: tuple[Bar, ...]
+    legend: tuple[tuple[str, str, str], ...]
+    zoom: str
+
+
+# The parts of the job's bar, of which parts of the run each is, and their colours.
+_JOB: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("start-up", ("launch", "setup", "first_batch"), "c-epoch"),
+    ("training", ("warmup", "steady", "traced", "epoch_ends"), "bar"),
+    ("validation", ("validation",), "c-validation"),
+    ("other steps", ("other",), "c-other"),
+    ("standing still", ("stalled", "suspended"), "c-suspended"),
+    ("the end", ("end",), "c-waiting"),
+)
+
+
+def made(result: Result, shown: first.First) -> Made | None:
+    """Return the bars of a result; None without steps."""
+    if result.window is None or not result.time:
+        return None
+    step, each, lead = result.window.step_ns, formatting.unit(result), shown.lead
+    now = {name: share * step for name, share in formatting.mean_shares(result.time).items() if share > 0}
+    now = {name: now[name] for name in formatting.ordered(now)}
+    after = first.after(result, lead) if lead else {}
+    bars = [_bar(each, now, step, f"A {each} now")]
+    if lead and after:
+        then = {name: after.get(name, 0.0) for name in now}
+        bars.append(_bar("after", then, step, "A step after the change", lead.before_ns - lead.after_ns))
+    legend = tuple(
+        (_colour(name), looks.look(name).name, first.arrow(ns, after[name]) if after else formatting.duration(ns))
+        for name, ns in now.items()
+        if ns >= VISIBLE * step
+    )
+    of = {part.part: part.share for part in result.budget}
+    parts = [(name, share, c) for name, mine, c in _JOB if (share := sum(of.get(p, 0.0) for p in mine)) >= VISIBLE]
+    total = formatting.duration(sum(part.ns for part in result.budget))
+    said = ", ".join(f"{name} {formatting.about(share)}" for name, share, _ in parts)
+    job = Bar("run", tuple(Part(_percent(share), c) for _, share, c in parts), total, f"The run, {total}: {said}")
+    at = next((n for n, part in enumerate(parts) if part[0] == "training"), None)
+    ends = [_percent(sum(share for _, share, _ in parts[:n])) for n in range(len(parts) + 1)]
+    return Made(
+        job if len(parts) > 1 else None,
+        tuple((c, f"{name} {formatting.about(share)}") for name, share, c in parts),
+        tuple(bars),
+        legend,
+        "" if at is None else f"M{ends[at]} 0H{ends[at + 1]}L100 10H0Z",
+    )
+
+
+def _bar(name: str, parts: Mapping[str, float], whole: float, label: str, gone: float = 0.0) -> Bar:
+    """Draw the parts of a step on the scale of `whole`; what is gone of it is hatched."""
+    total = sum(parts.values())
+    shares = {category: ns / total for category, ns in parts.items()} if total > 0 else {}
+    drawn = [
+        Part(_percent(parts[c] / whole), _colour(c), _inside(c, share, parts[c] / whole)) for c, share in shares.items()
+    ]
+    drawn = [part._replace(ink=drawing.inside(looks.look(c).light)) for part, c in zip(drawn, shares, strict=True)]
+    if gone > 0:
+        drawn.append(Part(_percent(1 - total / whole), "", f"{MINUS}{formatting.duration(gone)}"))
+    said = ", ".join(f"{looks.look(c).name} {formatting.about(share)}" for c, share in shares.items())
+    took = formatting.duration(whole - gone)
+    return Bar(name, tuple(drawn), took, plain(f"{label}, {took}: {said}", 400))
+
+
+def _inside(category: str, share: float, width: float) -> str:
+    return f"{looks.look(category).name.lower()} {formatting.about(share)}" if width >= WRITTEN else ""
+
+
+def _colour(category: str) -> str:
+    return f"c-{category if category in looks.DRAWN else 'other'}"
+
+
+def _percent(share: float) -> float:
+    return round(100 * min(max(drawing.number(share) or 0.0, 0.0), 1.0), 2)
+
+
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)")
+_KINDS = {"-": "del", "+": "ins", " ": "span"}
+
+
+def edit(diff: str) -> list[tuple[str, int, str]]:
+    """Return the lines of an edit that change, and those near: the element that each is, its number and its text.
+
+    Where lines are left out between two, one without a number stands for them.
+    """
+    hunks: list[list[tuple[str, int, str]]] = []
+    old = new = 0
+    for line in diff.replace("\r", "").split("\n"):
+        if found := _HUNK.match(line):
+            hunks.append([])
+            old, new = int(found[1]), int(found[2])
+        elif hunks and (kind := _KINDS.get(line[:1])):
+            hunks[-1].append((kind, old if kind == "del" else new, plain(line[1:].expandtabs(4), 400)))
+            old += kind != "ins"
+            new += kind != "del"
+    shown: list[tuple[str, int, str]] = []
+    for hunk in hunks:
+        changed = [n for n, line in enumerate(hunk) if line[0] != "span"]
+        near = [line for n, line in enumerate(hunk) if any(abs(n - c) <= first.CONTEXT for c in changed)]
+        shown += [("span", 0, "…"), *near] if shown else near
+    return shown if len(shown) <= MOST_LINES else [*shown[: MOST_LINES - 1], ("span", 0, "…")]
+
+
+class Row(NamedTuple):
+    """A change in a list: which finding it cures, its gain, and its interval on the list's axis, in percent of it."""
+
+    number: int
+    text: str
+    why: str
+    cause: str
+    known: str
+    gain: str
+    interval: str
+    then: str
+    mark: tuple[float, ...]
+
+
+def rows(result: Result, some: Sequence[first.Row]) -> list[Row]:
+    """Return changes as rows of a list."""
+    titles = {o.id: o.title for o in result.outcomes}
+    found = []
+    for row in some:
+        one = row.proposal
+        timed, between = one.scope not in TIMELESS, first.between(one)
+        known = (one.low, one.speedup, one.high) if timed and between else ()
+        mark = tuple(_percent(((times or 1.0) - 1) / AXIS) for times in known)
+        then = first.arrow(one.before_ns, one.after_ns) if one.scope == "step" else ""
+        gain = first.factor(one) if timed else one.scope
+        cause = next(iter(one.findings), "")
+        why = row.cures or titles.get(cause, "")
+        found.append(Row(row.number, row.text, why, cause, one.known, gain, between, then, mark))
+    return found

@@ -1,0 +1,601 @@
+"""A value is edited where it stands: an option's default, a field, a constant, a key of a file, a line of a shell."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.source.patches import Wanted, calls_of, edit_of, patch, patch_of, wanted_of
+from tests.fixtures.jobs import facts as recorded_facts
+from tests.fixtures.jobs import record
+
+LOADER = "from torch.utils.data import DataLoader\n"
+PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--workers', type=int, default=0)\n"
+PARSED = LOADER + PARSER + "args = p.parse_args()\n"
+CALL = "x = DataLoader(data, num_workers={})\n"
+OPTION = {"name": "--workers", "dest": "workers", "switch": False, "on": False}
+MAKE = "def make(data, workers):\n    return DataLoader(data, num_workers=workers)\n"
+FIELDS = "from dataclasses import dataclass, field\n@dataclass\nclass Data:\n    path: str = ''\n    workers: int = 0\n"
+NESTED = "@dataclass\nclass Config:\n    data: Data = field(default_factory=Data)\n"
+READ = "import yaml\nwith open('c.yaml') as f:\n    cfg = yaml.safe_load(f)\n"
+
+
+def written(folder: Path, files: dict[str, str], line: str = "", **facts: Any) -> dict[str, Any]:
+    """Write the files of a job, and return its facts as a recording has them, with the call in the first file."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    first = next(iter(files))
+    calls = (n for n in ast.walk(ast.parse(files[first])) if isinstance(n, ast.Call))
+    call = next(n for n in calls if ast.unparse(n.func) in ("DataLoader", "Trainer(model, args).train"))
+    span = {
+        "line": call.lineno,
+        "end_line": call.end_lineno,
+        "column": call.col_offset,
+        "end_column": call.end_col_offset,
+    }
+    row = {"kind": "loader", "file": first, **span, "digest": digests[first], "roles": ["train"]}
+    row |= TRAINER if "Trainer(" in files[first] else {}
+    return {
+        "directory": str(folder),
+        "argv": [first, *line.split()],
+        "calls": [row | {"values": facts.pop("values", {"num_workers": 0})}],
+        "files": [{"file": name, "digest": digest} for name, digest in digests.items()],
+        **facts,
+    }
+
+
+def applied(folder: Path, text: str) -> dict[str, str]:
+    """Have git apply a patch, and return the lines that it adds, by file."""
+    (folder / "fix.diff").write_text(text)
+    for words in (["init", "-q", "."], ["apply", "fix.diff"]):
+        subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+    added: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("+++ "):
+            name = line[6:].rstrip("\t")
+        elif line.startswith("+"):
+            added[name] = added.get(name, "") + line[1:] + "\n"
+    return added
+
+
+# Files of a job, its options, its command line, and the lines that are other in the end.
+EDITED: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, dict[str, str]]] = {
+    "option": (
+        {"t.py": PARSED + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option that was read before torch was imported": (
+        {"t.py": PARSED + CALL.format("args.workers")},
+        [],
+        "--lr 1 -- 2",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option, through a parameter": (
+        {"t.py": PARSED + MAKE + "make(1, args.workers)\nmake(2, workers=args.workers)\n"},
+        [OPTION],
+        "--lr 0.1",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option of another file, through an attribute": (
+        {
+            "t.py": f"{LOADER}class T:\n    def __init__(self, args):\n        self.args = args\n"
+            "    def run(self):\n        DataLoader(data, num_workers=self.args.workers)\n",
+            "opts.py": PARSER.replace("p.add", "    p.add").replace("p =", "def parse():\n    p =")
+            + "    return p.parse_args()\n",
+        },
+        [OPTION],
+        "",
+        {"opts.py": "    p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "option of another name, in a dict of keywords": (
+        {
+            "t.py": PARSED.replace("'--workers'", "'-j', '--jobs', dest='n'")
+            + "kw = {'num_workers': args.n, 'pin_memory': True}\nDataLoader(data, **kw)\n"
+        },
+        [OPTION | {"name": "--jobs", "dest": "n"}],
+        "",
+        {"t.py": "p.add_argument('-j', '--jobs', dest='n', type=int, default=8)\n"},
+    ),
+    "click": (
+        {
+            "t.py": f"import click\n{LOADER}@click.command()\n@click.option('--workers', default=0)\n"
+            "def main(workers):\n    DataLoader(data, num_workers=workers)\nmain()\n"
+        },
+        [],
+        "--lr 1",
+        {"t.py": "@click.option('--workers', default=8)\n"},
+    ),
+    "typer": (
+        {
+            "t.py": f"import typer\napp = typer.Typer()\n{LOADER}@app.command()\n"
+            "def main(workers: int = typer.Option(0)):\n    DataLoader(data, num_workers=workers)\napp()\n"
+        },
+        [],
+        "",
+        {"t.py": "def main(workers: int = typer.Option(8)):\n"},
+    ),
+    "dataclass": (
+        {"t.py": LOADER + FIELDS + "cfg = Data('x')\n" + CALL.format("cfg.workers")},
+        [],
+        "",
+        {"t.py": "    workers: int = 8\n"},
+    ),
+    "dataclass in a dataclass, imported": (
+        {
+            "t.py": f"{LOADER}from conf import Config\ncfg = Config()\n{CALL.format('cfg.data.workers')}",
+            "conf.py": FIELDS + NESTED,
+        },
+        [],
+        "",
+        {"conf.py": "    workers: int = 8\n"},
+    ),
+    "field of a dataclass that its maker sets": (
+        {"t.py": LOADER + FIELDS.replace("= 0", "= 2") + "cfg = Data('x', 0)\n" + CALL.format("cfg.workers")},
+        [],
+        "",
+        {"t.py": "cfg = Data('x', 8)\n"},
+    ),
+    "constant": ({"t.py": f"{LOADER}N = 0  # few\n{CALL.format('N')}"}, [], "", {"t.py": "N = 8  # few\n"}),
+    "constant of another module": (
+        {"pkg/t.py": f"{LOADER}from pkg import c\nfrom pkg.c import N\n{CALL.format('N')}", "pkg/c.py": "N: int = 0\n"},
+        [],
+        "",
+        {"pkg/c.py": "N: int = 8\n"},
+    ),
+    "class": (
+        {"t.py": f"{LOADER}class Config:\n    workers = 0\n{CALL.format('Config.workers')}"},
+        [],
+        "",
+        {"t.py": "    workers = 8\n"},
+    ),
+    "default of a parameter": (
+        {"t.py": LOADER + MAKE.replace("workers):", "workers=0):") + "make(1)\nmake(2)\n"},
+        [],
+        "",
+        {"t.py": "def make(data, workers=8):\n"},
+    ),
+    "dict": (
+        {"t.py": LOADER + "C = {'lr': 0, 'workers': 0}\n" + CALL.format("C['workers']")},
+        [],
+        "",
+        {"t.py": "C = {'lr': 0, 'workers': 8}\n"},
+    ),
+    "other values of the same name": (
+        {"t.py": PARSED + "class Test:\n    workers = 2\n" + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        {"t.py": "p.add_argument('--workers', type=int, default=8)\n"},
+    ),
+    "YAML": (
+        {
+            "t.py": LOADER + READ + CALL.format("cfg['data']['workers']"),
+            "c.yaml": "lr: 0\ndata:\n  workers:   0 # few\n",
+        },
+        [],
+        "",
+        {"c.yaml": "  workers:   8 # few\n"},
+    ),
+    "YAML with the same key in two parts": (
+        {
+            "t.py": LOADER + READ + CALL.format("cfg.data.workers"),
+            "c.yaml": "eval: {workers: 0}\ndata: {lr: 0, 'workers': 0, x: 1}\n",
+        },
+        [],
+        "",
+        {"c.yaml": "data: {lr: 0, 'workers': 8, x: 1}\n"},
+    ),
+    "YAML, into a dataclass": (
+        {
+            "t.py": LOADER + READ + FIELDS.replace("= 0", "= 2") + "c = Data(**cfg)\n" + CALL.format("c.workers"),
+            "c.yaml": "workers: 0\n",
+        },
+        [],
+        "",
+        {"c.yaml": "workers: 8\n"},
+    ),
+    "JSON": (
+        {
+            "t.py": f"{LOADER}import json\ncfg = json.load(open('c.json'))\n"
+            + CALL.format("cfg.get('dataloader_num_workers', 4)"),
+            "c.json": '{"a": [0, {"b": 0}],\n\t"dataloader_num_workers" :0 }',
+        },
+        [],
+        "",
+        {"c.json": '\t"dataloader_num_workers" :8 }\n'},
+    ),
+    "TOML": (
+        {
+            "t.py": f"{LOADER}import tomllib\ncfg = tomllib.load(f)\n" + CALL.format("cfg['workers']"),
+            "c.toml": "# c\n[data]\nworkers = 0\n",
+        },
+        [],
+        "",
+        {"c.toml": "workers = 8\n"},
+    ),
+    "Hydra": (
+        {
+            "t.py": f"import hydra\n{LOADER}@hydra.main(config_path='conf')\ndef main(cfg):\n"
+            "    DataLoader(data, num_workers=cfg.data.workers)\nmain()\n",
+            "conf/data/a.yaml": "# @package _group_\nworkers: 0\n",
+            "conf/config.yaml": "defaults:\n  - data: a\nlr: 1\n",
+        },
+        [],
+        "lr=2",
+        {"conf/data/a.yaml": "workers: 8\n"},
+    ),
+    "YAML, into an object that a library makes": (
+        {
+            "t.py": f"{LOADER}class Data(LightningDataModule):\n    def __init__(self, workers: int = 2):\n"
+            "        self.workers = workers\n    def train_dataloader(self):\n"
+            "        return DataLoader(d, num_workers=self.workers)\nLightningCLI(Model, Data)\n",
+            "c.yaml": "trainer:\n  max_steps: 0\ndata:\n  workers: 0\n",
+        },
+        [],
+        "fit --config",
+        {"c.yaml": "  workers: 8\n"},
+    ),
+    "Makefile": (
+        {
+            "t.py": PARSED + CALL.format("args.workers"),
+            "Makefile": "train:\n\tpython t.py --lr 0.1 \\\n\t  --workers 0 --x\neval:\n\tpython e.py --workers 0\n",
+        },
+        [OPTION],
+        "--lr 0.1 --workers 0 --x",
+        {"Makefile": "\t  --workers 8 --x\n"},
+    ),
+    "script of a scheduler": (
+        {
+            "pkg/t.py": PARSED + CALL.format("args.workers"),
+            "scripts/a.sbatch": "#!/bin/sh\n#SBATCH -n 1\n# t.py --workers=0\nsrun python -m pkg.t --workers=0\n",
+        },
+        [OPTION],
+        "--workers=0",
+        {"scripts/a.sbatch": "srun python -m pkg.t --workers=8\n"},
+    ),
+    "Hydra's override in a script": (
+        {
+            "t.py": f"{LOADER}{READ}{CALL.format('cfg.data.workers')}",
+            "c.yaml": "data: {workers: 0}\n",
+            "a.sh": "python t.py data.workers=0 lr=1\n",
+        },
+        [],
+        "data.workers=0 lr=1",
+        {"a.sh": "python t.py data.workers=8 lr=1\n"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "options", "line", "after"), EDITED.values(), ids=EDITED)
+def test_a_value_is_edited_where_it_stands(
+    tmp_path: Path, files: dict[str, str], options: list[dict[str, Any]], line: str, after: dict[str, str]
+) -> None:
+    facts = written(tmp_path, files, line, options=options)
+    made = patch_of([facts], {"loader.num_workers": 8})
+    assert made.left_out == ()
+    assert applied(tmp_path, made.text) == after
+
+
+ARGS = PARSED + CALL.format("args.workers")
+KEYS = LOADER + READ + CALL.format("cfg['data']['workers']")
+YAML = {"c.yaml": "data: {workers: 0}\n"}
+SET = "set --workers 8"
+
+# Files of a job, its options, its command line, and why there is no edit.
+LEFT: dict[str, tuple[dict[str, str], list[dict[str, Any]], str, str]] = {
+    "given by the user": ({"t.py": ARGS}, [OPTION], "--workers 0", SET),
+    "a variable of a shell": ({"t.py": ARGS, "a.sh": "N=0\npython t.py --workers $N\n"}, [OPTION], "--workers 0", SET),
+    "two lines of shells": (
+        {"t.py": ARGS, "a.sh": "python t.py --workers 0\n", "b.sh": "python t.py --workers 0\n"},
+        [OPTION],
+        "--workers 0",
+        SET,
+    ),
+    "a line with other options": (
+        {"t.py": ARGS, "a.sh": "python t.py --workers 0\n"},
+        [OPTION],
+        "--workers 0 --x",
+        SET,
+    ),
+    "another script's line": ({"t.py": ARGS, "a.sh": "python start.py --workers 0\n"}, [OPTION], "--workers 0", SET),
+    "a line in a comment": ({"t.py": ARGS, "a.sh": "# python t.py --workers 0\n"}, [OPTION], "--workers 0", SET),
+    "an option of other words": (
+        {"t.py": ARGS.replace("parse_args()", "parse_args(words)")},
+        [],
+        "",
+        "what the command line gives was not recorded",
+    ),
+    "options of a file": (
+        {"t.py": ARGS.replace("Parser()", "Parser(fromfile_prefix_chars='@')")},
+        [OPTION],
+        "",
+        "what the command line gives was not recorded",
+    ),
+    "the begin of a name": ({"t.py": ARGS}, [OPTION], "--work 0", SET),
+    "letters": ({"t.py": ARGS.replace("'--workers'", "'-j', '--workers'")}, [OPTION], "-vj0", SET),
+    "a decorator that may give it": (
+        {"t.py": LOADER + "@gin.configurable\n" + MAKE.replace("workers):", "workers=0):") + "make(1)\n"},
+        [],
+        "",
+        "no default that is sure",
+    ),
+    "two options of one value": (
+        {"t.py": PARSED + "p.add_argument('--other', dest='workers', default=0)\n" + CALL.format("args.workers")},
+        [OPTION, OPTION | {"name": "--other"}],
+        "",
+        "in several places",
+    ),
+    "set after parsing": (
+        {"t.py": PARSED + "args.workers = min(args.workers, 4)\n" + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        "workers is computed at t.py:6",
+    ),
+    "counted up": ({"t.py": PARSED + "args.workers += 0\n" + ARGS[len(PARSED) :]}, [OPTION], "", "set again at t.py:6"),
+    "set by name": (
+        {"t.py": PARSED + "setattr(args, 'workers', f())\n" + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        "workers is computed at t.py:6",
+    ),
+    "defaults that are set": (
+        {"t.py": PARSED.replace("args =", "p.set_defaults(workers=0)\nargs =") + CALL.format("args.workers")},
+        [OPTION],
+        "",
+        SET,
+    ),
+    "also in a file": ({"t.py": ARGS, "c.yaml": "workers: 0\n"}, [OPTION], "", SET),
+    "a default that is computed": (
+        {"t.py": ARGS.replace("default=0", "default=os.cpu_count() // 64")},
+        [OPTION],
+        "",
+        "workers is computed at t.py:4",
+    ),
+    "a default of another type": ({"t.py": ARGS.replace("default=0", "default='0'")}, [OPTION], "", SET),
+    "computed": ({"t.py": PARSED + CALL.format("args.workers // 2")}, [OPTION], "", "num_workers is computed"),
+    "a formatted key": ({"t.py": LOADER + READ + CALL.format("cfg[f'{x}_workers']"), **YAML}, [], "", "is computed"),
+    "the environment": (
+        {"t.py": LOADER + "import os\n" + CALL.format("int(os.environ.get('workers', 0))"), **YAML},
+        [],
+        "",
+        "is computed",
+    ),
+    "a shadowed name": (
+        {
+            "t.py": LOADER
+            + "workers = 0\ndef make(workers):\n    return DataLoader(d, num_workers=workers)\nmake(f())\n"
+        },
+        [],
+        "",
+        "workers is computed",
+    ),
+    "a loop": ({"t.py": LOADER + "for n in (0, 2):\n    DataLoader(d, num_workers=n)\n"}, [], "", "n is computed"),
+    "a function that is passed on": (
+        {"t.py": LOADER + MAKE + "make(1, 0)\nrun(make, 4)\n"},
+        [],
+        "",
+        "what make gets for workers was not found",
+    ),
+    "calls that differ": ({"t.py": LOADER + MAKE + "make(1, 0)\nmake(2, 0)\n"}, [], "", "in several places"),
+    "a method of that name": (
+        {
+            "t.py": LOADER
+            + FIELDS
+            + "    @property\n    def workers(self):\n        return 0\n"
+            + CALL.format("Data().workers")
+        },
+        [],
+        "",
+        "workers is set again",
+    ),
+    "text that is run": (
+        {"t.py": LOADER + "n = 0\nexec(open('configurator.py').read())\n" + CALL.format("n")},
+        [],
+        "",
+        "n may be set by other code",
+    ),
+    "a global": (
+        {"t.py": LOADER + "n = 0\ndef f():\n    global n\n    n = 0\n" + CALL.format("n")},
+        [],
+        "",
+        "n may be set by other code",
+    ),
+    "a constant that the command line gives": (
+        {"t.py": LOADER + FIELDS + "cfg = cli(Data)\n" + CALL.format("cfg.workers")},
+        [],
+        "--data.workers 0",
+        "the command line gives it",
+    ),
+    "a key of two files": (
+        {"t.py": KEYS, **YAML, "d.json": '{"data": {"workers": 0}}'},
+        [],
+        "",
+        "in several places",
+    ),
+    "a key of another value": (
+        {"t.py": KEYS, "c.yaml": "data: {workers: 2}\n"},
+        [],
+        "",
+        "set data.workers: 8 in c.yaml",
+    ),
+    "a text that looks like the value": (
+        {"t.py": KEYS, "c.yaml": "data: {workers: '0'}\n"},
+        [],
+        "",
+        "set data.workers: 8",
+    ),
+    "a key that is given": ({"t.py": KEYS, **YAML}, [], "data.workers=0", "set data.workers: 8 in c.yaml"),
+    "an alias": (
+        {"t.py": KEYS, "c.yaml": "n: &n 0\ndata: {workers: *n}\n"},
+        [],
+        "",
+        "c.yaml: aliases are not followed",
+    ),
+    "YAML that cannot be parsed": ({"t.py": KEYS, "c.yaml": "workers: [0\n"}, [], "", "c.yaml: it cannot be parsed"),
+    "a number that is written otherwise": (
+        {"t.py": KEYS, "c.yaml": "data:\n  workers:\n    !!int\n    '0'\n"},
+        [],
+        "",
+        "set data.workers: 8 in c.yaml",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "options", "line", "why"), LEFT.values(), ids=LEFT)
+def test_what_is_not_sure_is_not_edited(
+    tmp_path: Path, files: dict[str, str], options: list[dict[str, Any]], line: str, why: str
+) -> None:
+    facts = written(tmp_path, files, line, options=options)
+    made = patch_of([facts], {"loader.num_workers": 8})
+    assert made.text == edit_of([facts], {"loader.num_workers": 8}) == ""
+    ((_, _, said),) = made.left_out
+    assert why in said
+
+
+def test_what_was_written_since_is_not_edited(tmp_path: Path) -> None:
+    files = {
+        "t.py": LOADER + "from o import N\n" + KEYS.replace("cfg['data']['workers']", "N"),
+        "o.py": "N = 0\n",
+        **YAML,
+    }
+    facts = written(tmp_path, files)
+    assert applied(tmp_path, patch_of([facts], {"loader.num_workers": 8}).text) == {"o.py": "N = 8\n"}
+    ((_, _, said),) = patch_of([facts], {"loader.num_workers": 4}).left_out
+    assert said == "num_workers is `N` there: o.py: the file has changed since it was recorded"
+    without = {name: value for name, value in facts.items() if name != "files"}
+    assert patch_of([without], {"loader.num_workers": 4}).left_out[0][2] == "num_workers is `N` there"
+
+
+def test_settings_of_workers_hold_where_the_script_is_started_without(tmp_path: Path) -> None:
+    facts = written(tmp_path, {"a b.py": ARGS}, options=[OPTION])
+    overrides = {"loader.num_workers": 8, "loader.persistent_workers": True, "loader.prefetch_factor": 4}
+    made = patch_of([facts], overrides)
+    assert applied(tmp_path, made.text)["a b.py"] == (
+        "p.add_argument('--workers', type=int, default=8)\nx = DataLoader(data, num_workers=args.workers, "
+        "persistent_workers=args.workers > 0, prefetch_factor=4 if args.workers else None)\n"
+    )
+    assert edit_of([facts], overrides) == ""  # it has been applied
+    assert made.elsewhere == (("a b.py", 4, "p.add_argument('--workers', type=int, default=0)"),)
+
+
+def test_both_values_of_one_literal_are_not_set(tmp_path: Path) -> None:
+    text = LOADER + "n = 4\nx = DataLoader(data, batch_size=n, num_workers=n)\n"
+    facts = written(tmp_path, {"t.py": text}, values={"num_workers": 4, "batch_size": 4})
+    made = patch(calls_of([facts]), wanted_of({"loader.num_workers": 8, "loader.batch_size": 16}))
+    assert (made.text, made.left_out[0][2]) == ("", "another change sets the same value")
+    assert "n = 8\n" in patch_of([facts], {"loader.num_workers": 8, "loader.batch_size": 8}).text
+
+
+def test_a_report_shows_name_and_value_alone(tmp_path: Path) -> None:
+    files = {"t.py": KEYS, "c.yaml": "token: hunter2\ndata: {key: hunter2, workers: 0, a: hunter2}  # hunter2\n"}
+    made = patch_of([written(tmp_path, files)], {"loader.num_workers": 12})
+    assert made.shown == "--- a/c.yaml\n+++ b/c.yaml\n@@ -2 +2 @@\n-… workers: 0\n+… workers: 12\n"
+    assert "hunter2, workers: 12, a" in made.text
+    files = {"t.py": ARGS, "a.sh": "export TOKEN=hunter2\n  python t.py --token hunter2 --workers 0 --user hunter2\n"}
+    made = patch_of(
+        [written(tmp_path, files, "--token hunter2 --workers 0 --user hunter2", options=[OPTION])],
+        {"loader.num_workers": 8},
+    )
+    assert made.shown.splitlines()[2:] == ["@@ -2 +2 @@", "-  … --workers 0", "+  … --workers 8"]
+
+
+RECORDED = """
+import argparse, json, yaml, torch
+from dataclasses import dataclass
+from torch.utils.data import DataLoader
+
+@dataclass
+class Config:
+    name: str = "x"
+    workers: int = 0
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", "-j", type=int, default=0)
+    return parser.parse_args()
+
+def make(workers):
+    return DataLoader(data, num_workers=workers)
+
+def main(args):
+    with open("conf/c.yaml") as file:
+        conf = yaml.safe_load(file)
+    hf = json.load(open("hf.json"))
+    cfg = Config("y")
+    loaders = [
+        make(args.jobs),
+        DataLoader(data, num_workers=cfg.workers),
+        DataLoader(data, num_workers=conf["data"]["n_workers"]),
+        DataLoader(data, num_workers=hf["dataloader_num_workers"]),
+    ]
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for loader in loaders:
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+data = torch.randn(8, 2)
+if __name__ == "__main__":
+    main(parse())
+"""
+
+
+@pytest.mark.long
+def test_a_recorded_job_has_the_new_values_once_its_files_are_edited(tmp_path: Path) -> None:
+    """An option, a field and two keys give four loaders their workers; each takes another value."""
+    job = tmp_path / "job"
+    (job / "conf").mkdir(parents=True)
+    (job / "train.py").write_text(RECORDED)
+    (job / "conf/c.yaml").write_text("# of the cluster\ndata:\n  n_workers: 0  # few\n")
+    (job / "hf.json").write_text('{"output_dir": "out", "dataloader_num_workers": 0}\n')
+
+    def recorded(name: str) -> Any:
+        record(job / "train.py", folder=tmp_path / name, options=["--no-trace"])
+        return recorded_facts(tmp_path / name / "ranks/00000")
+
+    facts = recorded("before")
+    assert [one["num_workers"] for one in facts["loaders"]] == [0, 0, 0, 0]
+    calls = sorted((one for one in calls_of([facts]) if one.kind == "loader"), key=lambda call: call.line)
+    made = [patch([call], [Wanted("loader", {"num_workers": n})]) for n, call in enumerate(calls, start=1)]
+    assert [one.left_out for one in made] == [()] * 4
+    for one in made:
+        applied(job, one.text)
+    assert (job / "conf/c.yaml").read_text() == "# of the cluster\ndata:\n  n_workers: 3  # few\n"
+    assert [one["num_workers"] for one in recorded("after")["loaders"]] == [1, 2, 3, 4]
+
+
+TRAINER = {"via": "Trainer._get_dataloader (transformers/trainer.py:1051)"}
+TRAIN = "from transformers import *\n{}\nTrainer(model, args).train()\n"
+PARSES = "(args,) = HfArgumentParser(C).parse_{}"
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "after"),
+    [
+        ("args = TrainingArguments('out')", "{}", "args = TrainingArguments('out', dataloader_num_workers=8)\n"),
+        ("N = 0\nargs = TrainingArguments('out', dataloader_num_workers=N)", "{}", "N = 8\n"),
+        (PARSES.format("json_file(f)"), '{"dataloader_num_workers": 0\n}', '{"dataloader_num_workers": 8\n'),
+        (PARSES.format("args_into_dataclasses()"), "{}", "set --dataloader_num_workers 8"),
+        (f"args = TrainingArguments('out')\n{PARSES.format('json_file(f)')}", "{}", "makes the call"),
+        ("args = [TrainingArguments('a'), TrainingArguments('b')]", "{}", "makes the call"),
+    ],
+)
+def test_the_loader_of_a_trainer_has_its_arguments(tmp_path: Path, args: str, config: str, after: str) -> None:
+    options = [{"name": "--dataloader_num_workers", "dest": "dataloader_num_workers"}]
+    facts = written(tmp_path, {"t.py": TRAIN.format(args), "a.json": config}, options=options)
+    made = patch_of([facts], {"loader.num_workers": 8})
+    if made.left_out:
+        assert made.text == ""
+        assert after in made.left_out[0][2]
+    else:
+        assert [*applied(tmp_path, made.text).values()] == [after]
