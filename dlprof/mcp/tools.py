@@ -196,7 +196,7 @@ class Tools:
         if (run / "run.json").is_file():
             self._path(str(facts.read(run / "run.json", facts.RUN).facts.get("cwd") or "/"))
         words = ["try", str(run), "--minutes", str(asked.minutes)]
-        words += ["--set", asked.settings] if asked.settings else []
+        words += ["--only", "--set", asked.settings] if asked.settings else []
         words += ["--change", str(asked.change)] if asked.change else []
         words += ["--allow-numerics"] if asked.allow_numerics else []
         async with self._alone:
