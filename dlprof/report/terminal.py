@@ -72,7 +72,7 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
         rows,
         closing,
     ]
-    for least, keep in ((8, 0), (6, 2), (3, 0), (1, 1), (7, 0), (2, 5), (5, 0), (2, 0)):
+    for least, keep in ((5, 0), (1, 1), (2, 4), (8, 2), (7, 1), (2, 3), (8, 1), (6, 1), (2, 1), (8, 0), (7, 0), (1, 0)):
         if sum(map(len, pieces)) > MOST_LINES:
             pieces[least] = pieces[least][:keep]
     return "\n".join(line.replace(NBSP, " ").rstrip() for piece in pieces for line in piece) + "\n"
