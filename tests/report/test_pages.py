@@ -94,7 +94,7 @@ FIRST = {
         "1.44 × faster (1.41 to 1.47 ×)",
         "A step: 214.6 → 148.6 ms",
         "The recorded run: 90.0 → 62.8 s",
-        "predicted tried the losses are the same",
+        "predicted tried same losses",
         "train.py:61 31 % of each step waits for data on rank 1.",
         "data = Images()",
         "train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
