@@ -75,7 +75,7 @@ def made(result: Result, shown: first.First) -> Made | None:
         then = {name: after.get(name, 0.0) for name in now}
         bars.append(_bar("after", then, step, "A step after the change", lead.before_ns - lead.after_ns))
     legend = tuple(
-        (_colour(name), looks.look(name).name, first.arrow(ns, after[name]) if after else formatting.duration(ns))
+        (_colour(name), looks.look(name).name, _from_to(ns, after.get(name, ns)))
         for name, ns in now.items()
         if ns >= VISIBLE * step
     )
@@ -108,6 +108,11 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, label: str, gone: 
     said = ", ".join(f"{looks.look(c).name} {formatting.about(share)}" for c, share in shares.items())
     took = formatting.duration(whole - gone)
     return Bar(name, tuple(drawn), took, plain(f"{label}, {took}: {said}", 400))
+
+
+def _from_to(now: float, then: float) -> str:
+    told = formatting.duration(now)
+    return f"{told} → 0" if then <= 0 < now else told if then == now else first.arrow(now, then)
 
 
 def _inside(category: str, share: float, width: float) -> str:
