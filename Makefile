@@ -22,10 +22,8 @@ $(VENV)/.ready: pyproject.toml Makefile
 
 demo: $(VENV)/.ready
 	rm -rf runs/demo
-	$(BIN)/dlprof wrap -o runs/demo examples/classifier.py
-	$(BIN)/dlprof try runs/demo --minutes 1 --steps 30
-	$(BIN)/dlprof report runs/demo --quiet --patch runs/demo/change.patch >/dev/null
-	@cat runs/demo/change.patch
+	$(BIN)/dlprof wrap -o runs/demo --stop-after 30s examples/classifier.py
+	$(BIN)/dlprof fix --minutes 2 runs/demo
 	@echo
 	@echo "The page of this run: runs/demo/report.html. Here dlprof is $(BIN)/dlprof; to have it on your PATH:"
 	@echo "    . $(BIN)/activate        in this shell"
