@@ -268,12 +268,15 @@ def _end_of(output: Path) -> bytes:
 
 
 def _unused(edit: Patch, run: Path) -> list[str]:
-    """Return the Python files that were edited and that a run did not use as they are then."""
+    """Return the files that were edited and that a run did not use as they are then."""
     try:
-        used = {call.digest for call in calls_of(rank.facts for rank in open_run(run).ranks)}
+        facts = [rank.facts for rank in open_run(run).ranks] if edit.files else []
     except DlprofError as e:
         raise NotMeasured(str(e)) from None
-    after = {name: hashlib.sha256(texts[1]).hexdigest() for name, texts in edit.files.items() if name.endswith(".py")}
+    used = {call.digest for call in calls_of(facts)} | {
+        file.get("digest") for of in facts for file in of.get("files", ())
+    }
+    after = {name: hashlib.sha256(texts[1]).hexdigest() for name, texts in edit.files.items()}
     return [name for name, digest in after.items() if digest not in used]
 
 
