@@ -52,6 +52,18 @@ def test_text_ends_with_where_the_report_is(job: Path) -> None:
     assert sorted(p.name for p in (job.parent / "deep" / "out").iterdir()) == ["report.html", "result.json"]
 
 
+@pytest.mark.parametrize(("words", "named"), [((), True), (("--redact",), False)])
+def test_the_page_names_the_run_in_its_commands_but_not_the_folders_of_a_redacted_one(
+    job: Path, words: tuple[str, ...], named: bool
+) -> None:
+    folder = recorded(job.parent / "secret" / "my run")
+    (folder / "run.json").write_text('{"format": 1, "command": ["python", "train.py"]}')
+    assert run(folder, "-o", "out", *words).exit_code == 0
+    page = (job.parent / "out" / "report.html").read_text()
+    assert "my run" in page
+    assert ("secret/my run" in page) == named
+
+
 def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
     for n in ("", "-2", "-3"):
         assert run(job).stdout.splitlines()[-1] == f"report: dlprof-report{n}/report.html"

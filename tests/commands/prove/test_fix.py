@@ -54,7 +54,7 @@ def test_from_a_command_to_a_patch_that_makes_the_job_faster(tmp_path: Path) -> 
     assert (best["losses"], found["no_effect"]) == ("equal", [])
     assert f"1. loader.num_workers={workers}, loader.persistent_workers=True: named by" in done.stderr
     assert "a new copy of" in done.stderr
-    assert running(script) == []
+    assert running(tmp_path) == []
     assert script.read_text() == before
     # The patch is the change, and no more.
     subprocess.run(["git", "apply", "run/fix.patch"], cwd=tmp_path, check=True)
@@ -74,7 +74,7 @@ def test_interrupted_it_leaves_nothing_and_says_so(tmp_path: Path) -> None:
     assert until(lambda: (tmp_path / "written").exists())
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 128 + signal.SIGINT
-    assert running(script) == []
+    assert running(tmp_path) == []
 
 
 @pytest.fixture

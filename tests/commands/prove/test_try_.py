@@ -129,7 +129,7 @@ def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[st
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_path: Path) -> None:
-    script, run = copied(waits, tmp_path)
+    _, run = copied(waits, tmp_path)
     done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
     assert done.returncode == 0, done.stderr
     assert "each run has a new copy of" in done.stderr
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_
     assert best["settings"]["loader.num_workers"] >= 2
     assert best["measured"]["low"] > 1.5
     assert done.stdout.startswith("Tried: loader.num_workers=")
-    assert running(script) == []
+    assert running(run / "try") == []
     assert not (run / "try").exists()
     # Every report on this run has it.
     assert json.loads((run / "result.json").read_text())["tried"] == {k: v for k, v in found.items() if k != "format"}
@@ -171,7 +171,7 @@ def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
 def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(
     waits: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    script, run = copied(waits, tmp_path)
+    _, run = copied(waits, tmp_path)
     process = subprocess.Popen(
         [*DLPROF, "try", str(run), "--minutes", "5", "--set", WORKERS],
         cwd=tmp_path,
@@ -182,10 +182,10 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(
         start_new_session=True,
     )
     # The job has been measured, and the first run with a change is under way, with its workers.
-    assert until(lambda: (run / "try.json").exists() and len(running(script)) >= 3)
+    assert until(lambda: (run / "try.json").exists() and len(running(run / "try")) >= 3)
     os.kill(process.pid, number)
     output, _ = process.communicate(timeout=60)
-    assert until(lambda: running(script) == [])
+    assert until(lambda: running(run / "try") == [])
     found = kept(run)
     assert found["state"] == "interrupted"
     if number == signal.SIGKILL:
@@ -219,7 +219,7 @@ def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -
     assert kept(tmp_path / "run")["runs"] >= 1
     # It knew the whole command, and recorded less of it.
     assert json.loads((tmp_path / "run/run.json").read_text())["command"][-2:] == ["--note", "…"]
-    assert running(script) == []
+    assert running(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -244,4 +244,4 @@ def test_ranks_of_a_launcher_are_tried_together(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = [a for a in kept(run)["attempts"] if a["settings"].get("loader.num_workers") == 2]
     assert found[0]["measured"]["ratio"] > 1.3
-    assert running(script) == []
+    assert running(run / "try") == []
