@@ -22,8 +22,8 @@ $(VENV)/.ready: pyproject.toml Makefile
 
 demo: $(VENV)/.ready
 	rm -rf runs/demo
-	$(BIN)/dlprof wrap -o runs/demo --stop-after 30s examples/classifier.py
-	$(BIN)/dlprof fix --minutes 2 runs/demo
+	cd examples && $(abspath $(BIN))/dlprof wrap -o ../runs/demo --stop-after 30s classifier.py
+	cd examples && $(abspath $(BIN))/dlprof fix --minutes 2 ../runs/demo
 	@echo
 	@echo "The page of this run: runs/demo/report.html. Here dlprof is $(BIN)/dlprof; to have it on your PATH:"
 	@echo "    . $(BIN)/activate        in this shell"
