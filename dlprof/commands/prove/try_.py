@@ -79,6 +79,8 @@ def try_(
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
+    # Who names a change by its number has read that it changes the numbers.
+    allow_numerics |= any(one.change.numerics for n, one in enumerate(result.changes, 1) if n in changes)
     options = Options(minutes, steps, settings, obvious, allow_numerics, in_place, changes, command, only)
     if listed:
         _print_plan(prepared(path, result, options, os.environ))
