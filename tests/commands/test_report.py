@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
+from dlprof.commands.report import linked
 from dlprof.result.stored import from_json
 from tests.fixtures import traces
 from tests.fixtures.jobs import record
@@ -199,3 +200,11 @@ def test_it_must_be_told_what_to_write(job: Path) -> None:
     done = export(job)
     assert done.exit_code == 2
     assert "--perfetto FILE" in done.stderr
+
+
+def test_lines_of_files_that_are_here_are_links_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    monkeypatch.chdir(tmp_path)
+    text = linked("train.py:17 in main; gone.py:3")
+    uri = (tmp_path / "train.py").as_uri()
+    assert text == f"\x1b]8;;{uri}#17\x1b\\train.py:17\x1b]8;;\x1b\\ in main; gone.py:3"
