@@ -73,6 +73,8 @@ def run_one(case: Case, minutes: float) -> dict[str, Any]:
         shutil.copy(case.path, plain / f"{case.script}.py")
         for file in case.beside:
             shutil.copy(SCRIPTS / file, plain / file)
+        if case.path.parent == CAUSES:
+            shutil.copy(CAUSES / "clock.py", plain / "clock.py")
         _git(plain, "init", "-q")
         _git(plain, "add", ".")
         _git(plain, "-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "-qm", "as it was")
