@@ -205,4 +205,4 @@ def test_the_figures_that_are_logged() -> None:
         "dlprof/input_wait_share": pytest.approx(sum(waits) / len({part.rank for part in result.time})),
     }
     assert {name: figures[name] for name in expected} == expected
-    assert trackers.figures_of(replace(result, window=None, time=())) == {}
+    assert trackers.figures_of(replace(result, window=None, time=(), changes=())) == {}

@@ -55,6 +55,8 @@ class Observed:
     _frozen_ids: set[int] = field(default_factory=set)
     _models: set[int] = field(default_factory=set)
     _optimizer_ids: set[int] = field(default_factory=set)
+    _alive: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _looked: int = 0
 
     def see_model(self, module: Any, args: Sequence[Any] = ()) -> None:
         """Keep an outermost module that has parameters."""
@@ -62,8 +64,9 @@ class Observed:
         self.learns = self._model_ids.get(self.model_id, False)
         self.is_model = self.model_id in self._models
         self.frozen = self.model_id in self._frozen_ids
-        if self.model_id in self._model_ids or len(self._model_ids) >= _MOST:
+        if self.model_id in self._model_ids or self._looked >= _MOST:
             return
+        self._watch(module)
         parameters = parameters_of(module)
         self.learns = self._model_ids[self.model_id] = bool(parameters)
         if self.learns:
@@ -75,6 +78,21 @@ class Observed:
             self.models.append(weakref.ref(module))
             self.calls.see_forward(self.model_id, args)
             self.news = True
+
+    def _watch(self, one: Any) -> None:
+        """Forget an object's address once it is gone: the next one may get the same."""
+        address = id(one)
+
+        def forget(_gone: object) -> None:
+            self._alive.pop(address, None)
+            self._model_ids.pop(address, None)
+            for known in (self._models, self._frozen_ids, self._optimizer_ids):
+                known.discard(address)
+            self.model_id = 0 if self.model_id == address else self.model_id
+            self.optimizer_id = 0 if self.optimizer_id == address else self.optimizer_id
+
+        self._looked += 1
+        self._alive[address] = weakref.ref(one, forget)
 
     def look_no_more(self) -> None:
         """Count no more of what the last model gets: its loader says as much, and it gets no tokens."""
@@ -90,8 +108,9 @@ class Observed:
     def see_optimizer(self, optimizer: Any) -> bool:
         """Keep an optimizer, and return whether it was new."""
         self.optimizer_id = id(optimizer)
-        if self.optimizer_id in self._optimizer_ids or len(self._optimizer_ids) >= _MOST:
+        if self.optimizer_id in self._optimizer_ids or self._looked >= 2 * _MOST:
             return False
+        self._watch(optimizer)
         self._optimizer_ids.add(self.optimizer_id)
         self.optimizers.append(weakref.ref(optimizer))
         self.news = True

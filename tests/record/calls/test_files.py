@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.record.calls import files
 from dlprof.record.calls.files import Files
 
 
@@ -33,6 +34,7 @@ def test_what_the_script_read_is_known(tmp_path: Path, monkeypatch: pytest.Monke
     for name, text in texts.items():
         (job / name).write_text(text)
     outside.write_text("")
+    monkeypatch.setattr(files, "_MOST", 10_000)  # this process has the modules of all tests
     monkeypatch.chdir(job)
     monkeypatch.syspath_prepend(str(job))
     os.utime(job / "Makefile", (time.time() + 60,) * 2)  # written later than the job was started

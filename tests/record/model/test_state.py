@@ -239,3 +239,15 @@ def test_idle_modules_are_searched_for_in_no_large_process(
     count_idle((), storages)
     assert any(row[:2] == ("buffer", "(Idle)") for row in storages.rows) is found
     assert idle.bias is not None
+
+
+def test_what_comes_to_the_address_of_what_is_gone_is_seen() -> None:
+    observed = Observed()
+    for _ in range(20):
+        one = torch.nn.Linear(1, 1)
+        assert id(one) != observed.model_id  # what calls it looks no further otherwise
+        observed.see_model(one)
+        observed.see_optimizer(torch.optim.SGD(one.parameters()))
+        assert observed.models[-1]() is one
+        del one
+    assert len(observed.optimizers) == 20
