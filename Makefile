@@ -1,4 +1,4 @@
-# `make demo`: a first diagnosis. `make test`: the tests without a mark. `make check`: all that must hold before a change
+# `make demo`: a first diagnosis, proved and with its patch. `make test`: the tests without a mark. `make check`: all that must hold before a change
 # lands, the tests marked `long` too. `make test-all`: every test, those marked `slow` too.
 # PYTHON chooses the interpreter (3.10 or later). Without a GPU the tested CPU build of torch is installed: where your
 # package index serves CUDA builds under that name, point TORCH_FLAGS at one that serves CPU builds (--index-url ...).
@@ -10,7 +10,7 @@ TORCH_FLAGS ?=
 # Two workers take file after file, the longest first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench torture accuracy field reports gpu clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs docs-site bench torture accuracy field reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -21,7 +21,13 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/dlprof run workloads/ddp_resnet.py
+	rm -rf runs/demo
+	cd examples && $(abspath $(BIN))/dlprof wrap -o ../runs/demo --stop-after 30s classifier.py
+	cd examples && $(abspath $(BIN))/dlprof fix --minutes 2 ../runs/demo
+	@echo
+	@echo "The page of this run: runs/demo/report.html. Here dlprof is $(BIN)/dlprof; to have it on your PATH:"
+	@echo "    . $(BIN)/activate        in this shell"
+	@echo "    uv tool install .        everywhere, to read traces; pip install . into the environment that trains"
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PARALLEL)
@@ -93,6 +99,12 @@ docs: $(VENV)/.ready
 	$(BIN)/python docs/make_sources.py
 	$(BIN)/python docs/make_pictures.py
 
+# The documentation as a site, in ./site. Building it fetches nothing; the first time its theme is installed.
+docs-site: $(VENV)/.ready
+	$(BIN)/python -c "import material" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 # Some hours of recordings on two cores: every fault that the machine can show, in turn with healthy runs. It goes on
 # where it was stopped. HOW="--minutes 30", "--only FAULT --again", …: `python -m benchmarks.accuracy --help`. Then the
 # same of simulated GPU jobs, which need no quiet machine: `python -m benchmarks.simulated --help`.
@@ -112,4 +124,4 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu --out reports/gpu $(HOW)
 
 clean:
-	rm -rf $(VENV) .axe .viewers .bench runs data dlprof-report build *.egg-info
+	rm -rf $(VENV) .axe .viewers .bench runs data dlprof-report build site *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.profiling import Profile
 from dlprof.record import in_process
-from dlprof.record.recorder import say
 from dlprof.report import formatting
 from dlprof.result import Result
+
+# Options that need a command, which can be ended or started again.
+_OF_COMMANDS = ("job", "losses", "stop_after", "tries")
 
 
 class _CellError(Exception):
@@ -40,33 +43,24 @@ def load(shell: Any) -> None:
 
                 _show(open_run(Path(line.strip()).expanduser()).result)
             else:
-                _cell.main(_words(line), obj=(shell, cell), standalone_mode=False)
-        except (click.ClickException, DlprofError) as e:
+                _cell.main(shlex.split(line), "%%dlprof", obj=(shell, cell), standalone_mode=False)
+        except (click.ClickException, DlprofError, ValueError) as e:  # of click, of reading a run, of shlex
             raise UsageError(e.format_message() if isinstance(e, click.ClickException) else str(e)) from None
 
     shell.register_magic_function(dlprof, "line_cell")
 
 
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as e:
-        raise DlprofError(f"{line}: {e}") from None
-
-
 @click.command("%%dlprof")
-@functools.partial(recording_options, without=("job", "tries"))
+@functools.partial(recording_options, without=_OF_COMMANDS)
 @click.pass_obj
 def _cell(of: tuple[Any, str], recording: Recording) -> None:
     """Record the cell, and show its report."""
     if recording.nsys:
         raise click.UsageError("--nsys starts a process: that is for `dlprof wrap`")
-    try:
-        settings = overrides.checked(recording.overrides)
-    except ValueError as e:
-        raise click.UsageError(str(e)) from None
+    settings = overrides.checked(recording.overrides)
     shell, cell = of
-    with Profile(in_process.Block(Path, recording.out, recording.asked, settings), quiet=True) as run:
+    asked = {name: value for name, value in recording.asked.items() if name not in ("capture", *_OF_COMMANDS)}
+    with Profile(in_process.Block(Path, recording.out, asked, settings), quiet=True) as run:
         done = shell.run_cell(cell)
     if not done.success:
         raise _CellError
@@ -74,7 +68,7 @@ def _cell(of: tuple[Any, str], recording: Recording) -> None:
         try:
             _show(run.result)
         except Exception as e:  # noqa: BLE001 - the cell has run, and the notebook goes on
-            say(f"no verdict: {words_of(e)}")
+            print(f"dlprof: {words_of(e)}", file=sys.stderr)
 
 
 def _show(result: Result) -> None:

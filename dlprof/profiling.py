@@ -18,7 +18,7 @@ from dlprof.plain import NBSP, words_of
 from dlprof.record import in_process
 from dlprof.record.ranks import find_rank
 from dlprof.record.recorder import say
-from dlprof.report import formatting, verdict
+from dlprof.report import first
 from dlprof.result import Result
 from dlprof.result.stored import from_json
 
@@ -64,9 +64,9 @@ class Profile:
             if error is not None:
                 say(f"`dlprof report {self._block.path}` says where the time went until then")
                 return
-            result, found = self.result, verdict.headline(self.result)
-            about = f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}"
-            lines = (about, found.diagnosis, found.gain, f"report: {self.report}")
+            result, screen = self.result, first.first(self.result, str(self._block.path), lambda _: None)
+            proof = f"try it: {screen.command}" if screen.command.startswith("dlprof try") else ""
+            lines = (first.summary(result), screen.headline, screen.gain, proof, f"report: {self.report}")
             for line in () if self._quiet else filter(None, lines):
                 say(line.replace(NBSP, " "))
             if log is not False:
@@ -90,10 +90,8 @@ class Profile:
 
 def _diagnosed(path: Path) -> Result:
     """Once the whole job has ended, have a process write result.json and report.html. Raises DlprofError."""
-    from dlprof.read.run import open_run
-
     until = time.monotonic() + _OTHERS_S
-    while open_run(path).end_ns is None and time.monotonic() < until:
+    while msgspec.json.decode((path / "run.json").read_bytes())["end_ns"] is None and time.monotonic() < until:
         time.sleep(0.05)
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
     # It is to find this dlprof, wherever that is. It runs in the run folder, where no module of the script's is.

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dlprof.plain import words_of
 from dlprof.record.recorder import say
 from dlprof.report import brief, formatting
 from dlprof.result import Result
@@ -18,21 +19,28 @@ def log(result: Result, report: Path, to: Any, step: int) -> None:
         say("the verdict is logged nowhere: no active run of W&B or MLflow was found")
     verdict, figures = brief.markdown(result, str(report.parent), lambda _: None), figures_of(result)
     for one in found:
-        if isinstance(one, tuple):  # MLflow's client, and the run, which may have ended
-            client, run = one
-            for name, value in figures.items():
-                client.log_metric(run, name, value, step=step)
-            client.log_text(run, verdict, "dlprof/verdict.md")
-            client.set_tag(run, "dlprof.report", str(report))
-        elif hasattr(one, "add_scalar"):  # a SummaryWriter; one that was closed opens another file in its folder
-            for name, value in figures.items():
-                one.add_scalar(name, value, step)
-            one.add_text("dlprof/verdict", f"{verdict}\n\n{report}", step)
-            one.flush()
-        elif hasattr(one, "summary"):  # a run of W&B, whose steps are the job's own
-            one.summary.update({**figures, "dlprof/verdict": verdict, "dlprof/report": str(report)})
-        else:  # another logger of Lightning's
-            one.log_metrics(figures, step)
+        try:
+            _put(one, verdict, figures, str(report), step)
+        except Exception as e:  # noqa: BLE001, PERF203 - the others get it
+            say(f"the verdict is not logged to {type(one).__name__}: {words_of(e)}")
+
+
+def _put(one: Any, verdict: str, figures: dict[str, float], report: str, step: int) -> None:
+    if isinstance(one, tuple):  # MLflow's client, and the run, which may have ended
+        client, run = one
+        for name, value in figures.items():
+            client.log_metric(run, name, value, step=step)
+        client.log_text(run, verdict, "dlprof/verdict.md")
+        client.set_tag(run, "dlprof.report", report)
+    elif hasattr(one, "add_scalar"):  # a SummaryWriter; one that was closed opens another file in its folder
+        for name, value in figures.items():
+            one.add_scalar(name, value, step)
+        one.add_text("dlprof/verdict", f"{verdict}\n\n{report}", step)
+        one.flush()
+    elif hasattr(one, "summary"):  # a run of W&B, whose steps are the job's own
+        one.summary.update({**figures, "dlprof/verdict": verdict, "dlprof/report": report})
+    else:  # another logger of Lightning's
+        one.log_metrics(figures, step)
 
 
 def figures_of(result: Result) -> dict[str, float]:

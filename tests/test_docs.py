@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from importlib import util
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.fixtures.jobs import launch
 from tests.fixtures.places import ROOT
 
 PAGES = sorted(
@@ -45,6 +49,30 @@ def test_every_page_and_picture_can_be_reached() -> None:
     linked = {(page.parent / path).resolve() for page in PAGES for path, _ in LINK.findall(page.read_text()) if path}
     there = {*ROOT.glob("docs/*.md"), *ROOT.glob("docs/pictures/*")}
     assert there - linked == set()
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [page for part in nav for page in ([part] if isinstance(part, str) else next(iter(part.values())))]
+    assert len(listed) == len(set(listed))
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES} <= set(listed)
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install '.[docs]'")
+    # A proxy that is not there: what wants the network fails.
+    env = {**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    words = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = launch([sys.executable, "-m", *words], ROOT, env={**env, "NO_MKDOCS_2_WARNING": "1"})
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert {"index.html", "CHANGELOG.html", "docs/read.html", "workloads/index.html"} <= pages.keys()
+    for name in (name for name in pages if name.startswith("docs/")):
+        fetched = re.findall(r'<(?:link|script|img)\b[^>]*(?:href|src)="([^"]+)"', pages[name])
+        assert any("main." in one and one.endswith(".css") for one in fetched)
+        assert [one for one in fetched if not (tmp_path / "docs" / one).is_file()] == [], name
+    assert (tmp_path / "search/search_index.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["make_architecture", "make_rules", "make_sources"])

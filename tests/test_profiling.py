@@ -83,10 +83,11 @@ def test_each_block_ends_with_its_verdict_or_with_one_line_and_leaves_the_proces
         "False report.html True",
         "True",
     ]
-    about, verdict, gain, page, idle, stopped, broken = said(done)
+    about, change, gain, *proof, page, idle, stopped, broken = said(done)
     assert about.startswith("train.py · 1 × CPU · ")
-    assert "waits for data" in verdict
-    assert "faster" in gain
+    assert change.endswith(".")
+    assert "×" in gain
+    assert [line.startswith(f"try it: dlprof try {tmp_path}/run --change ") for line in proof] in ([], [True])
     assert page == f"report: {tmp_path}/run/report.html"
     assert idle == "nothing was recorded: no backward() and no optimizer step was seen in the block"
     assert stopped == f"`dlprof report {tmp_path}/stopped` says where the time went until then"
@@ -115,7 +116,8 @@ def test_under_wrap_a_block_only_marks_steps(tmp_path: Path) -> None:
     assert done.stdout == f"there is no verdict: this process is recorded already, into {tmp_path}/outer\n"
     assert said(done) == []
     assert not (tmp_path / "inner").exists()
-    assert [row["optimizer_steps"] for row in rows(tmp_path / "outer/ranks/00000")] == [2] * 8
+    trained = [row for row in rows(tmp_path / "outer/ranks/00000") if row["kind"] == "train"]
+    assert [row["optimizer_steps"] for row in trained] == [2] * 8
 
 
 RANKS = """
@@ -166,6 +168,28 @@ def test_ranks_record_into_one_folder_and_rank_0_waits_for_all_and_says_so_once(
 def test_options_that_make_no_sense_are_refused_before_the_block(wrong: dict[str, Any], error: Any) -> None:
     with pytest.raises(error):
         dlprof.profile(**wrong)
+
+
+class Refuses:
+    """A logger that cannot be written to."""
+
+    def log_metrics(self, *_: object) -> None:
+        raise OSError("the disk is full")
+
+
+class Keeps:
+    """A logger of another kind."""
+
+    figures: Any = None
+
+    def log_metrics(self, figures: dict[str, float], step: int) -> None:
+        self.figures = figures, step
+
+
+def test_of_trackers_one_that_fails_keeps_nothing_from_the_next() -> None:
+    result, kept = results.ALL["ddp"](), Keeps()
+    trackers.log(result, Path("run/report.html"), [Refuses(), kept], 7)
+    assert kept.figures == (trackers.figures_of(result), 7)
 
 
 def test_the_figures_that_are_logged() -> None:

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from dlprof.analysis.source.where import changes_numbers
 from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.together import Basis, Piece, speedup, together
+from dlprof.analysis.together import Basis, Piece, together
 from dlprof.result import TIMELESS, Change, Outcome, Proposal, RunPart, Scope
 from dlprof.result.tried import Attempt, Tried
 
 # What is left of a gain once the changes above are made must be this share of the step, or the change is left out.
 LEAST = 0.005
+_MOST = 1e6  # the speed-up where nothing is left
 
 # In whose time the time of a scope lies, too.
 _HOLDS: Mapping[Scope, tuple[Scope, ...]] = {"step": ("step",), "job": ("step", "job"), "run": ("step", "job", "run")}
@@ -86,7 +87,7 @@ def _proposal(
         gain = min(sum(takes.values()), gain) if takes else gain
     if gain < LEAST * whole or start <= 0:
         return None
-    after = start - gain
+    after = start - min(gain, start)
     low = high = None
     if not first.at_most and 0 < first.error_ns < after:
         error = first.error_ns * min(gain / first.saving_ns, 1.0)
@@ -103,7 +104,7 @@ def _proposal(
         first.scope,
         start,
         after,
-        speedup(gain / start),
+        min(start / after, _MOST) if after else _MOST,
         low,
         high,
         first.at_most,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from dlprof.commands import PATH
+from dlprof.commands.configured import CONFIG
 from dlprof.errors import DlprofError
 
 
@@ -23,4 +25,5 @@ def mcp(folders: tuple[Path, ...], read_only: bool) -> None:
         from dlprof.mcp.server import serve
     except ImportError as e:
         raise DlprofError(f"the package mcp, 2.0 or later, is not installed ({e}): pip install 'dlprof[mcp]'") from None
+    os.environ[CONFIG] = ""  # what is asked for says all
     serve(list(folders or (Path(),)), read_only=read_only)

@@ -319,17 +319,21 @@ def _verdict(result: Result, path: Path, verbose: bool = False) -> str:
     if verbose:
         return terminal.render(result, width(), colour())
     text = terminal.first(result, command_line((shown(path),)), named, width(), colour())
-    return _LINE.sub(_linked, text) if colour() else text
+    return linked(text) if colour() else text
 
 
 _LINE = re.compile(r"(?<![\w./-])([\w./-]+\.py):(\d+)")
 
 
-def _linked(at: re.Match[str]) -> str:
-    """Return a line of a file that is here as a link, as terminals take it (OSC 8)."""
-    file = Path(at[1])
-    uri = f"{file.resolve().as_uri()}#{at[2]}" if file.is_file() else ""
-    return f"\x1b]8;;{uri}\x1b\\{at[0]}\x1b]8;;\x1b\\" if uri else at[0]
+def linked(text: str) -> str:
+    """Return a text in which lines of files that are here are links, as terminals take them (OSC 8)."""
+
+    def link(at: re.Match[str]) -> str:
+        file = Path(at[1])
+        uri = f"{file.resolve().as_uri()}#{at[2]}" if file.is_file() else ""
+        return f"\x1b]8;;{uri}\x1b\\{at[0]}\x1b]8;;\x1b\\" if uri else at[0]
+
+    return _LINE.sub(link, text)
 
 
 def width() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,16 @@ async def _serve(kinds: dict[str, type[Tool]], tools: Tools) -> None:
         return types.ListToolsResult(tools=[_described(name, kind) for name, kind in kinds.items()])
 
     async def called(context: Any, asked: types.CallToolRequestParams) -> types.CallToolResult:
+        since = time.monotonic()
+
+        async def tell(what: str) -> None:
+            await context.session.report_progress(time.monotonic() - since, None, what)
+
         try:
             if asked.name not in kinds:
                 raise DlprofError(f"no tool {asked.name!r}; there are: {', '.join(kinds)}")
             arguments = msgspec.convert(asked.arguments or {}, kinds[asked.name])
-            text, failed = fitted(await tools.do(arguments, context.session.report_progress)), False
+            text, failed = fitted(await tools.do(arguments, tell)), False
         except Exception as e:  # noqa: BLE001 - a client is told in one line, whatever went wrong
             text, failed = plain(e if isinstance(e, msgspec.ValidationError) else words_of(e), 1_000), True
         return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=failed)

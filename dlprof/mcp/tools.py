@@ -36,8 +36,7 @@ _KEPT = 1 << 16  # bytes from the end of what a command prints
 _TICK_S = 2.0
 _GRACE_S = 10.0  # for a command to end its own processes, and to keep what it measured
 
-# Takes the seconds since the tool began, and those that it may take, and what it is doing.
-Tell = Callable[[float, float, str], Awaitable[None]]
+Tell = Callable[[str], Awaitable[None]]  # takes what is being done, again and again
 
 _Run = Annotated[str, msgspec.Meta(description="A run folder, a folder of traces, or a trace file.")]
 _Minutes = Annotated[float, msgspec.Meta(gt=0, le=600, description="The most minutes that it may take.")]
@@ -197,7 +196,7 @@ class Tools:
         if (run / "run.json").is_file():
             self._path(str(facts.read(run / "run.json", facts.RUN).facts.get("cwd") or "/"))
         words = ["try", str(run), "--minutes", str(asked.minutes)]
-        words += ["--set", asked.settings] if asked.settings else []
+        words += ["--only", "--set", asked.settings] if asked.settings else []
         words += ["--change", str(asked.change)] if asked.change else []
         words += ["--allow-numerics"] if asked.allow_numerics else []
         async with self._alone:
@@ -248,7 +247,7 @@ async def _ended(
         start_new_session=True,
         preexec_fn=tied(signal.SIGTERM),
     )
-    printed, since = {"out": b"", "err": b""}, time.monotonic()
+    printed = {"out": b"", "err": b""}
 
     async def read(name: str, stream: asyncio.StreamReader | None) -> None:
         while stream is not None and (data := await stream.read(_KEPT)):
@@ -258,7 +257,7 @@ async def _ended(
         while True:
             await anyio.sleep(_TICK_S)
             line = printed["err"].decode(errors="replace").strip().rpartition("\n")[2]
-            await tell(time.monotonic() - since, limit_s, plain(line.removeprefix("dlprof: "), 200))
+            await tell(plain(line.removeprefix("dlprof: ") or words[0], 200))
 
     try:
         with anyio.move_on_after(limit_s) as within:

@@ -332,7 +332,8 @@ def _measure(what: str, settings: Mapping[str, Value], now: str, run: Recorded) 
         return "record the job first: dlprof wrap -o RUN COMMAND"
     if settings:
         words = " ".join(f"{name}={value}" for name, value in settings.items())
-        return f"dlprof try {path} --set {shlex.quote(words)}{' --allow-numerics' if changes_numbers(settings) else ''}"
+        allowed = " --allow-numerics" if changes_numbers(settings) else ""
+        return f"dlprof try {path} --only --set {shlex.quote(words)}{allowed}"
     if what in _SETTINGS:
         least = 0 if "0" in _SETTINGS[what].values else 1
         n = (int(float(now)) if _is_number(now) else 1) or least

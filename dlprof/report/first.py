@@ -23,7 +23,7 @@ Named = Callable[[Change], Mapping[str, str] | None]
 KNOWN: Mapping[str, tuple[str, str]] = {
     "predicted": ("○", "predicted"),
     "tried": ("◐", "tried"),
-    "losses": ("●", "tried, the losses are the same"),
+    "losses": ("●", "tried, same losses"),
 }
 CONTEXT = 2  # lines around an edit
 _WORTH = 1.02  # a measured gain below is none, as in `dlprof try`

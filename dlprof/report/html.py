@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from dlprof.files import compact
 from dlprof.plain import NBSP, command_line, plain
 from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
-from dlprof.result import SAVING, Change, Outcome, Place, Proposal, Result
+from dlprof.result import SAVING, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
 
@@ -52,18 +53,7 @@ class Card:
     evidence: drawing.Figure | None
 
 
-# What the commands do that prove a change.
-_PROOFS = {
-    "try": "Runs the job with the change and without, in turn, and compares the steps.",
-    "compare": "After the edit, with NEW, a recording of the job as it is then.",
-}
-
-
-def _nothing(_change: Change) -> None:
-    """Name no setting: whoever renders a result alone cannot try it."""
-
-
-def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
+def render(result: Result, run: str = "", named: first.Named = lambda _: None) -> str:
     """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts.
 
     `run`: how a command names the run, by default as it was read; `named`: what `dlprof try --set` takes for a change.
@@ -96,9 +86,7 @@ def render(result: Result, run: str = "", named: first.Named = _nothing) -> str:
         first=shown,
         made=screen.made(result, shown),
         edit=screen.edit(shown.lead.change.diff) if shown.lead else (),
-        then=screen.rows(result, shown.rows),
-        training=screen.rows(result, shown.training),
-        useless=screen.rows(result, shown.useless),
+        titles={o.id: o.title for o in result.outcomes},
         keys=keys,
         run=run,
         unlock=first.unlock(result),
@@ -198,14 +186,6 @@ def _joined(text: str) -> str:
     for word in rest:
         joined += [NBSP if joined[-1][-1:].isdigit() and word.rstrip(".,:;)") in _UNITS else " ", word]
     return "".join(joined)
-
-
-def emphasised(sentence: str, share: str) -> Markup:
-    """Emphasise the share that a sentence is about."""
-    text = _joined(sentence)
-    of = next((of for of in (" of each step", " of the trace", "") if share + of in text), "")
-    before, figure, after = text.partition(share + of) if share else (text, "", "")
-    return inline(before) + (Markup("<em>{}</em>").format(figure) if figure else Markup("")) + inline(after)
 
 
 def inline(text: object, limit: int = 2000) -> Markup:
@@ -341,10 +321,17 @@ def _packed(value: Any, often: Mapping[Numbers, int]) -> Any:
     return {"texts": list(parts), "of": [places[0] if len(places) == 1 else places for places in of]}
 
 
+_COMMENT = re.compile(r"//.*|/\*.*\*/")
+
+
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file of the page."""
-    return (files("dlprof.report") / "page" / name).read_text(encoding="utf-8")
+    """Return the text of a file of the page; of our script and style sheet without comment lines and indentation."""
+    text = (files("dlprof.report") / "page" / name).read_text(encoding="utf-8")
+    if name != "page.js" and not name.endswith(".css"):
+        return text
+    lines = (line.strip() for line in text.split("\n"))
+    return "\n".join(line for line in lines if line and not _COMMENT.fullmatch(line)) + "\n"
 
 
 def scripts() -> tuple[str, ...]:
@@ -387,7 +374,7 @@ def template(name: str) -> Template:
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
     environment.filters["in_model"] = in_model.named
-    environment.filters |= {"factor": first.factor, "between": first.between}
+    environment.filters |= {"factor": first.factor, "between": first.between, "place": screen.place}
     environment.filters["kilobytes"] = lambda text: formatting.quantity(len(text.encode()), "bytes")
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
     environment.filters.update((text.__name__, text) for text in texts)
@@ -396,7 +383,6 @@ def template(name: str) -> Template:
         newline=Markup("\n"),
         arrow=first.arrow,
         ways=first.KNOWN,
-        proofs=_PROOFS,
         looks=looks.DRAWN,
         look=looks.look,
         **said,

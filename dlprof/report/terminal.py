@@ -21,6 +21,7 @@ NARROWEST = 40  # below this, names no longer fit next to bars
 
 
 MOST_LINES = 22  # of the first screen
+_LEAST_WORDS = 12  # columns that a change's words need beside its figures
 _SHOWN_NOTICES, _SHOWN_ROWS = 2, 4  # of it
 
 
@@ -47,7 +48,7 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     code = _first(wrap(one.detail, width, "    → ", "      "), 2, width, "      ") if one.detail else []
     code += [_coloured(_cut(line, width, "    "), line, paint) for line in one.diff[:8]]
     proof = [f"  Try it:  {paint(one.command, '1')}"] if one.command.startswith("dlprof try") else []
-    proof = proof or ([f"  Then record it again, and:  {one.command}"] if one.command else [])
+    proof = proof or (wrap(f"Then record it again, and: {one.command}", width, "  ") if one.command else [])
     bars = _before_and_after(result, one, width, colour)
     blamed = [line for sentence in verdict.blamed(result)[:1] for line in wrap(sentence, width, "  ")]
     job = wrap(one.job, width, "  run    ", "         ")[:2] if one.job else []
@@ -72,7 +73,7 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
         rows,
         closing,
     ]
-    for least, keep in ((8, 0), (6, 2), (3, 0), (1, 1), (7, 0), (2, 5), (5, 0), (2, 0)):
+    for least, keep in ((5, 0), (1, 1), (2, 4), (8, 2), (7, 1), (2, 3), (8, 1), (6, 1), (2, 1), (8, 0), (7, 0), (1, 0)):
         if sum(map(len, pieces)) > MOST_LINES:
             pieces[least] = pieces[least][:keep]
     return "\n".join(line.replace(NBSP, " ").rstrip() for piece in pieces for line in piece) + "\n"
@@ -116,6 +117,9 @@ def _rows(rows: Sequence[screen.Row], width: int, paint: Callable[[str, str], st
         start = f"  {apart}" if apart else f"  {row.number}  "
         figures = f"{gain:<25}  {steps:>18}" if width >= 80 else gain
         space = width - columns(start) - columns(figures) - 2
+        if space < _LEAST_WORDS:
+            lines += _first(wrap(f"{text}, {gain}", width, start), 2, width, " " * len(start))
+            continue
         words = text if columns(text) <= space else f"{text[: _fit(text, space - 1)]}…"
         lines.append(f"{start}{words}{' ' * (space - columns(words))}  {paint(figures, '35')}")
     return lines

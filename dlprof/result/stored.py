@@ -41,7 +41,6 @@ _LATER = (
     "device_work",
     "host_limited",
     "budget",
-    "changes",
 )  # fields that a result may lack
 
 

@@ -77,17 +77,19 @@ def plan(
     *,
     asked: Iterable[str] = (),
     numbers: Iterable[int] = (),
+    only: bool = False,
     obvious: bool,
     allow_numerics: bool,
 ) -> Plan:
     """Return what to try on the run of a result. `facts` are rank 0's; each string in `asked` is one candidate's
-    NAME=VALUE words; `numbers` are places of changes in the result, of which no others are then tried. `editable` says
-    whether an edit makes settings.
+    NAME=VALUE words; `numbers` are places of changes in the result, of which no others are then tried; `only`: none but
+    what is asked for. `editable` says whether an edit makes settings.
 
     Raises DlprofError for a setting or a number that does not exist.
     """
     numbers = tuple(numbers)
-    found, little, skipped = ([], [], []) if numbers else _of_findings(result, editable, _cores(facts))
+    alone = only or bool(numbers)
+    found, little, skipped = ([], [], []) if alone else _of_findings(result, editable, _cores(facts))
     more = [_numbered(result, n, editable) for n in numbers]
     more += [Candidate(overrides.parse(words.split())) for words in asked]
     if obvious:
@@ -108,7 +110,7 @@ def plan(
     every.sort(key=lambda c: -(c.predicted or 1.0))
     refused = [c for c in every if c.numerics and not allow_numerics]
     left_out = [(c, "the job then computes other numbers; --allow-numerics tries it") for c in refused]
-    if not numbers:
+    if not alone:
         few = "it is predicted to gain less than 2 %; --obvious tries it"
         left_out += [(c, few) for c in little if tuple(sorted(c.settings.items())) not in together]
     return Plan(
@@ -117,7 +119,7 @@ def plan(
             Attempt(c.settings, "not_tried", w, c.findings, c.of, c.predicted, numerics=c.numerics) for c, w in left_out
         ),
         tuple(skipped),
-        None if numbers else _by_hand(result, editable),
+        None if alone else _by_hand(result, editable),
     )
 
 

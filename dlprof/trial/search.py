@@ -404,6 +404,7 @@ class Options:
     in_place: bool = False  # no copy of the job's folder
     changes: tuple[int, ...] = ()  # of the result's, by their places from 1: only these are tried
     command: tuple[str, ...] = ()  # instead of the recorded one
+    only: bool = False  # nothing but `asked`, and what `obvious` adds
 
 
 @dataclass(frozen=True)
@@ -449,6 +450,7 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
         lambda settings: not patch_of((rank.facts for rank in run.ranks), settings).left_out,
         asked=options.asked,
         numbers=options.changes,
+        only=options.only,
         obvious=options.obvious,
         allow_numerics=options.allow_numerics,
     )

@@ -19,7 +19,7 @@ from benchmarks.reports import PLOTLY, sharing
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
-from dlprof.report import brief, html
+from dlprof.report import brief, html, notebook
 from dlprof.report.compare import page as compare_page
 from dlprof.report.figures import drawing
 from dlprof.result import Result
@@ -382,6 +382,20 @@ def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: P
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_in_a_notebook_the_page_draws_every_figure_in_its_frame(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><meta charset='utf-8'>{notebook.page(results.ALL['ddp']())}", encoding="utf-8")
+    log(browser, "browser")
+    browser.get(path.as_uri())
+    browser.switch_to.frame(browser.find_element(By.TAG_NAME, "iframe"))
+    drawn = "return document.documentElement.dataset.drawn === 'all'"
+    WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
+    assert browser.find_elements(By.CSS_SELECTOR, ".chart svg.main-svg")
+    assert browser.execute_script("return self.origin") == "null"
+    browser.switch_to.default_content()
+    assert complaints(browser) == []
 
 
 def narrow(browser: webdriver.Chrome, width: int = 390) -> None:

@@ -102,6 +102,9 @@ def test_the_file_of_a_folder_that_everybody_may_write_into_is_none_of_ours(
     assert configured.found() == ("", {})
     monkeypatch.setenv("DLPROF_CONFIG", str(tmp_path / "pyproject.toml"))
     assert configured.defaults("wrap") == {"quiet": True}
+    monkeypatch.setenv("DLPROF_TRIAL", "1")  # as in each run of `dlprof try`
+    assert configured.defaults("wrap") == {}
+    monkeypatch.delenv("DLPROF_TRIAL")
     here.rmdir()
     monkeypatch.delenv("DLPROF_CONFIG")
     assert configured.found() == ("", {})

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
+from dlprof.commands.report import linked
 from dlprof.result.stored import from_json
 from tests.fixtures import traces
 from tests.fixtures.jobs import record
@@ -50,6 +51,18 @@ def test_text_ends_with_where_the_report_is(job: Path) -> None:
     assert done.exit_code == 0
     assert done.stdout.splitlines()[-1] == "report: deep/out/report.html"
     assert sorted(p.name for p in (job.parent / "deep" / "out").iterdir()) == ["report.html", "result.json"]
+
+
+@pytest.mark.parametrize(("words", "named"), [((), True), (("--redact",), False)])
+def test_the_page_names_the_run_in_its_commands_but_not_the_folders_of_a_redacted_one(
+    job: Path, words: tuple[str, ...], named: bool
+) -> None:
+    folder = recorded(job.parent / "secret" / "my run")
+    (folder / "run.json").write_text('{"format": 1, "command": ["python", "train.py"]}')
+    assert run(folder, "-o", "out", *words).exit_code == 0
+    page = (job.parent / "out" / "report.html").read_text()
+    assert "my run" in page
+    assert ("secret/my run" in page) == named
 
 
 def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
@@ -187,3 +200,11 @@ def test_it_must_be_told_what_to_write(job: Path) -> None:
     done = export(job)
     assert done.exit_code == 2
     assert "--perfetto FILE" in done.stderr
+
+
+def test_lines_of_files_that_are_here_are_links_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    monkeypatch.chdir(tmp_path)
+    text = linked("train.py:17 in main; gone.py:3")
+    uri = (tmp_path / "train.py").as_uri()
+    assert text == f"\x1b]8;;{uri}#17\x1b\\train.py:17\x1b]8;;\x1b\\ in main; gone.py:3"

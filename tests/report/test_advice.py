@@ -126,8 +126,8 @@ def test_each_clause_is_judged_for_itself() -> None:
 def test_the_commands_are_those_that_measure_it() -> None:
     each = judged("bf16, num_workers=2, more threads, bigger batch", result_of("loader")).items
     half, workers, threads, batch = (one.measure for one in each)
-    assert half == "dlprof try runs/a --set torch.autocast=bf16 --allow-numerics"
-    assert workers == "dlprof try runs/a --set loader.num_workers=2"
+    assert half == "dlprof try runs/a --only --set torch.autocast=bf16 --allow-numerics"
+    assert workers == "dlprof try runs/a --only --set loader.num_workers=2"
     assert threads.startswith("dlprof sweep torch.num_threads=1,2,4 -- ")
     assert batch.endswith("dlprof compare runs/a AFTER")
     assert (each[0].numerics, each[1].numerics, each[3].training) == (True, False, True)

@@ -41,16 +41,15 @@ def test_the_schema_is_the_one_that_is_shipped_and_refuses_what_is_none() -> Non
 
 
 def test_a_finding_has_its_line_its_edit_and_the_command_that_proves_it() -> None:
-    result = results.ddp()
+    result = replace(results.ddp(), changes=())  # as an older dlprof wrote it
     first = result.found[0]
     change = replace(
         first.changes[0],
         at=Place("train.py", 61, "main"),
         diff="--- a\n+++ b\n-DataLoader(x)\n+DataLoader(x, num_workers=2)\n",
     )
-    result = replace(
-        result, outcomes=tuple(replace(o, changes=(change,)) if o.id == first.id else o for o in result.outcomes)
-    )
+    outcomes = tuple(replace(o, changes=(change,)) if o.id == first.id else o for o in result.outcomes)
+    result = replace(result, outcomes=outcomes, changes=())
     text = markdown(result, "runs/a b", named)
     assert "at `train.py:61`" in text
     assert "   -DataLoader(x)\n   +DataLoader(x, num_workers=2)\n" in text

@@ -94,7 +94,7 @@ FIRST = {
         "1.44 × faster (1.41 to 1.47 ×)",
         "A step: 214.6 → 148.6 ms",
         "The recorded run: 90.0 → 62.8 s",
-        "predicted tried the losses are the same",
+        "predicted tried same losses",
         "train.py:61 31 % of each step waits for data on rank 1.",
         "data = Images()",
         "train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
@@ -330,6 +330,22 @@ def test_the_first_screen_fits_and_nothing_in_it_acts(name: str, width: int) -> 
     assert len(lines) - 1 <= (terminal.MOST_LINES if width > 40 else terminal.MOST_LINES + 8)
     assert acting(text) == set()
     assert lines[0].strip()
+
+
+def test_the_first_screen_says_what_to_do_before_all_else() -> None:
+    lines = [line.strip() for line in terminal.first(results.training(), "runs/x", named, 110).split("\n")]
+    order = (
+        "Set num_workers=6, persistent_workers=True.",
+        "● 1.44 × faster (1.41 to 1.47, tried, same losses): a step 214.6 → 148.6 ms, the run 90.0 → 62.8 s",
+        "31 % of each step waits for data on rank 1.",
+        "train.py:61 in main: train = DataLoader(data, batch_size=64, num_workers=2)",
+        "+    train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
+        "Try it:  dlprof try runs/x --change 1",
+    )
+    found = [lines.index(line) for line in order]
+    assert found == sorted(found)
+    rest = [line.split()[0] for line in lines[found[-1] + 1 :] if line]
+    assert rest == ["step", "after", "run", "2", "3", "If", "Healthy:", "More:"]
 
 
 def test_the_diagnosis_comes_first_then_findings_by_size() -> None:

@@ -618,6 +618,8 @@ def test_bars_of_the_first_screen_add_up_and_what_is_gone_is_the_gain() -> None:
     assert {part.colour for part in now.parts} >= {"c-computation", "c-communication", "c-input_wait"}
     training = next(part for part in made.job.parts if part.colour == "bar")
     assert (training.width, made.zoom) == (80, "M8.0 0H88.0L100 10H0Z")
+    told = {name: words(time) for _, name, time in made.legend}
+    assert (told["Communication"], told["Computation"]) == ("50.4 → 4.43 ms", "124.5 ms")
     assert screen.made(results.empty(), first.first(results.empty(), "", planning.named)) is None
 
 

@@ -193,6 +193,13 @@ def test_only_the_changes_of_some_numbers_are_tried() -> None:
             planned(changes=changes, numbers=(number,))
 
 
+def test_only_what_is_asked_for_is_tried() -> None:
+    asked = ("loader.num_workers=3",)
+    assert len(planned(outcome(PREFETCH), asked=asked).candidates) == 2
+    found = planned(outcome(PREFETCH), asked=asked, only=True)
+    assert (found.candidates, found.left_out, found.by_hand) == ((Candidate({"loader.num_workers": 3}),), (), None)
+
+
 @pytest.mark.parametrize(("cores", "tried"), [(8, [(4, 2.0)]), (2, [(2, 1.25)]), (1, [])])
 def test_workers_of_which_a_finding_is_not_sure_are_tried_as_far_as_there_are_cores(
     cores: int, tried: list[tuple[int, float]]

@@ -26,7 +26,7 @@ def main():
         loss.backward()
         optimizer.step()
         if step % 50 == 0:
-            print(step, float(loss))
+            print(step, loss.item())
 
 
 if __name__ == "__main__":

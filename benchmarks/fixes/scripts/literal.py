@@ -34,7 +34,7 @@ def main():
             loss = torch.nn.functional.cross_entropy(model(counts), labels)
             loss.backward()
             optimizer.step()
-        print(epoch, float(loss))
+        print(epoch, loss.item())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def main():
         loss.backward()
         optimizer.step()
         if step % 500 == 0:
-            print(step, float(loss))
+            print(step, loss.item())
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(settings: Settings | None = None):
             loss = torch.nn.functional.cross_entropy(model(counts), labels)
             loss.backward()
             optimizer.step()
-        print(epoch, float(loss))
+        print(epoch, loss.item())
 
 
 if __name__ == "__main__":

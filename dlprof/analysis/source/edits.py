@@ -165,7 +165,8 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
             and isinstance(workers, (ast.Name, ast.Attribute, ast.Subscript))
         ):
             # The script may be started without workers.
-            by = ast.unparse(workers)
+            by = text[slice(*Lines(text).span(workers))].decode()
+            by = ast.unparse(workers) if "\n" in by else by
             new = f"{by} > 0" if value is True else f"{new} if {by} else None"
         text = _with(text, call, kind, name, value, new.encode())
         _set(_again(wanted, start, callee), name, new)

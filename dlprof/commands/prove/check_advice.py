@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import form, jobs, no_limits, quiet, run_path
+from dlprof.commands import form, jobs, no_limits, quiet, rarely, run_path
 from dlprof.files import compact
 
 
@@ -15,9 +15,10 @@ from dlprof.files import compact
 @run_path
 @click.argument("text", nargs=-1, required=True)
 @form
+@quiet
+@rarely
 @jobs
 @no_limits
-@quiet
 def check_advice(path: Path, text: tuple[str, ...], form: str, jobs: int | None, quiet: bool) -> None:
     """Say whether TEXT, such as "use channels_last and 8 workers", would help the job of PATH, and how to measure it.
 

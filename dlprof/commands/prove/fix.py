@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, minutes, no_limits, out, quiet, say
+from dlprof.commands import form, minutes, no_limits, out, quiet, rarely, say
+from dlprof.commands.configured import CONFIG
 from dlprof.commands.prove.try_ import in_place
 from dlprof.commands.recording import checked_by
 from dlprof.commands.wrap import OfScript, name_of, with_python
@@ -49,21 +50,22 @@ class _Fix(OfScript):
     short_help="Record a job, try what would make it faster, and write what helped as a patch.",
 )
 @minutes(10.0)
+@click.option("--write", "written", is_flag=True, help="Also apply the patch to the job's files.")
+@out("The folder of the recording [default: a new one in runs/].")
+@form
+@quiet
+@rarely
 @click.option(
     "--stop-after",
     type=checked_by(options.stop_after),
     metavar="N|TIME",
     help="How much of the job to record: steps (200) or a time (90s, 5m). [default: 60s, less with few --minutes]",
 )
-@click.option("--write", "written", is_flag=True, help="Also apply the patch to the job's files.")
 @click.option(
     "--allow-numerics", is_flag=True, help="Try and keep changes with which the job computes other numbers, too."
 )
 @in_place
-@out("The folder of the recording [default: a new one in runs/].")
-@form
 @no_limits
-@quiet
 @click.argument(
     "command",
     nargs=-1,
@@ -164,7 +166,7 @@ def _recorded(words: Sequence[str], out: Path | None, stop_after: str, quiet: bo
     of_ours = ["-o", str(folder), "--no-report", "--quiet", "--stop-after", stop_after]
     process = subprocess.Popen(
         [*DLPROF, "wrap", *of_ours, "--", *words],
-        env={**os.environ, **quiet_trackers(os.environ, folder.resolve())},
+        env={**os.environ, **quiet_trackers(os.environ, folder.resolve()), CONFIG: ""},
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
         start_new_session=True,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Try only the N-th change that the report proposes: from outside, or by an edit of a copy. Repeatable.",
 )
+@click.option("--only", is_flag=True, help="Try nothing but what --set names.")
 @in_place
 @click.option("--copy", is_flag=True, hidden=True, expose_value=False, help="As without --in-place.")
 @click.option("--list", "listed", is_flag=True, help="Print what would be tried, and run nothing.")
@@ -59,6 +60,7 @@ def try_(
     obvious: bool,
     allow_numerics: bool,
     changes: tuple[int, ...],
+    only: bool,
     in_place: bool,
     listed: bool,
     form: str,
@@ -77,7 +79,9 @@ def try_(
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
-    options = Options(minutes, steps, settings, obvious, allow_numerics, in_place, changes, command)
+    # Who names a change by its number has read that it changes the numbers.
+    allow_numerics |= any(one.change.numerics for n, one in enumerate(result.changes, 1) if n in changes)
+    options = Options(minutes, steps, settings, obvious, allow_numerics, in_place, changes, command, only)
     if listed:
         _print_plan(prepared(path, result, options, os.environ))
         return

@@ -87,7 +87,7 @@ def render(c: Comparison) -> str:
         css=Markup(html.asset("page.css") + html.asset("compare.css")),
         colours=html.colours() + _inks(),
         policy=POLICY,
-        headline=html.emphasised(first, ""),
+        headline=html.inline(first),
         good=compare_text.verdict_of(c) in ("faster", "noise"),
         second=second,
         runs=[("A", c.a.run.path, _lede(c.a)), ("B", c.b.run.path, _lede(c.b))],

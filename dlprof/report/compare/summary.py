@@ -57,7 +57,7 @@ def page(s: Summary) -> str:
         colours=html.colours(),
         data=html.data(specs),
         name=s.name,
-        headline=html.emphasised(plain(s.headline, 600), ""),
+        headline=html.inline(plain(s.headline, 600)),
         second=s.second,
         lede=s.lede,
         good=s.good,

@@ -145,7 +145,7 @@ def bar_text(texts: Sequence[str], colour: Any, size: float = 11, anchor: str = 
         "textposition": "inside",
         "insidetextanchor": anchor,
         "textangle": 0,
-        "insidetextfont": {"size": size, "color": colour, "family": FONT},
+        "insidetextfont": {"size": size, "color": colour},
     }
 
 

@@ -1,16 +1,16 @@
-"""The first screen of the page: bars of the job, of a step and of a step after the change, edits, rows of changes."""
+"""The first screen of the page: bars of the run, of a step and of a step after the change, and its edit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dlprof.plain import plain
 from dlprof.report import first, formatting, looks
 from dlprof.report.figures import drawing
-from dlprof.result import TIMELESS, Result
+from dlprof.result import Result
 from dlprof.units import MINUS
 
 WRITTEN = 0.11  # of a bar: a part as wide has its name inside
@@ -75,7 +75,7 @@ def made(result: Result, shown: first.First) -> Made | None:
         then = {name: after.get(name, 0.0) for name in now}
         bars.append(_bar("after", then, step, "A step after the change", lead.before_ns - lead.after_ns))
     legend = tuple(
-        (_colour(name), looks.look(name).name, first.arrow(ns, after[name]) if after else formatting.duration(ns))
+        (_colour(name), looks.look(name).name, _from_to(ns, after.get(name, ns)))
         for name, ns in now.items()
         if ns >= VISIBLE * step
     )
@@ -108,6 +108,11 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, label: str, gone: 
     said = ", ".join(f"{looks.look(c).name} {formatting.about(share)}" for c, share in shares.items())
     took = formatting.duration(whole - gone)
     return Bar(name, tuple(drawn), took, plain(f"{label}, {took}: {said}", 400))
+
+
+def _from_to(now: float, then: float) -> str:
+    told = formatting.duration(now)
+    return f"{told} → 0" if then <= 0 < now else told if then == now else first.arrow(now, then)
 
 
 def _inside(category: str, share: float, width: float) -> str:
@@ -149,32 +154,6 @@ def edit(diff: str) -> list[tuple[str, int, str]]:
     return shown if len(shown) <= MOST_LINES else [*shown[: MOST_LINES - 1], ("span", 0, "…")]
 
 
-class Row(NamedTuple):
-    """A change in a list: which finding it cures, its gain, and its interval on the list's axis, in percent of it."""
-
-    number: int
-    text: str
-    why: str
-    cause: str
-    known: str
-    gain: str
-    interval: str
-    then: str
-    mark: tuple[float, ...]
-
-
-def rows(result: Result, some: Sequence[first.Row]) -> list[Row]:
-    """Return changes as rows of a list."""
-    titles = {o.id: o.title for o in result.outcomes}
-    found = []
-    for row in some:
-        one = row.proposal
-        timed, between = one.scope not in TIMELESS, first.between(one)
-        known = (one.low, one.speedup, one.high) if timed and between else ()
-        mark = tuple(_percent(((times or 1.0) - 1) / AXIS) for times in known)
-        then = first.arrow(one.before_ns, one.after_ns) if one.scope == "step" else ""
-        gain = first.factor(one) if timed else one.scope
-        cause = next(iter(one.findings), "")
-        why = row.cures or titles.get(cause, "")
-        found.append(Row(row.number, row.text, why, cause, one.known, gain, between, then, mark))
-    return found
+def place(times: float) -> float:
+    """Return where a speed-up stands on a list's axis, in percent of it."""
+    return _percent((times - 1) / AXIS)

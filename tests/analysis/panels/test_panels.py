@@ -394,12 +394,12 @@ def test_the_queue_is_drawn_with_what_waits_longest_in_it(tmp_path: Path) -> Non
     # 752 µs from its launch until it runs.
     assert (ended, launched, times, idle, before) == ("second", "cudaLaunchKernel", 1, 500_000, 752_000)
     assert "event" in what
-    assert (length.shape, length.columns) == ("lines", ("ns", "rank 0"))
+    assert (length.shape, length.columns) == ("lines", ("into the trace_ns", "rank 0"))
     # Ranks are drawn on one time, and short waits leave no table.
     other = waiting(wait=1_000)
     other["distributedInfo"] |= {"rank": 1, "world_size": 2}
     (length,) = draw(host.QUEUE_PICTURE, met(ahead(), other)(tmp_path / "b"))
-    assert length.columns == ("ns", "rank 0", "rank 1")
+    assert length.columns == ("into the trace_ns", "rank 0", "rank 1")
     assert "behind its host" in length.note
     assert max(float(str(row[1])) for row in length.rows if row[1] not in (None, "")) <= 8
 

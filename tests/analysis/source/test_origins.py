@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.source.patches import Wanted, calls_of, edit_of, patch, patch_of, wanted_of
+from dlprof.analysis.source.where import placed
+from dlprof.result import Change, Outcome, change
+from tests.analysis.source.test_where import source
 from tests.fixtures.jobs import facts as recorded_facts
 from tests.fixtures.jobs import record
 
@@ -505,6 +508,19 @@ def test_a_report_shows_name_and_value_alone(tmp_path: Path) -> None:
         {"loader.num_workers": 8},
     )
     assert made.shown.splitlines()[2:] == ["@@ -2 +2 @@", "-  … --workers 0", "+  … --workers 8"]
+
+
+def test_a_finding_names_the_line_that_gives_the_value(tmp_path: Path) -> None:
+    def placed_change(options: list[dict[str, Any]], line: str = "") -> Change:
+        (call,) = calls_of([written(tmp_path, {"t.py": ARGS}, line, options=options)])
+        outcome = Outcome("input_wait", "found", "Found", changes=(change("more", num_workers=(0, 8)),))
+        return placed(outcome, (), source([call])).changes[0]
+
+    found = placed_change([OPTION])
+    assert found.at is not None
+    assert (found.at.file, found.at.line, found.no_diff) == ("t.py", 4, "")
+    assert "+p.add_argument('--workers', type=int, default=8)\n" in found.diff
+    assert placed_change([OPTION], "--workers 0").no_diff == f"t.py:6: num_workers is `args.workers` there: {SET}"
 
 
 RECORDED = """
