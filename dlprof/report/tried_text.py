@@ -40,8 +40,12 @@ def kept(tried: Tried, words: Sequence[str], lines: Sequence[str], width: int = 
     """Say what of a trial to keep: what the patch changes, and what to do besides, in lines of at most `width`."""
     best = tried.best
     if best is None or best.measured is None:
+        unclear = ", ".join(plain(a.words, 100) for a in tried.unclear)
         nothing = "Nothing to keep: no change was found to make the job faster."
-        return [] if tried.state == "failed" else wrap(nothing, width)
+        yet = (
+            f"Nothing to keep yet: {unclear} may make the job faster. More --minutes, or a quieter machine, will tell."
+        )
+        return [] if tried.state == "failed" else wrap(yet if unclear else nothing, width)
     said = losses(best) or "its losses were not compared"
     made = ["", *wrap(f"Keep {plain(best.words, 300)}: {measured(best.measured)}; {said}.", width)]
     made += wrap(f"The patch changes {', '.join(map(plain, lines))}.", width) if lines else []

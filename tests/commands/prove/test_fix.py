@@ -121,6 +121,12 @@ def test_nothing_to_gain_is_an_answer(run: Path) -> None:
     assert not (run / "fix.patch").exists()
 
 
+def test_what_is_not_clear_is_said(run: Path) -> None:
+    unclear = Attempt({"gc.freeze": True}, "unclear", measured=Gain(1.1, 0.9, 1.3, 2))
+    (run / "try.json").write_text(json.dumps(to_json(Tried("out_of_time", (unclear,)))))
+    assert "Nothing to keep yet: gc.freeze=True may" in invoked(run, "--quiet").output
+
+
 def test_a_job_that_fails_and_a_mistake_are_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
     done = launch([*DLPROF, "fix", "--quiet", "-o", "run", "train.py"], tmp_path)
