@@ -18,5 +18,5 @@ def test_the_first_change_is_the_fused_optimizer(tmp_path: Path) -> None:
     done = launch([*DLPROF, "wrap", "-o", "run", "--quiet", "classifier.py", "1"], tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "run/result.json").read_text())["changes"][0]
-    assert first["findings"] == ["unfused_optimizer"]
+    assert "unfused_optimizer" in first["findings"]
     assert "+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)" in first["change"]["diff"]

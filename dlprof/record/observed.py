@@ -56,7 +56,8 @@ class Observed:
     _models: set[int] = field(default_factory=set)
     _optimizer_ids: set[int] = field(default_factory=set)
     _alive: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    _looked: int = 0
+    _looked_models: int = 0
+    _looked_optimizers: int = 0
 
     def see_model(self, module: Any, args: Sequence[Any] = ()) -> None:
         """Keep an outermost module that has parameters."""
@@ -64,8 +65,9 @@ class Observed:
         self.learns = self._model_ids.get(self.model_id, False)
         self.is_model = self.model_id in self._models
         self.frozen = self.model_id in self._frozen_ids
-        if self.model_id in self._model_ids or self._looked >= _MOST:
+        if self.model_id in self._model_ids or self._looked_models >= _MOST:
             return
+        self._looked_models += 1
         self._watch(module)
         parameters = parameters_of(module)
         self.learns = self._model_ids[self.model_id] = bool(parameters)
@@ -91,7 +93,6 @@ class Observed:
             self.model_id = 0 if self.model_id == address else self.model_id
             self.optimizer_id = 0 if self.optimizer_id == address else self.optimizer_id
 
-        self._looked += 1
         self._alive[address] = weakref.ref(one, forget)
 
     def look_no_more(self) -> None:
@@ -108,8 +109,9 @@ class Observed:
     def see_optimizer(self, optimizer: Any) -> bool:
         """Keep an optimizer, and return whether it was new."""
         self.optimizer_id = id(optimizer)
-        if self.optimizer_id in self._optimizer_ids or self._looked >= 2 * _MOST:
+        if self.optimizer_id in self._optimizer_ids or self._looked_optimizers >= _MOST:
             return False
+        self._looked_optimizers += 1
         self._watch(optimizer)
         self._optimizer_ids.add(self.optimizer_id)
         self.optimizers.append(weakref.ref(optimizer))
