@@ -43,18 +43,18 @@ async def _serve(kinds: dict[str, type[Tool]], tools: Tools) -> None:
     async def listed(_context: Any, _asked: Any) -> types.ListToolsResult:
         return types.ListToolsResult(tools=[_described(name, kind) for name, kind in kinds.items()])
 
-    async def called(context: Any, asked: types.CallToolRequestParams) -> types.CallToolResult:
+    async def called(context: Any, request: types.CallToolRequestParams) -> types.CallToolResult:
         since = time.monotonic()
 
         async def tell(what: str) -> None:
             await context.session.report_progress(time.monotonic() - since, None, what)
 
         try:
-            if asked.name not in kinds:
-                raise DlprofError(f"no tool {asked.name!r}; there are: {', '.join(kinds)}")
-            arguments = msgspec.convert(asked.arguments or {}, kinds[asked.name])
+            if request.name not in kinds:
+                raise DlprofError(f"no tool {request.name!r}; there are: {', '.join(kinds)}")
+            arguments = msgspec.convert(request.arguments or {}, kinds[request.name])
             text, failed = fitted(await tools.do(arguments, tell)), False
-        except Exception as e:  # noqa: BLE001 - a client is told in one line, whatever went wrong
+        except Exception as e:  # noqa: BLE001 - a client gets one line, whatever went wrong
             text, failed = plain(e if isinstance(e, msgspec.ValidationError) else words_of(e), 1_000), True
         return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=failed)
 

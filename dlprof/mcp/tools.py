@@ -1,4 +1,4 @@
-"""What the server does for a client: each tool is a struct, its docstring and fields what the client is told of it.
+"""What the server does for a client: each tool is a struct, its docstring and fields what the client learns of it.
 
 The work is done by `dlprof` commands, each a process of its own that is ended when the client is gone.
 """
@@ -141,31 +141,31 @@ class Tools:
         self._scratch = scratch
         self._alone = anyio.Lock()  # two jobs at a time would slow each other
 
-    async def do(self, asked: Tool, tell: Tell) -> str:
+    async def do(self, request: Tool, tell: Tell) -> str:
         """Return the answer of a tool; raise DlprofError with the reason where there is none."""
-        if isinstance(asked, Record):
-            return await self._record(asked, tell)
-        if isinstance(asked, Report):
-            return self._brief(self._path(asked.run), await self._result(asked.run, tell), MOST)
-        if isinstance(asked, Evidence):
-            result = await self._result(asked.run, tell)
+        if isinstance(request, Record):
+            return await self._record(request, tell)
+        if isinstance(request, Report):
+            return self._brief(self._path(request.run), await self._result(request.run, tell), MOST)
+        if isinstance(request, Evidence):
+            result = await self._result(request.run, tell)
             found = {o.id: o for o in result.outcomes}
-            if asked.rule not in found:
+            if request.rule not in found:
                 raise DlprofError(
-                    f"no rule {asked.rule!r}; found: {', '.join(o.id for o in result.found) or 'nothing'}"
+                    f"no rule {request.rule!r}; found: {', '.join(o.id for o in result.found) or 'nothing'}"
                 )
-            return evidence(found[asked.rule])
-        if isinstance(asked, Try):
-            return await self._try(asked, tell)
-        if isinstance(asked, Compare):
-            runs = (str(self._path(asked.before)), str(self._path(asked.after)))
+            return evidence(found[request.rule])
+        if isinstance(request, Try):
+            return await self._try(request, tell)
+        if isinstance(request, Compare):
+            runs = (str(self._path(request.before)), str(self._path(request.after)))
             text = await self._dlprof(tell, "compare", "--quiet", "-o", str(self._scratch), *runs)
             return text.rpartition("\npage: ")[0]
-        if isinstance(asked, CheckAdvice):
-            run = str(self._path(asked.run))
-            return await self._dlprof(tell, "check-advice", "--quiet", "--", run, asked.advice)
-        assert isinstance(asked, Explain)
-        return await self._dlprof(tell, "explain", "--", asked.name)
+        if isinstance(request, CheckAdvice):
+            run = str(self._path(request.run))
+            return await self._dlprof(tell, "check-advice", "--quiet", "--", run, request.advice)
+        assert isinstance(request, Explain)
+        return await self._dlprof(tell, "explain", "--", request.name)
 
     def _path(self, text: str) -> Path:
         """Return a path as it is after all links; raise DlprofError if it lies in no folder of the server."""
@@ -174,33 +174,33 @@ class Tools:
             raise DlprofError(f"{text} is outside of the folders of this server: {', '.join(map(str, self.folders))}")
         return path
 
-    async def _record(self, asked: Record, tell: Tell) -> str:
-        folder = self._path(asked.folder or str(self.folders[0]))
-        run = self._path(asked.out or str(folder / "runs" / f"mcp-{time.time_ns() // 1_000_000}"))
+    async def _record(self, request: Record, tell: Tell) -> str:
+        folder = self._path(request.folder or str(self.folders[0]))
+        run = self._path(request.out or str(folder / "runs" / f"mcp-{time.time_ns() // 1_000_000}"))
         if run.exists():
             raise DlprofError(f"{run} exists already")
-        words = ["wrap", "-o", str(run), "--quiet", "--no-report", "--stop-after", str(asked.steps)]
-        words += ["--keep-arguments"] if asked.keep_arguments else []
-        words += [] if asked.command[0] == "-m" or asked.command[0].endswith(".py") else ["--"]
+        words = ["wrap", "-o", str(run), "--quiet", "--no-report", "--stop-after", str(request.steps)]
+        words += ["--keep-arguments"] if request.keep_arguments else []
+        words += [] if request.command[0] == "-m" or request.command[0].endswith(".py") else ["--"]
         async with self._alone:
-            code, *printed = await _ended(tell, [*words, *asked.command], asked.minutes * 60, folder, run)
-        ended = f"after {asked.minutes:g} minutes" if code is None else f"with exit code {code}"
+            code, *printed = await _ended(tell, [*words, *request.command], request.minutes * 60, folder, run)
+        ended = f"after {request.minutes:g} minutes" if code is None else f"with exit code {code}"
         if not recorded(run):
-            last = plain(" / ".join(said("\n".join(printed), asked.command).strip().splitlines()[-5:]), 400)
+            last = plain(" / ".join(said("\n".join(printed), request.command).strip().splitlines()[-5:]), 400)
             raise DlprofError(f"nothing was recorded; the command ended {ended}: {last or 'it printed nothing'}")
         first = f"recorded into {run}; the command ended {ended}\n"
         return first + self._brief(run, await self._result(str(run), tell), MOST - len(first.encode()))
 
-    async def _try(self, asked: Try, tell: Tell) -> str:
-        run = self._path(asked.run)
+    async def _try(self, request: Try, tell: Tell) -> str:
+        run = self._path(request.run)
         if (run / "run.json").is_file():
             self._path(str(facts.read(run / "run.json", facts.RUN).facts.get("cwd") or "/"))
-        words = ["try", str(run), "--minutes", str(asked.minutes)]
-        words += ["--only", "--set", asked.settings] if asked.settings else []
-        words += ["--change", str(asked.change)] if asked.change else []
-        words += ["--allow-numerics"] if asked.allow_numerics else []
+        words = ["try", str(run), "--minutes", str(request.minutes)]
+        words += ["--only", "--set", request.settings] if request.settings else []
+        words += ["--change", str(request.change)] if request.change else []
+        words += ["--allow-numerics"] if request.allow_numerics else []
         async with self._alone:
-            return await self._dlprof(tell, *words, limit_s=asked.minutes * 60 + 300)
+            return await self._dlprof(tell, *words, limit_s=request.minutes * 60 + 300)
 
     async def _result(self, text: str, tell: Tell) -> Result:
         """Return the result of a run; the report of traces is not written beside them."""

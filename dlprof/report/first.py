@@ -48,7 +48,7 @@ _OPENINGS = {
     "more ": "Use ",
     "fewer ": "Use ",
     "half ": "Send ",
-    "no ": "Do without: ",
+    "no ": "Avoid ",
 }
 
 # What more a recording can say, by the option that the reasons of rules name.
@@ -147,7 +147,7 @@ def imperative(change: Change) -> str:
     opening = next((do for word, do in _OPENINGS.items() if text.startswith(word)), "")
     if text.startswith("`"):
         opening = "Put " if text.startswith("`with ") else "Use "
-    text = f"{opening}{text}" if opening else f"{text[:1].upper()}{text[1:]}"
+    text = f"{opening}{text.removeprefix('no ')}" if opening else f"{text[:1].upper()}{text[1:]}"
     for end in (" (http", ": ", "; ", " ("):
         short = text.partition(end)[0]
         text = short if len(short) > _LEAST_WORDS else text

@@ -122,8 +122,8 @@ def fix(
         if result.window is None:
             raise DlprofError(f"{path}: no step was recorded; --stop-after 5m records for longer")
         left = max(minutes - (time.monotonic() - began) / 60, 0.1)
-        asked = Options(left, allow_numerics=allow_numerics, in_place=in_place, command=tuple(words))
-        trial, found = measured(path, result, asked, stop, quiet)
+        chosen = Options(left, allow_numerics=allow_numerics, in_place=in_place, command=tuple(words))
+        trial, found = measured(path, result, chosen, stop, quiet)
     made = fixed(trial, result, found)
     file = path / FILE
     if made.patch.text:

@@ -48,7 +48,7 @@ _CURES: dict[str, Change] = {
     "aten::item": change(f"{_ITEM}, or add up in a tensor and read that"),
     "aten::_local_scalar_dense": change(_ITEM),
     "aten::is_nonzero": change(
-        "decide nothing by a tensor of the device (`if`): `torch.where`, or decide every k steps (transformers'"
+        "do not branch on a tensor of the device (`if`): `torch.where`, or look every k steps (transformers'"
         " Trainer checks the loss of every step for NaN: `TrainingArguments(logging_nan_inf_filter=False)`)"
     ),
     "aten::nonzero": _MASK,
