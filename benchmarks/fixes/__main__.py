@@ -2,7 +2,9 @@
 
 Each script is copied into a repository of its own, where `dlprof fix` runs as a user would start it. Its patch is
 applied with `git apply`, and the script then runs with and without it in turn: the gain must lie in the interval that
-was printed. A script that has nothing to gain must get no patch. Needs a quiet machine, and five minutes a script.
+was printed. A script that has nothing to gain must get no patch. Needs a quiet machine, and five minutes a script. The
+scripts are small ones of the usual kinds; with --faults those of workloads/ with each fault that they plant, with
+--field public ones that nobody here wrote.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks import field_data
+from benchmarks.accuracy import WORKLOADS, planted
+from benchmarks.field import scripts
+from dlprof.commands.run import constant, count_gpus
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps, log_ratio
 from dlprof.trial.running import Runner
@@ -33,65 +40,120 @@ PAIRS, STEPS, SECONDS, LIMIT_S = 3, 60, 6.0, 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """A script with its arguments, and the files beside it; `fix`: options of `dlprof fix`."""
+    """A command to fix, which runs in `cwd` below a copy of `files`.
 
-    script: str
+    `files`: a folder, or files of one. `fix`: options of `dlprof fix`. `env`: variables that the job needs. `data`: what
+    benchmarks.field_data makes in `cwd` first.
+    """
+
+    name: str
     what: str
-    arguments: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    command: tuple[str, ...]
+    files: tuple[Path, ...]
+    cwd: str = "."
     fix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    data: str = ""
 
-    @property
-    def path(self) -> Path:
-        """Where the script is."""
-        return next(
-            folder / f"{self.script}.py" for folder in (SCRIPTS, CAUSES) if (folder / f"{self.script}.py").exists()
-        )
+    def place(self, folder: Path) -> None:
+        """Copy the files into a new repository in `folder`, and make the data, which are no part of it."""
+        folder.mkdir()
+        for one in self.files:
+            if one.is_dir():
+                left_out = shutil.ignore_patterns(".git", "__pycache__", "data" if one == WORKLOADS else "")
+                there = folder / one.name if one == WORKLOADS else folder
+                shutil.copytree(one, there, symlinks=True, ignore=left_out, dirs_exist_ok=True)
+            else:
+                shutil.copy(one, folder / one.name)
+        _git(folder, "init", "-q")
+        _git(folder, "add", ".")
+        _git(folder, "-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "-qm", "as it was")
+        if self.data:
+            subprocess.run([sys.executable, field_data.__file__, self.data, folder / self.cwd], check=True)
 
 
-CASES = (
-    Case("literal", "no workers, as a literal in the call"),
-    Case("option", "no workers, the default of an option of argparse"),
-    Case("settings", "no workers, a field of a dataclass"),
-    Case("config", "no workers, a key of a YAML file", ("config.yaml",), ("config.yaml",)),
-    Case("optimizer", "an optimizer that updates each parameter by itself"),
-    Case("threads", "one thread on two cores"),
-    Case("images", "convolutions in NCHW", fix=("--allow-numerics",)),
-    Case("workers_in_memory", "two workers for samples that are in memory"),
-    Case("small_tensors", "workers that send many small tensors"),
-    Case("cache_lost", "workers that start anew each epoch and lose their cache"),
-    Case("healthy_table", "nothing is wrong"),
-    Case("healthy_images", "nothing is wrong"),
+def _script(name: str, what: str, *beside: str, arguments: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Case:
+    folder = SCRIPTS if (SCRIPTS / f"{name}.py").exists() else CAUSES
+    files = [folder / f"{name}.py", *(folder / one for one in beside)]
+    files += [folder / "clock.py"] if folder == CAUSES else []
+    return Case(name, what, (f"{name}.py", *arguments), tuple(files), fix=fix)
+
+
+SMALL = (
+    _script("literal", "no workers, as a literal in the call"),
+    _script("option", "no workers, the default of an option of argparse"),
+    _script("settings", "no workers, a field of a dataclass"),
+    _script("config", "no workers, a key of a YAML file", "config.yaml", arguments=("config.yaml",)),
+    _script("optimizer", "an optimizer that updates each parameter by itself"),
+    _script("threads", "one thread on two cores"),
+    _script("images", "convolutions in NCHW", fix=("--allow-numerics",)),
+    _script("workers_in_memory", "two workers for samples that are in memory"),
+    _script("small_tensors", "workers that send many small tensors"),
+    _script("cache_lost", "workers that start anew each epoch and lose their cache"),
+    _script("healthy_table", "nothing is wrong"),
+    _script("healthy_images", "nothing is wrong"),
 )
+
+
+def faults() -> list[Case]:
+    """Return the faults that the reference workloads plant; of several ranks those that need them."""
+    cases = []
+    for script in sorted(WORKLOADS.glob("*.py")):
+        of_one = not any(word in script.stem for word in ("fsdp", "tensor_parallel", "pipeline", "moe", "dlrm"))
+        for one in planted(script)[1]:
+            alone = of_one and one.fault not in (constant(script, "NEEDS_TWO_RANKS") or ())
+            if one.fault in (constant(script, "NEEDS_GPU") or ()) and not count_gpus():
+                continue
+            words = (f"workloads/{script.name}", "--fault", one.fault, *one.options)
+            launcher = () if alone else ("--", "torchrun", "--nproc-per-node", "2")
+            cases.append(Case(f"{script.stem}: {one.fault}", one.rule, (*launcher, *words), (WORKLOADS,)))
+    return cases
+
+
+def public(checkouts: Path) -> list[Case]:
+    """Return the public scripts of benchmarks/field.toml whose checkouts are in a folder."""
+    cases = []
+    for one in scripts():
+        root, _, below = one.folder.partition("/")
+        if not (checkouts / root).is_dir():
+            continue
+        # The launcher finds the modules of the checkout from where it starts.
+        path = {"PYTHONPATH": os.path.relpath(".", below or ".")} if one.path else {}
+        env = {"HF_HUB_OFFLINE": "1", **one.env, **path}
+        cases.append(
+            Case(one.name, one.kind, tuple(one.command), (checkouts / root,), below or ".", env=env, data=one.data)
+        )
+    return cases
 
 
 def run_one(case: Case, minutes: float) -> dict[str, Any]:
     """Return what became of a case."""
     with tempfile.TemporaryDirectory() as name:
         plain, patched = Path(name, "plain"), Path(name, "patched")
-        plain.mkdir()
-        shutil.copy(case.path, plain / f"{case.script}.py")
-        for file in case.beside:
-            shutil.copy(SCRIPTS / file, plain / file)
-        if case.path.parent == CAUSES:
-            shutil.copy(CAUSES / "clock.py", plain / "clock.py")
-        _git(plain, "init", "-q")
-        _git(plain, "add", ".")
-        _git(plain, "-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "-qm", "as it was")
+        case.place(plain)
+        cwd = plain / case.cwd
+        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **case.env}
         words = [sys.executable, "-m", "dlprof.cli", "fix", "--minutes", f"{minutes:g}", "--format", "json", "--quiet"]
-        words += [*case.fix, "-o", str(Path(name, "run")), f"{case.script}.py", *case.arguments]
+        words += [*case.fix, "-o", str(Path(name, "run")), *case.command]
         began = time.monotonic()
-        done = subprocess.run(words, cwd=plain, capture_output=True, text=True, check=False)
-        row: dict[str, Any] = {"case": case.script, "what": case.what, "minutes": (time.monotonic() - began) / 60}
+        done = subprocess.run(
+            words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        row: dict[str, Any] = {"case": case.name, "what": case.what, "minutes": (time.monotonic() - began) / 60}
         if done.returncode:
-            return row | {"error": done.stderr.strip().splitlines()[-1:] or done.returncode}
+            return row | {"error": done.stderr.strip().splitlines()[-3:] or done.returncode}
         said = json.loads(done.stdout)
         best = said["best"]
         row |= {
             "state": said["state"],
+            "why": said["why"],
             "runs": said["runs"],
             "words": said["fix"]["words"],
             "lines": said["fix"]["lines"],
+            "tried": [
+                {k: a[k] for k in ("settings", "verdict", "predicted", "measured", "losses", "why")}
+                for a in said["attempts"]
+            ],
         }
         row["kept"] = best and best["settings"]
         if best is None:
@@ -99,29 +161,43 @@ def run_one(case: Case, minutes: float) -> dict[str, Any]:
         row |= {"printed": best["measured"], "losses": best["losses"]}
         if said["fix"]["patch"] is None:
             return row
-        changed = _git(plain, "status", "--porcelain", "--untracked-files=no")
-        shutil.copytree(plain, patched)
-        applied = subprocess.run(["git", "apply", said["fix"]["patch"]], cwd=patched, capture_output=True, check=False)
-        row |= {"applies": applied.returncode == 0, "untouched": not changed}
-        return row | (_measured(case, plain, patched, Path(name)) if row["applies"] else {})
+        row["untouched"] = not _git(plain, "status", "--porcelain", "--untracked-files=no")
+        shutil.copytree(plain, patched, symlinks=True)
+        applied = subprocess.run(
+            ["git", "apply", f"--directory={case.cwd}" if case.cwd != "." else "--", said["fix"]["patch"]],
+            cwd=patched,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        row["applies"] = applied.returncode == 0
+        row["patch"] = Path(said["fix"]["patch"]).read_text().splitlines()
+        if not row["applies"]:
+            return row | {"error": applied.stderr.splitlines()[:3]}
+        return row | _measured(case, env, plain, patched, Path(name))
 
 
-def _measured(case: Case, plain: Path, patched: Path, folder: Path) -> dict[str, Any]:
+def _measured(case: Case, env: Mapping[str, str], plain: Path, patched: Path, folder: Path) -> dict[str, Any]:
     """Return the gain of the patched script, from pairs of runs of both in turn."""
     ratios = []
     for pair in range(PAIRS):
-        before, after = (_run(case, cwd, folder / f"{pair}-{cwd.name}") for cwd in (plain, patched))
+        try:
+            before, after = (
+                _run(case, env, tree / case.cwd, folder / f"{pair}-{tree.name}") for tree in (plain, patched)
+            )
+        except click.ClickException as e:
+            return {"error": [e.message]}
         ratios.append(log_ratio(before, after, "step"))
     error = statistics.stdev(ratios) / math.sqrt(PAIRS)
     return {"measured": math.exp(statistics.mean(ratios)), "measured_error": error}
 
 
-def _run(case: Case, cwd: Path, folder: Path) -> Steps:
+def _run(case: Case, env: Mapping[str, str], cwd: Path, folder: Path) -> Steps:
     folder.mkdir()
-    job = Job((sys.executable, f"{case.script}.py", *case.arguments), cwd, dict(os.environ), {})
-    done = Runner(job, folder, STEPS, lambda: False, SECONDS)({}, LIMIT_S)
+    words = case.command[1:] if case.command[0] == "--" else (sys.executable, *case.command)
+    done = Runner(Job(words, cwd, env, {}), folder, STEPS, lambda: False, SECONDS)({}, LIMIT_S)
     if not isinstance(done, Steps):
-        raise click.ClickException(f"{case.script}: {done.why}")
+        raise click.ClickException(f"{case.name}: {done.why}")
     return done
 
 
@@ -132,13 +208,25 @@ def _git(folder: Path, *words: str) -> str:
 @click.command()
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--minutes", default=5.0, help="As for `dlprof fix`.")
-@click.option("--only", multiple=True, help="Only this script. Repeatable.")
-def main(out: Path, minutes: float, only: tuple[str, ...]) -> None:
+@click.option("--only", multiple=True, help="Only this case. Repeatable.")
+@click.option("--faults", "planted_ones", is_flag=True, help="The faults that the reference workloads plant instead.")
+@click.option(
+    "--field",
+    "checkouts",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The public scripts of benchmarks/field.toml instead, whose checkouts are in this folder.",
+)
+@click.option("--hours", type=float, help="Start nothing after so long.")
+def main(
+    out: Path, minutes: float, only: tuple[str, ...], planted_ones: bool, checkouts: Path | None, hours: float | None
+) -> None:
     """Run the cases, and write what became of them to OUT; those that are there already are not run again."""
     rows = json.loads(out.read_text()) if out.exists() else []
     there = {row["case"] for row in rows}
-    for case in CASES:
-        if case.script in there or (only and case.script not in only):
+    ends = time.monotonic() + 3600 * hours if hours else math.inf
+    cases: Iterable[Case] = faults() if planted_ones else public(checkouts.absolute()) if checkouts else SMALL
+    for case in cases:
+        if case.name in there or (only and case.name not in only) or time.monotonic() > ends:
             continue
         rows.append(run_one(case, minutes))
         out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -31,7 +31,7 @@ for x, y in validation:
 print(json.dumps({
     "workers": [loader.num_workers, validation.num_workers], "threads": torch.get_num_threads(),
     "fused": optimizer.param_groups[0]["fused"], "variable": os.environ.get("OMP_WAIT_POLICY"),
-}))
+}) + "\\n", end="")  # in one write: torchrun's ranks are not buffered
 """
 
 

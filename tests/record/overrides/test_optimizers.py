@@ -162,7 +162,7 @@ print(json.dumps({
     "bucket": ddp.bucket_bytes_cap, "view": ddp.gradient_as_bucket_view, "static": ddp.static_graph,
     "unused": ddp.find_unused_parameters, "buffers": ddp.broadcast_buffers,
     "hooks": [hook.__name__ for hook, _ in ddp._comm_hooks], "same": torch.equal(weights[0], weights[-1]),
-}), flush=True)
+}) + "\\n", end="", flush=True)  # torchrun's ranks write unbuffered: one write, or the other's line comes between
 dist.destroy_process_group()
 """
 DDP: dict[str, object] = {"bucket_cap_mb": 2, "gradient_as_bucket_view": True, "static_graph": True}
