@@ -17,7 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,7 @@ from dlprof.trial.running import Runner
 
 SCRIPTS = Path(__file__).with_name("scripts")
 CAUSES = Path(__file__).parents[1] / "causes" / "scripts"
-PAIRS, STEPS, SECONDS, LIMIT_S = 3, 60, 6.0, 120.0
+PAIRS, STEPS, SECONDS, LIMIT_S = 4, 60, 6.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,70 @@ def _git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
+# Between these lines docs/prove.md has the table of reports/fixes.json.
+PAGE = Path(__file__).parents[2] / "docs" / "prove.md"
+_BEGIN, _END = "<!-- made by benchmarks.fixes -->\n", "<!-- until here -->\n"
+_LOSSES = {"equal": "the same bits", "within": "within chance", "differ": "differ", "": ""}
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return what became of each case as a table, and below it what that is worth."""
+    rows = list(rows)
+    lines = [
+        "| script | kept | printed | with the patch, measured | losses | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+    patched = [row for row in rows if "applies" in row]
+    measured = [row for row in patched if "measured" in row]
+    within = [r for r in measured if (r["printed"]["low"] or 0) <= r["measured"] <= (r["printed"]["high"] or math.inf)]
+    near = [
+        r
+        for r in measured
+        if _range(r)[0] <= (r["printed"]["high"] or math.inf) and r["printed"]["low"] <= _range(r)[1]
+    ]
+    slower = [row["case"] for row in measured if _range(row)[1] < 1]
+    said = (
+        f"{len(rows)} scripts: {len(patched)} patches, of which {sum(r['applies'] for r in patched)} apply and"
+        f" {len(slower) or 'none'} made the job slower. The gain of the patched script lies in the interval that was"
+        f" printed in {len(within)} of {len(measured)}; the two intervals overlap in {len(near)}."
+        f" {sum(row.get('losses') == 'equal' for row in patched)} patches leave the losses the same to the bit,"
+        f" {sum(row.get('losses') == 'within' for row in patched)} as near as two plain runs are."
+    )
+    return "\n".join(lines) + f"\n\n{textwrap.fill(said, 120)}\n"
+
+
+def _range(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the interval of a patched script's gain: twice the standard error of its pairs."""
+    factor = math.exp(2 * row["measured_error"])
+    return row["measured"] / factor, row["measured"] * factor
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    what = row["what"] if row["case"] not in row["what"] else ""
+    minutes = f"{row['minutes']:.1f}"
+    if "state" not in row:
+        return f"`{row['case']}`: {what}", f"failed: {' '.join(map(str, row['error']))}", "", "", "", minutes
+    if not row["kept"]:
+        verdicts = Counter(a["verdict"].replace("_", " ") for a in row.get("tried", ()))
+        tried = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+        return f"`{row['case']}`: {what}", f"nothing{f' ({tried})' if tried else ''}", "", "", "", minutes
+    kept = ", ".join(f"`{name}={value}`" for name, value in row["kept"].items())
+    gain = row["printed"]
+    printed = f"{gain['ratio']:.2f} ×" + (f" ({gain['low']:.2f} to {gain['high']:.2f})" if gain["low"] else "")
+    if "measured" in row:
+        low, high = _range(row)
+        measured = f"{row['measured']:.2f} × ({low:.2f} to {high:.2f})"
+    elif "applies" in row:
+        measured = "not measured" if row["applies"] else "does not apply"
+    else:
+        measured = "no patch: said in words"
+    return f"`{row['case']}`: {what}", kept, printed, measured, _LOSSES.get(row["losses"], row["losses"]), minutes
+
+
 @click.command()
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--page", is_flag=True, help="Run nothing: write the table of OUT into docs/prove.md.")
 @click.option("--minutes", default=5.0, help="As for `dlprof fix`.")
 @click.option("--only", multiple=True, help="Only this case. Repeatable.")
 @click.option("--faults", "planted_ones", is_flag=True, help="The faults that the reference workloads plant instead.")
@@ -218,10 +282,20 @@ def _git(folder: Path, *words: str) -> str:
 )
 @click.option("--hours", type=float, help="Start nothing after so long.")
 def main(
-    out: Path, minutes: float, only: tuple[str, ...], planted_ones: bool, checkouts: Path | None, hours: float | None
+    out: Path,
+    page: bool,
+    minutes: float,
+    only: tuple[str, ...],
+    planted_ones: bool,
+    checkouts: Path | None,
+    hours: float | None,
 ) -> None:
     """Run the cases, and write what became of them to OUT; those that are there already are not run again."""
     rows = json.loads(out.read_text()) if out.exists() else []
+    if page:
+        before, _, rest = PAGE.read_text().partition(_BEGIN)
+        PAGE.write_text(f"{before}{_BEGIN}{table(rows)}{_END}{rest.partition(_END)[2]}")
+        return
     there = {row["case"] for row in rows}
     ends = time.monotonic() + 3600 * hours if hours else math.inf
     cases: Iterable[Case] = faults() if planted_ones else public(checkouts.absolute()) if checkouts else SMALL

@@ -115,8 +115,6 @@ def record(
         ended = supervise(command, run, changed, launcher, overridden)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
-        if ended.stopped and not recording.quiet:
-            _say(f"dlprof: {ended.stopped}")
         if ended.last and not recording.quiet:
             with _in_one_line("what --set did is not known", "stopped"):
                 for line in applied(run.path, overridden):

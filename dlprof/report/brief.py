@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, verdict
+from dlprof.report import first, formatting, verdict
 from dlprof.result import Change, Outcome, Place, Proposal, Result
 from dlprof.result.stored import plain as data_of
 
@@ -210,21 +210,21 @@ def _finding(number: int, one: Cure, run: str) -> str:
 
 
 def _cure(outcome: Outcome, named: Named) -> Cure:
-    first = outcome.changes[0] if outcome.changes else Change("")
-    place = first.at or next((p for p in outcome.where if p.line), None)
+    change = outcome.changes[0] if outcome.changes else Change("")
+    place = change.at or next((p for p in outcome.where if p.line), None)
     margin = formatting.margin(outcome).partition(NBSP)[2]
     return Cure(
         rule=plain(outcome.id, 40),
         title=_text(outcome.title),
         saving_ms=_number(outcome.saving_ns / 1e6),
         speedup=_number(min(outcome.speedup, 1e3)),
-        change=_text(first.text, _LONG),
+        change=_text(change.text, _LONG),
         at_most=outcome.at_most,
         margin=float(margin) if margin else 0.0,
-        set=dict(named(first) or {}),
-        numerics=first.numerics,
+        set=dict(named(change) or {}),
+        numerics=change.numerics,
         training=outcome.training,
-        **_edited(first, place),
+        **_edited(change, place),
     )
 
 
@@ -257,17 +257,15 @@ def _nothing(_change: Change) -> None:
 
 
 def _next(result: Result) -> str:
-    """Say which one option would tell most: what most rules lack that were not measured."""
-    if not result.run.command or result.window is None:
+    """Say what would tell most more: what most rules lack that were not measured."""
+    more = first.unlock(result) if result.window is not None else None
+    if more is None:
         return ""
-    lacking = [o.why for o in result.outcomes if o.state == "not_measured"]
-    options = {
-        "--memory": "the history of the CUDA allocator",
-        "--lines auto": "the lines of the hottest functions",
-    }
-    asked = {option: sum(option.split()[0] in why for why in lacking) for option in options}
-    option, count = max(asked.items(), key=lambda one: one[1])
-    return f"`{option}` would record {options[option]}: {count} more answers." if count else ""
+    return (
+        f"{formatting.counted(more.checks, 'more answer')} {more.words}."
+        if more.checks
+        else f"`{more.option}` {more.words}."
+    )
 
 
 def _number(value: float) -> float:

@@ -7,6 +7,7 @@ the next changes, those of the training, and what was looked at.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, verdict
 from dlprof.report.formatting import counted, duration, percent, times
-from dlprof.result import TIMELESS, Change, Outcome, Proposal, Result
+from dlprof.result import BY_LINE, TIMELESS, Change, Outcome, Proposal, Result
 
 # What makes a change from outside, as words for `dlprof try --set`; None: nothing does.
 Named = Callable[[Change], Mapping[str, str] | None]
@@ -51,8 +52,18 @@ _OPENINGS = {
     "no ": "Avoid ",
 }
 
-# What more a recording can say, by the option that the reasons of rules name.
-_UNLOCKS = ("--memory", "--lines auto")
+# What lets rules judge that did not: an option of `dlprof wrap` ("": none), in words, and what their reasons say then.
+_UNLOCKS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
+    ("--memory", "with --memory", re.compile("--memory")),
+    ("--shapes", "with --shapes", re.compile("--shapes")),
+    ("", "without --no-trace", re.compile("--no-trace")),
+    ("", "without --no-sample", re.compile("--no-sample")),
+    ("", "in a longer run", re.compile("record (longer|more)|too (few|seldom)|fewer than|the job ended")),
+)
+# Of a recording of another tool.
+_RECORDED = re.compile("dlprof wrap")
+# Findings of what Python does, for which it is worth to know how long each line takes.
+_BY_LINE = ("costly_line", "host_bound", "input_wait", "step_python")
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,10 @@ def imperative(change: Change) -> str:
 def gain_of(one: Proposal) -> str:
     """Return what a change gains: "1.41 × faster (1.33 to 1.49): a step 22.1 → 15.7 ms, the run 41 → 33 min"."""
     if one.scope in TIMELESS:
+        peak = one.change.peak_bytes
+        if one.scope == "failure" and peak:
+            needed, then = (formatting.quantity(bytes_, "bytes") for bytes_ in peak)
+            return f"The job then needs about {then} of memory instead of {needed}."
         return (
             "The job cannot go on without it." if one.scope == "failure" else "It saves no time, but may save the job."
         )
@@ -270,20 +285,44 @@ def looked_at(result: Result) -> str:
         beside = " (beside other programs)" if _is_disturbed(result) else ""
         said.append(f"Healthy: {counted(len(states['clear']), 'check')}{beside}.")
     if missing := len(states["not_measured"]):
-        option, unlocked = unlock(result)
-        more = f"; {unlocked} of them with {option}" if unlocked else ""
-        said.append(f"Not measured: {missing}{more}.")
+        more = unlock(result)
+        words = f"; {more.checks} of them {more.words}" if more and more.checks else ""
+        said.append(f"Not measured: {missing}{words}.")
+        if more and not more.checks:
+            said.append(f"{more.option} {more.words}.")
     if states["error"]:
         said.append(f"Errors: {', '.join(plain(o.id, 40) for o in states['error'])}.")
     return " ".join(said)
 
 
-def unlock(result: Result) -> tuple[str, int]:
-    """Return the option of `dlprof wrap` with which most of the rules could judge that did not, and how many."""
-    lacking = [o.why for o in result.outcomes if o.state == "not_measured"] if result.run.command else []
-    counts = {option: sum(option.split()[0] in why for why in lacking) for option in _UNLOCKS}
-    option = max(counts, key=lambda one: counts[one])
-    return (option, counts[option]) if counts[option] else ("", 0)
+@dataclass(frozen=True)
+class Unlock:
+    """What would let a recording say more: an option of `dlprof wrap` ("": none), in words, and how many more checks.
+
+    No checks: it says more about what was found.
+    """
+
+    option: str
+    words: str
+    checks: int
+
+
+def unlock(result: Result) -> Unlock | None:
+    """Return what would let a recording like this one say most more; None: nothing is known to."""
+    lacking = [o.why for o in result.outcomes if o.state == "not_measured"]
+    if not result.run.command:
+        checks = sum(bool(_RECORDED.search(why)) for why in lacking)
+        return Unlock("", "if dlprof records the job", checks) if checks else None
+    lead = result.found[0] if result.found else None
+    if lead and lead.id in _BY_LINE and not any(change.diff for change in lead.changes) and not _has_lines(result):
+        return Unlock("--lines auto", "would time each line of the hottest functions", 0)
+    found = [Unlock(option, words, sum(bool(of.search(why)) for why in lacking)) for option, words, of in _UNLOCKS]
+    most = max(found, key=lambda one: one.checks)
+    return most if most.checks else None
+
+
+def _has_lines(result: Result) -> bool:
+    return any(panel.title.startswith(BY_LINE) for panel in result.panels)
 
 
 def after(result: Result, one: Proposal) -> dict[str, float]:

@@ -80,18 +80,26 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
 
 
 def _before_and_after(result: Result, one: screen.First, width: int, colour: bool) -> list[str]:
-    """Return the bar of the mean step over the ranks with a legend, and on its scale that of the step after."""
+    """Return the bar of the mean step over the ranks with a legend, and on its scale that of the step after.
+
+    Of a job that ran out of memory, bars of that, on the scale of what there was.
+    """
     ranks = len({part.rank for part in result.time})
     before: dict[str, float] = {}
     for part in result.time:
         before[part.category] = before.get(part.category, 0.0) + part.ns / ranks
     whole = sum(before.values())
+    written: Callable[[float], str] = formatting.duration
+    bars = [("step", before), ("after", screen.after(result, one.lead) if one.lead else {})]
+    if held := memory.at_end(result):
+        # What the change makes of each part is not known.
+        whole, written = held.limit, lambda count: formatting.quantity(count, "bytes")
+        bars = [("end", dict(held.parts)), ("after", {"memory": held.then} if held.then else {})]
     if whole <= 0:
         return []
     length = max(16, min(36, width - 50))
     lines = []
-    later = screen.after(result, one.lead) if one.lead else {}
-    for label, parts in (("step", before), ("after", later)):
+    for label, parts in bars:
         if not parts:
             continue
         total = sum(parts.values())
@@ -101,12 +109,12 @@ def _before_and_after(result: Result, one: screen.First, width: int, colour: boo
         said = "  ".join(
             f"{glyph(name, 1, colour)} {looks.look(name).name.lower()} {formatting.about(parts[name] / total)}"
             for name in largest
-            if parts[name] > 0.01 * total
+            if parts[name] > 0.01 * total and name in looks.DRAWN
         )
         room = width - length - 23
         while columns(said) > room:
             said = said.rpartition("  ")[0]
-        lines.append(f"  {label:<5}  {bar}  {formatting.duration(total):>9}  {said}".rstrip())
+        lines.append(f"  {label:<5}  {bar}  {written(total):>9}  {said}".rstrip())
     return lines
 
 

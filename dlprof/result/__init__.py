@@ -49,6 +49,9 @@ MOST_WORK, MOST_RANKS, MOST_LENGTHS = 200, 512, 400
 Scope = Literal["step", "job", "run", "risk", "failure"]
 TIMELESS = ("risk", "failure")
 State = Literal["found", "clear", "not_measured", "does_not_apply", "error"]
+# So begins the title of a panel with the time of each line of a function (--lines).
+BY_LINE = "Line by line"
+
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
 
 
@@ -117,7 +120,7 @@ class Change(msgspec.Struct, frozen=True):
     whether time is saved only because the job trains otherwise (larger batches, fewer validations or checkpoints), so
     that it cures nothing. `at`: the call that takes the settings, or the line that gives them to it; None: not known.
     `diff`: the edit, "": `no_diff` says why there is none, and what to set instead. `informs`: it gains nothing, but
-    the next report can say what does.
+    the next report can say what does. `peak_bytes`: the memory that the job needs at its peak, without and with it.
     """
 
     text: str
@@ -128,6 +131,7 @@ class Change(msgspec.Struct, frozen=True):
     diff: str = ""
     no_diff: str = ""
     informs: bool = False
+    peak_bytes: tuple[float, float] | None = None
 
 
 def change(text: str, *, numerics: bool = False, training: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:

@@ -623,6 +623,42 @@ def test_bars_of_the_first_screen_add_up_and_what_is_gone_is_the_gain() -> None:
     assert screen.made(results.empty(), first.first(results.empty(), "", planning.named)) is None
 
 
+LINES_OF = Panel("table", "Line by line: f, in the rank", (("1", 2.0),), ("line", "hits"))
+
+
+@pytest.mark.parametrize(
+    ("lacking", "lead", "more", "said"),
+    [
+        (("no --memory", "no --memory", "no --shapes"), "", {}, "Not measured: 3; 2 of them with --memory."),
+        (("none (--no-trace)", "x"), "", {}, "Not measured: 2; 1 of them without --no-trace."),
+        (("too few steps", "record longer"), "", {}, "Not measured: 2; 2 of them in a longer run."),
+        (("the job trains on the CPU",), "", {}, "Not measured: 1."),
+        (
+            ("no log (`dlprof wrap` has one)",),
+            "",
+            {"command": ()},
+            "Not measured: 1; 1 of them if dlprof records the job.",
+        ),
+        (
+            ("no --memory",),
+            "host_bound",
+            {},
+            "Not measured: 1. --lines auto would time each line of the hottest functions.",
+        ),
+        (("no --memory",), "host_bound", {"panels": (LINES_OF,)}, "Not measured: 1; 1 of them with --memory."),
+        (("no --memory",), "unfused_optimizer", {}, "Not measured: 1; 1 of them with --memory."),
+    ],
+)
+def test_what_would_let_most_be_known(lacking: tuple[str, ...], lead: str, more: dict[str, Any], said: str) -> None:
+    outcomes = tuple(results.outcome(f"rule{n}", "not_measured", "a check", why) for n, why in enumerate(lacking))
+    if lead:
+        found = next(o for o in results.ddp().outcomes if o.state == "found")
+        outcomes = (replace(found, id=lead, changes=()), *outcomes)
+    run = replace(results.ddp().run, command=more.get("command", ("python", "train.py")))
+    result = replace(results.ddp(), outcomes=outcomes, changes=(), run=run, panels=more.get("panels", ()))
+    assert first.looked_at(result) == said
+
+
 def test_time_since_a_trace_began_is_written_in_units() -> None:
     queued = Panel("lines", "Launches queued", ((0.0, 1.0), (5e7, 9.0)), ("ns", "rank 0"))
     spec = shapes.panel(queued).spec

@@ -180,10 +180,11 @@ _NUMERICS = ("batch", "autocast", "16_bits", "8_bit")
 
 
 class Cure(NamedTuple):
-    """A change in words, with the predicted peak, and whether it changes the numbers that are computed."""
+    """A change in words, whether it changes the numbers that are computed, and the peak without and with it, bytes."""
 
     text: str
     numerics: bool
+    peak_bytes: tuple[float, float]
 
 
 def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[Cure]:
@@ -210,7 +211,7 @@ def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[
     found = found[(found["then"] <= total) & (found["then"] < needed * (1 - _WORTH))]
     found = found.sort_values(["numerics", "then"], ascending=[True, False], kind="stable").head(_MOST)
     return [
-        Cure(f"{named(str(c), str(v))}: about {size(then)} instead of {size(needed)}", bool(n))
+        Cure(f"{named(str(c), str(v))}: about {size(then)} instead of {size(needed)}", bool(n), (needed, float(then)))
         for c, v, then, n in zip(found["change"], found["value"], found["then"], found["numerics"], strict=True)
     ]
 

@@ -13,7 +13,7 @@ from dlprof.analysis.host.syncs import syncs
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points, table
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
-from dlprof.result import Panel
+from dlprof.result import BY_LINE, Panel
 from dlprof.units import duration, quantity
 
 # The most functions with lines shown, and the lines of each.
@@ -54,7 +54,7 @@ def _lines_panel(part: pd.DataFrame, ranks: int) -> Panel:
     if left > 0:
         note += f" {left} lines that took less are left out."
     columns = ("line", "hits", "time_ns", "a hit_ns", "share", "source")
-    return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
+    return Panel("table", f"{BY_LINE}: {function}, {where}", rows, columns, note=note)
 
 
 LINES_PICTURE = Picture(draw_lines)

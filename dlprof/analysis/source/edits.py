@@ -142,6 +142,13 @@ _REFUSES: Mapping[str, tuple[str, ...]] = {
 }
 # Settings of a loader that one without workers refuses.
 _OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+# What these are of one without workers.
+_OFF: Mapping[str, Any] = {
+    "persistent_workers": False,
+    "prefetch_factor": None,
+    "multiprocessing_context": None,
+    "timeout": 0,
+}
 
 
 class NotEditable(Exception):  # noqa: N818 - no error: a reason for the user
@@ -154,7 +161,7 @@ def edited(source: bytes, span: Span, kind: str, settings: Mapping[str, Value]) 
     tree = parsed(text)
     call = find(tree, span, kind)
     start, callee = (call.lineno, call.col_offset), ast.dump(call.func)
-    check_together(call, settings)
+    settings = with_others(call, settings)
     workers = given_value(call, f"{TRAINER if kind == 'arguments' else ''}num_workers")
     for name, value in settings.items():
         wanted = deepcopy(tree)
@@ -192,14 +199,27 @@ def given_value(call: ast.Call, name: str) -> ast.expr | None:
     return given
 
 
-def check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
-    """Raise NotEditable where the call would refuse the settings beside its other arguments."""
+def with_others(call: ast.Call, settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the settings, and what a loader that is to have no workers must not have: `prefetch_factor=None`.
+
+    Raises NotEditable where the call would refuse them beside its other arguments.
+    """
+    trainer = TRAINER if any(name.startswith(TRAINER) for name in settings) else ""
     settings = {name.removeprefix(TRAINER): value for name, value in settings.items()}
     given = {keyword.arg.removeprefix(TRAINER): keyword.value for keyword in call.keywords if keyword.arg}
+    workers = given.get("num_workers")
+    without = settings.get("num_workers") == 0
+    if without:
+        off = {name: value for name, value in _OFF.items() if name in given and is_literal(given[name])}
+        settings = {**{name: v for name, v in off.items() if ast.literal_eval(given[name])}, **settings}
     given |= {name: ast.Constant(value) for name, value in settings.items()}
 
     def is_off(name: str) -> bool:
-        return name not in given or (is_literal(given[name]) and not ast.literal_eval(given[name]))
+        if name not in given:
+            return True
+        if without and name != "num_workers" and workers is not None and _is_off_without(given[name], workers):
+            return True
+        return is_literal(given[name]) and not ast.literal_eval(given[name])
 
     for name, value in settings.items():
         for other in _REFUSES.get(name if value else f"{name}=0", ()):
@@ -207,6 +227,16 @@ def check_together(call: ast.Call, settings: Mapping[str, Value]) -> None:
                 raise NotEditable(f"{name} cannot be set beside {other}")
         if value and name in _OF_WORKERS and is_off("num_workers"):
             raise NotEditable(f"{name} needs num_workers above 0")
+    return {f"{trainer}{name}": value for name, value in settings.items()}
+
+
+def _is_off_without(value: ast.expr, workers: ast.expr) -> bool:
+    """Return whether a value is false where these workers are none: `4 if workers > 0 else None`, `workers > 0`."""
+    some = (ast.unparse(workers), ast.unparse(ast.Compare(workers, [ast.Gt()], [ast.Constant(0)])))
+    if isinstance(value, ast.IfExp):
+        return ast.unparse(value.test) in some and is_literal(value.orelse) and not ast.literal_eval(value.orelse)
+    parts = value.values if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.And) else [value]
+    return any(ast.unparse(part) in some for part in parts)
 
 
 def utf8(source: bytes) -> bytes:

@@ -23,7 +23,6 @@ from dlprof.analysis.source.edits import (
     Span,
     Value,
     check_name,
-    check_together,
     edited,
     find,
     given_value,
@@ -31,6 +30,7 @@ from dlprof.analysis.source.edits import (
     parsed,
     read_file,
     utf8,
+    with_others,
 )
 from dlprof.analysis.source.origins import Origins, of_trainer
 from dlprof.overrides import named
@@ -207,7 +207,7 @@ class _Sources:
         text, edits = files[call.file]
         node = find(parsed(utf8(text)), call.span, call.kind) if call.line else None
         if node is not None:
-            check_together(node, settings)
+            settings = with_others(node, settings)
         inside = {}
         for name, value in settings.items():
             given = given_value(node, name) if node is not None else ast.Name(name)

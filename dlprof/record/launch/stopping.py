@@ -29,17 +29,18 @@ _PAUSE_S = 0.05
 class StopAfter:
     """Asks a job to end as by SIGTERM once it has done what is `asked`, in the form of `options.stop_after`.
 
-    That is steps of training of rank 0, after which the trace windows must have closed too, or seconds. `stopped`:
-    whether it has asked. Where something fails, the job goes on to its own end.
+    That is steps of training of rank 0, after which the trace windows must have closed too, or seconds. `stopped`: in
+    words, that it has asked; "": it has not. Where something fails, the job goes on to its own end.
     """
 
     def __init__(self, asked: str, run: Path) -> None:
+        self.asked = asked
         number, _, unit = asked.partition(" ")
         self._most, self._seconds = int(number or 0), unit == "s"
         self._run, self._steps, self._log = run, 0, StepLog(run)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.stopped = False
+        self.stopped = ""
 
     def start(self, child: int) -> None:
         """Watch the job of this process, which has just been started."""
@@ -59,8 +60,10 @@ class StopAfter:
         try:
             while not self._over.wait(_POLL_S):
                 if (time.monotonic() >= until) if self._seconds else self._has_steps():
-                    self.stopped = not has_ended(stat_of(child))
-                    if self.stopped:
+                    if not has_ended(stat_of(child)):
+                        self.stopped = f"stopped after {self.asked}, as asked (--stop-after)"
+                        # torchrun, for one, prints a traceback.
+                        tell(f"{self.stopped}: what the job prints while it ends is no failure")
                         end(child, self._run, os.getpid())
                     return
         except Exception as e:  # noqa: BLE001 - the job goes on

@@ -56,7 +56,6 @@ class Ended:
     warnings: tuple[str, ...]
     # False if other tasks of the same job still run, or if one that ended at the same time reports on all.
     last: bool
-    stopped: str = ""  # what ended it on request; "": it ended by itself
 
 
 def supervise(
@@ -78,7 +77,7 @@ def supervise(
     if launcher:
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
-    samplers, stop = Samplers(folder, env), StopAfter(asked := env.get("DLPROF_STOP_AFTER", ""), folder)
+    samplers, stop = Samplers(folder, env), StopAfter(env.get("DLPROF_STOP_AFTER", ""), folder)
 
     def beside(child: int) -> None:
         stop.start(child)
@@ -91,8 +90,7 @@ def supervise(
     with deaf():
         stop.end()
         code, number = ended = _exit(status)
-        stopped = f"stopped after {asked}, as asked (--stop-after)" if stop.stopped else ""
-        if stopped:
+        if stop.stopped:
             code, number = 0, None
         warnings = list[str]()
         of_all: list[str] | None = []
@@ -111,12 +109,14 @@ def supervise(
             end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
             if killed is not None:
                 end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
-            if stopped:
-                end["stopped"] = {"asked": asked, "code": ended[0], "signal": ended[1]}
-            of_all = run.end(lambda: whole_run(folder, settings), **end, warnings=[*filter(None, [stopped]), *warnings])
+            if stop.stopped:
+                end["stopped"] = {"asked": stop.asked, "code": ended[0], "signal": ended[1]}
+            of_all = run.end(
+                lambda: whole_run(folder, settings), **end, warnings=[*filter(None, [stop.stopped]), *warnings]
+            )
         except Exception as e:  # noqa: BLE001 - whatever happened to the folder, the exit status is the command's
             warnings.append(f"run.json has no end: {words_of(e)}")
-    return Ended(code, number, (*warnings, *(of_all or ())), of_all is not None, stopped)
+    return Ended(code, number, (*warnings, *(of_all or ())), of_all is not None)
 
 
 def unrecorded(command: Sequence[str], env: Mapping[str, str]) -> Ended:

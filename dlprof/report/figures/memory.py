@@ -11,6 +11,7 @@ from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
 from dlprof.report.in_model import spelled
+from dlprof.result import Result
 from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart
 
 BARS = 64  # of the ranks with the highest peaks
@@ -72,6 +73,40 @@ def sentence(footprint: Footprint | None) -> str:
     return f"Peak {host}memory{whose}: {formatting.quantity(fullest.bytes, 'bytes')}{of} ({named})."
 
 
+@dataclass(frozen=True)
+class AtEnd:
+    """The memory of a job that ended for want of it, bytes by part, as they were counted in an earlier step.
+
+    They are scaled to what it needed at the end, where that is known. `then`: with the first change, None: not known.
+    `limit`: what there was, at least `whole`.
+    """
+
+    parts: Mapping[str, float]
+    then: float | None
+    limit: float
+
+    @property
+    def whole(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
+
+
+def at_end(result: Result) -> AtEnd | None:
+    """Return the memory of a job that ran out of it; None: it did not, or its memory was not counted."""
+    failed = result.found[0] if result.found else None
+    if failed is None or failed.id != "out_of_memory" or result.footprint is None or not result.footprint.devices:
+        return None
+    devices = result.footprint.devices
+    device = next((d for d in devices if d.rank == result.footprint.rank), devices[0])
+    peak = failed.changes[0].peak_bytes if failed.changes else None
+    needed, then = peak or (device.bytes, None)
+    if device.bytes <= 0 or needed <= 0:
+        return None
+    parts = {_look_name(p.part): p.bytes * needed / device.bytes for p in device.parts if p.bytes > 0}
+    known = sorted(parts, key=lambda name: _ORDER.get(name, len(_ORDER)))
+    return AtEnd({name: parts[name] for name in known}, then, max(needed, device.total_bytes or 0.0))
+
+
 def _bars(devices: Sequence[DeviceMemory]) -> Figure:
     shown = sorted(devices[:BARS], key=lambda d: (d.rank, d.device))
     several = len({d.device for d in shown}) > 1
@@ -129,7 +164,11 @@ def _bars(devices: Sequence[DeviceMemory]) -> Figure:
 
 
 def _look(part: str) -> looks.Category:
-    return looks.look(f"held-{part}") if f"held-{part}" in looks.MEMORY else looks.look(part)
+    return looks.look(_look_name(part))
+
+
+def _look_name(part: str) -> str:
+    return f"held-{part}" if f"held-{part}" in looks.MEMORY else part
 
 
 def _bytes(of: Mapping[str, MemoryPart], part: str) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dlprof.plain import plain
 from dlprof.report import first, formatting, looks
-from dlprof.report.figures import drawing
+from dlprof.report.figures import drawing, memory
 from dlprof.result import Result
 from dlprof.units import MINUS
 
@@ -41,8 +41,12 @@ class Bar(NamedTuple):
 class Made:
     """What the time is made of: bars of the job and of steps, their legends, and a path from the first to the second.
 
-    Of the job's legend colour and words, of the steps' colour, name and time.
+    Of a job that ran out of memory, what that is made of. Of the job's legend colour and words, of the steps' colour,
+    name and time. `title`: what the bars show; `parts`: what the second legend names.
     """
+
+    title: str
+    parts: str
 
     job: Bar | None
     job_legend: tuple[tuple[str, str], ...]
@@ -64,6 +68,8 @@ _JOB: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 def made(result: Result, shown: first.First) -> Made | None:
     """Return the bars of a result; None without steps."""
+    if held := memory.at_end(result):
+        return _of_memory(held)
     if result.window is None or not result.time:
         return None
     step, each, lead = result.window.step_ns, formatting.unit(result), shown.lead
@@ -87,12 +93,39 @@ def made(result: Result, shown: first.First) -> Made | None:
     at = next((n for n, part in enumerate(parts) if part[0] == "training"), None)
     ends = [_percent(sum(share for _, share, _ in parts[:n])) for n in range(len(parts) + 1)]
     return Made(
+        "What the time is made of",
+        f"Parts of a step{', now and after the change' if len(bars) > 1 else ''}",
         job if len(parts) > 1 else None,
         tuple((c, f"{name} {formatting.about(share)}") for name, share, c in parts),
         tuple(bars),
         legend,
         "" if at is None else f"M{ends[at]} 0H{ends[at + 1]}L100 10H0Z",
     )
+
+
+def _of_memory(held: memory.AtEnd) -> Made:
+    def size(count: float) -> str:
+        return formatting.quantity(count, "bytes")
+
+    parts = [
+        Part(_percent(n / held.limit), _colour(c), _inside(c, n / held.whole, n / held.limit), _ink(c))
+        for c, n in held.parts.items()
+    ]
+    said = ", ".join(f"{looks.look(c).name} {size(n)}" for c, n in held.parts.items())
+    of = f"{size(held.whole)} of {size(held.limit)}" if held.limit > held.whole else size(held.whole)
+    bars = [Bar("end", tuple(parts), size(held.whole), plain(f"Memory at the end, {of}: {said}", 400))]
+    if held.then is not None:
+        then, gone = held.then / held.limit, (held.whole - held.then) / held.limit
+        less = Part(_percent(gone), "", f"{MINUS}{size(held.whole - held.then)}")
+        drawn = (Part(_percent(then), "bar"), less)
+        bars.append(Bar("after", drawn, size(held.then), f"Memory after the change, {size(held.then)}"))
+    legend = tuple((_colour(c), looks.look(c).name, size(n)) for c, n in held.parts.items())
+    title = "What the memory was made of, as counted in an earlier step"
+    return Made(title, "Parts of the memory", None, (), tuple(bars), legend, "")
+
+
+def _ink(category: str) -> str:
+    return drawing.inside(looks.look(category).light)
 
 
 def _bar(name: str, parts: Mapping[str, float], whole: float, label: str, gone: float = 0.0) -> Bar:
@@ -102,7 +135,7 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, label: str, gone: 
     drawn = [
         Part(_percent(parts[c] / whole), _colour(c), _inside(c, share, parts[c] / whole)) for c, share in shares.items()
     ]
-    drawn = [part._replace(ink=drawing.inside(looks.look(c).light)) for part, c in zip(drawn, shares, strict=True)]
+    drawn = [part._replace(ink=_ink(c)) for part, c in zip(drawn, shares, strict=True)]
     if gone > 0:
         drawn.append(Part(_percent(1 - total / whole), "", f"{MINUS}{formatting.duration(gone)}"))
     said = ", ".join(f"{looks.look(c).name} {formatting.about(share)}" for c, share in shares.items())

@@ -489,6 +489,33 @@ def test_settings_of_workers_hold_where_the_script_is_started_without(tmp_path: 
     assert made.elsewhere == (("a b.py", 4, "p.add_argument('--workers', type=int, default=0)"),)
 
 
+@pytest.mark.parametrize(
+    ("beside", "is_edited"),
+    [
+        ("prefetch_factor=p if args.workers else None", True),
+        ("prefetch_factor=p if args.workers > 0 else None, persistent_workers=keep and args.workers > 0", True),
+        ("multiprocessing_context='fork'", True),
+        ("prefetch_factor=p if keep else None", False),
+        ("prefetch_factor=p", False),
+        ("persistent_workers=keep or args.workers > 0", False),
+    ],
+)
+def test_a_loader_is_to_have_no_workers_where_all_that_they_need_is_then_off(
+    tmp_path: Path, beside: str, is_edited: bool
+) -> None:
+    call = f"x = DataLoader(data, num_workers=args.workers, {beside})\n"
+    text = PARSED.replace("default=0", "default=2") + call
+    facts = written(tmp_path, {"t.py": text}, options=[OPTION], values={"num_workers": 2})
+    made = patch_of([facts], {"loader.num_workers": 0})
+    assert bool(made.text) == is_edited
+    if is_edited:
+        after = text.replace("default=2", "default=0").replace("'fork'", "None").splitlines()
+        changed = [line for line in after if line not in text.splitlines()]
+        assert applied(tmp_path, made.text)["t.py"].splitlines() == changed
+    else:
+        assert "cannot be set beside" in made.left_out[0][2]
+
+
 def test_both_values_of_one_literal_are_not_set(tmp_path: Path) -> None:
     text = LOADER + "n = 4\nx = DataLoader(data, batch_size=n, num_workers=n)\n"
     facts = written(tmp_path, {"t.py": text}, values={"num_workers": 4, "batch_size": 4})

@@ -19,6 +19,8 @@ from __future__ import annotations
 from math import isnan
 from typing import Any
 
+from msgspec.structs import replace
+
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
@@ -130,7 +132,7 @@ def _message(row: dict[Any, Any]) -> str:
 
 def _changes(known: list[Cure], top: str | None, batch: object) -> tuple[Change, ...]:
     if known:
-        return tuple(change(cure.text, numerics=cure.numerics) for cure in known)
+        return tuple(replace(change(one.text, numerics=one.numerics), peak_bytes=one.peak_bytes) for one in known)
     return (
         change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
         change(f"allocate less in `{top}`: `torch.utils.checkpoint` there, or a lower precision")
