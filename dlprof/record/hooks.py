@@ -505,12 +505,18 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
 
     put(DataLoader, "__init__", hidden(__init__))
 
-    def by_script(kind: str) -> Callable[[Any], object]:
-        """See what torch itself calls, too: its profiler synchronizes where it starts and stops."""
+    def by_script(kind: str, setting: str = "") -> Callable[[Any], object]:
+        """See what torch itself calls, too: its profiler synchronizes where it starts and stops.
 
-        def look(_: Any) -> object:
+        `setting`: what the first argument is, a whole number.
+        """
+
+        def look(first: Any) -> object:
             caller = sys._getframe(2)
-            return None if "/torch/" in caller.f_code.co_filename else calls.see(kind)
+            call = None if "/torch/" in caller.f_code.co_filename else calls.see(kind)
+            if call is not None and setting and type(first) is int:
+                call.values = {setting: first} if call.count == 1 or call.values == {setting: first} else {}
+            return call
 
         return look
 
@@ -527,7 +533,7 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
     for mode in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
         put(mode, "__init__", seeing(vars(mode)["__init__"], by_script("anomaly")))
     put(os, "sched_setaffinity", seeing(os.sched_setaffinity, of_process("affinity")))
-    put(torch, "set_num_threads", seeing(torch.set_num_threads, by_script("threads")))
+    put(torch, "set_num_threads", seeing(torch.set_num_threads, by_script("threads", "num_threads")))
     for profiler in (torch.profiler.profile, torch.autograd.profiler.profile, torch.autograd.profiler.emit_nvtx):
         put(profiler, "__init__", seeing(vars(profiler)["__init__"], by_script("profiler")))
     made = {"ddp": DistributedDataParallel, "data_parallel": DataParallel, "optimizer": Optimizer}

@@ -382,11 +382,14 @@ def verdict_of(g: Gain) -> Verdict:
 
 
 def answered(g: Gain) -> bool:
-    """Return whether no further pair is needed: there is no gain, or it is known to 5 %."""
+    """Return whether no further pair is needed: there is no gain, or it is known to 5 %.
+
+    What seems to gain more is measured on as long as that is not clear.
+    """
     found = verdict_of(g)
     if found == "gain" and g.low is not None:
         return g.ratio / g.low <= KNOWN or g.pairs >= MOST_PAIRS
-    return found != "unclear" or g.pairs >= MOST_PAIRS
+    return found != "unclear" or (g.pairs >= MOST_PAIRS and g.ratio < KNOWN)
 
 
 FOLDER = "try"  # in the run folder: the current run, and the output of failed ones

@@ -119,14 +119,15 @@ CALLEES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset(_OPTIMIZERS.split()),
     "compile": frozenset(("compile",)),
     "copy": frozenset(("to", "cuda")),
+    "threads": frozenset(("set_num_threads",)),
     "arguments": frozenset(("TrainingArguments", "Seq2SeqTrainingArguments")),  # of transformers
 }
 
 
 # Settings that are often given without their name: the place among the arguments.
-_POSITIONS = {"batch_size": 1}
+_POSITIONS = {"batch_size": 1, "num_threads": 0}
 # The number of leading positional arguments that no change sets otherwise.
-_BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1, "arguments": 1}
+_BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1, "threads": 1, "arguments": 1}
 
 
 TRAINER = "dataloader_"  # before the settings of loaders, in transformers' TrainingArguments
@@ -202,13 +203,20 @@ def given_value(call: ast.Call, name: str) -> ast.expr | None:
 def with_others(call: ast.Call, settings: Mapping[str, Value]) -> dict[str, Value]:
     """Return the settings, and what a loader that is to have no workers must not have: `prefetch_factor=None`.
 
+    Those that the call has once it has the others are left out: `persistent_workers=n > 0` beside `num_workers=n`.
     Raises NotEditable where the call would refuse them beside its other arguments.
     """
     trainer = TRAINER if any(name.startswith(TRAINER) for name in settings) else ""
     settings = {name.removeprefix(TRAINER): value for name, value in settings.items()}
     given = {keyword.arg.removeprefix(TRAINER): keyword.value for keyword in call.keywords if keyword.arg}
-    workers = given.get("num_workers")
-    without = settings.get("num_workers") == 0
+    workers, wanted = given.get("num_workers"), settings.get("num_workers")
+    without = wanted == 0
+    if workers is not None and wanted is not None and not is_literal(workers):
+        settings = {
+            name: value
+            for name, value in settings.items()
+            if name not in _OFF or name not in given or not _has(given[name], value, workers, bool(wanted))
+        }
     if without:
         off = {name: value for name, value in _OFF.items() if name in given and is_literal(given[name])}
         settings = {**{name: v for name, v in off.items() if ast.literal_eval(given[name])}, **settings}
@@ -230,9 +238,23 @@ def with_others(call: ast.Call, settings: Mapping[str, Value]) -> dict[str, Valu
     return {f"{trainer}{name}": value for name, value in settings.items()}
 
 
+def _has(given: ast.expr, value: Value, workers: ast.expr, some: bool) -> bool:
+    """Return whether an argument has this value where there are some of these workers, or none."""
+    tests = _tests(workers)
+    if isinstance(given, ast.IfExp) and ast.unparse(given.test) in tests:
+        chosen = given.body if some else given.orelse
+        return is_literal(chosen) and ast.literal_eval(chosen) == value
+    return ast.unparse(given) == tests[1] and value is some
+
+
+def _tests(workers: ast.expr) -> tuple[str, str]:
+    """Return what says that there are some of these workers."""
+    return ast.unparse(workers), ast.unparse(ast.Compare(workers, [ast.Gt()], [ast.Constant(0)]))
+
+
 def _is_off_without(value: ast.expr, workers: ast.expr) -> bool:
     """Return whether a value is false where these workers are none: `4 if workers > 0 else None`, `workers > 0`."""
-    some = (ast.unparse(workers), ast.unparse(ast.Compare(workers, [ast.Gt()], [ast.Constant(0)])))
+    some = _tests(workers)
     if isinstance(value, ast.IfExp):
         return ast.unparse(value.test) in some and is_literal(value.orelse) and not ast.literal_eval(value.orelse)
     parts = value.values if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.And) else [value]

@@ -45,6 +45,7 @@ _KINDS = {
     "drop_last": "loader",
     "dynamic": "compile",
     "mode": "compile",
+    "num_threads": "threads",
     "reshard_after_forward": "fsdp",
 }
 # Kinds of calls that all take the setting; for the others only the first does.
@@ -133,6 +134,8 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
         ]
     # What a library makes for the script's line takes no keyword there.
     found.sort(key=lambda call: bool(call.via))
+    if wanted.kind == "threads":
+        return found[-1:]  # the last one counts
     return found if wanted.kind in _EACH else found[:1]
 
 

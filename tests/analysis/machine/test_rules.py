@@ -153,6 +153,14 @@ THREADS = {
         ranks=[0, 1, 2, 3],
         never=["outside the job"],
     ),
+    "threads that a line sets": found(
+        waits(0.2, 0.4, 0.2, 0.2, workers=1, more={"calls": [call("threads", 7, "torch.set_num_threads(8)")]}),
+        None,
+        "`torch.set_num_threads(1)` (is 8, by `torch.set_num_threads(8)` at train.py:7)",
+        settings=[[("num_threads", 8, 1)]],
+        never=["OMP_NUM_THREADS"],
+        where=[("train.py", 7)],
+    ),
     "a core that the script chose": found(
         waits(0.4, threads=1, workers=1, more={"calls": [PINNED]}, **ITSELF),
         None,

@@ -516,6 +516,24 @@ def test_a_loader_is_to_have_no_workers_where_all_that_they_need_is_then_off(
         assert "cannot be set beside" in made.left_out[0][2]
 
 
+@pytest.mark.parametrize(
+    ("beside", "after"),
+    [
+        ("persistent_workers=args.workers > 0", "persistent_workers=args.workers > 0"),
+        ("persistent_workers=True if args.workers else False", "persistent_workers=True if args.workers else False"),
+        ("persistent_workers=False", "persistent_workers=args.workers > 0"),
+    ],
+)
+def test_what_a_loader_has_once_it_has_workers_is_left_alone(tmp_path: Path, beside: str, after: str) -> None:
+    text = PARSED + f"x = DataLoader(data, num_workers=args.workers, {beside})\n"
+    facts = written(tmp_path, {"t.py": text}, options=[OPTION], values={"num_workers": 0})
+    made = patch_of([facts], {"loader.num_workers": 4, "loader.persistent_workers": True})
+    assert not made.left_out
+    then = text.replace("default=0", "default=4").replace(beside, after).splitlines()
+    changed = [line for line in then if line not in text.splitlines()]
+    assert applied(tmp_path, made.text)["t.py"].splitlines() == changed
+
+
 def test_both_values_of_one_literal_are_not_set(tmp_path: Path) -> None:
     text = LOADER + "n = 4\nx = DataLoader(data, batch_size=n, num_workers=n)\n"
     facts = written(tmp_path, {"t.py": text}, values={"num_workers": 4, "batch_size": 4})

@@ -361,12 +361,19 @@ def test_which_call_takes_a_setting() -> None:
     assert sites([held], WORKERS) == []
     two = [Call("optimizer", "a.py", 5), Call("optimizer", "a.py", 6)]
     assert sites(two, FUSED) == two
+    set_twice = [Call("threads", "a.py", 5), Call("threads", "a.py", 6)]
+    assert sites(set_twice, Wanted("threads", {"num_threads": 2})) == set_twice[1:]
     assert whys([held], WORKERS) == ["no call that takes it was recorded (loader)"]
+
+
+def test_the_number_of_threads_is_edited() -> None:
+    source = b"import torch\ntorch.set_num_threads(1)\n"
+    assert edited(source, span_of(source), "threads", {"num_threads": 2}) == source.replace(b"1", b"2")
 
 
 def test_the_kind_of_call_of_each_setting() -> None:
     names = "num_workers drop_last bucket_cap_mb fused mode non_blocking OMP_NUM_THREADS num_threads lr"
-    kinds = ["loader", "loader", "ddp", "optimizer", "compile", "copy", "", "", ""]
+    kinds = ["loader", "loader", "ddp", "optimizer", "compile", "copy", "", "threads", ""]
     assert [kind_of(name) for name in names.split()] == kinds
     overrides = {"loader.num_workers": 2, "loader.pin_memory": True, "optimizer.fused": True}
     assert [*wanted_of(overrides)] == [Wanted("loader", {"num_workers": 2, "pin_memory": True}), FUSED]

@@ -33,7 +33,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.cores import core_waits, freed, line_of, throttling
+from dlprof.analysis.machine.cores import core_waits, freed, line_of, threads_set_by, throttling
 from dlprof.analysis.machine.samples import LITTLE, foreign_load, outside, sample_means
 from dlprof.analysis.panel import named, table
 from dlprof.analysis.step.savings import own_time, saving
@@ -147,10 +147,16 @@ def _configured(job: Job, rank: int, threads: int) -> str:
     return configured if configured.isdecimal() and int(configured) < threads else ""
 
 
+def _sets_them(job: Job, rank: int, threads: int) -> bool:
+    """Return whether a rank's script sets its threads, so that no variable does."""
+    line = line_of(job, rank, "threads")
+    return bool(_configured(job, rank, threads)) or (line is not None and "set_num_threads" in line.what)
+
+
 def _trial(job: Job, row: pd.Series[float], workers: int) -> str:
     """Say how to measure the gain of a rank with loader workers on the cores of its threads."""
     if row["threads"] > 1:
-        name = "torch.num_threads" if _configured(job, int(row["rank"]), int(row["threads"])) else "env.OMP_NUM_THREADS"
+        name = "torch.num_threads" if _sets_them(job, int(row["rank"]), int(row["threads"])) else "env.OMP_NUM_THREADS"
         return f"`dlprof try` with `--set {name}={max(1, int(row['cores']) - workers)}` measures it"
     return f"`dlprof try` with `--set loader.num_workers={workers - 1}` measures it"
 
@@ -161,6 +167,9 @@ def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...
     if configured := _configured(job, rank, threads):
         words = f"`torch.set_num_threads({left})` (is {threads}, although `OMP_NUM_THREADS={configured}` is set)"
         fewer = change(words, num_threads=(threads, left))
+    elif _sets_them(job, rank, threads):
+        by = threads_set_by(job, rank)
+        fewer = change(f"`torch.set_num_threads({left})` (is {threads}{by})", num_threads=(threads, left))
     else:
         words = f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"
         fewer = change(words, OMP_NUM_THREADS=(threads, left))
