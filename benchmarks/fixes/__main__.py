@@ -44,8 +44,8 @@ PAIRS, STEPS, SECONDS, LIMIT_S = 4, 60, 6.0, 120.0
 class Case:
     """A command to fix, which runs in `cwd` below a copy of `files`.
 
-    `files`: a folder, or files of one. `fix`: options of `dlprof fix`. `env`: variables that the job needs. `data`: what it
-    reads, which benchmarks.field_data makes in `cwd`.
+    `files`: a folder, or files of one. `fix`: options of `dlprof fix`. `env`: variables that the job needs. `data`: its
+    name in benchmarks.field_data.
     """
 
     name: str
