@@ -7,11 +7,9 @@ The calls of the user's that ranks recorded.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,19 +286,3 @@ def busiest(facts: Mapping[str, Any], phase: str, after: str, names: Collection[
 def call_sites(job: Job = needs(JOB)) -> list[Call]:
     """Return the calls of the script that were recorded, each once over all ranks; none of foreign traces."""
     return calls_of(job.facts[rank] for rank in job.ranks)
-
-
-def call_of(call: Call) -> ast.Call | None:
-    """Return the syntax of a recorded call from what is kept of its line; None: it is not known which one it is."""
-    length = call.span.end_column - call.span.column
-    for text in (call.source, f"{call.source} pass"):
-        with suppress(SyntaxError, ValueError):
-            calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
-            found = [node for node in calls if len(ast.get_source_segment(text, node) or "") == length]
-            return found[0] if len(found) == 1 else None
-    return None
-
-
-def is_name(node: ast.AST) -> bool:
-    """Return whether an expression is a name or an attribute of one: `self.net`."""
-    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and is_name(node.value))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlprof import redaction
+from dlprof.analysis.source import formats
 from dlprof.analysis.source.configuration import Change
 from dlprof.analysis.source.edits import (
     Call,
@@ -44,6 +45,7 @@ _KINDS = {
     "batch_size": "loader",
     "drop_last": "loader",
     "dynamic": "compile",
+    "memory_format": "format",
     "mode": "compile",
     "num_threads": "threads",
     "reshard_after_forward": "fsdp",
@@ -127,6 +129,8 @@ def _call(row: Any, directory: str, job: Recorded) -> Call | None:
 
 def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
     """Return the calls that such settings stand in, or belong to."""
+    if wanted.kind == "format":
+        return formats.sites(calls)
     found = [call for call in calls if call.kind == wanted.kind]
     if wanted.kind == "loader":
         found = [c for c in found if wanted.role in c.roles] or [
@@ -148,9 +152,10 @@ def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
         named_settings = ", ".join(wanted.settings)
         there = sites(calls, wanted)
         if not there:
-            left_out.append(
-                (named_settings, "", f"no call that takes it was recorded ({wanted.kind or 'no keyword sets it'})")
-            )
+            why = f"no call that takes it was recorded ({wanted.kind or 'no keyword sets it'})"
+            if wanted.kind == "format":
+                why = "it is not sure which expressions are the model and its images"
+            left_out.append((named_settings, "", why))
         for call in there:
             mine = (call.file, call.line, call.span.column)
             settings = {name: v for name, v in wanted.settings.items() if (*mine, name) not in taken}
@@ -208,6 +213,12 @@ class _Sources:
         if call.file not in files:
             files[call.file] = read_file(call.directory, call.file, call.digest), {}
         text, edits = files[call.file]
+        if "memory_format" in settings:
+            change = _appended(call, text)
+            edits[change.begin, change.end] = change
+            _after(text, edits)
+            self._files = files
+            return
         node = find(parsed(utf8(text)), call.span, call.kind) if call.line else None
         if node is not None:
             settings = with_others(node, settings)
@@ -254,6 +265,19 @@ class _Sources:
             changes = [one for one in edits.values() if isinstance(one, Change)]
             found += [(file, one.line, " ".join(lines[one.line - 1].split())) for one in changes]
         return tuple(found)
+
+
+def _appended(call: Call, text: bytes) -> Change:
+    """Return the edit that lays out the model, or its images, in a call: see formats.py."""
+    at = (call.span.line, call.span.end_line, call.span.column, call.span.end_column)
+    calls = (node for node in ast.walk(parsed(utf8(text))) if isinstance(node, ast.Call))
+    node = next((c for c in calls if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == at), None)
+    given = None if node is None else formats.target(call, node)
+    name = formats.format_of(call)
+    if given is None or not name:
+        raise NotEditable("there is no such call on that line")
+    end = Lines(text).span(given)[1]
+    return Change(call.file, end, end, f".to(memory_format=torch.{name})".encode(), given.lineno)
 
 
 def _after(text: bytes, edits: Mapping[object, _Edit]) -> bytes:

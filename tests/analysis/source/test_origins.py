@@ -635,6 +635,49 @@ def test_a_recorded_job_has_the_new_values_once_its_files_are_edited(tmp_path: P
     assert [one["num_workers"] for one in recorded("after")["loaders"]] == [1, 2, 3, 4]
 
 
+CONVOLVES = """import torch
+from torch import nn
+
+def main():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    net(torch.zeros(1, 3, 8, 8))
+    model = net.to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(30):
+        images, target = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
+        loss = nn.functional.cross_entropy(model(images), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+main()
+"""
+
+
+@pytest.mark.long
+def test_a_recorded_model_and_its_images_are_laid_out_by_an_edit(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / "train.py").write_text(CONVOLVES)
+
+    def recorded(name: str) -> Any:
+        record(job / "train.py", folder=tmp_path / name, options=["--no-trace"])
+        return recorded_facts(tmp_path / name / "ranks/00000")
+
+    facts = recorded("before")
+    made = patch_of([facts], {"model.memory_format": "channels_last"})
+    assert made.left_out == ()
+    assert applied(job, made.text)["train.py"] == (
+        '    model = net.to("cpu").to(memory_format=torch.channels_last)\n'
+        "        loss = nn.functional.cross_entropy(model(images.to(memory_format=torch.channels_last)), target)\n"
+    )
+    laid_out = [bool(of["models"][0].get("channels_last")) for of in (facts, recorded("after"))]
+    assert laid_out == [False, True]
+    unsure = {**facts, "calls": [one for one in facts["calls"] if one["kind"] not in ("model", "optimizer")]}
+    ((name, _, why),) = patch_of([unsure], {"model.memory_format": "channels_last"}).left_out
+    assert (name, why) == ("memory_format", "it is not sure which expressions are the model and its images")
+
+
 TRAINER = {"via": "Trainer._get_dataloader (transformers/trainer.py:1051)"}
 TRAIN = "from transformers import *\n{}\nTrainer(model, args).train()\n"
 PARSES = "(args,) = HfArgumentParser(C).parse_{}"

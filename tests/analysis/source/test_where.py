@@ -16,7 +16,8 @@ from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.source.line_shares import busiest, call_of, call_sites, line_shares, over_ranks
+from dlprof.analysis.source.formats import call_of
+from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, over_ranks
 from dlprof.analysis.source.options import Option
 from dlprof.analysis.source.patches import Call, Span
 from dlprof.analysis.source.where import (

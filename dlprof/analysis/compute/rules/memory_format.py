@@ -19,9 +19,7 @@ images; `torch.channels_last_3d` for volumes. `--set model.memory_format=channel
 from __future__ import annotations
 
 import ast
-import builtins
 import math
-from collections.abc import Iterator
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
@@ -29,8 +27,9 @@ from dlprof.analysis.compute.layouts import nchw
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import call_of, call_sites, is_name
-from dlprof.analysis.source.patches import Call
+from dlprof.analysis.source import formats
+from dlprof.analysis.source.edits import Call
+from dlprof.analysis.source.line_shares import call_sites
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
@@ -102,9 +101,14 @@ def _change(calls: list[Call], name: str) -> Change:
     """
     to = f"`.to(memory_format=torch.{name})`"
     forward = next((call for call in calls if call.kind == "forward"), None)
-    run = call_of(forward) if forward and forward.takes else None  # the line calls the model itself
-    model = next(_models(calls, _last(run.func) if run else ""), "")
-    images = _images(forward, run, 4 if name == "channels_last" else 5) if forward and run else ""
+    run = formats.call_of(forward) if forward and forward.takes else None  # the line calls the model itself
+    model = next(map(_model, formats.models(calls, formats.last_name(run.func) if run else "")), "")
+    given = formats.target(forward, run) if forward and run and formats.format_of(forward) == name else None
+    images = (
+        f"`{ast.unparse(given)}` in `{ast.unparse(run)}` at {forward.file}:{forward.line}"
+        if given and run and forward
+        else ""
+    )
     called = f" (the model is called at {forward.file}:{forward.line})" if forward and forward.takes else ""
     made = next((f" at {call.file}:{call.line}" for call in calls if call.kind == "optimizer" and not call.via), "")
     if model:
@@ -115,35 +119,14 @@ def _change(calls: list[Call], name: str) -> Change:
     return change(text, memory_format=("contiguous_format", "channels_last"))
 
 
-def _models(calls: list[Call], called: str) -> Iterator[str]:
-    """Yield where the whole model stands: as it is moved, or as the one whose parameters the optimizer gets."""
-    for call in sorted(calls, key=lambda call: call.kind):
-        node = None if call.via or not call.torch else call_of(call)
-        if node is None:
-            continue
-        if call.kind == "model" and call.whole and ast.unparse(node.func).endswith((".to", ".cuda")):
-            yield f"`{ast.unparse(node)}` at {call.file}:{call.line}"
-        given = node.args[0] if call.kind == "optimizer" and node.args else None
-        of = given.func if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) else None
-        if of is not None and of.attr == "parameters" and is_name(of.value) and called == _last(of.value):
-            line = f"{ast.unparse(node.func)}({ast.unparse(of)}(), …)"
-            yield f"`{ast.unparse(of.value)}` in `{line}` at {call.file}:{call.line}"
-
-
-def _images(call: Call, node: ast.Call, rank: int) -> str:
-    """Return where the model gets a tensor of images of so many dimensions; "": not known."""
-    if not call.torch or call.via or len(node.args) != len(call.takes) or rank not in call.takes:
+def _model(call: Call) -> str:
+    """Return where the whole model stands, in words."""
+    node = formats.call_of(call)
+    whole = None if node is None else formats.target(call, node)
+    if node is None or whole is None:
         return ""
-    if not is_name(node.func) or hasattr(builtins, _last(node.func)):  # list(map(model, batches))
-        return ""
-    given = node.args[call.takes.index(rank)]
-    if not is_name(given) and not isinstance(given, (ast.Call, ast.Subscript)):
-        return ""
-    return f"`{ast.unparse(given)}` in `{ast.unparse(node)}` at {call.file}:{call.line}"
-
-
-def _last(node: ast.AST) -> str:
-    return ast.unparse(node).rpartition(".")[2] if is_name(node) else ""
+    inside = "" if whole is node else f" in `{ast.unparse(node.func)}({ast.unparse(whole)}.parameters(), …)`"
+    return f"`{ast.unparse(whole)}`{inside} at {call.file}:{call.line}"
 
 
 RULE = Rule("Memory format of convolutions", check, explain, saves_from=("computation", "launch_latency"))

@@ -18,7 +18,9 @@ have used it up: that counts as waiting, whatever the number of threads, where t
 Saving: the main thread's waiting gone, and on a CPU, where an operator goes on only while all its threads have a core,
 that of its pool's; with fewer threads each has more of the work. Less the share of programs outside the job in the
 cores in use. A pool's threads may also spin while they wait for each other, which the kernel counts as computing: where
-they do, more is saved; where all that a rank used of the cores was work, less, which the report gives as well.
+they do, more is saved; where all that a rank used of the cores was work, less, which the report gives as well. A bound
+where the threads are to be fewer than the rank's cores, for the sake of its loader's workers: one thread instead of
+four, on two cores with one worker, gained 1.09 × where the bound was 1.83 ×.
 
 What to change: as many threads as a rank has cores to itself, less its loader workers, unless the loader is idle:
 `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
@@ -136,6 +138,7 @@ def explain(
         f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread waits for one.{held}",
         changes=changes,
         evidence=table("Threads and cores", named(core_waits), _COLUMNS, _MOST_RANKS),
+        at_most=_left(job, rank, cores) < cores,
         sure=sure,
         where=() if line is None else (line,),
     )
@@ -161,9 +164,14 @@ def _trial(job: Job, row: pd.Series[float], workers: int) -> str:
     return f"`dlprof try` with `--set loader.num_workers={workers - 1}` measures it"
 
 
+def _left(job: Job, rank: int, cores: int) -> int:
+    """Return how many of a rank's cores its loader's workers leave it."""
+    return max(1, cores - (settings.training_loader(job, rank).get("num_workers") or 0))
+
+
 def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...]:
     workers = settings.training_loader(job, rank).get("num_workers") or 0
-    left = max(1, cores - workers)
+    left = _left(job, rank, cores)
     if configured := _configured(job, rank, threads):
         words = f"`torch.set_num_threads({left})` (is {threads}, although `OMP_NUM_THREADS={configured}` is set)"
         fewer = change(words, num_threads=(threads, left))
