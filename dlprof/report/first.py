@@ -7,7 +7,6 @@ the next changes, those of the training, and what was looked at.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,15 +52,13 @@ _OPENINGS = {
 }
 
 # What lets rules judge that did not: an option of `dlprof wrap` ("": none), in words, and what their reasons say then.
-_UNLOCKS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
-    ("--memory", "with --memory", re.compile("--memory")),
-    ("--shapes", "with --shapes", re.compile("--shapes")),
-    ("", "without --no-trace", re.compile("--no-trace")),
-    ("", "without --no-sample", re.compile("--no-sample")),
-    ("", "in a longer run", re.compile("record (longer|more)|too (few|seldom)|fewer than|the job ended")),
+_UNLOCKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("--memory", "with --memory", ("--memory",)),
+    ("--shapes", "with --shapes", ("--shapes",)),
+    ("", "without --no-trace", ("--no-trace",)),
+    ("", "without --no-sample", ("--no-sample",)),
+    ("", "in a longer run", ("record longer", "record more", "too few", "too seldom", "fewer than", "the job ended")),
 )
-# Of a recording of another tool.
-_RECORDED = re.compile("dlprof wrap")
 # Findings of what Python does, for which it is worth to know how long each line takes.
 _BY_LINE = ("costly_line", "host_bound", "input_wait", "step_python")
 
@@ -311,12 +308,15 @@ def unlock(result: Result) -> Unlock | None:
     """Return what would let a recording like this one say most more; None: nothing is known to."""
     lacking = [o.why for o in result.outcomes if o.state == "not_measured"]
     if not result.run.command:
-        checks = sum(bool(_RECORDED.search(why)) for why in lacking)
+        checks = sum("dlprof wrap" in why for why in lacking)
         return Unlock("", "if dlprof records the job", checks) if checks else None
     lead = result.found[0] if result.found else None
     if lead and lead.id in _BY_LINE and not any(change.diff for change in lead.changes) and not _has_lines(result):
         return Unlock("--lines auto", "would time each line of the hottest functions", 0)
-    found = [Unlock(option, words, sum(bool(of.search(why)) for why in lacking)) for option, words, of in _UNLOCKS]
+    found = [
+        Unlock(option, words, sum(any(sign in why for sign in signs) for why in lacking))
+        for option, words, signs in _UNLOCKS
+    ]
     most = max(found, key=lambda one: one.checks)
     return most if most.checks else None
 
