@@ -444,7 +444,7 @@ return found;
 A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
 
 
-@pytest.mark.parametrize(("name", "most"), [("training", 5), ("healthy", 3), ("died", 4)])
+@pytest.mark.parametrize(("name", "most"), [("training", 4), ("healthy", 3), ("died", 4)])
 def test_a_printed_report_is_a_few_pages_on_which_nothing_lies_over_another(opened: Open, name: str, most: int) -> None:
     browser = opened(name)
     pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"])
