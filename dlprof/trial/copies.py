@@ -44,6 +44,9 @@ _WRITTEN = (".bin", ".ckpt", ".db", ".log", ".onnx", ".pkl", ".pt", ".pth", ".py
 # The folder above is linked to, too, for paths such as ../data: if it holds no more than this.
 _MOST_BESIDE = 200
 
+# Of a repository, so many folders above are looked at.
+_MOST_ABOVE = 5
+
 
 def to_link(folder: Path, skip: Path, since_s: float) -> set[Path]:
     """Return what a copy of a folder links to: large files and folders of data that are older than the recording, and
@@ -97,24 +100,45 @@ def _is_data(folder: Path, since_s: float) -> bool:
 def copied(folder: Path, to: Path, since_s: float = 0.0) -> tuple[Path, set[Path]]:
     """Copy a folder; return the copy, and what it links to instead (see `to_link`). `to.parent` is made for it.
 
-    Raises DlprofError if the folder holds too much, or cannot be copied. Links are copied as links. If the copy lies
-    within the folder it is not copied itself.
+    In a repository the copy stands in its folders above, too, with links to what is in them, for paths such as
+    ../../data. Raises DlprofError if the folder holds too much, or cannot be copied. Links are copied as links. If the
+    copy lies within the folder it is not copied itself.
     """
     try:
-        links = to_link(folder, to.parents[1], since_s)
+        place, whole = to.parents[1], folder.resolve()
+        links = to_link(folder, place, since_s)
 
         def left_out(root: str, names: list[str]) -> set[str]:
-            return {n for n in names if Path(root, n) in links or _is_left_out(Path(root, n), to.parents[1])}
+            return {n for n in names if Path(root, n) in links or _is_left_out(Path(root, n), place)}
 
+        top = _repository(whole)
+        to = to.parent / whole.parent.relative_to(top) / to.name
         shutil.copytree(folder, to, symlinks=True, ignore=left_out)
         for path in links:
             (to / path.relative_to(folder)).symlink_to(path)
-        beside = [path for path in folder.resolve().parent.iterdir() if path.name != to.name]
-        for path in beside if len(beside) <= _MOST_BESIDE else ():
-            (to.parent / path.name).symlink_to(path)
+        inner, made = whole, to
+        while inner != top:
+            beside = [path for path in inner.parent.iterdir() if path.name != inner.name]
+            if inner != whole:  # what the job writes there, it writes elsewhere now
+                beside = [path for path in beside if path.name not in _LEFT_OUT and not _is_new(path, since_s)]
+            inner, made = inner.parent, made.parent
+            for path in beside if len(beside) <= _MOST_BESIDE else ():
+                (made / path.name).symlink_to(path)
     except (OSError, shutil.Error) as e:
         raise DlprofError(f"{folder} cannot be copied: {str(e)[:300]}") from None
     return to, links
+
+
+def _repository(folder: Path) -> Path:
+    """Return the folder above that is a repository; the next one above if there is none near."""
+    above = [] if (folder / ".git").exists() else [*folder.parents][:_MOST_ABOVE]
+    return next((one for one in above if (one / ".git").exists()), folder.parent)
+
+
+def _is_new(path: Path, since_s: float) -> bool:
+    """Return whether something, or what a folder holds, was changed since then."""
+    inside = path.iterdir() if path.is_dir() and os.access(path, os.R_OK) else ()
+    return any(one.lstat().st_mtime >= since_s for one in (path, *inside))
 
 
 def edit_in(folder: Path, edit: Patch) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -179,6 +180,9 @@ class Runner:
             words += ["--set", f"{name}={value}"]
         allowed = self.allow_numerics or overrides.changes_numbers(self.job.settings)
         command = [moved(word, self.job.cwd, cwd) for word in self.job.command]
+        program = Path(command[0])
+        if len(program.parts) > 1 and not program.is_absolute() and not (cwd / program).exists():
+            command[0] = os.path.abspath(self.job.cwd / program)  # noqa: PTH100 - a link in an environment stays one
         return [*words, *(["--allow-numerics"] if allowed else []), "--", *command]
 
     def _judged(

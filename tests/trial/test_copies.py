@@ -126,3 +126,29 @@ def test_which_settings_only_an_edit_makes() -> None:
         False,
         True,
     ]
+
+
+def test_in_a_repository_what_stands_above_is_linked_to_but_what_the_job_wrote(tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    old = {
+        "a/b/job/train.py": "x",
+        "a/b/beside/c": "y",
+        "a/data/c": "z",
+        "conf/c": "1",
+        ".git/config": "",
+        "runs/r": "",
+    }
+    for name, text in {**old, "a/out/last.txt": "new"}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for path in [*root.rglob("*"), root]:
+        if "out" not in path.parts:
+            os.utime(path, (RECORDED_S - 10, RECORDED_S - 10))
+    copy, _ = copied(root / "a/b/job", tmp_path / "try/0001-copy/job", RECORDED_S)
+    assert copy == tmp_path / "try/0001-copy/a/b/job"
+    read = {name: (copy / name).read_text() for name in ("train.py", "../beside/c", "../../data/c", "../../../conf/c")}
+    assert [*read.values()] == ["x", "y", "z", "1"]
+    assert not (copy / "../../out").exists()
+    assert not (copy / "../../../runs").exists()
+    (root / "a/b/job/.git").mkdir()  # a repository of its own
+    assert copied(root / "a/b/job", tmp_path / "try/0002-copy/job", RECORDED_S)[0] == tmp_path / "try/0002-copy/job"

@@ -273,3 +273,16 @@ def test_one_that_is_ignored_stays_so() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interpreter_above_the_folder_is_started_there(tmp_path: Path) -> None:
+    for given, started in (
+        ("../../env/python", str(tmp_path / "env/python")),
+        ("bin/python", "bin/python"),
+        ("python", "python"),
+    ):
+        run = Runner(Job((given, "../t.py"), tmp_path / "a/b", {}, {}), tmp_path, 1, lambda: False)
+        (tmp_path / "copy/bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy/bin/python").touch()
+        said = run._words({}, tmp_path / "run", tmp_path / "copy")
+        assert said[said.index("--") + 1 :] == [started, "../t.py"]
