@@ -247,14 +247,14 @@ def _range(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    what = row["what"] if row["case"] not in row["what"] else ""
+    name = f"`{row['case']}`: {row['what']}"
     minutes = f"{row['minutes']:.1f}"
     if "state" not in row:
-        return f"`{row['case']}`: {what}", f"failed: {' '.join(map(str, row['error']))}", "", "", "", minutes
+        return name, f"failed: {' '.join(map(str, row['error']))}", "", "", "", minutes
     if not row["kept"]:
         verdicts = Counter(a["verdict"].replace("_", " ") for a in row.get("tried", ()))
         tried = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
-        return f"`{row['case']}`: {what}", f"nothing{f' ({tried})' if tried else ''}", "", "", "", minutes
+        return name, f"nothing{f' ({tried})' if tried else ''}", "", "", "", minutes
     kept = ", ".join(f"`{name}={value}`" for name, value in row["kept"].items())
     gain = row["printed"]
     printed = f"{gain['ratio']:.2f} ×" + (f" ({gain['low']:.2f} to {gain['high']:.2f})" if gain["low"] else "")
@@ -265,7 +265,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         measured = "not measured" if row["applies"] else "does not apply"
     else:
         measured = "no patch: said in words"
-    return f"`{row['case']}`: {what}", kept, printed, measured, _LOSSES.get(row["losses"], row["losses"]), minutes
+    return name, kept, printed, measured, _LOSSES.get(row["losses"], row["losses"]), minutes
 
 
 @click.command()
