@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,12 +97,13 @@ def at_end(result: Result) -> AtEnd | None:
     failed = result.found[0] if result.found else None
     if failed is None or failed.id != "out_of_memory" or result.footprint is None or not result.footprint.devices:
         return None
-    devices = result.footprint.devices
-    device = next((d for d in devices if d.rank == result.footprint.rank), devices[0])
+    of_rank = [d for d in result.footprint.devices if d.rank == result.footprint.rank and d.bytes > 0]
     peak = failed.changes[0].peak_bytes if failed.changes else None
-    needed, then = peak or (device.bytes, None)
-    if device.bytes <= 0 or needed <= 0:
+    if not of_rank or (peak is None and len(of_rank) > 1) or (peak is not None and peak[0] <= 0):
         return None
+    # Of a rank's GPU and host, the one whose count comes nearest to what was needed.
+    device = min(of_rank, key=lambda d: abs(math.log(d.bytes / peak[0])) if peak else 0.0)
+    needed, then = peak or (device.bytes, None)
     parts = {_look_name(p.part): p.bytes * needed / device.bytes for p in device.parts if p.bytes > 0}
     known = sorted(parts, key=lambda name: _ORDER.get(name, len(_ORDER)))
     return AtEnd({name: parts[name] for name in known}, then, max(needed, device.total_bytes or 0.0))
