@@ -99,7 +99,7 @@ def at_end(result: Result) -> AtEnd | None:
         return None
     of_rank = [d for d in result.footprint.devices if d.rank == result.footprint.rank and d.bytes > 0]
     peak = failed.changes[0].peak_bytes if failed.changes else None
-    if not of_rank or (peak is None and len(of_rank) > 1) or (peak is not None and peak[0] <= 0):
+    if not of_rank or (peak is None and len(of_rank) > 1) or (peak is not None and not 0 < peak[0] < math.inf):
         return None
     # Of a rank's GPU and host, the one whose count comes nearest to what was needed.
     device = min(of_rank, key=lambda d: abs(math.log(d.bytes / peak[0])) if peak else 0.0)
