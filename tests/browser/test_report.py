@@ -343,9 +343,9 @@ def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
         WebDriverWait(browser, 20).until(lambda b: set(b.execute_script(widths)) - {0} == {680})
         WebDriverWait(browser, 20).until(lambda b: b.execute_script(label) == rgb(drawing.INK))
         assert browser.execute_script("return getComputedStyle(document.body).color") == rgb(drawing.INK)
-        for gone in ("nav", ".keys", ".finding > details", ".onward", "#run", "button.copy"):
+        for gone in ("nav", ".keys", ".finding > details", ".onward", "#run", "#checked", "button.copy"):
             assert not browser.execute_script(shown, gone)
-        for kept in ("h1", ".bars", ".legend", ".advice", "#checked", "#facts"):
+        for kept in ("h1", ".bars", ".legend", ".advice", "#facts"):
             assert browser.execute_script(shown, kept)
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
@@ -444,7 +444,7 @@ return found;
 A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
 
 
-@pytest.mark.parametrize(("name", "most"), [("training", 4), ("healthy", 3), ("died", 4)])
+@pytest.mark.parametrize(("name", "most"), [("training", 5), ("healthy", 3), ("died", 4)])
 def test_a_printed_report_is_a_few_pages_on_which_nothing_lies_over_another(opened: Open, name: str, most: int) -> None:
     browser = opened(name)
     pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"])
@@ -476,9 +476,10 @@ def test_the_buttons_copy_the_command_and_the_report_for_an_agent(opened: Open, 
         button.send_keys(Keys.ENTER)
         WebDriverWait(button, 10).until(lambda b: b.text == "Copied")
         copied.append(browser.execute_script("return window.read()"))
-    # The first one is for the command, the last one for an agent.
+    # The first is for the command, the next for what would let more be known, the last one for an agent.
     assert copied == [
         "dlprof try runs/ddp_resnet --change 1",
+        "dlprof wrap --shapes ddp_resnet.py",
         brief.markdown(results.ddp(), "runs/ddp_resnet", lambda _: None),
     ]
     assert complaints(browser) == []

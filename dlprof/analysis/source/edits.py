@@ -40,9 +40,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded of a job's files and command line: the digest of each file, by name, and argparse's options."""
+    """What was recorded of a job's files and command line: the digest of each file, by name, and argparse's options.
+
+    `device`: the type of its device, "cuda".
+    """
 
     directory: str = ""
+    device: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[Mapping[str, Any]] = ()
     argv: Sequence[str] = ()

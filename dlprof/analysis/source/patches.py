@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlprof import redaction
-from dlprof.analysis.source import formats
+from dlprof.analysis.source import blocks, formats
 from dlprof.analysis.source.configuration import Change
 from dlprof.analysis.source.edits import (
     Call,
@@ -42,6 +42,8 @@ _MOST_CALLS = 200  # of a rank
 
 # The kind of call that takes a setting as a keyword, where it is not the group of the setting's override.
 _KINDS = {
+    "autocast": "autocast",
+    "autocast_dtype": "autocast",
     "batch_size": "loader",
     "drop_last": "loader",
     "dynamic": "compile",
@@ -101,7 +103,9 @@ def calls_of(facts: Iterable[Mapping[str, Any]]) -> list[Call]:
 def _recorded(facts: Mapping[str, Any]) -> Recorded:
     files = {str(row["file"]): str(row.get("digest") or "") for row in facts.get("files") or () if row.get("file")}
     options = [row for row in facts.get("options") or () if isinstance(row, Mapping)]
-    return Recorded(str(facts.get("directory") or ""), files, options, [*map(str, facts.get("argv") or ())])
+    device = facts.get("device")
+    kind = str(device.get("type") or "") if isinstance(device, Mapping) else ""
+    return Recorded(str(facts.get("directory") or ""), kind, files, options, [*map(str, facts.get("argv") or ())])
 
 
 def _call(row: Any, directory: str, job: Recorded) -> Call | None:
@@ -131,6 +135,8 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
     """Return the calls that such settings stand in, or belong to."""
     if wanted.kind == "format":
         return formats.sites(calls)
+    if wanted.kind == "autocast":
+        return [*(blocks.pair(calls) or ())[:1]]
     found = [call for call in calls if call.kind == wanted.kind]
     if wanted.kind == "loader":
         found = [c for c in found if wanted.role in c.roles] or [
@@ -145,7 +151,7 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
 
 def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
     """Return the diff that gives the calls these settings; the first of two values for one setting counts."""
-    sources = _Sources()
+    sources = _Sources(calls)
     left_out: list[tuple[str, str, str]] = []
     taken: set[tuple[str, int, int, str]] = set()
     for wanted in requests:
@@ -155,6 +161,8 @@ def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
             why = f"no call that takes it was recorded ({wanted.kind or 'no keyword sets it'})"
             if wanted.kind == "format":
                 why = "it is not sure which expressions are the model and its images"
+            if wanted.kind == "autocast":
+                why = "it is not sure where the forward pass begins and ends"
             left_out.append((named_settings, "", why))
         for call in there:
             mine = (call.file, call.line, call.span.column)
@@ -199,7 +207,8 @@ _Edit = (
 class _Sources:
     """The files that are edited: each as it was recorded, and its edits by their places."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
         self._files: dict[str, tuple[bytes, dict[object, _Edit]]] = {}
 
     def edit(self, call: Call, settings: Mapping[str, Value]) -> None:
@@ -213,9 +222,15 @@ class _Sources:
         if call.file not in files:
             files[call.file] = read_file(call.directory, call.file, call.digest), {}
         text, edits = files[call.file]
+        made: list[Change] = []
         if "memory_format" in settings:
-            change = _appended(call, text)
-            edits[change.begin, change.end] = change
+            made = [_appended(call, text)]
+        elif both := blocks.pair(self._calls) if "autocast" in settings or "autocast_dtype" in settings else None:
+            if not {*settings.values()} <= {"bf16", "bfloat16"} or not call.job.device:
+                raise NotEditable("only autocast to bfloat16 is an edit: float16 needs a GradScaler, too")
+            made = blocks.autocast(*both, text)
+        if made:
+            edits.update(((one.begin, one.end), one) for one in made)
             _after(text, edits)
             self._files = files
             return

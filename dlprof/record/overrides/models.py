@@ -125,7 +125,8 @@ class _Models:
             device = next(module.parameters()).device.type
             before = "off"
             if torch.is_autocast_enabled(device):
-                before = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+                now = torch.get_autocast_dtype(device)
+                before = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(now, str(now))
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(self._autocast))
             context = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
             self._effects.took(_AUTOCAST, before)

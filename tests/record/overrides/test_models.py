@@ -51,7 +51,7 @@ def test_autocast_of_the_scripts_own_is_overridden() -> None:
     with overriding(install, "torch.autocast=off") as effects, torch.autocast("cpu", dtype=torch.bfloat16):
         net(torch.ones(3, 4))
         assert net.dtypes == [torch.float32]
-        assert done(effects, AUTOCAST) == (1, ["bfloat16"], None)
+        assert done(effects, AUTOCAST) == (1, ["bf16"], None)
 
 
 def test_a_loss_function_is_no_model_and_one_without_convolutions_is_not_laid_out() -> None:
