@@ -46,7 +46,8 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     why = wrap(one.why, width, "  ")[:3] if one.why else []
     place = _first(wrap(one.place, width, "  "), 1, width, "  ") if one.place else []
     code = _first(wrap(one.detail, width, "    → ", "      "), 2, width, "      ") if one.detail else []
-    code += [_coloured(_cut(line, width, "    "), line, paint) for line in one.diff[:8]]
+    edit = [_coloured(_cut(line, width, "    "), line, paint) for line in one.diff[:8]]
+    changed = [text for text, line in zip(edit, one.diff, strict=False) if line[:1] in ("-", "+")]
     proof = [f"  Try it:  {paint(one.command, '1')}"] if one.command.startswith("dlprof try") else []
     proof = proof or (wrap(f"Then record it again, and: {one.command}", width, "  ") if one.command else [])
     bars = _before_and_after(result, one, width, colour)
@@ -64,9 +65,9 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     pieces = [
         [*head, *shown, ""],
         why,
-        [*place, *code],
+        [*place, *code, *edit],
         proof,
-        [""] if why or place or code else [],
+        [""] if why or place or code or edit else [],
         blamed,
         bars,
         job,
@@ -75,7 +76,9 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     ]
     for least, keep in ((5, 0), (1, 1), (2, 4), (8, 2), (7, 1), (2, 3), (8, 1), (6, 1), (2, 1), (8, 0), (7, 0), (1, 0)):
         if sum(map(len, pieces)) > MOST_LINES:
-            pieces[least] = pieces[least][:keep]
+            # Of an edit the lines around it go first.
+            left = [*place, *code, *changed] if least == 2 else pieces[least]
+            pieces[least] = _first(left, keep, width, "  ") if least == 1 and keep else left[:keep]
     return "\n".join(line.replace(NBSP, " ").rstrip() for piece in pieces for line in piece) + "\n"
 
 

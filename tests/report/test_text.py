@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP, plain
-from dlprof.report import first, formatting, html, in_model, logged, verdict
+from dlprof.report import first, formatting, html, in_model, logged, terminal, verdict
 from dlprof.report.figures import drawing, screen, shapes
 from dlprof.report.sharing import shareable
 from dlprof.result import (
@@ -621,6 +621,21 @@ def test_bars_of_the_first_screen_add_up_and_what_is_gone_is_the_gain() -> None:
     told = {name: words(time) for _, name, time in made.legend}
     assert (told["Communication"], told["Computation"]) == ("50.4 → 4.43 ms", "124.5 ms")
     assert screen.made(results.empty(), first.first(results.empty(), "", planning.named)) is None
+
+
+def test_of_an_edit_that_does_not_fit_the_changed_lines_are_kept() -> None:
+    diff = "@@ -1,5 +1,6 @@\n a = 1\n b = 2\n-c = f(b)\n+with g():\n+    c = f(b)\n d = 3\n e = 4\n"
+    result = results.ddp()
+    lead = replace(result.changes[0], change=replace(result.changes[0].change, diff=diff))
+    crowded = replace(result, changes=(lead, *result.changes[1:]))
+    shown = terminal.first(crowded, "runs/a", planning.named, 80).splitlines()
+    assert len(shown) <= 22
+    assert [line.strip() for line in shown if line.strip()[:2] in ("- ", "-c", "+w", "+ ")] == [
+        "-c = f(b)",
+        "+with g():",
+        "+    c = f(b)",
+    ]
+    assert "    a = 1" not in shown
 
 
 LINES_OF = Panel("table", "Line by line: f, in the rank", (("1", 2.0),), ("line", "hits"))
