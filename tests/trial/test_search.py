@@ -218,6 +218,19 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(noise: float) -> None:
     assert np.mean([(g.low or 9) <= 1.2 <= (g.high or 0) for g in found]) >= 0.93
 
 
+@pytest.mark.parametrize(
+    ("gain", "is_answered"),
+    [
+        (Gain(1.13, 0.99, 1.29, MOST_PAIRS), False),  # it seems to gain: more pairs may show it
+        (Gain(1.02, 0.9, 1.16, MOST_PAIRS), True),
+        (Gain(1.02, 0.9, 1.16, MOST_PAIRS - 1), False),
+        (Gain(0.7, 0.4, 1.2, MOST_PAIRS), True),
+    ],
+)
+def test_what_seems_to_gain_is_measured_on(gain: Gain, is_answered: bool) -> None:
+    assert answered(gain) == is_answered
+
+
 def test_a_clear_gain_needs_few_pairs_and_is_known_to_5_percent() -> None:
     rng = np.random.default_rng(5)
     found = [gain_drawn(1.4, 0.01, rng) for _ in range(100)]

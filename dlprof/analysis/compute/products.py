@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+from msgspec.structs import replace
 
 from dlprof import schema
 from dlprof.analysis import settings
@@ -210,12 +211,13 @@ def autocast(job: Job, rank: int, half: str, functions: Sequence[str]) -> Change
             f' forward and no `@torch.amp.custom_bwd(device_type="{device}")` on backward, add them first: an'
             " autograd.Function may fail where the types of its tensors differ"
         )
-    return change(
+    made = change(
         f'`with torch.autocast("{device}", torch.{half}):` around the forward pass{now}{scaler}{own}',
         numerics=True,
         autocast_enabled=(enabled, True),
         autocast_dtype=(facts.get("dtype"), half),
     )
+    return replace(made, no_diff="it may not be all: see what it says of autograd functions") if functions else made
 
 
 def tf32(job: Job, rank: int, name: str, of_convolutions: float) -> tuple[Change, ...]:

@@ -399,7 +399,7 @@ def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence
     requests = wanted(change, role)
     there = [call for one in requests for call in sites(calls, one)]
     change = with_option(change, there, options)
-    if not there:
+    if not there or change.no_diff:
         return change
     made = patch(calls, requests)
     why = "; ".join(dict.fromkeys(f"{at}: {why}" for _, at, why in made.left_out if at))

@@ -146,6 +146,7 @@ THREADS = {
         *("Rank 1 computes with 8 threads and has 2 cores to itself: for 25 %", "each other, nothing is saved."),
         share=pytest.approx(0.2, abs=0.001),
         settings=[[("OMP_NUM_THREADS", 8, 1)]],
+        at_most=True,  # one thread of two cores may be slower
         rows=[
             ("rank 0", 8, 2, pytest.approx(180 * MS)),
             ("rank 1", 8, 2, pytest.approx(225 * MS), pytest.approx(225 * MS), pytest.approx(2), 900, None),

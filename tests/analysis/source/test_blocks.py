@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.analysis.source.blocks import autocast, pair
 from dlprof.analysis.source.edits import Call, NotEditable, Recorded
 from dlprof.analysis.source.patches import patch_of
+from dlprof.analysis.source.where import _located
+from dlprof.result import change
 from tests.fixtures.jobs import facts as recorded_facts
 from tests.fixtures.jobs import record
 
@@ -103,6 +106,13 @@ def main():
 
 main()
 """
+
+
+def test_a_change_that_says_why_it_has_no_edit_gets_none() -> None:
+    calls = [Call("forward", "t.py", 1, "f", torch=True, job=CPU), Call("backward", "t.py", 2, "f")]
+    made = change("with autocast", autocast_dtype=("float32", "bfloat16"))
+    assert _located(made, calls, "train", []).no_diff == "t.py:1: what the file held was not recorded"
+    assert _located(replace(made, no_diff="another"), calls, "train", []).no_diff == "another"
 
 
 @pytest.mark.long
