@@ -34,6 +34,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "export": "runs/a --perfetto a.json.gz",
         "mcp": "runs/",
     },
+    "watch": {
+        "hang": "runs/a",
+        "ps": "",
+        "attach": "4711",
+    },
     "prove": {
         "fix": "train.py --lr 0.1",
         "try": "runs/a --minutes 5",

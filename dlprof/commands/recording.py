@@ -64,6 +64,7 @@ class Recording:
     no_sources: bool = False
     losses: str = ""
     stop_after: str = ""
+    hang: str = "auto"
     quiet: bool
     no_report: bool
     tries: bool = False
@@ -94,6 +95,7 @@ class Recording:
         return options.asked(
             job=self.job,
             flops=self.flops,
+            hang=self.hang,
             keep_arguments=self.keep_arguments,
             lines=self.lines,
             losses=self.losses,
@@ -251,6 +253,14 @@ _OPTIONS = {
         "End the job, as by SIGTERM, after so many training steps and the trace window (40), or after a time (90s, 5m);"
         " the exit status is then 0.",
     ),
+    "hang": _value(
+        "--hang",
+        options.hang,
+        "auto",
+        "auto|off|SECONDS",
+        "Say once why the job stands still, when no rank has ended a step for so long; auto: for 20 of its steps, and a"
+        " minute at least.",
+    ),
     "quiet": _flag("--quiet", "Print nothing but warnings and errors."),
     "no_report": _flag("--no-report", "Record only."),
     "tries": click.option(
@@ -263,7 +273,7 @@ _OPTIONS = {
 }
 _USUAL = ("out", "settings", "tries")  # what --help shows
 _NAMES = {"settings": "--set", "tries": "--try"}
-_DEFAULTS = {"ranks": "all", "flops": "auto", "stacks": options.STACKS_A_SECOND, "sample": "auto"}
+_DEFAULTS = {"ranks": "all", "flops": "auto", "stacks": options.STACKS_A_SECOND, "sample": "auto", "hang": "auto"}
 
 
 def recording_options(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:

@@ -29,6 +29,7 @@ from dlprof.record.model.ranges import Ranges
 from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
+from dlprof.record.still import Still
 
 # Steps are passed on to the collectors this often, and less often the longer the job has run, but at least once a
 # second: a crash loses at most so much. Handling one step alone, with cold processor caches, takes them several times
@@ -113,6 +114,7 @@ class Recorder:
         self.made_in = get_ident()  # the thread that has imported torch
         self._pid = os.getpid()
         self._ending: Ending | None = None
+        self._still = Still(self.clock, self.unix)
         self._asked_to_stop: str | None = None  # by another thread than the one that trains
         self._stopped = False
         self.stopping = (0, 0)  # the thread that writes the files right now, and since when (perf_counter, ns)
@@ -230,6 +232,7 @@ class Recorder:
         for collector in self._collectors:
             if isinstance(collector, Saver):
                 collector.save(done)
+        self._still.look(self.folder)
 
     def stop(self, ended: str, *, at_once: bool = False) -> None:
         """End the recording: the last step is closed, and every collector leaves its files. Does nothing twice.

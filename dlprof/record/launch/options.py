@@ -85,6 +85,16 @@ def stop_after(text: str) -> str:
     return f"{number * _SECONDS[found[2]]} s" if found[2] in _SECONDS else f"{number} step{'s' * (number > 1)}"
 
 
+def hang(text: str) -> str:
+    """Check after how many seconds without a step a job stands still."""
+    if text in ("auto", "off"):
+        return text
+    with contextlib.suppress(ValueError):
+        if 1 <= float(text) <= 1e6:
+            return f"{float(text):g}"
+    raise ValueError("auto, off, or seconds from 1 on")
+
+
 def losses(text: str) -> str:
     """Check the seed of a job whose losses are recorded, or "on" for the job's own; "": they are not."""
     if text in ("", "on"):

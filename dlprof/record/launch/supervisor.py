@@ -29,6 +29,7 @@ from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.stopping import StopAfter
+from dlprof.record.launch.watching import Watch
 from dlprof.record.ranks import words_here
 
 # The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than
@@ -78,9 +79,11 @@ def supervise(
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
     samplers, stop = Samplers(folder, env), StopAfter(env.get("DLPROF_STOP_AFTER", ""), folder)
+    watch = Watch(env.get("DLPROF_HANG", ""), folder, env)
 
     def beside(child: int) -> None:
         stop.start(child)
+        watch.start()
         samplers.start()
 
     words = [*(launcher.words(here) if launcher else ()), *command]
@@ -89,6 +92,7 @@ def supervise(
     end_ns = time.time_ns()
     with deaf():
         stop.end()
+        watch.end()
         code, number = ended = _exit(status)
         if stop.stopped:
             code, number = 0, None
@@ -103,12 +107,15 @@ def supervise(
                     f"the job was stopped and went on again{times}: the steps in which it was stopped are left out"
                 )
             warnings += left(folder)
+            warnings += watch.warnings()
             warnings += launcher.ended(here) if launcher else []
             compress(run.ranks)
             warnings += samplers.wait()
             end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
             if killed is not None:
                 end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
+            if watch.told:
+                end["hangs"] = watch.told
             if stop.stopped:
                 end["stopped"] = {"asked": stop.asked, "code": ended[0], "signal": ended[1]}
             of_all = run.end(

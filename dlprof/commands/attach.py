@@ -1,0 +1,123 @@
+"""`dlprof attach PID`: what a job that was started without dlprof spends its time on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from dlprof.commands import form, say
+from dlprof.errors import DlprofError
+from dlprof.units import count, percent
+
+if TYPE_CHECKING:
+    from dlprof.live.attach import Sampled
+
+_NAMES = {
+    "loader": "waits for its loader",
+    "collective": "in collectives",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer": "optimizer step",
+    "checkpoint": "saves or loads checkpoints",
+    "compile": "compiles",
+    "starting": "starts",
+    "window": "a profiler",
+    "device": "waits for its device",
+    "wait": "waits for a collective",
+    "code": "other Python",
+}
+
+# What to do about a part that is large; from this share on.
+_LARGE = 0.15
+_ADVICE = {
+    "loader": "the input is too slow for the training: more workers, or less work in the line above",
+    "device": "the host stands still until its device is done: keep the value on the device, or ask seldom",
+    "checkpoint": "save less often, or in the background",
+    "compile": "shapes or branches change: `dlprof wrap` names the reason of each compilation",
+    "code": "Python between the phases: the line above",
+    "optimizer": "`foreach=True` or `fused=True`, if the model has many small parameters",
+}
+
+
+@click.command(short_help="Look into a job that was started without dlprof.")
+@click.argument("pid", type=int, required=False)
+@click.option("--job", metavar="SLURM_ID", help="All ranks of this SLURM job on this host.")
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=10, show_default=True, help="How long to look.")
+@form
+def attach(pid: int | None, job: str | None, seconds: float, form: str) -> None:
+    """Say what a running job spends its time on, without having started it and without changing it.
+
+    \b
+    dlprof attach 4711
+    dlprof attach --job 123456
+
+    PID is a rank, or what has started the ranks: then all of its ranks on this host are looked at. py-spy samples their
+    stacks and tells the phases apart by PyTorch's own functions. Only your own processes can be looked at.
+    """  # noqa: D301 - \b keeps these lines apart in click's help
+    from dlprof.live import attach as live
+    from dlprof.live.look import mine
+
+    if (pid is None) == (job is None):
+        raise click.UsageError("either PID or --job SLURM_ID")
+    pids = [pid] if pid is not None else [one.pid for one in mine().values() if job and one.job.partition(".")[0] == job]
+    if not pids:
+        raise DlprofError(f"no process of yours on this host is of SLURM job {job}")
+    if form == "text":
+        say(f"looking for {seconds:g} s; the job goes on as it is", err=True)
+    found = live.attach(pids, seconds)
+    if form == "json":
+        click.echo(json.dumps([asdict(one) for one in found]))
+        return
+    for line in lines(found):
+        say(line)
+
+
+def lines(found: list[Sampled]) -> list[str]:
+    """Return what is printed about the ranks: the verdict, each rank's parts, and what such a look cannot know."""
+    text = [verdict(found)]
+    for one in found:
+        text += ["", f"rank {one.rank} (process {one.pid}): {count(one.samples, 'sample')} of its training thread"]
+        if one.problem:
+            text.append(f"  {one.problem}")
+        for part in one.parts:
+            name = _NAMES.get(part.what, part.what)
+            text.append(f"  {percent(part.share):>6}  {name} ({percent(part.low)}–{percent(part.high)})")
+            for place, source, share in part.lines[:2]:
+                if share >= 0.02:
+                    text.append(f"          {percent(share):>6}  {place}  {source}")
+        if one.workers and one.working is not None:
+            text.append(f"  {count(one.workers, 'loader worker')}: {percent(one.working)} of their time make batches, {one.worker_cores:.1f} cores")
+            text += [f"          {percent(share):>6}  {place}  {source}" for place, source, share in one.worker_lines[:2]]
+        gil = ", ".join(f"{name} {percent(share)}" for name, share in one.gil.items() if share >= 0.005)
+        text.append(f"  {one.cores:.1f} cores; holds Python's GIL: {gil or 'hardly ever'}")
+    text += [
+        "",
+        "Shares of sampled stacks with their 95 % intervals. Not known from outside: the time of a step, what the device"
+        " computes, and who waits for whom: `dlprof wrap` records that from the start.",
+    ]
+    return text
+
+
+def verdict(found: list[Sampled]) -> str:
+    """Return the first line: the largest part that something can be done about, with its line."""
+    shares: dict[str, list[tuple[float, float, float, str]]] = {}
+    for one in found:
+        for part in one.parts:
+            line = f" ({part.lines[0][0]}: {part.lines[0][1]})" if part.lines else ""
+            shares.setdefault(part.what, []).append((part.share, part.low, part.high, line))
+    if not shares:
+        return "No sample of a training thread was taken: the job has just ended, or begun."
+    many = len(found)
+    means = {what: sum(share for share, *_ in of) / many for what, of in shares.items()}
+    notable = {what: share for what, share in means.items() if what in _ADVICE and share >= _LARGE}
+    if not notable:
+        most = max(means, key=lambda what: means[what])
+        return f"Nothing stands out: most of the time, {percent(means[most])}, is {_NAMES.get(most, most)}."
+    what = max(notable, key=lambda what: notable[what])
+    share, low, high, line = max(shares[what])
+    who = "its training thread" if many == 1 else f"the training threads of {count(many, 'rank')}"
+    sure = f" ({percent(low)}–{percent(high)})" if many == 1 else ""
+    return f"{percent(means[what])}{sure} of the time of {who}: {_NAMES[what]}{line}. {_ADVICE[what].capitalize()}."

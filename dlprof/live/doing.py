@@ -1,0 +1,161 @@
+"""What a process of a training job does, by the functions of PyTorch and Python that are in its stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dlprof.live.look import Frame, Process, Thread, is_own
+
+
+class _Rule(NamedTuple):
+    """An activity: where a frame is in the file and the function, the stack is of it. The first rule that fits counts."""
+
+    what: str
+    file: str
+    function: str = ""
+
+
+# The functions of torch.distributed that are no collective.
+_NO_COLLECTIVE = r"(?!.*(?:wrapper|get_|is_|_check|_validate|_rank|_world|_coalescing|_get_|_object_to|_tensor_to))"
+
+# In this order: a loader's transform may be a module, a hook of backward a collective, and a step of an optimizer may
+# run the model again.
+_RULES = (
+    _Rule("starting", r"torch/distributed/rendezvous\.py|torch/distributed/distributed_c10d\.py", r"init_process_group|rendezvous|_new_process_group|new_group"),
+    _Rule("starting", r"importlib/_bootstrap|^<frozen importlib"),
+    _Rule("compile", r"torch/_(?:dynamo/(?!eval_frame|utils|external)|inductor/|functorch/_aot)|triton/compiler|torch/utils/cpp_extension"),
+    _Rule("checkpoint", r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors/|(?:^|/)orbax/"),
+    _Rule("collective", r"torch/distributed/(?:distributed_c10d|_functional_collectives)\.py", _NO_COLLECTIVE + r"\w"),
+    _Rule("loader", r"torch/utils/data/dataloader\.py", r"(?:^|\.)(?:__next__|_next_data|__iter__|_get_iterator|_shutdown_workers|_try_get_data|_get_data|_reset)$"),
+    _Rule("backward", r"torch/autograd/(?:graph|__init__)\.py|torch/_tensor\.py", r"(?:^|\.)(?:_engine_run_backward|backward|grad)$"),
+    _Rule("optimizer", r"torch/optim/|torch/amp/grad_scaler\.py|torch/nn/utils/clip_grad", r""),
+    _Rule("forward", r"torch/nn/modules/|torch/nn/parallel/", r""),
+)
+_COMPILED = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for rule in _RULES)
+
+# Who a process is, by its main thread: none of these frames is a rank's.
+_ROLES = (
+    ("worker", re.compile(r"torch/utils/data/_utils/worker\.py"), re.compile("_worker_loop")),
+    ("launcher", re.compile(r"torch/distributed/(?:elastic/|run\.py|launcher/)|accelerate/commands/"), re.compile("")),
+    ("launcher", re.compile(r"torch/multiprocessing/spawn\.py"), re.compile(r"(?:^|\.)(?:join|_join_procs_with_timeout)$")),
+    ("helper", re.compile(r"torch/_inductor/compile_worker|concurrent/futures/process\.py|multiprocessing/(?:pool|managers|resource_tracker|forkserver)\.py"), re.compile(r"worker|_process_worker|serve|main")),
+)
+
+# Words of the user's line that say that it waits for another process or for the device.
+WAITS = re.compile(r"\.(wait|synchronize|item|cpu|tolist|numpy)\(")
+
+# Where Python waits for another thread or process, innermost.
+_LOCKS = re.compile(r"(?:^|[/\\])(?:threading|queue|selectors|subprocess|multiprocessing[/\\]\w+|concurrent[/\\].+)\.py$")
+_LOCK_TEXT = re.compile(r"\bacquire\(|^with .*lock|\block\b", re.I)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process does.
+
+    `what`: collective, loader, forward, backward, optimizer, checkpoint, compile, starting, lock, device, wait or code.
+    `name`: of the collective, or of the call that waits. `file`, `line` and `text`: the user's innermost line, "" and 0
+    where there is none. `idle`: no thread of the process runs.
+    """
+
+    role: str
+    what: str
+    name: str = ""
+    file: str = ""
+    line: int = 0
+    text: str = ""
+    function: str = ""
+    idle: bool = False
+
+    @property
+    def at(self) -> str:
+        """The user's line: "train.py:88"; "" for none."""
+        return f"{self.file.rpartition('/')[2]}:{self.line}" if self.file else ""
+
+
+def doing(process: Process) -> Doing:
+    """Return what a process does, by its main thread; a process that could not be seen does "unknown"."""
+    main = next((thread for thread in process.threads if thread.main), None)
+    if main is None:
+        return Doing("rank" if process.torch else "other", "unknown")
+    idle = not any(thread.active for thread in process.threads) and process.state != "R"
+    own = next((frame for frame in main.frames if is_own(frame.file)), None)
+    file, line, function = (own.file, own.line, own.function) if own else ("", 0, "")
+    text = process.texts.get((file, line), "")
+    what, name = activity(main.frames)
+    if what == "code":
+        innermost = main.frames[0]
+        called = WAITS.search(text) if own is not None and innermost == own else None
+        if called is not None and idle:
+            what, name = ("wait" if called[1] == "wait" else "device"), called[1]
+        elif idle and (_LOCKS.search(innermost.file) or _LOCK_TEXT.search(text)):
+            what, name = "lock", innermost.function.rpartition(".")[2]
+    return Doing(role_of(process), what, name, file, line, text, function, idle)
+
+
+def activity(frames: Sequence[Frame]) -> tuple[str, str]:
+    """Return what a stack is of, and of a collective its name; the innermost frame is the first."""
+    for what, file, function in _COMPILED:
+        found = [frame for frame in frames if file.search(frame.file) and function.search(frame.function)]
+        if found:
+            return what, found[-1].function.rpartition(".")[2] if what == "collective" else ""
+    return "code", ""
+
+
+def role_of(process: Process) -> str:
+    """Return who a process is: rank, worker (of a loader), launcher, helper, or other where it has not loaded torch."""
+    if not process.torch:
+        return "other"
+    main = next((thread for thread in process.threads if thread.main), Thread("", True, False, False, ()))
+    for role, file, function in _ROLES:
+        if any(file.search(frame.file) and function.search(frame.function) for frame in main.frames):
+            return role
+    return "rank"
+
+
+def fetches(worker: Process) -> bool:
+    """Return whether a loader's worker makes a batch, and does not wait for its next task."""
+    main = next((thread for thread in worker.threads if thread.main), None)
+    return main is not None and any("_utils/fetch.py" in frame.file for frame in main.frames)
+
+
+def jobs(processes: Iterable[Process]) -> list[list[Process]]:
+    """Return the training jobs among processes with stacks: those with a rank, each with what it has started.
+
+    Processes of one job have a launcher, a recording or SLURM's number in common.
+    """
+    known = {one.pid: one for one in processes}
+    roles = {one.pid: role_of(one) for one in known.values() if one.torch}
+    roots: dict[int, int] = {}
+
+    def root_of(pid: int) -> int:
+        # What a rank has made to work for it is the rank's; a rank is that of a launcher, and of no other process.
+        while (parent := known.get(known[pid].parent)) is not None:
+            serves = roles.get(pid) in ("worker", "helper") and parent.torch
+            if not serves and roles.get(parent.pid) != "launcher" and not _starts(parent):
+                break
+            pid = parent.pid
+        return pid
+
+    torch = [one for one in known.values() if one.torch]
+    for one in torch:
+        roots[one.pid] = root_of(one.pid)
+    keys: dict[str, int] = {}
+    found: dict[int, list[Process]] = {}
+    for one in sorted(torch, key=lambda one: one.pid):
+        root = roots[one.pid]
+        for key in filter(None, (one.run, one.job and f"SLURM {one.job}")):
+            root = found_root = keys.setdefault(key, root)
+            roots[one.pid] = found_root
+        found.setdefault(root, []).append(one)
+    return [members for _, members in sorted(found.items()) if any(roles[one.pid] == "rank" for one in members)]
+
+
+_LAUNCHERS = re.compile(r"(?:^|[/ ])(?:torchrun|mpirun|mpiexec|prterun|srun|deepspeed|accelerate|dlprof)\b")
+
+
+def _starts(process: Process) -> bool:
+    return bool(_LAUNCHERS.search(process.command))

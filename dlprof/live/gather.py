@@ -1,0 +1,338 @@
+"""Gathers what is known of a job right now: its processes with their stacks, its step logs, its disks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dlprof import run_folder
+from dlprof.errors import DlprofError
+from dlprof.live.doing import doing, jobs, role_of
+from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
+from dlprof.live.standstill import Rank, Seen
+from dlprof.record.ranks import Word, words_here
+from dlprof.record.still import ASK, FLIGHT, STILL
+from dlprof.units import ranks_named
+
+_FULL_BYTES = 1_000_000
+_TAIL_BYTES = 64_000
+_ANSWER_S = 1.2  # that a rank takes to answer, which looks twice a second whether it is asked
+_MOST_CALLS = 200
+
+
+def look(job: str) -> Seen:
+    """Look at the processes of a job, given as a run folder or a process's number. Raises DlprofError."""
+    processes = mine()
+    run, family = _of_run(job, processes) if not job.isdecimal() else of_process(int(job), processes)
+    words: dict[int, Word] = {}
+    if run is not None:
+        words = {word.rank: word for word in sorted(words_here(run), key=lambda word: word.folder)}
+        asked = _ask(run, words.values())
+    torch = with_stacks({one.pid: one for one in family if one.torch}.values())
+    ranks = ranks_of(torch, {word.pid: word.rank for word in words.values() if word.runs})
+    if not ranks and not words:
+        raise DlprofError(f"{job}: no rank of a job that has loaded PyTorch is among its processes here")
+    host = os.uname().nodename
+    calls: dict[int, list[Call]] = {}
+    if run is not None:
+        folders = {n: run / "ranks" / word.folder for n, word in words.items() if word.runs}
+        _wait_for(folders.values(), asked)
+        calls = {n: calls_of(folder, asked) for n, folder in folders.items()}
+        ranks = {n: _told(one, folders[n], asked) if n in folders else one for n, one in ranks.items()}
+    found = []
+    for number, process in ranks.items():
+        workers = tuple(one for one in torch if one.parent == process.pid and role_of(one) == "worker")
+        found.append(Rank(number, host, process, workers, *(last_step(run, number) if run else (None, None))))
+    for number, word in words.items():
+        if run is not None and not word.runs and number not in ranks:
+            found.append(Rank(number, host, None, (), *last_step(run, number), _error(run / "ranks" / word.folder)))
+    places = {Path("/dev/shm"), Path("/tmp"), *([run] if run else [])}  # noqa: S108 - looked at only
+    for process in ranks.values():
+        with contextlib.suppress(OSError):
+            places.add(Path(f"/proc/{process.pid}/cwd").readlink())
+    free = disks(sorted(places))
+    return Seen(
+        ranks=tuple(sorted(found, key=lambda rank: rank.number)),
+        size=max((process.size or 0 for process in ranks.values()), default=0) or None,
+        full=tuple(path for path, left in free if left is not None and left < _FULL_BYTES),
+        silent=tuple(path for path, left in free if left is None),
+        disagree=tuple(disagreements(calls)),
+    )
+
+
+def _of_run(job: str, processes: Mapping[int, Process]) -> tuple[Path, list[Process]]:
+    run = Path(job).absolute()
+    if not run.is_dir():
+        raise DlprofError(f"{job}: neither a run folder nor a process")
+    pids = {word.pid for word in words_here(run) if word.runs}
+    roots = [one for one in processes.values() if one.pid in pids or (one.run and Path(one.run) == run)]
+    return run, [one for root in roots for one in below(root.pid, processes)]
+
+
+def of_process(pid: int, processes: Mapping[int, Process]) -> tuple[Path | None, list[Process]]:
+    """Return the run that a process's job records into, if any, and all of its processes."""
+    if pid not in processes:
+        raise DlprofError(f"{pid}: no process of yours on this host")
+    family = below(pid, processes)
+    if not any(one.torch and (one.rank is not None or one.pid == pid) for one in family):
+        family = [one for root in family for one in below(root.pid, processes)]
+    run = next((Path(one.run) for one in family if one.run), None)
+    if run is not None:
+        return run, [*family, *_of_run(str(run), processes)[1]] if run.is_dir() else family
+    return None, family
+
+
+def _ask(run: Path, words: Iterable[Word]) -> int:
+    """Ask the ranks of this host for what only they can say; return when."""
+    now = time.time_ns()
+    for word in words:
+        if word.runs:
+            with contextlib.suppress(OSError):
+                (run / "ranks" / word.folder / ASK).touch()
+    return now
+
+
+def _wait_for(folders: Iterable[Path], since_ns: int) -> None:
+    """Wait for the answers, as long as a rank that can answer takes; take back what none has."""
+    until, open_ = time.monotonic() + _ANSWER_S, list(folders)
+    while open_ and time.monotonic() < until:
+        time.sleep(0.1)
+        open_ = [folder for folder in open_ if not _is_new(folder / STILL, since_ns)]
+    for folder in open_:
+        with contextlib.suppress(OSError):
+            (folder / ASK).unlink()
+
+
+def _is_new(path: Path, since_ns: int) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns >= since_ns - 1_000_000_000
+    return False
+
+
+def _told(process: Process, folder: Path, since_ns: int) -> Process:
+    """Return a process that py-spy could not see with the stacks that it has written itself."""
+    if process.threads or not _is_new(folder / STILL, since_ns):
+        return process
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads((folder / STILL).read_bytes())["threads"]
+        threads = tuple(
+            Thread(str(one["name"]), bool(one["main"]), False, False, tuple(Frame(*frame) for frame in one["frames"]))
+            for one in told
+        )
+        return replace(process, threads=threads, texts=texts_of(threads))
+    return process
+
+
+def _error(folder: Path) -> str:
+    """Return what a rank ended with, by its facts; "" where that is not known."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        raised = json.loads((folder / "facts.json").read_bytes()).get("error") or {}
+        at = f" ({place})" if (place := str(raised.get("site") or "")) else ""
+        return ": ".join(str(raised[key])[:200] for key in ("type", "text") if raised.get(key)) + at
+    return ""
+
+
+class Call(NamedTuple):
+    """A collective in PyTorch's flight recorder: `sequence` counts those of its group, alike on all its ranks."""
+
+    group: str
+    sequence: int
+    op: str
+    sizes: str
+    dtype: str
+    ended: bool
+
+
+def calls_of(folder: Path, since_ns: int) -> list[Call]:
+    """Return the last collectives of a rank as it has written them since then; none where it has not."""
+    path, found = folder / FLIGHT, []
+    if not _is_new(path, since_ns):
+        return []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        for entry in json.loads(path.read_bytes())["entries"][-_MOST_CALLS:]:
+            if entry.get("is_p2p"):
+                continue
+            name, about = entry["process_group"]
+            found.append(
+                Call(
+                    str(about if about != "undefined" else name),
+                    int(entry["collective_seq_id"]),
+                    str(entry["profiling_name"]).partition(":")[2],
+                    ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"]),
+                    ", ".join(map(str, entry["input_dtypes"])),
+                    bool(entry["retired"] or entry["state"] == "completed"),
+                )
+            )
+    return found
+
+
+def disagreements(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
+    """Say where ranks issued unlike collectives under one number of a group, the first of each group.
+
+    And which ranks have not come to the one that the others wait in. What is given to some operations may differ.
+    """
+    issued: dict[tuple[str, int], dict[int, Call]] = {}
+    for rank, mine in calls.items():
+        for call in mine:
+            issued.setdefault((call.group, call.sequence), {})[rank] = call
+    told = set()
+    for (group, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
+        if group in told or all(call.ended for call in by_rank.values()):
+            continue
+        named = "the default group" if group == "default_pg" else f"group {group}"
+        kinds: dict[tuple[str, str, str], list[int]] = {}
+        for rank, call in by_rank.items():
+            alike = call.op in _ALIKE
+            kinds.setdefault((call.op, call.sizes if alike else "", call.dtype if alike else ""), []).append(rank)
+        if len(kinds) > 1:
+            told.add(group)
+            parts = [
+                f"{ranks_named(ranks)} {'gives' if len(ranks) == 1 else 'give'} {op}"
+                + (f" {sizes} {dtype}" if sizes else "")
+                for (op, sizes, dtype), ranks in kinds.items()
+            ]
+            yield f"Collective {sequence} of {named} is not the same on all ranks: {'; '.join(parts)}."
+
+
+# Collectives to which every rank must give as much as the others.
+_ALIKE = frozenset(("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "reduce_scatter", "allreduce_coalesced"))
+
+
+def ranks_of(processes: Iterable[Process], numbers: Mapping[int, int] | None = None) -> dict[int, Process]:
+    """Return the ranks among processes with stacks, by number: `numbers`' by process, else their launcher's."""
+    ranks = [one for one in processes if role_of(one) == "rank"]
+    known = {one.pid for one in ranks}
+    # A process that a rank has forked and that is no worker of its loader is none.
+    ranks = [one for one in ranks if one.parent not in known or one.pid in (numbers or {})]
+    found: dict[int, Process] = {}
+    for at, one in enumerate(sorted(ranks, key=lambda one: one.pid)):
+        number = (numbers or {}).get(one.pid, one.rank)
+        found[at if number is None or number in found else number] = one
+    return found
+
+
+def last_rows(run: Path, rank: int) -> list[dict[str, Any]]:
+    """Return the last rows of a rank's step log, a hundred or so; none where it has none."""
+    rows = []
+    with contextlib.suppress(OSError):
+        path = run / "ranks" / run_folder.rank_name(rank) / "steps.jsonl"
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+        for line in lines[1:-1] if len(lines) > 2 else lines:
+            with contextlib.suppress(ValueError):  # cut off
+                row = json.loads(line)
+                if isinstance(row, dict) and {"step", "start_ns", "dur_ns"} <= row.keys():
+                    rows.append(row)
+    return rows
+
+
+def last_step(run: Path, rank: int) -> tuple[int | None, float | None]:
+    """Return the last step in a rank's step log and the seconds since it ended; None, None where there is none."""
+    rows = last_rows(run, rank)
+    if not rows:
+        return None, None
+    last = rows[-1]
+    ended_s = (last["start_ns"] + last["dur_ns"]) / 1e9
+    return last["step"] + last.get("steps", 1) - 1, max(time.time() - ended_s, 0.0)
+
+
+@dataclass(frozen=True)
+class JobHere:
+    """A job of this user's on this host. `pid`: of what has started its ranks, else of its first rank.
+
+    `step_ns`: the mean of its last steps, if it is recorded. `now`: what it does, in a word or two. `cores`: that its
+    processes used just now.
+    """
+
+    pid: int
+    command: str
+    ranks: int
+    workers: int
+    age_s: float
+    cores: float
+    rss_bytes: int
+    now: str
+    run: str = ""
+    step_ns: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as it is printed with --format json."""
+        return asdict(self)
+
+
+_MOMENT_S = 0.5  # over which the use of cores is measured
+
+# A recorded job that has ended no step for so many of its steps, and so long, stands still.
+_STILL_STEPS, _STILL_S = 20, 10.0
+
+
+def found_jobs() -> list[JobHere]:
+    """Return the training jobs of this user on this host."""
+    before, began_s = mine(), time.monotonic()
+    time.sleep(_MOMENT_S)
+    processes, passed_s = mine(), time.monotonic() - began_s
+    seen = {one.pid: one for one in with_stacks(one for one in processes.values() if one.torch)}
+    found = []
+    for members in jobs({**processes, **seen}.values()):
+        ranks = ranks_of(members)
+        first, run = members[0], next((one.run for one in members if one.run), "")
+        used_s = sum(one.cpu_s - before[one.pid].cpu_s for one in members if one.pid in before)
+        step_ns = _mean_step_ns(Path(run)) if run else None
+        still_s = last_step(Path(run), 0)[1] if run else None
+        still = step_ns and still_s and still_s > max(_STILL_STEPS * step_ns / 1e9, _STILL_S)
+        now = word_of(ranks.values())
+        found.append(
+            JobHere(
+                pid=first.pid,
+                command=next(iter(ranks.values())).command,
+                ranks=len(ranks),
+                workers=sum(role_of(one) == "worker" for one in members),
+                age_s=first.age_s,
+                cores=used_s / passed_s,
+                rss_bytes=sum(one.rss_bytes for one in members),
+                now=f"stands still ({now}): dlprof hang {first.pid}" if still else now,
+                run=run,
+                step_ns=step_ns,
+            )
+        )
+    return found
+
+
+# One word for what the ranks of a job do.
+_WORDS = {
+    "loader": "waits for data",
+    "collective": "trains (in a collective)",
+    "wait": "trains (in a collective)",
+    "forward": "trains",
+    "backward": "trains",
+    "optimizer": "trains",
+    "device": "trains (waits for its device)",
+    "checkpoint": "saves",
+    "compile": "compiles",
+    "starting": "starts",
+    "lock": "waits for a lock",
+    "code": "runs Python",
+    "unknown": "cannot be looked at",
+}
+
+
+def word_of(ranks: Iterable[Process]) -> str:
+    """Return what most of the ranks of a job do."""
+    many = list(ranks)
+    if any(one.state in ("T", "t") for one in many):
+        return "stopped"
+    return Counter(_WORDS[doing(one).what] for one in many).most_common(1)[0][0]
+
+
+def _mean_step_ns(run: Path) -> float | None:
+    """Return the mean duration of the last steps of rank 0, from its step log; None: it has none."""
+    durations = [row["dur_ns"] / max(row.get("steps", 1), 1) for row in last_rows(run, 0) if row.get("kind") == "train"]
+    return sum(durations) / len(durations) if durations else None

@@ -1,0 +1,284 @@
+"""The processes of jobs as the kernel and py-spy show them at one moment: nothing in them is changed or stopped.
+
+Only the processes of this user are looked at. Of their environment no more is read than a launcher's numbers and the
+run that they record into; of their commands only a short, redacted form is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dlprof import redaction
+from dlprof.plain import plain
+from dlprof.record.launch.process import family, has_ended, stats
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_LONGEST_S = 20.0  # that py-spy may take for one process
+_AT_ONCE = 8
+_MOST_FRAMES = 120
+
+# Launchers set the first of each; the first one that is set counts.
+_NUMBERS = {
+    "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
+    "size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+}
+
+
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+class Frame(NamedTuple):
+    """A function that runs, or has called the one before it in a stack."""
+
+    function: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread of Python, its innermost frame first. `active`: it was on a core, or wanted one."""
+
+    name: str
+    main: bool
+    active: bool
+    gil: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this user's, from /proc.
+
+    `state`: the kernel's letter. `waits`: the kernel's name for what its main thread waits in, "" if it does not say.
+    `dead`: its children that have ended and that it has not looked after, each with its wait status.
+    """
+
+    pid: int
+    parent: int
+    state: str
+    age_s: float
+    cpu_s: float
+    rss_bytes: int
+    command: str
+    torch: bool
+    waits: str = ""
+    rank: int | None = None
+    size: int | None = None
+    job: str = ""  # SLURM's numbers of the job and its step
+    run: str = ""  # the folder that it records into
+    dead: tuple[tuple[int, int], ...] = ()
+    threads: tuple[Thread, ...] = ()
+    unseen: str = ""  # why there are no threads
+    texts: Mapping[tuple[str, int], str] = field(default_factory=dict)  # of the user's lines, redacted
+
+
+def mine() -> dict[int, Process]:
+    """Return the processes of this user on this host by number, without their stacks; no zombies."""
+    me, known = os.getuid(), stats()
+    booted_s = _uptime_s()
+    gone: dict[int, list[tuple[int, int]]] = {}
+    for pid, stat in known.items():
+        if stat[0] == b"Z":
+            # The last field but one of what the kernel writes, of 52; 0 where this user may not see it.
+            gone.setdefault(int(stat[1]), []).append((pid, int(stat[49]) if len(stat) > 49 else 0))
+    found = {}
+    for pid, stat in known.items():
+        place = Path(f"/proc/{pid}")
+        try:
+            if has_ended(stat) or place.stat().st_uid != me:
+                continue
+            words = place.joinpath("cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
+            torch = b"/libtorch" in place.joinpath("maps").read_bytes()
+            env = _environment(place) if torch else {}
+        except OSError:
+            continue  # it has just ended, or is not ours after all
+        found[pid] = Process(
+            pid=pid,
+            parent=int(stat[1]),
+            state=stat[0].decode(),
+            age_s=max(booted_s - int(stat[19]) / _TICKS, 0.0),
+            cpu_s=(int(stat[11]) + int(stat[12])) / _TICKS,
+            rss_bytes=int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
+            command=_short(words),
+            torch=torch,
+            waits=_text(place / "wchan"),
+            rank=_number(env, "rank"),
+            size=_number(env, "size"),
+            job=".".join(env[name] for name in _SLURM if env.get(name)),
+            run=env.get("DLPROF_RUN", ""),
+            dead=tuple(sorted(gone.get(pid, ()))),
+        )
+    return found
+
+
+def below(pid: int, processes: Mapping[int, Process]) -> list[Process]:
+    """Return a process and all that it has started, directly or not, as far as they are among `processes`."""
+    children = {one.pid: [b"", str(one.parent).encode()] for one in processes.values()}
+    return [processes[one] for one in family([pid], children) if one in processes]
+
+
+def with_stacks(processes: Iterable[Process]) -> list[Process]:
+    """Return the processes with what py-spy sees of their threads, a few at a time."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(_with_stack, processes))
+
+
+def spy() -> str | None:
+    """Return the path of py-spy: beside this Python, else on the PATH."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _with_stack(process: Process) -> Process:
+    command = spy()
+    if command is None:
+        return replace(process, unseen="py-spy is not installed (pip install py-spy)")
+    why = ""
+    # Not a moment is it stopped for this; a stack that changed meanwhile is an error, and asked for again.
+    for _ in range(4):
+        try:
+            done = subprocess.run(
+                [command, "dump", "--pid", str(process.pid), "--json", "--nonblocking", "--full-filenames"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=False,
+                timeout=_LONGEST_S,
+            )
+            threads = _threads(process.pid, json.loads(done.stdout)) if not done.returncode else ()
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError) as e:
+            why = f"py-spy: {plain(e, 200)}"
+            continue
+        if threads:
+            return replace(process, threads=threads, texts=texts_of(threads))
+        lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        denied = next((line for line in lines if "ermission" in line or "not permitted" in line), "")
+        why = f"py-spy: {plain(denied or (lines or ['it saw nothing'])[0], 200)}"
+        if denied:
+            break
+    return replace(process, unseen=why)
+
+
+def _threads(pid: int, seen: Sequence[Mapping[str, Any]]) -> tuple[Thread, ...]:
+    return tuple(
+        Thread(
+            name=str(one.get("thread_name") or ""),
+            main=one.get("os_thread_id") == pid,
+            active=bool(one.get("active")),
+            gil=bool(one.get("owns_gil")),
+            frames=tuple(
+                Frame(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
+                for frame in one["frames"][:_MOST_FRAMES]
+            ),
+        )
+        for one in sorted(seen, key=lambda one: one.get("os_thread_id") != pid)
+    )
+
+
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|torchinductor_|^<|^$")
+_OURS = str(Path(__file__).parents[1]) + os.sep
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file is the user's: neither Python's, nor an installed package's, nor dlprof's."""
+    return not _INSTALLED.search(file) and not file.startswith(_OURS)
+
+
+def line_of(file: str, line: int) -> str:
+    """Return the text of a line, redacted, as it is on the disk now; "" where it cannot be read."""
+    lines = _source(file)
+    return plain(" ".join(lines[line - 1].split()), 120) if 0 < line <= len(lines) else ""
+
+
+@functools.cache
+def _source(file: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        path = Path(file)
+        if path.is_file() and path.stat().st_size < 4_000_000:
+            return redaction.source(path.read_text(errors="replace")).splitlines()
+    return []
+
+
+def texts_of(threads: Iterable[Thread]) -> dict[tuple[str, int], str]:
+    """Return the text of the innermost line of the user's in each thread, as it is on the disk now."""
+    found = {}
+    for thread in threads:
+        frame = next((frame for frame in thread.frames if is_own(frame.file)), None)
+        if frame is not None:
+            found[frame.file, frame.line] = line_of(frame.file, frame.line)
+    return found
+
+
+def _environment(place: Path) -> dict[str, str]:
+    """Return the variables of a process that this module knows; none where it has written over them."""
+    wanted = {"DLPROF_RUN", *_SLURM, *(name for names in _NUMBERS.values() for name in names)}
+    found = {}
+    with contextlib.suppress(OSError):
+        for item in place.joinpath("environ").read_bytes().split(b"\0"):
+            name, _, value = item.decode(errors="replace").partition("=")
+            if name in wanted:
+                found[name] = value
+    return found
+
+
+def _number(env: Mapping[str, str], what: str) -> int | None:
+    return next((int(env[name]) for name in _NUMBERS[what] if env.get(name, "").isdecimal()), None)
+
+
+def _short(words: Sequence[str]) -> str:
+    """Return what a command runs: the script or module after the interpreter, with as much as may be shown."""
+    shown = redaction.words(words)
+    if shown and re.search(r"(^|/)python[\d.]*$", shown[0]):
+        rest = list(shown[1:])
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+            rest.pop(0)
+        shown = rest or shown
+    return plain(" ".join(shown), 100)
+
+
+def _uptime_s() -> float:
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        text = path.read_text().strip()
+        return "" if text == "0" else text
+    return ""
+
+
+def disks(paths: Iterable[Path], seconds: float = 2.0) -> list[tuple[str, int | None]]:
+    """Return what is free on the disk of each path, in bytes; None: it does not answer within this time."""
+    # A process, which a dead network disk keeps as long as it likes; a thread would keep this process.
+    asked = []
+    for path in dict.fromkeys(map(str, paths)):
+        code = "import os,sys; s=os.statvfs(sys.argv[1]); print(s.f_bavail*s.f_frsize if s.f_favail or not s.f_files else 0)"
+        words = [sys.executable, "-S", "-c", code, path]
+        asked.append(
+            (path, subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+        )
+    until = time.monotonic() + seconds
+    found: list[tuple[str, int | None]] = []
+    for path, process in asked:
+        try:
+            said = process.communicate(timeout=max(until - time.monotonic(), 0.05))[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            found.append((path, None))
+            continue
+        if said.strip().isdigit():
+            found.append((path, int(said)))
+    return found

@@ -1,0 +1,95 @@
+"""What a rank that stands still can say itself: the stacks of its threads, and its last collectives.
+
+Written by the thread of ours that looks after the rank's end, into still.json and flight_recorder.json of its folder:
+once in each standstill, and where `dlprof hang` asks for it by a file `ask`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+from dlprof.files import write
+from dlprof.record.step_clock import StepClock
+
+STILL, ASK, FLIGHT = "still.json", "ask", "flight_recorder.json"
+
+# A rank stands still after so many of its steps, and so long, where `--hang` says no other time.
+STEPS, LEAST_S = 20, 60.0
+
+_ASKED_NS = 2_000_000_000  # after which it looks whether it is asked
+_MOST_FRAMES = 60
+
+
+def seconds(asked: str, mean_s: float) -> float:
+    """Return after how long without a step a job stands still; `asked` as `launch.options.hang` checks it."""
+    if asked == "off":
+        return math.inf
+    return float(asked) if asked not in ("", "auto") else max(STEPS * mean_s, LEAST_S)
+
+
+class Still:
+    """Knows when the rank of a clock stands still. Called twice a second while it has ended no step for a moment."""
+
+    def __init__(self, clock: StepClock, unix: Callable[[int], int]) -> None:
+        self._clock = clock
+        self._unix = unix
+        self._asked = os.environ.get("DLPROF_HANG", "")
+        self._told = -1  # the step in which it has been written
+        self._begun_ns = perf_counter_ns()
+
+    def look(self, folder: Path) -> None:
+        """Write what the rank does, if it is due or asked for. May raise OSError."""
+        row, now = self._clock.row, perf_counter_ns()
+        still_ns = now - row.start_ns
+        if still_ns < _ASKED_NS:
+            return
+        mean_s = (row.start_ns - self._begun_ns) / max(row.number, 1) / 1e9
+        due = self._told != row.number and still_ns / 1e9 >= seconds(self._asked, mean_s)
+        if not due and not (folder / ASK).exists():
+            return
+        self._told = row.number
+        (folder / ASK).unlink(missing_ok=True)
+        with contextlib.suppress(Exception):  # another torch, or none of its collectives
+            _calls(folder)
+        found = {
+            "at_ns": time.time_ns(),
+            "step": row.number,
+            "since_ns": self._unix(row.start_ns),
+            "threads": stacks(self._clock.owner),
+        }
+        write(folder / STILL, json.dumps(found))
+
+
+def stacks(training: int) -> list[dict[str, Any]]:
+    """Return the stacks of this process's threads of Python, innermost frame first, the training thread's first."""
+    names = {thread.ident: thread.name for thread in list(threading._active.values())}  # type: ignore[attr-defined]
+    found = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != training):
+        frames = []
+        at: Any = frame
+        while at is not None and len(frames) < _MOST_FRAMES:
+            code = at.f_code
+            frames.append([getattr(code, "co_qualname", code.co_name), code.co_filename, at.f_lineno or 0])
+            at = at.f_back
+        found.append({"name": names.get(ident, ""), "main": ident == training, "frames": frames})
+    return found
+
+
+def _calls(folder: Path) -> None:
+    """Write PyTorch's flight recorder as it is: no call waits for a device or another rank."""
+    if "torch.distributed" not in sys.modules:
+        return
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    data = _dump_fr_trace_json()
+    write(folder / FLIGHT, data.decode() if isinstance(data, bytes) else str(data))
