@@ -62,7 +62,8 @@ def attach(pid: int | None, job: str | None, seconds: float, form: str) -> None:
 
     if (pid is None) == (job is None):
         raise click.UsageError("either PID or --job SLURM_ID")
-    pids = [pid] if pid is not None else [one.pid for one in mine().values() if job and one.job.partition(".")[0] == job]
+    of_job = [one.pid for one in mine().values() if job and one.job.partition(".")[0] == job]
+    pids = [pid] if pid is not None else of_job
     if not pids:
         raise DlprofError(f"no process of yours on this host is of SLURM job {job}")
     if form == "text":
@@ -89,14 +90,17 @@ def lines(found: list[Sampled]) -> list[str]:
                 if share >= 0.02:
                     text.append(f"          {percent(share):>6}  {place}  {source}")
         if one.workers and one.working is not None:
-            text.append(f"  {count(one.workers, 'loader worker')}: {percent(one.working)} of their time make batches, {one.worker_cores:.1f} cores")
-            text += [f"          {percent(share):>6}  {place}  {source}" for place, source, share in one.worker_lines[:2]]
+            text.append(
+                f"  {count(one.workers, 'loader worker')}: {percent(one.working)} of the time at work on batches,"
+                f" {one.worker_cores:.1f} cores"
+            )
+            text += [f"          {percent(share):>6}  {at}  {source}" for at, source, share in one.worker_lines[:2]]
         gil = ", ".join(f"{name} {percent(share)}" for name, share in one.gil.items() if share >= 0.005)
         text.append(f"  {one.cores:.1f} cores; holds Python's GIL: {gil or 'hardly ever'}")
     text += [
         "",
-        "Shares of sampled stacks with their 95 % intervals. Not known from outside: the time of a step, what the device"
-        " computes, and who waits for whom: `dlprof wrap` records that from the start.",
+        "Shares of sampled stacks, with 95 % intervals. Not known from outside: the time of a step, what the device"
+        " computes, and who waits for whom; `dlprof wrap` records that from the start.",
     ]
     return text
 
@@ -117,7 +121,7 @@ def verdict(found: list[Sampled]) -> str:
         most = max(means, key=lambda what: means[what])
         return f"Nothing stands out: most of the time, {percent(means[most])}, is {_NAMES.get(most, most)}."
     what = max(notable, key=lambda what: notable[what])
-    share, low, high, line = max(shares[what])
+    _, low, high, line = max(shares[what])
     who = "its training thread" if many == 1 else f"the training threads of {count(many, 'rank')}"
     sure = f" ({percent(low)}–{percent(high)})" if many == 1 else ""
-    return f"{percent(means[what])}{sure} of the time of {who}: {_NAMES[what]}{line}. {_ADVICE[what].capitalize()}."
+    return f"{percent(means[what])}{sure} of the time of {who}: {_NAMES[what]}{line}.\nTo change: {_ADVICE[what]}."

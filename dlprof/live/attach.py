@@ -14,13 +14,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dlprof.errors import DlprofError
 from dlprof.live.doing import WAITS, activity, role_of
 from dlprof.live.gather import of_process, ranks_of
-from dlprof.live.look import Frame, Process, is_own, line_of, mine, spy, with_stacks
+from dlprof.live.look import Frame, is_own, line_of, mine, spy, with_stacks
 from dlprof.read.stacks import read as read_stacks
 from dlprof.record.samplers.stacks import without_commands
 
@@ -49,10 +49,10 @@ class Sampled:
     samples: int
     seconds: float
     parts: tuple[Part, ...]
-    workers: int
     working: float | None  # share of the workers' time in which they make batches; None: there are none
     worker_lines: tuple[tuple[str, str, float], ...] = ()
     gil: Mapping[str, float] = field(default_factory=dict)
+    workers: int = 0
     cores: float = 0.0  # used by the rank's process
     worker_cores: float = 0.0  # used by its workers together
     problem: str = ""
@@ -67,22 +67,32 @@ def attach(pids: Sequence[int], seconds: float) -> list[Sampled]:
     seen = with_stacks(one for one in family.values() if one.torch)
     ranks = ranks_of(seen)
     if not ranks:
-        raise DlprofError(f"{pids[0] if pids else 'no process'}: no rank of a job that has loaded PyTorch is among its processes")
+        raise DlprofError(f"{pids[0]}: no rank of a job that has loaded PyTorch is among its processes")
     problems = {one.unseen for one in ranks.values() if one.unseen}
     if len(problems) == 1 and all(one.unseen for one in ranks.values()):
         raise DlprofError(f"the stacks of the job cannot be read: {problems.pop()} (see `dlprof doctor`)")
-    chosen = dict(list(sorted(ranks.items()))[:_MOST_RANKS])
+    chosen = dict(sorted(ranks.items())[:_MOST_RANKS])
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dlprof-") as name:
-        started = {n: [_start(command, one.pid, Path(name, f"{n}{kind}"), seconds, kind) for kind in ("", "gil")] for n, one in chosen.items()}
-        for n, both in started.items():
-            for process in both:
-                _wait(process, seconds + 30)
-        passed_s, after = time.monotonic() - began_s, mine()
-        return [
-            _sampled(n, one, [w for w in seen if w.parent == one.pid and role_of(w) == "worker"], Path(name), seconds, processes, after, passed_s)
+        spies = [
+            _start(command, one.pid, Path(name, f"{n}{kind}"), seconds, kind)
             for n, one in chosen.items()
+            for kind in ("", "gil")
         ]
+        for each in spies:
+            _wait(each, seconds + 30)
+        passed_s, after = time.monotonic() - began_s, mine()
+
+        def cores(pids: Iterable[int]) -> float:
+            both = (pid for pid in pids if pid in after and pid in processes)
+            return sum(after[pid].cpu_s - processes[pid].cpu_s for pid in both) / passed_s
+
+        found = []
+        for n, one in chosen.items():
+            workers = [w.pid for w in seen if w.parent == one.pid and role_of(w) == "worker"]
+            sampled = _sampled(n, one.pid, Path(name), seconds)
+            found.append(replace(sampled, workers=len(workers), cores=cores([one.pid]), worker_cores=cores(workers)))
+        return found
 
 
 def _start(command: str, pid: int, out: Path, seconds: float, kind: str) -> subprocess.Popen[bytes]:
@@ -110,19 +120,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
             process.wait()
 
 
-def _sampled(
-    number: int,
-    process: Process,
-    workers: Sequence[Process],
-    folder: Path,
-    seconds: float,
-    before: Mapping[int, Process],
-    after: Mapping[int, Process],
-    passed_s: float,
-) -> Sampled:
-    def cores(pids: Iterable[int]) -> float:
-        return sum(after[p].cpu_s - before[p].cpu_s for p in pids if p in after and p in before) / passed_s
-
+def _sampled(number: int, pid: int, folder: Path, seconds: float) -> Sampled:
     raw = folder / str(number)
     main: Counter[tuple[str, str, int]] = Counter()
     making: Counter[tuple[str, int]] = Counter()
@@ -149,16 +147,13 @@ def _sampled(
     made = [_part(what, lines, total) for what, lines in parts.items()]
     return Sampled(
         rank=number,
-        pid=process.pid,
+        pid=pid,
         samples=total,
         seconds=seconds,
         parts=tuple(sorted(made, key=lambda part: -part.share)),
-        workers=len(workers),
         working=sum(making.values()) / of_workers if of_workers else None,
         worker_lines=_lines(making, of_workers),
         gil=_gil(folder / f"{number}gil", total),
-        cores=cores([process.pid]),
-        worker_cores=cores([one.pid for one in workers]),
         problem=problem,
     )
 

@@ -11,7 +11,7 @@ from dlprof.live.look import Frame, Process, Thread, is_own
 
 
 class _Rule(NamedTuple):
-    """An activity: where a frame is in the file and the function, the stack is of it. The first rule that fits counts."""
+    """An activity: a stack with a frame of that file and function is of it. The first rule that fits counts."""
 
     what: str
     file: str
@@ -24,31 +24,50 @@ _NO_COLLECTIVE = r"(?!.*(?:wrapper|get_|is_|_check|_validate|_rank|_world|_coale
 # In this order: a loader's transform may be a module, a hook of backward a collective, and a step of an optimizer may
 # run the model again.
 _RULES = (
-    _Rule("starting", r"torch/distributed/rendezvous\.py|torch/distributed/distributed_c10d\.py", r"init_process_group|rendezvous|_new_process_group|new_group"),
+    _Rule(
+        "starting",
+        r"torch/distributed/(?:rendezvous|distributed_c10d)\.py",
+        r"init_process_group|rendezvous|_new_process_group|new_group",
+    ),
     _Rule("starting", r"importlib/_bootstrap|^<frozen importlib"),
-    _Rule("compile", r"torch/_(?:dynamo/(?!eval_frame|utils|external)|inductor/|functorch/_aot)|triton/compiler|torch/utils/cpp_extension"),
+    _Rule(
+        "compile",
+        r"torch/_(?:dynamo/(?!eval_frame|utils|external)|inductor/|functorch/_aot)|triton/compiler"
+        r"|torch/utils/cpp_extension",
+    ),
+    _Rule("window", r"torch/(?:profiler/|autograd/profiler\.py)|dlprof/record/recorder\.py"),
     _Rule("checkpoint", r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors/|(?:^|/)orbax/"),
     _Rule("collective", r"torch/distributed/(?:distributed_c10d|_functional_collectives)\.py", _NO_COLLECTIVE + r"\w"),
-    _Rule("loader", r"torch/utils/data/dataloader\.py", r"(?:^|\.)(?:__next__|_next_data|__iter__|_get_iterator|_shutdown_workers|_try_get_data|_get_data|_reset)$"),
-    _Rule("backward", r"torch/autograd/(?:graph|__init__)\.py|torch/_tensor\.py", r"(?:^|\.)(?:_engine_run_backward|backward|grad)$"),
-    _Rule("optimizer", r"torch/optim/|torch/amp/grad_scaler\.py|torch/nn/utils/clip_grad", r""),
-    _Rule("forward", r"torch/nn/modules/|torch/nn/parallel/", r""),
+    _Rule("loader", r"torch/utils/data/dataloader\.py", r"(?:^|\.)(?:__next__|__iter__|_shutdown_workers)$"),
+    _Rule(
+        "backward",
+        r"torch/autograd/(?:graph|__init__)\.py|torch/_tensor\.py",
+        r"(?:^|\.)(?:_engine_run_backward|backward|grad)$",
+    ),
+    _Rule("optimizer", r"torch/optim/|torch/amp/grad_scaler\.py|torch/nn/utils/clip_grad"),
+    _Rule("forward", r"torch/nn/(?:modules|parallel)/"),
 )
 _COMPILED = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for rule in _RULES)
 
 # Who a process is, by its main thread: none of these frames is a rank's.
-_ROLES = (
-    ("worker", re.compile(r"torch/utils/data/_utils/worker\.py"), re.compile("_worker_loop")),
-    ("launcher", re.compile(r"torch/distributed/(?:elastic/|run\.py|launcher/)|accelerate/commands/"), re.compile("")),
-    ("launcher", re.compile(r"torch/multiprocessing/spawn\.py"), re.compile(r"(?:^|\.)(?:join|_join_procs_with_timeout)$")),
-    ("helper", re.compile(r"torch/_inductor/compile_worker|concurrent/futures/process\.py|multiprocessing/(?:pool|managers|resource_tracker|forkserver)\.py"), re.compile(r"worker|_process_worker|serve|main")),
+_ROLE_RULES = (
+    _Rule("worker", r"torch/utils/data/_utils/worker\.py", "_worker_loop"),
+    _Rule("launcher", r"torch/distributed/(?:elastic/|run\.py|launcher/)|accelerate/commands/"),
+    _Rule("launcher", r"torch/multiprocessing/spawn\.py", r"(?:^|\.)(?:join|_join_procs_with_timeout)$"),
+    _Rule(
+        "helper",
+        r"torch/_inductor/compile_worker|concurrent/futures/process\.py"
+        r"|multiprocessing/(?:pool|managers|resource_tracker|forkserver)\.py",
+        "worker|serve|main",
+    ),
 )
+_ROLES = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for rule in _ROLE_RULES)
 
 # Words of the user's line that say that it waits for another process or for the device.
 WAITS = re.compile(r"\.(wait|synchronize|item|cpu|tolist|numpy)\(")
 
 # Where Python waits for another thread or process, innermost.
-_LOCKS = re.compile(r"(?:^|[/\\])(?:threading|queue|selectors|subprocess|multiprocessing[/\\]\w+|concurrent[/\\].+)\.py$")
+_LOCKS = re.compile(r"(?:^|/)(?:threading|queue|selectors|subprocess|multiprocessing/\w+|concurrent/.+)\.py$")
 _LOCK_TEXT = re.compile(r"\bacquire\(|^with .*lock|\block\b", re.I)
 
 

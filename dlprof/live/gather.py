@@ -53,7 +53,7 @@ def look(job: str) -> Seen:
     for number, word in words.items():
         if run is not None and not word.runs and number not in ranks:
             found.append(Rank(number, host, None, (), *last_step(run, number), _error(run / "ranks" / word.folder)))
-    places = {Path("/dev/shm"), Path("/tmp"), *([run] if run else [])}  # noqa: S108 - looked at only
+    places = {Path("/dev/shm"), Path("/tmp"), *([run] if run else [])}
     for process in ranks.values():
         with contextlib.suppress(OSError):
             places.add(Path(f"/proc/{process.pid}/cwd").readlink())
@@ -179,8 +179,8 @@ def disagreements(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
     And which ranks have not come to the one that the others wait in. What is given to some operations may differ.
     """
     issued: dict[tuple[str, int], dict[int, Call]] = {}
-    for rank, mine in calls.items():
-        for call in mine:
+    for rank, of_rank in calls.items():
+        for call in of_rank:
             issued.setdefault((call.group, call.sequence), {})[rank] = call
     told = set()
     for (group, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
@@ -202,7 +202,9 @@ def disagreements(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 # Collectives to which every rank must give as much as the others.
-_ALIKE = frozenset(("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "reduce_scatter", "allreduce_coalesced"))
+_ALIKE = frozenset(
+    ("all_reduce", "allreduce_coalesced", "broadcast", "reduce", "all_gather", "_allgather_base", "reduce_scatter")
+)
 
 
 def ranks_of(processes: Iterable[Process], numbers: Mapping[int, int] | None = None) -> dict[int, Process]:

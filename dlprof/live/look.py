@@ -260,16 +260,23 @@ def _text(path: Path) -> str:
     return ""
 
 
+# Without a free inode no file can be made either.
+_FREE = """
+import os, sys
+disk = os.statvfs(sys.argv[1])
+print(disk.f_bavail * disk.f_frsize if disk.f_favail or not disk.f_files else 0)
+"""
+
+
 def disks(paths: Iterable[Path], seconds: float = 2.0) -> list[tuple[str, int | None]]:
     """Return what is free on the disk of each path, in bytes; None: it does not answer within this time."""
     # A process, which a dead network disk keeps as long as it likes; a thread would keep this process.
     asked = []
     for path in dict.fromkeys(map(str, paths)):
-        code = "import os,sys; s=os.statvfs(sys.argv[1]); print(s.f_bavail*s.f_frsize if s.f_favail or not s.f_files else 0)"
-        words = [sys.executable, "-S", "-c", code, path]
-        asked.append(
-            (path, subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
-        )
+        words = [sys.executable, "-S", "-c", _FREE, path]
+        nowhere = subprocess.DEVNULL
+        process = subprocess.Popen(words, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere)
+        asked.append((path, process))
     until = time.monotonic() + seconds
     found: list[tuple[str, int | None]] = []
     for path, process in asked:

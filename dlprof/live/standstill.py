@@ -10,7 +10,11 @@ from dlprof.live.doing import Doing, doing, fetches
 from dlprof.live.look import Process
 from dlprof.units import count, ranks_named
 
-_STATES = {"T": "is stopped (SIGSTOP, or a debugger)", "t": "is held by a debugger", "D": "is inside the kernel and cannot be interrupted: a disk, a network file system or a driver does not answer"}
+_STATES = {
+    "T": "is stopped (SIGSTOP, or a debugger)",
+    "t": "is held by a debugger",
+    "D": "is inside the kernel and cannot be interrupted: a disk, a network file system or a driver does not answer",
+}
 # What each activity is called of a rank that the others wait for: "{at}" is the user's line.
 _WORDS = {
     "collective": "is in {name}",
@@ -20,7 +24,8 @@ _WORDS = {
     "optimizer": "is in its optimizer step",
     "checkpoint": "saves or loads a checkpoint",
     "compile": "compiles",
-    "starting": "starts: it imports, or joins its process group",
+    "starting": "starts (imports, or joins its process group)",
+    "window": "writes the trace window of dlprof, or of a profiler of its own",
     "lock": "waits for another thread or a lock ({name})",
     "device": "waits for its device in .{name}()",
     "wait": "is in .{name}() of a collective",
@@ -92,19 +97,25 @@ def standstill(seen: Seen) -> Standstill:
         fewest = min(groups.values(), key=len)
         return Standstill(why, tuple(more), tuple(fewest), where)
     if waiting and missing:
-        why = f"{_waiting(list(waiting), waiting)}{ranks_named(missing)}, which {'was' if len(missing) == 1 else 'were'} not found."
+        are = "was" if len(missing) == 1 else "were"
+        why = f"{_waiting(list(waiting), waiting)}{ranks_named(missing)}, which {are} not found on this host."
         return Standstill(why, tuple(more), tuple(missing), where)
     if waiting:
         one = waiting[min(waiting)]
         what = f"All {len(waiting)} ranks that were seen are in {_named(one)}"
         if seen.disagree:
-            return Standstill(f"{what}, and give it different things: {seen.disagree[0]}", tuple(more[: -len(seen.disagree)] + list(seen.disagree[1:])), (), where)
-        return Standstill(f"{what}: none of them is missing, so look at the network between them, and at their devices.{_behind(ranks)}", tuple(more), (), where)
+            why = f"{what}, and do not agree. {seen.disagree[0]}"
+            return Standstill(why, (*_machine(seen), *seen.disagree[1:]), (), where)
+        why = f"{what}: none is missing, so look at the network between them, and at their devices.{_behind(ranks)}"
+        return Standstill(why, tuple(more), (), where)
     if not ranks:
         return Standstill("No rank of the job was found here.", tuple(more))
     groups = _groups(does)
-    parts = [f"{ranks_named(numbers).capitalize()} {_does(ranks[numbers[0]], does[numbers[0]], many=len(numbers) > 1)}" for numbers in groups.values()]
-    return Standstill(f"{'; '.join(parts)}.", tuple(more), (), where)
+    parts = [
+        f"{ranks_named(numbers)} {_does(ranks[numbers[0]], does[numbers[0]], many=len(numbers) > 1)}"
+        for numbers in groups.values()
+    ]
+    return Standstill(f"{_upper('; '.join(parts))}.", tuple(more), (), where)
 
 
 def _waits(one: Doing, rank: Rank, many: int) -> bool:
@@ -121,7 +132,7 @@ def _held(rank: Rank) -> bool:
 
 
 def _of_workers(rank: Rank) -> str:
-    """Say what is wrong with a rank's loader workers; "" for nothing. A rank that does not wait for them does not say."""
+    """Say what is wrong with the loader workers that a rank waits for; "" for nothing."""
     process = rank.process
     if process is None:
         return ""
@@ -140,8 +151,7 @@ def _does(rank: Rank, one: Doing | None, *, many: bool = False) -> str:
     """Say what a rank does that others wait for: "is in DataLoader.__next__ (train.py:80): its worker …"."""
     process = rank.process
     if process is None or one is None:
-        ended = f": {rank.error}" if rank.error else ""
-        return f"{'have' if many else 'has'} ended{ended}"
+        return f"{'have' if many else 'has'} ended{f' ({rank.error})' if rank.error else ''}"
     text = _WORDS[one.what].format(name=one.name)
     if many:
         text = _plural(text)
@@ -157,7 +167,8 @@ def _does(rank: Rank, one: Doing | None, *, many: bool = False) -> str:
         busy = [doing(worker) for worker in rank.workers if fetches(worker)]
         if busy:
             places = Counter(_worker_at(worker) for worker in busy).most_common(1)[0][0]
-            return f"{text}{at}: {count(len(busy), 'worker')} of {len(rank.workers)} {'is' if len(busy) == 1 else 'are'} in {places}"
+            are = "is" if len(busy) == 1 else "are"
+            return f"{text}{at}: {count(len(busy), 'worker')} of {len(rank.workers)} {are} in {places}"
         return f"{text}{at}: its {count(len(rank.workers), 'worker')} wait for a task"
     if one.what == "code":
         return f"{text}{at}, and {'is idle: it waits for something outside of Python' if one.idle else 'is busy'}"
@@ -170,11 +181,17 @@ def _worker_at(one: Doing) -> str:
     return f"{one.at}{': ' + one.text if one.text else ''}{', idle' if one.idle else ''}"
 
 
+_PLURALS = {"is": "are", "waits": "wait", "saves": "save", "writes": "write", "has": "have"}
+
+
 def _plural(text: str) -> str:
-    for single, plural in (("is ", "are "), ("waits ", "wait "), ("saves or loads ", "save or load "), ("compiles", "compile"), ("starts", "start"), ("runs ", "run ")):
-        if text.startswith(single):
-            return plural + text[len(single) :]
-    return text
+    """Return what one does as what many do."""
+    verb, space, rest = text.partition(" ")
+    return f"{_PLURALS.get(verb, verb.removesuffix('s'))}{space}{rest}"
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _place(rank: Rank, one: Doing | None) -> str:
@@ -206,15 +223,13 @@ def _waiting(numbers: Sequence[int], does: Mapping[int, Doing]) -> str:
     if not numbers:
         return ""
     first, *rest = _groups({n: does[n] for n in numbers}).values()
-    text = ranks_named(first).capitalize()
+    text = _upper(ranks_named(first))
     waits = "waits" if len(first) == 1 else "wait"
     others = f" ({'; '.join(f'{ranks_named(some)} in {_named(does[some[0]])}' for some in rest)})" if rest else ""
     return f"{text} {waits} in {_named(does[first[0]])}{others} for "
 
 
-def _joined(
-    blamed: Sequence[int], ranks: Mapping[int, Rank], does: Mapping[int, Doing], *, which: bool
-) -> str:
+def _joined(blamed: Sequence[int], ranks: Mapping[int, Rank], does: Mapping[int, Doing], *, which: bool) -> str:
     """Name those that others wait for and say what they do: "rank 2, which is …"; without `which` as a sentence."""
     texts: dict[str, list[int]] = defaultdict(list)
     for number in sorted(blamed):
@@ -223,9 +238,10 @@ def _joined(
     for text, numbers in list(texts.items())[:4]:
         many = len(numbers) > 1
         said = _does(ranks[numbers[0]], does.get(numbers[0]), many=many) if many else text
-        parts.append(f"{ranks_named(numbers)}, which {said}" if which else f"{ranks_named(numbers).capitalize()} {said}")
+        parts.append(f"{ranks_named(numbers)}{', which' * which} {said}")
     left = len(texts) - len(parts)
-    return ("; and for " if which else "; ").join(parts) + (f"; and {left} more" if left > 0 else "")
+    text = ("; and for " if which else "; ").join(parts) + (f"; and {left} more" if left > 0 else "")
+    return text if which else _upper(text)
 
 
 def _behind(ranks: Mapping[int, Rank]) -> str:
@@ -235,7 +251,8 @@ def _behind(ranks: Mapping[int, Rank]) -> str:
         return ""
     most = max(steps.values())
     late = [n for n, step in steps.items() if step < most]
-    return f" {ranks_named(late).capitalize()} {'has' if len(late) == 1 else 'have'} ended step {min(steps.values()):,}, the others step {most:,}."
+    have = "has" if len(late) == 1 else "have"
+    return f" {_upper(ranks_named(late))} {have} ended step {min(steps.values()):,}, the others step {most:,}."
 
 
 def _machine(seen: Seen) -> Iterable[str]:

@@ -75,7 +75,7 @@ def stacks(training: int) -> list[dict[str, Any]]:
     names = {thread.ident: thread.name for thread in list(threading._active.values())}  # type: ignore[attr-defined]
     found = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != training):
-        frames = []
+        frames: list[list[Any]] = []
         at: Any = frame
         while at is not None and len(frames) < _MOST_FRAMES:
             code = at.f_code

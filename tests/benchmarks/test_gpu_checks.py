@@ -24,7 +24,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.jobs import Ended, python, run
 from dlprof.commands.run import constant, count_gpus, workloads
-from tests.fixtures.jobs import is_running
+from tests.fixtures.jobs import is_running, spawned
 
 # Checks as a module of its own lists them. What they do to get out of hand is real; the figures are none.
 MODULE = """
@@ -109,7 +109,7 @@ def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_run_that_is_cut_off_leaves_what_it_has_and_nothing_running(tmp_path: Path) -> None:
     words, env = checks_command(tmp_path, "--only", "fine", "hangs", "--minutes", "2")
-    with subprocess.Popen(words, cwd=jobs.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with spawned(words, cwd=jobs.ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "left").exists() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from dlprof.cli import cli
 from dlprof.commands import report
 from tests.fixtures import traces
+from tests.fixtures.jobs import spawned
 from tests.fixtures.places import ROOT, TRACES
 
 LAUNCHERS = [name for pair in report._LAUNCHERS for name in pair]
@@ -173,7 +174,7 @@ def test_a_killed_analysis_goes_on_where_it_was(words: list[str], tmp_path: Path
         traces.write(job / f"rank{r}.json", traces.training(30, rank=r, world_size=ranks))
     command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), *words, "--cache", str(cache)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
+    with spawned(
         command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
         while process.poll() is None and len(files_of(cache)) < 3:

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.gpu.fixtures import unpack
 from dlprof.mcp.tools import MOST, fitted
-from tests.fixtures.jobs import DLPROF, environment, launch, running, tiny, until
+from tests.fixtures.jobs import DLPROF, environment, launch, running, spawned, tiny, until
 from tests.fixtures.places import ROOT
 
 pytest.importorskip("mcp", reason="needs the package mcp")
@@ -152,7 +152,7 @@ def test_stdout_holds_the_protocol_alone_and_the_server_ends_with_its_client(pla
         {"id": 2, "method": "tools/call", "params": {"name": "report", "arguments": {"run": "run"}}},
         {"id": 3, "method": "tools/call", "params": {"name": "evidence", "arguments": {"run": "run", "rule": "x"}}},
     ]
-    with subprocess.Popen(
+    with spawned(
         [*DLPROF, "mcp", str(place)], stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, env=environment(), text=True
     ) as server:
         assert server.stdin is not None
@@ -209,8 +209,9 @@ def test_a_job_ends_with_the_request_or_the_client(tmp_path: Path, gone: str) ->
     async def main() -> None:
         async with client(tmp_path) as (_, call), anyio.create_task_group() as beside:
             beside.start_soon(partial(call, "record", command=[str(script)], steps=1_000_000))
-            while not list(tmp_path.glob("runs/*/ranks/*/steps.jsonl")):
-                await anyio.sleep(0.2)
+            with anyio.fail_after(90):
+                while not list(tmp_path.glob("runs/*/ranks/*/steps.jsonl")):
+                    await anyio.sleep(0.2)
             assert running(script)
             beside.cancel_scope.cancel()
             if gone == "request":

@@ -1,4 +1,4 @@
-"""Notices that a job stands still, and asks `dlprof hang` why: once in each standstill, on stderr and for the report."""
+"""Notices that a job stands still, and asks `dlprof hang` why: once each time, on stderr and for the report."""
 
 from __future__ import annotations
 

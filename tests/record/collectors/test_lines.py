@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from textwrap import dedent
@@ -17,7 +16,7 @@ import pytest
 
 from dlprof.read.lines import read
 from tests.fixtures.in_process import run_plainly, run_recorded
-from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, record, rows, spawned, until, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 pytest.importorskip("line_profiler", reason="lines need line_profiler")
@@ -279,10 +278,8 @@ def test_what_was_counted_survives_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "run/ranks/00000/lines.jsonl"
     path = script(tmp_path, "while True:\n    run(num_workers=1)\n")
     command = wrapped(tmp_path / "run", [sys.executable, path], "--no-trace", "--lines", "data:decode")
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, cwd=tmp_path) as job:
-        while not log.exists() or not log.read_text().endswith("\n"):
-            assert job.poll() is None
-            time.sleep(0.05)
+    with spawned(command, env=environment(), stderr=subprocess.DEVNULL, cwd=tmp_path) as job:
+        assert until(lambda: log.exists() and log.read_text().endswith("\n"))
         told: Any = json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())
         os.kill(told["pid"], signal.SIGKILL)
         assert job.wait(60) == -signal.SIGKILL

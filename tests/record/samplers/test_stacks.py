@@ -23,13 +23,13 @@ from dlprof.read.run import open_run
 from dlprof.read.stacks import read
 from dlprof.record.samplers.sampling import Host
 from dlprof.record.samplers.stacks import StacksSampler, find, texts_of, without_commands
-from tests.fixtures.jobs import environment, facts, launch, until, words, wrapped
+from tests.fixtures.jobs import environment, facts, launch, spawned, until, words, wrapped
 from tests.fixtures.sampling import leave_word
 
 
 @cache
 def permitted() -> bool:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as target:
+    with spawned([sys.executable, "-c", "import time; time.sleep(60)"]) as target:
         time.sleep(0.5)
         command = [str(find()), "dump", "--nonblocking", "--pid", str(target.pid)]
         done = subprocess.run(command, capture_output=True, check=False)
@@ -125,8 +125,8 @@ def test_what_was_seen_of_a_rank_that_is_killed_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     command = wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py"], "--no-trace")
     rank = tmp_path / "run/ranks/00000"
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, cwd=tmp_path, text=True) as job:
-        assert until(lambda: looks(tmp_path))
+    with spawned(command, env=environment(), stderr=subprocess.PIPE, cwd=tmp_path, text=True) as job:
+        assert until(lambda: looks(rank))
         os.kill(facts(rank)["pid"], signal.SIGKILL)
         _, said = job.communicate(timeout=60)
     assert job.returncode == -signal.SIGKILL
@@ -243,7 +243,7 @@ def test_without_py_spy_one_line_says_so(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("asked", ["47", "off"])
 def test_between_bursts_it_does_not_look(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+    with spawned([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         rank = trains(tmp_path, process.pid)
         monkeypatch.setenv("DLPROF_STACKS", asked)
         host, sampler = Host(tmp_path), StacksSampler()
