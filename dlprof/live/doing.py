@@ -111,7 +111,7 @@ def doing(process: Process) -> Doing:
         if called is not None and idle:
             what, name = ("wait" if called[1] == "wait" else "device"), called[1]
         elif idle and (_LOCKS.search(innermost.file) or _LOCK_TEXT.search(text)):
-            what, name = "lock", innermost.function.rpartition(".")[2]
+            what = "lock"
     return Doing(role_of(process), what, name, file, line, text, function, idle)
 
 

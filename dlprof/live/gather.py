@@ -17,6 +17,7 @@ from dlprof.errors import DlprofError
 from dlprof.live.doing import doing, jobs, role_of
 from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
 from dlprof.live.standstill import Rank, Seen
+from dlprof.plain import plain
 from dlprof.record.ranks import Word, words_here
 from dlprof.record.still import ASK, FLIGHT, STILL
 from dlprof.units import ranks_named
@@ -32,6 +33,7 @@ def look(job: str) -> Seen:
     processes = mine()
     run, family = _of_run(job, processes) if not job.isdecimal() else of_process(int(job), processes)
     words: dict[int, Word] = {}
+    asked = 0
     if run is not None:
         words = {word.rank: word for word in sorted(words_here(run), key=lambda word: word.folder)}
         asked = _ask(run, words.values())
@@ -41,6 +43,7 @@ def look(job: str) -> Seen:
         raise DlprofError(f"{job}: no rank of a job that has loaded PyTorch is among its processes here")
     host = os.uname().nodename
     calls: dict[int, list[Call]] = {}
+    folders: dict[int, Path] = {}
     if run is not None:
         folders = {n: run / "ranks" / word.folder for n, word in words.items() if word.runs}
         _wait_for(folders.values(), asked)
@@ -49,14 +52,15 @@ def look(job: str) -> Seen:
     found = []
     for number, process in ranks.items():
         workers = tuple(one for one in torch if one.parent == process.pid and role_of(one) == "worker")
-        found.append(Rank(number, host, process, workers, *(last_step(run, number) if run else (None, None))))
+        step, still_s = last_step(run, number) if run else (None, None)
+        error = _handled(folders[number], asked) if number in folders else ""
+        found.append(Rank(number, host, process, workers, step, still_s, error))
     for number, word in words.items():
         if run is not None and not word.runs and number not in ranks:
             found.append(Rank(number, host, None, (), *last_step(run, number), _error(run / "ranks" / word.folder)))
     places = {Path("/dev/shm"), Path("/tmp"), *([run] if run else [])}
     for process in ranks.values():
-        with contextlib.suppress(OSError):
-            places.add(Path(f"/proc/{process.pid}/cwd").readlink())
+        places.update(process.places)
     free = disks(sorted(places))
     return Seen(
         ranks=tuple(sorted(found, key=lambda rank: rank.number)),
@@ -132,10 +136,21 @@ def _told(process: Process, folder: Path, since_ns: int) -> Process:
 
 def _error(folder: Path) -> str:
     """Return what a rank ended with, by its facts; "" where that is not known."""
+    return _in_words(folder / "facts.json", "error")
+
+
+def _handled(folder: Path, since_ns: int) -> str:
+    """Return the error that a rank handles right now; "" for none, or where it has not said so."""
+    return _in_words(folder / STILL, "handles") if _is_new(folder / STILL, since_ns) else ""
+
+
+def _in_words(path: Path, key: str) -> str:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        raised = json.loads((folder / "facts.json").read_bytes()).get("error") or {}
-        at = f" ({place})" if (place := str(raised.get("site") or "")) else ""
-        return ": ".join(str(raised[key])[:200] for key in ("type", "text") if raised.get(key)) + at
+        error = json.loads(path.read_bytes()).get(key) or {}
+        words = ": ".join(plain(error[name], 200) for name in ("type", "text") if error.get(name))
+        # The site is written as "function (file:line)".
+        line = str(error.get("site") or "").rpartition("/")[2].removesuffix(")")
+        return f"{words} ({plain(line, 80)})" if line else words
     return ""
 
 

@@ -29,6 +29,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _LONGEST_S = 20.0  # that py-spy may take for one process
 _AT_ONCE = 8
 _MOST_FRAMES = 120
+_MOST_FILES, _MOST_PLACES = 500, 8
 
 # Launchers set the first of each; the first one that is set counts.
 _NUMBERS = {
@@ -80,6 +81,7 @@ class Process:
     size: int | None = None
     job: str = ""  # SLURM's numbers of the job and its step
     run: str = ""  # the folder that it records into
+    places: tuple[Path, ...] = ()  # where it works, and has files open to write
     dead: tuple[tuple[int, int], ...] = ()
     threads: tuple[Thread, ...] = ()
     unseen: str = ""  # why there are no threads
@@ -120,6 +122,7 @@ def mine() -> dict[int, Process]:
             size=_number(env, "size"),
             job=".".join(env[name] for name in _SLURM if env.get(name)),
             run=env.get("DLPROF_RUN", ""),
+            places=_places(place) if torch else (),
             dead=tuple(sorted(gone.get(pid, ()))),
         )
     return found
@@ -232,6 +235,20 @@ def _environment(place: Path) -> dict[str, str]:
             if name in wanted:
                 found[name] = value
     return found
+
+
+def _places(place: Path) -> tuple[Path, ...]:
+    """Return the folders that a process works in, or has files open in to write; some at most."""
+    found: dict[Path, None] = {}
+    with contextlib.suppress(OSError):
+        found[(place / "cwd").readlink()] = None
+        for fd in sorted((place / "fd").iterdir())[:_MOST_FILES]:
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                file = fd.readlink()
+                flags = int(_text(place / "fdinfo" / fd.name).split("flags:")[1].split()[0], 8)
+                if flags & os.O_ACCMODE and file.is_absolute() and file.is_file() and len(found) < _MOST_PLACES:
+                    found[file.parent] = None
+    return tuple(found)
 
 
 def _number(env: Mapping[str, str], what: str) -> int | None:

@@ -26,7 +26,7 @@ _WORDS = {
     "compile": "compiles",
     "starting": "starts (imports, or joins its process group)",
     "window": "writes the trace window of dlprof, or of a profiler of its own",
-    "lock": "waits for another thread or a lock ({name})",
+    "lock": "waits for a lock, or another thread or process",
     "device": "waits for its device in .{name}()",
     "wait": "is in .{name}() of a collective",
     "code": "runs Python",
@@ -36,7 +36,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as it was seen. `process` is None where it is gone; `error` is then what it ended with, if known."""
+    """A rank as it was seen. `process` is None where it is gone.
+
+    `error`: what it ended with, or handles right now, in words; "": that is not known, or there is none.
+    """
 
     number: int
     host: str
@@ -126,9 +129,9 @@ def _waits(one: Doing, rank: Rank, many: int) -> bool:
 
 
 def _held(rank: Rank) -> bool:
-    """Return whether something outside of its Python holds a rank: it is gone or stopped, or so is a worker of its."""
+    """Return whether a rank cannot go on as the others do: it is gone or stopped, or a worker of its, or it failed."""
     process = rank.process
-    return process is None or process.state in _STATES or bool(_of_workers(rank))
+    return process is None or process.state in _STATES or bool(rank.error or _of_workers(rank))
 
 
 def _of_workers(rank: Rank) -> str:
@@ -158,9 +161,11 @@ def _does(rank: Rank, one: Doing | None, *, many: bool = False) -> str:
     at = f" ({one.at}{': ' + one.text if one.text else ''})" if one.at else ""
     if process.state in _STATES:
         state = _plural(_STATES[process.state]) if many else _STATES[process.state]
-        return f"{state}; it {_WORDS[one.what].format(name=one.name)}{at}"
+        return f"{state}{f' at {one.at}' if one.at else ''}"
     if one.what == "unknown":
         return f"{text}: {process.unseen}"
+    if rank.error:
+        return f"{'handle' if many else 'handles'} {rank.error}, and {text}{at}"
     if wrong := _of_workers(rank):
         return f"{text}{at}: {wrong}"
     if one.what == "loader" and rank.workers:
@@ -252,7 +257,8 @@ def _behind(ranks: Mapping[int, Rank]) -> str:
     most = max(steps.values())
     late = [n for n, step in steps.items() if step < most]
     have = "has" if len(late) == 1 else "have"
-    return f" {_upper(ranks_named(late))} {have} ended step {min(steps.values()):,}, the others step {most:,}."
+    first = ranks_named(n for n, step in steps.items() if step == most)
+    return f" {_upper(ranks_named(late))} {have} ended step {min(steps.values()):,}, {first} step {most:,}."
 
 
 def _machine(seen: Seen) -> Iterable[str]:

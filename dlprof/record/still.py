@@ -1,4 +1,4 @@
-"""What a rank that stands still can say itself: the stacks of its threads, and its last collectives.
+"""What a rank that stands still can say itself: its threads' stacks, the error it handles, its last collectives.
 
 Written by the thread of ours that looks after the rank's end, into still.json and flight_recorder.json of its folder:
 once in each standstill, and where `dlprof hang` asks for it by a file `ask`.
@@ -19,6 +19,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof.files import write
+from dlprof.record.raised import handled
 from dlprof.record.step_clock import StepClock
 
 STILL, ASK, FLIGHT = "still.json", "ask", "flight_recorder.json"
@@ -66,6 +67,7 @@ class Still:
             "step": row.number,
             "since_ns": self._unix(row.start_ns),
             "threads": stacks(self._clock.owner),
+            "handles": handled(self._clock.owner),
         }
         write(folder / STILL, json.dumps(found))
 

@@ -10,13 +10,11 @@ import json
 import os
 import platform
 import re
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from dlprof import redaction
@@ -24,11 +22,11 @@ from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.calls.frames import own_files
 from dlprof.record.device import cpu
 from dlprof.record.launch.tasks import batch_of
 from dlprof.record.model.names import children_of, class_of, modules_of, parameters_of, problems, unwrapped
 from dlprof.record.model.subnormal import subnormal_shares
+from dlprof.record.raised import last_error, memory_failure
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -523,78 +521,3 @@ def _matmul() -> dict[str, Any]:
         "allow_tf32": None if product is None else product == "tf32",
         "cudnn_allow_tf32": None if convolution is None else convolution == "tf32",
     }
-
-
-_MOST_TEXT = 2_000  # characters of an error's text
-
-
-# What PyTorch's allocator of host memory says in a RuntimeError.
-_ON_HOST = "DefaultCPUAllocator: can't allocate memory"
-
-
-# The most characters of any other error's text, of which only the first line is kept.
-_MOST_LINE = 300
-
-# The lines of a worker's traceback, which is in the text of the error that its loader raises.
-_WORKERS = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-
-
-def last_error() -> dict[str, Any] | None:
-    """Return the error that nobody caught and that ends the process: type, text and site; None: it ends otherwise.
-
-    The text is the first line of what a library says, redacted: what the user's own code says may hold anything, and is
-    left out. The site of an error in a loader's worker is the line there.
-    """
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return None
-    is_own, said, at = own_files(), str(error), error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    from_own = at is not None and is_own(at.tb_frame.f_code.co_filename)
-    site = _site(error)
-    if "DataLoader worker" in said:
-        frames = [found for found in _WORKERS.findall(said) if is_own(found[0])]
-        site = "{2} ({0}:{1})".format(*frames[-1]) if frames else site
-    line = said.strip().partition("\n")[0] + _signal_of_worker(error)
-    return {"type": type(error).__name__, "text": "" if from_own else redaction.text(line)[:_MOST_LINE], "site": site}
-
-
-def _signal_of_worker(error: BaseException) -> str:
-    """Return what killed the worker of a DataLoader, in the words of torch where its SIGCHLD handler comes first.
-
-    Where it comes second, torch says "exited unexpectedly" only; the exit codes are in the frame that raised it.
-    """
-    at = error.__traceback__
-    while at is not None:
-        for worker in at.tb_frame.f_locals.get("failed_workers") or ():
-            if (code := getattr(worker, "exitcode", None) or 0) < 0:
-                return f": is killed by signal: {signal.strsignal(-code)}."
-        at = at.tb_next
-    return ""
-
-
-def memory_failure() -> dict[str, Any] | None:
-    """Return the out-of-memory error that ends the process: type, text and site; None if it ends otherwise.
-
-    Python keeps an uncaught error when it prints it, before exit handlers run.
-    """
-    # Before Python 3.12 only the second name exists.
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return None
-    kind, text = type(error).__name__, str(error)
-    if kind not in ("OutOfMemoryError", "MemoryError") and _ON_HOST not in text:
-        return None
-    return {"type": kind, "text": text[:_MOST_TEXT], "site": _site(error)}
-
-
-def _site(error: BaseException) -> str:
-    """Return the innermost line of the user's own files in the traceback, as "function (file:line)"; "" if none."""
-    is_own, site, at = own_files(), "", error.__traceback__
-    while at is not None:
-        frame: FrameType = at.tb_frame
-        if is_own(frame.f_code.co_filename):
-            site = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{at.tb_lineno})"
-        at = at.tb_next
-    return site

@@ -1,0 +1,140 @@
+"""Jobs that come to stand still: why is said once, by the run and by `dlprof hang`, whoever has started their ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.read.run import open_run
+from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, launch, running, spawned, until, words, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+PLANTED = Path(__file__).with_name("planted.py")
+
+# What rank 1 does, and what must be said of it; at rank 1's line, whose text this is. "" in place of a launcher's ranks
+# that end all others where one has ended: they do not hang.
+WAITS = r"Rank 0 waits in all_reduce \(planted.py:{}\) for rank 1, which "
+LINES = PLANTED.read_text().splitlines()
+
+
+def at(text: str, nth: int = 0) -> int:
+    """Return the number of the n-th line of the planted script that holds a text."""
+    return [n for n, line in enumerate(LINES, 1) if text in line][nth]
+
+
+REDUCE, BARRIER = at("dist.all_reduce(weight)"), at("dist.barrier()")
+HANGS = {
+    "skipped": rf"The ranks disagree: rank 0 is in all_reduce \(planted.py:{REDUCE}\); rank 1 is in barrier"
+    rf" \(planted.py:{BARRIER}\)",
+    "branch": rf"The ranks disagree: rank 0 is in all_reduce \(planted.py:{REDUCE}\); rank 1 is in broadcast"
+    rf" \(planted.py:{at('dist.broadcast')}\)",
+    "uneven": rf"The ranks disagree: rank 0 is in all_reduce \(planted.py:{REDUCE}\); rank 1 is in barrier"
+    rf" \(planted.py:{BARRIER}\)",
+    "waited": rf"The ranks disagree: rank 0 is in .wait\(\) \(planted.py:{at('work.wait()')}\); rank 1 is in barrier"
+    rf" \(planted.py:{BARRIER}\)",
+    "lock": WAITS + rf"waits for a lock, or another thread or process \(planted.py:{at('lock.acquire()', 1)}: ",
+    "stopped": WAITS + rf"is stopped \(SIGSTOP, or a debugger\) at planted.py:{at('signal.SIGSTOP', 1)}\.",
+    "worker_stopped": WAITS + r"waits for its loader \(planted.py:\d+: for .*\): its loader worker \(process \d+\) is"
+    r" stopped",
+    "worker_slow": WAITS + r"waits for its loader \(planted.py:\d+: for .*\): 1 worker of 1 is in"
+    rf" planted.py:{at('time.sleep(10_000)')}: time.sleep\(10_000\), idle",
+    "busy": WAITS + rf"runs Python \(planted.py:{at('sum(range')}: .*\), and is busy",
+    "raised": WAITS + rf"handles ValueError \(planted.py:{at('raise ValueError')}\), and is in barrier"
+    rf" \(planted.py:{BARRIER + (at('dist.barrier()', 1) - BARRIER)}: ",
+}
+# A rank that is gone keeps the others waiting only where nobody ends them.
+LEFT = {
+    "raised": WAITS + rf"has ended \(ValueError \(planted.py:{at('raise ValueError')}\)\)",
+    "worker_killed": WAITS + r"has ended \(RuntimeError: DataLoader worker \(pid.* is killed by signal: Killed",
+    "ended": WAITS + r"has ended\.",
+}
+
+
+@contextmanager
+def standing(folder: Path, kind: str, launcher: str, env: dict[str, str], cwd: Path | None = None) -> Iterator[Any]:
+    """Start a job that will stand still, recorded into folder/run; wait until that was said. Yield what was said."""
+    script = [str(PLANTED), kind, launcher]
+    command = wrapped(folder / "run", [sys.executable, *(TORCHRUN if launcher == "torchrun" else ()), *script])
+    at = command.index("--no-report")
+    command[at:at] = ["--hang", "1", "--no-trace", "--no-sample"]
+    command = ["srun", "-n", "2", *command] if launcher == "srun" else command
+    said = folder / "said.txt"
+    env = env | {"PLANTED_STORE": str(folder / "store")}
+    with said.open("w") as out, spawned(command, env=env, cwd=cwd or folder, stdout=out, stderr=out) as job:
+        assert until(lambda: "asks again" in said.read_text() or job.poll() is not None), said.read_text()
+        try:
+            yield said
+        finally:
+            for pid in running(PLANTED):
+                if "dlprof" not in words(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def told(said: Path) -> list[str]:
+    """Return the lines that were printed of the standstill, in order, without dlprof's name."""
+    return [line.partition("dlprof:   ")[2] for line in said.read_text().splitlines() if "dlprof:   " in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "launcher"),
+    [
+        pytest.param(
+            kind,
+            launcher,
+            marks=pytest.mark.long
+            if (kind, launcher) in (("lock", "torchrun"), ("raised", "spawn"))
+            else pytest.mark.slow,
+        )
+        for launcher in ("torchrun", "spawn")
+        for kind in HANGS
+    ],
+)
+def test_why_a_job_stands_still(kind: str, launcher: str, tmp_path: Path) -> None:
+    with standing(tmp_path, kind, launcher, environment()) as said:
+        first, *_ = told(said)
+        assert re.match(HANGS[kind].format(REDUCE), first), told(said)
+        asked = launch([*DLPROF, "hang", "--format", "json", str(tmp_path / "run")], tmp_path)
+        found = json.loads(asked.stdout)
+        assert (found["why"], [one["rank"] for one in found["ranks"]]) == (first, [0, 1])
+        assert found["blamed"] == [1] or "disagree" in first
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert [one["why"] for one in run["hangs"]] == [first]
+    assert [w for w in open_run(tmp_path / "run").warnings if w.endswith(first)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*(kind for kind in HANGS if kind != "raised"), *LEFT])
+def test_ranks_of_srun_that_stand_still(kind: str, tmp_path: Path, slurm: dict[str, str]) -> None:
+    with standing(tmp_path, kind, "srun", slurm) as said:
+        pattern = LEFT.get(kind) or HANGS[kind]
+        assert any(re.match(pattern.format(REDUCE), line) for line in told(said)), said.read_text()
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "x", str(full)], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("only root can make a disk that is full")
+    try:
+        with standing(tmp_path, "disk", "torchrun", environment(), full) as said:
+            first, second, *_ = told(said)
+        pattern = WAITS + rf"handles OSError: No space left on device \(planted.py:{at('write_bytes')}\)"
+        assert re.match(pattern.format(REDUCE), first)
+        assert second == f"The disk of {full} is full."
+    finally:
+        subprocess.run(["umount", "-l", str(full)], check=False)
