@@ -36,7 +36,7 @@ def percent(share: float) -> str:
 def count(n: float, noun: str) -> str:
     """Write a number of things: 1 copy, 3 copies, 2.5 copies."""
     number = f"{n:,.0f}" if float(n).is_integer() or abs(n) >= 10 else f"{n:.1f}"
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith("tch") else "s")
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith(("tch", "ss")) else "s")
     return f"{number} {noun if number == '1' else plural}"
 
 

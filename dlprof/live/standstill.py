@@ -22,10 +22,10 @@ _WORDS = {
     "forward": "is in its forward pass",
     "backward": "is in its backward pass",
     "optimizer": "is in its optimizer step",
-    "checkpoint": "saves or loads a checkpoint",
-    "compile": "compiles",
-    "starting": "starts (imports, or joins its process group)",
-    "window": "writes the trace window of dlprof, or of a profiler of its own",
+    "checkpoint": "is saving or loading a checkpoint",
+    "compile": "is compiling",
+    "starting": "is starting (importing, or joining its process group)",
+    "window": "is writing the trace of a profiler",
     "lock": "waits for a lock, or another thread or process",
     "device": "waits for its device in .{name}()",
     "wait": "is in .{name}() of a collective",
@@ -186,7 +186,7 @@ def _worker_at(one: Doing) -> str:
     return f"{one.at}{': ' + one.text if one.text else ''}{', idle' if one.idle else ''}"
 
 
-_PLURALS = {"is": "are", "waits": "wait", "saves": "save", "writes": "write", "has": "have"}
+_PLURALS = {"is": "are", "has": "have"}
 
 
 def _plural(text: str) -> str:

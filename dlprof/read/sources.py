@@ -77,6 +77,7 @@ def _samples(name: str, *, of_host: bool = False) -> Source:
 _RECORDERS = {
     "compiled": "model/compiled.py",
     "fetches": "collectors/loader.py",
+    "flight_recorder": "still.py",
     "gpu": "samplers/gpu.py",
     "held": "model/held.py",
     "host": "samplers/host.py",
@@ -108,6 +109,13 @@ SOURCES: tuple[Source, ...] = (
     ),
     # What workers write of the table "loading".
     _log("loading", _NO_LOADING, "pid", "start_ns", "dur_ns", "count", name="fetches", file="fetches", kind="fetch"),
+    Source(
+        "flight_recorder",
+        ("flight_recorder.json",),
+        ("recorder_calls",),
+        "no dump of PyTorch's flight recorder (a recorded rank leaves one when it stands still)",
+        _lazily("dumps.flight_recorder", "read"),
+    ),
     _samples("gpu"),
     Source(
         "held",

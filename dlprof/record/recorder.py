@@ -264,6 +264,8 @@ class Recorder:
         except Exception as e:  # noqa: BLE001 - the process ends as it would without us
             self.fail(e)
         self.switch_off()
+        with contextlib.suppress(OSError):
+            self._still.end(self.folder, well=ended == "exit")
         # A second Ctrl-C, while the first one's end is being written: at once, then, and without a traceback of ours.
         with contextlib.suppress(KeyboardInterrupt):
             # Backwards: facts close the list, since they describe how the others ended.

@@ -28,6 +28,7 @@ STILL, ASK, FLIGHT = "still.json", "ask", "flight_recorder.json"
 STEPS, LEAST_S = 20, 60.0
 
 _ASKED_NS = 2_000_000_000  # after which it looks whether it is asked
+_CHECKED_NS = 5_000_000_000  # after which it looks whether it has gone on
 _MOST_FRAMES = 60
 
 
@@ -46,11 +47,29 @@ class Still:
         self._unix = unix
         self._asked = os.environ.get("DLPROF_HANG", "")
         self._told = -1  # the step in which it has been written
-        self._begun_ns = perf_counter_ns()
+        self._begun_ns = self._checked_ns = perf_counter_ns()
+
+    def end(self, folder: Path, *, well: bool = False) -> None:
+        """Delete what was written of a standstill if the rank has gone on since, or ends well. May raise OSError.
+
+        A rank may have gone on without a step, as where it evaluates or saves: to further collectives.
+        """
+        if self._told == -1:
+            return
+        on = self._told != self._clock.row.number
+        flight = folder / FLIGHT
+        if well or on or (flight.exists() and flight.read_text() != _calls()):
+            self._told = -1 if on else self._told
+            for name in (STILL, FLIGHT):
+                (folder / name).unlink(missing_ok=True)
 
     def look(self, folder: Path) -> None:
         """Write what the rank does, if it is due or asked for. May raise OSError."""
         row, now = self._clock.row, perf_counter_ns()
+        if now - self._checked_ns > _CHECKED_NS:
+            self._checked_ns = now
+            with contextlib.suppress(OSError):
+                self.end(folder)
         still_ns = now - row.start_ns
         if still_ns < _ASKED_NS:
             return
@@ -60,8 +79,8 @@ class Still:
             return
         self._told = row.number
         (folder / ASK).unlink(missing_ok=True)
-        with contextlib.suppress(Exception):  # another torch, or none of its collectives
-            _calls(folder)
+        if calls := _calls():
+            write(folder / FLIGHT, calls)
         found = {
             "at_ns": time.time_ns(),
             "step": row.number,
@@ -87,11 +106,13 @@ def stacks(training: int) -> list[dict[str, Any]]:
     return found
 
 
-def _calls(folder: Path) -> None:
-    """Write PyTorch's flight recorder as it is: no call waits for a device or another rank."""
+def _calls() -> str:
+    """Return PyTorch's flight recorder as JSON; "" where there is none. No call in it waits for a device or a rank."""
     if "torch.distributed" not in sys.modules:
-        return
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+        return ""
+    with contextlib.suppress(Exception):  # another torch, or one without collectives
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
-    data = _dump_fr_trace_json()
-    write(folder / FLIGHT, data.decode() if isinstance(data, bytes) else str(data))
+        data = _dump_fr_trace_json()
+        return data.decode() if isinstance(data, bytes) else str(data)
+    return ""
