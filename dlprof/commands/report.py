@@ -54,7 +54,7 @@ def _launched() -> tuple[int, int]:
     return 0, 1
 
 
-@click.command(short_help="Show where the time of a step goes, in a run or in traces.")
+@click.command(short_help="Show where the time of a step goes.")
 @run_path
 @out("Folder for report.html and result.json.")
 @click.option(

@@ -47,7 +47,7 @@ class OfScript(click.Command):
     cls=OfScript,
     options_metavar="[OPTIONS]",
     context_settings={"allow_interspersed_args": False},
-    short_help="Record any script or launcher command, unedited.",
+    short_help="Record any script or launcher, unedited.",
 )
 @recording_options
 @click.argument(

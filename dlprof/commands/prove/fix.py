@@ -47,7 +47,7 @@ class _Fix(OfScript):
     cls=_Fix,
     options_metavar="[OPTIONS]",
     context_settings={"allow_interspersed_args": False},
-    short_help="Record a job, try what would make it faster, and write what helped as a patch.",
+    short_help="Find what makes a job faster, as a patch.",
 )
 @minutes(10.0)
 @click.option("--write", "written", is_flag=True, help="Also apply the patch to the job's files.")
