@@ -22,8 +22,8 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 PLANTED = Path(__file__).with_name("planted.py")
 
-# What rank 1 does, and what must be said of it; at rank 1's line, whose text this is. "" in place of a launcher's ranks
-# that end all others where one has ended: they do not hang.
+# What rank 1 does, and what must be said of it. A rank that is gone is not among them: gloo
+# breaks the connection, and all end.
 WAITS = r"Rank 0 waits in all_reduce \(planted.py:{}\) for rank 1, which "
 LINES = PLANTED.read_text().splitlines()
 
@@ -52,12 +52,6 @@ HANGS = {
     "busy": WAITS + rf"runs Python \(planted.py:{at('sum(range')}: .*\), and is busy",
     "raised": WAITS + rf"handles ValueError \(planted.py:{at('raise ValueError')}\), and is in barrier"
     rf" \(planted.py:{BARRIER + (at('dist.barrier()', 1) - BARRIER)}: ",
-}
-# A rank that is gone keeps the others waiting only where nobody ends them.
-LEFT = {
-    "raised": WAITS + rf"has ended \(ValueError \(planted.py:{at('raise ValueError')}\)\)",
-    "worker_killed": WAITS + r"has ended \(RuntimeError: DataLoader worker \(pid.* is killed by signal: Killed",
-    "ended": WAITS + r"has ended\.",
 }
 
 
@@ -114,11 +108,10 @@ def test_why_a_job_stands_still(kind: str, launcher: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*(kind for kind in HANGS if kind != "raised"), *LEFT])
+@pytest.mark.parametrize("kind", HANGS)
 def test_ranks_of_srun_that_stand_still(kind: str, tmp_path: Path, slurm: dict[str, str]) -> None:
     with standing(tmp_path, kind, "srun", slurm) as said:
-        pattern = LEFT.get(kind) or HANGS[kind]
-        assert any(re.match(pattern.format(REDUCE), line) for line in told(said)), said.read_text()
+        assert any(re.match(HANGS[kind].format(REDUCE), line) for line in told(said)), said.read_text()
 
 
 @pytest.mark.slow
@@ -133,7 +126,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     try:
         with standing(tmp_path, "disk", "torchrun", environment(), full) as said:
             first, second, *_ = told(said)
-        pattern = WAITS + rf"handles OSError: No space left on device \(planted.py:{at('write_bytes')}\)"
+        pattern = (
+            WAITS + rf"handles OSError: (\[Errno 28\] )?No space left on device \(planted.py:{at('write_bytes')}\)"
+        )
         assert re.match(pattern.format(REDUCE), first)
         assert second == f"The disk of {full} is full."
     finally:
