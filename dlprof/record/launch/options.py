@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
 
 # Enough for shares of a few per cent after one burst. A round number would be in phase with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"
@@ -93,6 +94,19 @@ def hang(text: str) -> str:
         if 1 <= float(text) <= 1e6:
             return f"{float(text):g}"
     raise ValueError("auto, off, or seconds from 1 on")
+
+
+def metrics(text: str) -> str:
+    """Check where metrics go: HOST:PORT to be asked at, this host alone unless it says otherwise; or an URL of OTLP."""
+    scheme, sign, rest = text.rpartition("://")
+    with contextlib.suppress(ValueError):
+        url = urlsplit(f"//{rest}" if sign or ":" in text else f"//:{text}")
+        host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+        if not text or (not sign and url.port and url.netloc == rest if ":" in text else url.port):
+            return text and f"{host or '127.0.0.1'}:{url.port}"
+        if scheme in ("otlp", "otlp+http", "otlp+https") and host and not url.username:
+            return f"{scheme.partition('+')[2] or 'http'}://{host}:{url.port or 4318}{url.path or '/v1/metrics'}"
+    raise ValueError("HOST:PORT, :PORT (of this host alone), or otlp://HOST[:PORT]")
 
 
 def losses(text: str) -> str:

@@ -26,6 +26,7 @@ from dlprof.overrides import Outcome
 from dlprof.plain import words_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.child import deaf, run_to_end
+from dlprof.record.launch.exporting import Metrics
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.stopping import StopAfter
@@ -79,12 +80,13 @@ def supervise(
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
     samplers, stop = Samplers(folder, env), StopAfter(env.get("DLPROF_STOP_AFTER", ""), folder)
-    watch = Watch(env.get("DLPROF_HANG", ""), folder, env)
+    watch, metrics = Watch(env.get("DLPROF_HANG", ""), folder, env), Metrics(folder, env)
 
     def beside(child: int) -> None:
         stop.start(child)
         watch.start()
         samplers.start()
+        metrics.start()
 
     words = [*(launcher.words(here) if launcher else ()), *command]
     killed = cpu.oom_kills()
@@ -93,6 +95,7 @@ def supervise(
     with deaf():
         stop.end()
         watch.end()
+        metrics.end()
         code, number = ended = _exit(status)
         if stop.stopped:
             code, number = 0, None
