@@ -23,6 +23,7 @@ from dlprof.record.ranks import words_here
 
 PARTS = ("fetch", "lead", "forward", "backward", "optimizer")  # of a step, as `NAME_ns` in the table `steps`
 _SUMMED = ("steps", "dur_ns", *(f"{part}_ns" for part in PARTS), "samples", "tokens", "fetches")
+_USED, _NEEDED = (*_SUMMED, "step", "start_ns", "first", "profiled"), {"step", "start_ns", "dur_ns"}
 _LAST = 20  # lines of the step log that "now" is made of
 
 # Bytes of all step logs together that the first look reads, a second's work; of each at least, some 80 steps; and of
@@ -74,8 +75,9 @@ def _bytes(path: Path, at: int, most: int) -> bytes:
     with contextlib.suppress(OSError, ValueError):
         if path.is_file():  # and no pipe, which could keep us waiting
             with path.open("rb") as file:
-                file.seek(max(os.fstat(file.fileno()).st_size + at, 0) if at < 0 else at)
-                return file.read(most)
+                size = os.fstat(file.fileno()).st_size
+                at = file.seek(max(size + at, 0) if at < 0 else at)
+                return file.read(min(most, max(size - at, 0)))  # it makes room for as much as is asked for
     return b""
 
 
@@ -94,9 +96,8 @@ def _last(path: Path, most: int = _TAIL) -> list[dict[str, Any]]:
 
 def number(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return a number of a row, the default where it is none or beyond reason."""
-    value = row.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < 1 << 62 else default
+    value: Any = row.get(name)
+    return value if type(value) in (int, float) and abs(value) < 1 << 62 else default
 
 
 def _objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -136,11 +137,20 @@ class Log:
 
 def _checked(row: Mapping[str, Any]) -> dict[str, int] | None:
     """Return what is used here of a line of the step log, 0 where it was not measured; None for a line of another."""
-    found = {name: int(number(row, name, -1)) for name in (*_SUMMED, "step", "start_ns", "first", "profiled")}
-    found["steps"] = found["steps"] if "steps" in row else 1
-    if min(found["step"], found["start_ns"], found["dur_ns"]) < 0 or found["steps"] < 1:
-        return None
-    return {name: max(value, 0) for name, value in found.items()}
+    found = {}
+    for name in _USED:
+        value = row.get(name, 1 if name == "steps" else 0)
+        if type(value) is not int or value >= 1 << 62 or (value < 0 and name in _NEEDED):
+            return None
+        found[name] = max(value, 0)
+    return found if row.keys() >= _NEEDED and found["steps"] else None
+
+
+def _add(total: Counter[str], row: Mapping[str, int]) -> Counter[str]:
+    """Add the figures of a line to a total, and return that; Counter.update takes five times as long."""
+    for name in _SUMMED:
+        total[name] += row[name]
+    return total
 
 
 class Rank:
@@ -171,20 +181,21 @@ class Rank:
             if (row := _checked(raw)) is None:
                 self.broken += 1
                 continue
-            self.step, self.ended_ns = row["step"] + row["steps"] - 1, row["start_ns"] + row["dur_ns"]
+            end_ns = row["start_ns"] + row["dur_ns"]
+            self.step, self.ended_ns = max(self.step, row["step"] + row["steps"] - 1), max(self.ended_ns, end_ns)
             if raw.get("outstanding"):
                 self._early.append((kind, row))
             else:
-                self._known_ns = self.ended_ns
-                self._add(kind, row)
+                self._known_ns = end_ns
+                self._count(kind, row)
         # Those come again, once that time is known.
         self._early = [(kind, row) for kind, row in self._early if row["start_ns"] >= self._known_ns]
         for stall in self._stalls.follow()[0] if closely else ():
             self.stalls.append(stall)
             self.stalled_ns[str(stall.get("kind"))[:40]] += max(int(number(stall, "dur_ns", 0)), 0)
 
-    def _add(self, kind: str, row: dict[str, int]) -> None:
-        self._sums[kind, bool(row["first"] or row["profiled"])].update({name: row[name] for name in _SUMMED})
+    def _count(self, kind: str, row: dict[str, int]) -> None:
+        _add(self._sums[kind, bool(row["first"] or row["profiled"])], row)
         self._recent[kind].append(row)
         if kind == "train":
             self.epochs += row["steps"] if row["first"] else 0
@@ -194,7 +205,7 @@ class Rank:
         """Return the sums of its steps, by kind: train, validation, other."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for kind, row in [*((kind, sums) for (kind, _), sums in self._sums.items()), *self._early]:
-            found[kind].update({name: row[name] for name in _SUMMED})
+            _add(found[kind], row)
         return found
 
     def now(self) -> tuple[Counter[str], Counter[str]]:
@@ -205,7 +216,7 @@ class Rank:
         kind = "train" if "train" in self._recent else max(self._recent, default="")
         rows, last = list(self._recent[kind]) if kind else [], Counter[str]()
         for row in [row for row in rows if not (row["first"] or row["profiled"])] or rows:
-            last.update({name: row[name] for name in _SUMMED})
+            _add(last, row)
         return last, self._sums.get((kind, False)) or self._sums.get((kind, True)) or Counter()
 
     def facts(self) -> dict[str, Any]:

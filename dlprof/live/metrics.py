@@ -6,7 +6,6 @@ here is one line on stderr.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -155,7 +154,6 @@ def push(readings: Readings, url: str) -> None:
 
         return [observe]
 
-    logging.disable(logging.CRITICAL)  # it writes tracebacks about a collector that is away
     every = None if os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") else _PUSH_MS
     reader = PeriodicExportingMetricReader(Exporter(endpoint=url, timeout=5), export_interval_millis=every)
     provider = MeterProvider([reader], Resource.create({"service.name": "dlprof"}))
@@ -174,6 +172,7 @@ def main(run: str, address: str, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # of all threads that are made here
     tie(signal.SIGTERM, parent)
     os.nice(10)
+    sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - libraries' tracebacks; `tell` writes to the descriptor
     try:
         (push if "://" in address else serve)(Readings(Path(run)), address)
     except ImportError as e:

@@ -34,7 +34,9 @@ KEYS = "q quit   s sort   p pause   r report"
 
 def draw(now: Now, sort: str = "rank", *, rows: int = 64, notes: Sequence[str] = ()) -> Group:
     """Return a run as what rich prints; `rows` ranks at most."""
-    lines = [Text.assemble((plain(now.run), "bold"), "  ", plain(command_line(now.command), 300)), _state(now)]
+    title = Text.assemble((plain(now.run), "bold"), "  ", plain(command_line(now.command), 300))
+    title.no_wrap, title.overflow = True, "ellipsis"
+    lines = [title, _state(now)]
     if now.step is not None and now.step_s is not None and now.mean_s is not None:
         lines += [_progress(now), _speed(now)]
     few = sorted(now.ranks, key=SORTS[sort])[:rows]

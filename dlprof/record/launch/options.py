@@ -16,6 +16,7 @@ STACKS_A_SECOND = "47"
 _RANKS = re.compile(r"all|last|per-host|per-stage|([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 _STOP = re.compile(r"([1-9][0-9]{0,6}) ?(steps?|[smh]|)")
+_LISTEN = re.compile(r"(?:(\[[0-9A-Fa-f:]+\]|[\w.-]+)?:)?([0-9]{1,5})")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -97,15 +98,15 @@ def hang(text: str) -> str:
 
 
 def metrics(text: str) -> str:
-    """Check where metrics go: HOST:PORT to be asked at, this host alone unless it says otherwise; or an URL of OTLP."""
-    scheme, sign, rest = text.rpartition("://")
+    """Check where metrics go: HOST:PORT to be asked at, by this host alone unless it is named; or a URL of OTLP."""
+    asked, scheme = _LISTEN.fullmatch(text), text.partition("://")[0]
+    if not text or (asked and 0 < int(asked[2]) < 1 << 16):
+        return f"{asked[1] or '127.0.0.1'}:{asked[2]}" if asked else ""
     with contextlib.suppress(ValueError):
-        url = urlsplit(f"//{rest}" if sign or ":" in text else f"//:{text}")
-        host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-        if not text or (not sign and url.port and url.netloc == rest if ":" in text else url.port):
-            return text and f"{host or '127.0.0.1'}:{url.port}"
-        if scheme in ("otlp", "otlp+http", "otlp+https") and host and not url.username:
-            return f"{scheme.partition('+')[2] or 'http'}://{host}:{url.port or 4318}{url.path or '/v1/metrics'}"
+        url = urlsplit(text)
+        if scheme in ("otlp", "otlp+http", "otlp+https") and url.hostname and "@" not in url.netloc:
+            host = url.netloc if url.port else f"{url.netloc}:4318"
+            return f"{scheme.partition('+')[2] or 'http'}://{host}{url.path or '/v1/metrics'}"
     raise ValueError("HOST:PORT, :PORT (of this host alone), or otlp://HOST[:PORT]")
 
 

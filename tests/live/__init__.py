@@ -1,0 +1,1 @@
+"""Tests of what looks at jobs while they run."""
