@@ -26,9 +26,9 @@ _SUMMED = ("steps", "dur_ns", *(f"{part}_ns" for part in PARTS), "samples", "tok
 _USED, _NEEDED = (*_SUMMED, "step", "start_ns", "first", "profiled"), {"step", "start_ns", "dur_ns"}
 _LAST = 20  # lines of the step log that "now" is made of
 
-# Bytes of all step logs together that the first look reads, a second's work; of each at least, some 80 steps; and of
+# Bytes of all step logs together that the first look reads, a second's work; of each at least, some 30 steps; and of
 # one log at any later look. Beyond that: of a file that is read as a whole, and of the end of a log of samples.
-_FIRST, _LEAST_FIRST, _NEXT, _WHOLE, _TAIL = 64 << 20, 32 << 10, 8 << 20, 16 << 20, 16 << 10
+_FIRST, _LEAST_FIRST, _NEXT, _WHOLE, _TAIL = 16 << 20, 12 << 10, 8 << 20, 16 << 20, 16 << 10
 
 # Of more ranks than MANY only the FEW with the most time of their own are looked at closely; and so many hosts.
 MANY, FEW, _HOSTS = 64, 16, 16

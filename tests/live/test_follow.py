@@ -90,7 +90,7 @@ def test_of_a_long_log_the_first_look_reads_the_end(tmp_path: Path) -> None:
     follower = Follower(run, most=1)
     follower.read()
     (one,) = follower.ranks
-    assert 50 < one.by_kind()["train"]["steps"] < 200
+    assert 20 <= one.by_kind()["train"]["steps"] < 200
     assert (one.step, follower.now().epoch, follower.now().warnings) == (3_999, {}, ())
 
 
