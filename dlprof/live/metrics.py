@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlprof import run_folder
-from dlprof.live.follow import MANY, PARTS, Follower, host, machine, of, slowest
+from dlprof.live.follow import MANY, PARTS, Follower, Rank, host, machine, of, slowest
 from dlprof.plain import tell, words_of
 from dlprof.record.launch.process import tie
 
@@ -44,47 +44,53 @@ _PUSH_MS = 10_000.0  # unless OTEL_METRIC_EXPORT_INTERVAL says otherwise
 
 
 class Point(NamedTuple):
-    """A value of a metric of METRICS."""
+    """A value of a metric of METRICS; None: not measured."""
 
     name: str
     labels: Mapping[str, str]
-    value: float
+    value: float | None
 
 
 def points(follower: Follower) -> Iterator[Point]:
     """Return what is known now. Of more than MANY ranks: of the first one and the slowest one of the host."""
     base = {"run": follower.run.name, "host": os.uname().nodename}
-    now = [of(rank) for rank in follower.ranks]
-    here = host(run_folder.host_folder(follower.run, base["host"]))
+    here, now = host(run_folder.host_folder(follower.run, base["host"])), [of(rank) for rank in follower.ranks]
     yield Point("dlprof_ranks", base, len(now))
     yield Point("dlprof_host_cpu_ratio", base, here["cpu_share"])
     yield Point("dlprof_host_memory_bytes", base, here["memory_used_bytes"])
     if len(now) > MANY:
         now = list({one.rank: one for one in (now[0], slowest(now)[0])}.values())
     for one in now:
-        labels = base | {"rank": str(one.rank)}
         lives = sorted((life for life in follower.lives.values() if life.number == one.rank), key=lambda one: one.life)
-        sampled = machine(lives[-1])
-        yield Point("dlprof_step_seconds", labels, one.step_s)
-        yield Point("dlprof_own_seconds", labels, one.own_s)
-        yield Point("dlprof_still_seconds", labels, one.still_s)
-        rss = sampled["rss_bytes"]
-        yield Point("dlprof_memory_bytes", labels, rss and rss + (sampled["workers_rss_bytes"] or 0))
-        yield Point("dlprof_cores", labels, sampled["cores"])
-        yield Point("dlprof_gpu_busy_ratio", labels, sampled["gpu_busy_share"])
-        yield Point("dlprof_gpu_memory_bytes", labels, sampled["gpu_memory_bytes"])
-        counted: dict[tuple[str, str, str], float] = defaultdict(float)
-        for life in lives:  # a restarted rank counts on
-            for kind, sums in life.by_kind().items():
-                for name in ("steps", "samples", "tokens"):
-                    counted[f"dlprof_{name}_total", kind, ""] += sums[name]
-                rest = sums["dur_ns"] - sum(sums[f"{part}_ns"] for part in PARTS)
-                for part, ns in (*((part, sums[f"{part}_ns"]) for part in PARTS), ("rest", max(rest, 0))):
-                    counted["dlprof_phase_seconds_total", kind, part] += ns / 1e9
-            for kind, ns in life.stalled_ns.items():
-                counted["dlprof_stall_seconds_total", kind, ""] += ns / 1e9
-        for (name, kind, phase), value in counted.items():
-            yield Point(name, labels | {"kind": kind} | ({"phase": phase} if phase else {}), value)
+        sampled, labels = machine(lives[-1]), base | {"rank": str(one.rank)}
+        values = {
+            "step_seconds": one.step_s,
+            "own_seconds": one.own_s,
+            "still_seconds": one.still_s,
+            "memory_bytes": sampled["rss_bytes"] and sampled["rss_bytes"] + (sampled["workers_rss_bytes"] or 0),
+            "cores": sampled["cores"],
+            "gpu_busy_ratio": sampled["gpu_busy_share"],
+            "gpu_memory_bytes": sampled["gpu_memory_bytes"],
+        }
+        for name, value in values.items():
+            yield Point(f"dlprof_{name}", labels, value)
+        for (name, kind, phase), total in _counted(lives).items():
+            yield Point(f"dlprof_{name}_total", labels | {"kind": kind} | ({"phase": phase} if phase else {}), total)
+
+
+def _counted(lives: Iterable[Rank]) -> dict[tuple[str, str, str], float]:
+    """Return the counters of a rank by name, kind and phase: one that was restarted counts on."""
+    found: dict[tuple[str, str, str], float] = defaultdict(float)
+    for life in lives:
+        for kind, sums in life.by_kind().items():
+            parts = {part: sums[f"{part}_ns"] for part in PARTS}
+            for name in ("steps", "samples", "tokens"):
+                found[name, kind, ""] += sums[name]
+            for phase, ns in (*parts.items(), ("rest", max(sums["dur_ns"] - sum(parts.values()), 0))):
+                found["phase_seconds", kind, phase] += ns / 1e9
+        for kind, ns in life.stalled_ns.items():
+            found["stall_seconds", kind, ""] += ns / 1e9
+    return found
 
 
 class Readings:
@@ -92,30 +98,29 @@ class Readings:
 
     def __init__(self, run: Path) -> None:
         self._follower = Follower(run, here=True, most=1 << 62)
-        self._lock = threading.Lock()
-        self._read_s, self._points = 0.0, dict[str, list[Point]]()
+        self._lock, self._read_s = threading.Lock(), 0.0
+        self._points: dict[str, list[tuple[dict[str, str], float]]] = {}
 
-    def by_name(self) -> dict[str, list[Point]]:
-        """Return the points of each metric that has any."""
+    def by_name(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Return the labels and values of each metric that has any."""
         with self._lock:
             if time.monotonic() - self._read_s > _FRESH_S:
                 self._follower.read()
                 self._points = {}
-                for point in points(self._follower):
-                    if point.value is not None:
-                        self._points.setdefault(point.name, []).append(point)
+                for name, labels, value in points(self._follower):
+                    if value is not None:
+                        self._points.setdefault(name, []).append((dict(labels), value))
                 self._read_s = time.monotonic()
             return self._points
 
     def collect(self) -> Iterator[Any]:
         """Return them as prometheus_client takes them."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import Metric
 
         for name, found in self.by_name().items():
-            kind, about = METRICS[name]
-            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about)
-            for point in found:
-                family.add_sample(name, dict(point.labels), point.value)
+            family = Metric(name.removesuffix("_total"), METRICS[name][1], METRICS[name][0])
+            for labels, value in found:
+                family.add_sample(name, labels, value)
             yield family
 
 
@@ -150,7 +155,7 @@ def push(readings: Readings, url: str) -> None:
 
     def observed(name: str) -> Any:
         def observe(_options: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(point.value, dict(point.labels)) for point in readings.by_name().get(name, ())]
+            return [Observation(value, labels) for labels, value in readings.by_name().get(name, ())]
 
         return [observe]
 
