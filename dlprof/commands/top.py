@@ -49,7 +49,7 @@ def top(run: Path | None, once: bool, form: str) -> None:
     if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         from dlprof.live.screen import draw
 
-        console.print(draw(follower.now()))
+        console.print(draw(follower.now(), width=console.width))
         return
     _watch(follower, console)
 
@@ -86,7 +86,8 @@ def _watch(follower: Follower, console: Console) -> None:
                     )
                     report = None
                 notes = (*filter(None, [note]), KEYS + ("   paused" if paused else ""))
-                live.update(draw(now, sorts[0], rows=max(console.height - 14, 1), notes=notes), refresh=True)
+                rows, width = max(console.height - 14, 1), console.width
+                live.update(draw(now, sorts[0], rows=rows, width=width, notes=notes), refresh=True)
                 if not select.select([terminal], [], [], 0.5)[0]:
                     continue
                 key = os.read(terminal, 1)

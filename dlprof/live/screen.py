@@ -20,7 +20,7 @@ _PARTS = {
     "optimizer": ("green", "▒"),
     "rest": ("bright_black", "·"),  # with what comes before the forward pass
 }
-_BAR = 36
+_BAR, _NARROW_BAR, _NARROW = 36, 16, 110  # columns; a terminal below the last shows hosts and limits of memory no more
 
 # How ranks can be sorted.
 SORTS: dict[str, Callable[[RankNow], float]] = {
@@ -32,15 +32,17 @@ SORTS: dict[str, Callable[[RankNow], float]] = {
 KEYS = "q quit   s sort   p pause   r report"
 
 
-def draw(now: Now, sort: str = "rank", *, rows: int = 64, notes: Sequence[str] = ()) -> Group:
-    """Return a run as what rich prints; `rows` ranks at most."""
+def draw(now: Now, sort: str = "rank", *, rows: int = 64, width: int = 120, notes: Sequence[str] = ()) -> Group:
+    """Return a run as what rich prints in so many columns; `rows` ranks at most."""
     title = Text.assemble((plain(now.run), "bold"), "  ", plain(command_line(now.command), 300))
     title.no_wrap, title.overflow = True, "ellipsis"
     lines = [title, _state(now)]
     if now.step is not None and now.step_s is not None and now.mean_s is not None:
         lines += [_progress(now), _speed(now)]
     few = sorted(now.ranks, key=SORTS[sort])[:rows]
-    shown: list[Text | Table] = [*lines, _ranks(now, few), _legend(now, len(few), sort)] if few else [*lines]
+    shown: list[Text | Table] = (
+        [*lines, _ranks(now, few, wide=width >= _NARROW), _legend(now, len(few), sort)] if few else [*lines]
+    )
     for one in now.hosts:
         used, free = one["memory_used_bytes"], one["memory_available_bytes"]
         if one["cpu_share"] is not None:
@@ -95,10 +97,11 @@ def _speed(now: Now) -> Text:
     )
 
 
-def _ranks(now: Now, ranks: Sequence[RankNow]) -> Table:
+def _ranks(now: Now, ranks: Sequence[RankNow], *, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     machines = [one.machine for one in ranks]
-    gpu, several = any(m["gpu_busy_share"] is not None for m in machines), len({m["host"] for m in machines}) > 1
+    gpu = any(m["gpu_busy_share"] is not None for m in machines)
+    several = wide and len({m["host"] for m in machines}) > 1
     for name in ("rank", *(["host"] if several else []), "step", "time", "own", "", "cores", "memory"):
         table.add_column(name, justify="left" if name in ("", "host") else "right", no_wrap=True)
     for name in ("GPU", "GPU memory") if gpu else ():
@@ -109,11 +112,19 @@ def _ranks(now: Now, ranks: Sequence[RankNow]) -> Table:
         row = [f"{one.rank}{f' (life {one.restarts + 1})' if one.restarts else ''}", f"{one.step:,}"]
         row[1:1] = [plain(m["host"], 20)] if several else []
         rss = None if m["rss_bytes"] is None else m["rss_bytes"] + (m["workers_rss_bytes"] or 0)
-        cells: list[str | Text] = [*row, duration(one.step_s * 1e9), duration(one.own_s * 1e9), _bar(one, longest)]
-        cells += ["" if m["cores"] is None else f"{m['cores']:.1f}", _of(rss, m["memory_limit_bytes"])]
+        cells: list[str | Text] = [
+            *row,
+            duration(one.step_s * 1e9),
+            duration(one.own_s * 1e9),
+            _bar(one, longest, _BAR if wide else _NARROW_BAR),
+        ]
+        cells += [
+            "" if m["cores"] is None else f"{m['cores']:.1f}",
+            _of(rss, m["memory_limit_bytes"] if wide else None),
+        ]
         if gpu:
-            busy = m["gpu_busy_share"]
-            cells += ["" if busy is None else percent(busy), _of(m["gpu_memory_bytes"], m["gpu_memory_limit_bytes"])]
+            busy, limit = m["gpu_busy_share"], m["gpu_memory_limit_bytes"] if wide else None
+            cells += ["" if busy is None else percent(busy), _of(m["gpu_memory_bytes"], limit)]
         table.add_row(*cells, style="bold" if one.rank == now.waited_for else "")
     return table
 
@@ -122,13 +133,13 @@ def _of(used: float | None, limit: float | None) -> str:
     return "" if used is None else size(used) + (f" of {size(limit)}" if limit else "")
 
 
-def _bar(one: RankNow, longest: float) -> Text:
-    """Return the parts of a rank's step as a bar, that of the longest step as long as all."""
+def _bar(one: RankNow, longest: float, width: int) -> Text:
+    """Return the parts of a rank's step as a bar, which for the longest step is as long as `width`."""
     bar, at, drawn = Text(), 0.0, 0
     parts = dict(one.parts_s) | {"rest": one.parts_s["rest"] + one.parts_s["lead"]}
     for part, (colour, sign) in _PARTS.items():
         at += parts[part]
-        cells = min(round(_BAR * at / longest), _BAR) - drawn if longest else 0
+        cells = min(round(width * at / longest), width) - drawn if longest else 0
         bar.append(sign * cells, colour)
         drawn += max(cells, 0)
     return bar

@@ -22,7 +22,7 @@ from dlprof.live.follow import MANY, Follower
 from dlprof.live.metrics import METRICS, points
 from dlprof.record.launch.options import metrics
 from tests.fixtures.followed import MS, begin, lines, rank, step, steps
-from tests.fixtures.jobs import environment, free_port, rows, spawned, tiny, until, wrapped
+from tests.fixtures.jobs import environment, free_port, is_running, rows, spawned, tiny, until, wrapped
 from tests.fixtures.places import ROOT
 
 PHASES = ("fetch", "lead", "forward", "backward", "optimizer")
@@ -201,6 +201,22 @@ def test_a_collector_that_refuses_is_one_line(tmp_path: Path) -> None:
         rest = process.stderr.read()
     assert said.startswith(f"dlprof: --metrics: http://127.0.0.1:{port}/v1/metrics takes none")
     assert rest == ""
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    port = free_port()
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"words = ['-m', 'dlprof.live.metrics', {str(tmp_path)!r}, '127.0.0.1:{port}', str(os.getpid())]\n"
+        "print(subprocess.Popen([sys.executable, *words]).pid, flush=True); time.sleep(1000)"
+    )
+    with spawned([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        here(tmp_path, 0, steps(3))
+        assert until(lambda: asked(port))
+        parent.kill()
+    assert until(lambda: not is_running(pid))
 
 
 def test_without_its_library_it_is_one_line(tmp_path: Path) -> None:
