@@ -18,7 +18,7 @@ from tests.fixtures import jobs, traces
 
 README = Path(__file__).parent.parent / "README.md"
 
-HEAVY = ("torch", "pandas", "plotly", "numpy", "jinja2", "msgspec", "isal")
+HEAVY = ("torch", "pandas", "plotly", "numpy", "jinja2", "msgspec", "isal", "rich")
 
 
 @pytest.mark.parametrize("words", [["report", "--help"], ["--version"], []])

@@ -35,6 +35,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "mcp": "runs/",
     },
     "watch": {
+        "top": "runs/a",
         "hang": "runs/a",
         "ps": "",
         "attach": "4711",

@@ -65,6 +65,7 @@ class Recording:
     losses: str = ""
     stop_after: str = ""
     hang: str = "auto"
+    metrics: str = ""
     quiet: bool
     no_report: bool
     tries: bool = False
@@ -100,6 +101,7 @@ class Recording:
             lines=self.lines,
             losses=self.losses,
             memory=self.memory,
+            metrics=self.metrics,
             nvtx=self.nvtx or self.nsys,
             sample="off" if self.no_sample else self.sample,
             shapes=self.shapes,
@@ -260,6 +262,14 @@ _OPTIONS = {
         "auto|off|SECONDS",
         "Say once why the job stands still, when no rank has ended a step for so long; auto: for 20 of its steps, and a"
         " minute at least.",
+    ),
+    "metrics": _value(
+        "--metrics",
+        options.metrics,
+        "",
+        "ADDRESS",
+        "Serve the figures of the job for Prometheus at HOST:PORT (:9400: to this host alone), or push them by OTLP to"
+        " otlp://HOST[:PORT].",
     ),
     "quiet": _flag("--quiet", "Print nothing but warnings and errors."),
     "no_report": _flag("--no-report", "Record only."),

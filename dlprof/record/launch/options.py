@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
 
 # Enough for shares of a few per cent after one burst. A round number would be in phase with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"
@@ -15,6 +16,7 @@ STACKS_A_SECOND = "47"
 _RANKS = re.compile(r"all|last|per-host|per-stage|([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 _STOP = re.compile(r"([1-9][0-9]{0,6}) ?(steps?|[smh]|)")
+_LISTEN = re.compile(r"(?:(\[[0-9A-Fa-f:]+\]|[\w.-]+)?:)?([0-9]{1,5})")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -93,6 +95,19 @@ def hang(text: str) -> str:
         if 1 <= float(text) <= 1e6:
             return f"{float(text):g}"
     raise ValueError("auto, off, or seconds from 1 on")
+
+
+def metrics(text: str) -> str:
+    """Check where metrics go: HOST:PORT to be asked at, by this host alone unless it is named; or a URL of OTLP."""
+    asked, scheme = _LISTEN.fullmatch(text), text.partition("://")[0]
+    if not text or (asked and 0 < int(asked[2]) < 1 << 16):
+        return f"{asked[1] or '127.0.0.1'}:{asked[2]}" if asked else ""
+    with contextlib.suppress(ValueError):
+        url = urlsplit(text)
+        if scheme in ("otlp", "otlp+http", "otlp+https") and url.hostname and "@" not in url.netloc:
+            host = url.netloc if url.port else f"{url.netloc}:4318"
+            return f"{scheme.partition('+')[2] or 'http'}://{host}{url.path or '/v1/metrics'}"
+    raise ValueError("HOST:PORT, :PORT (of this host alone), or otlp://HOST[:PORT]")
 
 
 def losses(text: str) -> str:

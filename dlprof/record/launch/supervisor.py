@@ -23,19 +23,20 @@ from typing import Any, NoReturn, Protocol
 from dlprof import overrides, run_folder
 from dlprof.errors import DlprofError
 from dlprof.overrides import Outcome
-from dlprof.plain import words_of
+from dlprof.plain import tell, words_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.stopping import StopAfter
 from dlprof.record.launch.watching import Watch
-from dlprof.record.ranks import words_here
+from dlprof.record.ranks import local_rank, words_here
 
 # The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than
 # the second time ago, they have measured nothing and are killed.
 _SAMPLERS_END_S = 1.0
 _SAMPLERS_SOONEST_S = 1.0
+_METRICS_END_S = 2.0  # the longest wait for the last metrics to be pushed
 
 
 class Launcher(Protocol):
@@ -79,12 +80,13 @@ def supervise(
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
     samplers, stop = Samplers(folder, env), StopAfter(env.get("DLPROF_STOP_AFTER", ""), folder)
-    watch = Watch(env.get("DLPROF_HANG", ""), folder, env)
+    watch, metrics = Watch(env.get("DLPROF_HANG", ""), folder, env), Metrics(folder, env)
 
     def beside(child: int) -> None:
         stop.start(child)
         watch.start()
         samplers.start()
+        metrics.start()
 
     words = [*(launcher.words(here) if launcher else ()), *command]
     killed = cpu.oom_kills()
@@ -93,6 +95,7 @@ def supervise(
     with deaf():
         stop.end()
         watch.end()
+        metrics.end()
         code, number = ended = _exit(status)
         if stop.stopped:
             code, number = 0, None
@@ -218,6 +221,38 @@ class Samplers:
         if self._process is not None:
             wait_or_kill(self._process, _SAMPLERS_END_S)
         return [self._failed] if self._failed else []
+
+
+class Metrics:
+    """The process that hands out the figures of a job while it runs (dlprof.live.metrics), if DLPROF_METRICS is set.
+
+    What goes wrong it says itself. Of several tasks on a host the first has one: it serves all ranks of the host.
+    """
+
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+        self._words = ["-m", "dlprof.live.metrics", str(folder), env.get("DLPROF_METRICS", ""), str(os.getpid())]
+        # From no folder of the user's, whose modules may have the names of others.
+        path = os.pathsep.join(filter(os.path.isabs, sys.path))
+        self._env = {n: v for n, v in env.items() if not n.startswith("DLPROF_")} | {"PYTHONPATH": path}
+        self._asked = bool(env.get("DLPROF_METRICS")) and local_rank() in (None, 0)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, if it is asked for."""
+        words, nowhere = [sys.executable, *self._words], subprocess.DEVNULL
+        try:
+            if self._asked:
+                self._process = subprocess.Popen(
+                    words, env=self._env, cwd="/", stdin=nowhere, stdout=nowhere, start_new_session=True
+                )
+        except (OSError, subprocess.SubprocessError) as e:
+            tell(f"--metrics is off: {e}")
+
+    def end(self) -> None:
+        """Tell it that the job is over, and wait for its last figures."""
+        if self._process is not None:
+            self._process.terminate()
+            wait_or_kill(self._process, _METRICS_END_S)
 
 
 # Ranks may take this long to end after the command, such as those of a launcher that was signalled together with them.
