@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, launch, running, spawned, until, words, wrapped
+from dlprof.record.launch.stopping import processes_of
+from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, launch, spawned, until, words, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -70,7 +71,7 @@ def standing(folder: Path, kind: str, launcher: str, env: dict[str, str], cwd: P
         try:
             yield said
         finally:
-            for pid in running(PLANTED):
+            for pid in processes_of(job.pid, folder / "run"):
                 if "dlprof" not in words(pid):
                     os.kill(pid, signal.SIGKILL)
 
