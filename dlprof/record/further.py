@@ -32,9 +32,8 @@ _PASSED_ON_NS, _AHEAD = 1_000_000_000, 2
 
 # Steps have become slower where so many in a row take this many times as long as those before, in the mean, and go on
 # to for so long: a neighbour on the machine is often gone sooner. Before that, so many must have been measured.
+# The longest step of a row is left out: a checkpoint, or the wait of a host for all that it has launched.
 _ROW, _SLOWER, _STAYS_NS, _FEWEST, _WARMING = 20, 1.25, 2_000_000_000, 50, 10
-# One step counts as this many at most: checkpoints, and steps in which the host waits for all that it has launched.
-_COUNTS_AS = 3
 
 
 class Due(NamedTuple):
@@ -52,28 +51,27 @@ class Lengths:
     def __init__(self) -> None:
         self.slower = False
         self._before = self._before_ns = 0  # the steps that are as usual
-        self._row = self._row_ns = 0  # the row that is not full yet
+        self._row = self._row_ns = self._longest_ns = 0  # the row that is not full yet
         self._since = self._since_ns = 0  # the rows of slower steps since the last usual one
-        self._most_ns = math.inf
 
     def see(self, dur_ns: int) -> None:
         """Take in the next step."""
         self._row += 1
-        self._row_ns += min(dur_ns, int(self._most_ns)) if self._before >= _FEWEST else dur_ns
+        self._row_ns += dur_ns
+        self._longest_ns = max(self._longest_ns, dur_ns)
         if self._row < _ROW:
             return
-        known = self._before >= _FEWEST
-        if known and self._row_ns * self._before >= _SLOWER * self._before_ns * self._row:
-            self._since += self._row
-            self._since_ns += self._row_ns
+        steps, ns = self._row - 1, self._row_ns - self._longest_ns
+        self._row = self._row_ns = self._longest_ns = 0
+        if self._before >= _FEWEST and ns * self._before >= _SLOWER * self._before_ns * steps:
+            self._since += steps
+            self._since_ns += ns
             self.slower = self._since_ns >= _STAYS_NS
         else:
-            self._before += self._row + self._since
-            self._before_ns += self._row_ns + self._since_ns
+            self._before += steps + self._since
+            self._before_ns += ns + self._since_ns
             self._since = self._since_ns = 0
             self.slower = False
-            self._most_ns = _COUNTS_AS * self._before_ns / self._before
-        self._row = self._row_ns = 0
 
 
 class Further:

@@ -29,7 +29,7 @@ def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[s
     frame = pd.DataFrame([likeness]).assign(longer="")
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
-    rest = [nothing] * 6
+    rest = [nothing] * 7
     return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, *rest)  # type: ignore[arg-type]
 
 
