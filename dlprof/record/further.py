@@ -33,7 +33,8 @@ _PASSED_ON_NS, _AHEAD = 1_000_000_000, 2
 # Steps have become slower where so many in a row take this many times as long as those before, in the mean, and go on
 # to for so long: a neighbour on the machine is often gone sooner. Before that, so many must have been measured.
 # The longest step of a row is left out: a checkpoint, or the wait of a host for all that it has launched.
-_ROW, _SLOWER, _STAYS_NS, _FEWEST, _WARMING = 20, 1.25, 2_000_000_000, 50, 10
+# Of steps that were passed on together only the last are looked at.
+_ROW, _MOST_SEEN, _SLOWER, _STAYS_NS, _FEWEST, _WARMING = 20, 40, 1.25, 2_000_000_000, 50, 10
 
 
 class Due(NamedTuple):
@@ -52,10 +53,11 @@ class Lengths:
         self.slower = False
         self._before = self._before_ns = 0  # the steps that are as usual
         self._row = self._row_ns = self._longest_ns = 0  # the row that is not full yet
-        self._since = self._since_ns = 0  # the rows of slower steps since the last usual one
+        self._since = self._since_ns = 0  # the steps of slower rows since the last usual one
+        self._from_ns = 0  # when these began
 
-    def see(self, dur_ns: int) -> None:
-        """Take in the next step."""
+    def see(self, dur_ns: int, end_ns: int) -> None:
+        """Take in a step and when it ended."""
         self._row += 1
         self._row_ns += dur_ns
         self._longest_ns = max(self._longest_ns, dur_ns)
@@ -64,9 +66,11 @@ class Lengths:
         steps, ns = self._row - 1, self._row_ns - self._longest_ns
         self._row = self._row_ns = self._longest_ns = 0
         if self._before >= _FEWEST and ns * self._before >= _SLOWER * self._before_ns * steps:
+            if not self._since:
+                self._from_ns = end_ns - ns
             self._since += steps
             self._since_ns += ns
-            self.slower = self._since_ns >= _STAYS_NS
+            self.slower = end_ns - self._from_ns >= _STAYS_NS
         else:
             self._before += steps + self._since
             self._before_ns += ns + self._since_ns
@@ -100,9 +104,9 @@ class Further:
             return None
         if self._lengths is not None:
             first = self._recorder.clock.trained_from + _WARMING
-            for step in done:
+            for step in done[-_MOST_SEEN:]:
                 if not step.profiled and not step.first and step.number >= first and kind_of(step) == "train":
-                    self._lengths.see(step.dur_ns)
+                    self._lengths.see(step.dur_ns, step.end_ns)
         now = done[-1].end_ns
         if now < self._next_ns:
             return None
