@@ -302,7 +302,7 @@ class Trace:
         self._done = self._stands_by = self._ends = False
         self._by_time = due.why == "slower"  # of slow steps fewer are enough; who asked has said how many
         self._windows += 1
-        self._traced = []
+        self._traced, self._untraced = [], deque(maxlen=_COMPARED)
         self.window = {"number": due.number, "why": due.why, "trace": None, "state": "waiting", "skip": None}
         self.window.update(warmup=WARMUP, active=due.steps, first_step=due.first, last_step=due.first + due.steps - 1)
         self.window.update(export_ns=None, extended=0, cupti_torn_down=None, errors=None, modules=None)
