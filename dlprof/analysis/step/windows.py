@@ -89,7 +89,9 @@ def traced_again(windows: pd.DataFrame, read: int) -> str:
     ratio, others = float(row["ratio"]), [n for n in mine["number"].tolist() if n != read]
     steps = f"steps {int(row['first']):,} to {int(row['last']):,} were traced again"
     grew = f"{_GREW[str(row['phase'])]} grew from {duration(row['before_ns'])} to {duration(row['after_ns'])}"
-    if row["slower"]:
+    if row["slower"] and ratio <= 1:
+        why = " because they took longer for a while"
+    elif row["slower"]:
         why = f" because they took {digits(ratio)} × as long as before: {grew}"
     elif ratio >= _SLOWER:
         why = f", as asked: they took {digits(ratio)} × as long as before: {grew}"
