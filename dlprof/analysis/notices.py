@@ -80,7 +80,8 @@ def warnings(
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
     found += _of_untraced(job)
     if (again := later_windows.or_none()) is not None and len(again):
-        found.append(traced_again(again, _read(job)))
+        read = max(((job.facts[rank].get("window") or {}).get("number") or 1 for rank in job.ranks), default=1)
+        found.append(traced_again(again, read))
     if settings.of_inference(job):
         found.append("the traces are of an inference server: dlprof is about training, and no rule applies")
     elif settings.only_forward(job):
@@ -123,11 +124,6 @@ def _of_untraced(job: Job) -> list[str]:
         f" (--ranks {next(iter(untraced.values()))}):"
         " who waits for whom, and what else takes every rank's trace, is not measured"
     ]
-
-
-def _read(job: Job) -> int:
-    """Return the number of the trace window that is read."""
-    return max(((job.facts[rank].get("window") or {}).get("number") or 1 for rank in job.ranks), default=1)
 
 
 def _of_jobs(job: Job) -> list[str]:

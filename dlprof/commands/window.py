@@ -11,13 +11,7 @@ from dlprof.commands import PATH, say
 
 @click.command(short_help="Have a running job trace some steps again.")
 @click.argument("run", type=PATH)
-@click.option(
-    "--steps",
-    type=click.IntRange(1, 1_000),
-    default=5,
-    show_default=True,
-    help="How many steps to trace, after one to warm up.",
-)
+@click.option("--steps", type=click.IntRange(1, 1_000), default=5, show_default=True, help="How many steps to trace.")
 def window(run: Path, steps: int) -> None:
     """Ask every rank of the running job RUN for another trace window.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,21 @@ from dlprof.record.ranks import words_here
 # Ranks look once a second, at the end of a step; those without a process group every five seconds.
 _ANSWER_S, _POLL_S = 10.0, 0.1
 
-_UNDER_WAY = ("waiting", "yielded")
-
 
 def ask(run: Path, steps: int, *, answer_s: float = _ANSWER_S) -> Mapping[str, Any] | None:
     """Ask for a window of so many steps; return its entry of the ranks' facts, or None if no rank has answered yet.
 
     Raises DlprofError where no rank will answer: no run, none that runs, or no window that it may still open.
     """
-    before = _windows(_facts(run))
+    had = len(_facts(run).get("windows") or ())
     with writing(str(run / ASK)):
         write(run / ASK, json.dumps({"steps": steps}))
-
-    def answer() -> Mapping[str, Any] | None:
-        windows = _windows(_known(run))
-        return windows[-1] if len(windows) > len(before) else None
-
-    return _wait_for(answer, answer_s)
+    until = time.monotonic() + answer_s
+    while len(windows := list(_known(run).get("windows") or ())) <= had:
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_POLL_S)
+    return windows[-1]  # type: ignore[no-any-return]
 
 
 def _facts(run: Path) -> Mapping[str, Any]:
@@ -49,10 +47,10 @@ def _facts(run: Path) -> Mapping[str, Any]:
     words = list(words_here(run))
     if words and not any(word.runs for word in words) and len(run_folder.in_hosts(run)) == 1:
         raise DlprofError(f"{run}: no rank of the job runs any more")
-    first, windows = known.get("window") or {}, _windows(known)
+    first, windows = known.get("window") or {}, known.get("windows") or ()
     if first.get("state") == "nsys":
         raise DlprofError(f"{run}: the job runs under nsys, and only one of the two can record a device")
-    if windows and windows[-1].get("state") in _UNDER_WAY:
+    if windows and windows[-1].get("state") in ("waiting", "yielded"):
         raise DlprofError(f"{run}: a window is due already: {steps_of(windows[-1])}")
     if len(windows) + 1 >= MOST:
         raise DlprofError(f"{run}: the job has had its {MOST} trace windows, the most that it may have")
@@ -65,19 +63,8 @@ def steps_of(window: Mapping[str, Any]) -> str:
     return "its steps are not known" if first is None or last is None else f"steps {first:,} to {last:,}"
 
 
-def _windows(known: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return known.get("windows") or []
-
-
 def _known(run: Path) -> Mapping[str, Any]:
     """Return the facts of the job's first rank, from its last start; {} if there are none."""
     folders = sorted(run.glob("ranks/00000*"), reverse=True) or run_folder.in_ranks(run)
     path = next((folder / "facts.json" for folder in folders), None)
     return facts.read(path).facts if path is not None and path.is_file() else {}
-
-
-def _wait_for(answer: Callable[[], Mapping[str, Any] | None], seconds: float) -> Mapping[str, Any] | None:
-    until = time.monotonic() + seconds
-    while (found := answer()) is None and time.monotonic() < until:
-        time.sleep(_POLL_S)
-    return found

@@ -35,9 +35,6 @@ _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
 # A job without a recorded end counts as running if one of its files was written to in the last so many seconds.
 _STILL_S = 20.0
 
-# A job has fewer windows: files from elsewhere may name any number.
-_MOST_WINDOWS = 16
-
 # The most tasks that one warning names.
 _MOST_NAMED = 8
 
@@ -261,10 +258,8 @@ def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
         name, boot = recorded.get("host"), recorded.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
             recorded = {**recorded, "host": longer(name, boot)}
-        files = _files(inside, folder)
-        files.pop(TRACE, None)
-        if trace := traces[index].get(number):
-            files[TRACE] = trace
+        files = {name: path for name, path in _files(inside, folder).items() if name != TRACE}
+        files |= {TRACE: traces[index][number]} if number in traces[index] else {}
         window = recorded.get("window") or {}
         begins, ends = window.get("first_step"), window.get("last_step")
         if begins is not None and ends is not None and ends < begins:  # the job ended as the window began
@@ -283,12 +278,11 @@ def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
 
 def _traces(inside: Inside, folder: Path, recorded: Mapping[str, Any]) -> dict[int, Path]:
     """Return the trace of each of a rank's windows, by the window's number."""
-    entries = (recorded.get("windows") or [])[:_MOST_WINDOWS]
+    entries = (recorded.get("windows") or [])[:16]  # files from elsewhere may name any number
     later = [int(w["number"]) for w in entries if w.get("number") and w.get("trace")]
     names = {1: "trace.json"} | {number: f"trace-{number}.json" for number in later}
-    paths = {number: (folder / f"{name}.gz", folder / name) for number, name in names.items()}
-    found = {number: next((p for p in both if inside.holds(p)), None) for number, both in paths.items()}
-    return {number: path for number, path in found.items() if path is not None}
+    paths = ((number, folder / f"{name}{packed}") for packed in ("", ".gz") for number, name in names.items())
+    return {number: path for number, path in paths if inside.holds(path)}
 
 
 def _number(run: Path, asked: int | None, traces: Iterable[Mapping[int, Path]]) -> int:

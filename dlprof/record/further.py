@@ -53,8 +53,7 @@ class Lengths:
         self.slower = False
         self._before = self._before_ns = 0  # the steps that are as usual
         self._row = self._row_ns = self._longest_ns = 0  # the row that is not full yet
-        self._since = self._since_ns = 0  # the steps of slower rows since the last usual one
-        self._from_ns = 0  # when these began
+        self._from_ns = 0  # when the slower rows since the last usual one began
 
     def see(self, dur_ns: int, end_ns: int) -> None:
         """Take in a step and when it ended."""
@@ -66,16 +65,11 @@ class Lengths:
         steps, ns = self._row - 1, self._row_ns - self._longest_ns
         self._row = self._row_ns = self._longest_ns = 0
         if self._before >= _FEWEST and ns * self._before >= _SLOWER * self._before_ns * steps:
-            if not self._since:
-                self._from_ns = end_ns - ns
-            self._since += steps
-            self._since_ns += ns
+            self._from_ns = self._from_ns or end_ns - ns
             self.slower = end_ns - self._from_ns >= _STAYS_NS
         else:
-            self._before += steps + self._since
-            self._before_ns += ns + self._since_ns
-            self._since = self._since_ns = 0
-            self.slower = False
+            self._before, self._before_ns = self._before + steps, self._before_ns + ns
+            self._from_ns, self.slower = 0, False
 
 
 class Further:
@@ -129,20 +123,16 @@ class Further:
         if agreed.leads:
             each_ns = max((now - done[0].start_ns) / len(done), 1)
             first += math.ceil((2 * pause + _PASSED_ON_NS) / each_ns) + _AHEAD
-        return self._say(Due(self._number + 1, first, steps, why))
-
-    def _say(self, due: Due) -> Due:
-        self._number, name = due.number, f"window {due.number}"
-        self._agreed.write(f"{name} steps", due.steps)
-        self._agreed.write(f"{name} slower", int(due.why == "slower"))
-        self._agreed.write(name, due.first)  # the last one: who reads it finds the others
-        return due
+        self._number += 1
+        agreed.write(f"window {self._number} steps", steps)
+        agreed.write(f"window {self._number} slower", int(why == "slower"))
+        agreed.write(f"window {self._number}", first)  # the last one: who reads it finds the others
+        return Due(self._number, first, steps, why)
 
     def _told(self) -> Due | None:
         """Return what rank 0 has said."""
         name = f"window {self._number + 1}"
-        first = self._agreed.read(name)
-        if first is None:
+        if (first := self._agreed.read(name)) is None:
             return None
         self._number += 1
         steps, slower = self._agreed.read(f"{name} steps"), self._agreed.read(f"{name} slower")

@@ -30,6 +30,8 @@ _GREW = {
     "rest": "what the script does between these",
 }
 
+_COLUMNS = ["number", "first", "last", "slower", "ratio", "phase", "before_ns", "after_ns"]
+
 
 @per_rank
 def later_windows(light_steps: Frame = needs(light_steps), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
@@ -39,13 +41,12 @@ def later_windows(light_steps: Frame = needs(light_steps), rank: RankFacts = nee
     it ÷ the one next to the first window, or at the job's start without one), phase (that grew most), before_ns and
     after_ns (this phase's mean at both).
     """
-    columns = ["number", "first", "last", "slower", "ratio", "phase", "before_ns", "after_ns"]
     traced = [w for w in rank.facts.get("windows") or () if w.get("trace") and w.get("first_step") is not None]
     rows = [row for window in traced if (row := _row(light_steps, window)) is not None]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def _row(steps: pd.DataFrame, window: Mapping[str, Any]) -> dict[str, Any] | None:
+def _row(steps: pd.DataFrame, window: Mapping[str, Any]) -> list[Any] | None:
     first, last = window["first_step"], window.get("last_step") or window["first_step"]
     steady, profiled = steps[steps["steady"]], steps.loc[steps["profiled"] != 0, "step"]
     begins = profiled.min() if len(profiled) and profiled.min() < first - _WARMUP else steady["step"].min()
@@ -56,16 +57,8 @@ def _row(steps: pd.DataFrame, window: Mapping[str, Any]) -> dict[str, Any] | Non
         return None
     then, now = _means(before), _means(after)
     phase = str((now - then).drop("dur").idxmax())
-    return {
-        "number": window.get("number") or 0,
-        "first": first,
-        "last": last,
-        "slower": int(window.get("why") == "slower"),
-        "ratio": float(now["dur"] / then["dur"]),
-        "phase": phase,
-        "before_ns": float(then[phase]),
-        "after_ns": float(now[phase]),
-    }
+    number, slower = window.get("number") or 0, int(window.get("why") == "slower")
+    return [number, first, last, slower, now["dur"] / then["dur"], phase, then[phase], now[phase]]
 
 
 def _next_to(steady: pd.DataFrame, first: float, last: float) -> pd.DataFrame:

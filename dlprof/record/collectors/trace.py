@@ -146,9 +146,8 @@ class Trace:
             return None
         if self._profiler is not None or not self._skipping():
             return clock.row.number + 1
-        if self._due is not None:
-            return int(self._due.first - self.window["warmup"])
-        return int(clock.trained_from + self.window["skip"])
+        begins = clock.trained_from + self.window["skip"] if self._due is None else self._due.first - WARMUP
+        return int(begins)
 
     def stop(self) -> None:
         """Write what an open window has recorded."""
@@ -272,7 +271,7 @@ class Trace:
         """Return whether the window has not begun yet; if steps are slow, this depends on the time that has passed."""
         clock, skip = self._recorder.clock, self.window["skip"]
         if self._due is not None:
-            return clock.row.number < int(self._due.first - self.window["warmup"])
+            return clock.row.number < self._due.first - WARMUP
         passed = self._now_ns - self._first_ns if self._first_ns else 0
         if not clock.trains:
             return clock.position < skip or passed < _SKIP_NS  # this may be a validation before training
@@ -303,9 +302,9 @@ class Trace:
         self._by_time = due.why == "slower"  # of slow steps fewer are enough; who asked has said how many
         self._windows += 1
         self._traced, self._untraced = [], deque(maxlen=_COMPARED)
-        self.window = {"number": due.number, "why": due.why, "trace": None, "state": "waiting", "skip": None}
+        self.window = dict.fromkeys(self.window) | {"number": due.number, "why": due.why, "trace": None}
         self.window.update(warmup=WARMUP, active=due.steps, first_step=due.first, last_step=due.first + due.steps - 1)
-        self.window.update(export_ns=None, extended=0, cupti_torn_down=None, errors=None, modules=None)
+        self.window.update(state="waiting", extended=0)
         self._recorder.windows.append(self.window)
         self._recorder.observed.news = True
 
