@@ -15,6 +15,7 @@ from dlprof.analysis.machine.samples import foreign_load, sample_means
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import window_likeness
 from dlprof.analysis.step.whole_job import whole_job
+from dlprof.analysis.step.windows import later_windows, traced_again
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
@@ -70,6 +71,7 @@ def warnings(
     fed_ns: Maybe[float] = maybe(fed_ns),
     launch_means: Maybe[Frame] = maybe(launch_means),
     sample_means: Maybe[Frame] = maybe(sample_means),
+    later_windows: Maybe[Frame] = maybe(later_windows),
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -77,6 +79,9 @@ def warnings(
         are = "is" if len(missing) == 1 else "are"
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
     found += _of_untraced(job)
+    if (again := later_windows.or_none()) is not None and len(again):
+        read = max(((job.facts[rank].get("window") or {}).get("number") or 1 for rank in job.ranks), default=1)
+        found.append(traced_again(again, read))
     if settings.of_inference(job):
         found.append("the traces are of an inference server: dlprof is about training, and no rule applies")
     elif settings.only_forward(job):

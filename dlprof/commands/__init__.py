@@ -39,6 +39,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "hang": "runs/a",
         "ps": "",
         "attach": "4711",
+        "window": "runs/a",
     },
     "prove": {
         "fix": "train.py --lr 0.1",

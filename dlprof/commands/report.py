@@ -80,7 +80,8 @@ def _launched() -> tuple[int, int]:
     "--window",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Which window to read, where ranks have several traces. [default: the last complete one]",
+    help="Which window to read, where ranks have several traces. [default: a run's first; of other tools' the last "
+    "complete one]",
 )
 @click.option(
     "--dask",

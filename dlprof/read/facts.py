@@ -33,6 +33,15 @@ _COMMAND: Mapping[str, Shape] = {
 TASK: Mapping[str, Shape] = {**_COMMAND, **_all(str, "host number")}
 RUN: Mapping[str, Shape] = {**_COMMAND, "dlprof": str, "hosts": [str], "options": {}, "tasks": [TASK]}
 
+_WINDOW: Mapping[str, Shape] = {
+    **_all(str, "state asked"),
+    **_all(int, "skip warmup active first_step last_step export_ns extended"),
+    "cupti_torn_down": bool,
+    "errors": [str],
+    "modules": _all(int, "ranges ns_each"),
+    "theirs": [{**_all(int, "first_step last_step exit_ns"), "shapes": bool}],
+}
+
 RANK: Mapping[str, Shape] = {
     **_all(int, "rank local_rank world_size pid restart graphs ended_ns"),
     **_all(str, "backend host boot"),
@@ -111,14 +120,8 @@ RANK: Mapping[str, Shape] = {
     },
     "step": {"mark": str, "told": bool},
     "padding": [{"step": int, "source": str, "padded": int, "lengths": [int]}],
-    "window": {
-        **_all(str, "state asked"),
-        **_all(int, "skip warmup active first_step last_step export_ns extended"),
-        "cupti_torn_down": bool,
-        "errors": [str],
-        "modules": _all(int, "ranges ns_each"),
-        "theirs": [{**_all(int, "first_step last_step exit_ns"), "shapes": bool}],
-    },
+    "window": _WINDOW,
+    "windows": [{**_WINDOW, "number": int, **_all(str, "why trace")}],
 }
 
 _LARGEST = 2**62

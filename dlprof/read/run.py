@@ -22,7 +22,7 @@ from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
 from dlprof.read.unpacking import Unpacked, top, unpacked
-from dlprof.units import few
+from dlprof.units import few, listed
 
 FORMAT = 1
 
@@ -93,18 +93,14 @@ class Run:
 def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
     """Open a run folder, a folder of other tools' files, or one such file.
 
-    `window`: the number of the window to read where ranks have several, from 1; None: the last complete one. Raises
-    DlprofError if nothing can be read.
+    `window`: the number of the window to read where ranks have several, from 1; None: of a recorded run the first, of
+    other tools' traces the last complete one. Raises DlprofError if nothing can be read, or there is no such window.
     """
     where = Path(path)
     try:
         if where.is_dir():
             if (where / "run.json").is_file() or (where / "ranks").is_dir():
-                if window is not None:
-                    raise DlprofError(
-                        f"{where}: a run has one window: --window is for folders of several traces a rank"
-                    )
-                return _recorded(where)
+                return _recorded(where, window)
             return _foreign(where, gather(where, window))
         if where.is_file():
             if where.name in ("run.json", "result.json", "facts.json"):
@@ -152,7 +148,7 @@ def _unended(folder: Path) -> str:
     return "the recording was cut off: the end of the job was not recorded"
 
 
-def _recorded(folder: Path) -> Run:
+def _recorded(folder: Path, window: int | None = None) -> Run:
     inside = Inside(folder)
     info, warnings = _facts(inside, folder / "run.json", facts.RUN)
     newer = info.get("format", FORMAT)
@@ -165,7 +161,7 @@ def _recorded(folder: Path) -> Run:
         info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
     warnings += _of_hosts(inside)
-    ranks, odd = _ranks(inside)
+    ranks, odd = _ranks(inside, window)
     warnings += odd
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
     more = beside(folder, [rank.index for rank in ranks])
@@ -211,8 +207,8 @@ def _foreign(where: Path, found: Gathered) -> Run:
     return Run(path=where, ranks=tuple(ranks), warnings=found.warnings, taken=found.taken)
 
 
-def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
-    """Return the ranks of a recorded run, each from its last start, and warnings."""
+def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
+    """Return the ranks of a recorded run, each from its last start and with one window's trace, and warnings."""
     warnings = []
     lives: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
@@ -251,15 +247,19 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
         odd_of[index] = odd
     of_job, others = of_one_job({index: recorded for index, (_, recorded) in known.items()})
     warnings += others
+    traces = {index: _traces(inside, *known[index]) for index in known if index in of_job}
+    number = _number(inside.root, asked, traces.values())
     for index, (folder, recorded) in known.items():
         if index not in of_job:
             continue
+        recorded = _of_window(recorded, number)
         of_ranks += [(f"rank {index}", text) for text in (*odd_of[index], *(recorded.get("warnings") or ()))]
         # Where hosts share a name, the one whose sampler started first keeps it, else the first rank's host.
         name, boot = recorded.get("host"), recorded.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
             recorded = {**recorded, "host": longer(name, boot)}
-        files = _files(inside, folder)
+        files = {name: path for name, path in _files(inside, folder).items() if name != TRACE}
+        files |= {TRACE: traces[index][number]} if number in traces[index] else {}
         window = recorded.get("window") or {}
         begins, ends = window.get("first_step"), window.get("last_step")
         if begins is not None and ends is not None and ends < begins:  # the job ended as the window began
@@ -274,6 +274,34 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
         else:
             ranks.append(Rank(index, {**files, NSYS: exported[0]}, recorded, pieces={NSYS: exported[1]}))
     return ranks, warnings + together(of_ranks, "ranks")
+
+
+def _traces(inside: Inside, folder: Path, recorded: Mapping[str, Any]) -> dict[int, Path]:
+    """Return the trace of each of a rank's windows, by the window's number."""
+    entries = (recorded.get("windows") or [])[:16]  # files from elsewhere may name any number
+    later = [int(w["number"]) for w in entries if w.get("number") and w.get("trace")]
+    names = {1: "trace.json"} | {number: f"trace-{number}.json" for number in later}
+    paths = ((number, folder / f"{name}{packed}") for packed in ("", ".gz") for number, name in names.items())
+    return {number: path for number, path in paths if inside.holds(path)}
+
+
+def _number(run: Path, asked: int | None, traces: Iterable[Mapping[int, Path]]) -> int:
+    """Return which window is read: the first that any rank has a trace of, or the one that is asked for."""
+    numbers = sorted(set(itertools.chain(*traces)))
+    if asked is None:
+        return next(iter(numbers), 1)
+    if asked not in numbers:
+        there = f"its windows: {listed(numbers)}" if numbers else "it has no trace"
+        raise DlprofError(f"{run}: no trace of window {asked}; {there}")
+    return asked
+
+
+def _of_window(recorded: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """Return a rank's facts with a later window in the first one's place."""
+    if number == 1:
+        return recorded
+    window = next((w for w in recorded.get("windows") or () if w.get("number") == number), {"state": "missed"})
+    return {**recorded, "window": {**window, "theirs": (recorded.get("window") or {}).get("theirs")}}
 
 
 def _nsys_of(inside: Inside, host: Path, pid: int | None) -> tuple[Path, str] | None:

@@ -18,6 +18,7 @@ class Agreed:
         self._store: Any = None
         self._rank = -1
         self._written: dict[str, int] = {}
+        self.size = 1  # how many ranks agree
 
     def connect(self) -> None:
         """Look for the process group, if none was found yet."""
@@ -29,13 +30,13 @@ class Agreed:
         try:
             from torch.distributed.distributed_c10d import _get_default_store
 
-            self.share(_get_default_store(), distributed.get_rank())
+            self.share(_get_default_store(), distributed.get_rank(), distributed.get_world_size())
         except Exception:  # noqa: BLE001 - a backend without a store, as MPI's
             self._rank = 0
 
-    def share(self, store: Any, rank: int) -> None:
+    def share(self, store: Any, rank: int, size: int = 2) -> None:
         """Agree with the other ranks that have this store."""
-        self._store, self._rank = store, rank
+        self._store, self._rank, self.size = store, rank, size
 
     @property
     def leads(self) -> bool:

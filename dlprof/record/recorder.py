@@ -107,6 +107,7 @@ class Recorder:
         self.module_ranges = Ranges(self.clock, self.warn)
         # What collectors leave for each other and for the facts:
         self.window: dict[str, Any] = {}  # the trace's window and what became of it
+        self.windows: list[dict[str, Any]] = []  # the later ones, in order
         self.flops: dict[str, Any] = {}  # what one step computes, once it was counted
         self.profiler_woken = False  # torch's profiler has started its threads in this process
         self.switched_off: Callable[[], None] | None = None  # called when no step will be passed on any more

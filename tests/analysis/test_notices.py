@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[s
     frame = pd.DataFrame([likeness]).assign(longer="")
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
-    rest = [nothing] * 6
+    rest = [nothing] * 7
     return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, *rest)  # type: ignore[arg-type]
 
 
@@ -200,3 +201,51 @@ def test_a_run_that_only_uses_up_what_was_made_ahead_is_told_so(tmp_path: Path, 
     runs.loading(path, 0, step=10 * MS, wait=0, fetch=fetch * MS, cpu=0, n=40, workers=2)
     told = [w for w in notices.all_warnings(runs.measured(path, notices.warnings)) if "use up" in w]
     assert [f"their loader needs {slower:.1f} ms for a step's" in text for text in told] == [True] * bool(slower)
+
+
+def as_ever(_: int) -> dict[str, float]:
+    return {}
+
+
+WINDOW = {"number": 2, "why": "asked", "trace": "trace-2.json", "first_step": 150, "last_step": 154}
+HINT = " (`dlprof report RUN --window 2` reads it)"
+
+
+@pytest.mark.parametrize(
+    ("of", "windows", "steps", "said"),
+    [
+        (
+            lambda n: {"fetch": 1.0 if n < 120 else 9.0},
+            [{**WINDOW, "why": "slower"}],
+            200,
+            "because they took 1.42 × as long as before: the loader's wait grew from 1.00 ms to 9.00 ms" + HINT,
+        ),
+        (
+            lambda n: {"backward": 1.0 if n < 120 else 9.0},
+            [WINDOW],
+            200,
+            "as asked: they took 1.42 × as long as before: the backward pass grew from 1.00 ms to 9.00 ms" + HINT,
+        ),
+        (as_ever, [WINDOW], 200, "as asked: steps were about as long as before" + HINT),
+        (as_ever, [{**WINDOW, "why": "slower"}], 200, "because they took longer for a while" + HINT),
+        (as_ever, [{**WINDOW, "trace": None}], 200, None),  # the job ended before it
+        (as_ever, [], 200, None),
+        (as_ever, [{**WINDOW, "first_step": 20, "last_step": 22}], 24, None),  # too few to compare
+    ],
+)
+def test_what_had_become_slower_where_steps_were_traced_again(
+    of: Callable[[int], dict[str, float]],
+    windows: list[dict[str, Any]],
+    steps: int,
+    said: str | None,
+    tmp_path: Path,
+) -> None:
+    log = []
+    for n in range(steps):
+        phases = {"fetch": 1.0, "forward": 15.0, "backward": 1.0, "optimizer": 1.0, "rest": 1.0} | of(n)
+        traced = 12 <= n <= 16 or any(w["first_step"] <= n <= w["last_step"] for w in windows)
+        named = {f"{name}_ns": round(ms * MS) for name, ms in phases.items() if name != "rest"}
+        log.append(light(n, round(sum(phases.values()) * MS), profiled=int(traced), **named))
+    path = recorded(tmp_path / "run", (None, log, {**CPU, "windows": windows}))
+    again = [text for text in warned(path) if "traced again" in text]
+    assert [text.partition(" traced again")[2].lstrip(", ") for text in again] == ([] if said is None else [said])

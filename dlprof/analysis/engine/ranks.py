@@ -169,6 +169,8 @@ def _why_no_trace(rank: Rank) -> str:
         return "the GPU's memory was full when the trace window was due, and the profiler needs some"
     if state == "partial":
         return "the job ended as its trace window began (--window skip,warmup,active moves it)"
+    if state == "missed":
+        return "this rank was not told in time of the later window that is read"
     if state == "waiting":
         need = sum(window.get(k) or 0 for k in ("skip", "warmup", "active"))
         return f"the job ended before the trace window of step {need} (--window skip,warmup,active moves it)"

@@ -165,6 +165,7 @@ class Facts:
             "pipeline": observed.pipeline,
             "padding": observed.padding.seen,
             "window": recorder.window,
+            "windows": recorder.windows,
             "flops": recorder.flops,
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
             "ended": recorder.ended,

@@ -29,6 +29,7 @@ from dlprof.record.agreed import Agreed
 from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.device.profiler import Kineto
+from dlprof.record.further import WARMUP, Due, Further
 from dlprof.record.hooks import Patch, hidden, put
 from dlprof.record.model.names import rows_of
 from dlprof.record.model.ranges import Ranges
@@ -57,7 +58,10 @@ _MOST_THEIRS = 64  # times that a profiler of the script's runs
 
 
 class Trace:
-    """Writes trace.json for the steps of the window 'skip,warmup,active', counted from the first step that trains."""
+    """Writes trace.json for the steps of the window 'skip,warmup,active', counted from the first step that trains.
+
+    Later windows (further.py) leave trace-2.json, trace-3.json, …
+    """
 
     name = "trace"
     _recorder: Recorder
@@ -95,6 +99,9 @@ class Trace:
         self._on_device = False
         self._graphs = 0  # that were captured before the profiler was prepared
         self._agreed = Agreed()
+        self._further = Further(self._agreed)
+        self._is_nsys = text == "nsys"
+        self._due: Due | None = None  # the window that the fields above are of; None: the first
         self._told_first: int | None = None  # the first step of the window, as rank 0 says
         self._ends = False  # it was decided when the window ends
         self._windows = 0  # that came to nothing before this one
@@ -106,6 +113,9 @@ class Trace:
         """Open the window at once if it skips no steps."""
         self._recorder = recorder
         recorder.window = self.window
+        # A job that is ended after so many steps has no time for another window.
+        by_itself = self._by_time and not self._done and not os.environ.get("DLPROF_STOP_AFTER")
+        self._further.start(recorder, by_itself=by_itself)
         if self.window["skip"] == 0:
             self._advance(recorder.clock.row.number)
 
@@ -119,8 +129,10 @@ class Trace:
             clock.row.profiled = 1
             if not self._stands_by:
                 self._kineto.leave()
-        if self._of_inference and clock.trains and self._done and not self._settling:
+        if self._of_inference and clock.trains and self._done and not self._settling and self._due is None:
             self._begin_anew()
+        if self._done and not self._settling and not self._is_nsys and (due := self._further.due(done)) is not None:
+            self._begin_further(due)
         self._now_ns = done[-1].end_ns
         if not self._first_ns:
             self._first_ns = next((s.end_ns for s in done if s.number >= clock.trained_from), 0)
@@ -132,8 +144,10 @@ class Trace:
             self._advance(clock.row.number)
         if self._done and not self._settling:
             return None
-        waits = self._profiler is None and self._skipping()
-        return int(clock.trained_from + self.window["skip"]) if waits else clock.row.number + 1
+        if self._profiler is not None or not self._skipping():
+            return clock.row.number + 1
+        begins = clock.trained_from + self.window["skip"] if self._due is None else self._due.first - WARMUP
+        return int(begins)
 
     def stop(self) -> None:
         """Write what an open window has recorded."""
@@ -162,13 +176,7 @@ class Trace:
             if self._skipping():
                 return
             self._of_inference = not recorder.clock.trains
-            slow = recorder.clock.position < window["skip"]
-            first = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
-            if self._told_first is not None:
-                first = max(self._told_first, number)
-            elif slow and self._agreed.leads:
-                first += _AHEAD
-                self._agreed.write(f"first {self._windows}", first)
+            first = self._first_step(number)
             if not self._is_wanted():
                 window.update(state="not_asked", asked=self._ranks)
                 more = (
@@ -189,8 +197,14 @@ class Trace:
                     f"no trace: {full}, and the profiler needs some (smaller batches leave it, or --no-trace)"
                 )
                 return
-            window["first_step"] = first
-            window["last_step"] = first + window["active"] - 1
+            last = first + window["active"] - 1
+            if self._due is not None and window["state"] == "waiting":
+                last = self._due.first + window["active"] - 1  # a rank that hears of it late traces what is left
+            if last < first:
+                self._done = True
+                window.update(state="missed", first_step=None, last_step=None)
+                return
+            window["first_step"], window["last_step"] = first, last
             try:
                 self._prepare()
             except Exception:
@@ -225,6 +239,20 @@ class Trace:
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
+    def _first_step(self, number: int) -> int:
+        """Return the first step to be traced, where the profiler is prepared in this step."""
+        window = self.window
+        if self._due is not None:
+            return max(self._due.first, number)
+        slow = self._recorder.clock.position < window["skip"]
+        first = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
+        if self._told_first is not None:
+            return max(self._told_first, number)
+        if slow and self._agreed.leads:
+            first += _AHEAD
+            self._agreed.write(f"first {self._windows}", first)
+        return int(first)
+
     def _is_wanted(self) -> bool:
         """Return whether --ranks names this rank. Its pipeline stage is known only when the window is due."""
         recorder = self._recorder
@@ -242,6 +270,8 @@ class Trace:
     def _skipping(self) -> bool:
         """Return whether the window has not begun yet; if steps are slow, this depends on the time that has passed."""
         clock, skip = self._recorder.clock, self.window["skip"]
+        if self._due is not None:
+            return clock.row.number < self._due.first - WARMUP
         passed = self._now_ns - self._first_ns if self._first_ns else 0
         if not clock.trains:
             return clock.position < skip or passed < _SKIP_NS  # this may be a validation before training
@@ -264,6 +294,19 @@ class Trace:
         self._traced, self._untraced = [], deque(maxlen=_COMPARED)
         self.window.update(state="waiting", first_step=None, last_step=None, export_ns=None, extended=0)
         (self._recorder.folder / "trace.json").unlink(missing_ok=True)
+
+    def _begin_further(self, due: Due) -> None:
+        """Wait for another window."""
+        self._due = due
+        self._done = self._stands_by = self._ends = False
+        self._by_time = due.why == "slower"  # of slow steps fewer are enough; who asked has said how many
+        self._windows += 1
+        self._traced, self._untraced = [], deque(maxlen=_COMPARED)
+        self.window = dict.fromkeys(self.window) | {"number": due.number, "why": due.why, "trace": None}
+        self.window.update(warmup=WARMUP, active=due.steps, first_step=due.first, last_step=due.first + due.steps - 1)
+        self.window.update(state="waiting", extended=0)
+        self._recorder.windows.append(self.window)
+        self._recorder.observed.news = True
 
     def _end_range(self) -> None:
         if self._range is not None:
@@ -343,7 +386,10 @@ class Trace:
                 self._ours(profiler.stop_trace)
                 self._kineto.torn_down(recorder.device.in_use())
                 if recorded:
-                    _export(profiler, recorder.folder / "trace.json")
+                    name = "trace.json" if self._due is None else f"trace-{self._due.number}.json"
+                    _export(profiler, recorder.folder / name)
+                    if self._due is not None:
+                        window["trace"] = name
                     window["export_ns"] = time.perf_counter_ns() - began
         except Exception:
             window["state"] = "failed"
@@ -448,7 +494,8 @@ class Trace:
         """Keep from which step on the script's own profiler runs."""
         theirs = {"first_step": self._number(), "last_step": None, "exit_ns": None, "shapes": None}
         self._theirs[id(profiler)] = theirs
-        if len(known := self.window.setdefault("theirs", [])) < _MOST_THEIRS:
+        first = self.window if self._due is None else self._recorder.window
+        if len(known := first.setdefault("theirs", [])) < _MOST_THEIRS:
             known.append(theirs)
 
     @guarded

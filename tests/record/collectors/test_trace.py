@@ -15,6 +15,7 @@ import pytest
 
 from dlprof.read.kineto.torch_trace import read as read_trace
 from dlprof.record.collectors.trace import Trace
+from dlprof.record.further import ASK
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 from tests.fixtures.devices import Devices, Model, Parameter
@@ -254,6 +255,57 @@ def test_the_windows_of_two_ranks_are_of_the_same_steps(
     assert [w["state"] for w in windows] == ["exported"] * 2
     assert windows[0]["first_step"] == windows[1]["first_step"]
     assert windows[0]["last_step"] == windows[1]["last_step"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "durations", "state"),
+    [
+        (0, [300] * 60, "exported"),
+        (1, [300] * 60, "exported"),
+        (1, [20] * 600, "exported"),
+        (1, [8_000] * 30, "exported"),
+        (400, [20] * 1_000, "missed"),  # ranks that do not wait for each other
+    ],
+)
+def test_a_later_window_is_of_the_same_steps_on_both_ranks(
+    ahead: int, durations: list[int], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank is a step ahead, at times; rank 0 alone has the file in its run folder."""
+    store = torch.distributed.HashStore()
+    jobs = [Job(tmp_path / str(rank), monkeypatch, None, "off") for rank in range(2)]
+    for rank, job in enumerate(jobs):
+        assert isinstance(job.trace, Trace)
+        job.trace._agreed.share(store, rank)
+    leader, other = jobs
+    leader.steps(durations[:10])
+    other.steps(durations[: 10 + ahead])
+    (tmp_path / "0" / ASK).write_text('{"steps": 3}')
+    for n in range(10, len(durations) - ahead):
+        leader.steps(durations[n : n + 1])
+        other.steps(durations[n + ahead : n + ahead + 1])
+    ((ours,), (theirs,)) = (job.recorder.windows for job in jobs)
+    assert (ours["state"], theirs["state"], ours["number"], theirs["number"]) == ("exported", state, 2, 2)
+    assert ours["last_step"] - ours["first_step"] == 2
+    if state == "exported":
+        assert (ours["first_step"], ours["last_step"]) == (theirs["first_step"], theirs["last_step"])
+    assert [job.recorder.warnings for job in jobs] == [[], []]
+    assert (jobs[1].recorder.folder / "trace-2.json").exists() == (state == "exported")
+
+
+@pytest.mark.parametrize(("text", "opens"), [('{"steps": 3}', 4), ('{"steps": "3"}', 0), ("", 0), ('{"steps": 0}', 0)])
+def test_each_file_is_answered_once_and_a_job_has_five_windows(
+    text: str, opens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ASK).write_text('{"steps": 9}')  # of a job before a restart
+    job = Job(tmp_path, monkeypatch, None, "off")
+    job.steps([100] * 30)
+    assert job.recorder.windows == []
+    for n in range(6):
+        (tmp_path / ASK).write_text(text)
+        os.utime(tmp_path / ASK, (n, n))
+        job.steps([100] * 40)
+    assert [w["number"] for w in job.recorder.windows] == list(range(2, 2 + opens))
+    assert job.recorder.warnings == []
 
 
 def test_a_store_that_is_gone_ends_the_agreement_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
