@@ -36,6 +36,7 @@ def hang(job: str, form: str) -> None:
                     "why": found.why,
                     "more": list(found.more),
                     "blamed": list(found.blamed),
+                    "at_work": found.at_work,
                     "ranks": [
                         {"rank": rank.number, "host": rank.host, "step": rank.step, "does": found.where[rank.number]}
                         for rank in seen.ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dlprof.live.doing import Doing, doing, fetches
 from dlprof.live.look import Process
@@ -69,16 +69,30 @@ class Seen:
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why a job stands still, in sentences: `why`, the first, and what else was seen. `blamed`: the ranks it names."""
+    """Why a job stands still, in sentences: `why`, the first, and what else was seen. `blamed`: the ranks it names.
+
+    `at_work`: these do what may take long, such as saving or compiling: the job may well go on.
+    """
 
     why: str
     more: tuple[str, ...] = ()
     blamed: tuple[int, ...] = ()
     where: Mapping[int, str] = field(default_factory=dict)  # what each rank does
+    at_work: bool = False
+
+
+_LONG = ("checkpoint", "compile", "window", "starting")
 
 
 def standstill(seen: Seen) -> Standstill:
     """Return why the job stands still, as far as one look shows it."""
+    found = _judged(seen)
+    alive = {rank.number: doing(rank.process) for rank in seen.ranks if rank.process is not None and not rank.error}
+    does = [alive[n].what for n in found.blamed or alive if n in alive]
+    return replace(found, at_work=bool(does) and all(what in _LONG for what in does))
+
+
+def _judged(seen: Seen) -> Standstill:
     ranks = {rank.number: rank for rank in seen.ranks}
     does = {n: doing(rank.process) for n, rank in ranks.items() if rank.process is not None}
     where = {n: _place(rank, does.get(n)) for n, rank in ranks.items()}

@@ -261,6 +261,23 @@ def test_why_and_whose(ranks: tuple[Rank, ...], why: str, blamed: tuple[int, ...
     assert set(found.where) == {rank.number for rank in ranks}
 
 
+@pytest.mark.parametrize(
+    ("stacks", "at_work"),
+    [
+        (("checkpoint", "collective"), True),
+        (("compile", "compile"), True),
+        (("starting", "code"), False),
+        (("code", "collective"), False),
+        (("collective", "collective"), False),
+    ],
+)
+def test_what_takes_long_is_told_from_what_stands_still(stacks: tuple[str, ...], at_work: bool) -> None:
+    seen = Seen(tuple(rank(n, stack, size=2) for n, stack in enumerate(stacks)), size=2)
+    assert standstill(seen).at_work == at_work
+    failed = replace(seen.ranks[0], error="OSError")
+    assert not standstill(replace(seen, ranks=(failed, *seen.ranks[1:]))).at_work or stacks == ("compile", "compile")
+
+
 def test_what_else_was_seen_follows() -> None:
     together = tuple(rank(n, "collective") for n in range(3))
     seen = Seen(together, 3, full=("/scratch",), silent=("/nfs",), oom_kills=2, disagree=("Not the same.",))

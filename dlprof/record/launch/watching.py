@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from dlprof.record.launch.stopping import StepLog, trained
 from dlprof.record.ranks import words_here
 from dlprof.record.still import LEAST_S, seconds
 
-_LOOK_S = 2.0
+_LOOK_S, _SELDOM_S = 2.0, 10.0  # the second one where a job may stand still for a minute anyway
+_AT_WORK = 5  # so many times as long may ranks do what takes long, as saving and compiling do
 _MOST = 5  # times that one job is told of
 _LOOKING_S = 60.0  # that `dlprof hang` may take
 
@@ -34,6 +36,7 @@ class Watch:
         self._env = {name: value for name, value in env.items() if not name.startswith("DLPROF_")}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._look_s = _LOOK_S if self._asked not in ("auto", "off") and float(self._asked) < LEAST_S else _SELDOM_S
         self._steps, self._ns = 0, 0
         self._log = StepLog(run)
         self.told: list[dict[str, Any]] = []
@@ -49,22 +52,26 @@ class Watch:
         """Watch no more."""
         self._over.set()
         if self._thread is not None and self._thread.ident is not None:
-            self._thread.join(_LOOK_S)
+            self._thread.join(1.0)
 
     def _watch(self) -> None:
         seen: dict[Path, int] = {}
-        grew_s, told = time.monotonic(), False
+        looked_s = grew_s = time.monotonic()
+        patience = 1.0
         try:
-            while not self._over.wait(_LOOK_S):
-                sizes = self._sizes()
-                if sizes != seen or not sizes:
-                    seen, grew_s, told = sizes, time.monotonic(), False
+            while not self._over.wait(self._look_s) and len(self.told) < _MOST:
+                sizes, before_s, looked_s = self._sizes(), looked_s, time.monotonic()
+                # Where this process slept longer than it wanted to, the job was stopped too, as by Ctrl-Z.
+                if sizes != seen or not sizes or looked_s - before_s > self._look_s + _SELDOM_S:
+                    seen, grew_s, patience = sizes, looked_s, 1.0
                     continue
-                still_s = time.monotonic() - grew_s
-                if told or len(self.told) >= _MOST or still_s < self._patience_s():
+                still_s = looked_s - grew_s
+                if still_s < patience * self._patience_s():
                     continue
-                told = True
-                self._tell(still_s)
+                # Once in each standstill; but those at work have a while more.
+                waits = self._asked == "auto" and patience < _AT_WORK
+                patience = math.inf if self._tell(still_s, may_wait=waits) else patience + 1.0
+                looked_s = time.monotonic()
         except Exception as e:  # noqa: BLE001 - the job goes on
             tell(f"--hang is off: {words_of(e)}")
 
@@ -82,9 +89,10 @@ class Watch:
             rows, anew = self._log.follow()
             self._steps = (0 if anew else self._steps) + sum(map(trained, rows))
             self._ns = (0 if anew else self._ns) + sum(row.get("dur_ns", 0) for row in rows if trained(row))
-        return max(seconds(self._asked, self._ns / max(self._steps, 1) / 1e9), min(LEAST_S, 3 * _LOOK_S))
+        return max(seconds(self._asked, self._ns / max(self._steps, 1) / 1e9), 3 * _LOOK_S)
 
-    def _tell(self, still_s: float) -> None:
+    def _tell(self, still_s: float, *, may_wait: bool) -> bool:
+        """Ask why, and say it; return False where the ranks are at work, and may be for a while."""
         done = subprocess.run(
             [sys.executable, "-m", "dlprof", "hang", "--format", "json", str(self._run)],
             env=self._env,
@@ -95,9 +103,11 @@ class Watch:
             start_new_session=True,  # the terminal's Ctrl-C is for the job
         )
         if self._over.is_set():
-            return  # the job has ended meanwhile
+            return True  # the job has ended meanwhile
         try:
             found = json.loads(done.stdout)
+            if may_wait and found["at_work"]:
+                return False
             why = [str(found["why"]), *map(str, found["more"])]
         except (ValueError, KeyError, TypeError):
             said = done.stderr.decode(errors="replace").strip().splitlines()
@@ -111,6 +121,7 @@ class Watch:
         for line in why:
             tell(f"  {line}")
         tell(f"  `dlprof hang {os.path.relpath(self._run)}` asks again")
+        return True
 
     def warnings(self) -> list[str]:
         """Return a line for the report about each standstill."""
