@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.live.doing import doing, jobs, role_of
+from dlprof.live.follow import Follower, RankNow, of
 from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
 from dlprof.live.standstill import Rank, Seen
 from dlprof.plain import plain
@@ -23,7 +23,7 @@ from dlprof.record.still import ASK, FLIGHT, STILL
 from dlprof.units import ranks_named
 
 _FULL_BYTES = 1_000_000
-_TAIL_BYTES = 64_000
+_TAIL_BYTES = 1 << 20  # of the step logs of this host, for what the last steps were
 _ANSWER_S = 1.2  # that a rank takes to answer, which looks twice a second whether it is asked
 _MOST_CALLS = 200
 
@@ -49,15 +49,16 @@ def look(job: str) -> Seen:
         _wait_for(folders.values(), asked)
         calls = {n: calls_of(folder, asked) for n, folder in folders.items()}
         ranks = {n: _told(one, folders[n], asked) if n in folders else one for n, one in ranks.items()}
+    steps = steps_here(run) if run is not None else {}
     found = []
     for number, process in ranks.items():
         workers = tuple(one for one in torch if one.parent == process.pid and role_of(one) == "worker")
-        step, still_s = last_step(run, number) if run else (None, None)
         error = _handled(folders[number], asked) if number in folders else ""
-        found.append(Rank(number, host, process, workers, step, still_s, error))
+        found.append(Rank(number, host, process, workers, *_step(steps.get(number)), error))
     for number, word in words.items():
         if run is not None and not word.runs and number not in ranks:
-            found.append(Rank(number, host, None, (), *last_step(run, number), _error(run / "ranks" / word.folder)))
+            error = _error(run / "ranks" / word.folder)
+            found.append(Rank(number, host, None, (), *_step(steps.get(number)), error))
     places = {Path("/dev/shm"), Path("/tmp"), *([run] if run else [])}
     for process in ranks.values():
         places.update(process.places)
@@ -69,6 +70,10 @@ def look(job: str) -> Seen:
         silent=tuple(path for path, left in free if left is None),
         disagree=tuple(disagreements(calls)),
     )
+
+
+def _step(now: RankNow | None) -> tuple[int | None, float | None]:
+    return (None, None) if now is None else (now.step, now.still_s)
 
 
 def _of_run(job: str, processes: Mapping[int, Process]) -> tuple[Path, list[Process]]:
@@ -235,38 +240,19 @@ def ranks_of(processes: Iterable[Process], numbers: Mapping[int, int] | None = N
     return found
 
 
-def last_rows(run: Path, rank: int) -> list[dict[str, Any]]:
-    """Return the last rows of a rank's step log, a hundred or so; none where it has none."""
-    rows = []
-    with contextlib.suppress(OSError):
-        path = run / "ranks" / run_folder.rank_name(rank) / "steps.jsonl"
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")
-        for line in lines[1:-1] if len(lines) > 2 else lines:
-            with contextlib.suppress(ValueError):  # cut off
-                row = json.loads(line)
-                if isinstance(row, dict) and {"step", "start_ns", "dur_ns"} <= row.keys():
-                    rows.append(row)
-    return rows
-
-
-def last_step(run: Path, rank: int) -> tuple[int | None, float | None]:
-    """Return the last step in a rank's step log and the seconds since it ended; None, None where there is none."""
-    rows = last_rows(run, rank)
-    if not rows:
-        return None, None
-    last = rows[-1]
-    ended_s = (last["start_ns"] + last["dur_ns"]) / 1e9
-    return last["step"] + last.get("steps", 1) - 1, max(time.time() - ended_s, 0.0)
+def steps_here(run: Path) -> dict[int, RankNow]:
+    """Return the last steps of the ranks on this host, by number, as their step logs have them."""
+    follower = Follower(run, here=True, most=_TAIL_BYTES)
+    follower.read()
+    return {rank.number: of(rank) for rank in follower.ranks}
 
 
 @dataclass(frozen=True)
 class JobHere:
     """A job of this user's on this host. `pid`: of what has started its ranks, else of its first rank.
 
-    `step_ns`: the mean of its last steps, if it is recorded. `now`: what it does, in a word or two. `cores`: that its
-    processes used just now.
+    `step_ns`: the mean of the last steps of its slowest rank, if it is recorded. `now`: what it does, in a word or two.
+    `cores`: that its processes used just now.
     """
 
     pid: int
@@ -302,9 +288,9 @@ def found_jobs() -> list[JobHere]:
         ranks = ranks_of(members)
         first, run = members[0], next((one.run for one in members if one.run), "")
         used_s = sum(one.cpu_s - before[one.pid].cpu_s for one in members if one.pid in before)
-        step_ns = _mean_step_ns(Path(run)) if run else None
-        still_s = last_step(Path(run), 0)[1] if run else None
-        still = step_ns and still_s and still_s > max(_STILL_STEPS * step_ns / 1e9, _STILL_S)
+        steps = steps_here(Path(run)).values() if run else ()
+        step_s = max((one.step_s for one in steps), default=None)
+        still = step_s and min(one.still_s for one in steps) > max(_STILL_STEPS * step_s, _STILL_S)
         now = word_of(ranks.values())
         found.append(
             JobHere(
@@ -317,7 +303,7 @@ def found_jobs() -> list[JobHere]:
                 rss_bytes=sum(one.rss_bytes for one in members),
                 now=f"stands still ({now}): dlprof hang {first.pid}" if still else now,
                 run=run,
-                step_ns=step_ns,
+                step_ns=step_s and step_s * 1e9,
             )
         )
     return found
@@ -347,9 +333,3 @@ def word_of(ranks: Iterable[Process]) -> str:
     if any(one.state in ("T", "t") for one in many):
         return "stopped"
     return Counter(_WORDS[doing(one).what] for one in many).most_common(1)[0][0]
-
-
-def _mean_step_ns(run: Path) -> float | None:
-    """Return the mean duration of the last steps of rank 0, from its step log; None: it has none."""
-    durations = [row["dur_ns"] / max(row.get("steps", 1), 1) for row in last_rows(run, 0) if row.get("kind") == "train"]
-    return sum(durations) / len(durations) if durations else None
