@@ -22,7 +22,8 @@ def script(folder: Path, name: str, *args: str) -> Ended:
 
 # Runs scripts, each with words of its own, in one process: it imports torch once.
 IN_TURN = """
-import json, os, runpy, sys
+import json, os, runpy, sys, torch
+torch.backends.mkldnn.set_flags(False)  # oneDNN has no LSTM in bfloat16 for CPUs without AVX-512
 for path, *words in json.loads(sys.argv[1]):
     sys.path[0] = os.path.dirname(path)
     sys.argv = [path, *words]
