@@ -68,7 +68,8 @@ def asked(*options: str) -> Any:
 def test_ps_lists_the_job_with_one_word(job: tuple[int, Path]) -> None:
     (row,) = [row for row in asked("ps") if row["pid"] == job[0]]
     assert (row["ranks"], row["workers"], row["run"], row["step_ns"]) == (2, 2, "", None)
-    assert row["now"] in ("waits for data", "trains (in a collective)")
+    # Whatever most of the ranks are in the middle of.
+    assert row["now"] in ("waits for data", "trains", "trains (in a collective)", "runs Python")
     assert str(job[1]) in row["command"]
     assert "hunter2" not in row["command"]
     text = launch([*DLPROF, "ps"], job[1].parent).stdout
