@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dlprof.errors import DlprofError
 from dlprof.live.doing import WAITS, activity, role_of
-from dlprof.live.gather import of_process, ranks_of
+from dlprof.live.gather import family_of, ranks_of
 from dlprof.live.look import Frame, is_own, line_of, mine, spy, with_stacks
 from dlprof.read.stacks import read as read_stacks
 from dlprof.record.samplers.stacks import without_commands
@@ -63,7 +63,7 @@ def attach(pids: Sequence[int], seconds: float) -> list[Sampled]:
     if (command := spy()) is None:
         raise DlprofError("py-spy is not installed (pip install py-spy)")
     processes = mine()
-    family = {one.pid: one for pid in pids for one in of_process(pid, processes)[1]}
+    family = {one.pid: one for pid in pids for one in family_of(pid, processes)}
     seen = with_stacks(one for one in family.values() if one.torch)
     ranks = ranks_of(seen)
     if not ranks:

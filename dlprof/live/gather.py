@@ -31,13 +31,14 @@ _MOST_CALLS = 200
 def look(job: str) -> Seen:
     """Look at the processes of a job, given as a run folder or a process's number. Raises DlprofError."""
     processes = mine()
-    run, family = _of_run(job, processes) if not job.isdecimal() else of_process(int(job), processes)
+    run, torch = _of_job(int(job), processes) if job.isdecimal() else (_folder(job), [])
     words: dict[int, Word] = {}
     asked = 0
     if run is not None:
         words = {word.rank: word for word in sorted(words_here(run), key=lambda word: word.folder)}
         asked = _ask(run, words.values())
-    torch = with_stacks({one.pid: one for one in family if one.torch}.values())
+        known = {one.pid for one in torch}
+        torch += with_stacks(one for one in _of_run(run, processes) if one.torch and one.pid not in known)
     ranks = ranks_of(torch, {word.pid: word.rank for word in words.values() if word.runs})
     if not ranks and not words:
         raise DlprofError(f"{job}: no rank of a job that has loaded PyTorch is among its processes here")
@@ -76,26 +77,38 @@ def _step(now: RankNow | None) -> tuple[int | None, float | None]:
     return (None, None) if now is None else (now.step, now.still_s)
 
 
-def _of_run(job: str, processes: Mapping[int, Process]) -> tuple[Path, list[Process]]:
+def _folder(job: str) -> Path:
     run = Path(job).absolute()
     if not run.is_dir():
         raise DlprofError(f"{job}: neither a run folder nor a process")
+    return run
+
+
+def _of_run(run: Path, processes: Mapping[int, Process]) -> list[Process]:
+    """Return the processes of the ranks that record into a folder, and all that these have started."""
     pids = {word.pid for word in words_here(run) if word.runs}
     roots = [one for one in processes.values() if one.pid in pids or (one.run and Path(one.run) == run)]
-    return run, [one for root in roots for one in below(root.pid, processes)]
+    return list({one.pid: one for root in roots for one in below(root.pid, processes)}.values())
 
 
-def of_process(pid: int, processes: Mapping[int, Process]) -> tuple[Path | None, list[Process]]:
-    """Return the run that a process's job records into, if any, and all of its processes."""
+def family_of(pid: int, processes: Mapping[int, Process]) -> list[Process]:
+    """Return a process and what it has started. Raises DlprofError where it is none of the user's."""
     if pid not in processes:
         raise DlprofError(f"{pid}: no process of yours on this host")
-    family = below(pid, processes)
-    if not any(one.torch and (one.rank is not None or one.pid == pid) for one in family):
-        family = [one for root in family for one in below(root.pid, processes)]
-    run = next((Path(one.run) for one in family if one.run), None)
-    if run is not None:
-        return run, [*family, *_of_run(str(run), processes)[1]] if run.is_dir() else family
-    return None, family
+    return below(pid, processes)
+
+
+def _of_job(pid: int, processes: Mapping[int, Process]) -> tuple[Path | None, list[Process]]:
+    """Return the run that the job of a process records into, if any, and the job's processes with their stacks.
+
+    The process is any of the job's, or one that has started it.
+    """
+    near = {one.pid for one in family_of(pid, processes)}
+    seen = {one.pid: one for one in with_stacks(one for one in processes.values() if one.torch)}
+    of_job = [job for job in jobs({**processes, **seen}.values()) if any(one.pid in near for one in job)]
+    found = [one for job in of_job for one in job]
+    run = next((Path(one.run) for one in found if one.run), None)
+    return (run if run is not None and run.is_dir() else None), found
 
 
 def _ask(run: Path, words: Iterable[Word]) -> int:

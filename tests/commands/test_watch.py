@@ -103,10 +103,13 @@ def test_attach_says_what_takes_the_time_and_changes_nothing(job: tuple[int, Pat
 
 @pytest.mark.long
 def test_hang_asks_a_job_that_was_not_prepared(job: tuple[int, Path]) -> None:
-    for pid in (job[0], *children(job[0])):
+    rank = next(child for child in children(job[0]) if str(job[1]) in words(child))
+    worker = next(iter(children(rank)))
+    for pid in (job[0], rank, worker):  # each is one of the job's
         found = asked("hang", str(pid))
         assert found["still_s"] is None
-        assert {one["rank"] for one in found["ranks"]} <= {0, 1}
+        assert [one["rank"] for one in found["ranks"]] == [0, 1]
+        assert "not found" not in found["why"]
         assert "its loader (train.py:" in found["why"] or "all_reduce (train.py:" in found["why"]
 
 
