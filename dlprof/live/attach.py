@@ -20,9 +20,9 @@ from pathlib import Path
 from dlprof.errors import DlprofError
 from dlprof.live.doing import WAITS, activity, role_of
 from dlprof.live.gather import family_of, ranks_of
-from dlprof.live.look import Frame, is_own, line_of, mine, spy, with_stacks
+from dlprof.live.look import Frame, is_own, line_of, mine, with_stacks
 from dlprof.read.stacks import read as read_stacks
-from dlprof.record.samplers.stacks import without_commands
+from dlprof.record.samplers.stacks import find, without_commands
 
 RATE = 47  # a second: not in phase with steps of 5, 10 or 20 ms
 _MOST_RANKS = 8  # that are sampled at once: py-spy takes some of a core for each
@@ -60,7 +60,7 @@ class Sampled:
 
 def attach(pids: Sequence[int], seconds: float) -> list[Sampled]:
     """Sample the ranks among these processes of the user's and all that they have started. Raises DlprofError."""
-    if (command := spy()) is None:
+    if (command := find()) is None:
         raise DlprofError("py-spy is not installed (pip install py-spy)")
     processes = mine()
     family = {one.pid: one for pid in pids for one in family_of(pid, processes)}

@@ -49,7 +49,7 @@ def look(job: str) -> Seen:
         folders = {n: run / "ranks" / word.folder for n, word in words.items() if word.runs}
         _wait_for(folders.values(), asked)
         calls = {n: calls_of(folder, asked) for n, folder in folders.items()}
-        ranks = {n: _told(one, folders[n], asked) if n in folders else one for n, one in ranks.items()}
+        ranks = {n: _with_own_stacks(one, folders[n], asked) if n in folders else one for n, one in ranks.items()}
     steps = steps_here(run) if run is not None else {}
     found = []
     for number, process in ranks.items():
@@ -138,15 +138,15 @@ def _is_new(path: Path, since_ns: int) -> bool:
     return False
 
 
-def _told(process: Process, folder: Path, since_ns: int) -> Process:
+def _with_own_stacks(process: Process, folder: Path, since_ns: int) -> Process:
     """Return a process that py-spy could not see with the stacks that it has written itself."""
     if process.threads or not _is_new(folder / STILL, since_ns):
         return process
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads((folder / STILL).read_bytes())["threads"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        written = json.loads((folder / STILL).read_bytes())["threads"]
         threads = tuple(
             Thread(str(one["name"]), bool(one["main"]), False, False, tuple(Frame(*frame) for frame in one["frames"]))
-            for one in told
+            for one in written
         )
         return replace(process, threads=threads, texts=texts_of(threads))
     return process
@@ -163,7 +163,7 @@ def _handled(folder: Path, since_ns: int) -> str:
 
 
 def _in_words(path: Path, key: str) -> str:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         error = json.loads(path.read_bytes()).get(key) or {}
         words = ": ".join(plain(error[name], 200) for name in ("type", "text") if error.get(name))
         # The site is written as "function (file:line)".
@@ -188,7 +188,7 @@ def calls_of(folder: Path, since_ns: int) -> list[Call]:
     path, found = folder / FLIGHT, []
     if not _is_new(path, since_ns):
         return []
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         for entry in json.loads(path.read_bytes())["entries"][-_MOST_CALLS:]:
             if entry.get("is_p2p"):
                 continue

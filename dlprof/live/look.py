@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from typing import Any, NamedTuple
 from dlprof import redaction
 from dlprof.plain import plain
 from dlprof.record.launch.process import family, has_ended, stats
+from dlprof.record.ranks import RANKS, SIZES
+from dlprof.record.samplers.stacks import find as find_py_spy
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LONGEST_S = 20.0  # that py-spy may take for one process
@@ -31,11 +32,7 @@ _AT_ONCE = 8
 _MOST_FRAMES = 120
 _MOST_FILES, _MOST_PLACES = 500, 8
 
-# Launchers set the first of each; the first one that is set counts.
-_NUMBERS = {
-    "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
-    "size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-}
+_NUMBERS = {"rank": RANKS, "size": SIZES}
 
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -140,18 +137,12 @@ def with_stacks(processes: Iterable[Process]) -> list[Process]:
         return list(pool.map(_with_stack, processes))
 
 
-def spy() -> str | None:
-    """Return the path of py-spy: beside this Python, else on the PATH."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.is_file() else shutil.which("py-spy")
-
-
 def _with_stack(process: Process) -> Process:
-    command = spy()
+    command = find_py_spy()
     if command is None:
         return replace(process, unseen="py-spy is not installed (pip install py-spy)")
     why = ""
-    # Not a moment is it stopped for this; a stack that changed meanwhile is an error, and asked for again.
+    # py-spy does not stop the process, so a stack may change while it reads: then it fails, and is run again.
     for _ in range(4):
         try:
             done = subprocess.run(
@@ -196,7 +187,10 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file is the user's: neither Python's, nor an installed package's, nor dlprof's."""
+    """Return whether a file is the user's: neither Python's, nor an installed package's, nor dlprof's.
+
+    By its path alone: the job may run in another Python than this.
+    """
     return not _INSTALLED.search(file) and not file.startswith(_OURS)
 
 

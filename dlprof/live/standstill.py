@@ -55,15 +55,13 @@ class Seen:
     """All that was seen of a job at one moment.
 
     `size`: how many ranks it has; None: unknown. `full`: paths on full disks; `silent`: those whose disks do not
-    answer. `oom_kills`: processes that the kernel killed on these hosts since the job began. `disagree`: in words, how
-    the ranks' collectives differ, by PyTorch's flight recorder.
+    answer. `disagree`: in words, how the ranks' collectives differ, by PyTorch's flight recorder.
     """
 
     ranks: tuple[Rank, ...]
     size: int | None = None
     full: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
-    oom_kills: int = 0
     disagree: tuple[str, ...] = ()
 
 
@@ -95,7 +93,7 @@ def standstill(seen: Seen) -> Standstill:
 def _judged(seen: Seen) -> Standstill:
     ranks = {rank.number: rank for rank in seen.ranks}
     does = {n: doing(rank.process) for n, rank in ranks.items() if rank.process is not None}
-    where = {n: _place(rank, does.get(n)) for n, rank in ranks.items()}
+    where = {n: _does(rank, does.get(n)) for n, rank in ranks.items()}
     waiting = {n: one for n, one in does.items() if _waits(one, ranks[n], len(ranks))}
     missing = [n for n in range(seen.size or 0) if n not in ranks]
     held = [n for n, rank in ranks.items() if _held(rank)]
@@ -114,9 +112,9 @@ def _judged(seen: Seen) -> Standstill:
         fewest = min(groups.values(), key=len)
         return Standstill(why, tuple(more), tuple(fewest), where)
     if waiting and missing:
-        are = "was" if len(missing) == 1 else "were"
-        why = f"{_waiting(list(waiting), waiting)}{ranks_named(missing)}, which {are} not found on this host."
-        return Standstill(why, tuple(more), tuple(missing), where)
+        who = ranks_named(missing)
+        why = f"{_waiting(list(waiting), waiting)}{who}, of which no process is on this host (elsewhere, or ended)."
+        return Standstill(why, tuple(more), (), where)
     if waiting:
         one = waiting[min(waiting)]
         what = f"All {len(waiting)} ranks that were seen are in {_named(one)}"
@@ -213,11 +211,6 @@ def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _place(rank: Rank, one: Doing | None) -> str:
-    """Write where a rank is, for the table of ranks."""
-    return _does(rank, one)
-
-
 def _named(one: Doing) -> str:
     """Name the collective that ranks wait in, with the line: "all_reduce (train.py:88)"."""
     name = one.name if one.what == "collective" else "the backward pass" if one.what == "backward" else f".{one.name}()"
@@ -280,5 +273,3 @@ def _machine(seen: Seen) -> Iterable[str]:
         yield f"The disk of {path} is full."
     for path in seen.silent:
         yield f"The disk of {path} does not answer."
-    if seen.oom_kills:
-        yield f"The kernel has killed {count(seen.oom_kills, 'process')} for want of memory since the job began."

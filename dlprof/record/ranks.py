@@ -19,11 +19,11 @@ from dlprof.record.launch.process import started
 
 # The variables in which launchers pass the rank. SLURM's comes last: what another launcher starts within a job has that
 # of the batch script too, which is task 0.
-_RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 # Those in which they pass the number of ranks. Not SLURM_NTASKS: a single process in a batch script has that of its
 # whole allocation.
-_SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 # Those in which they pass a rank's number on its host.
 _LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -41,12 +41,12 @@ def find_rank() -> int:
     distributed = process_group()
     if distributed is not None:
         return int(distributed.get_rank())
-    return _number_of(*_RANKS) or 0
+    return _number_of(*RANKS) or 0
 
 
 def find_size() -> int | None:
     """Return the number of ranks by the launcher's variables; None: they do not say."""
-    return _number_of(*_SIZES)
+    return _number_of(*SIZES)
 
 
 def local_rank() -> int | None:

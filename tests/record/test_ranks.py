@@ -34,7 +34,7 @@ VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_
 def test_the_rank_is_what_the_process_group_or_the_innermost_launcher_says(
     set_by: dict[str, str], grouped: bool, rank: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*VARIABLES, *ranks._SIZES):
+    for name in (*VARIABLES, *ranks.SIZES):
         monkeypatch.delenv(name, raising=False)
     for name, value in set_by.items():
         monkeypatch.setenv(name, value)

@@ -117,8 +117,8 @@ def supervise(
             end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
             if killed is not None:
                 end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
-            if watch.told:
-                end["hangs"] = watch.told
+            if watch.reports:
+                end["hangs"] = watch.reports
             if stop.stopped:
                 end["stopped"] = {"asked": stop.asked, "code": ended[0], "signal": ended[1]}
             of_all = run.end(

@@ -21,14 +21,14 @@ from dlprof.record.still import LEAST_S, seconds
 
 _LOOK_S, _SELDOM_S = 2.0, 10.0  # the second one where a job may stand still for a minute anyway
 _AT_WORK = 5  # so many times as long may ranks do what takes long, as saving and compiling do
-_MOST = 5  # times that one job is told of
+_MOST = 5  # reports of one job
 _LOOKING_S = 60.0  # that `dlprof hang` may take
 
 
 class Watch:
     """Watches the step logs of the ranks on this host, of which any that grows shows that the job goes on.
 
-    `asked` as `options.hang` returns it. `told`: what was found, in order.
+    `asked` as `options.hang` returns it. `reports`: what was found, in order.
     """
 
     def __init__(self, asked: str, run: Path, env: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ class Watch:
         self._look_s = _LOOK_S if self._asked not in ("auto", "off") and float(self._asked) < LEAST_S else _SELDOM_S
         self._steps, self._ns = 0, 0
         self._log = StepLog(run)
-        self.told: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
 
     def start(self) -> None:
         """Begin to watch; it never keeps the job from anything."""
@@ -59,7 +59,7 @@ class Watch:
         looked_s = grew_s = time.monotonic()
         patience = 1.0
         try:
-            while not self._over.wait(self._look_s) and len(self.told) < _MOST:
+            while not self._over.wait(self._look_s) and len(self.reports) < _MOST:
                 sizes, before_s, looked_s = self._sizes(), looked_s, time.monotonic()
                 # Where this process slept longer than it wanted to, the job was stopped too, as by Ctrl-Z.
                 if sizes != seen or not sizes or looked_s - before_s > self._look_s + _SELDOM_S:
@@ -113,7 +113,7 @@ class Watch:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             why = [f"why is not known: {said[-1] if said else 'nothing was found'}"]
             found = {"why": why[0], "more": [], "blamed": []}
-        self.told.append(
+        self.reports.append(
             {"at_ns": time.time_ns(), "still_s": round(still_s, 1)}
             | {name: found[name] for name in ("why", "more", "blamed")}
         )
@@ -128,5 +128,5 @@ class Watch:
         return [
             f"at {time.strftime('%H:%M:%S', time.localtime(one['at_ns'] / 1e9))} no rank of this host had ended a step"
             f" for {one['still_s']:.0f} s: {one['why']}"
-            for one in self.told
+            for one in self.reports
         ]
