@@ -33,12 +33,12 @@ _NAMES = {
 # What to do about a part that is large; from this share on.
 _LARGE = 0.15
 _ADVICE = {
-    "loader": "the input is too slow for the training: more workers, or less work in the line above",
-    "device": "the host stands still until its device is done: keep the value on the device, or ask seldom",
-    "checkpoint": "save less often, or in the background",
-    "compile": "shapes or branches change: `dlprof wrap` names the reason of each compilation",
-    "code": "Python between the phases: the line above",
-    "optimizer": "`foreach=True` or `fused=True`, if the model has many small parameters",
+    "loader": "Use more workers, or do less work per sample: the workers' hottest lines are below.",
+    "device": "The host waits for the device here: keep the value on the device, or read it every N steps.",
+    "checkpoint": "Save less often, or in the background.",
+    "compile": "Shapes or branches change between steps: `dlprof wrap` names the reason of each compilation.",
+    "code": "This line runs between the phases of a step: make it cheaper, or move it out of the loop.",
+    "optimizer": "Try fused=True, or foreach=True, if the model has many small parameters.",
 }
 
 
@@ -124,4 +124,4 @@ def verdict(found: list[Sampled]) -> str:
     _, low, high, line = max(shares[what])
     who = "its training thread" if many == 1 else f"the training threads of {count(many, 'rank')}"
     sure = f" ({percent(low)}–{percent(high)})" if many == 1 else ""
-    return f"{percent(means[what])}{sure} of the time of {who}: {_NAMES[what]}{line}.\nTo change: {_ADVICE[what]}."
+    return f"{percent(means[what])}{sure} of the time of {who}: {_NAMES[what]}{line}.\n{_ADVICE[what]}"
