@@ -31,7 +31,7 @@ _NAMES = {
 }
 
 # What to do about a part that is large; from this share on.
-_LARGE = 0.15
+_LARGE, _ALL = 0.15, 0.9
 _ADVICE = {
     "loader": "Use more workers, or do less work per sample: the workers' hottest lines are below.",
     "device": "The host waits for the device here: keep the value on the device, or read it every N steps.",
@@ -119,6 +119,8 @@ def verdict(found: list[Sampled]) -> str:
     notable = {what: share for what, share in means.items() if what in _ADVICE and share >= _LARGE}
     if not notable:
         most = max(means, key=lambda what: means[what])
+        if most in ("collective", "wait") and means[most] > _ALL:
+            return f"{percent(means[most])} in collectives: `dlprof hang {found[0].pid}` says why, if it stands still."
         return f"Nothing stands out: most of the time, {percent(means[most])}, is {_NAMES.get(most, most)}."
     what = max(notable, key=lambda what: notable[what])
     _, low, high, line = max(shares[what])

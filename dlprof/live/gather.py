@@ -314,7 +314,7 @@ def found_jobs() -> list[JobHere]:
                 age_s=first.age_s,
                 cores=used_s / passed_s,
                 rss_bytes=sum(one.rss_bytes for one in members),
-                now=f"stands still ({now}): dlprof hang {first.pid}" if still else now,
+                now=f"stands still: dlprof hang {first.pid}" if still else now,
                 run=run,
                 step_ns=step_s and step_s * 1e9,
             )
