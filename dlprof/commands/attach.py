@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dlprof.commands import form, say
 from dlprof.errors import DlprofError
+from dlprof.plain import plain
 from dlprof.units import count, percent
 
 if TYPE_CHECKING:
@@ -45,27 +47,37 @@ _ADVICE = {
 @click.command(short_help="Look into a job that was started without dlprof.")
 @click.argument("pid", type=int, required=False)
 @click.option("--job", metavar="SLURM_ID", help="All ranks of this SLURM job on this host.")
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=10, show_default=True, help="How long to look.")
+@click.option("--seconds", type=click.FloatRange(1, 3600), help="How long to look: 10, with --inject 60.")
+@click.option("--inject", is_flag=True, help="Record it with the recorder itself, which leaves again (needs gdb).")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="With --inject, the folder of the recording.")
 @form
-def attach(pid: int | None, job: str | None, seconds: float, form: str) -> None:
-    """Say what a running job spends its time on, without having started it and without changing it.
+def attach(pid: int | None, job: str | None, seconds: float | None, inject: bool, out: Path | None, form: str) -> None:
+    """Say what a running job spends its time on, without having started it.
 
     \b
     dlprof attach 4711
     dlprof attach --job 123456
+    dlprof attach --inject 4711
 
     PID is a rank, or what has started the ranks: then all of its ranks on this host are looked at. py-spy samples their
-    stacks and tells the phases apart by PyTorch's own functions. Only your own processes can be looked at.
+    stacks and tells the phases apart by PyTorch's own functions; nothing in the job is changed. With --inject the ranks
+    record themselves, as under `dlprof wrap`, and the report is written. Only your own processes can be looked at.
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.live import attach as live
     from dlprof.live.look import mine
 
     if (pid is None) == (job is None):
         raise click.UsageError("either PID or --job SLURM_ID")
+    if out is not None and not inject:
+        raise click.UsageError("-o goes with --inject")
     of_job = [one.pid for one in mine().values() if job and one.job.partition(".")[0] == job]
     pids = [pid] if pid is not None else of_job
     if not pids:
         raise DlprofError(f"no process of yours on this host is of SLURM job {job}")
+    if inject:
+        _record(pids, out, seconds or 60, form)
+        return
+    seconds = seconds or 10
     if form == "text":
         say(f"looking for {seconds:g} s; the job goes on as it is", err=True)
     found = live.attach(pids, seconds)
@@ -74,6 +86,28 @@ def attach(pid: int | None, job: str | None, seconds: float, form: str) -> None:
         return
     for line in lines(found):
         say(line)
+
+
+def _record(pids: list[int], out: Path | None, seconds: float, form: str) -> None:
+    """Record the ranks for so long, write the report, and print its first screen."""
+    from dlprof.commands.report import write_report
+    from dlprof.live.inject import Injected
+    from dlprof.run_folder import recorded
+
+    job = Injected(pids, out, seconds)
+    for line in job.enter():
+        say(line, err=True)
+    inside = sum(not one.refused for one in job.ranks)
+    say(
+        f"recording into {job.named}: the recorder is in {count(inside, 'rank')} and leaves after {seconds:g} s",
+        err=True,
+    )
+    for line in job.leave():
+        say(line, err=True)
+    if not recorded(job.path):
+        raise DlprofError("nothing was recorded: no rank has ended a step meanwhile")
+    verdict = write_report(job.path)
+    click.echo(json.dumps({"run": str(job.path)}) if form == "json" else plain(verdict, keep="\n\x1b"))
 
 
 def lines(found: list[Sampled]) -> list[str]:

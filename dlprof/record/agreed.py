@@ -17,11 +17,15 @@ class Agreed:
     def __init__(self) -> None:
         self._store: Any = None
         self._rank = -1
+        self._run = ""
         self._written: dict[str, int] = {}
         self.size = 1  # how many ranks agree
 
-    def connect(self) -> None:
-        """Look for the process group, if none was found yet."""
+    def connect(self, run: str) -> None:
+        """Look for the process group, if none was found yet. `run`: a name of the recording, alike on all ranks.
+
+        Of several recordings of one job, each has numbers of its own.
+        """
         if self._store is not None or self._rank == 0:
             return
         distributed = process_group()
@@ -30,13 +34,13 @@ class Agreed:
         try:
             from torch.distributed.distributed_c10d import _get_default_store
 
-            self.share(_get_default_store(), distributed.get_rank(), distributed.get_world_size())
+            self.share(_get_default_store(), distributed.get_rank(), distributed.get_world_size(), run)
         except Exception:  # noqa: BLE001 - a backend without a store, as MPI's
             self._rank = 0
 
-    def share(self, store: Any, rank: int, size: int = 2) -> None:
+    def share(self, store: Any, rank: int, size: int = 2, run: str = "") -> None:
         """Agree with the other ranks that have this store."""
-        self._store, self._rank, self.size = store, rank, size
+        self._store, self._rank, self.size, self._run = store, rank, size, run
 
     @property
     def leads(self) -> bool:
@@ -53,7 +57,7 @@ class Agreed:
         if self.leads and self._written.get(name) != number:
             self._written[name] = number
             try:
-                self._store.set(f"dlprof/{name}", str(number))
+                self._store.set(f"dlprof/{self._run}/{name}", str(number))
             except Exception:  # noqa: BLE001 - the server is gone, and the job with it
                 self._store = None
 
@@ -62,7 +66,7 @@ class Agreed:
         if not self.follows:
             return None
         try:
-            key = f"dlprof/{name}"
+            key = f"dlprof/{self._run}/{name}"
             return int(self._store.get(key)) if self._store.check([key]) else None
         except Exception:  # noqa: BLE001 - as above
             self._store = None

@@ -105,7 +105,7 @@ class Further:
         if now < self._next_ns:
             return None
         agreed = self._agreed
-        agreed.connect()
+        agreed.connect(self._recorder.run.name)
         known = agreed.leads or agreed.follows
         apart = not known and (self._recorder.rank > 0 or (find_size() or 1) > 1)
         pause = max(_LOOK_NS, _EACH_NS * agreed.size)

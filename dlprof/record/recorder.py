@@ -111,6 +111,7 @@ class Recorder:
         self.flops: dict[str, Any] = {}  # what one step computes, once it was counted
         self.profiler_woken = False  # torch's profiler has started its threads in this process
         self.switched_off: Callable[[], None] | None = None  # called when no step will be passed on any more
+        self.may_begin: Callable[[], bool] | None = None  # asked in each backward pass until it is so
 
         self.made_in = get_ident()  # the thread that has imported torch
         self._pid = os.getpid()
@@ -163,6 +164,12 @@ class Recorder:
         clock = self.clock
         if clock.capturing:
             return  # what is captured is replayed later, and the collectors must not query the device now
+        if self.may_begin is not None:
+            if not self.may_begin():
+                return
+            self.may_begin = None
+            clock.done.clear()  # the steps are counted from here on
+            clock.row.number = 0
         if worker_info() is not None:
             self.switch_off()
             return

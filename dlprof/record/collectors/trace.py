@@ -276,7 +276,7 @@ class Trace:
         if not clock.trains:
             return clock.position < skip or passed < _SKIP_NS  # this may be a validation before training
         slow = self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS
-        self._agreed.connect()
+        self._agreed.connect(self._recorder.run.name)
         if self._agreed.follows and clock.position < skip:
             if self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS / 2:
                 self._told_first = self._agreed.read(f"first {self._windows}")
