@@ -26,6 +26,7 @@ _NAMES = {
     "checkpoint": "saves or loads checkpoints",
     "compile": "compiles",
     "starting": "starts",
+    "joining": "waits for others to join",
     "window": "a profiler",
     "device": "waits for its device",
     "wait": "waits for a collective",

@@ -12,21 +12,23 @@ from dlprof.units import duration, listed
 
 @click.command(short_help="Say why a job stands still.")
 @click.argument("job", metavar="RUN | PID")
+@click.option("--here", is_flag=True, help="Ask no rank on another host.")
 @form
-def hang(job: str, form: str) -> None:
+def hang(job: str, here: bool, form: str) -> None:
     """Say why a job stands still: who waits for whom, and what that rank does.
 
     \b
     dlprof hang runs/a
     dlprof hang 4711
 
-    RUN is the folder of a recording on this host, PID a process of any job of yours: a rank, or what has started the
-    ranks. Nothing in the job is changed or stopped; py-spy reads its stacks.
+    RUN is the folder of a recording, PID a process of any job of yours on this host: a rank, or what has started the
+    ranks. Nothing in the job is changed or stopped; py-spy reads its stacks. The ranks of a recording that are on other
+    hosts answer themselves.
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.live.gather import look
     from dlprof.live.standstill import standstill
 
-    seen = look(job)
+    seen = look(job, here=here)
     found = standstill(seen)
     still = [rank.still_s for rank in seen.ranks if rank.still_s is not None]
     if form == "json":
@@ -37,6 +39,7 @@ def hang(job: str, form: str) -> None:
                     "more": list(found.more),
                     "blamed": list(found.blamed),
                     "at_work": found.at_work,
+                    "waiting": list(found.waiting),
                     "ranks": [
                         {"rank": rank.number, "host": rank.host, "step": rank.step, "does": found.where[rank.number]}
                         for rank in seen.ranks

@@ -25,7 +25,7 @@ _NO_COLLECTIVE = r"(?!.*(?:wrapper|get_|is_|_check|_validate|_rank|_world|_coale
 # run the model again.
 _RULES = (
     _Rule(
-        "starting",
+        "joining",
         r"torch/distributed/(?:rendezvous|distributed_c10d)\.py",
         r"init_process_group|rendezvous|_new_process_group|new_group",
     ),
@@ -75,9 +75,9 @@ _LOCK_TEXT = re.compile(r"\bacquire\(|^with .*lock|\block\b", re.I)
 class Doing:
     """What a process does.
 
-    `what`: collective, loader, forward, backward, optimizer, checkpoint, compile, starting, lock, device, wait or code.
-    `name`: of the collective, or of the call that waits. `file`, `line` and `text`: the user's innermost line, "" and 0
-    where there is none. `idle`: no thread of the process runs.
+    `what`: joining (its process group), collective, loader, forward, backward, optimizer, checkpoint, compile,
+    starting, lock, device, wait or code. `name`: of the collective, or of the call that waits. `file`, `line` and
+    `text`: the user's innermost line, "" and 0 where there is none. `idle`: no thread of the process runs.
     """
 
     role: str
@@ -120,7 +120,7 @@ def activity(frames: Sequence[Frame]) -> tuple[str, str]:
     for what, file, function in _COMPILED:
         found = [frame for frame in frames if file.search(frame.file) and function.search(frame.function)]
         if found:
-            return what, found[-1].function.rpartition(".")[2] if what == "collective" else ""
+            return what, found[-1].function.rpartition(".")[2] if what in ("collective", "joining") else ""
     return "code", ""
 
 

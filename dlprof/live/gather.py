@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -12,13 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.live.doing import doing, jobs, role_of
 from dlprof.live.follow import Follower, RankNow, of
 from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
 from dlprof.live.standstill import Rank, Seen
 from dlprof.plain import plain
-from dlprof.record.ranks import Word, words_here
+from dlprof.record.ranks import Word, words_here, words_in
 from dlprof.record.still import ASK, FLIGHT, STILL
 from dlprof.units import ranks_named
 
@@ -26,31 +28,42 @@ _FULL_BYTES = 1_000_000
 _TAIL_BYTES = 1 << 20  # of the step logs of this host, for what the last steps were
 _ANSWER_S = 1.2  # that a rank takes to answer, which looks twice a second whether it is asked
 _MOST_CALLS = 200
+_ELSEWHERE_S = 10.0  # that an answer of another host may take: of a network disk, each sees the other's files late
+_GOES_ON_S = 5.0
+_MOST_ELSEWHERE = 512
 
 
-def look(job: str) -> Seen:
-    """Look at the processes of a job, given as a run folder or a process's number. Raises DlprofError."""
+def look(job: str, *, here: bool = False) -> Seen:
+    """Look at a job, given as a run folder or a process's number; `here`: at none of its ranks on other hosts.
+
+    Those of a recorded job answer by themselves, over the disk that they share. Raises DlprofError.
+    """
     processes = mine()
     run, torch = _of_job(int(job), processes) if job.isdecimal() else (_folder(job), [])
     words: dict[int, Word] = {}
+    elsewhere: dict[int, Word] = {}
     asked = 0
     if run is not None:
         words = {word.rank: word for word in sorted(words_here(run), key=lambda word: word.folder)}
-        asked = _ask(run, words.values())
+        elsewhere = {} if here else {n: word for n, word in _elsewhere(run).items() if n not in words}
+        asked = _ask(run, [*(word for word in words.values() if word.runs), *elsewhere.values()])
         known = {one.pid for one in torch}
         torch += with_stacks(one for one in _of_run(run, processes) if one.torch and one.pid not in known)
     ranks = ranks_of(torch, {word.pid: word.rank for word in words.values() if word.runs})
-    if not ranks and not words:
+    if not ranks and not words and not elsewhere:
         raise DlprofError(f"{job}: no rank of a job that has loaded PyTorch is among its processes here")
     host = os.uname().nodename
     calls: dict[int, list[Call]] = {}
     folders: dict[int, Path] = {}
     if run is not None:
         folders = {n: run / "ranks" / word.folder for n, word in words.items() if word.runs}
-        _wait_for(folders.values(), asked)
-        calls = {n: calls_of(folder, asked) for n, folder in folders.items()}
+        _wait_for(folders.values(), asked, _ANSWER_S)
         ranks = {n: _with_own_stacks(one, folders[n], asked) if n in folders else one for n, one in ranks.items()}
-    steps = steps_here(run) if run is not None else {}
+        theirs = {n: run / "ranks" / word.folder for n, word in elsewhere.items()}
+        _wait_for(theirs.values(), asked, _ELSEWHERE_S)
+        folders |= theirs
+        calls = {n: calls_of(folder, asked) for n, folder in folders.items()}
+    steps = steps_of(run, here=not elsewhere) if run is not None else {}
     found = []
     for number, process in ranks.items():
         workers = tuple(one for one in torch if one.parent == process.pid and role_of(one) == "worker")
@@ -60,6 +73,7 @@ def look(job: str) -> Seen:
         if run is not None and not word.runs and number not in ranks:
             error = _error(run / "ranks" / word.folder)
             found.append(Rank(number, host, None, (), *_step(steps.get(number)), error))
+    found += [_far(word, folders[n], asked, steps.get(n)) for n, word in elsewhere.items() if n not in ranks]
     places = {Path("/dev/shm"), Path("/tmp"), *([run] if run else [])}
     for process in ranks.values():
         places.update(process.places)
@@ -71,6 +85,26 @@ def look(job: str) -> Seen:
         silent=tuple(path for path, left in free if left is None),
         disagree=tuple(disagreements(calls)),
     )
+
+
+def _elsewhere(run: Path) -> dict[int, Word]:
+    """Return the ranks that have begun to train on other hosts, by number; some hundreds of them at most."""
+    here = run_folder.host_folder(run, os.uname().nodename)
+    files = (path for host in run_folder.in_hosts(run) if host != here for path in host.glob("rank-*"))
+    words = sorted(words_in(itertools.islice(files, _MOST_ELSEWHERE)), key=lambda word: word.folder)
+    return {word.rank: word for word in words}
+
+
+def _far(word: Word, folder: Path, asked: int, now: RankNow | None) -> Rank:
+    """Return a rank of another host by what it has answered, or written when it ended."""
+    error = _error(folder)
+    if error or _has_ended(folder):
+        return Rank(word.rank, word.host, None, (), *_step(now), error)
+    goes_on = now is not None and now.still_s < _GOES_ON_S
+    why = f"it is on {word.host}, and {'goes on' if goes_on else 'has not answered'}"
+    process = Process(word.pid, 0, "S", 0.0, 0.0, 0, "", torch=True, rank=word.rank, unseen=why)
+    answered = _with_own_stacks(process, folder, asked)
+    return Rank(word.rank, word.host, answered, (), *_step(now), _handled(folder, asked))
 
 
 def _step(now: RankNow | None) -> tuple[int | None, float | None]:
@@ -112,18 +146,17 @@ def _of_job(pid: int, processes: Mapping[int, Process]) -> tuple[Path | None, li
 
 
 def _ask(run: Path, words: Iterable[Word]) -> int:
-    """Ask the ranks of this host for what only they can say; return when."""
+    """Ask ranks for what only they can say; return when."""
     now = time.time_ns()
     for word in words:
-        if word.runs:
-            with contextlib.suppress(OSError):
-                (run / "ranks" / word.folder / ASK).touch()
+        with contextlib.suppress(OSError):
+            (run / "ranks" / word.folder / ASK).touch()
     return now
 
 
-def _wait_for(folders: Iterable[Path], since_ns: int) -> None:
+def _wait_for(folders: Iterable[Path], since_ns: int, seconds: float) -> None:
     """Wait for the answers, as long as a rank that can answer takes; take back what none has."""
-    until, open_ = time.monotonic() + _ANSWER_S, list(folders)
+    until, open_ = time.monotonic() + seconds, list(folders)
     while open_ and time.monotonic() < until:
         time.sleep(0.1)
         open_ = [folder for folder in open_ if not _is_new(folder / STILL, since_ns)]
@@ -143,18 +176,31 @@ def _with_own_stacks(process: Process, folder: Path, since_ns: int) -> Process:
     if process.threads or not _is_new(folder / STILL, since_ns):
         return process
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        written = json.loads((folder / STILL).read_bytes())["threads"]
+        answer = json.loads((folder / STILL).read_bytes())
+        busy = bool(answer.get("busy"))
         threads = tuple(
-            Thread(str(one["name"]), bool(one["main"]), False, False, tuple(Frame(*frame) for frame in one["frames"]))
-            for one in written
+            Thread(
+                str(one["name"]),
+                bool(one["main"]),
+                busy and bool(one["main"]),
+                False,
+                tuple(Frame(*frame) for frame in one["frames"]),
+            )
+            for one in answer["threads"]
         )
-        return replace(process, threads=threads, texts=texts_of(threads))
+        return replace(process, threads=threads, texts=texts_of(threads), unseen="")
     return process
 
 
 def _error(folder: Path) -> str:
     """Return what a rank ended with, by its facts; "" where that is not known."""
     return _in_words(folder / "facts.json", "error")
+
+
+def _has_ended(folder: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        return bool(json.loads((folder / "facts.json").read_bytes()).get("ended"))
+    return False
 
 
 def _handled(folder: Path, since_ns: int) -> str:
@@ -253,9 +299,9 @@ def ranks_of(processes: Iterable[Process], numbers: Mapping[int, int] | None = N
     return found
 
 
-def steps_here(run: Path) -> dict[int, RankNow]:
-    """Return the last steps of the ranks on this host, by number, as their step logs have them."""
-    follower = Follower(run, here=True, most=_TAIL_BYTES)
+def steps_of(run: Path, *, here: bool) -> dict[int, RankNow]:
+    """Return the last steps of the ranks, by number, as their step logs have them; `here`: of those on this host."""
+    follower = Follower(run, here=here, most=_TAIL_BYTES)
     follower.read()
     return {rank.number: of(rank) for rank in follower.ranks}
 
@@ -301,7 +347,7 @@ def found_jobs() -> list[JobHere]:
         ranks = ranks_of(members)
         first, run = members[0], next((one.run for one in members if one.run), "")
         used_s = sum(one.cpu_s - before[one.pid].cpu_s for one in members if one.pid in before)
-        steps = steps_here(Path(run)).values() if run else ()
+        steps = steps_of(Path(run), here=True).values() if run else ()
         step_s = max((one.step_s for one in steps), default=None)
         still = step_s and min(one.still_s for one in steps) > max(_STILL_STEPS * step_s, _STILL_S)
         now = word_of(ranks.values())
@@ -334,6 +380,7 @@ _WORDS = {
     "checkpoint": "saves",
     "compile": "compiles",
     "starting": "starts",
+    "joining": "starts",
     "lock": "waits for a lock",
     "code": "runs Python",
     "unknown": "cannot be looked at",

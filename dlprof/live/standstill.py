@@ -24,7 +24,8 @@ _WORDS = {
     "optimizer": "is in its optimizer step",
     "checkpoint": "is saving or loading a checkpoint",
     "compile": "is compiling",
-    "starting": "is starting (importing, or joining its process group)",
+    "starting": "is importing modules",
+    "joining": "is in {name}, and waits for others to join the process group",
     "window": "is writing the trace of a profiler",
     "lock": "waits for a lock, or another thread or process",
     "device": "waits for its device in .{name}()",
@@ -69,7 +70,8 @@ class Seen:
 class Standstill:
     """Why a job stands still, in sentences: `why`, the first, and what else was seen. `blamed`: the ranks it names.
 
-    `at_work`: these do what may take long, such as saving or compiling: the job may well go on.
+    `at_work`: these do what may take long, such as saving or compiling: the job may well go on. `waiting`: the ranks
+    that wait for others.
     """
 
     why: str
@@ -77,6 +79,7 @@ class Standstill:
     blamed: tuple[int, ...] = ()
     where: Mapping[int, str] = field(default_factory=dict)  # what each rank does
     at_work: bool = False
+    waiting: tuple[int, ...] = ()
 
 
 _LONG = ("checkpoint", "compile", "window", "starting")
@@ -85,9 +88,12 @@ _LONG = ("checkpoint", "compile", "window", "starting")
 def standstill(seen: Seen) -> Standstill:
     """Return why the job stands still, as far as one look shows it."""
     found = _judged(seen)
-    alive = {rank.number: doing(rank.process) for rank in seen.ranks if rank.process is not None and not rank.error}
-    does = [alive[n].what for n in found.blamed or alive if n in alive]
-    return replace(found, at_work=bool(does) and all(what in _LONG for what in does))
+    ranks = {rank.number: rank for rank in seen.ranks}
+    states = {n: doing(rank.process) for n, rank in ranks.items() if rank.process is not None}
+    alive = [n for n in states if not ranks[n].error]
+    does = [states[n].what for n in found.blamed or alive if n in alive]
+    waiting = tuple(n for n, one in states.items() if _waits(one, ranks[n], len(ranks)))
+    return replace(found, at_work=bool(does) and all(what in _LONG for what in does), waiting=waiting)
 
 
 def _judged(seen: Seen) -> Standstill:
@@ -134,10 +140,10 @@ def _judged(seen: Seen) -> Standstill:
 
 
 def _waits(one: Doing, rank: Rank, many: int) -> bool:
-    """Return whether a rank waits for other ranks: in a collective, or idle in a backward pass, which may hold one."""
+    """Return whether a rank waits for others: in a collective, for them to join, or idle in a backward pass."""
     if many == 1 and (rank.process is None or (rank.process.size or 1) == 1):
         return False
-    return one.what in ("collective", "wait") or (one.what == "backward" and one.idle)
+    return one.what in ("collective", "wait", "joining") or (one.what == "backward" and one.idle)
 
 
 def _held(rank: Rank) -> bool:
@@ -213,7 +219,13 @@ def _upper(text: str) -> str:
 
 def _named(one: Doing) -> str:
     """Name the collective that ranks wait in, with the line: "all_reduce (train.py:88)"."""
-    name = one.name if one.what == "collective" else "the backward pass" if one.what == "backward" else f".{one.name}()"
+    name = (
+        one.name
+        if one.what in ("collective", "joining")
+        else "the backward pass"
+        if one.what == "backward"
+        else f".{one.name}()"
+    )
     at = f" ({one.at})" if one.at else ""
     return f"{name}{at}"
 
@@ -244,16 +256,24 @@ def _waiting(numbers: Sequence[int], does: Mapping[int, Doing]) -> str:
 def _joined(blamed: Sequence[int], ranks: Mapping[int, Rank], does: Mapping[int, Doing], *, which: bool) -> str:
     """Name those that others wait for and say what they do: "rank 2, which is …"; without `which` as a sentence."""
     texts: dict[str, list[int]] = defaultdict(list)
+    hosts = len({rank.host for rank in ranks.values()})
     for number in sorted(blamed):
         texts[_does(ranks[number], does.get(number))].append(number)
     parts = []
     for text, numbers in list(texts.items())[:4]:
         many = len(numbers) > 1
         said = _does(ranks[numbers[0]], does.get(numbers[0]), many=many) if many else text
-        parts.append(f"{ranks_named(numbers)}{', which' * which} {said}")
+        # A text may name the host itself.
+        on = "" if hosts == 1 or " it is on " in said else _on(ranks[n].host for n in numbers)
+        parts.append(f"{ranks_named(numbers)}{on}{', which' * which} {said}")
     left = len(texts) - len(parts)
     text = ("; and for " if which else "; ").join(parts) + (f"; and {left} more" if left > 0 else "")
     return text if which else _upper(text)
+
+
+def _on(hosts: Iterable[str]) -> str:
+    names = list(dict.fromkeys(hosts))
+    return f" on {', '.join(names[:3])}{', …' * (len(names) > 3)}"
 
 
 def _behind(ranks: Mapping[int, Rank]) -> str:

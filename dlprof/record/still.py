@@ -30,6 +30,7 @@ STEPS, LEAST_S = 20, 60.0
 _ASKED_NS = 2_000_000_000  # after which it looks whether it is asked
 _CHECKED_NS = 5_000_000_000  # after which it looks whether it has gone on
 _MOST_FRAMES = 60
+_BUSY = 0.5  # of a core
 
 
 def seconds(asked: str, mean_s: float) -> float:
@@ -47,7 +48,8 @@ class Still:
         self._unix = unix
         self._asked = os.environ.get("DLPROF_HANG", "")
         self._told = -1  # the step in which it has been written
-        self._begun_ns = self._checked_ns = perf_counter_ns()
+        self._begun_ns = self._checked_ns = self._looked_ns = perf_counter_ns()
+        self._used_ns = time.process_time_ns()
 
     def end(self, folder: Path, *, well: bool = False) -> None:
         """Delete what was written of a standstill if the rank has gone on since, or ends well. May raise OSError.
@@ -73,6 +75,7 @@ class Still:
         still_ns = now - row.start_ns
         if still_ns < _ASKED_NS:
             return
+        busy = self._busy(now)
         mean_s = (row.start_ns - self._begun_ns) / max(row.number, 1) / 1e9
         due = self._told != row.number and still_ns / 1e9 >= seconds(self._asked, mean_s)
         if not due and not (folder / ASK).exists():
@@ -86,9 +89,17 @@ class Still:
             "step": row.number,
             "since_ns": self._unix(row.start_ns),
             "threads": stacks(self._clock.owner),
+            "busy": busy,
             "handles": handled(self._clock.owner),
         }
         write(folder / STILL, json.dumps(found))
+
+    def _busy(self, now: int) -> bool:
+        """Return whether the process has used a core since the last call, or most of one."""
+        used = time.process_time_ns()
+        passed, spent = now - self._looked_ns, used - self._used_ns
+        self._looked_ns, self._used_ns = now, used
+        return spent > _BUSY * passed
 
 
 def stacks(training: int) -> list[dict[str, Any]]:

@@ -58,7 +58,8 @@ STACKS: dict[str, list[tuple[str, str, int]]] = {
     ],
     "compile": [("compile", f"{TORCH}/_inductor/graph.py", 4), ("Module._call_impl", MODULE, 2), ("main", OWN, 66)],
     "compiled": [("_fn", f"{TORCH}/_dynamo/eval_frame.py", 4), ("Module._call_impl", MODULE, 2), ("main", OWN, 66)],
-    "starting": [("init_process_group", C10D, 1700), ("main", OWN, 20)],
+    "joining": [("init_process_group", C10D, 1700), ("main", OWN, 20)],
+    "starting": [("_find_and_load", "<frozen importlib._bootstrap>", 1170), ("main", OWN, 2)],
     "window": [("export", f"{TORCH}/profiler/profiler.py", 4), ("main", OWN, 66)],
     "lock": [("Condition.wait", "/usr/lib/python3.11/threading.py", 320), ("main", OWN, 33)],
     "code": [("main", OWN, 44)],
@@ -105,6 +106,7 @@ def process(stack: str, *, pid: int = 10, parent: int = 1, state: str = "S", tex
         ("compile", ("compile", "")),
         ("optimizer", ("optimizer", "")),
         ("checkpoint", ("checkpoint", "")),
+        ("joining", ("joining", "init_process_group")),
         ("starting", ("starting", "")),
         ("window", ("window", "")),
         ("code", ("code", "")),
@@ -252,12 +254,23 @@ STOPPED = process("worker", pid=77, state="T")
             (),
         ),
         (
+            (rank(0, "joining"), rank(1, "joining"), rank(2, "code", state="R"), rank(3, "joining")),
+            "Ranks 0, 1 and 3 wait in init_process_group (train.py:20) for rank 2, which runs Python (train.py:44), and"
+            " is busy.",
+            (2,),
+        ),
+        (
             (rank(0, "starting"), rank(1, "starting"), rank(2, "code", state="R"), rank(3, "starting")),
-            "Ranks 0, 1 and 3 are starting (importing, or joining its process group) (train.py:20); rank 2 runs"
-            " Python (train.py:44), and is busy.",
+            "Ranks 0, 1 and 3 are importing modules (train.py:2); rank 2 runs Python (train.py:44), and is busy.",
             (),
         ),
         ((), "No rank of the job was found here.", ()),
+        (
+            (*WAITING, replace(rank(2, "code", state="R"), host="b")),
+            "Ranks 0, 1 and 3 wait in all_reduce (train.py:88) for rank 2 on b, which runs Python (train.py:44), and is"
+            " busy.",
+            (2,),
+        ),
     ],
 )
 def test_why_and_whose(ranks: tuple[Rank, ...], why: str, blamed: tuple[int, ...]) -> None:

@@ -101,6 +101,8 @@ def train(rank: int) -> None:
 def main(rank: int, size: int) -> None:
     """Join the others and train."""
     torch.set_num_threads(1)
+    if KIND == "joining" and rank == 1:
+        time.sleep(10_000)
     store = dist.FileStore(os.environ["PLANTED_STORE"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:

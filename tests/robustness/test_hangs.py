@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from dlprof.read.run import open_run
 from dlprof.record.launch.stopping import processes_of
-from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, launch, spawned, until, words, wrapped
+from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, free_port, launch, spawned, until, words, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -51,6 +52,8 @@ HANGS = {
     "worker_slow": WAITS + r"waits for its loader \(planted.py:\d+: for .*\): 1 worker of 1 is in"
     rf" planted.py:{at('time.sleep(10_000)')}: time.sleep\(10_000\), idle",
     "busy": WAITS + rf"runs Python \(planted.py:{at('sum(range')}: .*\), and is busy",
+    "joining": rf"Rank 0 waits in init_process_group \(planted.py:{at('dist.init_process_group')}\) for rank 1, which"
+    rf" runs Python \(planted.py:{at('time.sleep(10_000)', 1)}: .*\), and is idle",
     "raised": WAITS + rf"handles ValueError \(planted.py:{at('raise ValueError')}\), and is in barrier"
     rf" \(planted.py:{BARRIER + (at('dist.barrier()', 1) - BARRIER)}: ",
 }
@@ -134,3 +137,42 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         assert second == f"The disk of {full} is full."
     finally:
         subprocess.run(["umount", "-l", str(full)], check=False)
+
+
+# What host a says of rank 1, which is on host b and answers itself, over the disk.
+FAR = {
+    "lock": r"Rank 0 waits in all_reduce \(planted.py:{}\) for rank 1 on b, which waits for a lock, or another thread"
+    rf" or process \(planted.py:{at('lock.acquire()', 1)}: ",
+    "busy": r"Rank 0 waits in all_reduce \(planted.py:{}\) for rank 1 on b, which runs Python"
+    rf" \(planted.py:{at('sum(range')}: .*\), and is busy",
+    "branch": HANGS["branch"],
+    "raised": r"Rank 0 waits in all_reduce \(planted.py:{}\) for rank 1 on b, which handles ValueError"
+    rf" \(planted.py:{at('raise ValueError')}\), and is in barrier",
+    "stopped": WAITS + r"could not be looked at: it is on b, and has not answered",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "lock" else pytest.mark.slow) for kind in FAR]
+)
+def test_ranks_of_two_hosts_are_told_in_one_sentence(kind: str, tmp_path: Path) -> None:
+    # Namespaces, so that neither host sees the other's processes, nor has its name.
+    host = ["unshare", "--uts", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child"]
+    if subprocess.run([*host, "hostname", "a"], check=False, capture_output=True).returncode:
+        pytest.skip("only root can make two hosts of one")
+    ends = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    env = environment(GLOO_SOCKET_IFNAME="lo", PLANTED_STORE=str(tmp_path / "store"))
+    said = [tmp_path / name for name in "ab"]
+    with ExitStack() as jobs:
+        for n, file in enumerate(said):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *ends, "--node-rank", str(n)]
+            command = wrapped(tmp_path / "run", [*torchrun, str(PLANTED), kind, "torchrun"])
+            place = command.index("--no-report")
+            command[place:place] = ["--job", "two", "--hang", "1", "--no-trace", "--no-sample"]
+            on_host = [*host, "sh", "-c", f"hostname {file.name}; exec {shlex.join(command)}"]
+            out = jobs.enter_context(file.open("w"))
+            job = jobs.enter_context(spawned(on_host, env=env, cwd=tmp_path, stdout=out, stderr=out))
+            jobs.callback(job.kill)
+        assert until(lambda: "asks again" in said[0].read_text()), said[0].read_text()
+        first, *_ = told(said[0])
+        assert re.match(FAR[kind].format(REDUCE), first), told(said[0])

@@ -21,6 +21,7 @@ from dlprof.record.still import LEAST_S, seconds
 
 _LOOK_S, _SELDOM_S = 2.0, 10.0  # the second one where a job may stand still for a minute anyway
 _AT_WORK = 5  # so many times as long may ranks do what takes long, as saving and compiling do
+_BEFORE_S = 300.0
 _MOST = 5  # reports of one job
 _LOOKING_S = 60.0  # that `dlprof hang` may take
 
@@ -62,15 +63,16 @@ class Watch:
             while not self._over.wait(self._look_s) and len(self.reports) < _MOST:
                 sizes, before_s, looked_s = self._sizes(), looked_s, time.monotonic()
                 # Where this process slept longer than it wanted to, the job was stopped too, as by Ctrl-Z.
-                if sizes != seen or not sizes or looked_s - before_s > self._look_s + _SELDOM_S:
+                if sizes != seen or looked_s - before_s > self._look_s + _SELDOM_S:
                     seen, grew_s, patience = sizes, looked_s, 1.0
                     continue
                 still_s = looked_s - grew_s
-                if still_s < patience * self._patience_s():
+                if still_s < patience * (self._patience_s() if sizes else self._before_s()):
                     continue
                 # Once in each standstill; but those at work have a while more.
                 waits = self._asked == "auto" and patience < _AT_WORK
-                patience = math.inf if self._tell(still_s, may_wait=waits) else patience + 1.0
+                told = self._tell(still_s, may_wait=waits, begun=bool(sizes))
+                patience = math.inf if told else patience + 1.0
                 looked_s = time.monotonic()
         except Exception as e:  # noqa: BLE001 - the job goes on
             tell(f"--hang is off: {words_of(e)}")
@@ -91,10 +93,19 @@ class Watch:
             self._ns = (0 if anew else self._ns) + sum(row.get("dur_ns", 0) for row in rows if trained(row))
         return max(seconds(self._asked, self._ns / max(self._steps, 1) / 1e9), 3 * _LOOK_S)
 
-    def _tell(self, still_s: float, *, may_wait: bool) -> bool:
-        """Ask why, and say it; return False where the ranks are at work, and may be for a while."""
+    def _before_s(self) -> float:
+        """Return how long the ranks may take to their first step: to prepare data may take long."""
+        return _BEFORE_S if self._asked == "auto" else max(float(self._asked), 3 * _LOOK_S)
+
+    def _tell(self, still_s: float, *, may_wait: bool, begun: bool) -> bool:
+        """Ask why, and say it; return False where the ranks are at work, and may be for a while.
+
+        Before any has `begun` to train they may be at work in any way, but where one waits for another.
+        """
+        # Of many hosts one asks the ranks of all.
+        scope = () if any(word.rank == 0 for word in words_here(self._run)) else ("--here",)
         done = subprocess.run(
-            [sys.executable, "-m", "dlprof", "hang", "--format", "json", str(self._run)],
+            [sys.executable, "-m", "dlprof", "hang", *scope, "--format", "json", str(self._run)],
             env=self._env,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -106,10 +117,12 @@ class Watch:
             return True  # the job has ended meanwhile
         try:
             found = json.loads(done.stdout)
-            if may_wait and found["at_work"]:
+            if (may_wait and found["at_work"]) or not (begun or found["waiting"]):
                 return False
             why = [str(found["why"]), *map(str, found["more"])]
         except (ValueError, KeyError, TypeError):
+            if not begun:
+                return False
             said = done.stderr.decode(errors="replace").strip().splitlines()
             why = [f"why is not known: {said[-1] if said else 'nothing was found'}"]
             found = {"why": why[0], "more": [], "blamed": []}
@@ -117,7 +130,9 @@ class Watch:
             {"at_ns": time.time_ns(), "still_s": round(still_s, 1)}
             | {name: found[name] for name in ("why", "more", "blamed")}
         )
-        tell(f"no rank here has ended a step for {still_s:.0f} s")
+        tell(
+            f"no rank here has ended a step for {still_s:.0f} s" if begun else f"no rank has begun for {still_s:.0f} s"
+        )
         for line in why:
             tell(f"  {line}")
         tell(f"  `dlprof hang {os.path.relpath(self._run)}` asks again")
