@@ -812,6 +812,14 @@ IDIOMS: tuple[Idiom, ...] = (
         first=False,
     ),
     Idiom(
+        "exchanged_one_by_one",
+        "exchanges the gradients by hand, one parameter after the other, once the backward pass is over",
+        "wrap the model in `DistributedDataParallel`: it exchanges them in buckets, while the backward pass goes on",
+        _PYTORCH + "generated/torch.nn.parallel.DistributedDataParallel.html",
+        LOOP,
+        source=r"\ball_reduce\([\w.]*\bgrad\b",
+    ),
+    Idiom(
         "loops_in_python",
         "loops in Python, one turn for each element",
         "write it as one operation on the whole (NumPy, tensors, a regular expression, a look-up table), or do it once,"

@@ -251,7 +251,7 @@ class Now:
 
     run: str
     command: Sequence[str]
-    state: str  # starting, running, still, ended
+    state: str  # starting, running, still, ended; gone: so too, but nobody was left to write it
     elapsed_s: float
     still_s: float | None  # since any rank has ended a step; None: the run is over, or has made none
     exit: Mapping[str, Any]
@@ -305,7 +305,7 @@ class Follower:
         if over_ns > 0:
             state, still_s = "ended", None
         elif still_s is not None and still_s > max(_STILL_STEPS * (mean_s or 0), _STILL_S):
-            state = "still"
+            state = "gone" if _is_gone(self.run) else "still"
         until_ns = over_ns or time.time_ns()
         times, share_of = _share(ranks[0].facts() if ranks else {})
         rates = []
@@ -330,8 +330,8 @@ class Follower:
             samples_per_s=rates[0],
             tokens_per_s=rates[1],
             throughput_of=share_of,
-            waited_for=_waited_for(all_of) if state != "still" else None,
-            epoch=_epoch(ranks[0]) if ranks and state not in ("ended", "still") else {},
+            waited_for=_waited_for(all_of) if state not in ("still", "gone") else None,
+            epoch=_epoch(ranks[0]) if ranks and state not in ("ended", "still", "gone") else {},
             hosts=tuple(map(host, run_folder.in_hosts(self.run)[:_HOSTS])),
             stalls=sorted(stalls, key=lambda stall: float(number(stall, "start_ns", 0)))[-3:],
             warnings=(f"{broken} lines of step logs cannot be read",) if broken else (),
@@ -361,6 +361,13 @@ def of(rank: Rank, machine: Mapping[str, Any] | None = None) -> RankNow:
 def slowest(ranks: Sequence[RankNow]) -> list[RankNow]:
     """Return ranks in the order of their own time, the longest first."""
     return sorted(ranks, key=lambda one: -one.own_s)
+
+
+def _is_gone(run: Path) -> bool:
+    """Return whether all ranks have ended, none of which is on another host."""
+    words = list(words_here(run))
+    hosts = {path.name for path in run_folder.in_hosts(run)}
+    return bool(words) and hosts <= {os.uname().nodename} and not any(word.runs for word in words)
 
 
 def _waited_for(ranks: Sequence[RankNow]) -> int | None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dlprof
 from dlprof.errors import DlprofError
 from dlprof.files import write
 from dlprof.live.gather import family_of, ranks_of
@@ -33,6 +32,7 @@ from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, opened
 from dlprof.record.launch.supervisor import Samplers, recorded, whole_run
 
+_PACKAGE = Path(__file__).absolute().parents[1]
 _ENTERS_S = 15.0  # that a rank may take to come to its next bytecode
 _LEAVES_S = 15.0
 _GDB_S = 60.0
@@ -158,8 +158,7 @@ class Injected:
                 "leads": one is self.ranks[0],
             }
             code = one.answer.with_suffix(".py")
-            package = str(Path(dlprof.__file__).parent)
-            write(code, _CODE.format(package=package, asked=asked, answer=str(one.answer)))
+            write(code, _CODE.format(package=str(_PACKAGE), asked=asked, answer=str(one.answer)))
             one.refused = _hand_over(one.process.pid, code)
         given_up = time.monotonic() + _ENTERS_S
         waiting = [one for one in self.ranks if not one.refused]
@@ -229,8 +228,8 @@ def why_not(process: Process) -> str:
     version = _python(place)
     if version is not None and version < _OLDEST:
         return f"it runs Python {version[0]}.{version[1]}, and the recorder needs {_OLDEST[0]}.{_OLDEST[1]} or later"
-    if not Path(f"{place}/root{dlprof.__file__}").exists():
-        return f"it is in a container that has no {Path(dlprof.__file__).parent}"
+    if not Path(f"{place}/root{_PACKAGE}").exists():
+        return f"it is in a container that has no {_PACKAGE}"
     if not _remote(version) and shutil.which("gdb") is None:
         return "this needs gdb (apt install gdb), or Python 3.14 for both dlprof and the job"
     return _may_not_trace()

@@ -62,6 +62,8 @@ def _state(now: Now) -> Text:
         number, code = now.exit.get("signal"), now.exit.get("code")
         how = f"by signal {plain(number, 9)}" if number else f"with exit code {plain(code, 9)}"
         return Text(f"ended {how} after {for_}", "green" if code == 0 else "red")
+    if now.state == "gone":
+        return Text(f"ended, and its recording was killed: how it ended is not known   ({for_} since it began)", "red")
     if now.state == "still":
         text = f"stands still for {duration((now.still_s or 0) * 1e9)} → dlprof hang {plain(now.run)}"
         return Text(f"{text}   ({for_} in all)", "bold red")

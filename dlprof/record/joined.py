@@ -76,7 +76,8 @@ def _not_now() -> str:
     """Return what the main thread must not be disturbed in; "" for nothing."""
     import torch
 
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
         return "it captures a CUDA graph"
     return "it traces or compiles a model" if capture_test()() else ""
 

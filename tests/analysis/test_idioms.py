@@ -150,6 +150,9 @@ LINES = [
     ("rest", "gc.collect()", (), "collected_by_hand"),
     ("rest", "torch.cuda.empty_cache()", (), "cache_emptied"),
     ("rest", "state, reward, done, *_ = env.step(action)", (), "games_played"),
+    ("rest", "dist.all_reduce(parameter.grad)", (), "exchanged_one_by_one"),
+    ("backward", "dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)", (), "exchanged_one_by_one"),
+    ("rest", "dist.all_reduce(total)", (), ""),
     ("rest", "total = sum(x * x for x in values)", (), "loops_in_python"),
     ("rest", "evaluate(model, held_out)", (), "evaluated"),
     # Lines of which nothing is known.

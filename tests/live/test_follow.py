@@ -12,6 +12,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.live.follow import FEW, MANY, Follower, Now, find
+from dlprof.record.launch.process import started
 from tests.fixtures.followed import MS, begin, lines, rank, step, steps
 
 
@@ -242,3 +243,16 @@ def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "empty").mkdir()
     with pytest.raises(DlprofError, match="no run of dlprof"):
         find(Path("empty"))
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "state"),
+    [("", "1" * 9, "gone"), ("", str(os.getpid()), "still"), ("another", "1" * 9, "still")],
+)
+def test_a_run_whose_ranks_have_ended_does_not_stand_still(host: str, pid: str, state: str, tmp_path: Path) -> None:
+    run = begin(tmp_path / "a")
+    rank(run, 0, steps(5, ago_s=30.0))
+    there = run / "hosts" / (host or os.uname().nodename)
+    there.mkdir(parents=True)
+    (there / f"rank-{pid}").write_text(f"00000 1 {started(int(pid)) or 12345}")
+    assert now(run).state == state
