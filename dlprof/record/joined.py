@@ -147,7 +147,8 @@ def _issued() -> int | None:
     try:
         from torch.distributed.distributed_c10d import _get_default_group
 
-        return int(_get_default_group()._get_sequence_number_for_group())
+        group: Any = _get_default_group()
+        return int(group._get_sequence_number_for_group())
     except (RuntimeError, ValueError, AttributeError):  # a backend that does not count them
         return None
 
