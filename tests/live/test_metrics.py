@@ -17,6 +17,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dlprof.live.follow import MANY, Follower
 from dlprof.live.metrics import METRICS, points
@@ -299,6 +301,22 @@ def test_the_dashboard_draws_what_is_exported(tmp_path: Path) -> None:
             assert target["expr"].count("(") == target["expr"].count(")")
     assert len(places) == len(board["panels"])
     assert named == set(METRICS)
+
+
+def test_grafanas_own_types_know_all_of_the_dashboard() -> None:
+    """What these do not know is dropped when a dashboard is read into them."""
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
+
+    def kept(ours: Any, theirs: Any) -> bool:
+        if isinstance(ours, dict):
+            return all(name in theirs and kept(value, theirs[name]) for name, value in ours.items())
+        if isinstance(ours, list):
+            return len(ours) == len(theirs) and all(map(kept, ours, theirs))
+        return bool(ours == theirs)
+
+    assert kept(board, read)
+    assert not kept(board | {"refreshed": "5s"}, read)
 
 
 def test_the_documentation_names_every_metric() -> None:
