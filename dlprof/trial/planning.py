@@ -156,7 +156,7 @@ def _unsure(result: Result, outcome: Outcome, cores: int) -> Candidate | None:
     if best is None or result.window is None or any(change.settings for change in outcome.changes):
         return None
     if best.step_ns > result.window.step_ns:
-        return None  # they are slower: of three such that were tried, none was faster
+        return None  # they are slower: of four such that were tried, none was faster
     settings: dict[str, Value] = {"loader.num_workers": int(best.value), "loader.persistent_workers": True}
     return Candidate(settings, (outcome.id,), result.window.step_ns / best.step_ns)
 
