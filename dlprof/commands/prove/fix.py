@@ -110,17 +110,15 @@ def fix(
         raise click.UsageError("name a script, a command after --, or a run")
     words = with_python(ctx, command) if command and run is None else list(command)
     began = time.monotonic()
+    limit = stop_after or f"{min(60, max(10, int(15 * minutes)))} s"
     with stopping() as stop:
-        path = (
-            run
-            if run is not None
-            else _recorded(words, out, stop_after or f"{min(60, max(10, int(15 * minutes)))} s", quiet, stop)
-        )
+        path = run if run is not None else _recorded(words, out, limit, quiet, stop)
         if stop.by:
             raise SystemExit(128 + stop.by)
         result = analyse(path)
         if result.window is None:
-            raise DlprofError(f"{path}: no step was recorded; --stop-after 5m records for longer")
+            why = "no step was recorded" if run is not None else f"no step has ended within {limit}"
+            raise DlprofError(f"{path}: {why}; --stop-after 5m --minutes 30 give it longer")
         left = max(minutes - (time.monotonic() - began) / 60, 0.1)
         chosen = Options(left, allow_numerics=allow_numerics, in_place=in_place, command=tuple(words))
         trial, found = measured(path, result, chosen, stop, quiet)
