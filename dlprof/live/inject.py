@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ class Injected:
     def enter(self) -> list[str]:
         """Put the recorder into the ranks; return why it is not in some. Raises DlprofError where it is in none."""
         until = time.time() + _GDB_S + _ENTERS_S
+        # Not in the run's folder: what is handed over to an interpreter that does not come to it now stays there.
+        scripts = Path(tempfile.mkdtemp(prefix="dlprof-"))
         variables = options.variables(self._asked) | {
             name: value for name, value in recorded({}, self.path).items() if name.startswith("DLPROF_")
         }
@@ -157,7 +160,7 @@ class Injected:
                 "together": str(self._together) if len(self.ranks) > 1 else "",
                 "leads": one is self.ranks[0],
             }
-            code = one.answer.with_suffix(".py")
+            code = scripts / f"{one.process.pid}.py"
             write(code, _CODE.format(package=str(_PACKAGE), asked=asked, answer=str(one.answer)))
             one.refused = _hand_over(one.process.pid, code)
         given_up = time.monotonic() + _ENTERS_S
@@ -171,6 +174,8 @@ class Injected:
                 busy = said.get("waits") or "its main thread has run no Python meanwhile: it may stand still"
                 one.refused = plain(said.get("refused") or (busy if one.runs else "it has ended"), 200)
         refused = [f"rank {one.number} (process {one.process.pid}): {one.refused}" for one in self.ranks if one.refused]
+        if all({"entered", "refused", "left"} & one.said().keys() for one in self.ranks):
+            shutil.rmtree(scripts, ignore_errors=True)
         if len(refused) == len(self.ranks):
             shutil.rmtree(self.path, ignore_errors=True)
             raise DlprofError(f"nothing is recorded: {refused[0]}")
@@ -241,6 +246,8 @@ def _ranks(pids: Sequence[int]) -> dict[int, Process]:
     ranks = ranks_of(with_stacks(one for one in family.values() if one.torch))
     if not ranks:
         raise DlprofError(f"{pids[0]}: no rank of a job that has loaded PyTorch is among its processes")
+    if why := next((one.unseen for one in ranks.values() if one.unseen), ""):
+        raise DlprofError(f"which processes are ranks is not known: {why} (see `dlprof doctor`)")
     return ranks
 
 

@@ -152,7 +152,7 @@ def inclusive(own: pd.DataFrame) -> pd.DataFrame:
     """
     paths = list(_with_parents(str(path) for path in own.index))
     place = {path: i for i, path in enumerate(paths)}
-    values = own.reindex(paths, fill_value=0.0).to_numpy(dtype=float)
+    values = own.reindex(paths, fill_value=0.0).to_numpy(dtype=float, copy=True)  # pandas' own is read-only
     depth = np.array([path.count(".") + 1 if path else 0 for path in paths], dtype=np.int64)
     around = np.array([place.get(parent(path), -1) if path else -1 for path in paths], dtype=np.int64)
     for level in range(int(depth.max(initial=0)), 0, -1):
