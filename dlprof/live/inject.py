@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _ENTERS_S = 15.0  # that a rank may take to come to its next bytecode
 _LEAVES_S = 15.0
 _GDB_S = 60.0
 _EVERY_S = 0.1
+_AT_ONCE = 8
 _OLDEST = (3, 10)
 
 # What gdb does in this order; it lets go of the process at its end in any case. Of the symbols it reads only those of
@@ -87,7 +89,6 @@ class Inside:
     process: Process
     answer: Path
     refused: str = ""
-    warnings: list[str] = field(default_factory=list)
 
     def said(self) -> Mapping[str, Any]:
         """Return its last answer; {} before the first."""
@@ -143,19 +144,19 @@ class Injected:
 
     def enter(self) -> list[str]:
         """Put the recorder into the ranks; return why it is not in some. Raises DlprofError where it is in none."""
-        until = time.time() + _GDB_S + _ENTERS_S
         # Not in the run's folder: what is handed over to an interpreter that does not come to it now stays there.
         scripts = Path(tempfile.mkdtemp(prefix="dlprof-"))
         variables = options.variables(self._asked) | {
             name: value for name, value in recorded({}, self.path).items() if name.startswith("DLPROF_")
         }
-        for one in self.ranks:
+
+        def hand_over(one: Inside) -> None:
             asked = {
                 "pid": one.process.pid,
                 "run": str(self.path),
                 "variables": variables,
                 "answer": str(one.answer),
-                "until": until,
+                "until": time.time() + _GDB_S + _ENTERS_S,
                 "seconds": self._seconds,
                 "together": str(self._together) if len(self.ranks) > 1 else "",
                 "leads": one is self.ranks[0],
@@ -163,19 +164,22 @@ class Injected:
             code = scripts / f"{one.process.pid}.py"
             write(code, _CODE.format(package=str(_PACKAGE), asked=asked, answer=str(one.answer)))
             one.refused = _hand_over(one.process.pid, code)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(hand_over, self.ranks))
         given_up = time.monotonic() + _ENTERS_S
         waiting = [one for one in self.ranks if not one.refused]
         while waiting and time.monotonic() < given_up:
             time.sleep(_EVERY_S)
             waiting = [one for one in waiting if one.runs and not {"entered", "refused", "left"} & one.said().keys()]
+        if not waiting:
+            shutil.rmtree(scripts, ignore_errors=True)
         for one in self.ranks:
             said = one.said()
             if not (one.refused or {"entered", "left"} & said.keys()):
                 busy = said.get("waits") or "its main thread has run no Python meanwhile: it may stand still"
                 one.refused = plain(said.get("refused") or (busy if one.runs else "it has ended"), 200)
         refused = [f"rank {one.number} (process {one.process.pid}): {one.refused}" for one in self.ranks if one.refused]
-        if all({"entered", "refused", "left"} & one.said().keys() for one in self.ranks):
-            shutil.rmtree(scripts, ignore_errors=True)
         if len(refused) == len(self.ranks):
             shutil.rmtree(self.path, ignore_errors=True)
             raise DlprofError(f"nothing is recorded: {refused[0]}")
