@@ -2,6 +2,6 @@
 
 import runpy
 
-for name in ("report", "big_trace", "scale", "overhead", "beside"):
+for name in ("against", "report", "big_trace", "scale", "overhead", "beside"):
     print(f"== benchmarks.{name}", flush=True)
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")

@@ -30,6 +30,7 @@ from dlprof.files import write
 from dlprof.live.gather import family_of, ranks_of
 from dlprof.live.look import Process, mine, with_stacks
 from dlprof.plain import plain
+from dlprof.record.joined import TOGETHER_S
 from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, opened
 from dlprof.record.launch.supervisor import Samplers, recorded, whole_run
@@ -196,7 +197,7 @@ class Injected:
         inside = [one for one in self.ranks if not one.refused]
         try:
             try:
-                _wait(inside, self._seconds + _LEAVES_S)
+                _wait(inside, TOGETHER_S + self._seconds + _LEAVES_S)
             except KeyboardInterrupt:
                 for one in inside:
                     one.answer.with_name(one.answer.name + ".stop").touch()

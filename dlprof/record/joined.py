@@ -13,6 +13,7 @@ import _thread
 import contextlib
 import ctypes
 import json
+import math
 import os
 import sys
 import time
@@ -29,8 +30,8 @@ from dlprof.record.ranks import process_group
 
 _AGAIN_S = 0.05
 _LOOKS_S = 0.5
-_TOGETHER_S = 20.0  # gdb takes a second for each rank
-_AHEAD = 64
+TOGETHER_S = 20.0  # that ranks may take to begin in one step
+_COUNTS_S, _AHEAD_S, _LEAST_AHEAD = 0.3, 1.0, 2
 _CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 _due: list[Any] = []  # pending calls, which must outlive their making
@@ -104,7 +105,7 @@ def _join(asked: Mapping[str, Any]) -> None:
         hooks.install(asked["run"], collectors.COLLECTORS)
         if asked["together"] and marks.recorder is not None:
             marks.recorder.may_begin = Together(Path(asked["together"]), leads=asked["leads"])
-        _later(leave, asked["seconds"], sooner=asked["answer"] + ".stop")
+        _later(leave, asked["seconds"], sooner=asked["answer"] + ".stop", since=_has_begun)
     except Exception:
         leave()
         raise
@@ -115,15 +116,16 @@ class Together:
     """Lets the recordings of several ranks begin in the same step, by the number of collectives that each has issued.
 
     Ranks that run the same program have issued as many where they come to the same call of a hook. The rank that leads
-    names a number somewhat ahead, and each begins at the first call after it. Where that does not come, as the default
-    group has no collectives, they begin after some seconds, each in a step of its own.
+    names a number that it will come to in about a second, and each begins at the first call after it. Where that does
+    not come, as the default group has no collectives, they begin after some seconds, each in a step of its own.
     """
 
     def __init__(self, all_here: Path, *, leads: bool) -> None:
         self._all_here, self._leads = all_here, leads
         self._named = all_here.with_name("first")
         self._first: int | None = None
-        self._until = time.monotonic() + _TOGETHER_S
+        self._from: tuple[float, int] | None = None  # when the leader began to count, and at which number
+        self._until = time.monotonic() + TOGETHER_S
 
     def __call__(self) -> bool:
         """Return whether the recording may begin."""
@@ -133,11 +135,19 @@ class Together:
         if self._first is None:
             with contextlib.suppress(OSError, ValueError):
                 if self._leads and self._all_here.exists():
-                    self._first = issued + _AHEAD
-                    write(self._named, str(self._first))
+                    self._name(issued)
                 elif not self._leads:
                     self._first = int(self._named.read_text())
         return self._first is not None and issued >= self._first
+
+    def _name(self, issued: int) -> None:
+        """Name the first number, once it is known how fast they grow. Raises OSError."""
+        now = time.monotonic()
+        self._from = self._from or (now, issued)
+        passed = now - self._from[0]
+        if passed >= _COUNTS_S:
+            self._first = issued + max(math.ceil((issued - self._from[1]) / passed * _AHEAD_S), _LEAST_AHEAD)
+            write(self._named, str(self._first))
 
 
 def _issued() -> int | None:
@@ -153,8 +163,17 @@ def _issued() -> int | None:
         return None
 
 
-def _later(call: Callable[[], None], seconds: float, sooner: str = "") -> None:
-    """Have the main thread call it after so long, or once a file `sooner` is there, as soon as it runs Python."""
+def _has_begun() -> bool:
+    return marks.recorder is None or marks.recorder.may_begin is None
+
+
+def _later(
+    call: Callable[[], None], seconds: float, sooner: str = "", since: Callable[[], bool] = lambda: True
+) -> None:
+    """Have the main thread call it so long after `since`, or once a file `sooner` is there, as soon as it runs Python.
+
+    `since` is waited for no longer than ranks wait for each other.
+    """
 
     def run(_: object) -> int:
         with contextlib.suppress(Exception):
@@ -165,6 +184,9 @@ def _later(call: Callable[[], None], seconds: float, sooner: str = "") -> None:
     _due.append(pending)
 
     def wait() -> None:
+        given_up = time.monotonic() + TOGETHER_S
+        while not since() and time.monotonic() < given_up:
+            time.sleep(_LOOKS_S)
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and not (sooner and os.path.exists(sooner)):  # noqa: PTH110
             time.sleep(min(left, _LOOKS_S))

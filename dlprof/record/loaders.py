@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
 from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 from dlprof.record import guarded
@@ -29,12 +30,14 @@ class LoaderSeen:
     role: str = "unknown"
 
 
-class _Referable:
+class Referable:
+    """A class with slots to whose objects there can be weak references."""
+
     __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True, eq=False)
-class Pass(_Referable):
+class Pass(Referable):
     """One pass over a loader: what is known of its iterator, which holds it as `_dlprof_pass`."""
 
     loader: LoaderSeen | None  # None: it was not seen making the iterator
@@ -53,6 +56,7 @@ class Pass(_Referable):
     reported: bool = False  # some of its batches have rows
     place: int = -1  # of the loader in Observed.loaders, once it is reported
     firsts: list[Any] | None = None  # beginnings of the workers' first batches, while these are compared
+    adopted: bool = False  # its making was not seen, and its loader was looked for
 
 
 @runtime_checkable
@@ -123,6 +127,31 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "collate": _collating(loader.collate_fn),
         **_share(loader, sampler),
     }
+
+
+def loader_of(iterator: Any) -> Any:
+    """Return what an iterator of PyTorch's keeps of its loader, under the loader's own names; None: nothing.
+
+    Iterators do not keep their loaders.
+    """
+    if not hasattr(iterator, "_num_workers"):
+        return None
+    batches, workers = iterator._index_sampler, getattr(iterator, "_workers", ())
+    method = getattr(workers[0], "_start_method", None) if workers else None
+    return SimpleNamespace(
+        dataset=iterator._dataset,
+        multiprocessing_context=method and SimpleNamespace(get_start_method=lambda: method),
+        num_workers=iterator._num_workers,
+        batch_size=getattr(batches, "batch_size", None) if iterator._auto_collation else None,
+        batch_sampler=batches if iterator._auto_collation else None,
+        sampler=getattr(batches, "sampler", batches),
+        pin_memory=iterator._pin_memory,
+        prefetch_factor=getattr(iterator, "_prefetch_factor", None),
+        persistent_workers=getattr(iterator, "_persistent_workers", False),
+        drop_last=iterator._drop_last,
+        in_order=getattr(iterator, "_in_order", True),
+        collate_fn=iterator._collate_fn,
+    )
 
 
 def _sampling(loader: Any) -> tuple[Any, int | None]:

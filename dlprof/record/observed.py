@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from dlprof.record.calls.seen import Calls
-from dlprof.record.loaders import LoaderSeen, Padding, Pass, begin_pass, settings_of
+from dlprof.record.loaders import LoaderSeen, Padding, Pass, Referable, adopt, begin_pass, loader_of, settings_of
 from dlprof.record.model.names import parameters_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
@@ -133,6 +133,27 @@ class Observed:
                 self.news = True
         self.calls.see_iteration(loader, seen)
         begin_pass(iterator, seen, began_ns, took_ns)
+
+    def adopt(self, iterator: Any) -> Pass:
+        """Return the pass of an iterator whose making was not seen, as in a process that is recorded from its middle.
+
+        Its loader is known by what the iterator has kept of it; where the loader comes by later, it is the same one.
+        """
+        over = adopt(iterator)
+        over.adopted = True
+        try:
+            loader = loader_of(iterator)
+            settings = None if loader is None else settings_of(loader)
+        except Exception:  # noqa: BLE001 - another torch's
+            return over
+        if settings is not None:
+            seen = next((s for s in self.loaders if s.settings == settings), None)
+            if seen is None:
+                seen = LoaderSeen(weakref.ref(Referable()), settings)  # the loader is not known, and so not there
+                self.loaders.append(seen)
+                self.news = True
+            over.loader = seen
+        return over
 
     def see_batch(self, batch: Any, step: int, over: Pass | None = None) -> None:
         """Look at the padding of a batch that a step works on, unless its loader is known for something else."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from dlprof.record import guarded
 from dlprof.record.captured import unseen
-from dlprof.record.loaders import FetchWatcher, adopt
+from dlprof.record.loaders import FetchWatcher
 from dlprof.record.observed import Observed
 from dlprof.record.stepping import (
     BACKWARD,
@@ -161,7 +161,9 @@ class StepClock(Phases):
             row.fetches += 1
             if first:
                 row.first = 1
-            over = iterator._dlprof_pass or adopt(iterator)
+            over = iterator._dlprof_pass
+            if over is None or (over.loader is None and not over.adopted):
+                over = self.observed.adopt(iterator)
             self._newly_asked = over.unsettled and row.unsettle(over)
             if over.asks and self.fetch_watcher is not None:
                 self.fetch_watcher.ask(iterator)

@@ -25,6 +25,7 @@ from dlprof.record.loaders import (
     begin_pass,
     forget_passes,
     lengths_of,
+    loader_of,
     look_at,
     samples_of,
     settings_of,
@@ -94,6 +95,21 @@ def test_how_a_loader_is_set_up(loader: Any, settings: dict[str, Any]) -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     assert settings.items() <= settings_of(loader).items()
     assert multiprocessing.get_start_method(allow_none=True) == before  # which is not decided for the script
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(NUMBERS, batch_size=4, shuffle=True, drop_last=True),
+        DataLoader(NUMBERS, num_workers=2, prefetch_factor=3, multiprocessing_context="fork"),
+        DataLoader(NUMBERS, num_workers=1, persistent_workers=True),
+        DataLoader(Endless(), batch_size=2),
+        DataLoader(NUMBERS, batch_sampler=BATCHES),
+        DataLoader(NUMBERS, batch_size=None),
+    ],
+)
+def test_an_iterator_says_how_its_loader_is_set_up(loader: Any) -> None:
+    assert settings_of(loader_of(iter(loader))) == settings_of(loader)
 
 
 def test_an_iterator_that_was_not_seen_being_made_gets_a_pass_once() -> None:

@@ -100,6 +100,28 @@ def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: P
     assert not list((tmp_path / "second").glob("hosts/*/host.jsonl"))
 
 
+BEGUN = """
+    import dlprof
+    for step, batch in enumerate(DataLoader(data, batch_size=2, num_workers=1)):
+        if step == 8:
+            block = dlprof.record("run", trace=False, sample="off", stacks="off")
+            block.__enter__()
+        train(batch)
+    for batch in DataLoader(data, batch_size=2, num_workers=1):
+        train(batch)
+    block.__exit__(None, None, None)
+"""
+
+
+@pytest.mark.long
+def test_a_loader_that_is_iterated_already_is_known_by_its_iterator(tmp_path: Path) -> None:
+    plain(tmp_path, BEGUN)
+    rank = tmp_path / "run/ranks/00000"
+    (loader,) = facts(rank)["loaders"]
+    assert (loader["role"], loader["num_workers"], loader["batch_size"]) == ("train", 1, 2)
+    assert sum(row.get("steps", 1) for row in rows(rank / "steps.jsonl")) == 24 + 32
+
+
 @pytest.mark.long
 def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -> None:
     body = """

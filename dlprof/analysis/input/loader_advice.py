@@ -81,7 +81,8 @@ def _by_rate(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
     samples = cheaper(faster)
     workers, cores, busy = starving.workers, starving.cores, max(starving.step_ns - starving.wait_ns, 1.0)
     if workers is None:
-        yield change("more `num_workers`, `persistent_workers=True`", persistent_workers=(None, True))
+        # No setting is proposed: to keep the workers between epochs alone is no cure of a loader that is too slow.
+        yield change("more `num_workers`, and `persistent_workers=True`")
     elif workers == 0:
         # One worker makes a batch in the time that the training thread waits now, so wait ÷ busy of them keep up with
         # the rest; never only one, or each slow batch stalls the step.

@@ -445,7 +445,6 @@ FORECASTS = tuple(
 PLAN = waits.Plan(FORECASTS, FORECASTS[3], 50 * MS)
 HELPS = waits.FasterLoader(50 * MS, PLAN, workers_help=True)
 PINS = replay.Forecast(12, 57 * MS, 47 * MS)
-STAYS = ("persistent_workers", None, True)
 BEGINS = ("persistent_workers", False, True)
 SHORT = waits.FasterLoader(80 * MS)
 
@@ -457,7 +456,7 @@ def starves(workers: int | None, step: int, wait: int, cores: int = 16, **said: 
 @pytest.mark.parametrize(
     ("of", "faster", "settings", "says"),
     [
-        (starves(None, 100, 80), SHORT, [STAYS], ""),
+        (starves(None, 100, 80), SHORT, [], "more `num_workers`"),
         # A batch is made in 80 ms and needed every 20: four workers; or what the cores allow, less the loop's own.
         (starves(0, 100, 80), SHORT, [("num_workers", 0, 4), BEGINS], ""),
         (starves(0, 100, 80, 3), SHORT, [("num_workers", 0, 2), BEGINS], ""),
