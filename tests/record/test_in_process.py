@@ -94,8 +94,9 @@ def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: P
     rank = tmp_path / "second/ranks/00000"
     assert sum(row["optimizer_steps"] for row in rows(rank)) == 1
     assert facts(rank)["window"]["state"] == "off"
-    # The iterator was made before both blocks, and its loader is not known in either.
-    assert [(r["kind"], r["loader"]) for r in lines(rank / "loading.jsonl") if r["loader"] != -1] == []
+    # The iterator was made before both blocks, and says how its loader is set up.
+    assert {r["loader"] for r in lines(rank / "loading.jsonl") if r["kind"] != "usage"} == {0}
+    assert [(one["batch_size"], one["num_workers"]) for one in facts(rank)["loaders"]] == [(8, 0)]
     assert json.loads((tmp_path / "second/run.json").read_text())["exit"]["code"] == 1
     assert not list((tmp_path / "second").glob("hosts/*/host.jsonl"))
 
@@ -119,7 +120,7 @@ def test_a_loader_that_is_iterated_already_is_known_by_its_iterator(tmp_path: Pa
     rank = tmp_path / "run/ranks/00000"
     (loader,) = facts(rank)["loaders"]
     assert (loader["role"], loader["num_workers"], loader["batch_size"]) == ("train", 1, 2)
-    assert sum(row.get("steps", 1) for row in rows(rank / "steps.jsonl")) == 24 + 32
+    assert sum(row["optimizer_steps"] for row in rows(rank)) == 24 + 32
 
 
 @pytest.mark.long
