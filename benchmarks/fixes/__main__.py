@@ -104,7 +104,8 @@ def faults() -> list[Case]:
         of_one = not any(word in script.stem for word in ("fsdp", "tensor_parallel", "pipeline", "moe", "dlrm"))
         for one in planted(script)[1]:
             alone = of_one and one.fault not in (constant(script, "NEEDS_TWO_RANKS") or ())
-            if one.fault in (constant(script, "NEEDS_GPU") or ()) and not count_gpus():
+            gpus = 2 if one.rule == "data_parallel" else one.fault in (constant(script, "NEEDS_GPU") or ())
+            if count_gpus() < gpus:
                 continue
             words = (f"workloads/{script.name}", "--fault", one.fault, *one.options)
             launcher = () if alone else ("--", "torchrun", "--nproc-per-node", "2")
@@ -151,6 +152,7 @@ def run_one(case: Case, minutes: float) -> dict[str, Any]:
             "why": said["why"],
             "runs": said["runs"],
             "words": said["fix"]["words"],
+            "by_hand": said["fix"]["by_hand"][:1],
             "lines": said["fix"]["lines"],
             "tried": [
                 {k: a[k] for k in ("settings", "verdict", "predicted", "measured", "losses", "why")}
@@ -254,7 +256,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not row["kept"]:
         verdicts = Counter(a["verdict"].replace("_", " ") for a in row.get("tried", ()))
         tried = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
-        return name, f"nothing{f' ({tried})' if tried else ''}", "", "", "", minutes
+        by_hand = "; an edit by hand is named" if row.get("by_hand") else ""
+        return name, f"nothing{f' ({tried})' if tried else ''}{by_hand}", "", "", "", minutes
     kept = ", ".join(f"`{name}={value}`" for name, value in row["kept"].items())
     gain = row["printed"]
     printed = f"{gain['ratio']:.2f} ×" + (f" ({gain['low']:.2f} to {gain['high']:.2f})" if gain["low"] else "")

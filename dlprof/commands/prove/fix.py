@@ -132,6 +132,7 @@ def fix(
     why = edit_in(trial.job.cwd, made.patch) if written else ""
     if form == "json":
         patch = {"patch": str(file) if made.patch.text else None, "words": made.words, "lines": made.lines}
+        patch["by_hand"] = by_hand(trial)
         click.echo(compact({**to_json(found), "fix": {**patch, "written": written and not why, "why": why}}))
     else:
         print_tried(found)
