@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -269,6 +270,34 @@ def _stacks() -> str:
     return f"py-spy {_version('py-spy')} may read the processes of this user"
 
 
+_WAITS_S = 5.0
+
+
+@_checks("attach --inject")
+def _inject() -> str:
+    """Have a process that runs execute a line of ours, as the recorder gets into a job."""
+    from dlprof.live.inject import hand_over
+
+    code = "import sys, time; print(flush=True)\nwhile True: time.sleep(0.01)"
+    with tempfile.TemporaryDirectory() as name:
+        script, answer = Path(name, "enter.py"), Path(name, "entered")
+        script.write_text(f"open({str(answer)!r}, 'x').close()")
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as target:
+            assert target.stdout is not None
+            target.stdout.readline()
+            try:
+                refused = hand_over(target.pid, script)
+                until = time.monotonic() + _WAITS_S
+                while not (refused or answer.exists()) and time.monotonic() < until:
+                    time.sleep(0.02)
+            finally:
+                target.kill()
+        if not answer.exists():
+            remedy = "apt install gdb" if shutil.which("gdb") is None else _ptrace_remedy()
+            raise _Answer(f"does not get into a process that runs: {refused or 'it did not come to it'}", remedy)
+    return f"gets into processes that run, by {'gdb' if sys.version_info < (3, 14) else 'sys.remote_exec'}"
+
+
 def _ptrace_remedy() -> str:
     level = int(_file("/proc/sys/kernel/yama/ptrace_scope") or 0)
     if level == 3:
@@ -337,7 +366,7 @@ def _config() -> str:
 
 
 # Every source, in the order of the report. To add a source: its check, its name here.
-CHECKS = (_hook, _torch, _trace, _gpu, _host, _loader, _stacks, _lines, _nsys, _slurm, _disk, _config)
+CHECKS = (_hook, _torch, _trace, _gpu, _host, _loader, _stacks, _inject, _lines, _nsys, _slurm, _disk, _config)
 
 
 def _not_installed(package: str) -> _Answer:

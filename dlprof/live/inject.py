@@ -151,7 +151,7 @@ class Injected:
             name: value for name, value in recorded({}, self.path).items() if name.startswith("DLPROF_")
         }
 
-        def hand_over(one: Inside) -> None:
+        def enter(one: Inside) -> None:
             asked = {
                 "pid": one.process.pid,
                 "run": str(self.path),
@@ -164,10 +164,10 @@ class Injected:
             }
             code = scripts / f"{one.process.pid}.py"
             write(code, _CODE.format(package=str(_PACKAGE), asked=asked, answer=str(one.answer)))
-            one.refused = _hand_over(one.process.pid, code)
+            one.refused = hand_over(one.process.pid, code)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(hand_over, self.ranks))
+            list(pool.map(enter, self.ranks))
         given_up = time.monotonic() + _ENTERS_S
         waiting = [one for one in self.ranks if not one.refused]
         while waiting and time.monotonic() < given_up:
@@ -256,7 +256,7 @@ def _ranks(pids: Sequence[int]) -> dict[int, Process]:
     return ranks
 
 
-def _hand_over(pid: int, code: Path) -> str:
+def hand_over(pid: int, code: Path) -> str:
     """Have a process run that file's code; return why it cannot be, or "" if it will."""
     if _remote(_python(Path(f"/proc/{pid}"))):
         try:
@@ -265,6 +265,8 @@ def _hand_over(pid: int, code: Path) -> str:
             return f"its interpreter takes no code: {plain(e, 200)}"
         return ""
     # One expression that leaves no name in __main__, where it is run, and raises nothing.
+    if shutil.which("gdb") is None:
+        return "gdb is not installed"
     text = code.with_suffix(".code")
     text.write_bytes(f"exec({code.read_text()!r}, {{}})\n".encode() + b"\0")
     words = ["gdb", "-nx", "-batch", "-iex", "set debuginfod enabled off"]

@@ -51,6 +51,14 @@ def save() -> None:
         save()
 
 
+class Slow:
+    """A file on a disk that takes for ever."""
+
+    def write(self, _: Any) -> None:
+        """Take for ever."""
+        time.sleep(10_000)
+
+
 def fault() -> bool:
     """Do what rank 1 does wrong; return whether it goes on to the collective."""
     if KIND == "skipped":
@@ -63,6 +71,9 @@ def fault() -> bool:
         lock.acquire()
     if KIND == "disk":
         save()
+    if KIND == "saving":
+        slow: Any = Slow()
+        torch.save(torch.zeros(5), slow)
     if KIND == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if KIND == "raised":

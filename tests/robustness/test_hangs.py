@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.run import open_run
+from dlprof.record.launch import watching
 from dlprof.record.launch.stopping import processes_of
 from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, free_port, launch, spawned, until, words, wrapped
 
@@ -137,6 +138,35 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         assert second == f"The disk of {full} is full."
     finally:
         subprocess.run(["umount", "-l", str(full)], check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "least_s", "most_s"), [("lock", 2.0, 9.0), ("saving", 10.0, 40.0)])
+def test_ranks_at_work_have_more_time(
+    kind: str, least_s: float, most_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "seconds", lambda _asked, _mean_s: 2.0)
+    monkeypatch.setattr(watching, "_SELDOM_S", 0.5)
+    monkeypatch.setattr(watching, "_LOOK_S", 0.5)
+    run = tmp_path / "run"
+    command = wrapped(run, [sys.executable, *TORCHRUN, str(PLANTED), kind, "torchrun"])
+    place = command.index("--no-report")
+    command[place:place] = ["--hang", "off", "--no-trace", "--no-sample"]
+    env = environment(PLANTED_STORE=str(tmp_path / "store"))
+    with spawned(command, env=env, cwd=tmp_path) as job:
+        assert until(lambda: len(list(run.glob("ranks/*/steps.jsonl"))) == 2)
+        watch = watching.Watch("auto", run, env)
+        watch.start()
+        try:
+            assert until(lambda: watch.reports)
+        finally:
+            watch.end()
+            for pid in processes_of(job.pid, run):
+                if "dlprof" not in words(pid):
+                    os.kill(pid, signal.SIGKILL)
+    (report,) = watch.reports
+    assert least_s <= report["still_s"] <= most_s
+    assert "rank 1" in report["why"]
 
 
 # What host a says of rank 1, which is on host b and answers itself, over the disk.
