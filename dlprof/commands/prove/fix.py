@@ -132,8 +132,8 @@ def fix(
     why = edit_in(trial.job.cwd, made.patch) if written else ""
     if form == "json":
         patch = {"patch": str(file) if made.patch.text else None, "words": made.words, "lines": made.lines}
-        patch["by_hand"] = by_hand(trial)
-        click.echo(compact({**to_json(found), "fix": {**patch, "written": written and not why, "why": why}}))
+        said = {"by_hand": by_hand(trial), "written": written and not why, "why": why}
+        click.echo(compact({**to_json(found), "fix": {**patch, **said}}))
     else:
         print_tried(found)
         there = f"cd {trial.job.cwd} && " if Path.cwd() != trial.job.cwd else ""
