@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from dlprof.cli import cli
 from dlprof.live import inject
 from dlprof.live.look import mine
+from dlprof.record import joined
 from tests.fixtures.jobs import DLPROF, TORCHRUN, children, environment, launch, running, spawned, until, words
 
 pytestmark = [
@@ -200,8 +201,8 @@ def killed_often(folder: Path, times: int) -> None:
                 if one.poll() is None:
                     os.killpg(one.pid, signal.SIGKILL)
             assert all(Path(f"/proc/{rank}").exists() for rank in ranks)
-            shutil.rmtree(folder / f"run{n}", ignore_errors=True)
-        time.sleep(3)
+        # The ranks that were entered last may still wait for each other.
+        time.sleep(joined.TOGETHER_S + 4)
     unchanged(folder, "killed")
 
 
