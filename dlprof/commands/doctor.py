@@ -294,7 +294,10 @@ def _inject() -> str:
                 target.kill()
         if not answer.exists():
             remedy = "apt install gdb" if shutil.which("gdb") is None else _ptrace_remedy()
-            raise _Answer(f"does not get into a process that runs: {refused or 'it did not come to it'}", remedy)
+            raise _Answer(
+                f"does not get into a process that runs: {refused or f'it ran nothing of ours within {_WAITS_S:g} s'}",
+                remedy,
+            )
     return f"gets into processes that run, by {'gdb' if sys.version_info < (3, 14) else 'sys.remote_exec'}"
 
 

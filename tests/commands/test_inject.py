@@ -201,6 +201,7 @@ def killed_often(folder: Path, times: int) -> None:
                 if one.poll() is None:
                     os.killpg(one.pid, signal.SIGKILL)
             assert all(Path(f"/proc/{rank}").exists() for rank in ranks)
+        assert list(folder.glob("run*/injected/*.json"))  # some were killed late enough for ranks to be entered
         # The ranks that were entered last may still wait for each other.
         time.sleep(joined.TOGETHER_S + 4)
     unchanged(folder, "killed")
