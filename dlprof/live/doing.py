@@ -49,6 +49,33 @@ _RULES = (
 )
 _COMPILED = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for rule in _RULES)
 
+
+class Words(NamedTuple):
+    """What an activity is called: by itself, and of a rank that others wait for ("{name}" is that of the call)."""
+
+    short: str
+    sentence: str
+
+
+# Of every activity that a rule or `doing` names.
+WORDS = {
+    "joining": Words("starts", "is in {name}, and waits for others to join the process group"),
+    "starting": Words("starts", "is importing modules"),
+    "compile": Words("compiles", "is compiling"),
+    "window": Words("writes a trace", "is writing the trace of a profiler"),
+    "checkpoint": Words("saves", "is saving or loading a checkpoint"),
+    "collective": Words("trains (in a collective)", "is in {name}"),
+    "wait": Words("trains (in a collective)", "is in .{name}() of a collective"),
+    "loader": Words("waits for data", "waits for its loader"),
+    "forward": Words("trains", "is in its forward pass"),
+    "backward": Words("trains", "is in its backward pass"),
+    "optimizer": Words("trains", "is in its optimizer step"),
+    "device": Words("trains (waits for its device)", "waits for its device in .{name}()"),
+    "lock": Words("waits for a lock", "waits for a lock, or another thread or process"),
+    "code": Words("runs Python", "runs Python"),
+    "unknown": Words("cannot be looked at", "could not be looked at"),
+}
+
 # Who a process is, by its main thread: none of these frames is a rank's.
 _ROLE_RULES = (
     _Rule("worker", r"torch/utils/data/_utils/worker\.py", "_worker_loop"),
@@ -75,8 +102,7 @@ _LOCK_TEXT = re.compile(r"\bacquire\(|^with .*lock|\block\b", re.I)
 class Doing:
     """What a process does.
 
-    `what`: joining (its process group), collective, loader, forward, backward, optimizer, checkpoint, compile,
-    starting, lock, device, wait or code. `name`: of the collective, or of the call that waits. `file`, `line` and
+    `what`: one of `WORDS`. `name`: of the collective, or of the call that waits. `file`, `line` and
     `text`: the user's innermost line, "" and 0 where there is none. `idle`: no thread of the process runs.
     """
 

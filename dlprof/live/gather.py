@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
-from dlprof.live.doing import doing, jobs, role_of
+from dlprof.live.doing import WORDS, doing, jobs, role_of
 from dlprof.live.follow import Follower, RankNow, of
 from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
 from dlprof.live.standstill import Rank, Seen
@@ -368,28 +368,9 @@ def found_jobs() -> list[JobHere]:
     return found
 
 
-# One word for what the ranks of a job do.
-_WORDS = {
-    "loader": "waits for data",
-    "collective": "trains (in a collective)",
-    "wait": "trains (in a collective)",
-    "forward": "trains",
-    "backward": "trains",
-    "optimizer": "trains",
-    "device": "trains (waits for its device)",
-    "checkpoint": "saves",
-    "compile": "compiles",
-    "starting": "starts",
-    "joining": "starts",
-    "lock": "waits for a lock",
-    "code": "runs Python",
-    "unknown": "cannot be looked at",
-}
-
-
 def word_of(ranks: Iterable[Process]) -> str:
     """Return what most of the ranks of a job do."""
     many = list(ranks)
     if any(one.state in ("T", "t") for one in many):
         return "stopped"
-    return Counter(_WORDS[doing(one).what] for one in many).most_common(1)[0][0]
+    return Counter(WORDS[doing(one).what].short for one in many).most_common(1)[0][0]

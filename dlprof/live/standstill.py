@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dlprof.live.doing import Doing, doing, fetches
+from dlprof.live.doing import WORDS, Doing, doing, fetches
 from dlprof.live.look import Process
 from dlprof.units import count, ranks_named
 
@@ -14,24 +14,6 @@ _STATES = {
     "T": "is stopped (SIGSTOP, or a debugger)",
     "t": "is held by a debugger",
     "D": "is inside the kernel and cannot be interrupted: a disk, a network file system or a driver does not answer",
-}
-# What each activity is called of a rank that the others wait for: "{at}" is the user's line.
-_WORDS = {
-    "collective": "is in {name}",
-    "loader": "waits for its loader",
-    "forward": "is in its forward pass",
-    "backward": "is in its backward pass",
-    "optimizer": "is in its optimizer step",
-    "checkpoint": "is saving or loading a checkpoint",
-    "compile": "is compiling",
-    "starting": "is importing modules",
-    "joining": "is in {name}, and waits for others to join the process group",
-    "window": "is writing the trace of a profiler",
-    "lock": "waits for a lock, or another thread or process",
-    "device": "waits for its device in .{name}()",
-    "wait": "is in .{name}() of a collective",
-    "code": "runs Python",
-    "unknown": "could not be looked at",
 }
 
 
@@ -173,7 +155,7 @@ def _does(rank: Rank, one: Doing | None, *, many: bool = False) -> str:
     process = rank.process
     if process is None or one is None:
         return f"{'have' if many else 'has'} ended{f' ({rank.error})' if rank.error else ''}"
-    text = _WORDS[one.what].format(name=one.name)
+    text = WORDS[one.what].sentence.format(name=one.name)
     if many:
         text = _plural(text)
     at = f" ({one.at}{': ' + one.text if one.text else ''})" if one.at else ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlprof.live.doing import activity, doing, fetches, jobs, role_of
-from dlprof.live.gather import Call, disagreements, ranks_of
+from dlprof.live.gather import Call, disagreements, ranks_of, word_of
 from dlprof.live.look import Frame, Process, Thread, is_own
 from dlprof.live.standstill import Rank, Seen, standstill
 
@@ -131,6 +131,13 @@ def test_what_a_stack_is_of(stack: str, what: tuple[str, str]) -> None:
 def test_what_an_idle_line_waits_for(stack: str, text: str, state: str, what: str) -> None:
     found = doing(process(stack, text=text, state=state))
     assert (found.what, found.at, found.text) == (what, f"train.py:{STACKS[stack][-1][2]}", text)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_whatever_a_rank_does_has_a_word_and_a_sentence(stack: str) -> None:
+    rank = process(stack)
+    assert word_of([rank, rank])
+    assert standstill(Seen((Rank(0, "here", rank),), 1)).where[0]
 
 
 def test_who_a_process_is() -> None:
