@@ -92,6 +92,9 @@ SMALL = (
     _script("workers_in_memory", "two workers for samples that are in memory"),
     _script("small_tensors", "workers that send many small tensors"),
     _script("cache_lost", "workers that start anew each epoch and lose their cache"),
+    _script("average", "an average of the weights, kept parameter by parameter"),
+    _script("collected", "the garbage collector, called in every step"),
+    _script("rows", "a tensor of a list of arrays in every sample"),
     _script("healthy_table", "nothing is wrong"),
     _script("healthy_images", "nothing is wrong"),
 )

@@ -92,6 +92,7 @@ def _idioms() -> Iterator[str]:
     import textwrap
 
     from dlprof.analysis.idioms import IDIOMS
+    from dlprof.analysis.source.rewrites import REWRITES
 
     yield "What a line of a script may do that costs time: a finding that has seen the line names the remedy."
     for one in IDIOMS:
@@ -99,6 +100,8 @@ def _idioms() -> Iterator[str]:
         yield f"{one.name}: the line {one.what}"
         yield from textwrap.wrap(one.remedy, 96, initial_indent="    ", subsequent_indent="    ")
         yield f"    {one.link}"
+        if one.name in REWRITES:
+            yield f"    dlprof fix edits: {', '.join(' '.join(edit.find.split()) for edit in REWRITES[one.name])}"
 
 
 def _needed(name: str) -> Iterator[str]:

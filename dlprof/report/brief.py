@@ -196,7 +196,9 @@ def _change(one: Step, run: str, tries: bool) -> str:
     known = {"losses": "tried, same losses"}.get(one.known, one.known)
     lines = [f"{one.number}. **{', '.join(one.findings)}** {_speed(one)}{between}, {known}{_place(one)}"]
     lines += [f"   → {one.change}", *_edit(one)]
-    return "\n".join([*lines, f"   `dlprof try {run} --change {one.number}`"] if tries and one.set else lines)
+    return "\n".join(
+        [*lines, f"   `dlprof try {run} --change {one.number}`"] if tries and (one.set or one.diff) else lines
+    )
 
 
 def _finding(number: int, one: Cure, run: str) -> str:

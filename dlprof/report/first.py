@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, verdict
 from dlprof.report.formatting import counted, duration, percent, times
-from dlprof.result import BY_LINE, TIMELESS, Change, Outcome, Proposal, Result
+from dlprof.result import BY_LINE, TIMELESS, Change, Outcome, Proposal, Result, is_line
 
 # What makes a change from outside, as words for `dlprof try --set`; None: nothing does.
 Named = Callable[[Change], Mapping[str, str] | None]
@@ -145,7 +145,7 @@ def _is_disturbed(result: Result) -> bool:
 
 def imperative(change: Change) -> str:
     """Return a change as one short sentence, without its full stop: "Set num_workers=4"."""
-    values = {s.name: s.to for s in change.settings if s.to is not None}
+    values = {s.name: s.to for s in change.settings if s.to is not None and not is_line(s.name)}
     known = next((name for name in _DO if name in values), None)
     if known is not None:
         return plain(_DO[known].format(to=values[known]), _HEADLINE)

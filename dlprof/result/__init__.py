@@ -93,11 +93,19 @@ Scalar = str | int | float | bool | None
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A setting that a change sets, under the name that code and the run's facts give it; None: not known."""
+    """A setting that a change sets, under the name that code and the run's facts give it; None: not known.
+
+    An edit of code has the line as its name ("train.py:41"), and as its value what the line is known to be.
+    """
 
     name: str
     now: Scalar = msgspec.field(default=None, name="from")
     to: Scalar = None
+
+
+def is_line(setting: str) -> bool:
+    """Return whether the name of a setting is the line of a file, so that an edit of code is meant."""
+    return setting.rpartition(":")[2].isdigit()
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -36,6 +36,10 @@ class Gain(msgspec.Struct, frozen=True):
     pairs: int = 1
 
 
+# Before the line of a file, in the name of a setting that an edit of code makes; its value is the name of an idiom.
+CODE = "code."
+
+
 class Attempt(msgspec.Struct, frozen=True):
     """One change that was tried, or several together: settings by their names in --set."""
 
@@ -56,7 +60,10 @@ class Attempt(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         """The settings as one text: "loader.num_workers=4, loader.persistent_workers=True"."""
-        return ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return ", ".join(
+            f"the edit of {name.removeprefix(CODE)} ({value})" if name.startswith(CODE) else f"{name}={value}"
+            for name, value in self.settings.items()
+        )
 
 
 class Tried(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dlprof.analysis.source.patches import Patch
 from dlprof.overrides import Value
-from dlprof.result import Result
+from dlprof.result import Result, is_line
 from dlprof.result.tried import Tried
 from dlprof.trial.copies import made_by
 from dlprof.trial.planning import named
@@ -41,6 +41,10 @@ def _words(settings: Mapping[str, Value], patch: Patch, result: Result) -> Itera
         group, _, setting = name.partition(".")
         if group == "env":
             yield f"{setting}={value} before the command"
+            continue
+        if is_line(setting):
+            text = next((c.text for c in changes if setting in {s.name for s in c.settings}), setting)
+            yield f"{text} ({why.get(setting, 'the edit was not seen to take effect')})"
             continue
         change = next((c for c in changes if (named(c) or {}).get(name) == str(value)), None)
         because = f" (no edit makes it: {why[setting]})" if setting in why else ""

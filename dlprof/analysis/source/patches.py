@@ -34,7 +34,9 @@ from dlprof.analysis.source.edits import (
     with_others,
 )
 from dlprof.analysis.source.origins import Origins, of_trainer
+from dlprof.analysis.source.rewrites import rewritten
 from dlprof.overrides import named
+from dlprof.result import is_line
 
 __all__ = ["Call", "NotEditable", "Patch", "Recorded", "Span", "Wanted", "calls_of", "edit_of", "edited", "patch"]
 
@@ -82,7 +84,12 @@ class Patch:
 
 
 def kind_of(setting: str) -> str:
-    """Return the kind of call that takes a setting of a change as a keyword; "": none does."""
+    """Return the kind of call that takes a setting of a change as a keyword; "": none does.
+
+    A setting that is a line of a file ("train.py:41") is of no call: it is "code", and its value the name of an idiom.
+    """
+    if is_line(setting):
+        return "code"
     group = (named(setting) or "").partition(".")[0]
     return _KINDS.get(setting, group if group in ("loader", "ddp", "optimizer", "copy") else "")
 
@@ -137,6 +144,8 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
         return formats.sites(calls)
     if wanted.kind == "autocast":
         return [*(blocks.pair(calls) or ())[:1]]
+    if wanted.kind == "code" and calls:
+        return [_of_line(calls[0].job, setting) for setting in wanted.settings]
     found = [call for call in calls if call.kind == wanted.kind]
     if wanted.kind == "loader":
         found = [c for c in found if wanted.role in c.roles] or [
@@ -147,6 +156,11 @@ def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
     if wanted.kind == "threads":
         return found[-1:]  # the last one counts
     return found if wanted.kind in _EACH else found[:1]
+
+
+def _of_line(job: Recorded, setting: str) -> Call:
+    file, _, line = setting.rpartition(":")
+    return Call("code", file, int(line), digest=job.files.get(file, ""), directory=job.directory, job=job)
 
 
 def patch(calls: Sequence[Call], requests: Iterable[Wanted]) -> Patch:
@@ -223,7 +237,9 @@ class _Sources:
             files[call.file] = read_file(call.directory, call.file, call.digest), {}
         text, edits = files[call.file]
         made: list[Change] = []
-        if "memory_format" in settings:
+        if call.kind == "code":
+            made = [rewritten(text, call.file, call.line, str(settings[f"{call.file}:{call.line}"]))]
+        elif "memory_format" in settings:
             made = [_appended(call, text)]
         elif both := blocks.pair(self._calls) if "autocast" in settings or "autocast_dtype" in settings else None:
             if not {*settings.values()} <= {"bf16", "bfloat16"} or not call.job.device:

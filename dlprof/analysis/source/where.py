@@ -32,6 +32,7 @@ from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_
 from dlprof.analysis.host.gaps import host_gaps
 from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
 from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.idioms import IDIOMS
 from dlprof.analysis.modules.frames import Frames, module_frames
 from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.modules.sums import OUTSIDE
@@ -40,6 +41,7 @@ from dlprof.analysis.modules.work import traced_exchanges
 from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
 from dlprof.analysis.source.options import Option, options, with_option
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
+from dlprof.analysis.source.rewrites import REWRITES
 from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work, has_device
@@ -49,7 +51,7 @@ from dlprof.analysis.timeline.paths import folded
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.overrides import changes_numbers as numeric
 from dlprof.overrides import named
-from dlprof.result import Change, Outcome, Place
+from dlprof.result import Change, Outcome, Place, Setting
 from dlprof.result.figures import InModule
 
 # The most calls of a kind and the most lines that a finding names, and the least share of the stacks of such a line.
@@ -324,7 +326,10 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
         lines = over_ranks(shares)
         where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)
     of_script = source.options.or_none() or []
-    changes = tuple(_located(change, calls, concern.role, of_script) for change in outcome.changes)
+    changes = tuple(
+        _located(_in_code(change, outcome.id, where, calls), calls, concern.role, of_script)
+        for change in outcome.changes
+    )
     modules = in_modules(outcome.id, source.found_in_modules.or_none())
     return replace(outcome, where=tuple(where), changes=changes, modules=modules)
 
@@ -389,6 +394,18 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
             what = DOING.get(phase, phase) + (f", in {row['library']}" if row["library"] else "")
             found.append(Place(row["file"], row["line"], row["function"], row["share"], what))
     return found
+
+
+def _in_code(change: Change, rule: str, where: Sequence[Place], calls: Sequence[Call]) -> Change:
+    """Return a change that no setting makes with the edit of code that does, where one is known for its idiom."""
+    if change.settings or change.training or change.informs:
+        return change
+    name = next((one.name for one in IDIOMS if one.remedy in change.text), rule)
+    for place in (*filter(None, (change.at,)), *where) if name in REWRITES else ():
+        setting = Setting(f"{place.file}:{place.line}", to=name)
+        if place.line and patch(calls, [Wanted("code", {setting.name: name})]).text:
+            return replace(change, settings=(setting,))
+    return change
 
 
 def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence[Option]) -> Change:

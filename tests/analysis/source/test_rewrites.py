@@ -1,0 +1,114 @@
+"""Edits of code that cure an idiom: what becomes of a line, what is refused, and that nothing else changes."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from dlprof.analysis.idioms import BY_NAME
+from dlprof.analysis.rules import RULES
+from dlprof.analysis.source.edits import NotEditable
+from dlprof.analysis.source.rewrites import REWRITES, rewritten
+
+HEAD = "import gc\nimport numpy as np\nimport torch\nfrom torch import tensor\n"
+AVERAGE = """
+def average(ema, model, decay):
+    for old, new in zip(ema.parameters(), model.parameters()):
+        {}  # slowly
+"""
+AVERAGED = """
+def average(ema, model, decay):
+    with torch.no_grad():
+        torch._foreach_mul_([*ema.parameters()], decay)
+        torch._foreach_add_([*ema.parameters()], [*model.parameters()], alpha=1 - decay)  # slowly
+"""
+
+
+def after(code: str, mark: str, name: str, head: str = HEAD) -> str:
+    """Return the code in which the edit of the line with a mark has been made."""
+    source = head + code
+    line = source[: source.index(mark)].count("\n") + 1
+    change = rewritten(source.encode(), "train.py", line, name)
+    text = source.encode()
+    made = (text[: change.begin] + change.new + text[change.end :]).decode()
+    ast.parse(made)
+    assert made.startswith(head)
+    return made.removeprefix(head)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("anomaly_mode", "torch.autograd.set_detect_anomaly(True)", "torch.autograd.set_detect_anomaly(False)"),
+        ("anomaly_mode", "with torch.autograd.detect_anomaly():\n    f()", None),
+        ("collected_by_hand", "if a:\n    gc.collect()  # each step", "if a:\n    pass  # each step"),
+        ("cache_emptied", "torch.cuda.empty_cache()", "pass"),
+        ("dataframe_rows", "y = int(self.df.iloc[n]['label'])", "y = int(self.df['label'].iat[n])"),
+        ("loader_counted", "n = sum(1 for _ in train)", "n = len(train)"),
+        (
+            "list_of_arrays",
+            "x = torch.tensor([r.f for r in rows], dtype=torch.float32)",
+            "x = torch.from_numpy(np.array([r.f for r in rows])).to(torch.float32)",
+        ),
+        ("list_of_arrays", "x = tensor(rows)", "x = torch.stack([torch.as_tensor(row) for row in rows])"),
+        ("loader_counted", "n = len(list(loader))", "n = len(loader)"),
+        *(
+            ("average_of_weights", AVERAGE.format(one), AVERAGED)
+            for one in (
+                "old.data.mul_(decay).add_(new.data, alpha=1 - decay)",
+                "old.mul_(decay).add_((1 - decay) * new)",
+                "old.data = decay * old.data + (1 - decay) * new.data",
+            )
+        ),
+        (
+            "average_of_weights",
+            "for new, old in zip(net.parameters(), self.ema.parameters(), strict=True):\n    old.lerp_(new, 0.1)",
+            "with torch.no_grad():\n    torch._foreach_lerp_([*self.ema.parameters()], [*net.parameters()], 0.1)",
+        ),
+    ],
+)
+def test_an_edit_changes_its_statement_alone(name: str, code: str, expected: str | None) -> None:
+    mark = code.strip().splitlines()[-1 if "old" in code or code.startswith("if") else 0]
+    if expected is None:
+        expected = code.replace("detect_anomaly()", "set_detect_anomaly(False)")
+    assert after(code, mark, name) == expected
+
+
+def test_what_comes_after_an_edit_is_what_came_before() -> None:
+    torch = pytest.importorskip("torch", reason="the edited code is run")
+    made = {}
+    for text in (AVERAGE.format("old.data.mul_(decay).add_(new.data, alpha=1 - decay)"), AVERAGED):
+        space: dict[str, object] = {"torch": torch}
+        exec(text, space)
+        torch.manual_seed(0)
+        one, other = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+        space["average"](one, other, 0.9)  # type: ignore[operator]
+        made[text] = [p.detach().clone() for p in one.parameters()]
+    first, second = made.values()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "why"),
+    [
+        ("collected_by_hand", "freed = gc.collect()", "its value is used"),
+        ("collected_by_hand", "x = 1; gc.collect()", "not alone in its line"),
+        ("collected_by_hand", "f(x)", "no edit of code is known"),
+        ("dataframe_rows", "y = df.iloc[n][columns]", "no edit of code is known"),
+        ("average_of_weights", AVERAGE.format("old.mul_(decay).add_(new + 1, beta=1)"), "no edit of code is known"),
+        ("printed", "print(x)", "no edit of code is known"),
+    ],
+)
+def test_what_is_not_written_so_is_left_as_it_is(name: str, code: str, why: str) -> None:
+    with pytest.raises(NotEditable, match=why):
+        after(code, code.strip().splitlines()[-1], name)
+
+
+def test_a_module_that_is_not_imported_is_not_named() -> None:
+    with pytest.raises(NotEditable, match="numpy is not imported"):
+        after("x = torch.tensor(a, dtype=d)", "x =", "list_of_arrays", "import torch\n")
+
+
+def test_every_edit_is_of_an_idiom_or_a_rule() -> None:
+    assert REWRITES.keys() <= BY_NAME.keys() | {rule.id for rule in RULES}
