@@ -542,8 +542,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "list_of_arrays",
         "makes a tensor of a list, number by number or array by array",
-        "`torch.from_numpy(np.stack(rows))`, `torch.stack` of each row as a tensor, or an array indexed with all indices"
-        " at once",
+        "`torch.from_numpy(np.stack(rows))`, `torch.stack` of each row as a tensor, or an array indexed with all"
+        " indices at once",
         _PYTORCH + "generated/torch.tensor.html",
         (*DATA, "rest", *START),
         source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",

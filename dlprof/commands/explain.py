@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from dlprof.analysis.engine.needs import Need
     from dlprof.overrides import Override
 
+_MOST_EDITS = 2  # of an idiom that are printed
+
 LISTS = ("rules", "sources", "settings", "idioms")
 
 
@@ -100,8 +102,11 @@ def _idioms() -> Iterator[str]:
         yield f"{one.name}: the line {one.what}"
         yield from textwrap.wrap(one.remedy, 96, initial_indent="    ", subsequent_indent="    ")
         yield f"    {one.link}"
-        if one.name in REWRITES:
-            yield f"    dlprof fix edits: {', '.join(' '.join(edit.find.split()) for edit in REWRITES[one.name])}"
+        edits = [edit.shown for edit in REWRITES.get(one.name, ())]
+        for edit in edits[:_MOST_EDITS]:
+            yield from textwrap.wrap(f"dlprof fix: {edit}", 96, initial_indent="    ", subsequent_indent="      ")
+        if len(edits) > _MOST_EDITS:
+            yield f"    and {len(edits) - _MOST_EDITS} more ways of writing it"
 
 
 def _needed(name: str) -> Iterator[str]:

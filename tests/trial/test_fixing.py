@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.overrides import Value
 from dlprof.read.run import open_run
-from dlprof.result import Outcome, Result, RunInfo, change
+from dlprof.result import Change, Outcome, Result, RunInfo, Setting, change
 from dlprof.result.tried import Attempt, Tried
 from dlprof.trial.copies import edit_in
 from dlprof.trial.fixing import fixed
@@ -64,6 +65,28 @@ def test_what_is_kept_is_a_patch_and_words(
     assert list(made.lines) == lines
     assert len(made.words) == len(words)
     assert all(word in text for word, text in zip(words, made.words, strict=True))
+
+
+def test_an_edit_of_code_is_kept_as_a_patch_or_in_its_words(tmp_path: Path) -> None:
+    script = f"{SCRIPT}import gc\ngc.collect()\n"
+    (tmp_path / "train.py").write_text(script)
+    digest = hashlib.sha256(script.encode()).hexdigest()
+    calls = [{"kind": "loader", "file": "train.py", "line": 2, "digest": digest, "roles": ["train"], "count": 1}]
+    files = [{"file": "train.py", "digest": digest}]
+    facts = {**runs.CPU, "calls": calls, "directory": f"{tmp_path}/", "files": files}
+    run = open_run(runs.recorded(tmp_path / "run", (None, [runs.light(0, 1)], facts)))
+    mine = Trial(run, Job(("train.py",), tmp_path, {}, {}), Plan(()), 30, 0.0, Options())
+    code = "code.train.py:5"
+    best = Attempt({code: "collected_by_hand", **WORKERS}, "gain")
+    assert best.words == "the edit of train.py:5 (collected_by_hand), loader.num_workers=2"
+    made = fixed(mine, RESULT, Tried("complete", best=best))
+    assert (list(made.lines), made.words) == (["train.py:2", "train.py:5"], ())
+    assert "-gc.collect()\n+pass\n" in made.patch.text
+    left_out = Change("leave it out", (Setting("train.py:5", to="collected_by_hand"),))
+    known = replace(RESULT, outcomes=(Outcome("gc_pauses", "found", "t", changes=(left_out,)),))
+    made = fixed(mine, known, Tried("complete", best=best, no_effect=(code,)))
+    assert list(made.lines) == ["train.py:2"]
+    assert made.words == ("leave it out (the edit was not seen to take effect)",)
 
 
 def test_the_patch_applies_with_git_and_is_what_is_written(tmp_path: Path) -> None:

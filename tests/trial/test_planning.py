@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.result import Change, Forecast, Outcome, Proposal, Result, RunInfo, Window, change
+from dlprof.result import Change, Forecast, Outcome, Proposal, Result, RunInfo, Setting, Window, change
 from dlprof.trial.planning import Candidate, Plan, plan
 
 
@@ -164,6 +164,9 @@ def test_what_no_setting_makes_is_tried_by_an_edit_where_there_is_one() -> None:
     made = planned(outcome(RESHARD), editable=lambda settings: settings == EDIT)
     assert [c.settings for c in made.candidates] == [EDIT]
     assert made.by_hand is None
+    code = Change("leave it out", (Setting("train.py:5", to="collected_by_hand"),))
+    made = planned(outcome(code), editable=lambda settings: settings == {"code.train.py:5": "collected_by_hand"})
+    assert [(c.settings, c.numerics) for c in made.candidates] == [({"code.train.py:5": "collected_by_hand"}, False)]
     left = planned(outcome(RESHARD), changes=(proposed(RESHARD), proposed(WORKERS)))
     assert (left.candidates, left.by_hand) == ((), RESHARD)
     assert "no edit does it" in left.skipped[0]

@@ -9,6 +9,7 @@ training stays as it is, a trial shows: each is run, and its losses are compared
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -25,6 +26,11 @@ class Rewrite:
 
     find: str
     put: str
+
+    @property
+    def shown(self) -> str:
+        """Both in one line, with names as a user writes them: "len(list(x)) → len(x)"."""
+        return " → ".join(re.sub(r"(?<![\w.])_(?=[a-z])", "", " ".join(code.split())) for code in (self.find, self.put))
 
 
 # Each parameter in a loop, and all of them in one call; within `torch.no_grad()`, as tensors that want gradients are

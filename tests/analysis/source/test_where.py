@@ -14,12 +14,13 @@ from msgspec.structs import replace
 
 from dlprof.analysis.chains.norms import norms
 from dlprof.analysis.engine import Maybe
+from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.formats import call_of
 from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, over_ranks
 from dlprof.analysis.source.options import Option
-from dlprof.analysis.source.patches import Call, Span
+from dlprof.analysis.source.patches import Call, Recorded, Span
 from dlprof.analysis.source.where import (
     CONCERNED,
     CONCERNS,
@@ -33,7 +34,7 @@ from dlprof.analysis.source.where import (
     wanted,
 )
 from dlprof.errors import NotMeasured
-from dlprof.result import CATEGORIES, Change, Outcome, Place, change
+from dlprof.result import CATEGORIES, Change, Outcome, Place, Setting, change
 from dlprof.result.figures import InModule
 from tests.fixtures import layers, operators, runs, traces
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
@@ -157,6 +158,27 @@ def test_a_change_has_the_place_of_its_argument_and_its_diff(tmp_path: Path) -> 
     assert stale.at is not None
     assert (stale.at.line, stale.diff) == (1, "")
     assert stale.no_diff == "train.py:1: what the file held was not recorded"
+
+
+def test_a_change_of_code_has_its_edit_where_its_line_is_written_so(tmp_path: Path) -> None:
+    text = "import gc\nloader = f()\nfor batch in loader:\n    gc.collect()\n    train(batch)\n"
+    (tmp_path / "train.py").write_text(text)
+    job = Recorded(str(tmp_path), files={"train.py": hashlib.sha256(text.encode()).hexdigest()})
+    by_line = {n: Place("train.py", n, "main") for n in (4, 5)}
+    remedy = f"{BY_NAME['collected_by_hand'].remedy}: main (train.py:4)"
+
+    def changed(line: int, calls: Sequence[Call], **more: Any) -> Change:
+        one = replace(found("host_bound", change(remedy, **more)), where=(by_line[line],))
+        return placed(one, (), source(calls)).changes[0]
+
+    known = Call("loader", "train.py", 2, job=job)
+    made = changed(4, [known])
+    assert made.settings == (Setting("train.py:4", to="collected_by_hand"),)
+    assert (made.at and made.at.line, made.no_diff) == (4, "")
+    assert "-    gc.collect()\n+    pass\n" in made.diff
+    # It stands elsewhere; the file was not recorded; nothing was; it changes the training.
+    for other in (changed(5, [known]), changed(4, [HELD]), changed(4, []), changed(4, [known], training=True)):
+        assert (other.settings, other.diff) == ((), "")
 
 
 def test_what_changes_numbers_is_known_by_the_change_or_its_setting() -> None:

@@ -64,6 +64,31 @@ def test_from_a_command_to_a_patch_that_makes_the_job_faster(tmp_path: Path) -> 
     assert script.read_text() == before
 
 
+# An edit of code: no setting takes the collector out.
+COLLECTS = """
+import gc
+for batch in DataLoader(data, batch_size=8, sampler=torch.randint(64, (100_000,)).tolist()):
+    train(batch)
+    gc.collect()
+"""
+
+
+@pytest.mark.slow
+def test_a_line_that_is_known_is_edited_and_the_losses_are_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script = tiny(tmp_path, COLLECTS)
+    options = ["--minutes", "1.6", "--stop-after", "30", "--format", "json", "-o", "run"]
+    done = launch([*DLPROF, "fix", *options, "train.py"], tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    best = json.loads(done.stdout)["best"]
+    assert best is not None, done.stderr
+    line = 1 + script.read_text()[: script.read_text().index("gc.collect")].count("\n")
+    assert best["settings"][f"code.train.py:{line}"] == "collected_by_hand"
+    assert (best["losses"], best["measured"]["low"] > 1.5) == ("equal", True)
+    subprocess.run(["git", "apply", "run/fix.patch"], cwd=tmp_path, check=True)
+    assert "    pass\n" in script.read_text()
+
+
 @pytest.mark.long
 def test_interrupted_it_leaves_nothing_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
