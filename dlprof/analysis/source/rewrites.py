@@ -69,6 +69,12 @@ REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
         Rewrite("torch.autograd.detect_anomaly(*_a, **_k)", "torch.autograd.set_detect_anomaly(False)"),
     ),
     "average_of_weights": (
+        # One operation instead of two, where the weights add up to one: other roundings of the average alone.
+        *(
+            Rewrite(f"{pairs}{one.replace('_w', '(1 - _d)')}", _DRAWN_NEAR.replace("_w", "1 - _d"))
+            for pairs in _PAIRS
+            for one in _ONE_AVERAGE
+        ),
         *(Rewrite(f"{pairs}{one}", _AVERAGED) for pairs in _PAIRS for one in _ONE_AVERAGE),
         *(Rewrite(f"{pairs}{one}", _DRAWN_NEAR) for pairs in _PAIRS for one in _ONE_DRAWN_NEAR),
     ),
