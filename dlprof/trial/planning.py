@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlprof import overrides
@@ -42,13 +42,17 @@ _SAME = (("env.OMP_NUM_THREADS", "torch.num_threads"), ("optimizer.fused", "opti
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change to try: overrides by name, the findings that name it, and the predicted speed-up (times faster)."""
+    """A change to try: overrides by name, the findings that name it, and the predicted speed-up (times faster).
+
+    `bound`: the most that it may be where nothing more is known; it counts for the order alone.
+    """
 
     settings: Mapping[str, Value]
     findings: tuple[str, ...] = ()
     predicted: float | None = None
     of: Of = "step"
     numerics: bool = False
+    bound: float | None = field(default=None, compare=False)
 
     def excludes(self, others: Iterable[str]) -> bool:
         """Return whether it cannot be combined with one of these overrides."""
@@ -107,7 +111,7 @@ def plan(
         replace(one, numerics=one.numerics or bool(overrides.changes_numbers(one.settings)))
         for one in together.values()
     ]
-    every.sort(key=lambda c: -(c.predicted or 1.0))
+    every.sort(key=lambda c: -(c.predicted or c.bound or 1.0))
     refused = [c for c in every if c.numerics and not allow_numerics]
     left_out = [(c, "the job then computes other numbers; --allow-numerics tries it") for c in refused]
     if not alone:
@@ -143,7 +147,8 @@ def _of_findings(result: Result, editable: Editable, cores: int) -> tuple[list[C
                 continue
             of: Of = "loop" if outcome.scope == "job" else "step"
             predicted = _predicted(result, outcome, change, place)
-            one = Candidate(settings, (outcome.id,), predicted, of, change.numerics)
+            bound = outcome.speedup if outcome.at_most and not place else None
+            one = Candidate(settings, (outcome.id,), predicted, of, change.numerics, bound)
             worth = outcome.scope not in TIMELESS and (predicted or outcome.speedup) >= WORTH
             (found if worth else little).append(one)
     return found, little, skipped

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.errors import DlprofError
 from dlprof.result import Change, Forecast, Outcome, Proposal, Result, RunInfo, Setting, Window, change
@@ -170,6 +171,13 @@ def test_what_no_setting_makes_is_tried_by_an_edit_where_there_is_one() -> None:
     left = planned(outcome(RESHARD), changes=(proposed(RESHARD), proposed(WORKERS)))
     assert (left.candidates, left.by_hand) == ((), RESHARD)
     assert "no edit does it" in left.skipped[0]
+
+
+def test_what_may_gain_most_is_tried_first() -> None:
+    code = Change("leave it out", (Setting("train.py:5", to="collected_by_hand"),))
+    bounded = replace(outcome(code, name="gc_pauses"), speedup=1.6, at_most=True)
+    made = planned(outcome(WORKERS), bounded, editable=lambda settings: "code.train.py:5" in settings)
+    assert [(c.findings, c.predicted) for c in made.candidates] == [(("gc_pauses",), None), (("input_wait",), 1.25)]
 
 
 def test_what_gains_too_little_is_tried_on_request_alone() -> None:
