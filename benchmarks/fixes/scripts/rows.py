@@ -14,7 +14,7 @@ class Windows(Dataset):
 
     def __getitem__(self, index):
         rows = [self.series[(7 * index + n) % 5000] for n in range(50)]
-        return torch.tensor(rows)
+        return torch.tensor(rows, dtype=torch.float32)
 
 
 def main():

@@ -1,9 +1,9 @@
 """Edits of code that cure a known idiom: what is looked for in the statement of a line, and what takes its place.
 
-Both are written as Python. A name that begins with an underscore stands for any expression (for a string, where it ends
-in `_text`), `*_x` and `**_x` for further arguments. Names of modules are whole: `numpy.stack` finds `np.stack` where
-numpy was imported as np. What comes out is parsed again and compared with the tree that it should have. Whether the
-training stays as it is, a trial shows: each is run, and its losses are compared.
+Both are written as Python. A name that begins with an underscore stands for any expression (`_x_text`: for a string,
+`_x_loader`: for what is called so), `*_x` and `**_x` for further arguments. Names of modules are whole: `numpy.stack`
+finds `np.stack` where numpy was imported as np. What comes out is parsed again and compared with the tree that it should
+have. Whether the training stays as it is, a trial shows: each is run, and its losses are compared.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
     "collected_by_hand": (Rewrite("gc.collect(*_a)", "pass"),),
     # The whole row is made for one value of it.
     "dataframe_rows": (Rewrite("_f.iloc[_i][_c_text]", "_f[_c_text].iat[_i]"),),
-    "list_of_arrays": (
-        Rewrite("torch.tensor(_x, dtype=_d)", "torch.from_numpy(numpy.array(_x)).to(_d)"),
-        # Rows keep their type, as in the tensor of the list: of numbers of Python, that is not numpy's.
-        Rewrite("torch.tensor(_x)", "torch.stack([torch.as_tensor(row) for row in _x])"),
+    # Only with the type: NumPy's and PyTorch's of numbers of Python are others.
+    "list_of_arrays": (Rewrite("torch.tensor(_x, dtype=_d)", "torch.from_numpy(numpy.array(_x)).to(_d)"),),
+    "loader_counted": (
+        Rewrite("len(list(_x_loader))", "len(_x_loader)"),
+        Rewrite("sum(1 for _e in _x_loader)", "len(_x_loader)"),
     ),
-    "loader_counted": (Rewrite("len(list(_x))", "len(_x)"), Rewrite("sum(1 for _e in _x)", "len(_x)")),
 }
 _ROOTS = ("torch", "numpy", "gc")
 # Fields of the syntax tree that say nothing of what a program does, or that differ by where an expression stands.
@@ -98,14 +98,16 @@ def rewritten(source: bytes, file: str, line: int, name: str) -> Change:
     """Return the edit of a line's statement that cures an idiom; raise NotEditable where none of its edits fits."""
     text = utf8(source)
     tree = parsed(text)
-    imports = _imports(tree)
-    for one in REWRITES.get(name, ()):
-        for node in _around(tree, line):
-            found: dict[str, Any] = {}
+    try:
+        imports = _imports(tree)
+        for one in REWRITES.get(name, ()):
             pattern = _body(one.find)
-            if not _same(pattern, node, found, imports):
-                continue
-            return _replaced(text, tree, node, _body(one.put), found, imports, file)
+            for node in _around(tree, line):
+                found: dict[str, Any] = {}
+                if _same(pattern, node, found, imports):
+                    return _replaced(text, tree, node, _body(one.put), found, imports, file)
+    except RecursionError:
+        raise NotEditable("it is nested too deeply") from None
     raise NotEditable("it is written in a way that no edit of code is known for")
 
 
@@ -163,6 +165,8 @@ def _same(pattern: object, node: object, found: dict[str, Any], imports: Mapping
         if not isinstance(node, ast.expr) or isinstance(node, (ast.Slice, ast.Starred)):
             return False
         if pattern.id.endswith("_text") and not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            return False
+        if pattern.id.endswith("_loader") and "loader" not in ast.unparse(node).lower():
             return False
         return ast.dump(_bare(found.setdefault(pattern.id, node))) == ast.dump(_bare(node))
     if path := _path(pattern, _OWN):
@@ -262,14 +266,13 @@ def _replaced(
         node = whole
     names = {path: name for name, path in imports.items() if path in _ROOTS}
     new = _Filled(found, names).visit(deepcopy(put))
-    indent = b" " * node.col_offset
     code = ast.unparse(ast.fix_missing_locations(new)).encode()
-    if isinstance(node, ast.stmt):
-        begin = Lines(text).at(node.lineno, 0)
-        if text[begin : begin + node.col_offset] != indent:
-            raise NotEditable("it is indented by tabs, or not alone in its line")
-        code = code.replace(b"\n", (b"\r\n" if b"\r\n" in text else b"\n") + indent)
     lines = Lines(text)
+    if isinstance(node, ast.stmt):
+        indent = text[lines.at(node.lineno, 0) : lines.at(node.lineno, node.col_offset)]
+        if indent.strip():
+            raise NotEditable("it is not alone in its line")
+        code = code.replace(b"\n", (b"\r\n" if b"\r\n" in text else b"\n") + indent)
     begin, end = lines.at(node.lineno, node.col_offset), lines.at(node.end_lineno or 0, node.end_col_offset or 0)
     try:
         after = ast.dump(ast.parse(lines.replaced(begin, end, code)))

@@ -49,15 +49,16 @@ def after(code: str, mark: str, name: str, head: str = HEAD) -> str:
         ("anomaly_mode", "torch.autograd.set_detect_anomaly(True)", "torch.autograd.set_detect_anomaly(False)"),
         ("anomaly_mode", "with torch.autograd.detect_anomaly():\n    f()", None),
         ("collected_by_hand", "if a:\n    gc.collect()  # each step", "if a:\n    pass  # each step"),
+        ("collected_by_hand", "if a:\n\tgc.collect(0)", "if a:\n\tpass"),
         ("cache_emptied", "torch.cuda.empty_cache()", "pass"),
         ("dataframe_rows", "y = int(self.df.iloc[n]['label'])", "y = int(self.df['label'].iat[n])"),
-        ("loader_counted", "n = sum(1 for _ in train)", "n = len(train)"),
+        ("loader_counted", "n = sum(1 for _ in self.loader)", "n = len(self.loader)"),
         (
             "list_of_arrays",
             "x = torch.tensor([r.f for r in rows], dtype=torch.float32)",
             "x = torch.from_numpy(np.array([r.f for r in rows])).to(torch.float32)",
         ),
-        ("list_of_arrays", "x = tensor(rows)", "x = torch.stack([torch.as_tensor(row) for row in rows])"),
+        ("list_of_arrays", "x = tensor(a, dtype=torch.int64)", "x = torch.from_numpy(np.array(a)).to(torch.int64)"),
         ("loader_counted", "n = len(list(loader))", "n = len(loader)"),
         *(
             ("average_of_weights", AVERAGE.format(one), AVERAGED)
