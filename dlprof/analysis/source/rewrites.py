@@ -2,7 +2,7 @@
 
 Both are written as Python. A name that begins with an underscore stands for any expression (`_x_text`: for a string,
 `_x_loader`: for what is called so), `*_x` and `**_x` for further arguments. Names of modules are whole: `numpy.stack`
-finds `np.stack` where numpy was imported as np. What comes out is parsed again and compared with the tree that it should
+finds `np.stack` where numpy was imported as np. What comes out is parsed again and compared with the tree it should
 have. Whether the training stays as it is, a trial shows: each is run, and its losses are compared.
 """
 
