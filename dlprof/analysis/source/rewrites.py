@@ -33,6 +33,19 @@ class Rewrite:
         return " → ".join(re.sub(r"(?<![\w.])_(?=[a-z])", "", " ".join(code.split())) for code in (self.find, self.put))
 
 
+@dataclass(frozen=True)
+class Wrapped:
+    """A loop that is put into a block, unless it calls a method of these names."""
+
+    block: str
+    without: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        """As of a Rewrite."""
+        return f"for … in loader: … → {self.block} for …"
+
+
 # Each parameter in a loop, and all of them in one call; within `torch.no_grad()`, as tensors that want gradients are
 # changed in place.
 _PAIRS = (
@@ -62,7 +75,7 @@ _ONE_AVERAGE = (
 )
 
 # By the name of the idiom, or of the rule that finds the line.
-REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
+REWRITES: Mapping[str, tuple[Rewrite | Wrapped, ...]] = {
     "anomaly_mode": (
         Rewrite("torch.autograd.set_detect_anomaly(True, *_a, **_k)", "torch.autograd.set_detect_anomaly(False)"),
         Rewrite("torch.autograd.set_detect_anomaly(mode=True, **_k)", "torch.autograd.set_detect_anomaly(False)"),
@@ -88,6 +101,8 @@ REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
         Rewrite("len(list(_x_loader))", "len(_x_loader)"),
         Rewrite("sum(1 for _e in _x_loader)", "len(_x_loader)"),
     ),
+    # A tensor that was made in inference mode is refused in training, as one that a module keeps: so not that.
+    "validation_share": (Wrapped("with torch.no_grad():", ("backward", "step")),),
 }
 _ROOTS = ("torch", "numpy", "gc")
 # Fields of the syntax tree that say nothing of what a program does, or that differ by where an expression stands.
@@ -101,6 +116,8 @@ def rewritten(source: bytes, file: str, line: int, name: str) -> Change:
     try:
         imports = _imports(tree)
         for one in REWRITES.get(name, ()):
+            if isinstance(one, Wrapped):
+                return _wrapped(text, tree, one, line, imports, file)
             pattern = _body(one.find)
             for node in _around(tree, line):
                 found: dict[str, Any] = {}
@@ -269,10 +286,45 @@ def _replaced(
     code = ast.unparse(ast.fix_missing_locations(new)).encode()
     lines = Lines(text)
     if isinstance(node, ast.stmt):
-        indent = text[lines.at(node.lineno, 0) : lines.at(node.lineno, node.col_offset)]
-        if indent.strip():
-            raise NotEditable("it is not alone in its line")
+        indent = _indent(lines, node)
         code = code.replace(b"\n", (b"\r\n" if b"\r\n" in text else b"\n") + indent)
+    return _checked(lines, tree, node, new, code, file)
+
+
+def _wrapped(text: bytes, tree: ast.Module, one: Wrapped, line: int, imports: Mapping[str, str], file: str) -> Change:
+    """Return the edit that puts the loop that begins in a line into a block; raise NotEditable where it may not."""
+    loop = next((node for node in ast.walk(tree) if isinstance(node, ast.For) and node.lineno == line), None)
+    if loop is None:
+        raise NotEditable("no loop begins in that line")
+    called = {
+        node.func.attr for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    if found := called & {*one.without}:
+        raise NotEditable(f"{min(found)} is called in it")
+    lines = Lines(text)
+    indent = _indent(lines, loop)
+    names = {path: name for name, path in imports.items() if path in _ROOTS}
+    block = _Filled({}, names).visit(ast.parse(f"{one.block}\n    pass").body[0])
+    header = ast.unparse(ast.fix_missing_locations(block)).split("\n")[0].encode()
+    newline = b"\r\n" if b"\r\n" in text else b"\n"
+    begin, end = lines.at(loop.lineno, loop.col_offset), lines.at(loop.end_lineno or 0, loop.end_col_offset or 0)
+    inner = text[begin:end].split(b"\n")
+    deeper = b"\n".join((b"\t" if b"\t" in indent else b"    ") + row if row.strip() else row for row in inner)
+    # Each line keeps its own indentation before what is put before it: the first one has lost it.
+    code = header + newline + indent + deeper
+    return _checked(lines, tree, loop, ast.With(block.items, [loop]), code, file)
+
+
+def _indent(lines: Lines, node: ast.stmt) -> bytes:
+    """Return what stands before a statement in its line; raise NotEditable where that is no blank."""
+    indent = lines.text[lines.at(node.lineno, 0) : lines.at(node.lineno, node.col_offset)]
+    if indent.strip():
+        raise NotEditable("it is not alone in its line")
+    return indent
+
+
+def _checked(lines: Lines, tree: ast.Module, node: ast.stmt | ast.expr, new: ast.AST, code: bytes, file: str) -> Change:
+    """Return an edit whose text is what the tree says; raise NotEditable where it is not."""
     begin, end = lines.at(node.lineno, node.col_offset), lines.at(node.end_lineno or 0, node.end_col_offset or 0)
     try:
         after = ast.dump(ast.parse(lines.replaced(begin, end, code)))

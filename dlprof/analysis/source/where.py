@@ -396,11 +396,16 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
     return found
 
 
+# What the change of a rule says that an edit of code makes.
+_EDITED = {"anomaly_mode": "set_detect_anomaly", "validation_share": "no_grad"}
+
+
 def _in_code(change: Change, rule: str, where: Sequence[Place], calls: Sequence[Call]) -> Change:
     """Return a change that no setting makes with the edit of code that does, where one is known for its idiom."""
     if change.settings or change.training or change.informs:
         return change
-    name = next((one.name for one in IDIOMS if one.remedy in change.text), rule)
+    of_rule = rule if _EDITED.get(rule, "\n") in change.text else ""
+    name = next((one.name for one in IDIOMS if one.remedy in change.text), of_rule)
     for place in (*filter(None, (change.at,)), *where) if name in REWRITES else ():
         setting = Setting(f"{place.file}:{place.line}", to=name)
         if place.line and patch(calls, [Wanted("code", {setting.name: name})]).text:

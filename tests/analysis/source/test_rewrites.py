@@ -60,6 +60,12 @@ def after(code: str, mark: str, name: str, head: str = HEAD) -> str:
         ),
         ("list_of_arrays", "x = tensor(a, dtype=torch.int64)", "x = torch.from_numpy(np.array(a)).to(torch.int64)"),
         ("loader_counted", "n = len(list(loader))", "n = len(loader)"),
+        (
+            "validation_share",
+            "def check():\n    for x in held:  # each\n        y = f(x)\n\n        all.append(y)\n    return y",
+            "def check():\n    with torch.no_grad():\n        for x in held:  # each\n            y = f(x)\n\n"
+            "            all.append(y)\n    return y",
+        ),
         *(
             ("average_of_weights", AVERAGE.format(one), AVERAGED)
             for one in (
@@ -77,7 +83,8 @@ def after(code: str, mark: str, name: str, head: str = HEAD) -> str:
     ],
 )
 def test_an_edit_changes_its_statement_alone(name: str, code: str, expected: str | None) -> None:
-    mark = code.strip().splitlines()[-1 if "old" in code or code.startswith("if") else 0]
+    mark = next((row for row in code.split("\n") if "for x" in row), "")
+    mark = mark or code.strip().splitlines()[-1 if "old" in code or code.startswith("if") else 0]
     if expected is None:
         expected = code.replace("detect_anomaly()", "set_detect_anomaly(False)")
     assert after(code, mark, name) == expected
@@ -109,12 +116,15 @@ def test_what_comes_after_an_edit_is_what_came_before(loop: str) -> None:
         ("collected_by_hand", "f(x)", "no edit of code is known"),
         ("dataframe_rows", "y = df.iloc[n][columns]", "no edit of code is known"),
         ("average_of_weights", AVERAGE.format("old.mul_(decay).add_(new + 1, beta=1)"), "no edit of code is known"),
+        ("validation_share", "for x in train: f(x).backward()", "backward is called in it"),
+        ("validation_share", "y = [f(x) for x in held]", "no loop begins in that line"),
+        ("validation_share", "for x in held: y = '''a\nb'''", "is not edited"),  # a string would be another
         ("printed", "print(x)", "no edit of code is known"),
     ],
 )
 def test_what_is_not_written_so_is_left_as_it_is(name: str, code: str, why: str) -> None:
     with pytest.raises(NotEditable, match=why):
-        after(code, code.strip().splitlines()[-1], name)
+        after(code, code.strip().splitlines()[0 if "held" in code else -1], name)
 
 
 def test_a_module_that_is_not_imported_is_not_named() -> None:

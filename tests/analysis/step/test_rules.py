@@ -234,7 +234,7 @@ CASES = [
                "a larger batch (is 50)")),
     # 44 of the 60 ms of a batch are a forward pass.
     case("gradients are on", VALIDATES, validating(5, **graded(28)), saving=22.0, at_most=True, training=False,
-         of_training=[False, True], says=("`with torch.inference_mode():` around", "on in 93 % of its steps")),
+         of_training=[False, True], says=("`with torch.no_grad():` around", "on in 93 % of its steps")),
     case("gradients are on, on a GPU", VALIDATES, validating(5, **graded(28), **runs.GPU), saving=15.0, training=True,
          of_training=[True], says=("on in 93 % of its steps", "What `torch.inference_mode()` and")),
     case("gradients are on, in small batches", VALIDATES, validating(5, batch=4, **graded(30)), saving=30 * 7 / 8,

@@ -146,7 +146,7 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
             " more, since nothing is kept for a backward pass"
         )
     if mine["bounded"]:
-        yield change("`with torch.inference_mode():` around validation, in which gradients are on")
+        yield change("`with torch.no_grad():` around validation, in which gradients are on (or `inference_mode()`)")
     rarer = f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data"
     yield change(rarer, training=True)
     if mine["among"] <= 1 and not mine["waits"]:
