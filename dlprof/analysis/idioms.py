@@ -542,8 +542,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "list_of_arrays",
         "makes a tensor of a list, number by number or array by array",
-        "`torch.from_numpy(np.stack(rows))`, `torch.stack` of each row as a tensor, or an array indexed with all"
-        " indices at once",
+        "`torch.from_numpy(np.array(rows))`; or an array that is indexed with all indices at once",
         _PYTORCH + "generated/torch.tensor.html",
         (*DATA, "rest", *START),
         source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",
@@ -616,8 +615,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "average_of_weights",
         "keeps an average of the weights, parameter by parameter",
-        "`torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))`, or"
-        " `torch._foreach_lerp_` of all parameters at once",
+        "one call for all parameters: `torch._foreach_lerp_(averages, weights, 1 - decay)`, or"
+        " `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))`",
         _PYTORCH + "optim.html#weight-averaging-swa-and-ema",
         LOOP,
         source=r"\bfor .*\bstate_dict\(\)|\blerp_\(|\bmul_\(.*\)\.add_\(|\*= *(self\.)?\w*(decay|momentum|0?\.9\d*)\b",
