@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.report.brief import MOST_JSON, MOST_MARKDOWN, brief, markdown, schema, to_json
-from dlprof.result import Place, Proposal, Result, change
+from dlprof.report.first import imperative
+from dlprof.result import Change, Place, Proposal, Result, Setting, change
 from dlprof.trial.planning import named
 from tests.fixtures import results
 from tests.fixtures.jobs import DLPROF, launch
@@ -92,6 +93,17 @@ def test_changes_come_in_their_order_with_gain_range_and_how_it_is_known() -> No
     assert "2. **memory_headroom** at most 2.00 ×, predicted" in text
     assert "3. **checkpoint_stall**" in text  # what no change cures is still said
     assert text.count("input_wait") == 1
+
+
+def test_an_edit_of_code_is_said_in_words_and_has_its_command() -> None:
+    code = Change(
+        "leave it out (docs)", (Setting("train.py:5", to="collected_by_hand"),), diff="-gc.collect()\n+pass\n"
+    )
+    (lead, _) = proposals(2)
+    result = replace(results.ddp(), changes=(replace(lead, change=code),))
+    text = markdown(result, "runs/a", named)
+    assert "   -gc.collect()\n   +pass\n   ```\n   `dlprof try runs/a --change 1`" in text
+    assert imperative(code) == "Leave it out (docs)"
 
 
 def test_changes_stay_where_findings_do_not_fit() -> None:

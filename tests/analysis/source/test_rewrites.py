@@ -119,6 +119,11 @@ def test_what_comes_after_an_edit_is_what_came_before(loop: str) -> None:
         ("validation_share", "for x in train: f(x).backward()", "backward is called in it"),
         ("validation_share", "y = [f(x) for x in held]", "no loop begins in that line"),
         ("validation_share", "for x in held: y = '''a\nb'''", "is not edited"),  # a string would be another
+        ("list_of_arrays", "x = torch.tensor(rows)", "no edit of code is known"),  # of a type that is not known
+        ("list_of_arrays", "x = torch.tensor(rows, dtype=d, device=g)", "no edit of code is known"),
+        ("loader_counted", "n = len(list(lines))", "no edit of code is known"),  # which may have no length
+        ("dataframe_rows", "y = df.iloc[a:b]['label']", "no edit of code is known"),
+        ("collected_by_hand", f"x = {'1 + ' * 3000}1; gc.collect()", "(nested too deeply|cannot be parsed)"),
         ("printed", "print(x)", "no edit of code is known"),
     ],
 )

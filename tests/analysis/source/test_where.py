@@ -181,6 +181,17 @@ def test_a_change_of_code_has_its_edit_where_its_line_is_written_so(tmp_path: Pa
         assert (other.settings, other.diff) == ((), "")
 
 
+def test_an_edit_of_a_rule_is_that_of_the_change_which_says_so(tmp_path: Path) -> None:
+    text = "import torch\nfor batch in held:\n    look(batch)\n"
+    (tmp_path / "train.py").write_text(text)
+    job = Recorded(str(tmp_path), files={"train.py": hashlib.sha256(text.encode()).hexdigest()})
+    loop = Call("iteration", "train.py", 2, roles=("validation",), job=job)
+    asked = change("a larger batch in validation"), change("`with torch.no_grad():` around validation")
+    larger, without = placed(found("validation_share", *asked), (), source([loop])).changes
+    assert (larger.diff, without.settings) == ("", (Setting("train.py:2", to="validation_share"),))
+    assert "+with torch.no_grad():\n+    for batch in held:\n+        look(batch)\n" in without.diff
+
+
 def test_what_changes_numbers_is_known_by_the_change_or_its_setting() -> None:
     assert changes_numbers(change("x", broadcast_buffers=(True, False)))
     assert changes_numbers(change("x", numerics=True, batch_size=(1, 2)))
