@@ -723,7 +723,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "collected_by_hand",
         "collects garbage",
-        "leave it out: Python collects by itself",
+        "leave `gc.collect()` out: Python collects by itself",
         "https://docs.python.org/3/library/gc.html",
         LOOP,
         source=r"\bgc\.collect\(",
@@ -731,7 +731,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "cache_emptied",
         "empties the allocator's cache",
-        "leave it out: what is freed is used again without it",
+        "leave `empty_cache()` out: what is freed is used again without it",
         _PYTORCH + "notes/cuda.html#cuda-memory-management",
         LOOP,
         source=r"\bempty_cache\(",
