@@ -69,8 +69,8 @@ class Watch:
                 still_s = looked_s - grew_s
                 if still_s < patience * (self._patience_s() if sizes else self._before_s()):
                     continue
-                # Once in each standstill; but those at work have a while more.
-                waits = self._asked == "auto" and patience < _AT_WORK
+                # Once in each standstill; but those at work have a while more, as have those that still import.
+                waits = (self._asked == "auto" or not sizes) and patience < _AT_WORK
                 told = self._tell(still_s, may_wait=waits, begun=bool(sizes))
                 patience = math.inf if told else patience + 1.0
                 looked_s = time.monotonic()
