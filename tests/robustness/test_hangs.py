@@ -54,7 +54,7 @@ HANGS = {
     rf" planted.py:{at('time.sleep(10_000)')}: time.sleep\(10_000\), idle",
     "busy": WAITS + rf"runs Python \(planted.py:{at('sum(range')}: .*\), and is busy",
     "joining": rf"Rank 0 waits in init_process_group \(planted.py:{at('dist.init_process_group')}\) for rank 1, which"
-    rf" runs Python \(planted.py:{at('time.sleep(10_000)', 1)}: .*\), and is idle",
+    rf" runs Python \(planted.py:{at('time.sleep(10_000)', 2)}: .*\), and is idle",
     "raised": WAITS + rf"handles ValueError \(planted.py:{at('raise ValueError')}\), and is in barrier"
     rf" \(planted.py:{BARRIER + (at('dist.barrier()', 1) - BARRIER)}: ",
 }

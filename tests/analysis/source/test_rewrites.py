@@ -136,7 +136,7 @@ def test_a_line_that_is_nested_too_deeply_is_left_as_it_is() -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)  # libraries may have raised it
     try:
-        with pytest.raises(NotEditable, match="nested too deeply|cannot be parsed"):
+        with pytest.raises(NotEditable, match=r"nested too deeply|cannot be parsed"):
             after(f"x = {'1 + ' * 3000}1; gc.collect()", "x =", "collected_by_hand")
     finally:
         sys.setrecursionlimit(limit)
