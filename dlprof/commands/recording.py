@@ -149,7 +149,7 @@ def _value(name: str, check: Callable[[str], str], default: str, metavar: str, h
 
 
 _OPTIONS = {
-    "out": out("The run folder [default: a new one in runs/]."),
+    "out": out("The run folder; %j, %a and the like as in srun [default: a new one in runs/]."),
     "job": _value(
         "--job",
         _job,

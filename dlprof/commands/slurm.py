@@ -15,7 +15,7 @@ from dlprof.commands import F, file, rarely, say
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.files import write, writing
-from dlprof.record.slurm import Batch, Container, Launcher, Runtime, cores_of_nodes, name_of, submit
+from dlprof.record.slurm import Batch, Container, Launcher, Runtime, cores_of_nodes, limit_s, name_of, submit
 
 # Cores of a rank. With a GPU, its loader's workers run beside it.
 _CORES_WITH_GPU, _CORES = 8, 2
@@ -30,8 +30,24 @@ def _line(ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
     return value
 
 
+def _time(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if _line(ctx, param, value) is not None:
+        try:
+            limit_s(str(value))
+        except ValueError as e:
+            raise click.BadParameter(f"{value}: SLURM takes {e}", ctx) from None
+    return value
+
+
+def _directives(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    for text in _line(ctx, param, value):
+        if not text.startswith("-"):
+            raise click.BadParameter(f"{text}: an option of sbatch begins with a hyphen, as --exclusive", ctx)
+    return value
+
+
 def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]:  # noqa: A002 - click's name
-    return click.option(name, metavar=metavar, help=help, callback=_line, **more)
+    return click.option(name, metavar=metavar, help=help, **{"callback": _line, **more})
 
 
 @click.command(short_help="Write the batch script of a recorded SLURM job, or submit it.")
@@ -39,7 +55,7 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
 @click.option("--gpus-per-node", type=_COUNT, help="Ranks of a node, one a GPU.")
 @click.option("--procs-per-node", type=_COUNT, help="Ranks of a node, on the CPU.")
 @_text("--partition", "NAME", "Its partition.")
-@_text("--time", "LIMIT", "How long it may run: 30, 4:00:00, 2-00.")
+@_text("--time", "LIMIT", "How long it may run: 30, 4:00:00, 2-00.", callback=_time)
 @click.option("--submit", "submits", is_flag=True, help="Submit it with sbatch.")
 @file("--out", "Write the script to a file. [default: to stdout, unless it is submitted]")
 @click.option("-m", "module", metavar="PACKAGE", help="Train with `python -m PACKAGE`.")
@@ -73,7 +89,13 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
 @_text("--account", "NAME", "Who pays for it.")
 @_text("--qos", "NAME", "Its quality of service.")
 @_text("--job-name", "NAME", "Its name, and that of its run folder and its output. [default: the script's]")
-@_text("--sbatch", "OPTION", "Another line #SBATCH, such as --constraint=a100. Repeatable.", multiple=True)
+@_text(
+    "--sbatch",
+    "OPTION",
+    "Another line #SBATCH, such as --constraint=a100. Repeatable.",
+    multiple=True,
+    callback=_directives,
+)
 @_text("--setup", "LINE", "A line of shell before the job, such as 'module load cuda'. Repeatable.", multiple=True)
 @click.option(
     "--grace",
@@ -90,6 +112,7 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
     show_default=True,
     help="The folder for run folders, on a disk that all nodes share.",
 )
+@_text("--group", "NAME", "The Unix group that may read the recording. [default: nobody but you]")
 @_text("--container", "IMAGE", "Train in a container.")
 @click.option(
     "--runtime",
@@ -137,10 +160,11 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         recording=tuple(recording.words),
         directives=(*(shlex.quote(f"--{name}={value}") for name, value in chosen.items()), *given["sbatch"]),
         setup=given["setup"],
-        grace_s=given["grace"],
+        grace_s=_grace_s(given["grace"], given["time"]),
         hint=given["hint"] or "",
         numa=given["numa_binding"] or "",
         container=Container(image, given["runtime"]) if image else None,
+        group=given["group"] or "",
     )
     text = batch.text()
     if out is not None:
@@ -152,6 +176,18 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         _say_submitted(submit(text, out), batch)
     elif out is not None:
         say(f"dlprof: {out} is written; to submit it: sbatch {shlex.quote(str(out))}")
+
+
+def _grace_s(grace_s: int, time: str | None) -> int:
+    """Return how long before its limit a job is told to end: at most half of the limit, which is said where it is."""
+    most = limit_s(time or "UNLIMITED") / 2
+    if 0 < most < grace_s:  # 0: the limit of the partition, which is not known
+        click.echo(
+            f"dlprof: --grace {grace_s} is too long for --time {time}: the job is told to end {int(most)} s before",
+            err=True,
+        )
+        return int(most)
+    return grace_s
 
 
 def _usual_cores(partition: str | None, gpus: int | None, procs: int | None) -> int:
@@ -176,11 +212,20 @@ def _found(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def _say_submitted(number: str, batch: Batch) -> None:
     """Print the number of a submitted job, and the commands that show its state."""
-    run = f"{batch.runs}/{batch.name}-{number}"
+    element = "_INDEX" if batch.is_array else ""
+    run = f"{batch.runs}/{batch.name}-{number}{element}"
+    output = batch.output
+    for pattern, value in (
+        ("%A", number),
+        ("%j", "%j" if batch.is_array else number),
+        ("%a", "INDEX"),
+        ("%x", batch.name),
+    ):
+        output = output.replace(pattern, value)
     say(f"dlprof: job {number} is submitted; it records into {run}")
     for what, how in (
         ("its state", f"squeue --job {number}"),
-        ("its output", f"tail -F {batch.directory}/{batch.name}-{number}.out"),
+        ("its output", f"tail -F {batch.directory / output}"),
         ("to end it", f"scancel {number}"),
         ("its report", f"{run}/report.html, or dlprof report {run}"),
     ):

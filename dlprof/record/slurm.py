@@ -7,6 +7,7 @@ Hands a batch script to SLURM, and asks it what its nodes have.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -51,11 +52,28 @@ class Batch:
     hint: str = ""
     numa: str = ""  # torchrun's --numa-binding
     container: Container | None = None
+    group: str = ""  # the Unix group that may read the recording
 
     @property
     def run(self) -> str:
         """The run folder, for a shell: a job that is requeued has its number again."""
-        return f"{shlex.quote(f'{self.runs}/{self.name}')}-$SLURM_JOB_ID${{SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}}"
+        number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if self.is_array else "$SLURM_JOB_ID"
+        return f"{shlex.quote(f'{self.runs}/{self.name}')}-{number}${{SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}}"
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the scheduler makes an array of jobs of it."""
+        return bool(self._directed("--array", "-a"))
+
+    @property
+    def output(self) -> str:
+        """The file of the job's output, with SLURM's own patterns."""
+        return self._directed("--output", "-o") or f"{self.name}-{'%A_%a' if self.is_array else '%j'}.out"
+
+    def _directed(self, long: str, short: str) -> str:
+        """Return the value of an option in the lines of the user, the last of which counts; "" without it."""
+        found = [re.match(rf"(?:{long}[= ]|{short}[= ]?)\s*(.+)", line) for line in self.directives]
+        return next((one[1].strip("'\"") for one in reversed(found) if one), "")
 
     def text(self) -> str:
         """Return the script."""
@@ -69,7 +87,14 @@ class Batch:
         ]
         if not self.gpus:
             lines.append("export CUDA_VISIBLE_DEVICES=")
-        lines += [f"run={self.run}", "", *self._job()]
+        lines.append(f"run={self.run}")
+        if self.group:
+            lines += [
+                "# The group reads what is recorded: it owns the folder, and what is made in it.",
+                'umask 027; mkdir -p "$run" || exit',
+                f'chgrp {shlex.quote(self.group)} "$run" && chmod 2750 "$run" || exit',
+            ]
+        lines += ["", *self._job()]
         return "\n".join(lines) + "\n"
 
     def _directives(self) -> list[str]:
@@ -77,7 +102,7 @@ class Batch:
         found = [
             f"--job-name={self.name}",
             f"--chdir={self.directory}",
-            f"--output={self.name}-%j.out",
+            *([] if self._directed("--output", "-o") else [f"--output={self.output}"]),
             f"--nodes={self.nodes}",
             f"--ntasks-per-node={self.ranks if per_task else 1}",
             f"--cpus-per-task={self.cores if per_task else self.cores * self.ranks}",
@@ -136,6 +161,25 @@ def name_of(words: Sequence[str]) -> str:
 
 
 Runtime = Literal["apptainer", "pyxis"]
+
+
+# Of a time limit: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]], or that of the partition.
+_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_NO_LIMIT = ("UNLIMITED", "INFINITE")
+
+
+def limit_s(text: str) -> float:
+    """Return the seconds of a time limit as `sbatch --time` takes it; raise ValueError where it does not take it."""
+    if text.upper() in _NO_LIMIT:
+        return math.inf
+    found = _LIMIT.fullmatch(text)
+    if found is None:
+        raise ValueError("minutes, minutes:seconds, hours:minutes:seconds, days-hours, or days-hours:minutes:seconds")
+    days, *parts = found.groups()
+    first, second, third = (int(part or 0) for part in parts)
+    if days is not None:
+        return 86400 * int(days) + 3600 * first + 60 * second + third
+    return 60 * first + second if parts[2] is None else 3600 * first + 60 * second + third
 
 
 # The recorder is found by its place, and inside a container it has the same one.

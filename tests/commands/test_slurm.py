@@ -54,6 +54,8 @@ def test_a_script_that_bash_takes_with_the_options_of_the_recording(there: Path)
         (["--gpus-per-node", "1"], "a script"),
         (["train.py", "--gpus-per-node", "1", "--account", "me\n#SBATCH --nodes=9"], "one line"),
         (["train.py", "--gpus-per-node", "1", "--setup", "one\ntwo"], "one line"),
+        (["train.py", "--gpus-per-node", "1", "--time", "soon"], "soon: SLURM takes minutes"),
+        (["train.py", "--gpus-per-node", "1", "--sbatch", "exclusive"], "exclusive: an option of sbatch"),
         (["train.py", "--gpus-per-node", "1", "--numa-binding", "node"], "torchrun's"),
         (["train.py", "--gpus-per-node", "1", "--set", "torch.autocast=bf16"], "--allow-numerics"),
     ],
@@ -62,6 +64,18 @@ def test_what_cannot_be_is_a_usage_error(words: list[str], says: str) -> None:
     done = asked(*words)
     assert done.exit_code == 2
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "grace_s", "said"),
+    [("1:00:00", 60, ""), ("0:30", 15, "--grace 60 is too long for --time 0:30: the job is told to end 15 s before")]
+    + [(limit, 60, "") for limit in ("0", "2", "INFINITE")],
+)
+def test_the_job_is_told_to_end_within_its_time(limit: str, grace_s: int, said: str, there: Path) -> None:
+    done = asked("train.py", "--gpus-per-node", "1", "--time", limit)
+    assert f"#SBATCH --signal=TERM@{grace_s}\n" in done.stdout
+    assert said in done.stderr
+    assert bool(said) == bool(done.stderr)
 
 
 def test_a_script_that_is_not_there_and_a_workload_by_its_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.record.slurm import PACKAGE, Batch, Container, cores_of_nodes, name_of, submit
+from dlprof.record.slurm import PACKAGE, Batch, Container, cores_of_nodes, limit_s, name_of, submit
 
 JOB = Batch(
     command=("train.py", "--lr", "0.1"),
@@ -79,6 +80,21 @@ JOBS: dict[str, tuple[dict[str, Any], set[str], set[str], str, str]] = {
         set(),
         *("/env/bin/python -m dlprof wrap -o $run --lines main --", SCRIPT),
     ),
+    "an array of jobs whose recording a group reads": (
+        {"directives": ("--array=0-3", "--signal=USR1@300"), "group": "a lab"},
+        {
+            "run=/shared/runs/train-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}"
+        }
+        | {"--output=train-%A_%a.out", 'chgrp \'a lab\' "$run" && chmod 2750 "$run" || exit'},
+        {"--output=train-%j.out"},
+        *(OUTSIDE, SCRIPT),
+    ),
+    "the user's own output": (
+        {"directives": ("-o all.out", "--output=log-%x.out", "--signal=USR1@300")},
+        {"--output=log-%x.out"},
+        {"--output=train-%j.out"},
+        *(OUTSIDE, SCRIPT),
+    ),
     "dlprof outside of Apptainer's container": (
         {"python": "python3", "container": Container("my.sif", "apptainer")},
         set(),
@@ -107,6 +123,30 @@ def test_the_script_of_a_job(changes: Any, there: set[str], absent: set[str], be
     assert [word for word in words if word.startswith("--cpus-per-task")] == [
         line for line in lines if line.startswith("--cpus-per-task")
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("1:30", 90),
+        ("4:00:00", 14_400),
+        ("2-00", 172_800),
+        ("1-2:3", 93_780),
+        ("1-2:3:4", 93_784),
+        ("0", 0),
+        ("infinite", math.inf),
+        ("soon", None),
+        ("1:2:3:4", None),
+        ("4h", None),
+    ],
+)
+def test_a_time_limit_is_read_as_slurm_does(text: str, seconds: float | None) -> None:
+    if seconds is None:
+        with pytest.raises(ValueError, match="minutes"):
+            limit_s(text)
+    else:
+        assert limit_s(text) == seconds
 
 
 @pytest.mark.parametrize("odd", ["$HOME", "a b", "it's", "`id`", '"', "x;y", "&", "\\"])

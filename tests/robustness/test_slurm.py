@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from functools import partial
@@ -151,6 +152,32 @@ def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], sc
     assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * SIZE
     assert [one["window"]["state"] for one in told] == ["partial"] * SIZE
     assert open_run(run).exit == {"code": None, "signal": int(signal.SIGTERM)}
+
+
+@pytest.mark.slow
+def test_the_elements_of_an_array_have_a_folder_each_that_a_group_reads(
+    slurm: dict[str, str], script: Path, tmp_path: Path
+) -> None:
+    given = ["--procs-per-node", "1", "--cpus-per-rank", "1", "--no-trace", "--group", "users", "--submit"]
+    done = launch([*DLPROF, "slurm", "trains.py", *given, "--sbatch=--array=0-1", "--", "solo"], tmp_path, env=slurm)
+    job = done.stdout.split()[2]
+    assert f"it records into {tmp_path}/runs/trains-{job}_INDEX\n" in done.stdout
+    # The same in a script of the user's own, without srun.
+    (tmp_path / "own.sh").write_text(
+        f"#!/bin/bash\n{' '.join(wrapped('%x-%A_%2a-%h', [sys.executable]))} trains.py solo\n"
+    )
+    name = launch(["sbatch", "--parsable", "--array=3", "--job-name=a b", "own.sh"], tmp_path, env=slurm).stdout.strip()
+    assert until(partial(has_ended, job, slurm, tmp_path))
+    assert until(partial(has_ended, name, slurm, tmp_path))
+    for element in "01":
+        run = tmp_path / f"runs/trains-{job}_{element}"
+        assert (tmp_path / f"trains-{job}_{element}.out").read_text().count("ready solo") == 1
+        assert json.loads((run / "run.json").read_text())["batch"] == f"SLURM job {job}_{element}"
+        below = [run, *run.rglob("*")]
+        assert {path.group() for path in below} == {"users"}
+        assert [path for path in below if not path.stat().st_mode & stat.S_IRGRP or path.stat().st_mode & 0o007] == []
+    (own,) = tmp_path.glob(f"a_b-{name}_03-*")
+    assert json.loads((own / "run.json").read_text())["batch"] == f"SLURM job {name}_3"
 
 
 # What a container runtime does, with the kernel's own means: other mounts, and of the host only what is bound.

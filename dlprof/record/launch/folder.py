@@ -23,7 +23,7 @@ from dlprof import redaction, run_folder
 from dlprof.errors import DlprofError, reason
 from dlprof.files import whole, write
 from dlprof.marks import __version__
-from dlprof.record.launch.tasks import Task, host_count, task_of
+from dlprof.record.launch.tasks import Task, batch_of, element_of, filled, host_count, task_of
 from dlprof.record.ranks import words_here
 
 # The tasks of a job start together. A task that starts this long after a job has ended is of another job with the same
@@ -43,22 +43,27 @@ def opened(
 ) -> tuple[RunFolder | None, str]:
     """Create the folder to record into. Return it, or None, and why it is not the requested one ("" if it is).
 
-    If `requested` is None, the folder is a new one under ./runs, named after `name` and the time. If the path has
-    another run or is not a folder, the next number is taken: out, out-2, … If nothing can be written there, the folder
-    is among the temporary files.
+    If `requested` is None, the folder is a new one under ./runs, named after `name`, the element of an array of jobs,
+    and the time; else it may have patterns, as `tasks.filled` says. If the path has another run or is not a folder, the
+    next number is taken: out, out-2, … If nothing can be written there, the folder is among the temporary files.
 
     The tasks of a job choose the same folder without communication: they see on the shared disk that the first of them
     has created it. A task that records several times, as in a script with several commands, gets a folder each time.
     """
     task = task_of(env)
+    of = "-".join(filter(None, (element_of(env), time.strftime("%Y%m%d-%H%M%S"))))
     # A script's name may have the maximum length of a file name, and more follows it.
-    stem = f"{name[:50]}-{task.job if task else time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{name[:50]}-{task.job if task else of}"
     stem = "".join(c if c.isalnum() or c in "._-" else "_" for c in stem)
     why: list[str] = []
-    for first, is_named in ((requested or Path("runs", stem), requested is not None), (_temporary(env) / stem, False)):
+    if requested is not None:
+        requested, missing = filled(requested, env)
+        why += [f"{', '.join(missing)} in its name is not known here"] if missing else []
+    last = _temporary(env) / stem
+    for first, is_named in ((requested or Path("runs", stem), requested is not None), (last, False)):
         try:
-            if why:
-                _make_ours(first.parent)
+            if first == last:
+                _make_ours(last.parent)
             for path in numbered(first):
                 try:
                     return RunFolder(path, command, options, env), "; ".join(why)
@@ -124,7 +129,7 @@ class RunFolder:
             "hosts": [os.uname().nodename],
             "exit": {"code": None, "signal": None},
             "options": dict(options) | ({"job": task.job} if task else {}),
-            "batch": task.batch if task else None,
+            "batch": batch_of(env),
             "resumed_ns": [],
             "warnings": [],
             "tasks": [],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.files import boot, longer
@@ -27,6 +29,20 @@ _BATCH = (
     ("PBS", "PBS_JOBID", ""),
     ("LSF", "LSB_JOBID", ""),
 )
+# The array that a scheduler's job is an element of, and its index there.
+_ARRAY = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+
+# What may stand in the name of a run folder, as in the file names of srun, and the variables with its value.
+_PATTERNS = {
+    "j": ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
+    "A": ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"),
+    "a": ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX"),
+    "s": ("SLURM_STEP_ID",),
+    "t": _NUMBERS,
+    "n": ("SLURM_NODEID",),
+    "x": ("SLURM_JOB_NAME", "PBS_JOBNAME", "LSB_JOBNAME"),
+}
+_PATTERN = re.compile(r"%([0-9]?)([jAastnhx%])")
 
 
 class Task(NamedTuple):
@@ -63,8 +79,36 @@ def batch_of(env: Mapping[str, str]) -> str | None:
     for scheduler, name, restarts in _BATCH:
         if env.get(name):
             again = env.get(restarts, "0")
-            return f"{scheduler} job {env[name]}" + (f" (restart {again})" if again not in ("", "0") else "")
+            number = element_of(env) or env[name]
+            return f"{scheduler} job {number}" + (f" (restart {again})" if again not in ("", "0") else "")
     return None
+
+
+def element_of(env: Mapping[str, str]) -> str:
+    """Return which element of a scheduler's array of jobs this is, as SLURM names it (12_3); "" if it is of none."""
+    found = [env.get(name, "") for name in _ARRAY]
+    return "_".join(found) if all(found) else ""
+
+
+def filled(path: Path, env: Mapping[str, str]) -> tuple[Path, list[str]]:
+    """Put the job's own names into a path as srun does into its file names: %j, %A, %a, %s, %t, %n, %h, %x, %%.
+
+    A digit is a width: %4t is 0007. Return the path, and the patterns of which nothing is known here; these stay.
+    """
+    missing: list[str] = []
+
+    def value(found: re.Match[str]) -> str:
+        width, letter = found.groups()
+        if letter == "%":
+            return "%"
+        host = os.uname().nodename.partition(".")[0] if letter == "h" else ""
+        text = host or next((env[name] for name in _PATTERNS.get(letter, ()) if env.get(name)), "")
+        if not text:
+            missing.append(found[0])
+            return found[0]
+        return "".join(c if c.isalnum() or c in "._-" else "_" for c in text.rjust(int(width or 0), "0"))
+
+    return Path(_PATTERN.sub(value, str(path))), missing
 
 
 def host_count(env: Mapping[str, str], command: Sequence[str]) -> int:
@@ -92,7 +136,9 @@ def _job(env: Mapping[str, str]) -> str | None:
     # The number of this step: SLURM_NTASKS is that of the allocation, even for one process in a script or a shell.
     if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         again = env.get("SLURM_RESTART_COUNT", "0")  # a requeued job has the same number
-        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}" + (f"-r{again}" if again not in ("", "0") else "")
+        return f"{element_of(env) or env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}" + (
+            f"-r{again}" if again not in ("", "0") else ""
+        )
     if env.get("PMI_SIZE", "1") != "1":
         # MPICH and Intel MPI give the job no name: the parent of all its tasks on this host has one for it.
         parent = os.getppid()

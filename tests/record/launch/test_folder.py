@@ -64,8 +64,47 @@ def test_what_is_in_the_place_of_a_folder_stays(
     assert before == (there and (place.lstat().st_mtime_ns, place.is_dir() and (place / "run.json").read_text()))
 
 
-TORCHRUN_RANK = {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
 SRUN_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+ARRAY = {"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NAME": "a/b"}
+HOST = os.uname().nodename.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "env", "name", "batch", "said"),
+    [
+        ("%x-%j", ARRAY, "a_b-15", "SLURM job 12_3", ""),
+        ("%A_%3a", ARRAY, "12_003", "SLURM job 12_3", ""),
+        ("%h-%%j", {}, f"{HOST}-%j", None, ""),
+        (
+            "%j.%s.%t.%n",
+            ARRAY | SRUN_TASK | {"SLURM_PROCID": "1", "SLURM_NODEID": "0"},
+            "7.0.1.0",
+            "SLURM job 12_3",
+            "",
+        ),
+        ("%j", {"PBS_JOBID": "9.host", "SLURM_JOB_ID": ""}, "9.host", "PBS job 9.host", ""),
+        ("run-%j-%d", {}, "run-%j-%d", None, "%j in its name is not known here"),
+        (None, ARRAY, r"train-12_3-\d{8}-\d{6}", "SLURM job 12_3", ""),
+        (None, ARRAY | SRUN_TASK, r"train-12_3\.0", "SLURM job 12_3", ""),
+    ],
+)
+def test_a_folder_is_named_by_the_schedulers_job(
+    asked: str | None,
+    env: dict[str, str],
+    name: str,
+    batch: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, why = opened(Path(asked) if asked else None, "train", ["true"], {}, env)
+    assert run is not None
+    assert (run.path.name == name) if asked else re.fullmatch(name, run.path.name)
+    assert (json.loads((run.path / "run.json").read_text())["batch"], why) == (batch, said)
+
+
+TORCHRUN_RANK = {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
