@@ -164,7 +164,7 @@ def test_the_elements_of_an_array_have_a_folder_each_that_a_group_reads(
     assert f"it records into {tmp_path}/runs/trains-{job}_INDEX\n" in done.stdout
     # The same in a script of the user's own, without srun.
     (tmp_path / "own.sh").write_text(
-        f"#!/bin/bash\n{' '.join(wrapped('%x-%A_%2a-%h', [sys.executable]))} trains.py solo\n"
+        f"#!/bin/bash\n{' '.join(wrapped(Path('%x-%A_%2a-%h'), [sys.executable]))} trains.py solo\n"
     )
     name = launch(["sbatch", "--parsable", "--array=3", "--job-name=a b", "own.sh"], tmp_path, env=slurm).stdout.strip()
     assert until(partial(has_ended, job, slurm, tmp_path))
