@@ -125,7 +125,18 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
     making = (one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(_MAKES in text for text in one[1]))
-    return _costly(making, rank)
+    return _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
+
+
+def _reads_tensors(rank: RankFacts) -> bool:
+    """Return whether all that a rank's loaders do is to take rows out of tensors and to put them together again."""
+    loaders = rank.facts.get("loaders") or []
+    return bool(loaders) and all(
+        one.get("dataset") == "TensorDataset"
+        and one.get("batch_size")
+        and (one.get("collate") or {}).get("name") == "default_collate"
+        for one in loaders
+    )
 
 
 @per_rank
@@ -165,7 +176,10 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
     return table.assign(via=pd.Series(via, index=table.index, dtype=object))
 
 
-def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd.DataFrame:
+def _costly(
+    stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts, of_data: idioms.Idiom | None = None
+) -> pd.DataFrame:
+    """Return the lines as `costly_lines` does; `of_data`: what the making of a batch is where no line says more."""
     texts, loops = texts_of(rank), _loops_of(rank)
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
@@ -181,6 +195,7 @@ def _costly(stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts) -> pd
             # In the making of a sample, nothing of a library is seen below it: functions of C, or Python's own work.
             if found is None and place[1:] in loops and (doing == "rest" or at == len(stack) - 1):
                 found = idioms.BY_NAME[idioms.LOOPS]
+            found = found or (of_data if doing in idioms.DATA else None)
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
     directory, rows = str(rank.facts.get("directory") or ""), []
     for (doing, function, file, line), names in seen.items():

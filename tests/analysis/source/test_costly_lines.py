@@ -79,6 +79,30 @@ def test_the_costliest_line_is_named_with_what_it_is_known_to_be(
     assert found.place.share == pytest.approx(share)
 
 
+COLLATE = "collate (/v/lib/python3.11/site-packages/torch/utils/data/_utils/collate.py:155)"
+TENSORS = {"dataset": "TensorDataset", "batch_size": 32, "collate": {"name": "default_collate"}}
+
+
+@pytest.mark.parametrize(
+    ("loaders", "stack", "idiom"),
+    [
+        ([TENSORS], f"{MAKE};{COLLATE}", "rows_of_tensors"),
+        ([TENSORS], f"{LOOP};follow (/w/train.py:21)", ""),  # no making of a batch
+        ([TENSORS, TENSORS | {"dataset": "Images"}], MAKE, ""),
+        ([TENSORS | {"collate": {"name": "joined"}}], MAKE, ""),
+        ([TENSORS | {"batch_size": None}], MAKE, ""),
+    ],
+)
+def test_a_loader_of_tensors_alone_takes_rows_out_of_them(
+    tmp_path: Path, loaders: list[dict[str, Any]], stack: str, idiom: str
+) -> None:
+    path = recorded(tmp_path, {stack: 20})
+    file = path / "ranks/00000/facts.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"loaders": loaders}))
+    (found,) = runs.measured(path, costly_lines).frame(costly_lines)["idiom"]
+    assert found == idiom
+
+
 def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) -> None:
     # A batch takes 80 ms in the training thread, and the rest of the step 20.
     path = loaded(fetch=80, cpu=80, workers=0, own=20, cores=4)(tmp_path)
