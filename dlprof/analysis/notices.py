@@ -87,6 +87,7 @@ def warnings(
     elif settings.only_forward(job):
         found.append("the traces hold no backward pass and no optimizer: they are of inference")
     found += _of_jobs(job)
+    found += _of_groups(job)
     found += _of_processes(job)
     found += _of_others(job, foreign_load.or_none())
     found += _of_swapping(sample_means.or_none())
@@ -133,6 +134,17 @@ def _of_jobs(job: Job) -> list[str]:
     if len(jobs) < 2:
         return []
     return [f"the ranks are of {len(jobs)} SLURM jobs ({few(jobs, 8)}): what is said of all ranks holds for no one job"]
+
+
+def _of_groups(job: Job) -> list[str]:
+    """Say where several ranks of a launcher, all recorded, have never met: each then trains a model of its own."""
+    recorded = [job.facts[rank] for rank in job.ranks if "backend" in job.facts[rank]]
+    if len(recorded) < 2 or any(one["backend"] for one in recorded) or len(recorded) < len(job.ranks):
+        return []
+    return [
+        f"the {len(recorded)} ranks have formed no process group of torch.distributed: unless they exchange gradients in"
+        f" another way, as Horovod's do, these are {len(recorded)} trainings that know nothing of each other"
+    ]
 
 
 # What slows a whole process at a cost that no recording shows: a fact of the process, or a variable and its values.

@@ -70,6 +70,17 @@ def test_what_slows_a_process_for_debugging_is_named(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("backends", "told"), [([None, None], 1), ([None, "gloo"], 0), ([None], 0), ([None, "unknown"], 0)]
+)
+def test_ranks_that_never_meet_are_trainings_of_their_own(
+    backends: list[str | None], told: int, tmp_path: Path
+) -> None:
+    facts = [CPU | ({} if one == "unknown" else {"backend": one}) for one in backends]
+    run = recorded(tmp_path / "run", *((None, NINE, one) for one in facts))
+    assert len([text for text in warned(run) if "no process group" in text]) == told
+
+
 def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     hosts = {"host": ["a", "b"], "cores": [8.0, 4.0], "foreign": [2.5, 1.0], "waited": [0.25, float("nan")]}
     both = pd.DataFrame(hosts | {"disturbs": [1, 1]})
