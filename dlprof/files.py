@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,14 @@ def writing(what: str, remedy: str = "") -> Iterator[None]:
         yield
     except OSError as e:
         raise DlprofError(f"{what} cannot be written: {reason(e)}{remedy}") from None
+
+
+def make_ours(folder: Path) -> None:
+    """Create a folder, or check that an existing one is this user's and only theirs to write. Raises OSError."""
+    folder.mkdir(0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{folder} is not this user's own")
 
 
 def compact(data: object) -> str:

@@ -20,7 +20,7 @@ from dlprof.report import formatting
 from dlprof.result import Result
 
 # Options that need a command, which can be ended or started again.
-_OF_COMMANDS = ("hang", "job", "losses", "metrics", "stop_after", "tries")
+_OF_COMMANDS = ("hang", "job", "local", "losses", "metrics", "stop_after", "tries")
 
 
 class _CellError(Exception):

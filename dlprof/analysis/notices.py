@@ -142,8 +142,8 @@ def _of_groups(job: Job) -> list[str]:
     if len(recorded) < 2 or any(one["backend"] for one in recorded) or len(recorded) < len(job.ranks):
         return []
     return [
-        f"the {len(recorded)} ranks have formed no process group of torch.distributed: unless they exchange gradients in"
-        f" another way, as Horovod's do, these are {len(recorded)} trainings that know nothing of each other"
+        f"the {len(recorded)} ranks have formed no process group of torch.distributed: unless they exchange gradients"
+        f" in another way, as Horovod's do, these are {len(recorded)} trainings that know nothing of each other"
     ]
 
 

@@ -45,6 +45,7 @@ class Recording:
     """The options of a command that records, a field each."""
 
     out: Path | None = None
+    local: str = ""
     job: str = ""
     window: str
     ranks: str
@@ -99,6 +100,7 @@ class Recording:
             hang=self.hang,
             keep_arguments=self.keep_arguments,
             lines=self.lines,
+            local=self.local,
             losses=self.losses,
             memory=self.memory,
             metrics=self.metrics,
@@ -150,6 +152,14 @@ def _value(name: str, check: Callable[[str], str], default: str, metavar: str, h
 
 _OPTIONS = {
     "out": out("The run folder; %j, %a and the like as in srun [default: a new one in runs/]."),
+    "local": _value(
+        "--local",
+        options.folder,
+        "",
+        "DIR",
+        "Record on a disk of each node, such as '$TMPDIR', and put it all into the run folder when the node's command"
+        " has ended.",
+    ),
     "job": _value(
         "--job",
         _job,

@@ -120,7 +120,7 @@ def record(
                 for line in applied(run.path, overridden):
                     _say(f"dlprof: {line}")
         if env.get("DLPROF_TRIAL"):
-            _end_rest(run.path)
+            _end_rest(run.records)
     if not recording.no_report and ended.last and recorded(run.path):
         # A launcher ends all tasks when one fails. The last task writes the report.
         with deaf() if task else contextlib.nullcontext():

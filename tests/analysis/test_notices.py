@@ -76,7 +76,7 @@ def test_what_slows_a_process_for_debugging_is_named(tmp_path: Path) -> None:
 def test_ranks_that_never_meet_are_trainings_of_their_own(
     backends: list[str | None], told: int, tmp_path: Path
 ) -> None:
-    facts = [CPU | ({} if one == "unknown" else {"backend": one}) for one in backends]
+    facts: list[dict[str, Any]] = [{**CPU, **({} if one == "unknown" else {"backend": one})} for one in backends]
     run = recorded(tmp_path / "run", *((None, NINE, one) for one in facts))
     assert len([text for text in warned(run) if "no process group" in text]) == told
 

@@ -180,6 +180,26 @@ def test_the_elements_of_an_array_have_a_folder_each_that_a_group_reads(
     assert json.loads((own / "run.json").read_text())["batch"] == f"SLURM job {name}_3"
 
 
+@pytest.mark.slow
+def test_nodes_that_record_on_disks_of_their_own_leave_one_run(
+    slurm: dict[str, str], script: Path, tmp_path: Path
+) -> None:
+    job = submitted(script, slurm, "long", options=("--window", "5,1,3", "--local", f"{tmp_path}/$SLURMD_NODENAME"))
+    out, run = tmp_path / f"trains-{job}.out", tmp_path / f"runs/trains-{job}"
+    assert until(lambda: out.exists() and out.read_text().count("ready") == SIZE)
+    assert not any((run / "ranks").iterdir())
+    places = [local for node in NODES for local in (tmp_path / node).iterdir()]
+    assert [sorted(path.name for path in (one / "ranks").iterdir()) for one in places] == [
+        ["00000", "00001"],
+        ["00002", "00003"],
+    ]
+    launch(["scancel", job], tmp_path, env=slurm)
+    ended(job, slurm, tmp_path)
+    assert until(lambda: (run / "report.html").exists()), out.read_text()
+    assert len(all_ranks(run)) == SIZE
+    assert not any(one.exists() for one in places)
+
+
 # What a container runtime does, with the kernel's own means: other mounts, and of the host only what is bound.
 _ENTERS = """
 root=$1; shift

@@ -11,7 +11,6 @@ import gzip
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ from typing import Any
 
 from dlprof import redaction, run_folder
 from dlprof.errors import DlprofError, reason
-from dlprof.files import whole, write
+from dlprof.files import make_ours, whole, write
 from dlprof.marks import __version__
+from dlprof.record.launch.local import Local
 from dlprof.record.launch.tasks import Task, batch_of, element_of, filled, host_count, task_of
 from dlprof.record.ranks import words_here
 
@@ -63,7 +63,7 @@ def opened(
     for first, is_named in ((requested or Path("runs", stem), requested is not None), (last, False)):
         try:
             if first == last:
-                _make_ours(last.parent)
+                make_ours(last.parent)
             for path in numbered(first):
                 try:
                     return RunFolder(path, command, options, env), "; ".join(why)
@@ -99,14 +99,6 @@ def _temporary(env: Mapping[str, str]) -> Path:
         return Path("/tmp", f"dlprof-{os.getuid()}")
 
 
-def _make_ours(folder: Path) -> None:
-    """Create a folder, or check that an existing one is this user's and only theirs to write. Raises OSError."""
-    folder.mkdir(_PRIVATE, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} is not this user's own")
-
-
 class RunFolder:
     """The folder of a run: this process writes its run.json, alone or with the other tasks of its job."""
 
@@ -118,6 +110,7 @@ class RunFolder:
         self.named = path
         self.path = path = path.absolute()
         self.made = False  # whether this task created it
+        self.local: Local | None = None
         self._task = task = task_of(env)
         self._record: dict[str, Any] = {
             "format": 1,
@@ -179,20 +172,33 @@ class RunFolder:
             path.unlink(missing_ok=True)
             raise
 
+    def record_at(self, place: str) -> str:
+        """Let the ranks of this host record below a place on a disk of their own; return why not, or ""."""
+        try:
+            self.local = Local(self.path, place, self._record)
+        except (OSError, ValueError) as e:
+            return f"--local {place}: {reason(e) if isinstance(e, OSError) else e}; the ranks record into {self.named}"
+        return ""
+
+    @property
+    def records(self) -> Path:
+        """Where the ranks of this host record while they run."""
+        return self.path if self.local is None else self.local.folder
+
     @cached_property
     def ranks(self) -> list[Path]:
         """The folders of the ranks of this command, which has ended; for one of several tasks, of those on its host."""
         if self._task is None:
-            return list(run_folder.in_ranks(self.path))
-        ours = [word.folder for word in words_here(self.path) if word.supervisor == str(os.getpid())]
-        return [self.path / "ranks" / folder for folder in ours]
+            return list(run_folder.in_ranks(self.records))
+        ours = [word.folder for word in words_here(self.records) if word.supervisor == str(os.getpid())]
+        return [self.records / "ranks" / folder for folder in ours]
 
     @property
     def hosts(self) -> list[Path]:
         """The folders of the hosts of this command; for one of several tasks, that of its host."""
         if self._task is None:
-            return run_folder.in_hosts(self.path)
-        return [run_folder.host_folder(self.path, os.uname().nodename)]
+            return run_folder.in_hosts(self.records)
+        return [run_folder.host_folder(self.records, os.uname().nodename)]
 
     def end(self, of_all: Callable[[], list[str]], **end: Any) -> list[str] | None:
         """Write how the command ended: end_ns, exit, resumed_ns and warnings, as in run.json.

@@ -87,6 +87,13 @@ def stop_after(text: str) -> str:
     return f"{number * _SECONDS[found[2]]} s" if found[2] in _SECONDS else f"{number} step{'s' * (number > 1)}"
 
 
+def folder(text: str) -> str:
+    """Check where each node records: an absolute path, which may begin with a variable that the node has set."""
+    if text and not text.startswith(("/", "$")):
+        raise ValueError("an absolute path, or a variable as '$TMPDIR', in quotes")
+    return text
+
+
 def hang(text: str) -> str:
     """Check after how many seconds without a step a job stands still."""
     if text in ("auto", "off"):

@@ -74,13 +74,17 @@ def supervise(
     started ends with 127 (not found) or 126 (not executable), as in a shell. One that was ended because of
     DLPROF_STOP_AFTER has ended with 0.
     """
-    folder, settings = run.path, overridden or {}
+    place, settings, warnings = env.get("DLPROF_LOCAL", ""), overridden or {}, list[str]()
+    if place and (why := run.record_at(place)):
+        warnings.append(why)
+    folder = run.records
     here = run_folder.host_folder(folder, os.uname().nodename)
     if launcher:
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
     samplers, stop = Samplers(folder, env), StopAfter(env.get("DLPROF_STOP_AFTER", ""), folder)
-    watch, metrics = Watch(env.get("DLPROF_HANG", ""), folder, env), Metrics(folder, env)
+    watch = Watch(env.get("DLPROF_HANG", ""), folder, env, here=run.local is not None)
+    metrics = Metrics(folder, env)
 
     def beside(child: int) -> None:
         stop.start(child)
@@ -99,7 +103,6 @@ def supervise(
         code, number = ended = _exit(status)
         if stop.stopped:
             code, number = 0, None
-        warnings = list[str]()
         of_all: list[str] | None = []
         try:
             samplers.end()
@@ -114,6 +117,7 @@ def supervise(
             warnings += launcher.ended(here) if launcher else []
             compress(run.ranks)
             warnings += samplers.wait()
+            warnings += run.local.end(run.ranks) if run.local else []
             end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "resumed_ns": resumed}
             if killed is not None:
                 end["oom_kills"] = max((cpu.oom_kills() or 0) - killed, 0)
@@ -122,7 +126,7 @@ def supervise(
             if stop.stopped:
                 end["stopped"] = {"asked": stop.asked, "code": ended[0], "signal": ended[1]}
             of_all = run.end(
-                lambda: whole_run(folder, settings), **end, warnings=[*filter(None, [stop.stopped]), *warnings]
+                lambda: whole_run(run.path, settings), **end, warnings=[*filter(None, [stop.stopped]), *warnings]
             )
         except Exception as e:  # noqa: BLE001 - whatever happened to the folder, the exit status is the command's
             warnings.append(f"run.json has no end: {words_of(e)}")

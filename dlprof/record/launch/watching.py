@@ -29,10 +29,12 @@ _LOOKING_S = 60.0  # that `dlprof hang` may take
 class Watch:
     """Watches the step logs of the ranks on this host, of which any that grows shows that the job goes on.
 
-    `asked` as `options.hang` returns it. `reports`: what was found, in order.
+    `asked` as `options.hang` returns it. `here`: the run's other hosts record elsewhere. `reports`: what was found, in
+    order.
     """
 
-    def __init__(self, asked: str, run: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, asked: str, run: Path, env: Mapping[str, str], *, here: bool = False) -> None:
+        self._here = here
         self._asked, self._run = asked or "auto", run
         self._env = {name: value for name, value in env.items() if not name.startswith("DLPROF_")}
         self._over = threading.Event()
@@ -103,7 +105,8 @@ class Watch:
         Before any has `begun` to train they may be at work in any way, but where one waits for another.
         """
         # Of many hosts one asks the ranks of all.
-        scope = () if any(word.rank == 0 for word in words_here(self._run)) else ("--here",)
+        asks_all = not self._here and any(word.rank == 0 for word in words_here(self._run))
+        scope = () if asks_all else ("--here",)
         done = subprocess.run(
             [sys.executable, "-m", "dlprof", "hang", *scope, "--format", "json", str(self._run)],
             env=self._env,
