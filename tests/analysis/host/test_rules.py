@@ -309,7 +309,7 @@ CASES = [
          says="no remedy is known"),
     # With no loader seen, and much time before the forward, data may come in there.
     case("unfed", BOUND, on_cpu(step={"fetches": 0, "lead_ns": 3 * MS}),
-         says="3.00 ms pass before the first forward, in no loader"),
+         says="in the 3.00 ms before the first forward, in no loader"),
     fusible("fused", **{"class": "AdamW"}),
     fusible(**{"class": "LBFGS"}),
     fusible(**{"class": "RMSprop"}),

@@ -163,14 +163,14 @@ def explain(
     known = [one for one in seen_lines if one and (not phase or (one.idiom and one.idiom.name == idioms.LOOPS))]
     line = known[0] if known and not besides else None
     changes = [] if line is None else [change(line.advice())]
-    if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
-        lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
-        changes.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
     if line is None and not phase and in_python > 0.5 and not traced:
         place = hottest_place(hottest, rank, *doing)
         if place is not None:
             at = shown(place.function, place.file, place.line)
             changes.append(change(f"make {at} faster, or run it less often ({UNKNOWN})"))
+    if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
+        lead = f"what runs in the {duration(before_forward[1])} before the first forward, in no loader that dlprof knows"
+        changes.append(change(f"find {lead}: batches that are made there, workers of a DataLoader can make beside it"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
         compiled = change("`torch.compile(model)`: fewer operators, less Python between them")
         changes.append(with_option(compiled, (), options.or_none() or (), Setting("compile", False, True)))
