@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +20,16 @@ from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
 from dlprof.record.launch.child import deaf
-from dlprof.record.launch.folder import opened
+from dlprof.record.launch.folder import RunFolder, opened
 from dlprof.record.launch.stopping import kill
 from dlprof.record.launch.supervisor import applied, end_like, must_be_linux, supervise, unrecorded
 from dlprof.record.launch.tasks import task_of
+from dlprof.record.ranks import local_rank
 from dlprof.redaction import shown
 from dlprof.run_folder import recorded
+from dlprof.units import count, few
+
+_OTHERS_END_S = 10.0  # that a launcher's other tasks have to end, when one has failed
 
 _AS_IS = "dlprof.as_is"  # in the context's meta: there was a `--` before the command
 
@@ -127,7 +132,18 @@ def record(
             _report(run.path, recording.quiet)
         if recording.tries and ended.signal is None:
             _try(run.path, recording, command)
+    if task and not ended.last and ended.code != 0 and local_rank() in (None, 0):
+        _say_unended(run)
     end_like(ended)
+
+
+def _say_unended(run: RunFolder) -> None:
+    """Say which tasks have not ended though this one has failed: of a node that is lost, nobody makes the report."""
+    with deaf(), _in_one_line("whether other tasks have ended is not known", "stopped"):
+        if left := run.unended(_OTHERS_END_S):
+            named = f"{count(len(left), 'task')} of the job {'has' if len(left) == 1 else 'have'} not ended"
+            where = os.path.relpath(run.path)
+            _say(f"dlprof: {named} ({few(left, 8)}); what was recorded is kept: dlprof report {shlex.quote(where)}")
 
 
 def _run_unrecorded(command: Sequence[str], env: Mapping[str, str], why: str) -> NoReturn:

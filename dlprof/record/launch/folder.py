@@ -30,6 +30,8 @@ from dlprof.record.ranks import words_here
 # name.
 _OVER_NS = 60_000_000_000
 
+_LOOK_S = 0.5  # between two looks at whether other tasks have ended
+
 # A run contains command lines, paths and code: only its user may read it, unless he shares it.
 _PRIVATE = 0o700
 
@@ -212,6 +214,16 @@ class RunFolder:
         more = of_all()
         write(self.path / "run.json", json.dumps(self._record | end | {"warnings": [*end["warnings"], *more]}))
         return more
+
+    def unended(self, within_s: float) -> list[str]:
+        """Return the tasks of this job that do not end within some seconds, as those of a node that is lost."""
+        until = time.monotonic() + within_s
+        while True:
+            there = [path for path in run_folder.in_tasks(self.path) if path.suffix == ".json"]
+            left = [path.stem for path in there if not path.with_suffix(".ended").exists()]
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(_LOOK_S)
 
 
 def compress(ranks: Iterable[Path]) -> None:

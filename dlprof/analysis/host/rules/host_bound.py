@@ -169,7 +169,9 @@ def explain(
             at = shown(place.function, place.file, place.line)
             changes.append(change(f"make {at} faster, or run it less often ({UNKNOWN})"))
     if line is None and before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
-        lead = f"what runs in the {duration(before_forward[1])} before the first forward, in no loader that dlprof knows"
+        lead = (
+            f"what runs in the {duration(before_forward[1])} before the first forward, in no loader that dlprof knows"
+        )
         changes.append(change(f"find {lead}: batches that are made there, workers of a DataLoader can make beside it"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
         compiled = change("`torch.compile(model)`: fewer operators, less Python between them")
