@@ -13,7 +13,7 @@ import click
 
 from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, HELP_ALL, SHOW_ALL, command, say
 from dlprof.commands.configured import CONFIG, defaults
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, RefusedError
 from dlprof.marks import __version__
 from dlprof.plain import tell
 
@@ -25,6 +25,12 @@ class _Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:  # noqa: ARG002 - click's signature
         say(f"dlprof: {self.message}", err=True)
+
+
+class _Refusal(_Failure):
+    """One line on stderr before anything has begun, exit code 2."""
+
+    exit_code = 2
 
 
 class _Group(click.Group):
@@ -61,7 +67,7 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except (DlprofError, OSError, click.UsageError) as e:
             words = ctx.meta.get(_WORDS, [])
-            if words[:1] == ["wrap"] and ctx.default_map != {"wrap": {}} and not isinstance(e, OSError):
+            if words[:1] == ["wrap"] and ctx.default_map != {"wrap": {}} and not isinstance(e, OSError | RefusedError):
                 # The job has not begun. What stands in a file never keeps it from that.
                 tell(f"{e}; the defaults of pyproject.toml are left out")
                 os.environ[CONFIG] = ""
@@ -72,7 +78,7 @@ class _Group(click.Group):
             # a full disk or the like: not worth a traceback.
             if isinstance(e, OSError) and e.errno == errno.EPIPE:
                 raise
-            raise _Failure(str(e)) from None
+            raise (_Refusal if isinstance(e, RefusedError) else _Failure)(str(e)) from None
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

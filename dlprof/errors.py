@@ -9,6 +9,10 @@ class DlprofError(Exception):
     """A mistake of the user's or an input that cannot be used: what, where, and what to do, in one line."""
 
 
+class RefusedError(DlprofError):
+    """A command that cannot do what its words say, which is known before anything has begun: exit code 2."""
+
+
 class NotMeasured(Exception):  # noqa: N818 - an answer, not an error
     """What cannot be known of a run: why, and what to do so that it can."""
 

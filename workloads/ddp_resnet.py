@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 # ---- the faults ----------------------------------------------------------------------------------------------------
 
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
+NEEDS = {"PIL": "pip install pillow"}
 FAULTS = {
     "blocking_allreduce": "exposed_communication",  # gradients reduced one by one, after backward
     "blocking_copies": "blocking_copy",  # batches from pinned memory, each of which the script waits for

@@ -26,6 +26,7 @@ from parts.language import Counting, Transformer
 from torch.utils.data import DataLoader
 
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
+NEEDS = {"deepspeed": "pip install --no-build-isolation 'deepspeed>=0.16'"}
 FAULTS = {
     "long_sequences": "straggler",  # the last rank's sequences are twice as long
     "offload": "exposed_copy",  # the optimizer in the host's memory, though the GPU has room: gradients cross PCIe

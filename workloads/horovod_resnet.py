@@ -27,6 +27,10 @@ from parts.pictures import Patterns
 from torch.utils.data import DataLoader, DistributedSampler
 
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
+NEEDS = {
+    "horovod": "HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation horovod (for torch 2.1 and later see the top of"
+    " the script)"
+}
 FAULTS = {
     "no_workers": "input_wait",  # the training thread reads
     "python_metrics": "host_bound",  # statistics in pure Python after each step

@@ -31,6 +31,7 @@ except ImportError:
     sys.exit("lightning_cnn.py needs Lightning: pip install 'lightning>=2.4'")
 
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
+NEEDS = {"lightning": "pip install 'lightning>=2.4'"}
 FAULTS = {
     "no_workers": "input_wait",  # the loader has no workers: Lightning warns of it, and nobody reads that
     "python_callback": "host_bound",  # a callback counts in pure Python after every batch

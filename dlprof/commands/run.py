@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import click
 from dlprof.commands.configured import CONFIG
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.commands.wrap import record
-from dlprof.errors import DlprofError
+from dlprof.errors import RefusedError
 from dlprof.units import count
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def print_list(ctx: click.Context, _param: click.Parameter, given: bool) -> None
         return
     scripts = workloads()
     if not scripts:
-        raise DlprofError(NO_WORKLOADS)
+        raise RefusedError(NO_WORKLOADS)
     for script in scripts:
         faults = constant(script, "FAULTS") or {}
         click.echo(f"{script.stem}: {covers(script)}")
@@ -85,7 +86,7 @@ def run(
     script = find_workload(workload)
     known = constant(script, "FAULTS")
     if fault and known and fault not in known:
-        raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
+        raise RefusedError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
     if ceiling:
         args = ("--ceiling", *args)  # a workload without it reports that
     if ladder:
@@ -94,9 +95,13 @@ def run(
     usual = constant(script, "RANKS")
     there = 0 if procs else count_gpus()
     if gpus and gpus > there:
-        raise DlprofError(f"--gpus {gpus}: there is no more than {count(there, 'GPU')} here; --procs N runs on the CPU")
+        raise RefusedError(
+            f"--gpus {gpus}: there is no more than {count(there, 'GPU')} here; --procs N runs on the CPU"
+        )
     on_gpus = gpus or min(there, usual or there)
     ranks = on_gpus or procs or usual or 2
+    if why := _lacking(script, fault, on_gpus=bool(on_gpus), ranks=ranks):
+        raise RefusedError(why)
     env = dict(os.environ)
     if not on_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -112,10 +117,22 @@ def run(
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
 
 
+def _lacking(script: Path, fault: str | None, *, on_gpus: bool, ranks: int) -> str:
+    """Return why a workload cannot run so here, by what it says itself (`constant`); "" where nothing is known."""
+    for module, how in (constant(script, "NEEDS") or {}).items():
+        if importlib.util.find_spec(module) is None:
+            return f"{script.stem} needs {module}: {how}"
+    if fault in (constant(script, "NEEDS_GPU") or ()) and not on_gpus:
+        return f"{script.stem} --fault {fault} needs a GPU: a CPU cannot show it"
+    if fault in (constant(script, "NEEDS_TWO_RANKS") or ()) and ranks < 2:
+        return f"{script.stem} --fault {fault} needs two ranks: --procs 2, or --gpus 2"
+    return ""
+
+
 def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recording, args: Sequence[str]) -> None:
     """Record a workload with the changes of its LADDER, one more each time, and print what each gave.
 
-    A change with which the workload fails is left out of those that follow. Raises DlprofError if it has no ladder.
+    A change with which the workload fails is left out of those that follow. Raises RefusedError if it has no ladder.
     """
     from dlprof.commands.prove.compare import compare_runs
     from dlprof.files import writing
@@ -123,7 +140,7 @@ def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recordi
 
     rungs = constant(script, "LADDER")
     if not rungs:
-        raise DlprofError(f"{script.stem} has no ladder: it sets no LADDER")
+        raise RefusedError(f"{script.stem} has no ladder: it sets no LADDER")
     most = gpus or procs or (min(count_gpus(), 2) or 2)
     on = ["--gpus"] if gpus or (not procs and count_gpus()) else ["--procs"]
     usual = recording.out or Path("runs", f"{script.stem}-ladder-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -165,14 +182,14 @@ def launcher(script: Path, ranks: int) -> list[str]:
 
 
 def find_workload(name: str) -> Path:
-    """Return the script of a workload named by its path or by its bare name; raise DlprofError if there is none."""
+    """Return the script of a workload named by its path or by its bare name; raise RefusedError if there is none."""
     if Path(name).is_file():
         return Path(name)
     scripts = workloads()
     if found := [script for script in scripts if name in (script.stem, script.name)]:
         return found[0]
     there = ", ".join(script.stem for script in scripts)
-    raise DlprofError(f"no workload {name}; there are: {there}" if there else f"no workload {name}: {NO_WORKLOADS}")
+    raise RefusedError(f"no workload {name}; there are: {there}" if there else f"no workload {name}: {NO_WORKLOADS}")
 
 
 def _ours() -> Path:
@@ -193,7 +210,8 @@ def constant(script: Path, name: str) -> Any:
     """Return the literal that a workload sets a name to, without running it; None if it sets no such name.
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
-    LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number.
+    LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number. NEEDS: the modules that
+    it imports beside torch and NumPy, each with what installs it. NEEDS_GPU, NEEDS_TWO_RANKS: faults.
     """
     import ast
 
@@ -217,7 +235,7 @@ def _parsed(script: Path) -> ast.Module:
     try:
         return ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as e:
-        raise DlprofError(f"{script} is no Python script that can be read: {e}") from None
+        raise RefusedError(f"{script} is no Python script that can be read: {e}") from None
 
 
 def count_gpus() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shlex
 import signal
 import sys
@@ -16,7 +17,7 @@ import click
 
 from dlprof import redaction
 from dlprof.commands.recording import Recording, recording_options
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, RefusedError
 from dlprof.plain import plain, words_of
 from dlprof.record.launch import nsys
 from dlprof.record.launch.child import deaf
@@ -79,10 +80,35 @@ def wrap(ctx: click.Context, recording: Recording, command: tuple[str, ...]) -> 
     record(words, recording, name=name_of(words), env=os.environ)
 
 
+# Options of Python that have a value of their own, and words after which what follows is no script.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_NO_SCRIPT = ("-m", "-c", "-", "--module", "--no-python")
+
+
+def missing_script(words: Sequence[str]) -> str:
+    """Return the script that python or torchrun would not find; "": there is one, or what is started is unknown."""
+    program, rest = Path(words[0]).name, list(words[1:])
+    if re.fullmatch(r"python[\d.]*", program):
+        while rest and rest[0].startswith("-") and rest[0] not in _NO_SCRIPT and not rest[0].startswith(("-m", "-c")):
+            del rest[: 2 if rest[0] in _WITH_VALUE else 1]
+        if rest[:2] not in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+            return rest[0] if rest and not rest[0].startswith("-") and not os.path.exists(rest[0]) else ""  # noqa: PTH110
+        program, rest = "torchrun", rest[2:]
+    script = next((word for word in rest if word.endswith(".py")), "")
+    known = program == "torchrun" and not {*_NO_SCRIPT} & {*rest[: rest.index(script) if script else None]}
+    return script if known and script and not os.path.exists(script) else ""  # noqa: PTH110 - never raises
+
+
 def with_python(ctx: click.Context, command: Sequence[str]) -> list[str]:
-    """Return the words of a command of class OfScript: a script or -m package without `--` runs under this Python."""
+    """Return the words of a command of class OfScript: a script or -m package without `--` runs under this Python.
+
+    Raises RefusedError where the script does not exist.
+    """
     python = not ctx.meta.get(_AS_IS) and (command[0].startswith("-m") or command[0].endswith(".py"))
-    return [sys.executable, *command] if python else list(command)
+    words = [sys.executable, *command] if python else list(command)
+    if script := missing_script(words):
+        raise RefusedError(f"there is no script {script}")
+    return words
 
 
 def record(

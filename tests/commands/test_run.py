@@ -43,12 +43,15 @@ def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
         (["none"], "no workload none; there are: amp_transformer, "),
         (["tells.py", "--gpus", "99"], "--gpus 99: there"),
         (["ddp_resnet", "--fault", "none"], "ddp_resnet has no fault none; there are: blocking_allreduce, "),
+        (["ddp_resnet", "--procs", "1", "--fault", "pageable"], "ddp_resnet --fault pageable needs a GPU"),
+        (["ddp_resnet", "--procs", "1", "--fault", "slow_rank"], "ddp_resnet --fault slow_rank needs two ranks"),
+        (["tells.py", "--procs", "1"], "tells needs nowhere_at_all: pip install it"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "tells.py").write_text(WORKLOAD)
+    (tmp_path / "tells.py").write_text('NEEDS = {"json": "", "nowhere_at_all": "pip install it"}\n' + WORKLOAD)
     done = launch([*DLPROF, "run", *given], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["tells.py"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.commands.wrap import name_of
+from dlprof.commands.wrap import missing_script, name_of
 from dlprof.record.launch import nsys
 from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
 
@@ -177,3 +177,42 @@ def test_the_last_task_reports_though_its_launcher_ends_all(tmp_path: Path) -> N
 )
 def test_a_folders_name_holds_nothing_but_what_runs(command: list[str], named: str) -> None:
     assert name_of(command) == named
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("python nope.py --out x.py", "nope.py"),
+        ("/usr/bin/python3.11 -u -X dev -W error nope.py", "nope.py"),
+        ("python here.py nope.py", ""),
+        ("python -m package nope.py", ""),
+        ("python -mpackage nope.py", ""),
+        ("python -c 1 nope.py", ""),
+        ("python -", ""),
+        ("python", ""),
+        ("python folder", ""),
+        ("torchrun --nproc-per-node 2 nope.py --config other.py", "nope.py"),
+        ("/env/bin/torchrun --standalone here.py nope.py", ""),
+        ("python -m torch.distributed.run --nnodes 1 nope.py", "nope.py"),
+        ("torchrun --nproc-per-node 2 -m package nope.py", ""),
+        ("torchrun --no-python nope.py", ""),
+        ("torchrun --nproc-per-node 2", ""),
+        ("accelerate launch nope.py", ""),  # what is not known starts as it is
+        ("bash nope.py", ""),
+    ],
+)
+def test_a_script_that_does_not_exist_is_refused_before_anything_begins(
+    words: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here.py").touch()
+    Path("folder").mkdir()
+    assert missing_script(words.split()) == missing
+
+
+@pytest.mark.parametrize("command", ["wrap", "fix"])
+def test_the_refusal_is_one_line_and_leaves_nothing(command: str, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool.dlprof.wrap]\nquiet = true\n")
+    done = launch([*DLPROF, command, "nope.py"], tmp_path)
+    assert (done.returncode, done.stderr) == (2, "dlprof: there is no script nope.py\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
