@@ -27,6 +27,7 @@ class Idiom:
     `source`, `frames`: regular expressions, of which one must be found in the text of the line, or in what it calls,
     "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
     before more workers; else it is work that somebody has to do. `last`: what the line calls says more than its source.
+    `around`: as `frames`, but whatever is called within it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Idiom:
     frames: str = ""
     first: bool = True
     last: bool = False
+    around: str = ""
 
 
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
@@ -52,7 +54,15 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://docs.python.org/3/library/zipfile.html#zipfile.ZipFile",
         DATA,
         source=r"\b(ZipFile|TarFile|tarfile\.open|zipfile\.Path)\(",
-        frames=r"_RealGetContents|zipfile\.py|tarfile\.py",
+        frames=r"_RealGetContents|_EndRecData|((Zip|Tar)File\.)?__init__ \(.*(zipfile|tarfile)",
+    ),
+    Idiom(
+        "npz_member",
+        "reads and unpacks a whole array of an `.npz` file each time that it is named",
+        "read the array out of it once, in `__init__`; or save it as `.npy`, opened with `np.load(path, mmap_mode='r')`",
+        "https://numpy.org/doc/stable/reference/generated/numpy.load.html",
+        DATA,
+        around=r"NpzFile\.__getitem__|__getitem__ \(.*npyio",
     ),
     Idiom(
         "hdf5_opened",
@@ -87,7 +97,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://docs.python.org/3/library/zlib.html",
         DATA,
         source=r"\b(zlib|gzip|bz2|lzma|zstd|zstandard|lz4|blosc2?|snappy)\b.*\b(decompress|open|loads?)\w*\(",
-        frames=r"(gzip|bz2|lzma|_compression)\.py",
+        frames=r"(gzip|bz2|lzma|_compression|zipfile|tarfile)\.py|zipfile[/\\]",
     ),
     Idiom(
         "npz_loaded",
@@ -124,6 +134,16 @@ IDIOMS: tuple[Idiom, ...] = (
         DATA,
         source=r"\b(json|orjson|ujson|yaml)\.\w*load\w*\(",
         frames=r"(json|yaml)[/\\]\w+\.py",
+    ),
+    Idiom(
+        "numbers_parsed",
+        "makes numbers of text for every sample",
+        "parse it once, where the file is read or before training, and keep the numbers as one array",
+        "https://numpy.org/doc/stable/user/basics.io.html",
+        DATA,
+        source=r"\bliteral_eval\(|(?<![\w.])eval\(|\bfromstring\(|\b(float|int)\((\w+)\) for \2 in .*split\("
+        r"|\bmap\((float|int), .*split\(",
+        frames=r"literal_eval \(|[/\\]ast\.py",
     ),
     # Samples: tables and records.
     Idiom(
@@ -250,7 +270,7 @@ IDIOMS: tuple[Idiom, ...] = (
         " `torch.randint(len(self), (batch,))`; at least a list in the deque's place",
         "https://docs.python.org/3/library/collections.html#collections.deque",
         ("rest", *DATA),
-        source=r"\brandom\.(sample|choice)\(",
+        source=r"(?<!np\.)(?<!numpy\.)\brandom\.(sample|choice)\(",
     ),
     Idiom(
         "constants_anew",
@@ -545,7 +565,8 @@ IDIOMS: tuple[Idiom, ...] = (
         "`torch.from_numpy(np.array(rows))`; or an array that is indexed with all indices at once",
         _PYTORCH + "generated/torch.tensor.html",
         (*DATA, "rest", *START),
-        source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)",
+        source=r"\btorch\.(tensor|FloatTensor|LongTensor|as_tensor|Tensor)\((?!.*\.(to_numpy|numpy|values)\b)"
+        r"(?!\[?[-+\d.,e ]+\])",  # a few constants
     ),
     # The start.
     Idiom(
@@ -632,11 +653,12 @@ IDIOMS: tuple[Idiom, ...] = (
     ),
     Idiom(
         "histograms",
-        "makes histograms",
-        "make them every k-th step, or of few parameters",
+        "makes histograms or quantiles",
+        "make them only in the steps that log them, every k-th, or of few parameters",
         "https://docs.wandb.ai/models/track/log/",
         LOOP,
-        source=r"\b(histogram|histc|add_histogram)\(|wandb\.Histogram|\.watch\(",
+        source=r"\b(histogram|histc|add_histogram|quantile|kthvalue|svdvals|matrix_rank)\(|\.median\(|wandb\.Histogram"
+        r"|\.watch\(",
         frames=r"histogram",
     ),
     Idiom(
@@ -852,6 +874,9 @@ def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
     outermost first.
     """
     fitting = [one for one in IDIOMS if doing in one.doing]
+    around = next((one for one in fitting if one.around and any(re.search(one.around, f) for f in frames)), None)
+    if around is not None:
+        return around
     by_source = [one for one in fitting if one.source and re.search(one.source, source)]
     by_frames = (one for frame in reversed(frames) for one in fitting if one.frames and re.search(one.frames, frame))
     sure = (one for one in by_source if not one.last)

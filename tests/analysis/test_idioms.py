@@ -11,6 +11,23 @@ LIBRARY = "/env/lib/python3.11/site-packages/"
 # Where a line stands, its source, the functions that it was seen in (the outermost first), and the entry; "": none.
 LINES = [
     ("worker", "with zipfile.ZipFile(path) as archive:", (), "zip_opened"),
+    (
+        "worker",
+        'scan = self.archive["scans"][index]',
+        (
+            f"NpzFile.__getitem__ ({LIBRARY}numpy/lib/_npyio_impl.py:257)",
+            "ZipExtFile.read (/usr/lib/python3.11/zipfile.py:9)",
+        ),
+        "npz_member",
+    ),
+    ("worker", "return self.archive.read(name)", ("ZipExtFile.read (/usr/lib/python3.11/zipfile.py:900)",), "unpacked"),
+    ("worker", "values = ast.literal_eval(self.texts[index])", (), "numbers_parsed"),
+    ("fetch", "x = [float(word) for word in line.split()]", (), "numbers_parsed"),
+    ("fetch", "model.eval()", (), ""),
+    ("rest", "rows = np.random.choice(len(self), 256, replace=False)", (), "drawn_without_repetition"),
+    ("rest", "middle = torch.quantile(size, torch.tensor([0.5, 0.95]))", (), "histograms"),
+    ("rest", "weights = torch.tensor([0.5, -1e-3])", (), ""),
+    ("rest", "weights = torch.tensor([a, b])", (), "list_of_arrays"),
     ("worker", "with open(path) as f:", ("__init__ (/usr/lib/python3.11/zipfile.py:1312)",), "zip_opened"),
     ("worker", 'with h5py.File(self.path, "…") as f:', (), "hdf5_opened"),
     ("worker", "return self.rows[index]", (f"__getitem__ ({LIBRARY}h5py/_hl/dataset.py:790)",), "hdf5_rows"),
