@@ -59,7 +59,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "npz_member",
         "reads and unpacks a whole array of an `.npz` file each time that it is named",
-        "read the array out of it once, in `__init__`; or save it as `.npy`, opened with `np.load(path, mmap_mode='r')`",
+        "read the array out of it once, in `__init__`; or save it as `.npy`, opened by `np.load(path, mmap_mode='r')`",
         "https://numpy.org/doc/stable/reference/generated/numpy.load.html",
         DATA,
         around=r"NpzFile\.__getitem__|__getitem__ \(.*npyio",

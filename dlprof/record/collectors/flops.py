@@ -23,6 +23,7 @@ from dlprof.plain import words_of
 from dlprof.record.calls.attribution import passed_over, passing
 from dlprof.record.calls.frames import Place
 from dlprof.record.captured import capture_test
+from dlprof.record.model.flows import Call, Flows
 from dlprof.record.model.names import Functions, modules_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
@@ -219,6 +220,7 @@ class _Counts:
         self.modules: Counter[tuple[str, str]] = Counter()  # FLOPs by module and part of the step
         self.moved: Counter[str] = Counter()  # bytes that operators read and write, by module
         self._traffic = Traffic()
+        self._flows: Flows | None = Flows()  # None: it has failed
         self._names: dict[Any, str] = {}
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
@@ -247,40 +249,52 @@ class _Counts:
                 self._one_hot.add((out.numel(), out.shape[-1]))
         if phase is not None:
             self._after = PHASES[phase]
+        place = None
         if phase != BACKWARD and not name.startswith("profiler::"):
-            self._see_line("" if phase is None else PHASES[phase], name)
+            place = self._see_line("" if phase is None else PHASES[phase], name)
         moved = self._traffic.see(func, args, out, optimizer=phase == OPTIMIZER)
         formula = _FORMULAS.get(name)
+        tensors = list(tensors_in(args))
+        shape = " ".join("x".join(map(str, t.shape)) for t in tensors) if formula is not None else ""
+        dtype = str(tensors[0].dtype).replace("torch.", "") if tensors else ""
+        flops = 0 if formula is None else formula(args, out)
+        if self._flows is not None:
+            try:
+                moves, elementwise, _ = self._traffic.kind(func)
+                if moves and phase in (BACKWARD, OPTIMIZER):
+                    self._flows.forget(out)
+                else:
+                    call = Call(name, dtype, shape, flops, moved, place)
+                    self._flows.see(call, tensors, args, out, moves=moves, elementwise=elementwise)
+            except Exception:  # noqa: BLE001 - an operator of an unknown form; the arithmetic is counted on
+                self._flows = None
         if moved or formula is not None:
             module = self._functions.module()
             self.moved[module[0]] += moved
         if formula is None:
             self._others[name] += 1
             return
-        tensors = list(tensors_in(args))
-        dtype = str(tensors[0].dtype).replace("torch.", "")
-        flops = formula(args, out)
         if phase == BACKWARD:
             self._backward += flops
         self.modules[module] += flops
-        shape = " ".join("x".join(map(str, t.shape)) for t in tensors)
         sums = self._shapes.setdefault((name, dtype, shape), [0, 0, 0])
         sums[0] += 1
         sums[1] += flops
         sums[2] += moved
 
-    def _see_line(self, phase: str, name: str) -> None:
-        """Count a call of an operator for the script's line that it comes from."""
+    def _see_line(self, phase: str, name: str) -> Place | None:
+        """Count a call of an operator for the script's line that it comes from; return that, if there is one."""
         found = self._clock.observed.calls.line(sys._getframe(2))
         if found is None:
-            return
+            return None
         frame, place = found
         key = (phase, self._after, frame.f_code, frame.f_lineno)
         if key not in self._lines:
             if len(self._lines) >= _MOST_LINES:
-                return
+                return None
             self._places[key] = place()
         self._lines.setdefault(key, Counter())[name] += 1
+        return self._places[key]
 
     def _of_lines(self) -> list[dict[str, Any]]:
         """Return the entries of facts.json for the lines with the most calls."""
@@ -324,6 +338,7 @@ class _Counts:
                 )[:_MOST_SHAPES]
             ],
             "lines": self._of_lines(),
+            "flows": None if self._flows is None else self._flows.facts(),
             **self._traffic.facts(),
             "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
@@ -477,7 +492,7 @@ class Traffic:
 
     def see(self, func: Any, args: Any, out: Any, *, optimizer: bool) -> int:
         """Count one call of an operator; return its bytes: 0 of views, and of what only allocates."""
-        moves, elementwise, written = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
+        moves, elementwise, written = self.kind(func)
         if not moves:
             return 0
         name = func._schema.name
@@ -495,6 +510,10 @@ class Traffic:
                 self._chained += size * elementwise
                 self._chain(elementwise, read, changed, made)
         return size
+
+    def kind(self, func: Any) -> tuple[bool, bool, tuple[int, ...]]:
+        """Return whether an operator moves bytes, whether it is elementwise, and which of its arguments it writes."""
+        return self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
 
     def facts(self) -> dict[str, Any]:
         """Return the operators with most bytes, and the bytes of elementwise ones, as they are and fused."""

@@ -16,6 +16,7 @@ from dlprof.analysis.compute.rules import (
     fp32_matmul,
     growing_cat,
     misaligned_shapes,
+    needless_products,
     one_hot_input,
     recurrent_loop,
     unfused_activation,
@@ -457,10 +458,64 @@ LOSS = {
     "few classes": clear(calls(*((name, ns // 20) for name, ns in LOG)), pytest.approx(0.0135, abs=2e-3)),
 }
 
+
+def followed(kind: str, *, backward: int = 1, **more: Any) -> dict[str, Any]:
+    """Return the counts of a step of one needless product of 4 ms, one of factors, and a convolution."""
+    shapes = {"aten::addmm": "8 9x4 4x8", "aten::bmm": "48x4 4x64", "aten::convolution": "2x16x8x8 4x16x1x1"}
+    count = {"dtype": "float32", "calls": 1, "flops": 1, "bytes": 1}
+    flow = {"kind": kind, "file": "train.py", "line": 7, "function": "Head.forward", "source": "return self.head(x)"}
+    flow |= count | {"operator": "aten::addmm", "shape": shapes["aten::addmm"], "used": 0.25} | more
+    return {
+        "state": "counted",
+        "total": 4,
+        "backward": backward,
+        "shapes": [{"operator": name, "shape": shape, **count} for name, shape in shapes.items()],
+        "moved": [{"operator": "aten::add", "bytes": 100}],
+        "flows": [flow],
+    }
+
+
+HEAD, SCORED = ("aten::addmm", 4 * MS), ("aten::_log_softmax", 2 * MS)
+OF_FACTORS: dict[str, Any] = {"factors": ["aten::bmm", "48x4 4x64"], "moved": {"aten::add": 50}}
+LARGER: dict[str, Any] = {
+    "operator": "aten::convolution",
+    "shape": "2x16x8x8 4x16x1x1",
+    "times": 4,
+    "factors": ["aten::upsample_b", ""],
+}
+ENLARGED = [("aten::upsample_b", 4 * MS), ("aten::upsample_b_backward", 4 * MS), ("aten::convolution", 2 * MS)]
+NEEDLESS = {
+    "rows that are not used": found(
+        calls(HEAD, flops=followed("unused_rows")), 9 * MS, "25 % of the result is used", where=[("train.py", 7)]
+    ),
+    "on a CPU": found(calls(HEAD, flops=followed("unused_rows"), on_cpu=True), 9 * MS, sharp=0.02),
+    "without a backward pass": found(calls(HEAD, flops=followed("unused_rows", backward=0)), 3 * MS),
+    "in a loss, with its softmax": found(
+        calls(HEAD, SCORED, flops=followed("unused_rows", read_by="aten::nll_loss_forward")),
+        (9 + 1.5) * MS,
+        "`keep = labels != -100`",
+        sharp=0.02,
+    ),
+    # The weight's gradient, three products of the factors, and half of what is added.
+    "a weight of factors": found(
+        calls(HEAD, ("aten::bmm", MS), ("aten::add", 2 * MS), flops=followed("low_rank", **OF_FACTORS)),
+        (4 + 3 + 1) * MS,
+        "`base(x) + scale",
+        sharp=0.02,
+    ),
+    "what is enlarged first": found(
+        calls(*ENLARGED, flops=followed("upsampled", **LARGER)), (6 + 4.5) * MS, "convolve first", sharp=0.02
+    ),
+    "another product": clear(calls(HEAD, flops=followed("unused_rows", shape="1x1 1x1"))),
+    "nothing": clear(calls(HEAD, flops=followed("unused_rows") | {"flows": []})),
+    "not followed": unmeasured(calls(HEAD, flops={"state": "counted", "total": 1}), "--flops on"),
+}
+
 CASES = {
     fp32_matmul: FLOAT32,
     float64_compute: FLOAT64,
     misaligned_shapes: MISALIGNED,
+    needless_products: NEEDLESS,
     unfused_optimizer: OPTIMIZER,
     growing_cat: GROWING,
     one_hot_input: INPUT,

@@ -1,0 +1,152 @@
+"""A product computes what is not used, or what another order of the same operators need not compute.
+
+Scores of all tokens, of which the loss counts a few (`ignore_index`), or an index picks them: the rest is computed for
+nothing, and a large vocabulary makes it the largest product of the step. A convolution over single pixels after an
+interpolation: it can be exchanged with that, and sees a part of the pixels. A weight that is put together from factors
+of low rank for each forward pass (LoRA): a product, a sum and a gradient of the weight's size.
+
+Needs a step that was counted (`--flops`), in which results are followed to what reads them, and a trace.
+
+Saving: the traced time of these products and of their gradients, by the share that is not needed; of scores in a loss
+also that of its softmax; of an interpolation its own by the channels that it need not enlarge.
+
+What to change: the order, which gives the same but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
+from dlprof.analysis.compute.operators import operators
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.panel import table
+from dlprof.analysis.timeline.steps import mean_step_ns
+from dlprof.errors import NotMeasured
+from dlprof.result import Place
+from dlprof.units import duration, percent
+
+# By kind: what the line does, and the remedy. Of "unused_rows" another one where a loss counts few of the rows.
+_IN_A_LOSS = "in_a_loss"
+_KINDS: Mapping[str, tuple[str, str]] = {
+    "unused_rows": (
+        "multiplies, and {} of the result is used",
+        "index before this product: multiply only the rows, or by only the columns, that are kept",
+    ),
+    _IN_A_LOSS: (
+        "computes scores of which the loss counts {}",
+        "take the rows that the loss counts before this product (`keep = labels != -100`, then the head of"
+        " `hidden[keep]`, and the loss of `labels[keep]`)",
+    ),
+    "low_rank": (
+        "multiplies by a weight that is put together from factors of low rank each time",
+        "apply the factors to the input one after the other, `base(x) + scale * (x @ A.T) @ B.T`: then neither the sum"
+        " nor its gradient is made",
+    ),
+    "upsampled": (
+        "convolves single pixels of what was made larger before",
+        "convolve first, and interpolate the result, which has fewer channels: both can be exchanged",
+    ),
+}
+_SOFTMAX = ("aten::_log_softmax", "aten::nll_loss")
+_COLUMNS = {
+    "line": "line",
+    "source": "source",
+    "operator": "operator",
+    "shape": "shape",
+    "calls": "times a step",
+    "used": "used",
+    "gone_ns": "needless_ns",
+}
+
+
+@per_rank
+def needless_products(operators: Frame = needs(operators), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return the products of a traced step that need not be so large, a row for each line, operator and shape.
+
+    kind (of `_KINDS`), file, line, function, source, operator, shape, calls, used (a share; NaN: all of it), gone_ns.
+    Raises NotMeasured where results were not followed.
+    """
+    flops = rank.facts.get("flops") or {}
+    if not isinstance(flows := flops.get("flows"), list):
+        raise NotMeasured("no step was counted in which results are followed (--flops on)")
+    passes = 3 if flops.get("backward") else 1
+    moved = {str(one["operator"]): float(one["bytes"]) for one in flops.get("moved") or ()}
+    rows = [_row(one, operators, moved, passes) for one in flows]
+    names = ["kind", "file", "line", "function", *_COLUMNS]
+    return pd.DataFrame(rows, columns=list(dict.fromkeys(names)))
+
+
+def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, float], passes: int) -> dict[str, Any]:
+    kind, used = str(flow["kind"]), float(flow["used"])
+    ns = _took(operators, str(flow["shape"]), int(flow["calls"]))
+    factors = flow.get("factors") or ["", ""]
+    if kind == "unused_rows":
+        gone = passes * ns * (1 - used)
+        if str(flow.get("read_by")).startswith("aten::nll_loss"):
+            kind = _IN_A_LOSS
+            gone += float(operators.loc[operators["operator"].str.startswith(_SOFTMAX), "ns"].sum()) * (1 - used)
+    elif kind == "low_rank":  # the gradient of the weight takes what the forward pass does
+        gone = ns * (passes > 1) + passes * _took(operators, str(factors[1]), int(flow["calls"]))
+        # The sums and multiples, by their share of what such operators move.
+        for name, size in (flow.get("moved") or {}).items():
+            share = min(float(size) * int(flow["calls"]) / max(moved.get(name, 0.0), 1.0), 1.0)
+            gone += share * float(operators.loc[operators["operator"] == name, "ns"].sum())
+        used = float("nan")
+    else:
+        enlarges = operators["operator"].str.startswith(str(factors[0]))
+        gone = float(operators.loc[enlarges, "ns"].sum()) * (1 - used) + passes * ns * (1 - 1 / float(flow["times"]))
+        used = float("nan")
+    return {**flow, "kind": kind, "used": used, "gone_ns": gone}
+
+
+def _took(operators: pd.DataFrame, shape: str, calls: int) -> float:
+    """Return what so many products of operands of these shapes take."""
+    mine = operators[(operators["shape"] == shape) & (operators["calls"] > 0)]
+    return 0.0 if mine.empty else float(mine["ns"].iloc[0] / mine["calls"].iloc[0]) * min(calls, mine["calls"].iloc[0])
+
+
+def check(
+    needless_products: Frame = needs(needless_products),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
+) -> Estimate:
+    if needless_products.empty:
+        return nothing("all that is multiplied is used, as far as results were followed")
+    gone = by_rank(needless_products.groupby("rank", as_index=False)[["gone_ns"]].sum(), "gone_ns")
+    if settings.on_cpu(job):
+        gone = in_all_steps(gone, cpu_parts.get(), cpu_work.get())
+    return Estimate(gone_ns=gone, noise_of=("computation",), loses="goes to products that need not be so large")
+
+
+def explain(
+    estimate: Estimate,
+    needless_products: Frame = needs(needless_products),
+    mean_step_ns: float = needs(mean_step_ns),
+) -> Explanation:
+    mine = estimate.rows(needless_products).sort_values("gone_ns", ascending=False)
+    first = mine.iloc[0]
+    does = _KINDS[str(first["kind"])][0]
+    does = does.format(percent(float(first["used"])))
+    place = Place(str(first["file"]), int(first["line"]), str(first["function"]), what=str(first["source"]))
+    kinds = mine["kind"].drop_duplicates().tolist()
+    return Explanation(
+        title="A product need not be so large",
+        summary=f"{first['function']} ({first['file']}:{first['line']}), `{first['source']}`, {does}:"
+        f" {duration(float(first['gone_ns']))} of a traced step.",
+        changes=tuple(change(_KINDS[kind][1]) for kind in kinds),
+        verdict=f"{percent(estimate.saving_ns / mean_step_ns)} of each step goes to needless products:"
+        f" {first['function']} ({first['file']}:{first['line']}) {does}.",
+        evidence=table(f"Products that need not be so large, a step of rank {estimate.worst}", mine, _COLUMNS),
+        where=(place,),
+        sure="Estimated by what these products took in the traced steps; their gradients as long as they.",
+    )
+
+
+RULE = Rule("Needless products", check, explain, saves_from=("computation", "host", "launch_latency"))

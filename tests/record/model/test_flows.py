@@ -1,0 +1,92 @@
+"""What of a real step's results is followed to what reads it: which products are needless, and which are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import facts
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+# A function each, whose result is a part of the loss; `x` has 32 rows, and `pixels` 16 channels.
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn.functional import conv2d, cross_entropy, interpolate, linear
+torch.manual_seed(0)
+torch.set_num_threads(1)
+head, wide, thick = nn.Linear(64, 48), nn.Linear(64, 96), nn.Linear(64, 64)
+weight, low, high = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((48, 64), (4, 64), (48, 4)))
+full, other = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((40, 64), (48, 40)))
+fewer, more, large = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 32, 1), nn.Conv2d(16, 4, 3)
+layers = [head, wide, thick, fewer, more, large]
+parameters = [weight, low, high, full, other, *(p for layer in layers for p in layer.parameters())]
+optimizer = torch.optim.AdamW(parameters)
+labels = torch.arange(32) % 48
+few = torch.where(torch.arange(32) % 4 == 0, labels, -100)
+mask = few != -100
+
+def picked_by_a_mask(x, pixels): return head(x)[mask].sum()
+def picked_by_rows(x, pixels): return head(x)[:8].sum()
+def ignored_by_the_loss(x, pixels): return cross_entropy((head(x) * 2).float(), few)
+def twice_the_same_rows(x, pixels):
+    y = head(x)
+    return y[:8].sum() + y[:8].mean()
+def nearly_all(x, pixels): return cross_entropy(head(x)[:-1], labels[1:])
+def three_parts(x, pixels):
+    q, k, v = wide(x).chunk(3, -1)
+    return (q * k * v).sum()
+def one_value_of_each_row(x, pixels): return head(x).gather(1, labels[:, None]).sum()
+def all_for_a_metric(x, pixels):
+    y = head(x)
+    return cross_entropy(y, few) + 0 * y.argmax(-1).float().mean()
+def used_by_a_product(x, pixels): return thick(thick(x))[:, :8].mean() + thick(x).relu().sum()
+def factors(x, pixels): return linear(x, weight + 0.5 * (high @ low)).sum()
+def factors_apart(x, pixels): return (linear(x, weight) + 0.5 * (x @ low.t()) @ high.t()).sum()
+def factors_of_full_rank(x, pixels): return linear(x, weight + other @ full).sum()
+def a_normed_weight(x, pixels): return linear(x, weight / weight.norm()).sum()
+def enlarged_before(x, pixels): return fewer(interpolate(pixels, scale_factor=2, mode="bilinear")).sum()
+def enlarged_after(x, pixels): return interpolate(fewer(pixels), scale_factor=2, mode="bilinear").sum()
+def enlarged_for_a_neighbourhood(x, pixels): return large(interpolate(pixels, scale_factor=2)).sum()
+def enlarged_for_a_curve(x, pixels): return fewer(interpolate(pixels, scale_factor=2).relu()).sum()
+def enlarged_for_more_channels(x, pixels): return more(interpolate(pixels, scale_factor=2)).sum()
+
+cases = [f for name, f in list(globals().items()) if getattr(f, "__code__", None) and f.__module__ == __name__]
+for n in range(14):
+    x, pixels = torch.randn(32, 64), torch.randn(2, 16, 8, 8)
+    optimizer.zero_grad()
+    loss = sum(case(x, pixels) for case in cases)
+    loss.backward()
+    optimizer.step()
+"""
+NEEDLESS = {
+    "picked_by_a_mask": ("unused_rows", "aten::addmm", 0.25),
+    "picked_by_rows": ("unused_rows", "aten::addmm", 0.25),
+    "ignored_by_the_loss": ("unused_rows", "aten::addmm", 0.25),
+    "twice_the_same_rows": ("unused_rows", "aten::addmm", 0.25),
+    "used_by_a_product": ("unused_rows", "aten::addmm", 0.125),
+    "factors": ("low_rank", "aten::mm", 0.0),
+    "enlarged_before": ("upsampled", "aten::convolution", 0.25),
+}
+
+
+def test_needless_products_are_found_and_no_others(tmp_path: Path) -> None:
+    run_recorded(tmp_path, SCRIPT)
+    flops = facts(tmp_path / "run/ranks/00000")["flops"]
+    assert (flops["state"], flops["why"]) == ("counted", "")
+    found = {row["function"]: row for row in flops["flows"]}
+    assert {name: (row["kind"], row["operator"], row["used"]) for name, row in found.items()} == NEEDLESS
+    assert len(found) == len(flops["flows"]) <= 8
+    assert {row["calls"] for row in found.values()} == {1}
+    assert found["ignored_by_the_loss"]["read_by"] == "aten::nll_loss_forward"
+    # A multiple, and the sum with the weight: 48 x 64 values of 4 bytes, two and three of each.
+    values = 48 * 64 * 4
+    factors = found["factors"]
+    assert (factors["factors"], factors["shape"]) == (["aten::mm", "48x4 4x64"], "32x64 64x48")
+    assert factors["moved"] == {"aten::mul": 2 * values, "aten::add": 3 * values}
+    assert (found["enlarged_before"]["times"], found["enlarged_before"]["flops"]) == (4.0, 2 * 2 * 4 * 256 * 16)
+    text = (tmp_path / "train.py").read_text().splitlines()
+    assert all(f"def {name}(" in text[row["line"] - 1] or name.startswith("twice") for name, row in found.items())
