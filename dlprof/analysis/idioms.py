@@ -313,8 +313,9 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "drawn_without_repetition",
         "draws without repetition, or what is not in a set, from many: each time all of them are copied",
-        "draw the numbers of all at once with repetition (`rng.integers(n, size=k)`), and those again that are not"
-        " allowed (`np.searchsorted`, `np.isin`)",
+        "`rng.choice(n, k, replace=False)` of `rng = np.random.default_rng()`, which copies none; of what is not in a"
+        " set: draw all at once with repetition (`rng.integers(n, size=k)`), and those again that are not allowed"
+        " (`np.searchsorted`, `np.isin`)",
         "https://numpy.org/doc/stable/reference/random/generated/numpy.random.Generator.integers.html",
         ("rest", *DATA, *START),
         source=r"\bchoice\(.*replace=False|\bsetdiff1d\(|\blist\(.* - set\(|\bset\(range\(",

@@ -31,6 +31,8 @@ from dlprof.analysis.timeline.stalls import KINDS, by_phase, stall_means
 from dlprof.analysis.timeline.steady import (
     STRETCHES,
     device_type,
+    error_in_turn,
+    in_turn,
     on_device_clock,
     standard_error,
     steady_steps,
@@ -115,12 +117,13 @@ def parts_noise(
     steady_steps: Maybe[Frame] = maybe(steady_steps),
     blocked: tuple[float, float] | None = needs(blocked),
     patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns),
+    in_turn: Maybe[int] = maybe(in_turn),
 ) -> Parts:
     """Return the standard error of each part's mean over the steps that it was measured in, ns."""
     traced = {c: iv.per_slot(p, timing.edges).astype(float) for c, p in (partition.or_none() or {}).items()}
     if timing.usual.sum() > 1:
         traced = {c: ns[timing.usual] for c, ns in traced.items()}
-    noise = {c: standard_error(ns) for c, ns in traced.items()}
+    noise = {c: error_in_turn(ns, in_turn.or_none() or 1) for c, ns in traced.items()}
     if timing.source == "trace":
         return noise
     categories = {category for category, _ in recorded.get()}

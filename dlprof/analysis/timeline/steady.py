@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -223,6 +225,36 @@ def standard_error(values: NDArray[np.float64]) -> float:
     Twice this is half of the 95 % confidence interval, for any number of values.
     """
     return float(standard_errors(values[np.newaxis])[0])
+
+
+# Steps come in turn, as those of two networks that are trained against each other, where their place in so many steps
+# says this share of how their lengths vary, seen in so many turns.
+_MOST_IN_TURN, _SAID, _TURNS = 8, 0.8, 8
+
+
+@within_rank
+def in_turn(steady_steps: Frame = needs(steady_steps)) -> int:
+    """Return in how many steps of different lengths the steady ones repeat; 1: they do not."""
+    length, number = steady_steps["length_ns"].to_numpy(dtype=float), steady_steps["step"].to_numpy()
+    whole = float(((length - length.mean()) ** 2).sum()) if len(length) else 0.0
+    for several in range(2, _MOST_IN_TURN + 1):
+        if whole and len(length) >= _TURNS * several and len(np.unique(number % several)) == several:
+            of_place = pd.Series(length).groupby(number % several).transform("mean").to_numpy()
+            if float(((length - of_place) ** 2).sum()) <= (1 - _SAID) * whole:
+                return several
+    return 1
+
+
+def error_in_turn(values: NDArray[np.float64], several: int) -> float:
+    """Return the standard error of the mean of consecutive steps of which so many come in turn, by what is left of them
+    without the mean of their place; as `standard_error` where there are too few.
+    """
+    if several < 2 or len(values) <= several:
+        return standard_error(values)
+    place = np.arange(len(values)) % several
+    left = values - pd.Series(values).groupby(place).transform("mean").to_numpy()
+    freedom = len(values) - several
+    return widened(freedom) * math.sqrt(float((left**2).sum()) / freedom / len(values))
 
 
 def stretch_means(values: NDArray[np.float64]) -> NDArray[np.float64]:

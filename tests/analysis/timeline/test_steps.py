@@ -18,7 +18,15 @@ from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import spread
 from dlprof.analysis.timeline.patterns import periodic
 from dlprof.analysis.timeline.stalls import compilations, stall_means, stalled_steps
-from dlprof.analysis.timeline.steady import STRETCHES, light_steps, standard_error, steady_steps, stretch_means
+from dlprof.analysis.timeline.steady import (
+    STRETCHES,
+    error_in_turn,
+    in_turn,
+    light_steps,
+    standard_error,
+    steady_steps,
+    stretch_means,
+)
 from dlprof.analysis.timeline.steps import mean_step_ns, of_step, phases_of_step, step_means, step_series, timing
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
@@ -480,3 +488,51 @@ def test_traced_steps_with_it_are_left_out_and_others_are_no_noise(tmp_path: Pat
     assert asked(run, part, "periodic_work")[0] == pytest.approx(80 * MS * 11 / 195)
     assert asked(run, part, "computation")[0] == pytest.approx(2 * MS)
     assert asked(run, part_noise, "host") == pytest.approx(0, abs=1)
+
+
+NOISE = np.random.default_rng(3).normal(size=200).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ms", "several"),
+    [
+        ([2, 9] * 20, 2),
+        ([4 + 3 * (n % 6 == 5) + 0.1 * NOISE[n] for n in range(60)], 6),
+        ([10 + NOISE[n] for n in range(60)], 1),
+        ([5 + n for n in range(60)], 1),  # they grow
+        ([2 + 7 * (n % 2) + 8 * NOISE[n] ** 2 for n in range(60)], 1),  # their place says little
+        ([2, 9] * 7, 1),  # too few
+        ([2] * 40, 1),
+        ([2 + 7 * (n % 12 == 3) for n in range(120)], 1),  # seldom: that is periodic work
+    ],
+)
+def test_steps_that_come_in_turn_are_known_by_their_lengths(ms: Sequence[float], several: int, tmp_path: Path) -> None:
+    path = runs.recorded(tmp_path / "run", (None, [light(n, int(of * MS)) for n, of in enumerate(ms)], runs.CPU))
+    assert RankData(open_run(path).ranks[0]).once(in_turn) == several
+
+
+@pytest.mark.parametrize(
+    ("values", "several", "error"),
+    [
+        ([1, 7, 1, 7, 1], 2, 0.0),
+        ([1, 7, 1, 7, 1], 1, standard_error(np.array([1, 7, 1, 7, 1.0]))),
+        ([1, 7], 2, standard_error(np.array([1, 7.0]))),
+        # What is left: 1, 0, -1, 0 and 0, with three degrees of freedom, and Student's t for three.
+        ([2, 7, 0, 7, 1], 2, 1.62 * (2 / 3 / 5) ** 0.5),
+    ],
+)
+def test_what_a_place_in_turn_explains_is_no_noise(values: list[float], several: int, error: float) -> None:
+    assert error_in_turn(np.array(values, float), several) == pytest.approx(error)
+
+
+def test_parts_of_steps_that_come_in_turn_are_as_sure_as_those_of_their_places(tmp_path: Path) -> None:
+    # Traced steps of 2 and 10 ms in turn, of which an operator takes all but 1 ms.
+    events, at = list[Any](), 0
+    for n in range(6):
+        length = (2, 10)[n % 2] * MS
+        events += [traces.step(n, at, length), traces.op("aten::mm", at, length - MS)]
+        at += length
+    for steps, sure in (([light(n, (2, 10)[n % 2] * MS) for n in range(60)], True), (alike(60, 6 * MS), False)):
+        run = measured(tmp_path / str(sure), steps, traces.trace(*events, device=""))
+        noise = part_noise(run.frame(breakdown), "computation")
+        assert (noise < 0.01 * MS) is sure
