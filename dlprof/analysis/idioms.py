@@ -691,6 +691,15 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"torchmetrics[/\\]|sklearn[/\\]metrics",
     ),
     Idiom(
+        "all_sorted",
+        "sorts all values of each row",
+        "`topk(k)` where the largest few are enough; the place of one value is the number of larger ones:"
+        " `(scores > scores.gather(1, target[:, None])).sum(1)`",
+        _PYTORCH + "generated/torch.topk.html",
+        LOOP,
+        source=r"\bargsort\(|\btorch\.sort\(|\.sort\((dim\b|-?\d|descending)",
+    ),
+    Idiom(
         "metrics_on_the_host",
         "computes metrics with NumPy or scikit-learn",
         "compute them with tensors, on the device (torchmetrics), and every k-th step",

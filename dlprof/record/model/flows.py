@@ -17,13 +17,14 @@ from dlprof.record.calls.frames import Place
 
 # Of a product, at most this share is used where it is kept; and so many kinds are.
 _LITTLE = 0.5
-_MOST_FLOWS = 8
+_MOST_FLOWS = 12
 
 # They give a row for each row, as elementwise operators do: what reads their result reads the product.
 _BY_ROW = ("aten::_log_softmax", "aten::_softmax", "aten::_to_copy", "aten::clone")
 # Of a convolution or an attention no part can be left out by an index before it.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
 _LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_COPIES = ("aten::_to_copy", "aten::clone")
 _PICKS = ("aten::index", "aten::index_select")
 
 
@@ -68,6 +69,7 @@ class Flows:
         self._made: dict[int, tuple[_Product, int]] = {}  # by storage, with the number of its values
         self._weights: dict[int, _Weight] = {}  # by storage, as are parameters, which no product made
         self._larger: dict[int, tuple[Call, float]] = {}  # what was interpolated to so many times as many pixels
+        self._one_hot: set[int] = set()  # storages of ones among zeros
         self._found: list[dict[str, Any]] = []
 
     def see(self, call: Call, tensors: list[Any], args: Any, out: Any, *, moves: bool, elementwise: bool) -> None:
@@ -92,9 +94,14 @@ class Flows:
             self._multiplied(call, tensors, args)
         weights = [self._weights.get(_storage(t)) for t in tensors]
         place = _storage(out)
-        if any(_storage(t) == place for t in tensors):
-            return  # in place
+        if any(_storage(t) == place for t in tensors):  # in place
+            if call.operator == "aten::scatter_" and not hasattr(args[3], "untyped_storage"):
+                self._one_hot.add(place)
+            return
+        ones = call.operator in _COPIES and any(_storage(t) in self._one_hot for t in tensors)
         self.forget(out)
+        if ones:
+            self._one_hot.add(place)
         if weights and all(weights):
             known = [one for one in weights if one is not None]
             moved = sum((one.moved for one in known), Counter[str]())
@@ -130,6 +137,7 @@ class Flows:
             if hasattr(t, "untyped_storage"):
                 for known in (self._made, self._weights, self._larger):
                     known.pop(_storage(t), None)
+                self._one_hot.discard(_storage(t))
 
     def _read(self, call: Call, tensors: list[Any], args: Any, out: Any) -> None:
         """Note which part of each product an operator reads."""
@@ -148,7 +156,10 @@ class Flows:
             product.parts[where] = max(product.parts.get(where, 0.0), part)
 
     def _multiplied(self, call: Call, tensors: list[Any], args: Any) -> None:
-        """Keep a product with a weight that was made of factors, and a convolution of what was made larger."""
+        """Keep a product with a weight that was made of factors, or of one-hot rows; a convolution after enlarging."""
+        rows = args[call.operator in ("aten::addmm", "aten::baddbmm")]
+        if call.operator in _PRODUCTS and _storage(rows) in self._one_hot:
+            self._keep("one_hot", call)
         made = [self._weights.get(_storage(t)) for t in tensors]
         if not all(made):
             weight, t = next(

@@ -503,6 +503,13 @@ NEEDLESS = {
         "`base(x) + scale",
         sharp=0.02,
     ),
+    "one-hot rows": found(
+        calls(("aten::scatter_", MS), ("aten::mean", MS), HEAD, flops=followed("one_hot")),
+        (2 * 4 + 1) * MS,
+        "weight[index]",
+        sharp=0.02,
+    ),
+    "one-hot rows that another rule has": clear(calls(*ROWS, HEAD, flops=of_rows() | followed("one_hot"))),
     "what is enlarged first": found(
         calls(*ENLARGED, flops=followed("upsampled", **LARGER)), (6 + 4.5) * MS, "convolve first", sharp=0.02
     ),

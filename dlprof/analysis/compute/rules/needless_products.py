@@ -1,9 +1,11 @@
 """A product computes what is not used, or what another order of the same operators need not compute.
 
 Scores of all tokens, of which the loss counts a few (`ignore_index`), or an index picks them: the rest is computed for
-nothing, and a large vocabulary makes it the largest product of the step. A convolution over single pixels after an
-interpolation: it can be exchanged with that, and sees a part of the pixels. A weight that is put together from factors
-of low rank for each forward pass (LoRA): a product, a sum and a gradient of the weight's size.
+nothing, and a large vocabulary makes it the largest product of the step. One-hot rows that `scatter_` has written and
+a product multiplies: they only select rows of the other matrix (`one_hot_input` sees those of `one_hot`). A
+convolution over single pixels after an interpolation: it can be exchanged with that, and sees a part of the pixels. A
+weight that is put together from factors of low rank for each forward pass (LoRA): a product, a sum and a gradient of
+the weight's size.
 
 Needs a step that was counted (`--flops`), in which results are followed to what reads them, and a trace.
 
@@ -21,6 +23,7 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis import settings
+from dlprof.analysis.chains.one_hot import one_hots
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
 from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
@@ -47,6 +50,10 @@ _KINDS: Mapping[str, tuple[str, str]] = {
         "multiplies by a weight that is put together from factors of low rank each time",
         "apply the factors to the input one after the other, `base(x) + scale * (x @ A.T) @ B.T`: then neither the sum"
         " nor its gradient is made",
+    ),
+    "one_hot": (
+        "multiplies one-hot rows, which only selects rows of the other matrix",
+        "`torch.nn.functional.embedding(index, weight)`, or `weight[index]`; to count them, `torch.bincount`",
     ),
     "upsampled": (
         "convolves single pixels of what was made larger before",
@@ -98,6 +105,9 @@ def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, f
             share = min(float(size) * int(flow["calls"]) / max(moved.get(name, 0.0), 1.0), 1.0)
             gone += share * float(operators.loc[operators["operator"] == name, "ns"].sum())
         used = float("nan")
+    elif kind == "one_hot":  # no gradient is made of the rows
+        gone, used = ns * min(passes, 2), float("nan")
+        gone += float(operators.loc[operators["operator"] == "aten::scatter_", "ns"].sum())
     else:
         enlarges = operators["operator"].str.startswith(str(factors[0]))
         gone = float(operators.loc[enlarges, "ns"].sum()) * (1 - used) + passes * ns * (1 - 1 / float(flow["times"]))
@@ -113,24 +123,31 @@ def _took(operators: pd.DataFrame, shape: str, calls: int) -> float:
 
 def check(
     needless_products: Frame = needs(needless_products),
+    one_hots: Maybe[Frame] = maybe(one_hots),
     cpu_parts: Maybe[Frame] = maybe(cpu_parts),
     cpu_work: Maybe[Frame] = maybe(cpu_work),
     job: Job = needs(JOB),
 ) -> Estimate:
+    if (known := one_hots.or_none()) is not None and len(known):  # `one_hot_input` has them
+        needless_products = needless_products[needless_products["kind"] != "one_hot"]
     if needless_products.empty:
         return nothing("all that is multiplied is used, as far as results were followed")
     gone = by_rank(needless_products.groupby("rank", as_index=False)[["gone_ns"]].sum(), "gone_ns")
     if settings.on_cpu(job):
         gone = in_all_steps(gone, cpu_parts.get(), cpu_work.get())
-    return Estimate(gone_ns=gone, noise_of=("computation",), loses="goes to products that need not be so large")
+    return Estimate(
+        gone_ns=gone,
+        noise_of=("computation",),
+        loses="goes to products that need not be so large",
+        seen=needless_products,
+    )
 
 
 def explain(
     estimate: Estimate,
-    needless_products: Frame = needs(needless_products),
     mean_step_ns: float = needs(mean_step_ns),
 ) -> Explanation:
-    mine = estimate.rows(needless_products).sort_values("gone_ns", ascending=False)
+    mine = estimate.rows(estimate.seen).sort_values("gone_ns", ascending=False)
     first = mine.iloc[0]
     does = _KINDS[str(first["kind"])][0]
     does = does.format(percent(float(first["used"])))
