@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -83,13 +84,14 @@ class Flows:
             return
         if not hasattr(out, "untyped_storage"):
             self._read(call, tensors, args, out)
-            self.forget(out)
+            self.forget(out, {_storage(t) for t in tensors})
             return
         source = None
         if elementwise or call.operator in _BY_ROW:
             source = next((one for t in tensors if (one := self._made.get(_storage(t)))), None)
-        if source is None or 2 * out.numel() < source[1]:
-            self._read(call, tensors, args, out)
+        if source is not None and 2 * out.numel() < source[1]:
+            source = None
+        self._read(call, tensors, args, out, but=source and source[0])
         if call.flops:
             self._multiplied(call, tensors, args)
         weights = [self._weights.get(_storage(t)) for t in tensors]
@@ -113,7 +115,7 @@ class Flows:
         elif call.flops and call.operator in _PRODUCTS:
             self._products.append(_Product(call))
             self._made[place] = self._products[-1], out.numel()
-        elif source is not None and 2 * out.numel() >= source[1]:
+        elif source is not None:
             self._made[place] = source[0], out.numel()
         elif "upsample" in call.operator and tensors:
             self._larger[place] = call, out.numel() / max(tensors[0].numel(), 1)
@@ -131,19 +133,22 @@ class Flows:
             row["calls"], row["flops"] = row["calls"] + 1, row["flops"] + flow["flops"]
         return sorted(rows.values(), key=lambda row: -row["flops"])[:_MOST_FLOWS]
 
-    def forget(self, out: Any) -> None:
-        """Forget the tensors that are gone, and whose storages those now have that an operator has made."""
+    def forget(self, out: Any, given: Collection[int] = ()) -> None:
+        """Forget the tensors that are gone, and whose storages those now have that an operator has made.
+
+        `given`: storages of its arguments, of which some operators return parts without a word (`unsafe_split`).
+        """
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if hasattr(t, "untyped_storage"):
+            if hasattr(t, "untyped_storage") and _storage(t) not in given:
                 for known in (self._made, self._weights, self._larger):
                     known.pop(_storage(t), None)
                 self._one_hot.discard(_storage(t))
 
-    def _read(self, call: Call, tensors: list[Any], args: Any, out: Any) -> None:
-        """Note which part of each product an operator reads."""
+    def _read(self, call: Call, tensors: list[Any], args: Any, out: Any, but: _Product | None = None) -> None:
+        """Note which part of each product an operator reads, `but` of that which its result stands for."""
         for n, t in enumerate(tensors):
             known = self._made.get(_storage(t))
-            if known is None:
+            if known is None or known[0] is but:
                 continue
             product, values = known
             part = t.numel() / max(values, 1)

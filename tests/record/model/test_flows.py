@@ -21,8 +21,9 @@ torch.set_num_threads(1)
 head, wide, thick = nn.Linear(64, 48), nn.Linear(64, 96), nn.Linear(64, 64)
 weight, low, high = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((48, 64), (4, 64), (48, 4)))
 full, other = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((40, 64), (48, 40)))
+recurrent, around = nn.GRU(64, 32), nn.Linear(96, 96)
 fewer, more, large = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 32, 1), nn.Conv2d(16, 4, 3)
-layers = [head, wide, thick, fewer, more, large]
+layers = [recurrent, around, head, wide, thick, fewer, more, large]
 parameters = [weight, low, high, full, other, *(p for layer in layers for p in layer.parameters())]
 optimizer = torch.optim.AdamW(parameters)
 labels = torch.arange(32) % 48
@@ -39,6 +40,12 @@ def nearly_all(x, pixels): return cross_entropy(head(x)[:-1], labels[1:])
 def three_parts(x, pixels):
     q, k, v = wide(x).chunk(3, -1)
     return (q * k * v).sum()
+def a_recurrent_layer(x, pixels): return recurrent(x[:, None])[0][-1].sum()
+def a_cell_in_a_loop(x, pixels):
+    rows, hidden = wide(x), torch.zeros(8, 96)
+    for n in range(4):
+        hidden = torch.tanh(around(hidden) + rows[8 * n : 8 * n + 8])
+    return hidden.sum()
 def one_value_of_each_row(x, pixels): return head(x).gather(1, labels[:, None]).sum()
 def all_for_a_metric(x, pixels):
     y = head(x)
