@@ -151,13 +151,13 @@ class Flows:
             if known is None or known[0] is but:
                 continue
             product, values = known
-            part = t.numel() / max(values, 1)
-            if call.operator in _PICKS and n == 0:
-                part = out.numel() / max(values, 1)
+            part, where = t.numel() / max(values, 1), (_storage(t), t.storage_offset())
+            if call.operator in _PICKS and n == 0:  # each picks others, as far as is known
+                part, where = out.numel() / max(values, 1), (-1, len(product.parts))
             elif call.operator in _LOSSES and n == 0:
                 target, ignored = args[1], args[4]
                 part *= float((target != ignored).float().mean().item()) if target.numel() else 1.0
-            product.read_by, where = call.operator, (_storage(t), t.storage_offset())
+            product.read_by = call.operator
             product.parts[where] = max(product.parts.get(where, 0.0), part)
 
     def _multiplied(self, call: Call, tensors: list[Any], args: Any) -> None:
