@@ -277,7 +277,12 @@ def _watch_optimizers(recorder: Recorder) -> None:
     is_captured = clock.is_captured
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not (is_traced() or is_captured()) and clock.begin_optimizer(optimizer):
+        if is_traced() or is_captured():
+            return
+        new = clock.begin_optimizer(optimizer)
+        if len(observed.optimizers) > 1:
+            observed.dropped.see(optimizer, observed.optimizers)
+        if new:
             observed.calls.see("optimizer_step")
             _watch_exchange(recorder, optimizer)
 

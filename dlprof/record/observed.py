@@ -10,6 +10,7 @@ from typing import Any
 
 from dlprof.record.calls.seen import Calls
 from dlprof.record.loaders import LoaderSeen, Padding, Pass, Referable, adopt, begin_pass, loader_of, settings_of
+from dlprof.record.model.dropped import Dropped
 from dlprof.record.model.names import parameters_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
@@ -31,6 +32,7 @@ class Observed:
     news: bool = False  # something is not in facts.json yet
     calls: Calls = field(default_factory=Calls)
     padding: Padding = field(default_factory=Padding)
+    dropped: Dropped = field(default_factory=Dropped)
     loaders: list[LoaderSeen] = field(default_factory=list)
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)

@@ -151,6 +151,7 @@ class Facts:
             "models": self._describe(_model, observed.models),
             "optimizers": self._describe(_optimizer, observed.optimizers),
             "untrained": self._untrained(observed.models, observed.optimizers),
+            "dropped": _ask(observed.dropped.facts, observed.models, observed.optimizers, name="dropped gradients"),
             "options": [*observed.options.values()],
             "subnormal": self._subnormal,
             "autocast": observed.autocast,

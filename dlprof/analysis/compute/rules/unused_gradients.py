@@ -4,13 +4,18 @@ Where only a part of a model is trained, as a new head on a backbone, its other 
 and the backward pass goes through all of them: twice the work of the forward pass, for gradients that are never used.
 They are kept as well, and grow from step to step where only the optimizer's own are set to zero.
 
-Needs the facts of the recorder, which compares the models' parameters with those in the optimizers, and a trace with
-modules.
+Where networks are trained against each other, a pass for one often goes through another, whose gradients are set to
+None before its own optimizer steps: a critic's update that walks back through the generator.
 
-Saving: the backward pass of the models, or direct children of a model, of which no parameter is in an optimizer. That
-is the most that it can be: where something before them is trained, a part of it must be.
+Needs the facts of the recorder, which compares the models' parameters with those in the optimizers and looks at
+gradients before each optimizer's step, and a trace with modules.
 
-What to change: `requires_grad_(False)` on them, or their forward pass under `torch.no_grad()`.
+Saving: the backward pass of the models, or direct children of a model, of which no parameter is in an optimizer, or
+the share of it whose gradients are thrown away. That is the most that it can be: where something before them is
+trained, a part of it must be.
+
+What to change: `requires_grad_(False)` on them, or their forward pass under `torch.no_grad()`, or `.detach()` of its
+result.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
-from dlprof.units import duration, few
+from dlprof.units import duration, few, percent
 
 _COLUMNS = {"path": "module", "forward_ns": "forward_ns", "backward_ns": "backward_ns"}
 
@@ -32,14 +37,19 @@ def check(
     known = [names for rank in job.ranks if isinstance(names := job.facts[rank].get("untrained"), list)]
     if not known:
         raise NotMeasured("which parameters are in an optimizer was not recorded")
-    if not any(known):
-        return nothing("each part of the model has parameters in an optimizer")
-    names = set(known[0]).intersection(*known[1:])
-    mine = module_means[module_means["path"].isin(names)]
+    dropped = {
+        str(one["module"]): float(one["dropped"]) / float(one["passes"])
+        for one in job.facts[job.ranks[0]].get("dropped") or ()
+    }
+    shares = dropped | dict.fromkeys(set(known[0]).intersection(*known[1:]), 1.0)
+    if not shares:
+        return nothing("each part of the model has parameters in an optimizer, which uses their gradients")
+    mine = module_means[module_means["path"].isin(shares)]
     mine = mine[~mine["path"].duplicated()]
+    mine = mine.assign(share=mine["path"].map(shares), gone_ns=mine["backward_ns"] * mine["path"].map(shares))
     whole = mine["path"].str.startswith("(")
     mine = mine[whole] if whole.any() else mine
-    cost = float(mine["backward_ns"].sum())
+    cost = float(mine["gone_ns"].sum())
     cost *= min(mean_step_ns / float(module_means["total_ns"].iloc[0]), 1.0)  # tracing makes steps longer
     return Estimate(
         saving_ns=cost,
@@ -50,8 +60,10 @@ def check(
 
 
 def explain(estimate: Estimate) -> Explanation:
-    mine = estimate.seen.sort_values("backward_ns", ascending=False)
+    mine = estimate.seen.sort_values("gone_ns", ascending=False)
     named = few([f"`{path.strip('()')}`" for path in mine["path"]], 4)
+    if (mine["share"] < 1).all():
+        return _dropped(estimate, mine, named)
     return Explanation(
         title="Gradients are computed that no optimizer uses",
         summary=f"No parameter of {named} is in an optimizer, and all of its gradients are computed:"
@@ -64,6 +76,27 @@ def explain(estimate: Estimate) -> Explanation:
         ),
         evidence=table("Modules whose gradients nothing uses", mine, _COLUMNS),
         sure="The backward pass of these modules as traced: the most that it can be.",
+        at_most=True,
+    )
+
+
+def _dropped(estimate: Estimate, mine: Frame, named: str) -> Explanation:
+    first = mine.iloc[0]
+    name = f"`{first['path'].strip('()')}`"
+    return Explanation(
+        title="Gradients are computed and thrown away",
+        summary=f"After {percent(first['share'])} of the backward passes through {name} the gradients of its parameters"
+        f" are thrown away before its optimizer steps: up to {duration(estimate.saving_ns)} of each step"
+        + (f", with those of {named}." if len(mine) > 1 else "."),
+        changes=(
+            change(
+                f"run {name} under `torch.no_grad()`, or `.detach()` its result, where another network alone is"
+                " trained; `requires_grad_(False)` on a network that is only walked through"
+            ),
+        ),
+        evidence=table("Modules whose gradients are thrown away", mine, {**_COLUMNS, "share": "thrown away"}),
+        sure="The backward pass of these modules as traced, by the share of passes: the most that it can be, for what"
+        " lies before them may need a part of it.",
         at_most=True,
     )
 

@@ -1,0 +1,73 @@
+"""Counts backward passes whose gradients for an optimizer's parameters are thrown away before that optimizer steps.
+
+Where two networks are trained against each other, or one by another, a backward pass for one often goes through the
+other too. What it leaves there is set to None before it is used. Seen at each optimizer's step, by one parameter of
+every optimizer: whether its gradient is another object than before, or has been added to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dlprof.record.model.names import children_of, class_of, parameters_of, unwrapped
+
+# So many steps of optimizers are looked at, and so many optimizers.
+_MOST_LOOKS, _MOST_OPTIMIZERS = 2000, 8
+
+
+@dataclass(slots=True)
+class _Seen:
+    mark: tuple[int, int] | None = None  # the gradient's identity and version at the last look
+    waiting: weakref.ref[Any] | None = None  # a gradient that another optimizer's passes have left
+    passes: int = 0  # of those that left it
+    dropped: int = 0
+    used: int = 0
+
+
+class Dropped:
+    """Follows the gradients of a job with several optimizers."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+        self._looks = 0
+
+    def see(self, steps: Any, optimizers: Iterable[weakref.ref[Any]]) -> None:
+        """Look at every optimizer's gradients just before one of them `steps`."""
+        if self._looks >= _MOST_LOOKS:
+            return
+        self._looks += 1
+        for one in [one for ref in optimizers if (one := ref()) is not None][:_MOST_OPTIMIZERS]:
+            seen, gradient = self._seen.setdefault(id(one), _Seen()), _gradient(one)
+            mark = None if gradient is None else (id(gradient), int(gradient._version))
+            if seen.waiting is not None and (one is steps or mark != seen.mark) and seen.waiting() is not gradient:
+                seen.dropped, seen.waiting, seen.passes = seen.dropped + seen.passes, None, 0
+            if one is steps:
+                seen.used, seen.waiting, seen.passes = seen.used + 1, None, 0
+            elif gradient is not None and mark != seen.mark:
+                seen.waiting, seen.passes = weakref.ref(gradient), seen.passes + 1
+            seen.mark = mark
+
+    def facts(self, models: Iterable[weakref.ref[Any]], optimizers: Iterable[weakref.ref[Any]]) -> list[dict[str, Any]]:
+        """Return the models, "(Class)", and children whose gradients were dropped: after so many passes of so many."""
+        found = []
+        alive = [model for ref in models if (model := ref()) is not None]
+        for one in (one for ref in optimizers if (one := ref()) is not None):
+            seen = self._seen.get(id(one))
+            if seen is None or not seen.dropped:
+                continue
+            own = {id(p) for group in one.param_groups for p in group["params"]}
+            for model in alive:
+                for name, module in (f"({class_of(model)})", model), *children_of(unwrapped(model)):
+                    wanted = [p for p in parameters_of(module) if p.requires_grad]
+                    if wanted and all(id(p) in own for p in wanted):
+                        found.append({"module": name, "passes": seen.used + seen.dropped, "dropped": seen.dropped})
+        return found
+
+
+def _gradient(optimizer: Any) -> Any:
+    """Return the gradient of an optimizer's first parameter that wants one; None where it has none."""
+    first = next((p for group in optimizer.param_groups for p in group["params"] if p.requires_grad), None)
+    return None if first is None else first.grad
