@@ -573,9 +573,11 @@ def _sized(values: Iterable[Any]) -> _Sized:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tensors among values, and in lists and tuples of them."""
+    """Yield the tensors among values, and in lists and tuples of them; of sparse ones those that they consist of."""
     for value in values:
-        if hasattr(value, "untyped_storage"):  # a storage itself has none
+        if getattr(value, "is_sparse", False):
+            yield from (value._indices(), value._values())
+        elif hasattr(value, "untyped_storage"):  # a storage itself has none
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors_in(value)

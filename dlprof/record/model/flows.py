@@ -82,7 +82,7 @@ class Flows:
                 self._weights.setdefault(_storage(t), _Weight(None))
         if not moves:
             return
-        if not hasattr(out, "untyped_storage"):
+        if not _is_strided(out):
             self._read(call, tensors, args, out)
             self.forget(out, {_storage(t) for t in tensors})
             return
@@ -139,7 +139,7 @@ class Flows:
         `given`: storages of its arguments, of which some operators return parts without a word (`unsafe_split`).
         """
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if hasattr(t, "untyped_storage") and _storage(t) not in given:
+            if _is_strided(t) and _storage(t) not in given:
                 for known in (self._made, self._weights, self._larger):
                     known.pop(_storage(t), None)
                 self._one_hot.discard(_storage(t))
@@ -194,6 +194,11 @@ def _is_low(product: Call, weight: Any) -> bool:
     rank = int(product.shape.split(" ")[0].split("x")[-1])
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     return bool(2 * rank * (rows + columns) < rows * columns)
+
+
+def _is_strided(value: Any) -> bool:
+    """Return whether this is a tensor with a storage: a sparse one has none."""
+    return hasattr(value, "untyped_storage") and str(value.layout) == "torch.strided"
 
 
 def _storage(tensor: Any) -> int:

@@ -184,6 +184,15 @@ dist.destroy_process_group()
         """,
         COUNTED | {"uncounted": {"dlprof_tests::twice": 2}},
     ),
+    "a sparse gradient": (
+        """
+        table = nn.EmbeddingBag(50, 16, sparse=True)
+        for n in range(12):
+            (table(torch.arange(8).view(4, 2)).sum() + train(*data[:8]).detach()).backward()
+            table.weight.grad = None
+        """,
+        {"state": "counted", "why": "", "total": TOTAL, "flows": []},
+    ),
     "a step that fails": (
         """
         left = []
