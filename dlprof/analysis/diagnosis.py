@@ -95,7 +95,7 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
 
     def half(o: Outcome) -> bool:
         """Return whether a saving is an upper bound, of what may not be needless: half is expected then."""
-        unknown = any(UNKNOWN in one.text for one in o.changes[:1])
+        unknown = any(UNKNOWN in one.text or "torch.compile" in one.text for one in o.changes[:1])
         return o.at_most and (unknown or (on_gpu and by_id[o.id].generic))
 
     expected = {o.id: o.saving_ns * (0.5 if half(o) else 1.0) for o in outcomes}

@@ -29,6 +29,7 @@ from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
@@ -126,6 +127,7 @@ def check(
     one_hots: Maybe[Frame] = maybe(one_hots),
     cpu_parts: Maybe[Frame] = maybe(cpu_parts),
     cpu_work: Maybe[Frame] = maybe(cpu_work),
+    breakdown: Maybe[Frame] = maybe(breakdown),
     job: Job = needs(JOB),
 ) -> Estimate:
     if (known := one_hots.or_none()) is not None and len(known):  # `one_hot_input` has them
@@ -135,9 +137,13 @@ def check(
     gone = by_rank(needless_products.groupby("rank", as_index=False)[["gone_ns"]].sum(), "gone_ns")
     if settings.on_cpu(job):
         gone = in_all_steps(gone, cpu_parts.get(), cpu_work.get())
+    noise = 0.0
+    if breakdown.or_none() is not None:  # what the traced steps differ by holds for each part of their computation
+        computing = max(part(breakdown.get(), "computation").values(), default=0.0)
+        noise = part_noise(breakdown.get(), "computation") * min(max(gone.values()) / max(computing, 1.0), 1.0)
     return Estimate(
         gone_ns=gone,
-        noise_of=("computation",),
+        noise_ns=noise,
         loses="goes to products that need not be so large",
         seen=needless_products,
     )
