@@ -29,7 +29,7 @@ from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import breakdown, part, part_noise
+from dlprof.analysis.step.breakdown import breakdown, part, part_least, part_noise
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
@@ -137,13 +137,16 @@ def check(
     gone = by_rank(needless_products.groupby("rank", as_index=False)[["gone_ns"]].sum(), "gone_ns")
     if settings.on_cpu(job):
         gone = in_all_steps(gone, cpu_parts.get(), cpu_work.get())
-    noise = 0.0
+    noise = least = 0.0
     if breakdown.or_none() is not None:  # what the traced steps differ by holds for each part of their computation
         computing = max(part(breakdown.get(), "computation").values(), default=0.0)
-        noise = part_noise(breakdown.get(), "computation") * min(max(gone.values()) / max(computing, 1.0), 1.0)
+        share = min(max(gone.values()) / max(computing, 1.0), 1.0)
+        noise = part_noise(breakdown.get(), "computation") * share
+        least = part_least(breakdown.get(), "computation") * share
     return Estimate(
         gone_ns=gone,
         noise_ns=noise,
+        least_ns=least,
         loses="goes to products that need not be so large",
         seen=needless_products,
     )
