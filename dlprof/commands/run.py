@@ -102,6 +102,8 @@ def run(
     ranks = on_gpus or procs or usual or 2
     if why := _lacking(script, fault, on_gpus=bool(on_gpus), ranks=ranks):
         raise RefusedError(why)
+    if fault:  # with what it needs to cost more than a little; the user's options come last, and win
+        args = (*str((constant(script, "SHOWN_WITH") or {}).get(fault, "")).split(), *args)
     env = dict(os.environ)
     if not on_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -211,7 +213,8 @@ def constant(script: Path, name: str) -> Any:
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
     LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number. NEEDS: the modules that
-    it imports beside torch and NumPy, each with what installs it. NEEDS_GPU, NEEDS_TWO_RANKS: faults.
+    it imports beside torch and NumPy, each with what installs it. NEEDS_GPU, NEEDS_TWO_RANKS: faults. SHOWN_WITH: of a
+    fault, the options with which it costs more than a little.
     """
     import ast
 

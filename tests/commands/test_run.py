@@ -22,16 +22,16 @@ with open(f"told-{os.environ['RANK']}", "w") as file:
 def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     (tmp_path / "workloads").mkdir()
-    (tmp_path / "workloads/tells.py").write_text(WORKLOAD)
+    (tmp_path / "workloads/tells.py").write_text('SHOWN_WITH = {"slow_loader": "--width 8"}\n' + WORKLOAD)
     # The workload's own options stand anywhere after its name; after -- they may have the names of ours.
     own, ours = ["--steps", "3", "--compile"], ["--procs", "2", "--fault", "slow_loader", "-o", "run"]
     command = [*DLPROF, "run", "tells", *own, *ours, "--data=x", "--", "--window", "5"]
     done = launch(command, tmp_path, env=environment(OMP_NUM_THREADS="7"))
     assert done.returncode == 0, done.stderr
-    assert "tells.py --steps 3 --compile --data=x --window 5 on 2 CPU ranks" in done.stderr
+    assert "tells.py --width 8 --steps 3 --compile --data=x --window 5 on 2 CPU ranks" in done.stderr
     for rank in ("0", "1"):
         told = json.loads((tmp_path / f"told-{rank}").read_text())
-        arguments = ["--fault", "slow_loader", *own, "--data=x", "--window", "5"]
+        arguments = ["--fault", "slow_loader", "--width", "8", *own, "--data=x", "--window", "5"]
         assert told == [arguments, [rank, "2", "", "7"]]
     options = json.loads((tmp_path / "run/run.json").read_text())["options"]
     assert options["fault"] == "slow_loader"
