@@ -30,7 +30,7 @@ from dlprof.redaction import shown
 from dlprof.run_folder import recorded
 from dlprof.units import count, few
 
-_OTHERS_END_S = 10.0  # that a launcher's other tasks have to end, when one has failed
+_OTHERS_END_S = 10.0  # that a launcher's other tasks have to end, when one was ended by a signal
 
 _AS_IS = "dlprof.as_is"  # in the context's meta: there was a `--` before the command
 
@@ -158,13 +158,14 @@ def record(
             _report(run.path, recording.quiet)
         if recording.tries and ended.signal is None:
             _try(run.path, recording, command)
-    if task and not ended.last and ended.code != 0 and local_rank() in (None, 0):
+    # A rank that fails by itself ends at once: its launcher ends the others then.
+    if task and not ended.last and ended.signal is not None and local_rank() in (None, 0):
         _say_unended(run)
     end_like(ended)
 
 
 def _say_unended(run: RunFolder) -> None:
-    """Say which tasks have not ended though this one has failed: of a node that is lost, nobody makes the report."""
+    """Say which tasks have not ended though this one was ended: of a node that is lost, nobody makes the report."""
     with deaf(), _in_one_line("whether other tasks have ended is not known", "stopped"):
         if left := run.unended(_OTHERS_END_S):
             named = f"{count(len(left), 'task')} of the job {'has' if len(left) == 1 else 'have'} not ended"

@@ -67,6 +67,8 @@ class Observed:
         self.learns = self._model_ids.get(self.model_id, False)
         self.is_model = self.model_id in self._models
         self.frozen = self.model_id in self._frozen_ids
+        if len(self.optimizers) > 1 and any(getattr(arg, "requires_grad", False) for arg in args):
+            self.dropped.through.add(self.model_id)
         if self.model_id in self._model_ids or self._looked_models >= _MOST:
             return
         self._looked_models += 1
@@ -90,7 +92,7 @@ class Observed:
         def forget(_gone: object) -> None:
             self._alive.pop(address, None)
             self._model_ids.pop(address, None)
-            for known in (self._models, self._frozen_ids, self._optimizer_ids):
+            for known in (self._models, self._frozen_ids, self._optimizer_ids, self.dropped.through):
                 known.discard(address)
             self.model_id = 0 if self.model_id == address else self.model_id
             self.optimizer_id = 0 if self.optimizer_id == address else self.optimizer_id

@@ -28,9 +28,14 @@ class _Seen:
 
 
 class Dropped:
-    """Follows the gradients of a job with several optimizers."""
+    """Follows the gradients of a job with several optimizers.
+
+    `through`: the addresses of models that gradients were asked of for their input: what is before them is trained
+    through them.
+    """
 
     def __init__(self) -> None:
+        self.through: set[int] = set()
         self._seen: dict[int, _Seen] = {}
         self._looks = 0
 
@@ -39,6 +44,12 @@ class Dropped:
         if self._looks >= _MOST_LOOKS:
             return
         self._looks += 1
+        try:
+            self._see(steps, optimizers)
+        except Exception:  # noqa: BLE001 - gradients of an unknown kind; the optimizer steps
+            self._looks, self._seen = _MOST_LOOKS, {}
+
+    def _see(self, steps: Any, optimizers: Iterable[weakref.ref[Any]]) -> None:
         for one in [one for ref in optimizers if (one := ref()) is not None][:_MOST_OPTIMIZERS]:
             seen, gradient = self._seen.setdefault(id(one), _Seen()), _gradient(one)
             mark = None if gradient is None else (id(gradient), int(gradient._version))
@@ -51,7 +62,10 @@ class Dropped:
             seen.mark = mark
 
     def facts(self, models: Iterable[weakref.ref[Any]], optimizers: Iterable[weakref.ref[Any]]) -> list[dict[str, Any]]:
-        """Return the models, "(Class)", and children whose gradients were dropped: after so many passes of so many."""
+        """Return the models, "(Class)", and children whose gradients were dropped: after so many passes of so many.
+
+        `through`: whether passes go on from them to what is before them.
+        """
         found = []
         alive = [model for ref in models if (model := ref()) is not None]
         for one in (one for ref in optimizers if (one := ref()) is not None):
@@ -63,7 +77,8 @@ class Dropped:
                 for name, module in (f"({class_of(model)})", model), *children_of(unwrapped(model)):
                     wanted = [p for p in parameters_of(module) if p.requires_grad]
                     if wanted and all(id(p) in own for p in wanted):
-                        found.append({"module": name, "passes": seen.used + seen.dropped, "dropped": seen.dropped})
+                        counts = {"passes": seen.used + seen.dropped, "dropped": seen.dropped}
+                        found.append({"module": name, **counts, "through": id(model) in self.through})
         return found
 
 

@@ -189,15 +189,15 @@ def test_the_last_task_to_end_writes_what_all_said_and_until_then_readers_ask_ea
 
 
 @pytest.mark.parametrize(
-    ("number", "fails", "said"), [("0", "exit 3", True), ("1", "exit 3", False), ("0", "true", False)]
+    ("number", "ends", "said"), [("0", "kill $$", True), ("1", "kill $$", False), ("0", "exit 3", False)]
 )
-def test_a_task_that_fails_says_which_others_have_not_ended(
-    number: str, fails: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_task_that_is_ended_says_which_others_have_not(
+    number: str, ends: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found(SRUN_TASK | {"SLURM_PROCID": "7"}, Path("run"))  # of a node that is lost then
     env = environment(**SRUN_TASK, SLURM_PROCID=number, SLURM_LOCALID=number)
-    done = launch(wrapped(Path("run"), ["sh", "-c", fails], "--no-sample"), tmp_path, env=env)
+    done = launch(wrapped(Path("run"), ["sh", "-c", ends], "--no-sample"), tmp_path, env=env)
     words = f"1 task of the job has not ended ({os.uname().nodename}-7); what was recorded is kept: dlprof report run\n"
     assert (words in done.stderr) is said
 

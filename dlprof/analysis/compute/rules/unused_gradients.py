@@ -11,11 +11,11 @@ Needs the facts of the recorder, which compares the models' parameters with thos
 gradients before each optimizer's step, and a trace with modules.
 
 Saving: the backward pass of the models, or direct children of a model, of which no parameter is in an optimizer, or
-the share of it whose gradients are thrown away. That is the most that it can be: where something before them is
-trained, a part of it must be.
+the share of it whose gradients are thrown away; half of that where it goes on to what is before them. That is the most
+that it can be: where something before them is trained, a part of it must be.
 
 What to change: `requires_grad_(False)` on them, or their forward pass under `torch.no_grad()`, or `.detach()` of its
-result.
+result. A network that another one is trained through needs its backward pass, and not the gradients of its parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
-from dlprof.units import duration, few, percent
+from dlprof.units import duration, few
+
+# A pass that goes on to the input computes the gradients of the parameters beside those: about as much.
+_OF_PARAMETERS = 0.5
 
 _COLUMNS = {"path": "module", "forward_ns": "forward_ns", "backward_ns": "backward_ns"}
 
@@ -37,16 +40,22 @@ def check(
     known = [names for rank in job.ranks if isinstance(names := job.facts[rank].get("untrained"), list)]
     if not known:
         raise NotMeasured("which parameters are in an optimizer was not recorded")
+    rows = job.facts[job.ranks[0]].get("dropped") or ()
+    through = {str(one["module"]) for one in rows if one["through"]}
     dropped = {
-        str(one["module"]): float(one["dropped"]) / float(one["passes"])
-        for one in job.facts[job.ranks[0]].get("dropped") or ()
+        str(one["module"]): float(one["dropped"]) / float(one["passes"]) * (_OF_PARAMETERS if one["through"] else 1.0)
+        for one in rows
     }
     shares = dropped | dict.fromkeys(set(known[0]).intersection(*known[1:]), 1.0)
     if not shares:
         return nothing("each part of the model has parameters in an optimizer, which uses their gradients")
     mine = module_means[module_means["path"].isin(shares)]
     mine = mine[~mine["path"].duplicated()]
-    mine = mine.assign(share=mine["path"].map(shares), gone_ns=mine["backward_ns"] * mine["path"].map(shares))
+    mine = mine.assign(
+        share=mine["path"].map(shares),
+        through=mine["path"].isin(through),
+        gone_ns=mine["backward_ns"] * mine["path"].map(shares),
+    )
     whole = mine["path"].str.startswith("(")
     mine = mine[whole] if whole.any() else mine
     cost = float(mine["gone_ns"].sum())
@@ -81,22 +90,26 @@ def explain(estimate: Estimate) -> Explanation:
 
 
 def _dropped(estimate: Estimate, mine: Frame, named: str) -> Explanation:
-    first = mine.iloc[0]
-    name = f"`{first['path'].strip('()')}`"
+    changes = []
+    for through in mine["through"].drop_duplicates():
+        name = few([f"`{path.strip('()')}`" for path in mine.loc[mine["through"] == through, "path"]], 4)
+        changes.append(
+            change(
+                f"`requires_grad_(False)` on {name} while another network is trained through it, and `True` again"
+                " before its own update"
+                if through
+                else f"run {name} under `torch.no_grad()`, or `.detach()` its result, where another network alone is"
+                " trained"
+            )
+        )
     return Explanation(
         title="Gradients are computed and thrown away",
-        summary=f"After {percent(first['share'])} of the backward passes through {name} the gradients of its parameters"
-        f" are thrown away before its optimizer steps: up to {duration(estimate.saving_ns)} of each step"
-        + (f", with those of {named}." if len(mine) > 1 else "."),
-        changes=(
-            change(
-                f"run {name} under `torch.no_grad()`, or `.detach()` its result, where another network alone is"
-                " trained; `requires_grad_(False)` on a network that is only walked through"
-            ),
-        ),
+        summary=f"After backward passes for another network the gradients of the parameters of {named} are thrown away"
+        f" before their optimizer steps: up to {duration(estimate.saving_ns)} of each step.",
+        changes=tuple(changes),
         evidence=table("Modules whose gradients are thrown away", mine, {**_COLUMNS, "share": "thrown away"}),
-        sure="The backward pass of these modules as traced, by the share of passes: the most that it can be, for what"
-        " lies before them may need a part of it.",
+        sure="The backward pass of these modules as traced, by the share of passes whose gradients are thrown away, and"
+        " half of it where the pass goes on to what is before them: the most that it can be.",
         at_most=True,
     )
 
