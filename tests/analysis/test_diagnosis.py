@@ -189,6 +189,11 @@ FOUND: dict[str, tuple[list[tuple[str, Check, dict[str, Any]]], list[str]]] = {
     "of another time": ([("launches", finding(0.6), LEFT), ("copy", finding(0.3), COPY)], ["launches", "copy"]),
     # Of a bound half is to be expected.
     "a bound": ([("python", finding(0.4, at_most=True), LEFT), ("copy", finding(0.3), COPY)], ["copy", "python"]),
+    "a bound whose remedy is to compile": (
+        [("python", finding(0.4, at_most=True, changes=(Change("`torch.compile(model)`: fewer operators"),)), COPY),
+         ("copy", finding(0.3), COPY)], ["copy", "python"]),
+    "a bound with a remedy": ([("python", finding(0.4, at_most=True), COPY), ("copy", finding(0.3), COPY)],
+                              ["python", "copy"]),
     # But where most of it is in one place of the script's, it comes before what is left of the same time.
     "a bound in one place": (
         [("launches", finding(0.35), LEFT), ("python", finding(0.4, **PLACED), LEFT), ("copy", finding(0.3), COPY)],

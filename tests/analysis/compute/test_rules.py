@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dlprof.analysis.compute.products import own_functions
@@ -24,6 +25,7 @@ from dlprof.analysis.compute.rules import (
     unfused_norm,
     unfused_optimizer,
 )
+from dlprof.analysis.engine import Maybe
 from dlprof.analysis.estimate import Rule
 from simulator import folder as simulated
 from simulator.faults import FAULTS
@@ -545,6 +547,15 @@ def test_a_job_that_runs_ahead_has_as_many_forward_as_backward_passes(tmp_path: 
     simulated.write(tmp_path / "run", job, recording(job, fault.name))
     rows = [("a float32 copy of the logits", passes, 1) for passes in ("backward", "forward")]
     check(unfused_loss.RULE, found(lambda p: p / "run", rows=rows), tmp_path)
+
+
+def test_a_needless_product_is_as_sure_as_the_computation_it_is_a_part_of(tmp_path: Path) -> None:
+    run = runs.measured(calls(HEAD, flops=followed("unused_rows"))(tmp_path))
+    products = pd.DataFrame({"rank": [0], "kind": ["unused_rows"], "gone_ns": [4e6]})
+    parts = pd.DataFrame([{"rank": 0, "category": "computation", "ns": 10e6, "noise_ns": 2e6, "least_ns": 5e6}])
+    nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
+    found = needless_products.check(products, nothing, nothing, nothing, Maybe(lambda: parts), run.job)
+    assert (found.gone_ns, found.noise_ns, found.least_ns) == ({0: 4e6}, 0.4 * 2e6, 0.4 * 5e6)
 
 
 def scaled(torch: Any, ahead: Callable[[Any], Any], back: Callable[[Any], Any]) -> Any:
