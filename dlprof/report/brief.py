@@ -15,6 +15,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import first, formatting, verdict
 from dlprof.result import Change, Outcome, Place, Proposal, Result
 from dlprof.result.stored import plain as data_of
+from dlprof.result.stored import schema_of
 
 FORMAT = 1
 MOST_MARKDOWN, MOST_JSON = 2_000, 8_000
@@ -149,7 +150,7 @@ def to_json(said: Brief) -> bytes:
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of it; dlprof/brief.schema.json holds it, for other programs."""
-    made = msgspec.json.schema(Brief)
+    made = schema_of(Brief)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof brief {FORMAT}", **made}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,11 +57,28 @@ def to_json(result: Result) -> dict[str, Any]:
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of result.json; dlprof/result.schema.json holds it, for other programs."""
-    made = msgspec.json.schema(Result)
+    made = schema_of(Result)
     whole = made["$defs"]["Result"]
     whole["properties"] |= {"format": {"const": FORMAT}, "saving": {"type": "string"}}
     whole["required"] = ["format", *whole["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof result {FORMAT}", **made}
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """Return the JSON schema of a struct, with docstrings as `help` shows them, whichever msgspec made it."""
+    made: dict[str, Any] = _cleaned(msgspec.json.schema(kind))
+    return made
+
+
+def _cleaned(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_cleaned(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    return {
+        name: inspect.cleandoc(one) if name == "description" and isinstance(one, str) else _cleaned(one)
+        for name, one in part.items()
+    }
 
 
 # Far above any figure of a result in ns, bytes or operations; its square is still finite.

@@ -34,6 +34,7 @@ NO_SCRIPT_CAN |= {
     "costly_line",
     "dense_gradient",
     "duplicate_batches",
+    "needless_products",
     "own_profiler",
     "slow_start",
     "stalled_steps",

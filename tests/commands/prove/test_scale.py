@@ -45,7 +45,7 @@ def scale(*words: str | Path) -> tuple[int, str]:
         (("--procs", "1,2", "--mode", "strong", "--batch", "8", "--", "torchrun", "{ranks}"), 2, "write {batch}"),
         (("--procs", "1,3", "--mode", "strong", "--batch", "8", "--", "x", "{ranks}", "{batch}"), 1, "not a multiple"),
         (("--procs", "1,2", "--mode", "strong", "ddp_resnet"), 2, "--batch"),
-        (("--procs", "1,2", "nothing_like_it"), 1, "no workload nothing_like_it"),
+        (("--procs", "1,2", "nothing_like_it"), 2, "no workload nothing_like_it"),
         (("--", "train.py"), 2, "name the numbers of ranks"),
         (("none/a", "none/b"), 1, "none of these runs has a size"),
     ],
