@@ -1,4 +1,4 @@
-"""A recommender predicts the next item of a session and reports how well it ranks. --fixed: the remedy."""
+"""A recommender predicts the next item of a visit and reports how well it ranks. --fixed: the remedy."""
 
 import torch
 from clock import FIXED, Clock
@@ -37,27 +37,27 @@ class NDCG(Average):
         return (rank < TOP) / torch.log2(rank + 2.0)
 
 
-class SessionModel(nn.Module):
+class VisitModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.items = nn.Embedding(ITEMS, WIDTH)
         self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.bias = nn.Parameter(torch.zeros(ITEMS))
 
-    def forward(self, sessions):
-        _, last = self.gru(self.items(sessions))
+    def forward(self, visits):
+        _, last = self.gru(self.items(visits))
         return last[0] @ self.items.weight.t() + self.bias
 
 
 first = torch.randint(ITEMS, (3_000, 1))
-sessions = (first + 17 * torch.arange(LENGTH + 1)) % ITEMS
-model = SessionModel()
+visits = (first + 17 * torch.arange(LENGTH + 1)) % ITEMS
+model = VisitModel()
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
 metrics = {"hit rate": HitRate(), "ndcg": NDCG()}
 clock = Clock(80)
 running = True
 while running:
-    batch = sessions[torch.randint(len(sessions), (BATCH,))]
+    batch = visits[torch.randint(len(visits), (BATCH,))]
     scores, targets = model(batch[:, :-1]), batch[:, -1]
     loss = nn.functional.cross_entropy(scores, targets)
     optimizer.zero_grad()
