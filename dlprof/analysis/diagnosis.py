@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
-from dlprof.analysis.estimate import BESIDES, LEAST_CAUSE, LEAST_SHARE, MACHINE, UNKNOWN, Estimate, Rule
+from dlprof.analysis.estimate import BESIDES, COMPILED, LEAST_CAUSE, LEAST_SHARE, MACHINE, UNKNOWN, Estimate, Rule
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -95,7 +95,7 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
 
     def half(o: Outcome) -> bool:
         """Return whether a saving is an upper bound, of what may not be needless: half is expected then."""
-        unknown = any(UNKNOWN in one.text or "torch.compile" in one.text for one in o.changes[:1])
+        unknown = any(UNKNOWN in one.text or COMPILED in one.text for one in o.changes[:1])
         return o.at_most and (unknown or (on_gpu and by_id[o.id].generic))
 
     expected = {o.id: o.saving_ns * (0.5 if half(o) else 1.0) for o in outcomes}

@@ -31,6 +31,8 @@ LEAST_CAUSE, BESIDES = 0.05, 0.25
 # What a change says where the line to change is known, and no remedy. Half of its saving then counts in the order of
 # the findings: nobody knows whether the line does needless work.
 UNKNOWN = "what it does is not known to dlprof"
+# The remedy of a host that is late for no line in particular: what it gives is least sure.
+COMPILED = "`torch.compile(model)`"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ class Local:
                     shutil.rmtree(self.folder, ignore_errors=True)
         except OSError as e:
             why = reason(e) if e.errno else "some files cannot be copied"  # a list of them, of shutil
-            return [f"what {host} has recorded is still there, in {self.folder}: {why}; copy its ranks and hosts here"]
+            left = f"what {host} recorded could not be copied ({why}): it is still there, in {self.folder}"
+            return [f"{left}; copy its folders `ranks` and `hosts` into the run folder"]
         return []
 
     @contextmanager

@@ -515,6 +515,7 @@ NEEDLESS = {
     "what is enlarged first": found(
         calls(*ENLARGED, flops=followed("upsampled", **LARGER)), (6 + 4.5) * MS, "convolve first", sharp=0.02
     ),
+    "a kind of a later recorder": clear(calls(HEAD, flops=followed("something_else"))),
     "another product": clear(calls(HEAD, flops=followed("unused_rows", shape="1x1 1x1"))),
     "nothing": clear(calls(HEAD, flops=followed("unused_rows") | {"flows": []})),
     "not followed": unmeasured(calls(HEAD, flops={"state": "counted", "total": 1}), "--flops on"),

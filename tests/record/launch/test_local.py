@@ -88,7 +88,8 @@ def test_what_cannot_be_copied_stays_and_is_named(tmp_path: Path) -> None:
     (run.path / "ranks/00000").write_text("in the way")
     assert run.local is not None
     (said,) = run.local.end([rank])
-    assert said.startswith(f"what {os.uname().nodename} has recorded is still there, in {run.records}: ")
+    assert said.startswith(f"what {os.uname().nodename} recorded could not be copied (")
+    assert f"in {run.records};" in said
     assert (rank / "steps.jsonl").read_text() == "{}"
     (run.path / "ranks/00000").unlink()
     # Another one still records there.

@@ -85,7 +85,7 @@ def needless_products(operators: Frame = needs(operators), rank: RankFacts = nee
         raise NotMeasured("no step was counted in which results are followed (--flops on)")
     passes = 3 if flops.get("backward") else 1
     moved = {str(one["operator"]): float(one["bytes"]) for one in flops.get("moved") or ()}
-    rows = [_row(one, operators, moved, passes) for one in flows]
+    rows = [_row(one, operators, moved, passes) for one in flows if one.get("kind") in _KINDS]
     names = ["kind", "file", "line", "function", *_COLUMNS]
     return pd.DataFrame(rows, columns=list(dict.fromkeys(names)))
 

@@ -41,9 +41,11 @@ def check(
     if not known:
         raise NotMeasured("which parameters are in an optimizer was not recorded")
     rows = job.facts[job.ranks[0]].get("dropped") or ()
-    through = {str(one["module"]) for one in rows if one["through"]}
+    through = {str(one["module"]) for one in rows if one.get("through")}
     dropped = {
-        str(one["module"]): float(one["dropped"]) / float(one["passes"]) * (_OF_PARAMETERS if one["through"] else 1.0)
+        str(one["module"]): float(one["dropped"])
+        / max(one["passes"], 1)
+        * (_OF_PARAMETERS if one.get("through") else 1.0)
         for one in rows
     }
     shares = dropped | dict.fromkeys(set(known[0]).intersection(*known[1:]), 1.0)

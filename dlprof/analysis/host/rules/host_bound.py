@@ -29,7 +29,7 @@ from dlprof import schema
 from dlprof.analysis import idioms, settings
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
-from dlprof.analysis.estimate import UNKNOWN, Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.estimate import COMPILED, UNKNOWN, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.between import HeldUp, held_up
 from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means
 from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE
@@ -174,7 +174,7 @@ def explain(
         )
         changes.append(change(f"find {lead}: batches that are made there, workers of a DataLoader can make beside it"))
     if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
-        compiled = change("`torch.compile(model)`: fewer operators, less Python between them")
+        compiled = change(f"{COMPILED}: fewer operators, less Python between them")
         changes.append(with_option(compiled, (), options.or_none() or (), Setting("compile", False, True)))
     optimizer = settings.optimizer(job)
     now = optimizer.get("fused")
