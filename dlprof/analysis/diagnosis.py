@@ -16,7 +16,16 @@ import pandas as pd
 
 from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
-from dlprof.analysis.estimate import BESIDES, COMPILED, LEAST_CAUSE, LEAST_SHARE, MACHINE, UNKNOWN, Estimate, Rule
+from dlprof.analysis.estimate import (
+    BESIDES,
+    COMPILED,
+    LEAST_CAUSE,
+    LEAST_SHARE,
+    UNKNOWN,
+    Estimate,
+    Rule,
+    error_of,
+)
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -215,10 +224,10 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
         explained["sure"] = f"{explained['sure']} Capped{cap}.".strip()
         explained["at_most"] = True
     if not explained["at_most"]:
-        # A bound has no range; and no range is wider than what it is of: the saving, and the step after it.
+        # A bound has no range.
         alone = estimate.scope == "step" and basis.of_one_step
-        error = math.inf if alone else math.hypot(2 * estimate.noise_ns, rule.error * saving, MACHINE * (step - saving))
-        figures |= {"error_ns": min(error, saving, (step - saving) / 2)}
+        noise = math.inf if alone else estimate.noise_ns
+        figures |= {"error_ns": error_of(saving, step, noise, rule.error)}
         if alone:
             explained["sure"] = f"{explained['sure']} Of one steady step: how much steps vary is not known.".strip()
     if varied:

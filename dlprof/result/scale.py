@@ -135,11 +135,15 @@ def to_json(study: Study) -> dict[str, Any]:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What becomes of the mean steady step with some changes, ns; None: not known, and `why`. `unknown`: its limits."""
+    """What becomes of the mean steady step with some changes, ns; None: not known, and `why`. `unknown`: its limits.
+
+    `error_ns`: nine of ten such predictions are no further than this from the measured step; 0: not known.
+    """
 
     changes: tuple[str, ...]
     step_ns: float | None
     why: str = ""
+    error_ns: float = 0.0
     unknown: tuple[str, ...] = ()
 
 

@@ -9,9 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from dlprof.errors import DlprofError
+from dlprof.result.tried import Gain, student
 
 FILE = "sweep.json"
 FORMAT = 1
+
+# Points so near to each other are as good: what two recordings of one job differ by, twice.
+NEAR = 0.02
 
 State = Literal["complete", "out_of_time", "interrupted"]
 
@@ -72,6 +76,43 @@ class Sweep(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     digest: str = ""
+
+    @property
+    def measured(self) -> tuple[Point, ...]:
+        """The points that have readings."""
+        return tuple(p for p in self.points if p.readings)
+
+    @property
+    def best(self) -> Point | None:
+        """The point with the highest rate; None: none was measured."""
+        return max(self.measured, key=lambda p: p.rate(self.by_samples) or 0.0, default=None)
+
+    @property
+    def rivals(self) -> tuple[Point, ...]:
+        """The points that may be as fast as the best one: neither told apart from it nor known to be within NEAR."""
+        best = self.best
+        found = [] if best is None else [(p, self.gain(best, p)) for p in self.measured if p is not best]
+        return tuple(p for p, g in found if g.low is not None and g.high is not None and g.low <= 1 < g.high - NEAR)
+
+    def gain(self, one: Point, other: Point) -> Gain:
+        """Return how many times the rate of another point one has.
+
+        The interval is Student's, with the scatter of single runs that all points show together; a point that was
+        measured once shows none.
+        """
+        samples = self.by_samples
+        ratio = (one.rate(samples) or 0.0) / (other.rate(samples) or 1.0)
+        squares, freedom = 0.0, 0
+        for p in self.measured:
+            logs = [math.log(r.step_ns) for r in p.readings]
+            mean = math.fsum(logs) / len(logs)
+            squares += math.fsum((x - mean) ** 2 for x in logs)
+            freedom += len(logs) - 1
+        if not freedom:
+            return Gain(ratio)
+        each = 1 / len(one.readings) + 1 / len(other.readings)
+        off = math.exp(student(freedom) * math.sqrt(squares / freedom * each))
+        return Gain(ratio, ratio / off, ratio * off, min(len(one.readings), len(other.readings)))
 
     @property
     def by_samples(self) -> bool:

@@ -27,6 +27,16 @@ State = Literal["complete", "out_of_time", "interrupted", "failed"]
 Of = Literal["step", "loop"]
 
 
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def student(freedom: float) -> float:
+    """Return Student's t for a two-sided 95 % interval with so many degrees of freedom, 1 at least."""
+    at = int(freedom) - 1
+    return _STUDENT[at] if at < len(_STUDENT) else 1.96 + 2.5 / freedom
+
+
 class Gain(msgspec.Struct, frozen=True):
     """How many times faster: the mean over pairs of runs, and its 95 % interval (None: of a single pair)."""
 

@@ -31,7 +31,7 @@ from dlprof.files import writing
 from dlprof.overrides import Value
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result
-from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict
+from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict, student
 from dlprof.trial.copies import by_edit, to_link
 from dlprof.trial.job import Job, keep, kept, merged, repeatable
 from dlprof.trial.losses import Comparison
@@ -323,10 +323,6 @@ KNOWN = 1.05
 MOST_PAIRS = 8
 
 
-# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
-
 # Two successive pairs share the run without the change between them: of their variance of 1 + 2 / 4 of single runs they
 # have 1 / 4 in common.
 _SHARED = 1 / 6
@@ -356,18 +352,13 @@ def gain_of(logs: Sequence[float], spread: Sequence[float] = ()) -> Gain:
     known = n - 1 + counts
     variance = (math.fsum((x - mean) ** 2 for x in logs) + counts * of_base) / known
     shared = (1 + 2 * _SHARED * (n - 1) / n) / (1 - 2 * _SHARED / n)
-    half = _student(known) * math.sqrt(shared * variance / n)
+    half = student(known) * math.sqrt(shared * variance / n)
     return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
 
 
 def _worth(attempt: Attempt) -> float:
     measured = attempt.epochs or attempt.measured
     return measured.ratio if measured else 0.0
-
-
-def _student(freedom: float) -> float:
-    at = int(freedom) - 1
-    return _STUDENT[at] if at < len(_STUDENT) else 1.96 + 2.5 / freedom
 
 
 def verdict_of(g: Gain) -> Verdict:

@@ -260,7 +260,7 @@ CURVE = swept({"0": 100.0, "1": 190.0, "2": 297.0, "4": 300.0, "8": None})
 
 def test_a_sweep_has_its_best_point_its_knee_and_what_was_predicted() -> None:
     s = sweep.summary(CURVE)
-    assert plain(s.headline) == "w=4 is the best: 300 samples a second, 3.00 × those of w=0."
+    assert plain(s.headline) == "w=4 is the best: 300 samples a second, 3.00 × (3.00 to 3.00) those of w=0."
     assert "The knee is w=2" in s.second
     assert s.notices == ("w=8 is left out: it died",)
     found = sweep.knee(CURVE)
@@ -283,6 +283,31 @@ def test_a_sweep_without_gain_without_points_or_cut_short() -> None:
     points = tuple(Point({"size": n}, (Reading(1e8 * int(n)),)) for n in "12")
     unlike = sweep.summary(Sweep(("t",), (Axis("size", ("1", "2")),), points, 1, 30, "complete"))
     assert any("How many samples" in n for n in unlike.notices)
+
+
+@pytest.mark.parametrize(
+    ("readings", "headline", "second"),
+    [
+        ({"0": [10], "1": [5]}, "w=1 is the best: 2,000 samples a second, 2.00 × those of w=0.", "measured once"),
+        (
+            {"0": [10, 16], "1": [9, 15]},
+            "Undecided: the points are 9.4 % apart, and the runs of one point scatter by 35 %.",
+            "--steps",
+        ),
+        (
+            {"0": [20, 21], "1": [10, 10.4], "2": [10.4, 10.9]},
+            "w=1 is the best: 980.8 samples a second, 2.01 × (1.82 to 2.22) those of w=0.",
+            "Not told apart from it: w=2.",
+        ),
+    ],
+)
+def test_a_best_point_within_its_noise_is_no_best_point(
+    readings: dict[str, list[float]], headline: str, second: str
+) -> None:
+    points = tuple(Point({"w": n}, tuple(Reading(1e6 * ms, 10.0) for ms in of)) for n, of in readings.items())
+    s = sweep.summary(replace(CURVE, points=points))
+    said = plain(s.headline)
+    assert (said.startswith(headline), second in s.second) == (True, True), (said, s.second)
 
 
 def test_a_second_axis_has_a_line_a_value_and_a_third_makes_bars() -> None:

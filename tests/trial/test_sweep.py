@@ -6,14 +6,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
-from dlprof.result.sweep import FILE, Axis
+from dlprof.result.sweep import FILE, Axis, Point, Reading
 from dlprof.trial.job import Job
 from dlprof.trial.sweep.sizes import Options as SizeOptions
 from dlprof.trial.sweep.sizes import filled_for, record_sizes
-from dlprof.trial.sweep.sweeping import MOST_POINTS, Options, axis, begun, filled, grid, placeholders, settings, swept
+from dlprof.trial.sweep.sweeping import (
+    MOST_POINTS,
+    Options,
+    Running,
+    axis,
+    begun,
+    filled,
+    grid,
+    placeholders,
+    settings,
+    swept,
+    threads,
+)
 from tests.fixtures.jobs import environment, running, tiny
 
 
@@ -59,6 +72,22 @@ def test_axes_are_settings_or_stand_in_the_command() -> None:
         placeholders(axes, ("python", "train.py"))
     with pytest.raises(DlprofError, match="a whole number"):
         placeholders([axis("loader.num_workers=many")], command)
+
+
+@pytest.mark.parametrize(
+    ("axes", "command", "each"),
+    [
+        ("n=1,2,4", "torchrun --nproc-per-node {n} train.py", 2),
+        ("n=1,2,4", "python -m torch.distributed.run --nproc_per_node={n} train.py", 2),
+        ("n=16", "torchrun --nproc-per-node {n} train.py", 1),
+        ("n=1,2", "torchrun --nproc-per-node 2 train.py --size {n}", None),
+        ("n=gpu", "torchrun --nproc-per-node {n} train.py", None),
+        ("n=1,2 torch.num_threads=1", "torchrun --nproc-per-node {n} train.py", None),
+        ("loader.num_workers=1", "train.py", None),
+    ],
+)
+def test_threads_of_a_process(axes: str, command: str, each: int | None) -> None:
+    assert threads([axis(word) for word in axes.split()], command.split(), 8) == each
 
 
 SLEEPS = """
@@ -113,6 +142,40 @@ for epoch in range(10_000):
         train(batch)
         time.sleep(ms / 1000)
 """
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounds", "measured"),
+    [
+        # Runs of a point differ by 1 %: 2 × is clear, and 0.2 % is near enough.
+        ([[100, 101], [50, 50.5]], 2, [2, 2]),
+        ([[100, 100.1], [100.2, 100.3]], 2, [2, 2]),
+        # They differ by 30 %: two are told apart from the third only with more runs, and not from each other.
+        ([[100, 130, 100, 130, 100, 130], [101, 131] * 3, [900, 1200] * 3], 2, [6, 6, 2]),
+        ([[100, 130, 100, 100, 100], [130, 170, 130, 130, 130]], 2, [4, 4]),
+        ([[100], [101]], 1, [1, 1]),
+    ],
+)
+def test_points_are_measured_until_they_are_told_apart(
+    tmp_path: Path, steps: list[list[float]], rounds: int, measured: list[int]
+) -> None:
+    axes, command, options = [axis(f"n=0..{len(steps) - 1}")], ("train.py", "{n}"), Options(rounds=rounds)
+    said: list[str] = []
+
+    class Given(Running):
+        def read(self, place: int, point: Point) -> None:
+            ns = steps[place][len(point.readings)] * 1e6
+            points = list(self.sweep.points)
+            points[place] = replace(point, readings=(*point.readings, Reading(ns)))
+            self.sweep = replace(self.sweep, points=tuple(points))
+
+    sweep = Given(
+        begun(command, axes, tmp_path, options), job(command, tmp_path), tmp_path, options, lambda: False, said.append
+    )
+    sweep.measure()
+    assert [len(p.readings) for p in sweep.sweep.points] == measured
+    assert sweep.sweep.state == "complete"
+    assert bool(said) == (max(measured) > rounds)
 
 
 def job(command: tuple[str, ...], cwd: Path) -> Job:

@@ -38,10 +38,11 @@ from dlprof.analysis.engine import (
     measure,
     needs,
 )
+from dlprof.analysis.estimate import error_of
 from dlprof.analysis.input.fetch_replay import replayed
 from dlprof.analysis.input.input_waits import Paces, correction, input_waits, paces, trusted
 from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
-from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import own_time, saving, saving_input
 from dlprof.analysis.throughput.rates import throughput
 from dlprof.analysis.timeline import device, host
@@ -141,7 +142,10 @@ def _answer(known: Known, change: Asked, replayed: _Replayed) -> Answer:
         step, unknown = _step(known, change, replayed)
     except NotMeasured as e:
         return Answer(change.named, None, str(e))
-    return Answer(change.named, step, unknown=tuple(dict.fromkeys(unknown)))
+    parts = known.breakdown.or_none()
+    noise = part_noise(parts, "input_wait") if change.of_input and parts is not None else 0.0
+    error = error_of(known.mean_step_ns - step, known.mean_step_ns, noise)
+    return Answer(change.named, step, error_ns=error, unknown=tuple(dict.fromkeys(unknown)))
 
 
 def _step(known: Known, change: Asked, replays: _Replayed) -> tuple[float, list[str]]:

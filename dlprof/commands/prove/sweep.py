@@ -65,7 +65,16 @@ def sweep(
     from dlprof.result.sweep import to_json
     from dlprof.trial.job import Job
     from dlprof.trial.running import stopping
-    from dlprof.trial.sweep.sweeping import Options, axis, begun, grid, placeholders, settings, swept
+    from dlprof.trial.sweep.sweeping import (
+        Options,
+        axis,
+        begun,
+        grid,
+        placeholders,
+        settings,
+        swept,
+        threads,
+    )
 
     words = after_dashes(ctx)
     if not words:
@@ -90,13 +99,17 @@ def sweep(
     folder = out or new_folder("dlprof-sweep")
     options = Options(minutes, steps, rounds, not no_predict, copy, allow_numerics)
     going = begun(command, parsed, folder, options)
-    job = Job(command, Path.cwd(), {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}, {})
+    env = {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}
+    each = None if "OMP_NUM_THREADS" in env else threads(parsed, command, len(os.sched_getaffinity(0)))
+    job = Job(command, Path.cwd(), env | ({} if each is None else {"OMP_NUM_THREADS": str(each)}), {})
 
     def tell(line: str) -> None:
         if not quiet:
             say(f"dlprof: {line}", err=True)
 
     tell(f"{len(points)} points, {rounds} rounds, for at most {minutes:g} minutes, in {shown(folder)}")
+    if each is not None:
+        tell(f"OMP_NUM_THREADS={each} for every process, so that points with one and with several compare")
     with stopping() as asks:
         done = swept(going, job, folder, options, asks, tell)
     outcome = summary(done)

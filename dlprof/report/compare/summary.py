@@ -166,7 +166,7 @@ def _bars(values: Sequence[Any]) -> list[str]:
 FORMAT = 1
 
 
-_NOTE = "Predicted by replaying the recording; nothing was run."
+_NOTE = "Predicted by replaying the recording; nothing was run. Nine of ten measurements lie within the range."
 
 
 _SEVERAL = " Each change alone, then all together: their gains overlap."
@@ -182,10 +182,10 @@ def summary(name: str, found: Answers) -> Summary:
         "table",
         "Predicted step",
         (
-            ("present", found.step_ns, None, _rounded(rate)),
+            ("present", found.step_ns, None, "", _rounded(rate)),
             *(_row(a, found.step_ns, rate, together=a is found.together) for a in rows),
         ),
-        ("change", "step_ns", "faster_times", unit),
+        ("change", "step_ns", "faster_times", "range", unit),
         note=_NOTE + (_SEVERAL if found.together else ""),
     )
     last = found.together or next((a for a in found.alone if a.step_ns is not None), found.alone[-1])
@@ -218,9 +218,15 @@ def _whys(answer: Answer) -> tuple[str, ...]:
 def _row(answer: Answer, step_ns: float, rate: float, *, together: bool) -> tuple[Any, ...]:
     name = "all together" if together else plain(_name(answer), 60)
     if answer.step_ns is None:
-        return (name, None, None, None)
+        return (name, None, None, "", None)
     factor = step_ns / answer.step_ns if answer.step_ns > 0 else None
-    return (name, answer.step_ns, factor, None if factor is None else _rounded(rate * factor))
+    return (name, answer.step_ns, factor, _range(answer, step_ns), None if factor is None else _rounded(rate * factor))
+
+
+def _range(answer: Answer, step_ns: float) -> str:
+    """Write between which speed-ups nine of ten lie, as "1.21 to 1.60"; "" where that is not known, or absurd."""
+    then, error = answer.step_ns or 0.0, answer.error_ns
+    return f"{step_ns / (then + error):.2f} to {step_ns / (then - error):.2f}" if 0 < error < then < step_ns else ""
 
 
 def _rounded(rate: float) -> float:
@@ -236,6 +242,6 @@ def _headline(answer: Answer, step_ns: float) -> str:
         return f"With {what} a step would take as long as now: {now}."
     if answer.step_ns > step_ns:
         return f"With {what} a step would take longer: {then} instead of {now}."
-    return (
-        f"With {what} a step would take {then} instead of {now}: {formatting.times(step_ns / answer.step_ns)} faster."
-    )
+    between = f" ({_range(answer, step_ns)})" if _range(answer, step_ns) else ""
+    faster = f"{formatting.times(step_ns / answer.step_ns)} faster{between}"
+    return f"With {what} a step would take {then} instead of {now}: {faster}."

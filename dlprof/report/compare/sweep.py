@@ -9,11 +9,8 @@ from dlprof.plain import plain
 from dlprof.report import formatting
 from dlprof.report.compare.summary import Summary
 from dlprof.result import Panel
-from dlprof.result.sweep import Point, Sweep
-from dlprof.units import count, digits, often
-
-# The knee is the first value that comes so near to the best one: what two recordings of one job differ by, twice.
-NEAR = 0.02
+from dlprof.result.sweep import NEAR, Point, Sweep
+from dlprof.units import count, digits, few, often
 
 _STATES = {
     "complete": "",
@@ -27,7 +24,7 @@ def summary(sweep: Sweep) -> Summary:
     samples = sweep.by_samples
     unit = "samples" if samples else "steps"
     per_s = f"{unit} a second"
-    measured = [p for p in sweep.points if p.readings]
+    measured = sweep.measured
     names = tuple(a.name for a in sweep.axes)
     predicted = any(p.predicted_ns for p in sweep.points)
     of_predicted = ("predicted_ns", "off") if predicted else ()
@@ -38,14 +35,14 @@ def summary(sweep: Sweep) -> Summary:
     notices = (*([f"Not complete: {state}. Started again with the same folder, it goes on."] if state else []), *lost)
     if not samples and len(measured) > 1 and any("." not in a.name for a in sweep.axes):
         notices = (*notices, "How many samples a step has is not known: points with other work a step do not compare.")
-    headline, second = _verdict(measured, sweep, samples, per_s)
+    headline, second = _verdict(sweep, samples, per_s)
     panels = _curve(sweep, samples, per_s)
     return Summary(
         name="sweep",
         headline=headline,
         second=second,
         lede=f"{_command(sweep.command)} · {', '.join(names)} · {count(len(sweep.points), 'point')},"
-        f" each measured {often(sweep.rounds)} over {count(sweep.steps, 'step')}",
+        f" each measured {_rounds(sweep)} over {count(sweep.steps, 'step')}",
         notices=(*notices, *sweep.warnings),
         table=Panel("table", "All points", rows, columns, note=_NOTE),
         panels=panels,
@@ -60,6 +57,12 @@ _NOTE = (
 )
 
 
+def _rounds(sweep: Sweep) -> str:
+    """Write how often points were measured: those near the best may have more readings than the others."""
+    most = max((len(p.readings) for p in sweep.points), default=0)
+    return often(sweep.rounds) if most <= sweep.rounds else f"{sweep.rounds} to {most} times"
+
+
 def _command(words: Sequence[str]) -> str:
     """Write a command without the Python that runs it."""
     first = words[0].rpartition("/")[2] if words else ""
@@ -68,29 +71,38 @@ def _command(words: Sequence[str]) -> str:
 
 def knee(sweep: Sweep) -> Point | None:
     """Return the first point of one axis that comes within NEAR of the best; None of several axes, or no readings."""
-    measured = [p for p in sweep.points if p.readings]
-    if len(sweep.axes) != 1 or not measured:
+    samples, best = sweep.by_samples, sweep.best
+    if len(sweep.axes) != 1 or best is None:
         return None
-    samples = sweep.by_samples
-    best = max(p.rate(samples) or 0.0 for p in measured)
-    return next(p for p in measured if (p.rate(samples) or 0.0) >= (1 - NEAR) * best)
+    return next(p for p in sweep.measured if (p.rate(samples) or 0.0) >= (1 - NEAR) * (best.rate(samples) or 0.0))
 
 
-def _verdict(measured: Sequence[Point], sweep: Sweep, samples: bool, per_s: str) -> tuple[str, str]:
-    if not measured:
+def _verdict(sweep: Sweep, samples: bool, per_s: str) -> tuple[str, str]:
+    best = sweep.best
+    if best is None:
         return "No point was measured.", ""
-    best = max(measured, key=lambda p: p.rate(samples) or 0.0)
-    worst = min(measured, key=lambda p: p.rate(samples) or 0.0)
+    worst = min(sweep.measured, key=lambda p: p.rate(samples) or 0.0)
     high, low = (p.rate(samples) or 0.0 for p in (best, worst))
     if high <= low * (1 + NEAR):
         return f"Nothing to gain: all points are within {formatting.percent(NEAR)} of {digits(high)} {per_s}.", ""
-    turn = knee(sweep)
-    times = f"{formatting.times(high / low)} those of {_named(worst)}"
+    gain, rivals, turn = sweep.gain(best, worst), sweep.rivals, knee(sweep)
+    if worst in rivals:
+        apart, runs = (formatting.percent(x) for x in (high / low - 1, max(p.spread or 0.0 for p in sweep.measured)))
+        return f"Undecided: the points are {apart} apart, and the runs of one point scatter by {runs}.", _MORE
+    between = "" if gain.low is None or gain.high is None else f" ({gain.low:.2f} to {gain.high:.2f})"
+    times = f"{formatting.times(high / low)}{between} those of {_named(worst)}"
     first = f"{_named(best)} is the best: {digits(high)} {per_s}, {times}."
+    if rivals:
+        return first, f"Not told apart from it: {few([_named(p) for p in rivals], 4)}. {_MORE}"
+    if gain.low is None:
+        return first, "Each point was measured once: how much runs differ is not known."
     if turn is None or turn is best:
         return first, ""
     near = digits(turn.rate(samples) or 0.0)
     return first, f"The knee is {_named(turn)}, with {near} {per_s}: no later value gives 2 % more."
+
+
+_MORE = "More --steps or --rounds would tell."
 
 
 def _named(point: Point) -> str:
@@ -110,7 +122,7 @@ def _row(p: Point, names: Sequence[str], samples: bool, predicted: bool) -> tupl
 
 def _curve(sweep: Sweep, samples: bool, per_s: str) -> tuple[Panel, ...]:
     """Return the picture: lines over one axis; over two, a line for each value of the second; else bars."""
-    measured = [p for p in sweep.points if p.readings]
+    measured = sweep.measured
     if not measured:
         return ()
     if len(sweep.axes) == 1:

@@ -43,6 +43,9 @@ RECORDED, RUNS = "recorded", "runs"  # in the folder of a sweep
 # A point is ended after this many times the longest one so far plus these seconds.
 _LONGER, _MORE_S = 3.0, 120.0
 
+# Points that are not told apart are measured in so many times as many rounds.
+_MOST_TIMES = 3
+
 _TRACED = ("--no-sample", "--stacks", "off", "--flops", "off")
 _TRACED_STEPS = 60  # at least, of the recording for predictions: its trace window is over by then
 
@@ -106,7 +109,7 @@ def swept(
     sweep.json is valid at any time, and all processes have ended afterwards. Raises DlprofError if the folder cannot be
     written.
     """
-    running = _Running(sweep, job, folder, options, stopped, tell)
+    running = Running(sweep, job, folder, options, stopped, tell)
     with writing(str(folder)):
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
     try:
@@ -118,7 +121,7 @@ def swept(
 
 
 @dataclass
-class _Running:
+class Running:
     """A sweep while it runs."""
 
     sweep: Sweep
@@ -136,23 +139,42 @@ class _Running:
         self.runs = 0
 
     def left(self) -> float:
+        """Return how many seconds are left."""
         return 60 * self.options.minutes - (time.monotonic() - self.started)
 
     def measure(self) -> None:
-        """Measure every point once in each round."""
-        for n in range(self.sweep.rounds):
-            order = range(len(self.sweep.points))
-            for place in order if n % 2 == 0 else reversed(order):
-                point = self.sweep.points[place]
-                if point.why or len(point.readings) > n:
-                    continue
-                if self.left() < self.longest_s or self.left() <= 0:
-                    self.keep("out_of_time")
-                    return
-                self._read(place, point)
+        """Measure every point once in each round, and the best ones further, as long as they are not told apart.
+
+        In one round nobody sees how much runs differ, so nothing is measured further.
+        """
+        places, once = range(len(self.sweep.points)), self.sweep.rounds == 1
+        if not all(self._round(n, places) for n in range(self.sweep.rounds)):
+            return
+        for n in range(self.sweep.rounds, 1 if once else _MOST_TIMES * self.sweep.rounds):
+            rivals = self.sweep.rivals
+            if not rivals:
+                break
+            best = self.sweep.best
+            contest = [place for place in places if (p := self.sweep.points[place]) in rivals or p is best]
+            self.tell(f"the best {len(contest)} points are not told apart: once more")
+            if not self._round(n, contest):
+                return
         self.keep("complete")
 
-    def _read(self, place: int, point: Point) -> None:
+    def _round(self, n: int, places: Sequence[int]) -> bool:
+        """Measure each point of these that has no more than n readings; return False where the time is up."""
+        for place in places if n % 2 == 0 else reversed(places):
+            point = self.sweep.points[place]
+            if point.why or len(point.readings) > n:
+                continue
+            if self.left() < self.longest_s or self.left() <= 0:
+                self.keep("out_of_time")
+                return False
+            self.read(place, point)
+        return True
+
+    def read(self, place: int, point: Point) -> None:
+        """Run a point, and keep its reading, or why it has none."""
         started = time.monotonic()
         limit = min(self.left(), _LONGER * self.longest_s + _MORE_S) if self.longest_s else self.left()
         found = self._runner(point.values)(settings(point.values, self.of_command), limit)
@@ -234,6 +256,9 @@ MOST_POINTS = 100
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(\*|\.\.)(\d+))?")
 
 
+_PROCESSES = re.compile(r"--nproc[-_]per[-_]node[=\0]\{([^}]+)\}")
+
+
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
@@ -291,6 +316,20 @@ def placeholders(axes: Sequence[Axis], command: Sequence[str]) -> set[str]:
             except DlprofError as e:
                 raise DlprofError(f"{e}; or write {{{a.name}}} where the command takes it") from None
     return found
+
+
+def threads(axes: Sequence[Axis], command: Sequence[str], cores: int) -> int | None:
+    """Return how many threads each process gets where an axis is torchrun's number of processes; None: none is.
+
+    torchrun gives each of several processes one thread, and a single one all cores: these points do not compare.
+    """
+    names = {a.name: a for a in axes}
+    if {"env.OMP_NUM_THREADS", "torch.num_threads"} & set(names):
+        return None
+    found = _PROCESSES.search("\0".join(command))
+    values = names[found[1]].values if found and found[1] in names else ()
+    most = max((int(v) for v in values if v.isdigit()), default=0)
+    return max(cores // most, 1) if most else None
 
 
 def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
 from dlprof.analysis.whatif.answers import COLUMNS, answers, predictions, replays
 from dlprof.analysis.whatif.asked import PERFECT, Asked, factor
 from dlprof.errors import DlprofError, NotMeasured
@@ -152,3 +154,14 @@ def test_what_has_no_answer_is_left_out_of_changes_together(tmp_path: Path) -> N
 def test_a_run_without_steps_has_no_answer(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured):
         answers(open_run(runs.recorded(tmp_path / "run", (None, [], runs.CPU))), Asked(device=2.0))
+
+
+def test_the_report_predicts_the_same_with_the_same_range(tmp_path: Path) -> None:
+    run = open_run(waiting(tmp_path))
+    (finding,) = [one for one in diagnose(run, RULES).found if one.id == "input_wait"]
+    forecasts = {int(one.value): one.step_ns for one in finding.forecasts}
+    answered = predictions(run, [Asked(workers=n) for n in forecasts])
+    assert [one.step_ns for one in answered] == pytest.approx([*forecasts.values()])
+    proposed = next(int(str(s.to)) for s in finding.changes[0].settings if s.name == "num_workers")
+    (same,) = predictions(run, [Asked(workers=proposed)])
+    assert same.error_ns == pytest.approx(finding.error_ns) != 0
