@@ -86,6 +86,8 @@ def warnings(
         found.append("the traces are of an inference server: dlprof is about training, and no rule applies")
     elif settings.only_forward(job):
         found.append("the traces hold no backward pass and no optimizer: they are of inference")
+    if settings.loader_alone(job):
+        found.append("the loader alone was run: its rate is the most that training with it can reach")
     found += _of_jobs(job)
     found += _of_groups(job)
     found += _of_processes(job)

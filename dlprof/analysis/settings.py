@@ -142,6 +142,12 @@ def on_cpu(job: Job) -> bool:
     return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in facts)
 
 
+def loader_alone(job: Job) -> bool:
+    """Return whether this is the reference workload of a loader alone (`dlprof run loader_variants --ceiling`)."""
+    words = job.run.command
+    return "--ceiling" in words and any(word.endswith("loader_variants.py") for word in words)
+
+
 def of_inference(job: Job) -> bool:
     """Return whether the traces are of an inference server, and nothing trains."""
     return any(facts.get("inference") for facts in job.trace_facts.values())

@@ -419,6 +419,11 @@ class Trial:
         """Differences from the recording."""
         return self.job.warnings
 
+    @property
+    def least_minutes(self) -> float:
+        """How long LEAST_PAIRS of one change take, by the recording; 0: not known, or nothing is tried."""
+        return (1 + 2 * LEAST_PAIRS) * self.run_s / 60 if self.plan.candidates else 0.0
+
     def patch_of(self, settings: Settings) -> Patch:
         """Return the edit of the job's files that makes settings."""
         return patch_of((rank.facts for rank in self.run.ranks), settings)

@@ -103,7 +103,7 @@ def fix(
     from dlprof.trial.copies import edit_in
     from dlprof.trial.fixing import fixed
     from dlprof.trial.running import stopping
-    from dlprof.trial.search import Options
+    from dlprof.trial.search import Options, prepared
 
     run = ctx.meta.get(_RUN)
     if run is None and not command:
@@ -121,7 +121,8 @@ def fix(
             raise DlprofError(f"{path}: {why}; --stop-after 5m --minutes 30 give it longer")
         left = max(minutes - (time.monotonic() - began) / 60, 0.1)
         chosen = Options(left, allow_numerics=allow_numerics, in_place=in_place, command=tuple(words))
-        trial, found = measured(path, result, chosen, stop, quiet)
+        trial = prepared(path, result, chosen, os.environ)
+        found = measured(path, result, trial, stop, quiet)
     made = fixed(trial, result, found)
     file = path / FILE
     if made.patch.text:

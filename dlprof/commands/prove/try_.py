@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import form, minutes, no_limits, quiet, rarely, run_path, say
+from dlprof.errors import RefusedError
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
 
@@ -135,9 +137,16 @@ def try_run(
     """
     from dlprof.result.tried import to_json
     from dlprof.trial.running import stopping
+    from dlprof.trial.search import LEAST_PAIRS, prepared
 
+    trial = prepared(path, result, options, os.environ)
+    if trial.least_minutes > options.minutes:
+        raise RefusedError(
+            f"{options.minutes:.3g} min are too short: a run takes about {trial.run_s:.0f} s, and a change needs"
+            f" {1 + 2 * LEAST_PAIRS}; --minutes {math.ceil(trial.least_minutes)} or more"
+        )
     with stopping() as stop:
-        _, found = measured(path, result, options, stop, quiet)
+        found = measured(path, result, trial, stop, quiet)
     if form == "json":
         click.echo(compact(to_json(found)))
     else:
@@ -153,24 +162,21 @@ def print_tried(found: Tried, *, err: bool = False) -> None:
     click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
 
 
-def measured(
-    path: Path, result: Result, options: Options, stop: Callable[[], bool], quiet: bool
-) -> tuple[Trial, Tried]:
+def measured(path: Path, result: Result, trial: Trial, stop: Callable[[], bool], quiet: bool) -> Tried:
     """Say what will be tried, try it, and add the results to the run's report. Raises DlprofError if it cannot run."""
     from dlprof.commands.report import write_files
     from dlprof.trial.job import added
-    from dlprof.trial.search import prepared, tried
+    from dlprof.trial.search import tried
 
     def tell(found: Attempt | float) -> None:
         if not quiet:
             say(f"dlprof: {_told(found)}", err=True)
 
-    trial = prepared(path, result, options, os.environ)
     for line in () if quiet else _announced(trial):
         say(f"dlprof: {line}", err=True)
     found: Tried = tried(trial, stop, tell)
     write_files(added(result, found), path, path)
-    return trial, found
+    return found
 
 
 def _announced(trial: Trial) -> list[str]:

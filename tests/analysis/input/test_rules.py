@@ -166,6 +166,13 @@ def iterators(folder: Path) -> Path:
     return path
 
 
+def alone(folder: Path) -> Path:
+    """Record the workload that runs a loader alone."""
+    path = waiting(40)(folder)
+    add_facts(path, "run.json", command=["python", "workloads/loader_variants.py", "--ceiling"])
+    return path
+
+
 STAY = ("persistent_workers", False, True)
 # Epochs that start anew: 50 + 250 + 20 ms, less a batch of 40; three times in 40 steps. Steps of an epoch's ends last
 # 420 and 120 ms, and all others 100; the job's very first one counts as one of those.
@@ -192,6 +199,7 @@ CASES = [
          says="Ranks 0 and 1 wait 1.00 ms a step for rank 2"),
     case("ranks starve alike", WAIT, met(*late({"input_wait": MS}, {"input_wait": MS})), ranks=(0, 1),
          verdict="31 % of each step waits for data."),
+    case("the loader alone", WAIT, alone, state="does_not_apply", says="nothing that waits for it"),
     case("a pipeline's stage", WAIT, starved, saving=100.0, ranks=(0,)),
     case("a trace alone", WAIT,
          traced(*(e for n in range(3) for e in (traces.fetch(n * MS, MS // 2, "_SingleProcessDataLoaderIter"),

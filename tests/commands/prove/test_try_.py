@@ -127,6 +127,14 @@ def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[st
 
 
 @pytest.mark.long
+def test_too_short_a_time_is_refused_before_anything_runs(waits: Path, tmp_path: Path) -> None:
+    _, run = copied(waits, tmp_path)
+    done = tried(run, "--minutes", "0.1")
+    assert (done.returncode, (run / "try").exists()) == (2, False), done.stderr
+    assert "0.1 min are too short: a run takes about" in done.stderr
+
+
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_planted_fault_is_found_measured_and_in_every_report(waits: Path, tmp_path: Path) -> None:
     _, run = copied(waits, tmp_path)

@@ -60,6 +60,7 @@ from dlprof.analysis.source.line_shares import CostlyLine
 from dlprof.analysis.step.breakdown import breakdown, part_least, part_noise
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import step_series
+from dlprof.errors import DoesNotApply
 from dlprof.units import count, duration, percent, ranks_named, size
 
 _ASSUMED = " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
@@ -71,7 +72,10 @@ def check(
     starving: Starving = needs(starving),
     faster_loader: FasterLoader = needs(faster_loader),
     breakdown: Frame = needs(breakdown),
+    job: Job = needs(JOB),
 ) -> Estimate:
+    if settings.loader_alone(job):
+        raise DoesNotApply("the loader alone was run, and nothing that waits for it")
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
     loses = "waits for the thread that pins batches" if faster_loader.part == PINNING else "waits for data"
     ready = input_waits["taken_ns"].max() / step
