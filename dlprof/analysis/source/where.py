@@ -368,12 +368,15 @@ def role_of(rule: str) -> str:
 
 def _concerned(calls: Sequence[Call], concern: Concern) -> list[Call]:
     found: list[Call] = []
+    looked_up = {(c.file, c.line) for c in calls if c.kind == "embedding"}
     for kind in concern.calls:
         of_kind = [c for c in calls if c.kind == kind]
         if kind in _LOADER:
             of_kind = [c for c in of_kind if concern.role in c.roles] or [c for c in of_kind if not c.roles]
         if kind in _EACH_TIME:
             of_kind = [c for c in of_kind if c.count > _FEW]
+        if kind == "forward":  # what only looks up an embedding is named where there is no other
+            of_kind = [c for c in of_kind if (c.file, c.line) not in looked_up] or of_kind
         of_kind.sort(key=lambda call: (bool(call.via), -call.count))
         found += of_kind[:MOST_CALLS]
     return found

@@ -109,6 +109,7 @@ FLOAT32 = {
         settings=[OFF, [("float32_precision", "highest", "high")], [("allow_tf32", False, True)]],
         rows=[("aten::mm", None, 1, 6 * MS)],
         numerics=[True] * 3,
+        training=[False] * 3,
     ),
     "TF32 by the names of torch 2.9": found(
         gpu(**IEEE),
@@ -166,7 +167,7 @@ FLOAT32 = {
         settings=[OFF],
         rows=[("aten::addmm",)],
     ),
-    "on a CPU with AVX-512's": found(cpu(units=["avx512_bf16"]), PRODUCTS * (1 - 1 / 1.7) - 23 * US),
+    "on a CPU with AVX-512's": found(cpu(units=["avx512_bf16"]), PRODUCTS * (1 - 1 / 1.7) - 23 * US, training=[True]),
     "on a CPU products with two columns": found(
         cpu(units=["avx512_bf16"], **counted("float32", sizes="2 64x64 64x2")), PRODUCTS * (1 - 1 / 1.7) - 23 * US
     ),

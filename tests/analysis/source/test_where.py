@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace as with_fields
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ def test_calls_come_first_and_lines_seen_in_the_phases_then() -> None:
         ("torch/z.py", 0, "wait", 1.0),
     ]
     assert where[2].what == "loader worker, in open (PIL/Image.py)"
+
+
+def test_the_call_of_a_model_is_not_where_embeddings_are_looked_up() -> None:
+    tables = Call("forward", "model.py", 3, "look_up", "bag(ids)", count=30)
+    same, model = with_fields(tables, kind="embedding"), Call("forward", "train.py", 8, "main", "model(x)", count=7)
+    for calls, places in (([tables, same, model], [8]), ([tables, same], [3]), ([tables, model], [3, 8])):
+        assert [w.line for w in placed(found("fp32_matmul"), (), source(calls)).where] == places
 
 
 def test_a_line_that_the_rule_names_is_not_named_again_for_its_call() -> None:

@@ -20,11 +20,15 @@ from Ampere on, TF32: `torch.backends.cuda.matmul.fp32_precision = "tf32"` for p
 `torch.backends.cudnn.conv.fp32_precision = "tf32"` for convolutions (before torch 2.9
 `torch.set_float32_matmul_precision("high")` and `torch.backends.cudnn.allow_tf32 = True`). An AMD MI300 has it as XF32,
 which PyTorch uses where `HIPBLASLT_ALLOW_TF32=1` is set as well.
+
+On a CPU 16 bits stand under "If the training may change", after what leaves the numbers as they are: whoever trains
+there mostly means to have these.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import UNITS, cpu_float32, is_product, times_of
@@ -130,7 +134,8 @@ def explain(
         summary=f"Products and convolutions {inside} take {duration(by_rank(took, 'float32_ns')[rank])} of a"
         f" step of {duration(mean_step_ns)} on rank {rank}; {name} multiplies {digits(times)} times as fast in {half}.",
         changes=(
-            autocast(job, rank, half, [*own_functions["function"]]),
+            # Who trains on a CPU seldom means other numbers: there it stands apart from what changes none.
+            replace(autocast(job, rank, half, [*own_functions["function"]]), training=on_cpu),
             *(tf32(job, rank, name, of_convolutions) if "tf32" in peaks and kind == FLOAT32 else ()),
         ),
         evidence=table(
