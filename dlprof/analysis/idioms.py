@@ -27,7 +27,7 @@ class Idiom:
     `source`, `frames`: regular expressions, of which one must be found in the text of the line, or in what it calls,
     "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
     before more workers; else it is work that somebody has to do. `last`: what the line calls says more than its source.
-    `around`: as `frames`, but whatever is called within it.
+    `around`: as `frames`, but whatever is called within it. `unless`: as `frames`, of what the line must not call.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Idiom:
     first: bool = True
     last: bool = False
     around: str = ""
+    unless: str = ""
 
 
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
@@ -860,6 +861,7 @@ IDIOMS: tuple[Idiom, ...] = (
         (*DATA, *LOOP, *START),
         source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
         last=True,
+        unless=r"\(.*torch/nn/modules/(?!loss|module)",  # a loop over layers, heads or experts is none over elements
     ),
     Idiom(
         "evaluated",
@@ -883,7 +885,11 @@ def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
     `frames`: the function that it stands in, and those of libraries that it was seen in, "function (file:line)", the
     outermost first.
     """
-    fitting = [one for one in IDIOMS if doing in one.doing]
+    fitting = [
+        one
+        for one in IDIOMS
+        if doing in one.doing and not (one.unless and any(re.search(one.unless, frame) for frame in frames))
+    ]
     around = next((one for one in fitting if one.around and any(re.search(one.around, f) for f in frames)), None)
     if around is not None:
         return around

@@ -174,6 +174,8 @@ LINES = [
     ("backward", "dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)", (), "exchanged_one_by_one"),
     ("rest", "dist.all_reduce(total)", (), ""),
     ("rest", "total = sum(x * x for x in values)", (), "loops_in_python"),
+    ("forward", "y = [e(x) for e in self.experts]", (f"forward ({LIBRARY}torch/nn/modules/linear.py:1)",), ""),
+    ("rest", "e = [loss(x) for x in rows]", (f"forward ({LIBRARY}torch/nn/modules/loss.py:1)",), "loops_in_python"),
     ("rest", "evaluate(model, held_out)", (), "evaluated"),
     # Lines of which nothing is known.
     ("worker", "return self.made(index)", (), ""),
