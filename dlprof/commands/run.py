@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -108,13 +108,17 @@ def run(
     if not on_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    words = [*(["--fault", fault] if fault else []), *args]
+    ours = script.resolve().parent == _ours()
+    if ours and words and (why := _usage_error(script, words, env, ranks)):
+        raise RefusedError(f"{script.stem}: {why} ({script} --help lists its options)")
     if not recording.quiet:
         click.echo(
             f"dlprof: {' '.join((str(script), *args))} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True
         )
-    if script.resolve().parent == _ours():  # their options take no secrets
+    if ours:  # their options take no secrets
         recording = replace(recording, keep_arguments=True)
-    command = [*launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
+    command = [*launcher(script, ranks), str(script), *words]
     name = script.stem + (f"-{fault}" if fault else "")
     record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
 
@@ -129,6 +133,17 @@ def _lacking(script: Path, fault: str | None, *, on_gpus: bool, ranks: int) -> s
     if fault in (constant(script, "NEEDS_TWO_RANKS") or ()) and ranks < 2:
         return f"{script.stem} --fault {fault} needs two ranks: --procs 2, or --gpus 2"
     return ""
+
+
+def _usage_error(script: Path, words: Sequence[str], env: Mapping[str, str], ranks: int) -> str:
+    """Return what a workload of ours says against its options, else under the traceback of torchrun; "" if nothing."""
+    reads = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import {script.stem}; {script.stem}.parse()"
+    alone = {**env, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    done = subprocess.run(
+        [sys.executable, "-c", reads, *words], env=alone, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return done.stderr.rpartition("error: ")[2].strip() if done.returncode == 2 else ""
 
 
 def _climb(script: Path, gpus: int | None, procs: int | None, recording: Recording, args: Sequence[str]) -> None:

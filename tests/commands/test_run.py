@@ -45,6 +45,8 @@ def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
         (["ddp_resnet", "--fault", "none"], "ddp_resnet has no fault none; there are: blocking_allreduce, "),
         (["ddp_resnet", "--procs", "1", "--fault", "pageable"], "ddp_resnet --fault pageable needs a GPU"),
         (["ddp_resnet", "--procs", "1", "--fault", "slow_rank"], "ddp_resnet --fault slow_rank needs two ranks"),
+        (["ddp_resnet", "--procs", "1", "--stepz", "5"], "ddp_resnet: unrecognized arguments: --stepz 5 ("),
+        (["dlrm_like", "--procs", "4", "--tables", "2"], "dlrm_like: --tables 2 cannot be shared out among 4 ranks ("),
         (["tells.py", "--procs", "1"], "tells needs nowhere_at_all: pip install it"),
     ],
 )
