@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,13 @@ def _time(ctx: click.Context, param: click.Parameter, value: str | None) -> str 
         except ValueError as e:
             raise click.BadParameter(f"{value}: SLURM takes {e}", ctx) from None
     return value
+
+
+def _signal(ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    name = (value or "").upper().removeprefix("SIG")
+    if value and (f"SIG{name}" not in signal.Signals.__members__ or name in ("KILL", "STOP")):
+        raise click.BadParameter(f"{value} is no signal that a script can take; USR1 or TERM", ctx)
+    return name or None
 
 
 def _directives(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,6 +114,13 @@ def _text(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]: 
     help="SIGTERM comes so long before the time is up, to close the recording and report on it; 0: when it is up.",
 )
 @click.option(
+    "--requeue-before-limit",
+    metavar="SIGNAL",
+    callback=_signal,
+    help="--grace before the time is up send the ranks this signal, on which the script saves and ends (USR1), wait for"
+    " them, and queue the job again.",
+)
+@click.option(
     "--runs",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
@@ -141,6 +156,8 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
     words = ("-m", module, *command) if module else command
     if not words:
         raise click.UsageError("a script, -m PACKAGE, or a command")
+    if given["requeue_before_limit"] and not given["grace"]:
+        raise click.UsageError("--requeue-before-limit needs --grace: how long before the time is up")
     words = _found(words)
     cores = given["cpus_per_rank"] or _usual_cores(given["partition"], gpus, procs)
     chosen = {name: given[name] for name in ("partition", "account", "qos", "time") if given[name]}
@@ -165,6 +182,7 @@ def slurm(recording: Recording, module: str | None, command: tuple[str, ...], **
         numa=given["numa_binding"] or "",
         container=Container(image, given["runtime"]) if image else None,
         group=given["group"] or "",
+        requeue=given["requeue_before_limit"] or "",
     )
     text = batch.text()
     if out is not None:

@@ -31,7 +31,7 @@ _COMMAND: Mapping[str, Shape] = {
     "resumed_ns": [int],
 }
 TASK: Mapping[str, Shape] = {**_COMMAND, **_all(str, "host number")}
-RUN: Mapping[str, Shape] = {**_COMMAND, "dlprof": str, "hosts": [str], "options": {}, "tasks": [TASK]}
+RUN: Mapping[str, Shape] = {**_COMMAND, **_all(str, "dlprof batch"), "hosts": [str], "options": {}, "tasks": [TASK]}
 
 _WINDOW: Mapping[str, Shape] = {
     **_all(str, "state asked"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import re
@@ -22,7 +23,7 @@ from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
 from dlprof.read.unpacking import Unpacked, top, unpacked
-from dlprof.units import few, listed
+from dlprof.units import duration, few, listed
 
 FORMAT = 1
 
@@ -135,6 +136,10 @@ def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tupl
     return reading.facts, list(reading.warnings)
 
 
+# Of the earlier starts of a job, so many are looked for.
+_MOST_STARTS = 64
+
+
 def _unended(folder: Path) -> str:
     """Return a warning that the job's end was not recorded. It still runs if its files were just written to."""
     written = 0.0
@@ -160,6 +165,7 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
     if info and tasks and info.get("end_ns") is None:
         info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
+    warnings += _earlier(folder, info)
     warnings += _of_hosts(inside)
     ranks, odd = _ranks(inside, window)
     warnings += odd
@@ -194,6 +200,34 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
         warnings=(*warnings, *inside.warnings),
         taken=tuple(one for one in more.taken if one.ranks),
     )
+
+
+_RESTARTED = re.compile(r"(.+) \(restart \d+\)")
+
+
+def _earlier(folder: Path, info: Mapping[str, Any]) -> list[str]:
+    """Say what the earlier starts of a job that its scheduler started again did: their runs lie beside this one."""
+    job = _RESTARTED.fullmatch(str(info.get("batch") or ""))
+    if job is None:
+        return []
+    runs = list[tuple[int, str, Mapping[str, Any]]]()
+    stem = re.sub(r"-\d+$", "", folder.resolve().name)
+    for path in itertools.islice(folder.resolve().parent.glob(f"{glob.escape(stem)}*/run.json"), _MOST_STARTS):
+        other = _facts(Inside(path.parent), path, facts.RUN)[0]
+        batch, began = str(other.get("batch") or ""), other.get("start_ns")
+        same = batch == job[1] or ((again := _RESTARTED.fullmatch(batch)) is not None and again[1] == job[1])
+        if same and began is not None and began < (info.get("start_ns") or 0):
+            runs.append((began, path.parent.name, other))
+    if not runs:
+        return []
+    said, ended = [], None
+    for began, name, other in sorted(runs, key=lambda run: run[0]):
+        ended, how = other.get("end_ns"), other.get("exit") or {}
+        by = f"by signal {how['signal']}" if how.get("signal") else f"with exit code {how.get('code')}"
+        said.append(f"{name} ran {duration(ended - began)} and ended {by}" if ended else f"{name} was cut off")
+    later = max((info.get("start_ns") or 0) - ended, 0) if ended else None
+    waited = f"; it was started again {duration(later)} later" if later is not None else ""
+    return [f"{info['batch']}: before this start of it, {few(said, 4)}{waited}"]
 
 
 def _tasks(inside: Inside) -> list[Mapping[str, Any]]:

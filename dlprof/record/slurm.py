@@ -53,6 +53,7 @@ class Batch:
     numa: str = ""  # torchrun's --numa-binding
     container: Container | None = None
     group: str = ""  # the Unix group that may read the recording
+    requeue: str = ""  # the signal on which the script saves and ends before the time is up, to be queued again
 
     @property
     def run(self) -> str:
@@ -109,7 +110,11 @@ class Batch:
         ]
         found += [f"--gpus-per-node={self.ranks}"] if self.gpus else []
         found += [f"--hint={self.hint}"] if self.hint else []
-        found += [f"--signal=TERM@{self.grace_s}"] if self.grace_s else []
+        if self.requeue:
+            # To the shell of the batch script, which passes the script's own on; the output goes on where it was.
+            found += ["--requeue", "--open-mode=append", f"--signal=B:USR2@{self.grace_s}"]
+        elif self.grace_s:
+            found.append(f"--signal=TERM@{self.grace_s}")
         return [shlex.quote(line) for line in found] + list(self.directives)
 
     def _job(self) -> list[str]:
@@ -128,7 +133,7 @@ class Batch:
             if self.container.holds_dlprof:
                 outside = [self.python, "-m", "dlprof"]
         said = [
-            " ".join(["exec srun", *map(shlex.quote, srun)]),
+            " ".join(["srun" if self.requeue else "exec srun", *map(shlex.quote, srun)]),
             f"bash -c {shlex.quote(_TELLS)} rank" if per_task else "",
             " ".join([shlex.join([*outside, "wrap", "-o"]), '"$run"', *map(shlex.quote, self.recording), "--"]),
             shlex.join(inside),
@@ -137,7 +142,18 @@ class Batch:
         ]
         how = "One task a rank" if per_task else "One torchrun a node"
         why = "on cores of its own" if per_task else "on all cores of the job there; it starts the ranks"
-        return [f"# {how}, {why}. exec: the job ends as it ends.", " \\\n    ".join(part for part in said if part)]
+        job = " \\\n    ".join(part for part in said if part)
+        if not self.requeue:
+            return [f"# {how}, {why}. exec: the job ends as it ends.", job]
+        return [
+            f"# Before the time is up the ranks get {self.requeue}. Once they have ended, the job is queued again.",
+            f"trap 'again=1; scancel --signal={self.requeue} \"$SLURM_JOB_ID\"' USR2",
+            f"# {how}, {why}. wait ends early for a trap.",
+            f"{job} &",
+            "while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done",
+            '[ -z "$again" ] || scontrol requeue "$SLURM_JOB_ID"',
+            "exit $status",
+        ]
 
     def _torchrun(self) -> str:
         words = [self.python, "-m", "torch.distributed.run", "--nnodes", str(self.nodes)]

@@ -33,6 +33,7 @@ from dlprof.read.run import FORMAT, TRACE, Rank, open_run
 from dlprof.read.unpacking import unpacked
 from dlprof.units import listed
 from tests.fixtures import dialects, dumps, jobs, runs, traces
+from tests.fixtures.claims import add_facts
 
 
 def report(path: Path, out: Path) -> Result:
@@ -394,6 +395,27 @@ def test_a_broken_facts_json_costs_only_the_facts(tmp_path: Path) -> None:
     result, warnings = answered(recorded(tmp_path / "run", ranks=4, facts=broken))
     assert warnings.count("facts.json is broken") == 4
     assert (result["run"]["ranks"], result["window"]["steps"] > 10) == ([0, 1, 2, 3], True)
+
+
+S = 10**9
+
+
+def test_a_job_that_was_queued_again_knows_its_earlier_starts(tmp_path: Path) -> None:
+    starts = [
+        ("x-7", "SLURM job 7", 0, 60 * S, 0),
+        ("x-7-1", "SLURM job 7 (restart 1)", 100 * S, None, None),
+        ("x-7-2", "SLURM job 7 (restart 2)", 300 * S, 330 * S, 3),
+        ("x-70", "SLURM job 70", 10 * S, 20 * S, 0),
+    ]
+    for name, batch, began, ended, code in starts:
+        run = runs.recorded(tmp_path / name, (None, [], {}))
+        add_facts(run, "run.json", batch=batch, start_ns=began + 1, end_ns=ended and ended + 1, exit={"code": code})
+    said = {name: [w for w in open_run(tmp_path / name).warnings if "start" in w] for name, *_ in starts}
+    assert said["x-7"] == said["x-70"] == []
+    (second,), (third,) = said["x-7-1"], said["x-7-2"]
+    before = "before this start of it, x-7 ran 60.0 s and ended with exit code 0"
+    assert second == f"SLURM job 7 (restart 1): {before}; it was started again 40.0 s later"
+    assert third == f"SLURM job 7 (restart 2): {before}, x-7-1 was cut off"
 
 
 def test_a_restarted_job_is_read_from_its_last_start(tmp_path: Path) -> None:

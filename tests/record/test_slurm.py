@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,7 +44,9 @@ def started(batch: Batch) -> list[str]:
     """Return the words of the job's command, as a shell takes them; bash must take the script."""
     text = batch.text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    return shlex.split(text[text.index("exec srun") :].replace("\\\n", ""))
+    command = re.search(r"^(?:exec )?srun (?:.*\\\n)*.*$", text, re.M)
+    assert command is not None
+    return shlex.split(command[0].replace("\\\n", ""))
 
 
 # What of the job is changed; directives and words of srun that there are, and that there are not; and how the words of
@@ -79,6 +82,17 @@ JOBS: dict[str, tuple[dict[str, Any], set[str], set[str], str, str]] = {
         {"module load cuda"},
         set(),
         *("/env/bin/python -m dlprof wrap -o $run --lines main --", SCRIPT),
+    ),
+    "queued again before its limit": (
+        {"requeue": "USR1", "directives": ("--signal=USR1@300",)},
+        {
+            "--requeue",
+            "--open-mode=append",
+            "--signal=B:USR2@60",
+            '[ -z "$again" ] || scontrol requeue "$SLURM_JOB_ID"',
+        },
+        {"--signal=TERM@60", "exec"},
+        *(OUTSIDE, f"{SCRIPT} &"),
     ),
     "an array of jobs whose recording a group reads": (
         {"directives": ("--array=0-3", "--signal=USR1@300"), "group": "a lab"},

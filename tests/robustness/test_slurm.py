@@ -154,6 +154,55 @@ def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], sc
     assert open_run(run).exit == {"code": None, "signal": int(signal.SIGTERM)}
 
 
+RESUMES = """
+import os, signal, sys, time
+import torch
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+first = int(open("saved").read()) if os.path.exists("saved") else 0
+for n in range(first, 400):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.005)
+    if n == first + 20:
+        print("ready", first, flush=True)
+    while not asked and first == 0 and n == 100:
+        time.sleep(0.01)
+    if asked:
+        open("saved", "w").write(str(n + 1))
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_job_is_queued_again_before_its_limit_and_its_report_knows_both_starts(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "trains.py").write_text(COMPILES_NOTHING + RESUMES)
+    given = ["--procs-per-node", "1", "--cpus-per-rank", "1", "--no-trace", "--requeue-before-limit", "USR1"]
+    job = launch([*DLPROF, "slurm", "trains.py", *given, "--submit"], tmp_path, env=slurm).stdout.split()[2]
+    out = tmp_path / f"trains-{job}.out"
+    assert until(lambda: out.exists() and "ready 0" in out.read_text())
+    launch(["scancel", "--batch", "--signal=USR2", job], tmp_path, env=slurm)  # what SLURM does before the limit
+    assert until(lambda: said_of(job, slurm, tmp_path)["Restarts"] == "1"), out.read_text()
+
+    # SLURM waits for two minutes before it starts a job again.
+    def again() -> bool:
+        return "ready 101" in out.read_text() and has_ended(job, slurm, tmp_path)
+
+    assert until(again) or until(again)
+    assert said_of(job, slurm, tmp_path)["JobState"] == "COMPLETED"
+    first, second = (open_run(tmp_path / "runs" / name) for name in (f"trains-{job}", f"trains-{job}-1"))
+    assert (first.exit["code"], second.exit["code"]) == (0, 0)
+    assert [len(rows(run.path / "ranks/00000")) for run in (first, second)] == [101, 299]
+    (told,) = [text for text in second.warnings if "(restart 1)" in text]
+    assert f"before this start of it, trains-{job} ran " in told
+    assert "and ended with exit code 0; it was started again" in told
+
+
 @pytest.mark.slow
 def test_the_elements_of_an_array_have_a_folder_each_that_a_group_reads(
     slurm: dict[str, str], script: Path, tmp_path: Path
