@@ -62,7 +62,7 @@ def compact(data: object) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
-# The folder, in a run or a folder of traces, of what is known of its ranks already.
+# The folder, in a recorded run, of what is known of its ranks already.
 KEPT = ".dlprof"
 
 # The file in a host's folder that says which machine's it is.

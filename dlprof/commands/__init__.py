@@ -186,7 +186,11 @@ no_limits = click.option(
     help="Read files of any size; without it, what exceeds the limits is skipped with a warning.",
 )
 cache = click.option(
-    "--cache", type=PATH, metavar="DIR", help="Folder for what is known of each rank. [default: .dlprof in PATH]"
+    "--cache",
+    type=PATH,
+    metavar="DIR",
+    help="Folder for what is known of each rank. [default: .dlprof in a recorded run; of traces from elsewhere "
+    "~/.cache/dlprof]",
 )
 quiet = click.option("--quiet", is_flag=True, help="No progress.")
 show = click.option("--open", "show", is_flag=True, help="Open the page in a browser.")

@@ -159,16 +159,17 @@ def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.long
-def test_a_report_by_dask_keeps_what_it_reads(job: Path) -> None:
+def test_a_report_by_dask_keeps_what_it_reads(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stdout and stderr there is nothing of Dask's own."""
     pytest.importorskip("distributed", reason="needs the extra dask")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(job.parent / "cache"))
     plain = run(job, "--format", "json", "-o", "a")
     command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), "--format", "json", "-o", "b"]
     command += ["--dask", "local:2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=job.parent)
     assert done.stdout == plain.stdout
     assert [line.partition(" · ")[0] for line in done.stderr.splitlines()] == ["read 1 of 2 ranks", "read 2 of 2 ranks"]
-    assert len(list((job / ".dlprof").rglob("*.npz"))) == 2
+    assert len(list((job.parent / "cache").rglob("*.npz"))) == 2
     again = run(job, "--format", "json", "-o", "c", "--dask", "local:2")
     assert again.stdout == plain.stdout
 

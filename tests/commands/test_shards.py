@@ -59,8 +59,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    """Return a folder of five ranks' traces."""
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of five ranks' traces, which stays as it is; the user's cache folder is beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for r in range(5):
         traces.write(tmp_path / "job" / f"rank{r}.json.gz", traces.training(3 + r, rank=r, world_size=5))
     return tmp_path / "job"
@@ -68,13 +69,13 @@ def job(tmp_path: Path) -> Path:
 
 def test_the_report_of_what_shards_read_is_the_same(job: Path) -> None:
     before = result_of(job)
-    assert not (job / ".dlprof").exists()
+    assert not (job.parent / "cache").exists()
     for k in range(3):
         assert shard(job, f"{k}/3", "--quiet")[-1].startswith(f"shard {k}/3: ")
-    assert sorted(files_of(job)) == [f"{r:05d}" for r in range(5)]
-    kept = files_of(job)
+    assert sorted(files_of(job.parent)) == [f"{r:05d}" for r in range(5)]
+    kept = files_of(job.parent)
     assert result_of(job) == before
-    assert files_of(job) == kept  # nothing was read again
+    assert files_of(job.parent) == kept  # nothing was read again
 
 
 @pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "nsys"])
@@ -90,24 +91,24 @@ def test_a_missing_shard_is_read_by_the_report(job: Path) -> None:
     before = result_of(job)
     for k in (0, 2):
         shard(job, f"{k}/3", "--quiet")
-    kept = files_of(job)
+    kept = files_of(job.parent)
     done = call("report", job, "-o", job.parent / "out", "--format", "json", "--jobs", "1")
     missing = 5 - len(kept)
     assert done.stderr.splitlines()[0] == (
         f"{missing} of 5 ranks were read by no shard (shard 1/3 is missing): reading them now"
     )
     assert json.loads(done.stdout) == before
-    assert {rank: number for rank, number in files_of(job).items() if rank in kept} == kept
-    assert len(files_of(job)) == 5
+    assert {rank: number for rank, number in files_of(job.parent).items() if rank in kept} == kept
+    assert len(files_of(job.parent)) == 5
 
 
 def test_a_missing_shard_may_be_left_out(job: Path) -> None:
     shard(job, "0/3", "--quiet")
-    kept = files_of(job)
+    kept = files_of(job.parent)
     result = result_of(job, "--kept-only")
     assert result["run"]["ranks"] == sorted(map(int, kept))
     assert any("were read by no shard and are left out: " in line for line in result["run"]["warnings"])
-    assert files_of(job) == kept
+    assert files_of(job.parent) == kept
 
 
 @pytest.mark.parametrize(("number", "many"), report._LAUNCHERS)
@@ -144,7 +145,7 @@ def test_what_is_of_a_report_is_refused_beside_a_share(words: list[str], job: Pa
     assert done.exit_code == 2
     named = words[:1] if words[0] != "--format" else words
     assert done.stderr.splitlines()[-1] == f"Error: --shard writes no report: it takes no {' '.join(named)}"
-    assert not (job / ".dlprof").exists()
+    assert not (job.parent / "cache").exists()
 
 
 @pytest.mark.parametrize(

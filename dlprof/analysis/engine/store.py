@@ -186,24 +186,39 @@ def is_large(run: Run) -> bool:
 
 
 def open_store(run: Run, cache: Path | None = None, shard: str = "") -> Store:
-    """Return the store of a run: in it, or below `cache`, a folder for any number of runs. Nothing is written yet."""
+    """Return the store of a run: below `cache`, a folder for any number of runs; by default in a recorded run, and of
+    traces from elsewhere, into whose folder nothing is written, below the user's cache folder. Nothing is written yet.
+
+    Raises DlprofError where the user has no home, and so no cache folder.
+    """
     root = run.path if run.path.is_dir() else run.path.parent
-    if cache is not None:
-        where = run.path.resolve()
-        folder = cache / f"{where.name[:64]}-{hashlib.sha256(os.fsencode(where)).hexdigest()[:12]}"
-    else:
-        folder = root / KEPT if run.path.is_dir() else root / KEPT / run.path.name
-    return Store(root, folder / "ranks", shard)
+    if cache is None and run.recorded:
+        return Store(root, root / KEPT / "ranks", shard)
+    where = run.path.resolve()
+    name = f"{where.name[:64]}-{hashlib.sha256(os.fsencode(where)).hexdigest()[:12]}"
+    return Store(root, (cache or _of_user()) / name / "ranks", shard)
+
+
+def _of_user() -> Path:
+    """Return dlprof's folder in the user's cache folder, as XDG has it: a relative path there counts as none."""
+    set_to = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (set_to if set_to.is_absolute() else Path("~/.cache").expanduser()) / "dlprof"
+    except RuntimeError:
+        raise DlprofError("this user has no home for what is known of each rank; --cache names a folder") from None
 
 
 def find(run: Run, cache: Path | None, *, asked: bool, tell: Callable[[str], None]) -> Store | None:
     """Return the store of a run that exists, is requested (`asked`), or is worth it; None where it is not possible."""
-    store = open_store(run, cache)
-    there = store.folder.is_dir()
-    if not (there or asked or cache or is_large(run)):
-        return None
     try:
+        store = open_store(run, cache)
+        if not (store.folder.is_dir() or asked or cache or is_large(run)):
+            return None
         store.make()
+    except DlprofError as e:
+        if asked or is_large(run):
+            tell(f"what is known of each rank is not kept: {e}")
+        return None
     except OSError as e:
         tell(
             f"what is known of each rank is not kept: {e.strerror or e}: {store.folder} (--cache names another folder)"

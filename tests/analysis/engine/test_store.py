@@ -50,6 +50,13 @@ def strange(rank: RankFacts = needs(RANK)) -> pd.DataFrame:
     return pd.DataFrame({"it": [object()]})
 
 
+@pytest.fixture(autouse=True)
+def users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the user's cache folder, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of the user"))
+    return tmp_path / "of the user" / "dlprof"
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Return a job of four ranks of which nothing is known."""
@@ -158,8 +165,10 @@ def test_limits_other_measures_and_a_moved_run(run: Run, tmp_path: Path, monkeyp
     assert len(store.read(run.ranks, (rows,)).answers) == RANKS
     assert (store.read(run.ranks, EVERY).answers, store.read(run.ranks, EVERY).again) == ({}, {})
     assert store.read(run.ranks, ()).answers[0].answers == {}
+    run = replace(run, recorded=True)  # what is known of a recorded run moves with it
+    kept(run, (rows,))
     run.path.rename(tmp_path / "elsewhere")
-    moved = open_run(tmp_path / "elsewhere")
+    moved = replace(open_run(tmp_path / "elsewhere"), recorded=True)
     assert len(open_store(moved).read(moved.ranks, (rows,)).answers) == RANKS
     monkeypatch.setenv(NO_LIMITS, "1")  # what was read within limits may lack something
     assert open_store(moved).read(moved.ranks, (rows,)).answers == {}
@@ -255,7 +264,38 @@ def test_what_no_file_or_disk_holds_is_not_kept_and_told(full: bool, run: Run) -
     assert [path for path in store.folder.rglob("*") if path.is_file()] == []
 
 
-def test_where_stores_are(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/caches"}, "/caches/dlprof"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/home/u"}, "/home/u/.cache/dlprof"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/u"}, "/home/u/.cache/dlprof"),
+    ],
+)
+def test_of_traces_it_is_in_the_users_cache_folder(
+    variables: dict[str, str], folder: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert open_store(run).folder.parents[1] == Path(folder)
+    assert open_store(replace(run, recorded=True)).folder == run.path / ".dlprof" / "ranks"
+
+
+def test_without_a_home_nothing_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    lines: list[str] = []
+    assert find(run, None, asked=False, tell=lines.append) is None
+    assert lines == []
+    assert find(run, None, asked=True, tell=lines.append) is None
+    assert [line.endswith("--cache names a folder") for line in lines] == [True]
+    assert find(run, tmp_path / "cache", asked=True, tell=pytest.fail) is not None
+
+
+def test_where_stores_are(run: Run, tmp_path: Path, users_cache: Path) -> None:
     store = Store(tmp_path, tmp_path)
     assert store.path(300) == tmp_path / "00256-00511" / "00300.npz"
     assert len({store.path(rank).parent for rank in range(16_384)}) == 64
@@ -272,7 +312,8 @@ def test_where_stores_are(run: Run, tmp_path: Path) -> None:
     for n in range(2):
         kept(open_run(traces.write(tmp_path / f"{n}.json.gz", traces.training(3 + n))), (rows,))
     one = open_run(tmp_path / "0.json.gz")
-    assert open_store(one).folder == tmp_path / ".dlprof" / "0.json.gz" / "ranks"
+    assert open_store(one).folder.parent.name.startswith("0.json.gz-")
+    assert len(list(users_cache.iterdir())) == 2
     assert len(open_store(one).read(one.ranks, (rows,)).answers) == 1
 
 
@@ -300,18 +341,21 @@ def sized(folder: Path, *sizes: int) -> Run:
     ],
 )
 def test_a_run_has_a_store_where_it_is_large_or_asked_for(
-    sizes: list[int], how: dict[str, bool], has: bool, tmp_path: Path
+    sizes: list[int], how: dict[str, bool], has: bool, tmp_path: Path, users_cache: Path
 ) -> None:
     (tmp_path / "job").mkdir()
     run = sized(tmp_path / "job", *sizes)
+    before = list(run.path.iterdir())
     cache = tmp_path / "cache" if how.get("cache") else None
     for _ in range(2):  # made once, it is there
         assert (find(run, cache, asked=how.get("asked", False), tell=pytest.fail) is not None) is has
         how = {} if "asked" in how else how
-    assert (tmp_path / "job" / ".dlprof").exists() is (has and not cache)
+    assert users_cache.exists() is (has and not cache)
+    assert list(run.path.iterdir()) == before
 
 
 def test_a_store_that_cannot_be_written_is_told(run: Run, tmp_path: Path) -> None:
+    run = replace(run, recorded=True)
     (run.path / ".dlprof").write_text("a file")
     lines: list[str] = []
     assert find(run, None, asked=True, tell=lines.append) is None
@@ -336,6 +380,7 @@ def test_shards_that_begin_at_the_same_moment_share_a_folder(run: Run, tmp_path:
 
 @pytest.mark.parametrize("where", [".dlprof", ".dlprof/ranks", ".dlprof/ranks/00000-00255"])
 def test_nothing_is_written_or_read_through_a_link(where: str, run: Run, tmp_path: Path) -> None:
+    run = replace(run, recorded=True)
     (tmp_path / "out").mkdir()
     (run.path / where).parent.mkdir(parents=True, exist_ok=True)
     (run.path / where).symlink_to(tmp_path / "out")
