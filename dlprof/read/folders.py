@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Head
+from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import most_unpacked
 from dlprof.read.opening import open_file
 from dlprof.units import listed
@@ -45,7 +46,7 @@ def runs_of(files: Iterable[tuple[Path, int | None]]) -> list[set[Path]]:
     """Return the folders of each run, given traces and their ranks: TensorBoard's folder of logs has a folder a run.
 
     Folders are of one run if a process wrote into both, or if they hold different ranks; all are where the name of a
-    file does not tell its process.
+    file does not tell its process. But where no file tells its rank either, they are only if they are named by ranks.
     """
     folders: dict[Path, tuple[set[str], set[int | None]]] = {}
     for path, rank in files:
@@ -53,7 +54,9 @@ def runs_of(files: Iterable[tuple[Path, int | None]]) -> list[set[Path]]:
         processes.add(named_process(path))
         ranks.add(rank)
     if any("" in processes for processes, _ in folders.values()):
-        return [set(folders)]
+        known = any(rank is not None for _, ranks in folders.values() for rank in ranks)
+        by_rank = all(d.name.isdecimal() or rank_in(d.name) is not None for d in folders)
+        return [set(folders)] if known or by_rank else [{d} for d in folders]
     runs: list[tuple[set[Path], set[str], set[int | None]]] = []
     for folder, (processes, ranks) in folders.items():
         for inside, others, theirs in runs:

@@ -28,13 +28,14 @@ class Part(NamedTuple):
 
     `rank`: None if neither the file nor its name has it. `piece`: `read` finds the part by it; "": the whole file.
     `began_ns`: when the part began, in Unix time or another clock that all such files of a job share; None: unknown.
-    `host`: where it was recorded; "": unknown.
+    `host`: where it was recorded; "": unknown. `world_size`: how many ranks its job has; None: unknown.
     """
 
     rank: int | None = None
     piece: str = ""
     began_ns: int | None = None
     host: str = ""
+    world_size: int | None = None
 
 
 # What `recognise` returns for a file of one unknown rank.

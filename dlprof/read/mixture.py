@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dlprof.errors import DlprofError
+from dlprof import run_folder
+from dlprof.errors import DlprofError, RefusedError
 from dlprof.files import KEPT
 from dlprof.read.folders import Window, described, named_process, runs_of, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
@@ -111,10 +112,11 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
     """Find the files of other tools below a folder, and the rank of each.
 
     `window`: the number of the window to read where ranks have several, from 1; None: the last complete one. Raises
-    DlprofError if nothing in the folder can be read, or it has no such window.
+    DlprofError if nothing in the folder can be read, or it has no such window, and RefusedError if runs of dlprof's own
+    are all that is in it: they are not one job.
     """
     inside = Inside(folder)
-    paths, unseen = _below(inside)
+    paths, unseen, runs = _below(inside)
     paths, linked = _once(paths)
     found, taken, warnings = _judged(paths)
     warnings = [*inside.warnings, *warnings, *_of_links(linked)]
@@ -122,6 +124,13 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
         warnings.append(
             f"{count(unseen, 'more file')} in the folder {'was' if unseen == 1 else 'were'} not looked into"
         )
+    if runs:
+        runs = sorted(runs, key=lambda run: run.stat().st_mtime_ns, reverse=True)
+        several = len(runs) > 1
+        names = f"name {'one' if several else 'it'}: {few(list(map(str, runs)), 6)}{several * ' (the newest first)'}"
+        if not any(_SPANS in f.format.tables for f in found):
+            raise RefusedError(f"{folder} holds {count(len(runs), 'run')} of dlprof and is none itself: {names}")
+        warnings.append(f"{count(len(runs), 'run')} of dlprof in the folder {'are' if several else 'is'} left; {names}")
     if not found:
         raise DlprofError(_nothing(folder, paths, taken, warnings))
     ranks = _Ranks()
@@ -134,6 +143,8 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
             ranks.left |= dict.fromkeys((f.path for f in mine), f"the spans of the ranks are read from a {kind}")
             continue
         of_first = one if mine else of_first
+        mine, odd = _of_one_size(mine, folder, ranks.left)
+        warnings += odd
         mine, odd = _of_one_run(mine, folder, ranks.left)
         warnings += odd
         by_rank, odd = _by_rank(mine, ranks.left)
@@ -260,6 +271,24 @@ def _numbered(parts: Sequence[Part]) -> dict[int, Part]:
     return numbered | dict(zip(free, [part for part in parts if part.rank is None], strict=False))
 
 
+def _of_one_size(found: list[_Found], folder: Path, left: dict[Path, str]) -> tuple[list[_Found], list[str]]:
+    """Return the traces of the job with most of them, of those that say how many ranks it has; and a warning."""
+    files: dict[int, dict[Path, int]] = {}
+    for f in found:
+        if f.part.world_size:
+            files.setdefault(f.part.world_size, {})[f.path] = f.part.began_ns or 0
+    if len(files) < 2:
+        return found, []
+    read = max(files, key=lambda size: (len(files[size]), max(files[size].values())))
+    others = [f for f in found if f.part.world_size not in (None, read)]
+    left |= {f.path: f"of another job, of {count(f.part.world_size or 0, 'rank')}" for f in others}
+    names = few(list(dict.fromkeys(str(f.path.relative_to(folder)) for f in others)), 4)
+    return [f for f in found if f not in others], [
+        f"traces are of jobs of {' and '.join(map(str, sorted(files)))} ranks, and not of one: those of"
+        f" {count(read, 'rank')} are read, left out: {names}"
+    ]
+
+
 def _of_one_run(found: list[_Found], folder: Path, left: dict[Path, str]) -> tuple[list[_Found], list[str]]:
     """Return the traces of the run that began last, of those that have folders of their own; and a warning."""
     runs = runs_of((f.path, f.part.rank) for f in found)
@@ -369,9 +398,10 @@ def _has_spans(ranks: _Ranks) -> bool:
     return any(_SPANS in format_named(name).tables for mine in ranks.files.values() for name in mine)
 
 
-def _below(inside: Inside) -> tuple[list[Path], int]:
-    """List the files to look into, level by level, in natural order of names; and count the others."""
+def _below(inside: Inside) -> tuple[list[Path], int, list[Path]]:
+    """List the files to look into, level by level, in natural order of names; count the others; list dlprof's runs."""
     found: list[Path] = []
+    runs: list[Path] = []
     traces = others = unseen = 0
     level = [inside.root]
     for _ in range(DEPTH + 1):
@@ -384,7 +414,8 @@ def _below(inside: Inside) -> tuple[list[Path], int]:
             for e in entries:
                 path, link = Path(e.path), e.is_symlink()
                 if inside.holds_folder(path) if link else e.is_dir():
-                    below += [path] if e.name != KEPT else []
+                    if e.name != KEPT:
+                        (runs if _is_run(path) else below).append(path)
                 elif not (inside.holds(path) if link else e.is_file()):
                     continue
                 elif e.name.endswith(_TRACES):
@@ -400,7 +431,11 @@ def _below(inside: Inside) -> tuple[list[Path], int]:
                     f"{inside.root}: more than {MOST_FILES} JSON files below it; name the folder of the traces"
                 )
         level = below
-    return found, unseen
+    return found, unseen, runs
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "ranks").is_dir() and ((folder / "run.json").is_file() or run_folder.recorded(folder))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -711,6 +711,67 @@ def test_of_a_folder_of_tensorboards_logs_the_run_that_began_last_is_read(
     assert bool(left) == (runs > 1)
 
 
+NUMBERED = "no trace names its rank: they are numbered in the order of their names"
+
+# A folder above unrelated jobs: its traces, each with its rank, how many ranks its job has, and the second in which it
+# began; those that are read; and the words with which the others are named.
+UNRELATED: dict[str, tuple[list[tuple[str, int | None, int, int]], list[int], str]] = {
+    "jobs of other sizes": (
+        [("a/0.json", 0, 2, 9), ("b/0.json", 0, 4, 0), ("b/1.json", 1, 4, 0)],
+        [1, 2],
+        "traces are of jobs of 2 and 4 ranks, and not of one: those of 4 ranks are read, left out: a/0.json",
+    ),
+    "jobs of other sizes in one folder": (
+        [("x.json", 0, 2, 0), ("y.json", 1, 8, 5)],
+        [1],
+        "traces are of jobs of 2 and 8 ranks, and not of one: those of 8 ranks are read, left out: x.json",
+    ),
+    "each of one process": (
+        [("lr1/trace.json", None, 1, 5), ("lr2/trace.json", None, 1, 0), ("lr3/trace.json", None, 1, 3)],
+        [0],
+        "3 runs are there; read: lr1, which began last. Name the folder of another: lr2, lr3",
+    ),
+    "other hours": (
+        [("a/r.json", 0, 2, 0), ("b/r.json", 1, 2, 86_400)],
+        [1],
+        " apart: they are of several jobs",
+    ),
+    "folders that ranks have": ([("rank0/t.json", None, 1, 0), ("rank1/t.json", None, 1, 0)], [0, 1], NUMBERED),
+    "folders that torchrun numbers": ([("0/t.json", None, 1, 0), ("1/t.json", None, 1, 0)], [0, 1], NUMBERED),
+}
+
+
+@pytest.mark.parametrize("case", UNRELATED)
+def test_unrelated_jobs_are_not_read_as_one(case: str, tmp_path: Path) -> None:
+    files, read, told = UNRELATED[case]
+    for name, rank, size, second in files:
+        made = traces.training(rank=rank, world_size=size, base_ns=traces.BASE_NS + second * 10**9)
+        traces.write(tmp_path / name, made)
+    run = open_run(tmp_path)
+    assert sorted(rank.files[TRACE] for rank in run.ranks) == [tmp_path / files[n][0] for n in read]
+    assert [told in warning for warning in run.warnings].count(True) == 1
+    left = {one.path for one in run.taken if one.left}
+    assert left == {tmp_path / files[n][0] for n in range(len(files)) if n not in read}
+
+
+def test_a_folder_above_dlprofs_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    folders = [recorded(tmp_path / "runs" / name) for name in ("a", "b/c")]
+    for second, folder in enumerate(folders):
+        os.utime(folder, (second, second))
+    a, b = folders
+    done = report(tmp_path / "runs", tmp_path / "out")
+    assert (done.exit_code, done.stdout, (tmp_path / "out").exists()) == (2, "", False)
+    names = f"name one: {b}, {a} (the newest first)"
+    assert done.stderr == f"dlprof: {tmp_path}/runs holds 2 runs of dlprof and is none itself: {names}\n"
+    with pytest.raises(DlprofError, match=f"holds 1 run of dlprof and is none itself: name it: {b}$"):
+        open_run(tmp_path / "runs" / "b")
+    # Beside traces they are left.
+    traces.write(tmp_path / "runs" / "rank0.json", traces.training(rank=0))
+    run = open_run(tmp_path / "runs")
+    assert [rank.files[TRACE].name for rank in run.ranks] == ["rank0.json"]
+    assert f"2 runs of dlprof in the folder are left; {names}" in run.warnings
+
+
 @pytest.mark.parametrize(
     ("files", "windows"),
     [

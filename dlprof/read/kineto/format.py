@@ -25,7 +25,7 @@ def recognise(head: Head) -> Sequence[Part]:
     began = _began(head.first)
     if merged.is_rewritten(head.first) and (ranks := merged.ranks_of_processes(head.path)):
         return [Part(rank, piece, began) for rank, piece in ranks]
-    return (Part(looked.get("rank"), began_ns=began, host=looked.get("host", "")),)
+    return (Part(looked.get("rank"), "", began, looked.get("host", ""), looked.get("world_size")),)
 
 
 def _began(first: bytes) -> int | None:
