@@ -13,13 +13,28 @@ import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.marks import __version__, annotate, step
 
 if TYPE_CHECKING:
     from dlprof.api import Run
     from dlprof.profiling import Profile
 
-__all__ = ["__version__", "annotate", "open", "profile", "record", "step"]
+__all__ = [
+    "DlprofError",
+    "DoesNotApply",
+    "NotMeasured",
+    "__version__",
+    "annotate",
+    "open",
+    "profile",
+    "record",
+    "step",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as gzip.open

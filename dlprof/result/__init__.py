@@ -451,6 +451,12 @@ class Result(msgspec.Struct, frozen=True):
         Proposal, ...
     ] = ()  # what to do, the largest gain first; `dlprof try RUN --change 1` tries the first
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data, as result.json holds it: times in ns, what is not known None."""
+        from dlprof.result.stored import to_json
+
+        return to_json(self)
+
     @property
     def found(self) -> tuple[Outcome, ...]:
         """The findings that leave the training as it is, the largest saving first."""

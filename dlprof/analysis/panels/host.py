@@ -186,7 +186,7 @@ def draw_queue(
         if max(by.values()) >= LEAST_SHARE_OF_QUEUE * mean_step_ns:
             panels.append(waits_table(waits, worst(by)))
     if series is not None and lag is not None:
-        panels.append(_length(series, lag["lag_ns"]))
+        panels.append(queue_length(series, lag["lag_ns"]))
     return panels
 
 
@@ -197,7 +197,8 @@ def waits_table(queued_waits: pd.DataFrame, rank: int) -> Panel:
     return table(f"Queued work that waits, a traced step of rank {rank}", mine, _QUEUE_COLUMNS, note=note)
 
 
-def _length(series: pd.DataFrame, lag_ns: pd.Series[float]) -> Panel:
+def queue_length(series: pd.DataFrame, lag_ns: pd.Series[float]) -> Panel:
+    """Draw how many launches wait, a line a rank; `lag_ns`: how far each device is behind its host."""
     series = series[series["rank"].isin(sorted(series["rank"].unique())[:MOST_RANKS])]
     # Each rank from its own beginning: their clocks may differ.
     by_rank = series.groupby("rank")

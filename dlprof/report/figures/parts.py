@@ -10,7 +10,7 @@ from dlprof import units
 from dlprof.plain import plain
 from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing, members
-from dlprof.report.figures.drawing import HOT, INK, Figure, Table, axis, drawn, rounded
+from dlprof.report.figures.drawing import HOT, INK, SERIES, Figure, Table, axis, drawn, rounded
 from dlprof.result import DeviceTime, Outcome, Result, TimePart
 
 MARKED = 4  # findings on more ranks have no marks; these would hide each other
@@ -94,6 +94,41 @@ def stack(result: Result) -> Figure | None:
         tuple(c for c in categories if any(bar.get(c, 0.0) >= VISIBLE * sum(bar.values()) for _, bar in bars)),
         note,
     )
+
+
+def beside(bars: Bars, *, stacked: bool = False) -> Figure:
+    """Return bars of what few or many have of each name, ns: stacked, or next to each other.
+
+    A name of a category has its name and colour.
+    """
+    names = list(dict.fromkeys(name for _, of in bars for name in of))
+    known = formatting.ordered(name for name in names if name in looks.DRAWN)
+    totals = [sum(of.values()) if stacked else max(of.values()) for _, of in bars]
+    divisor, unit = units.scale("ns", max(totals, default=0.0))
+    data = []
+    for n, name in enumerate([*known, *(name for name in names if name not in known)]):
+        called = looks.look(name).name if name in known else name
+        colour = looks.look(name).light if name in known else SERIES[n % len(SERIES)]
+        values = [of.get(name, 0.0) for _, of in bars]
+        hover = (f"{label} · {called}: {formatting.duration(ns)}" for (label, _), ns in zip(bars, values, strict=True))
+        data.append(
+            drawing.bars(
+                [rounded(ns / divisor) for ns in values], list(range(len(bars))), colour, hover, name=drawn(called)
+            )
+        )
+    labels = [looks.look(label).name if label in looks.DRAWN else label for label, _ in bars]
+    arranged = drawing.layout(
+        (30 if len(bars) <= LABELLED_RANKS else 9) * len(bars) + 64,
+        drawing.margin(labels),
+        barmode="stack" if stacked else "group",
+        xaxis=axis(unit, nticks=8),
+        yaxis=drawing.lanes(labels),
+        showlegend=True,
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+    )
+    rows = [(label, *(of.get(name, 0.0) for name in names)) for label, of in bars]
+    table = drawing.plain_table(("", *(f"{name}_ns" for name in names)), rows)
+    return Figure(f"Bars of {', '.join(names)}.", {"data": data, "layout": arranged}, table, tuple(known))
 
 
 def _most(waits: Mapping[int, float]) -> str:
