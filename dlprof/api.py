@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects
 
-    from dlprof.analysis.compare.comparison import Comparison
     from dlprof.analysis.engine import Measure, Measured
     from dlprof.read.run import Run as Files
     from dlprof.report.figures.drawing import Figure
@@ -129,21 +128,18 @@ class Run:
         self._need_device()
         work = self.frame("work")
         rows = [work[work["kind"] == "kernel"].assign(kind="computation")]
-        steps = self.frame("window_steps").groupby("rank").size()
-        try:
+        with suppress(NotMeasured):  # which of the device's work communicates
             made = self.frame("collectives").rename(columns={"collective": "name"})
             made["ns"] = made["end_ns"] - made["start_ns"]
             by = made.groupby(["rank", "name"], as_index=False, observed=True)["ns"].agg(calls="size", ns="sum")
-            by[["calls", "ns"]] = by[["calls", "ns"]].div(by["rank"].map(steps), axis="index")
-            rows.append(by.assign(kind="communication"))
-        except NotMeasured:  # which of the device's work communicates
-            pass
-        try:
+            steps = by["rank"].map(self.frame("window_steps").groupby("rank").size())
+            rows.append(by.assign(kind="communication", calls=by["calls"] / steps, ns=by["ns"] / steps))
+        with suppress(NotMeasured):
             copies = self.frame("copies").rename(columns={"count": "calls", "copy_ns": "ns"})
             name = (copies["copy"].astype(str) + " " + copies["memory"].astype(str)).str.strip()
             rows.append(copies.assign(kind="copy", name=name))
-        except NotMeasured:
-            pass
+        if not any(map(len, rows)):
+            raise NotMeasured("no kernel, collective or copy ran in the traced steps")
         columns = ["rank", "kind", "name", "calls", "ns"]
         every = pd.concat([of[columns] for of in rows if len(of)], ignore_index=True)
         every["share"] = every["ns"] / every.groupby("rank")["ns"].transform("sum")
@@ -201,9 +197,12 @@ class Run:
         """
         import pandas as pd
 
-        from dlprof.analysis.compare.comparison import to_json
+        from dlprof.analysis.compare import code, comparison
+        from dlprof.read.run import open_run
 
-        found = to_json(self._compared(other))
+        run = other if isinstance(other, Run) else Run(open_run(other))
+        lines = code.changed(self.result, run.result, self.path, run.path)
+        found = comparison.to_json(comparison.compare(self.result, run.result, lines))
         if not found["step"]:
             raise NotMeasured("; ".join(found["not_compared"]))
         kinds = {"part": "time", **{kind[:-1]: kind for kind in ("collectives", "kernels", "operators", "ranges")}}
@@ -213,14 +212,6 @@ class Run:
         frame = pd.DataFrame(rows).rename(columns={"ns": "change_ns"}).reindex(columns=columns)
         frame.attrs = {name: found[name] for name in ("doubts", "not_compared")}
         return frame
-
-    def _compared(self, other: Run | str | os.PathLike[str]) -> Comparison:
-        from dlprof.analysis.compare import code
-        from dlprof.analysis.compare.comparison import compare
-        from dlprof.read.run import open_run
-
-        run = other if isinstance(other, Run) else Run(open_run(other))
-        return compare(self.result, run.result, code.changed(self.result, run.result, self.path, run.path))
 
     def _need_device(self) -> None:
         from dlprof.analysis import settings
@@ -303,9 +294,11 @@ class Run:
         """Return the figures that this run has, a row each: name, title. Those of the calls come first."""
         import pandas as pd
 
+        from dlprof.analysis.engine import MeasureFailed
+
         rows = []
         for name, title in CALLS.items():
-            with suppress(NotMeasured):
+            with suppress(NotMeasured, MeasureFailed):
                 getattr(self, name)()
                 rows.append((name, title))
         rest = {name: figure.title or figure.label for name, figure in self._figures.items() if name not in CALLS}
@@ -320,10 +313,8 @@ class Run:
         """
         import plotly.graph_objects as go
 
-        if name == "compare" and other is not None:
-            drawn = self._comparison(other)
-        elif name in CALLS:
-            drawn = self._of_call(name)
+        if name in CALLS or (name == "compare" and other is not None):
+            drawn = self._of_call(name, other)
         elif name in self._figures:
             drawn = self._figures[name]
         else:
@@ -331,18 +322,17 @@ class Run:
         spec = drawn.spec or {}
         return go.Figure(data=spec.get("data"), layout=spec.get("layout"), skip_invalid=True)
 
-    def _of_call(self, name: str) -> Figure:
+    def _of_call(self, name: str, other: Run | str | os.PathLike[str] | None) -> Figure:
+        from dlprof.analysis.panels.host import queue_length
         from dlprof.report import formatting
         from dlprof.report.figures import parts, shapes
         from dlprof.result import Panel
 
-        frame = getattr(self, name)()
+        frame = self.compare(other) if name == "compare" and other is not None else getattr(self, name)()
         if name == "breakdown":
             return self._figures[name]
         if name == "queue":
-            from dlprof.analysis.panels.host import queue_length
-
-            return shapes.panel(queue_length(self.frame("queue_series"), self.frame("device_lag")["lag_ns"]))
+            return shapes.panel(queue_length(self.frame("queue_series"), frame["lag_ns"]))
         if name == "kernels":
             sums = frame.groupby(["name", "kind"], sort=False)["ns"].sum().nlargest(shapes.HORIZONTAL)
             labels = formatting.kernels([kernel for kernel, _ in sums.index])
@@ -351,18 +341,20 @@ class Run:
             return shapes.panel(Panel("bars", CALLS[name], tuple(rows), unit="ns"))
         if name == "overlap":
             wide = frame.set_index("rank")[["exposed_ns", "hidden_ns"]].set_axis(["communication", "hidden"], axis=1)
-        else:
+        elif name == "idle":
             wide = frame.pivot(index="rank", columns="category", values="ns").fillna(0.0)
-        return parts.beside([(f"rank {rank}", dict(row)) for rank, row in wide.to_dict("index").items()], stacked=True)
-
-    def _comparison(self, other: Run | str | os.PathLike[str]) -> Figure:
-        from dlprof.report.figures import parts
-
-        frame = self.compare(other)
-        rows = frame[frame["kind"].isin(("step", "part"))].set_index("name")[["a_ns", "b_ns"]]
-        return parts.beside(
-            [(str(name), {"a": of["a_ns"], "b": of["b_ns"]}) for name, of in rows.to_dict("index").items()]
-        )
+        else:
+            wide = (
+                frame[frame["kind"].isin(("step", "part"))]
+                .set_index("name")[["a_ns", "b_ns"]]
+                .set_axis(["a", "b"], axis=1)
+            )
+        labels = [str(label) if name == "compare" else f"rank {label}" for label in wide.index]
+        bars = [
+            (label, {str(c): float(row[c]) for c in wide})
+            for label, (_, row) in zip(labels, wide.iterrows(), strict=True)
+        ]
+        return parts.beside(bars, stacked=name != "compare")
 
     def __repr__(self) -> str:
         kind = "run" if self._files.recorded else "traces"
