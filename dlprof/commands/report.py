@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands import cache, file, jobs, new_folder, no_limits, out, quiet, rarely, run_path, say, show
+from dlprof import run_folder
+from dlprof.commands import PATH, cache, file, jobs, new_folder, no_limits, out, quiet, rarely, run_path, say, show
 from dlprof.commands.progress import Progress
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, RefusedError
 from dlprof.files import compact, write, writing
 from dlprof.plain import command_line, plain
 from dlprof.units import count
@@ -56,6 +58,7 @@ def _launched() -> tuple[int, int]:
 
 @click.command(short_help="Show where the time of a step goes.")
 @run_path
+@click.argument("more", type=PATH, nargs=-1, metavar="[PART]...")
 @out("Folder for report.html and result.json.")
 @click.option(
     "--format",
@@ -101,6 +104,7 @@ def _launched() -> tuple[int, int]:
 @click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
 def report(
     path: Path,
+    more: tuple[Path, ...],
     out: Path | None,
     form: str,
     jobs: int | None,
@@ -120,10 +124,13 @@ def report(
     """Show where the time goes in PATH: a run, a folder of other tools' files, or one (`dlprof explain sources`).
 
     Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
+    Several paths are parts of one run, such as hosts left on disks of their own: they are put together there.
 
     `srun dlprof report PATH --shard auto` reads the ranks on any number of nodes that see the same files, and writes no
     report: what it keeps is not read again. It may be stopped and repeated.
     """
+    if more:
+        path = out = put_together([path, *more], out)
     if shard:
         of_report = {
             "-o": out,
@@ -161,6 +168,33 @@ def report(
         _write_patch(result, path, patch, allow_numerics, tell=form == "text")
     if show:
         browse(html)
+
+
+def put_together(parts: Sequence[Path], out: Path | None) -> Path:
+    """Copy the ranks and hosts of parts of one run into `out`, or a new folder; that is then a run. Return it.
+
+    Raises RefusedError, before anything is copied, where one is no run, they are of several jobs, or of a rank twice.
+    """
+    jobs, ranks = {}, dict[str, Path]()
+    for part in parts:
+        try:
+            info = json.loads((part / "run.json").read_bytes())
+            jobs[part] = (info["command"], info.get("cwd"), info.get("batch"), (info.get("options") or {}).get("job"))
+        except (OSError, ValueError, KeyError, TypeError):
+            raise RefusedError(f"{part}: no run of dlprof; of several paths each is a part of one run") from None
+        if jobs[part] != jobs[parts[0]]:
+            raise RefusedError(f"{parts[0]} and {part} are of different jobs: report on one at a time")
+        for rank in run_folder.in_ranks(part):
+            if (other := ranks.setdefault(rank.name, part)) is not part:
+                raise RefusedError(f"{other} and {part} both hold rank {rank.name}: they are not parts of one run")
+    folder = out or new_folder("dlprof-report")
+    with writing(f"the run put together, {folder}"):
+        for part in reversed(parts):  # the first one's run.json counts
+            for name in ("ranks", "tasks", run_folder.HOSTS, run_folder.SPREAD_HOSTS):
+                if (part / name).is_dir():
+                    shutil.copytree(part / name, folder / name, dirs_exist_ok=True)
+            shutil.copyfile(part / "run.json", folder / "run.json")
+    return folder
 
 
 def _read_share(

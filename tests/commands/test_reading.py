@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dlprof.analysis.engine import store
 from dlprof.cli import cli
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.claims import add_facts
 from tests.fixtures.places import TRACES
 from tests.fixtures.runs import CPU, MS
 
@@ -102,3 +104,43 @@ def test_nothing_is_written_beside_real_traces_by_what_python_is_asked_for(
     run._repr_html_()
     assert listing(TRACES / name) == before
     assert not (tmp_path / "cache").exists()
+
+
+def part(folder: Path, ranks: list[int], **told: object) -> Path:
+    """Record three ranks; keep some of them."""
+    steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS) for n in range(12)]
+    run = runs.recorded(folder, *((None, steps, CPU | {"rank": rank, "world_size": 3}) for rank in range(3)))
+    add_facts(run, "run.json", **told)
+    for rank in {0, 1, 2} - set(ranks):
+        shutil.rmtree(run / f"ranks/{rank:05d}")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told", "said"),
+    [
+        ([[0], [2, 1]], {}, "3 × CPU"),
+        ([[0], [2]], {}, "1 of 3 ranks is missing: 1"),
+        ([[0, 1], [1, 2]], {}, "both hold rank 00001: they are not parts of one run"),
+        ([[0], [1]], {"command": ["python", "other.py"]}, "are of different jobs: report on one at a time"),
+        ([[0], [1]], {"batch": "SLURM job 9"}, "are of different jobs: report on one at a time"),
+    ],
+)
+def test_parts_of_one_run_are_read_as_one(
+    ranks: list[list[int]], told: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = part(tmp_path / "h1", ranks[0]), part(tmp_path / "h2", ranks[1], **told)
+    before = listing(tmp_path)
+    done = CliRunner().invoke(cli, ["report", "h1", "h2", "--quiet", "--jobs", "1"])
+    assert said in done.output, done.output
+    one = tmp_path / "dlprof-report"
+    if done.exit_code:
+        assert (done.exit_code, one.exists()) == (2, False)
+        return
+    assert {path.name for path in (one / "ranks").iterdir()} == {f"{rank:05d}" for of in ranks for rank in of}
+    assert (one / "report.html").exists()
+    assert {name: of for name, of in listing(tmp_path).items() if name in before and name != "."} == {
+        name: of for name, of in before.items() if name != "."
+    }
+    assert CliRunner().invoke(cli, ["report", str(first), str(second / "ranks"), "--quiet"]).exit_code == 2
