@@ -66,6 +66,8 @@ _KEPT_LINES = 40
 _MOST_NAMES = 6
 # The most sizes of one-hot tensors that are kept.
 _MOST_ONE_HOT = 8
+# After so many more steps, what is still there and has not been written into stays the same in each.
+_LATER = 3
 _PLAIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "symm_mem")
 
 
@@ -84,6 +86,7 @@ class Flops:
         self._follows = False  # whether the running module is tracked
         self._thread = 0
         self._tries = 0
+        self._flows: Flows | None = None  # of the counted step, until later ones have shown what stays the same
 
     def start(self, recorder: Recorder) -> None:
         """Add the result to the facts."""
@@ -93,8 +96,11 @@ class Flops:
     def step(self, done: Sequence[Step]) -> int | None:
         """Start to count in the step that has just begun, or keep the counts of the step that has ended."""
         recorder, counts = self._recorder, self._counts
+        if self._flows is not None and done[-1].number >= self.facts["step"] + _LATER:
+            self.facts["flows"], self._flows = self._flows.facts(later=True), None
+            recorder.observed.news = True
         if counts is None and self.facts["state"] != "waiting":
-            return None
+            return None if self._flows is None else self.facts["step"] + _LATER + 1
         left = self._leave()
         if counts is not None and self._counting:
             self._counting = False
@@ -158,6 +164,7 @@ class Flops:
             self._abstain(f"an operator could not be counted: {counts.error}")
         elif step.backwards and counted["total"]:
             self.facts.update(state="counted", step=step.number, **counted)
+            self._flows = counts.flows
             self._recorder.module_ranges.flops = dict(counts.modules)
             self._recorder.module_ranges.moved = dict(counts.moved)
         elif self._tries >= _MOST_TRIES:
@@ -220,7 +227,7 @@ class _Counts:
         self.modules: Counter[tuple[str, str]] = Counter()  # FLOPs by module and part of the step
         self.moved: Counter[str] = Counter()  # bytes that operators read and write, by module
         self._traffic = Traffic()
-        self._flows: Flows | None = Flows()  # None: it has failed
+        self.flows: Flows | None = Flows()  # None: it has failed
         self._names: dict[Any, str] = {}
         self._backward = 0
         self._shapes: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, shapes → calls, FLOPs, bytes
@@ -229,12 +236,13 @@ class _Counts:
         # The script's lines that call operators, by their phase and the last phase before them.
         self._lines: dict[tuple[str, str, Any, int], Counter[str]] = {}
         self._places: dict[tuple[str, str, Any, int], Place] = {}
+        self._callers: dict[tuple[Any, int], Place] = {}  # of the functions that these lines are in
         self._after = "fetch" if clock.row.fetches else "optimizer"
         self.over = False
         self.error = ""
 
-    def see(self, func: Any, args: Any, out: Any) -> None:
-        """Count one call of an operator, unless the script's data set calls it: that is not the model's arithmetic."""
+    def see(self, func: Any, args: Any, given: Mapping[str, Any], out: Any) -> None:
+        """Count one call of an operator, `given`: by name. What the script's data set calls is not the model's."""
         phase = self._clock.phase
         if phase == FETCH:
             return
@@ -249,25 +257,26 @@ class _Counts:
                 self._one_hot.add((out.numel(), out.shape[-1]))
         if phase is not None:
             self._after = PHASES[phase]
-        place = None
+        place = caller = None
         if phase != BACKWARD and not name.startswith("profiler::"):
-            place = self._see_line("" if phase is None else PHASES[phase], name)
+            place, caller = self._see_line("" if phase is None else PHASES[phase], name)
         moved = self._traffic.see(func, args, out, optimizer=phase == OPTIMIZER)
         formula = _FORMULAS.get(name)
         tensors = list(tensors_in(args))
         shape = " ".join("x".join(map(str, t.shape)) for t in tensors) if formula is not None else ""
         dtype = str(tensors[0].dtype).replace("torch.", "") if tensors else ""
         flops = 0 if formula is None else formula(args, out)
-        if self._flows is not None:
+        if self.flows is not None:
             try:
-                moves, elementwise, _ = self._traffic.kind(func)
+                moves, elementwise, _, random = self._traffic.kind(func)
                 if moves and phase in (BACKWARD, OPTIMIZER):
-                    self._flows.forget(out)
+                    self.flows.wrote(out, tensors if phase == OPTIMIZER else [])
                 else:
-                    call = Call(name, dtype, shape, flops, moved, place)
-                    self._flows.see(call, tensors, args, out, moves=moves, elementwise=elementwise)
+                    call = Call(name, dtype, shape, flops, moved, place, caller)
+                    named = (*args, given) if given else args
+                    self.flows.see(call, tensors, named, out, moves=moves, elementwise=elementwise, random=random)
             except Exception:  # noqa: BLE001 - an operator of an unknown form; the arithmetic is counted on
-                self._flows = None
+                self.flows = None
         if moved or formula is not None:
             module = self._functions.module()
             self.moved[module[0]] += moved
@@ -282,19 +291,26 @@ class _Counts:
         sums[1] += flops
         sums[2] += moved
 
-    def _see_line(self, phase: str, name: str) -> Place | None:
-        """Count a call of an operator for the script's line that it comes from; return that, if there is one."""
-        found = self._clock.observed.calls.line(sys._getframe(2))
+    def _see_line(self, phase: str, name: str) -> tuple[Place | None, Place | None]:
+        """Count a call of an operator for the script's line that it comes from; return that, and what called its
+        function, if there are such.
+        """
+        calls = self._clock.observed.calls
+        found = calls.line(sys._getframe(2))
         if found is None:
-            return None
+            return None, None
         frame, place = found
+        caller = None
+        if (above := calls.line(frame.f_back)) is not None:
+            at = above[0].f_code, above[0].f_lineno
+            caller = self._callers.get(at) or self._callers.setdefault(at, above[1]())
         key = (phase, self._after, frame.f_code, frame.f_lineno)
         if key not in self._lines:
             if len(self._lines) >= _MOST_LINES:
-                return None
+                return None, None
             self._places[key] = place()
         self._lines.setdefault(key, Counter())[name] += 1
-        return self._places[key]
+        return self._places[key], caller
 
     def _of_lines(self) -> list[dict[str, Any]]:
         """Return the entries of facts.json for the lines with the most calls."""
@@ -338,7 +354,7 @@ class _Counts:
                 )[:_MOST_SHAPES]
             ],
             "lines": self._of_lines(),
-            "flows": None if self._flows is None else self._flows.facts(),
+            "flows": None if self.flows is None else self.flows.facts(),
             **self._traffic.facts(),
             "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
@@ -382,7 +398,7 @@ def _mode(counts: _Counts) -> Any:
         if not counts.over:
             try:
                 if hasattr(func, "_schema"):
-                    counts.see(func, args, out)
+                    counts.see(func, args, kwargs or {}, out)
             except Exception as e:  # noqa: BLE001 - the operator has run; the script goes on
                 counts.error = f"{func}: {words_of(e)}"
                 counts.over = True
@@ -486,13 +502,13 @@ class Traffic:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], list[int]] = {}  # operator, dtype, device → calls, bytes
-        self._kinds: dict[Any, tuple[bool, bool, tuple[int, ...]]] = {}
+        self._kinds: dict[Any, tuple[bool, bool, tuple[int, ...], bool]] = {}
         self._storages: dict[int, _Storage] = {}
         self._chained = self._fused = 0
 
     def see(self, func: Any, args: Any, out: Any, *, optimizer: bool) -> int:
         """Count one call of an operator; return its bytes: 0 of views, and of what only allocates."""
-        moves, elementwise, written = self.kind(func)
+        moves, elementwise, written, _ = self.kind(func)
         if not moves:
             return 0
         name = func._schema.name
@@ -511,8 +527,8 @@ class Traffic:
                 self._chain(elementwise, read, changed, made)
         return size
 
-    def kind(self, func: Any) -> tuple[bool, bool, tuple[int, ...]]:
-        """Return whether an operator moves bytes, whether it is elementwise, and which of its arguments it writes."""
+    def kind(self, func: Any) -> tuple[bool, bool, tuple[int, ...], bool]:
+        """Return whether an operator moves bytes, is elementwise, which arguments it writes, whether it draws."""
         return self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
 
     def facts(self) -> dict[str, Any]:
@@ -537,8 +553,8 @@ class Traffic:
             self._storages[place] = _Storage(depth + (not elementwise), elementwise, size * elementwise)
 
 
-def _kind(func: Any) -> tuple[bool, bool, tuple[int, ...]]:
-    """Return whether an operator moves bytes, whether it is elementwise, and which of its arguments it writes."""
+def _kind(func: Any) -> tuple[bool, bool, tuple[int, ...], bool]:
+    """Return whether an operator moves bytes, is elementwise, which arguments it writes, whether it draws."""
     import torch
 
     schema = func._schema
@@ -550,7 +566,8 @@ def _kind(func: Any) -> tuple[bool, bool, tuple[int, ...]]:
     # A fused optimizer may change the gradients, the second of its lists, where it scales the loss; it seldom does.
     written = [n for n in written if n != 1 or not name.startswith("_fused_")]
     elementwise = name in _UNTAGGED or of_lists or torch.Tag.pointwise in func.tags
-    return not (views or allocates or namespace == "prim"), elementwise, tuple(written)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return not (views or allocates or namespace == "prim"), elementwise, tuple(written), draws
 
 
 def _parts(name: str, written: tuple[int, ...], args: Any, out: Any) -> tuple[_Sized, _Sized, _Sized]:

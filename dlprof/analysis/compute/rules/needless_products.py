@@ -5,12 +5,15 @@ nothing, and a large vocabulary makes it the largest product of the step. One-ho
 a product multiplies: they only select rows of the other matrix (`one_hot_input` sees those of `one_hot`). A
 convolution over single pixels after an interpolation: it can be exchanged with that, and sees a part of the pixels. A
 weight that is put together from factors of low rank for each forward pass (LoRA): a product, a sum and a gradient of
-the weight's size.
+the weight's size. Rows that are then multiplied by zero, such as those of experts that a token was not routed to. What
+was computed before in the same step, of the same tensors; and what is the same in each step, as nothing that it is made
+of changes: features of a fixed picture, a mask, a table of positions.
 
 Needs a step that was counted (`--flops`), in which results are followed to what reads them, and a trace.
 
 Saving: the traced time of these products and of their gradients, by the share that is not needed; of scores in a loss
-also that of its softmax; of an interpolation its own by the channels that it need not enlarge.
+also that of its softmax; of an interpolation its own by the channels that it need not enlarge. Of what is computed
+again, all that its line computes, by the bytes that an operator moves where it is no product.
 
 What to change: the order, which gives the same but for rounding.
 """
@@ -36,7 +39,7 @@ from dlprof.result import Place
 from dlprof.units import duration, percent
 
 # By kind: what the line does, and the remedy. Of "unused_rows" another one where a loss counts few of the rows.
-_IN_A_LOSS = "in_a_loss"
+_IN_A_LOSS, _TIMES_ZERO = "in_a_loss", "times_zero"
 _KINDS: Mapping[str, tuple[str, str]] = {
     "unused_rows": (
         "multiplies, and {} of the result is used",
@@ -46,6 +49,19 @@ _KINDS: Mapping[str, tuple[str, str]] = {
         "computes scores of which the loss counts {}",
         "take the rows that the loss counts before this product (`keep = labels != -100`, then the head of"
         " `hidden[keep]`, and the loss of `labels[keep]`)",
+    ),
+    _TIMES_ZERO: (
+        "computes rows of which all but {} are then multiplied by zero",
+        "multiply only the rows whose weight is not zero: of each expert those routed to it"
+        " (`rows = weight.nonzero()`, then `out.index_add_(0, rows, expert(x[rows]) * weight[rows])`)",
+    ),
+    "repeated": (
+        "computes what was computed before in the same step, of the same tensors",
+        "compute it once in a step, and hand the result on",
+    ),
+    "constant": (
+        "computes the same in every step, as nothing that it is made of changes",
+        "compute it once, before training, and keep the result",
     ),
     "low_rank": (
         "multiplies by a weight that is put together from factors of low rank each time",
@@ -99,12 +115,16 @@ def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, f
         if str(flow.get("read_by")).startswith("aten::nll_loss"):
             kind = _IN_A_LOSS
             gone += float(operators.loc[operators["operator"].str.startswith(_SOFTMAX), "ns"].sum()) * (1 - used)
+        elif flow.get("read_by") == "aten::mul":
+            kind = _TIMES_ZERO
+    elif kind in ("repeated", "constant"):
+        # Where it has a gradient, elementwise operators have one that takes as long.
+        gone = (passes if flow.get("trains") else 1) * ns
+        gone += (2 if flow.get("trains") and passes > 1 else 1) * _moving(flow, operators, moved, 1)
+        used = float("nan")
     elif kind == "low_rank":  # the gradient of the weight takes what the forward pass does
         gone = ns * (passes > 1) + passes * _took(operators, str(factors[1]), int(flow["calls"]))
-        # The sums and multiples, by their share of what such operators move.
-        for name, size in (flow.get("moved") or {}).items():
-            share = min(float(size) * int(flow["calls"]) / max(moved.get(name, 0.0), 1.0), 1.0)
-            gone += share * float(operators.loc[operators["operator"] == name, "ns"].sum())
+        gone += _moving(flow, operators, moved, int(flow["calls"]))
         used = float("nan")
     elif kind == "one_hot":  # no gradient is made of the rows
         gone, used = ns * min(passes, 2), float("nan")
@@ -114,6 +134,15 @@ def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, f
         gone = float(operators.loc[enlarges, "ns"].sum()) * (1 - used) + passes * ns * (1 - 1 / float(flow["times"]))
         used = float("nan")
     return {**flow, "kind": kind, "used": used, "gone_ns": gone}
+
+
+def _moving(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, float], calls: int) -> float:
+    """Return what the operators that move bytes for it take, by their share of what such operators move."""
+    gone = 0.0
+    for name, size in (flow.get("moved") or {}).items():
+        share = min(float(size) * calls / max(moved.get(name, 0.0), 1.0), 1.0)
+        gone += share * float(operators.loc[operators["operator"] == name, "ns"].sum())
+    return gone
 
 
 def _took(operators: pd.DataFrame, shape: str, calls: int) -> float:
