@@ -130,7 +130,7 @@ OVERRIDES = (
         "ddp.broadcast_buffers",
         _bool,
         _FLAG,
-        "Broadcast rank 0's buffers before each forward pass.",
+        "Broadcast rank 0's buffers before each forward pass: forward_sync_buffers of torch 2.13 and later.",
         numerics=True,
         risk="With False, buffers such as batch-norm statistics differ between ranks.",
     ),

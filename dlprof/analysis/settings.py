@@ -57,6 +57,14 @@ def broadcasts_buffers(model: Settings) -> bool:
     return bool(ddp) and (ddp or {}).get("broadcast_buffers") is not False
 
 
+def buffers_argument(version: tuple[int, int] | None) -> str:
+    """Return what a version of torch calls the argument `broadcast_buffers`; None: not known, the name of today.
+
+    With the new name buffers are still sent once, as the model is wrapped.
+    """
+    return "broadcast_buffers" if version is not None and version < (2, 13) else "forward_sync_buffers"
+
+
 def held(job: Job) -> dict[int, int]:
     """Count the parameters that each rank holds; empty if ranks shard them, are stages, or no model was recorded.
 

@@ -235,7 +235,7 @@ def _without_buffers(
     of = bandwidth["exposed_ns"] * bandwidth["ranks"]
     share = float(of[bandwidth["collective"] == "broadcast"].sum() / of.sum())
     why = "each rank then keeps its own buffers, as the statistics of batch norm"
-    return [Plan("no broadcast of buffers (`broadcast_buffers=False`)", "buffers", saves(transfer * share), why)]
+    return [Plan("no broadcast of buffers before the forward pass", "buffers", saves(transfer * share), why)]
 
 
 def _last_bucket(gradients: pd.DataFrame, job: Job) -> float:
@@ -357,8 +357,9 @@ _HALF = change(_LESS, numerics=True, training=True)
 # What to change where nothing of the job is known but its trace, by the best plan.
 _UNKNOWN_JOB = {
     "broadcast": change(
-        "`DistributedDataParallel(..., broadcast_buffers=False)` if that makes them: before each forward pass it sends"
-        " rank 0's buffers, as batch norm's statistics, to all ranks; else send ahead of the step, or seldom",
+        "`DistributedDataParallel(..., forward_sync_buffers=False)` (before torch 2.13 `broadcast_buffers=False`) if"
+        " that makes them: before each forward pass it sends rank 0's buffers, as batch norm's statistics, to all"
+        " ranks; else send ahead of the step, or seldom",
         numerics=True,
     ),
     "bytes": change("exchange gradients in 16 bits: half as many bytes", numerics=True),
@@ -395,7 +396,7 @@ def advice(
         (best["key"] == "waits", Change(late, informs=True)),
         (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
         (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
-        *((activations, needed) for needed in _at_once(activations, model)),
+        *((activations, needed) for needed in _at_once(job, activations, model)),
         (many and ddp, change(larger, bucket_cap_mb=(now, 25.0))),
         (many and fsdp, change(f"larger shards: {what}; `fully_shard` whole blocks, not single layers")),
         (many and not ddp and not fsdp, change(f"{what}: {wrap}")),
@@ -411,19 +412,21 @@ def advice(
     return fitting or (_UNKNOWN_JOB.get(activations or best["key"], _UNKNOWN_JOB[""]),)
 
 
-def unbroadcast() -> Change:
-    """Return the change that ends that."""
+def unbroadcast(job: Job) -> Change:
+    """Return the change that ends that, by the name that the job's torch has for it."""
+    name = settings.buffers_argument(settings.torch_version(job, job.ranks[0]))
+    start = "" if name == "broadcast_buffers" else "; as the model is wrapped they are sent all the same"
     text = (
-        "`DistributedDataParallel(..., broadcast_buffers=False)` (is True): before each forward pass it sends rank 0's"
-        " buffers, as batch norm's statistics, to all ranks; each then keeps its own"
+        f"`DistributedDataParallel(..., {name}=False)` (is True): before each forward pass it sends rank 0's buffers,"
+        f" as batch norm's statistics, to all ranks; each then keeps its own{start}"
     )
     return change(text, numerics=True, broadcast_buffers=(True, False))
 
 
-def _at_once(collective: str, model: settings.Settings) -> tuple[Change, ...]:
+def _at_once(job: Job, collective: str, model: settings.Settings) -> tuple[Change, ...]:
     """Return what to change where the forward pass waits for a collective."""
     if collective == "broadcast" and settings.broadcasts_buffers(model):
-        return (unbroadcast(),)
+        return (unbroadcast(job),)
     if collective in _AT_ONCE or not model.get("ddp"):
         return _AT_ONCE.get(collective, _AT_ONCE[""])
     # A layer that ranks share, and DistributedDataParallel replicates, is nothing that a plain script has.
@@ -443,7 +446,7 @@ def fewer_collectives(job: Job, small: pd.DataFrame, n: float, fewer: int) -> tu
         )
         return (change(words), metrics)
     if kind == "broadcast" and settings.broadcasts_buffers(model):
-        return (unbroadcast(),)
+        return (unbroadcast(job),)
     cap = model["ddp"].get("bucket_cap_mb")
     if kind in GRADIENTS and not (isinstance(cap, (int, float)) and cap >= DDP_BUCKET / 2**20):
         now = digits(cap) if isinstance(cap, (int, float)) else cap

@@ -42,11 +42,12 @@ class Span:
 class Recorded:
     """What was recorded of a job's files and command line: the digest of each file, by name, and argparse's options.
 
-    `device`: the type of its device, "cuda".
+    `device`: the type of its device, "cuda". `torch`: the version of its torch, (2, 9).
     """
 
     directory: str = ""
     device: str = ""
+    torch: tuple[int, int] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[Mapping[str, Any]] = ()
     argv: Sequence[str] = ()
@@ -141,6 +142,7 @@ _REFUSES: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("batch_sampler",),
     "drop_last": ("batch_sampler",),
     "foreach": ("fused",),
+    "forward_sync_buffers=0": ("broadcast_buffers",),
     "fused": ("foreach", "differentiable"),
     "mode": ("options",),
     "num_workers=0": ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlprof import redaction
+from dlprof.analysis.settings import buffers_argument, version_of
 from dlprof.analysis.source import blocks, formats
 from dlprof.analysis.source.configuration import Change
 from dlprof.analysis.source.edits import (
@@ -112,7 +113,8 @@ def _recorded(facts: Mapping[str, Any]) -> Recorded:
     options = [row for row in facts.get("options") or () if isinstance(row, Mapping)]
     device = facts.get("device")
     kind = str(device.get("type") or "") if isinstance(device, Mapping) else ""
-    return Recorded(str(facts.get("directory") or ""), kind, files, options, [*map(str, facts.get("argv") or ())])
+    torch, argv = version_of(facts), [*map(str, facts.get("argv") or ())]
+    return Recorded(str(facts.get("directory") or ""), kind, torch, files, options, argv)
 
 
 def _call(row: Any, directory: str, job: Recorded) -> Call | None:
@@ -231,6 +233,9 @@ class _Sources:
             return
         if call.via:
             call, settings = of_trainer(call, settings)
+        if "broadcast_buffers" in settings:
+            of_torch = buffers_argument(call.job.torch)
+            settings = {of_torch if name == "broadcast_buffers" else name: v for name, v in settings.items()}
         check_name(call.file)
         files = {file: (text, dict(edits)) for file, (text, edits) in self._files.items()}
         if call.file not in files:

@@ -12,6 +12,8 @@ from dlprof.record.hooks import put
 from dlprof.record.overrides.constructors import Effects, Kind, wanted, watched
 
 _HOOK = "ddp.comm_hook"
+# torch 2.13 has it for `broadcast_buffers`, which warns since; with this one buffers are sent as a model is wrapped.
+_SYNC = "forward_sync_buffers"
 
 
 def install(asked: Mapping[str, Value], effects: Effects) -> None:
@@ -45,10 +47,15 @@ class _Wrapping(Kind):
             new["bucket_cap_mb"] = int(new["bucket_cap_mb"])
         if "bucket_cap_mb" in new and given.get("bucket_cap_mb_list") is not None:
             new["bucket_cap_mb_list"] = None
+        if _SYNC in given:
+            new.pop("broadcast_buffers", None)  # set once it is made: see `done`
         return new
 
     def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:  # noqa: ARG002 - see Kind
-        """Register the hook that exchanges gradients in 16 bits."""
+        """Set what torch reads in each forward pass, and register the hook that exchanges gradients in 16 bits."""
+        if _SYNC in given and "broadcast_buffers" in self.wanted:
+            self.effects.took("ddp.broadcast_buffers", getattr(made, _SYNC))
+            setattr(made, _SYNC, self.wanted["broadcast_buffers"])
         if self._hook is None:
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

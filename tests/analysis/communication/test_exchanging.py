@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES
-from dlprof.analysis.communication.exchange_plans import exchange_plans, fitted
+from dlprof.analysis.communication.exchange_plans import exchange_plans, fitted, unbroadcast
 from dlprof.analysis.communication.overlap import (
     activations,
     exposed_transfer,
@@ -20,7 +21,7 @@ from dlprof.analysis.communication.overlap import (
     overlap,
 )
 from dlprof.analysis.communication.rules import exposed_communication, small_collectives
-from dlprof.analysis.engine import Measured
+from dlprof.analysis.engine import Job, Measured
 from dlprof.result import Setting
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
@@ -232,6 +233,17 @@ def test_what_a_forward_pass_exchanges_is_told_as_such(tmp_path: Path) -> None:
     assert found.changes[0].settings == (Setting("broadcast_buffers", True, False),)
     off = ask(RULE, in_both_passes(tmp_path / "off", False, name="broadcast", ddp=DDP | {"broadcast_buffers": False}))
     assert not any(s.name == "broadcast_buffers" for c in off.changes for s in c.settings)
+
+
+@pytest.mark.parametrize(
+    ("torch", "name", "still"),
+    [("2.12.1", "broadcast_buffers", False), ("2.13.0+cu130", "forward_sync_buffers", True)],
+)
+def test_the_buffers_of_ddp_are_named_as_the_jobs_torch_has_them(torch: str, name: str, still: bool) -> None:
+    made = unbroadcast(cast(Job, SimpleNamespace(ranks=[0], facts={0: {"versions": {"torch": torch}}})))
+    assert f"`DistributedDataParallel(..., {name}=False)`" in made.text
+    assert ("as the model is wrapped they are sent all the same" in made.text) is still
+    assert made.settings == (Setting("broadcast_buffers", True, False),)  # as the override and the facts call it
 
 
 def test_only_what_the_backward_pass_computes_beside_nothing_can_hide_more(tmp_path: Path) -> None:

@@ -107,6 +107,27 @@ def test_names_of_calls_and_kinds_of_values(before: str, kind: str, settings: di
 
 
 @pytest.mark.parametrize(
+    ("torch", "given", "made"),
+    [
+        ("2.12.1", "m", "(m, broadcast_buffers=False)"),
+        ("2.13.0+cpu", "m", "(m, forward_sync_buffers=False)"),
+        # Both at once make torch warn, and ignore the older one.
+        ("2.13.0+cpu", "m, broadcast_buffers=True", ""),
+        ("2.12.1", "m, broadcast_buffers=True", "(m, broadcast_buffers=False)"),
+    ],
+)
+def test_ddps_buffers_are_set_by_the_name_that_the_jobs_torch_has(
+    torch: str, given: str, made: str, tmp_path: Path
+) -> None:
+    text = f"model = DistributedDataParallel({given})\n"
+    (tmp_path / "train.py").write_text(text)
+    row = {"kind": "ddp", "file": "train.py", "line": 1, "digest": hashlib.sha256(text.encode()).hexdigest()}
+    told = {"directory": str(tmp_path), "files": [row], "calls": [row], "versions": {"torch": torch}}
+    edit = edit_of([told], {"ddp.broadcast_buffers": False})
+    assert edit.endswith(f"+model = DistributedDataParallel{made}\n") if made else edit == ""
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("x = DataLoader(data, num_workers=args.workers)", "num_workers is `args.workers` there"),

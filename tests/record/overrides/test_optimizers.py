@@ -196,9 +196,11 @@ def test_two_ranks_are_wrapped_as_asked_for_and_a_hook_of_the_scripts_gives_way(
         applied = {name.partition(".")[2]: (entry["applied"], entry["error"]) for name, entry in effects.items()}
         assert applied == dict.fromkeys(DDP, (1, None)) | {"comm_hook": (2, None)}
         assert effects["ddp.comm_hook"]["before"] == [None, "allreduce_hook"]
-        assert effects["ddp.find_unused_parameters"]["before"] == [True]
+        assert [effects[f"ddp.{name}"]["before"] for name in ("find_unused_parameters", "broadcast_buffers")] == [
+            [True]
+        ] * 2
         assert effects["ddp.bucket_cap_mb"]["places"] == [["train.py", line, "<module>"]]
-    assert "--set" not in stderr
+    assert not any(told in stderr for told in ("--set", "FutureWarning"))  # torch 2.13 has another name for one
 
 
 @pytest.mark.long

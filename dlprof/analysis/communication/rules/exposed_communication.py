@@ -18,7 +18,8 @@ vocabulary's step on two cores 9 % in the mean of five recordings, where 22 % we
 
 What to change: let DDP or FSDP overlap the exchange with the backward pass; larger buckets where collectives are many
 and small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_compress_hook`); NCCL, not gloo, on GPUs;
-`broadcast_buffers=False` where it is buffers that DDP sends to all ranks before each forward pass.
+`forward_sync_buffers=False` (before torch 2.13 `broadcast_buffers=False`) where it is buffers that DDP sends to all
+ranks before each forward pass. With the newer name DDP still sends them once, as it wraps the model.
 """
 
 from __future__ import annotations

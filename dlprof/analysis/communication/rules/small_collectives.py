@@ -15,7 +15,9 @@ the modules right above were the units; and waiting for a core, where the kernel
 workers nor the exchanges that are left could cause, if each ms of theirs held the training thread up for one.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
-one by one, metrics reduced in one tensor; `broadcast_buffers=False` where they are buffers that DDP sends.
+one by one, metrics reduced in one tensor; `forward_sync_buffers=False` (before torch 2.13 `broadcast_buffers=False`)
+where they are buffers that DDP sends before each forward pass. With the newer name DDP still sends them once, as it
+wraps the model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ convolutions gain what they did in other jobs under autocast: 2.5 times as fast 
 What to change: `torch.autocast("cuda", torch.bfloat16)` around the forward pass (with float16 also a `GradScaler`); or,
 from Ampere on, TF32: `torch.backends.cuda.matmul.fp32_precision = "tf32"` for products and
 `torch.backends.cudnn.conv.fp32_precision = "tf32"` for convolutions (before torch 2.9
-`torch.set_float32_matmul_precision("high")` and `torch.backends.cudnn.allow_tf32 = True`). An AMD MI300 has it as XF32,
+`torch.set_float32_matmul_precision("high")` and `torch.backends.cudnn.allow_tf32 = True`). Use the names of one kind:
+once the first of the new ones is set, `torch.get_float32_matmul_precision()` and
+`torch.backends.cuda.matmul.allow_tf32` raise where the script, or a library, reads them. An AMD MI300 has it as XF32,
 which PyTorch uses where `HIPBLASLT_ALLOW_TF32=1` is set as well.
 
 On a CPU 16 bits stand under "If the training may change", after what leaves the numbers as they are: whoever trains

@@ -12,8 +12,8 @@ is no part of it: see straggler. It is capped at the time of the mean step in co
 
 What to change: a sampler that gives all ranks batches of alike length in the same step: sort the whole set (or large
 pieces of it) by length, cut it into batches, and deal these out in turn (`LengthGroupedSampler` of transformers with
-`group_by_length=True`; a distributed bucket sampler); or batches of as many tokens each. Buckets that each rank makes
-for itself are worse than none.
+`train_sampling_strategy="group_by_length"`, before version 5 `group_by_length=True`; a distributed bucket sampler); or
+batches of as many tokens each. Buckets that each rank makes for itself are worse than none.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def explain(estimate: Estimate) -> Explanation:
         changes=(
             change(
                 "a batch sampler that gives all ranks batches of alike length in the same step: sorted by length over"
-                " all ranks, and dealt out in turn (transformers: `group_by_length=True`), or as many tokens in each"
-                " batch",
+                ' all ranks, and dealt out in turn (transformers: `train_sampling_strategy="group_by_length"`, before'
+                " version 5 `group_by_length=True`), or as many tokens in each batch",
                 numerics=True,
             ),
         ),
