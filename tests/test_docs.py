@@ -45,6 +45,23 @@ def test_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
     assert dead == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_are_named_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:tests|reports|benchmarks|dlprof|docs|workloads|simulator)/[\w/.-]+)`", page.read_text())
+    files = [
+        name
+        for name in named
+        if re.search(r"\.\w+$|/$|^(tests|reports)/", name) and not re.search("SUBJECT|NAME", name)
+    ]
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_no_page_installs_dlprof_from_an_index_that_has_it_not() -> None:
+    # An extra of what is installed already needs no index that has it.
+    install = re.compile(r"(?:pip|uv|pipx)(?: tool)? install (?:-\S+ )*['\"]?dlprof(?!\[| @)\b.*")
+    assert [found for page in PAGES for found in install.findall(page.read_text())] == []
+
+
 def test_every_page_and_picture_can_be_reached() -> None:
     linked = {(page.parent / path).resolve() for page in PAGES for path, _ in LINK.findall(page.read_text()) if path}
     there = {*ROOT.glob("docs/*.md"), *ROOT.glob("docs/pictures/*")}
