@@ -287,7 +287,7 @@ def test_files_are_read_and_what_they_call_is_there(block: Block, place: Path) -
         (servers,) = json.loads(text).values()
         assert (servers["dlprof"]["command"], servers["dlprof"]["args"][0]) == ("dlprof", "mcp")
     elif block.language == "toml":
-        (place / "set").mkdir()
+        (place / "set").mkdir(exist_ok=True)
         (place / "set/pyproject.toml").write_text(text)
         code, printed = bash(
             "cd set && dlprof check ../runs/a || test $? = 3; dlprof wrap -o run --no-report true", place
