@@ -162,7 +162,9 @@ def missing(shown: tuple[str, ...], printed: str) -> list[str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with all that the pages name: scripts, runs of one of them, traces and files of other tools."""
     folder = tmp_path_factory.mktemp("docs")
+    # Long enough that py-spy sees it.
     body = "for epoch in range(8):\n    for batch in DataLoader(data, batch_size=4):\n        train(batch)\n"
+    body += "        time.sleep(0.03)\n"
     (folder / "package").mkdir()
     shutil.copy(script := tiny(folder, body), folder / "package")
     shutil.copy(ROOT / "examples/classifier.py", folder)
