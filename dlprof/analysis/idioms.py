@@ -148,12 +148,29 @@ IDIOMS: tuple[Idiom, ...] = (
     ),
     # Samples: tables and records.
     Idiom(
+        "table_searched",
+        "searches the whole table for the rows of one key",
+        "group it by that column once, in `__init__`, and look the key up (`rows = dict(list(frame.groupby(column)))`)",
+        "https://pandas.pydata.org/docs/user_guide/groupby.html",
+        (*DATA, *START, *START_WORKER, *LOOP),
+        source=r"(\b\w+)[\w.]*\[\s*\1[\w.]*(\[[\"'][^\]]*\]|\.\w+)\s*(==|\.eq\(|\.isin\()|\.query\(",
+    ),
+    Idiom(
+        "table_sliced",
+        "takes rows or slices out of a DataFrame, one after the other",
+        "make an array of the columns once (`frame[columns].to_numpy()`), and index that; windows of it are"
+        " `np.lib.stride_tricks.sliding_window_view`",
+        "https://numpy.org/doc/stable/reference/generated/numpy.lib.stride_tricks.sliding_window_view.html",
+        (*START, *START_WORKER),
+        source=r"\.(iloc|loc|iat|at)\[|\.(iterrows|itertuples)\(",
+    ),
+    Idiom(
         "dataframe_rows",
         "takes a row out of a DataFrame for every sample",
         "make an array of the columns once (`frame.to_numpy()` in `__init__`), and index that",
         "https://pandas.pydata.org/docs/user_guide/enhancingperf.html",
         DATA,
-        source=r"\.(iloc|loc|iat|at)\[|\.(iterrows|itertuples|query)\(",
+        source=r"\.(iloc|loc|iat|at)\[|\.(iterrows|itertuples)\(",
         frames=r"pandas[/\\]core[/\\]",
     ),
     Idiom(
@@ -851,6 +868,33 @@ IDIOMS: tuple[Idiom, ...] = (
         _PYTORCH + "generated/torch.nn.parallel.DistributedDataParallel.html",
         LOOP,
         source=r"\ball_reduce\([\w.]*\bgrad\b",
+    ),
+    Idiom(
+        "texts_scored",
+        "scores texts on the host, a loop in Python over their letters or words",
+        "score only the steps that are shown, and with a compiled library (`rapidfuzz`, `jiwer`, `sacrebleu`)",
+        "https://rapidfuzz.github.io/RapidFuzz/Usage/distance/Levenshtein.html",
+        LOOP,
+        source=r"\b(edit_distance|levenshtein|word_error_rate|char_error_rate|wer|cer|bleu\w*|rouge\w*)\(",
+        frames=r"(?i)\b\w*(edit_?distance|levenshtein|error_rate|bleu|rouge)\w* \(",
+    ),
+    Idiom(
+        "gradients_one_by_one",
+        "computes the gradients of one sample after the other",
+        "compute those of all samples at once: `torch.func.vmap(torch.func.grad(loss_of_one), (None, 0, 0))`; the squared ones"
+        " of a linear layer are the product of its squared inputs and squared output gradients",
+        "https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html",
+        LOOP,
+        source=r"\bin .*\bautograd\.grad\(|\.split\(1\)",
+    ),
+    Idiom(
+        "separable_kernel",
+        "convolves with the product of two lines",
+        "convolve with one line after the other, each along its axis: of a kernel of k × k that is 2 × k products for"
+        " each value",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.conv2d.html",
+        (*DATA, *LOOP),
+        source=r"conv\w*\(.*\b(outer|ger)\(|\b(outer|ger)\(.*conv\w*\(",
     ),
     Idiom(
         "loops_in_python",

@@ -110,10 +110,10 @@ def texts_of(rank: RankFacts) -> dict[tuple[str, int], str]:
     return {(str(one["file"]), int(one["line"])): str(one["text"]) for one in lines}
 
 
-def _loops_of(rank: RankFacts) -> set[tuple[str, int]]:
-    """Return the lines of a rank, as `texts_of` does, that are in a loop which is not that of the training."""
+def _loops_of(rank: RankFacts) -> dict[tuple[str, int], tuple[str, int]]:
+    """Return the first line of the loop that a line of a rank is in, of loops which are not that of the training."""
     lines = (rank.trace_facts.get("stacks") or {}).get("lines") or []
-    return {(str(one["file"]), int(one["line"])) for one in lines if one.get("loop")}
+    return {(f := str(one["file"]), int(one["line"])): (f, int(one["loop"])) for one in lines if one.get("loop")}
 
 
 @per_rank
@@ -194,7 +194,8 @@ def _costly(
             found = idioms.known(texts.get(place[1:], ""), (f"{frame[1]} ()", *stack[at + 1 :]), doing)
             # In the making of a sample, nothing of a library is seen below it: functions of C, or Python's own work.
             if found is None and place[1:] in loops and (doing == "rest" or at == len(stack) - 1):
-                found = idioms.BY_NAME[idioms.LOOPS]
+                of_loop = idioms.known(texts.get(loops[place[1:]], ""), (), doing)
+                found = of_loop or idioms.BY_NAME[idioms.LOOPS]
             found = found or (of_data if doing in idioms.DATA else None)
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
     directory, rows = str(rank.facts.get("directory") or ""), []

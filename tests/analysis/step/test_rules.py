@@ -88,7 +88,7 @@ def unused(ms: int) -> list[dict[str, Any]]:
 ROLL_OUT = f"{MAIN};main (/me/rl.py:30);roll_out (/me/rl.py:20);simulate (/me/rl.py:12) 80\n"
 
 
-def rolling(every: int, *extra: int, first: int = 10, stacks: str = "", forwards: int = 0) -> Make:
+def rolling(every: int, *extra: int, first: int = 10, stacks: str = "", forwards: int = 0, **facts: object) -> Make:
     """Return what makes ranks of 203 steps of 10 ms, or the first of other steps, that are longer every so often.
 
     They then have so many forward passes more.
@@ -100,7 +100,7 @@ def rolling(every: int, *extra: int, first: int = 10, stacks: str = "", forwards
             light(n, ((10 if rank else first) + ms * more) * MS, forwards=1 + forwards * more)
             for n, more in enumerate(longer)
         ]
-        ranks.append((None, steps, {**runs.CPU, "pid": 10}))
+        ranks.append((None, steps, {**runs.CPU, "pid": 10, **facts}))
     return lambda folder: sample(runs.recorded(folder / "run", *ranks), stacks)
 
 
@@ -213,6 +213,8 @@ CASES = [
          verdict="57 % of the mean step goes to what the script does every 10th step."),
     case("one that writes token after token", PERIODIC, rolling(16, 160, forwards=80),
          says=("with 80 forward passes more", "past_key_values")),
+    case("one that evaluates", PERIODIC, rolling(16, 160, forwards=80, models=[{"reads_sequences": False}]),
+         says=("with 80 forward passes more", "the training set needs no pass of its own")),
     case("steps alike", PERIODIC, rolling(16, 0), state="clear"),
     case("a little every few steps", PERIODIC, rolling(50, 5), state="clear"),
     case("steps of a trace", PERIODIC, a_trace, state="not_measured"),

@@ -45,6 +45,12 @@ _GENERATE = (
     " `torch.inference_mode()`"
 )
 
+# Of a model that is known to read no sequences.
+_EVALUATE = (
+    "evaluate under `torch.inference_mode()`, in larger batches; the training set needs no pass of its own: sum up its"
+    " loss and hits while it is trained on"
+)
+
 _COLUMNS = {"every": "one step in", "steps": "such steps", "extra_ns": "longer by_ns"}
 _COLUMNS |= {"cost_ns": "of the mean step_ns", "phase": "mostly"}
 
@@ -84,7 +90,9 @@ def explain(
     elsewhere = change("do it in another process while training goes on")
     cures = [elsewhere]
     if passes >= _GENERATES:
-        cures.insert(0, change(_GENERATE))
+        models = job.facts.get(rank, {}).get("models") or ()
+        reads = not models or any(model.get("reads_sequences") is not False for model in models)
+        cures.insert(0, change(_GENERATE if reads else _EVALUATE))
     elif line is not None:
         cures.insert(0, change(line.advice("make this line faster (in batches, without a loop in Python):")))
     elif hottest.or_none() is None:
