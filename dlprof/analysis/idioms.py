@@ -881,8 +881,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "gradients_one_by_one",
         "computes the gradients of one sample after the other",
-        "compute those of all samples at once: `torch.func.vmap(torch.func.grad(loss_of_one), (None, 0, 0))`; the squared ones"
-        " of a linear layer are the product of its squared inputs and squared output gradients",
+        "compute those of all samples at once: `torch.func.vmap(torch.func.grad(loss_of_one), (None, 0, 0))`; the"
+        " squared ones of a linear layer are the product of its squared inputs and squared output gradients",
         "https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html",
         LOOP,
         source=r"\bin .*\bautograd\.grad\(|\.split\(1\)",
