@@ -146,6 +146,21 @@ CASES: tuple[Case, ...] = (
     Case("next_item", "snap-stanford/ogb 357", ("step_python",), ("topk",)),
     Case("mixer", "OpenNMT-tf 633", ("step_python",), ("only in the steps",)),
     Case("news_topics", "orange3-text 629", ("slow_start",), ("dictionary",)),
+    # From here on, a fourth time, likewise.
+    Case("geo_patches", "geo-deep-learning 418", ("input_wait",), ("parse it once",)),
+    Case("cell_membranes", "kornia 3817", ("input_wait",), ("one line after the other",)),
+    Case("atom_energies", "modelforge 141", ("input_wait",), ("before training", "in `__init__`")),
+    Case("gesture_clips", "pytorchvideo 45", ("input_wait",), ("decode only", "before they are decoded")),
+    Case("pedestrians", "py-motmetrics 61", ("input_wait",), ("group it",)),
+    Case("traffic_sensors", "Graph-WaveNet 1", ("needless_products",), ("once in a step",)),
+    Case("sparse_experts", "transformers 40073", ("needless_products",), ("is not zero",)),
+    Case("speakers", "PyTorch_Speaker_Verification 33", ("costly_line", "host_bound"), ("one operation",)),
+    Case("paint_style", "texture-networks 5", ("needless_products",), ("once, before training",)),
+    Case("token_returns", "slime 2229", ("step_python", "host_bound"), ("one operation",)),
+    Case("phone_ctc", "DeepSpeech 187", ("step_python", "host_bound"), ("steps that are shown",)),
+    Case("molecule_classes", "PyDGN 87", ("periodic_work", "validation_share"), ("sum up",)),
+    Case("permuted_tasks", "continual-learning 16", ("costly_line", "host_bound"), ("vmap",)),
+    Case("station_demand", "tsai 31", ("slow_start",), ("sliding_window_view",)),
 )
 
 # Scripts in which no mistake is known. The first line of a report should promise none of them 1.15 × or more that is
@@ -158,4 +173,7 @@ HEALTHY: tuple[str, ...] = (
     "healthy_pictures",
     "healthy_letters",
     "healthy_columns",
+    "healthy_verse",
+    "healthy_plankton",
+    "healthy_gauges",
 )

@@ -59,6 +59,7 @@ class _Product:
     width: int
     parts: dict[tuple[int, int], tuple[float, bool, _Product | None]] = field(default_factory=dict)
     read_by: str = ""  # the last operator that does
+    read_at: Place | None = None  # and its line
     used: float = 1.0
     of_rows: float = 1.0
 
@@ -67,7 +68,17 @@ class _Product:
         if self.parts:
             self.used = min(sum(part * (by.of_rows if by else 1.0) for part, _, by in self.parts.values()), 1.0)
             self.of_rows = self.used if all(rows for _, rows, _ in self.parts.values()) else 1.0
-            self.read_by = next((by.read_by for _, _, by in self.parts.values() if by and by.of_rows < 1), self.read_by)
+            for _, _, by in self.parts.values():
+                if by and by.of_rows < 1:
+                    self.read_by, self.read_at = by.read_by, by.read_at
+
+    @property
+    def to_change(self) -> Place | None:
+        """The line to change: the product's, or that which calls its function, where rows of the result are picked."""
+        call, at = self.call, self.read_at
+        if call.place is None or call.caller is None or at is None or at.function == call.place.function:
+            return call.place
+        return call.caller if call.caller.function.startswith(at.function) else call.place
 
 
 @dataclass(slots=True)
@@ -107,7 +118,8 @@ class _Values:
         if moves and not random and call.operator.startswith("aten::"):
             shaped = [(t.storage_offset(), *t.shape, *t.stride(), str(t.dtype)) for t in tensors]
             key = hash((call.operator, *(number for number, _ in read), *shaped, repr(_plain(args))))
-            if all(one is not None for _, one in read):
+            # A part may be another one in each step, as that of a batch is.
+            if all(one is not None and _is_whole(t) for t, (_, one) in zip(tensors, read, strict=True)):
                 of = frozenset[int]().union(*(one for _, one in read if one is not None))
         else:
             key = self._next()
@@ -243,7 +255,8 @@ class Flows:
         for one in reversed(self._products):  # what reads a product has come after it
             one.settle()
             if one.parts and one.used <= _LITTLE:
-                found += _kept("unused_rows", one.call, used=one.used, read_by=one.read_by)
+                call = one.call._replace(place=one.to_change)
+                found += _kept("unused_rows", call, used=one.used, read_by=one.read_by)
         found += self._of_same(later=later)
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for flow in found:
@@ -296,7 +309,7 @@ class Flows:
             by = product if t is tensors[call.operator in _WITH_SUM] else None
             kept = out if call.operator in _PICKS else t
             for one in products:
-                one.read_by = call.operator
+                one.read_by, one.read_at = call.operator, call.place
                 if part >= one.parts.get(where, (0.0,))[0]:
                     one.parts[where] = part, kept.dim() > 1 and kept.shape[-1] == one.width, by
 
@@ -384,6 +397,11 @@ def _is_low(product: Call, weight: Any) -> bool:
     rank = int(product.shape.split(" ")[0].split("x")[-1])
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     return bool(2 * rank * (rows + columns) < rows * columns)
+
+
+def _is_whole(tensor: Any) -> bool:
+    """Return whether a tensor is all of its storage, and no part of it."""
+    return bool(tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes())
 
 
 def _strided(out: Any) -> list[Any]:

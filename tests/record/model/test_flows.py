@@ -23,6 +23,7 @@ weight, low, high = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((48, 64),
 full, other = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((40, 64), (48, 40)))
 experts, drop, fixed = nn.ModuleList(nn.Linear(64, 72) for _ in range(4)), nn.Dropout(0.5), torch.randn(32, 64)
 frozen, tall, noisy, fine = (nn.Linear(64, k).requires_grad_(False) for k in (80, 88, 104, 144))
+partial, table = nn.Linear(64, 160).requires_grad_(False), torch.randn(64, 64)
 often = nn.ModuleList(nn.Linear(64, k) for k in (112, 120, 128))
 recurrent, around = nn.GRU(64, 32), nn.Linear(96, 96)
 fewer, more, large = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 32, 1), nn.Conv2d(16, 4, 3)
@@ -84,11 +85,14 @@ def the_same_in_each_step(x, pixels): return (frozen(fixed.expand(32, 64)) * x[:
 def features(): return (fine(fixed).relu() * 0.1).mean()
 def of_a_function_that_gives_the_same(x, pixels): return features() + x.mean()
 def of_a_batch(x, pixels): return tall(x).mean()
+def of_a_part(x, pixels): return partial(table[n : n + 32]).mean()
 def of_what_is_written(x, pixels):
     fixed2.add_(1)
     return noisy(fixed2).mean()
+def expert(x): return apart(x)
+def of_another_function(x, pixels): return expert(x)[:8].mean()
 def of_two_products(x, pixels): return (gate(x) * up(x))[:8].mean()
-fixed2, gate, up = fixed.clone(), nn.Linear(64, 136), nn.Linear(64, 136)
+fixed2, apart, gate, up = fixed.clone(), nn.Linear(64, 152), nn.Linear(64, 136), nn.Linear(64, 136)
 
 cases = [f for name, f in list(globals().items()) if getattr(getattr(f, "__code__", None), "co_argcount", 0) == 2]
 for n in range(14):
@@ -108,6 +112,7 @@ NEEDLESS = {
     "one_hot_integers": ("one_hot", "aten::mm", 0.0),
     "factors": ("low_rank", "aten::mm", 0.0),
     "rows_times_zero": ("unused_rows", "aten::addmm", 0.25),
+    "of_another_function": ("unused_rows", "aten::addmm", 0.25),
     "of_two_products": ("unused_rows", "aten::addmm", 0.25),
     "the_same_twice": ("repeated", "aten::addmm", 0.0),
     "the_same_in_each_step": ("constant", "aten::addmm", 0.0),
