@@ -174,7 +174,8 @@ def push(readings: Readings, url: str) -> None:
 
 def main(run: str, address: str, parent: int) -> None:
     """Hand out until the parent ends, or says that the job has."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # of all threads that are made here
+    # Of all threads that are made here. What is meant for the script is sent to all processes of a job.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
     tie(signal.SIGTERM, parent)
     os.nice(10)
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - libraries' tracebacks; `tell` writes to the descriptor

@@ -198,6 +198,7 @@ def test_a_job_is_queued_again_before_its_limit_and_its_report_knows_both_starts
     first, second = (open_run(tmp_path / "runs" / name) for name in (f"trains-{job}", f"trains-{job}-1"))
     assert (first.exit["code"], second.exit["code"]) == (0, 0)
     assert [len(rows(run.path / "ranks/00000")) for run in (first, second)] == [101, 299]
+    assert first.warnings == ()  # the samplers got the signal too
     (told,) = [text for text in second.warnings if "(restart 1)" in text]
     assert f"before this start of it, trains-{job} ran " in told
     assert "and ended with exit code 0; it was started again" in told

@@ -77,6 +77,7 @@ def batches(data):
 
 
 model = Forecaster()
+torch.set_num_threads(2)  # it has no worker
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 clock = Clock(STEPS)
 for past, future in batches(speeds()):

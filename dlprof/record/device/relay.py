@@ -69,7 +69,8 @@ def _pass_on(stderr: int, data: bytes) -> None:
 
 def main() -> None:
     """Detach from the rank, and relay until the pipe is at its end: signals are for the job."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    of_job = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    for number in of_job:
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)  # a script that waits for any child of its own must not get this one

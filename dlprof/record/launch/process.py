@@ -13,6 +13,9 @@ from pathlib import Path
 _LIBC = ctypes.CDLL(None)  # loaded here, since it must not be loaded between fork and exec
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+# What a user, a terminal or a scheduler sends a job, to all of its processes: none of ours but the supervisor heeds it.
+OF_THE_JOB = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 # From <malloc.h>. 32 MiB is glibc's maximum: the memory of larger blocks goes back to the kernel when they are freed.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _LARGE = 256 << 20, 32 << 20

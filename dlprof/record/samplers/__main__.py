@@ -22,7 +22,7 @@ import signal
 from pathlib import Path
 
 from dlprof.plain import tell, words_of
-from dlprof.record.launch.process import tie
+from dlprof.record.launch.process import OF_THE_JOB, tie
 from dlprof.record.samplers import SAMPLERS
 from dlprof.record.samplers.sampling import sample
 
@@ -30,10 +30,10 @@ from dlprof.record.samplers.sampling import sample
 def main() -> None:
     """Sample until stdin ends. Signals are for the job: what ends it ends this process too, a moment later."""
     tie(signal.SIGKILL, int(sys.argv[2]))
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    for number in OF_THE_JOB:
         # A handler, since an ignored signal would stay ignored in the children of samplers.
         signal.signal(number, lambda _number, _frame: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     code = 1
     try:
         sample(Path(sys.argv[1]), SAMPLERS, sys.stdin.fileno())

@@ -26,7 +26,7 @@ from typing import Any
 
 from dlprof import redaction
 from dlprof.record.calls.frames import MOST_FILE_BYTES, MOST_SOURCE, own_files
-from dlprof.record.launch.process import has_ended, stat_of, tied, wait_or_kill
+from dlprof.record.launch.process import OF_THE_JOB, has_ended, stat_of, tied, wait_or_kill
 from dlprof.record.samplers.sampling import Host, RankHere
 
 # How py-spy writes a process: with its command, which may hold anything, line ends too. What follows is another
@@ -233,6 +233,8 @@ class _Spy:
 
         def before_exec() -> None:
             tie()
+            for number in {*OF_THE_JOB} - {signal.SIGINT}:
+                signal.signal(number, signal.SIG_IGN)
             os.nice(19)
 
         self._begun_ns = time.time_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlprof.record.launch.process import family, running
 from tests.fixtures.jobs import children, environment, in_its_own_group, only_child, state, until, words, wrapped
 
 # Says when it is ready, then waits to be signalled, and tells how often it was.
@@ -92,6 +95,22 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
     assert until(lambda: state(process.pid) != "T" and state(child) != "T")
     process.send_signal(signal.SIGUSR1)
     assert (process.communicate(timeout=30)[0], process.returncode) == ("SIGUSR1\n", 9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT"])
+def test_a_signal_to_all_processes_of_a_job_ends_none_of_the_recorders(name: str, tmp_path: Path) -> None:
+    """As `scancel --signal` sends it."""
+    process = ready(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, name]))
+    recorders = family([process.pid], running())
+    assert len(recorders) > 2  # the samplers are there, beside the command
+    for pid in recorders:
+        with suppress(ProcessLookupError):  # a witness of the supervisor's may have gone
+            os.kill(pid, getattr(signal, name))
+    assert process.communicate(timeout=30)[0].startswith(name)
+    assert process.returncode == 9
+    (only,) = json.loads((tmp_path / "run/run.json").read_text())["warnings"]
+    assert "never imported torch" in only
 
 
 @pytest.mark.long
