@@ -109,7 +109,7 @@ def test_nothing_is_written_beside_real_traces_by_what_python_is_asked_for(
 def part(folder: Path, ranks: list[int], **told: object) -> Path:
     """Record three ranks; keep some of them."""
     steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS) for n in range(12)]
-    run = runs.recorded(folder, *((None, steps, CPU | {"rank": rank, "world_size": 3}) for rank in range(3)))
+    run = runs.recorded(folder, *((None, steps, {**CPU, "rank": rank, "world_size": 3}) for rank in range(3)))
     add_facts(run, "run.json", **told)
     for rank in {0, 1, 2} - set(ranks):
         shutil.rmtree(run / f"ranks/{rank:05d}")
