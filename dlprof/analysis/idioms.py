@@ -458,8 +458,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "picture_decoded",
         "decodes a picture",
-        "store pictures about as large as they are used; or `image.draft('RGB', size)` before a JPEG is loaded, which"
-        " decodes at a fraction of the size",
+        "decode only what is used: choose the frames of a clip before they are decoded, store pictures about as large"
+        " as they are used, or call `image.draft('RGB', size)` before a JPEG is loaded, which decodes a fraction of it",
         "https://pillow.readthedocs.io/en/stable/reference/Image.html#PIL.Image.Image.draft",
         DATA,
         source=r"\bImage\.open\(|\bimread\(|\bimdecode\(|\bdecode_(jpeg|image|png)\(|\.convert\(",

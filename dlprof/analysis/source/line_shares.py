@@ -238,6 +238,11 @@ class CostlyLine:
         return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link})"
 
 
+def _says(text: str, idiom: str) -> bool:
+    known = idioms.BY_NAME.get(idiom)
+    return known is not None and not known.last and bool(known.source and re.search(known.source, text))
+
+
 def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine | None:
     """Return the line that a rank was seen in most while doing one of these.
 
@@ -252,7 +257,9 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
     least = NOTABLE_SHARE if of >= LEAST_SAMPLES else _NEARLY_ALL if of >= _FEW else np.inf
     if not len(mine) or mine["samples"].max() < least * of:
         return None
-    top = mine.iloc[[int(mine["samples"].argmax())]].to_dict("records")[0]
+    # Of two lines that take about as long, the one whose own text says what it does is known better.
+    hot = mine[mine["samples"] >= _ABOUT * mine["samples"].max()].sort_values("samples", ascending=False)
+    top = min(hot.to_dict("records"), key=lambda row: not _says(row["text"], row["idiom"]))
     place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
     name = str(top["idiom"])
     if name in ("", idioms.LOOPS) and top["function"] != "<module>":
@@ -263,6 +270,10 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
     near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
     near = near[(near["line"] - top["line"]).abs() <= _AROUND]
     return CostlyLine(place, float(near["samples"].sum() / of), str(top["text"]), idioms.BY_NAME.get(name))
+
+
+# The share of the samples of the line seen most from which another one takes about as long.
+_ABOUT = 0.85
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:
