@@ -169,7 +169,7 @@ for n in range(first, 400):
     time.sleep(0.005)
     if n == first + 20:
         print("ready", first, flush=True)
-    while not asked and first == 0 and n == 100:
+    while not asked and first == 0 and n == 20:
         time.sleep(0.01)
     if asked:
         open("saved", "w").write(str(n + 1))
@@ -191,13 +191,13 @@ def test_a_job_is_queued_again_before_its_limit_and_its_report_knows_both_starts
 
     # SLURM waits for two minutes before it starts a job again.
     def again() -> bool:
-        return "ready 101" in out.read_text() and has_ended(job, slurm, tmp_path)
+        return "ready 21" in out.read_text() and has_ended(job, slurm, tmp_path)
 
     assert until(again) or until(again)
     assert said_of(job, slurm, tmp_path)["JobState"] == "COMPLETED"
     first, second = (open_run(tmp_path / "runs" / name) for name in (f"trains-{job}", f"trains-{job}-1"))
     assert (first.exit["code"], second.exit["code"]) == (0, 0)
-    assert [len(rows(run.path / "ranks/00000")) for run in (first, second)] == [101, 299]
+    assert [len(rows(run.path / "ranks/00000")) for run in (first, second)] == [21, 379]
     assert first.warnings == ()  # the samplers got the signal too
     (told,) = [text for text in second.warnings if "(restart 1)" in text]
     assert f"before this start of it, trains-{job} ran " in told
