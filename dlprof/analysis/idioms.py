@@ -46,6 +46,8 @@ class Idiom:
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
 
+_STATE = "(h|hx|cx|c|hidden|state|cell)"
+
 IDIOMS: tuple[Idiom, ...] = (
     # Samples: files and archives.
     Idiom(
@@ -668,7 +670,8 @@ IDIOMS: tuple[Idiom, ...] = (
         "`nn.LSTM`, `nn.GRU` or `nn.RNN` over the whole sequence, in one call: the weights are the same",
         _PYTORCH + "generated/torch.nn.LSTM.html",
         LOOP,
-        source=r"\bweight_(ih|hh)|\b(h|hx|cx|c|hidden|state|cell)\w*(, \w+)* = .*(tanh|sigmoid|[Cc]ell)\w*\(",
+        # A state that is made of a state: h = tanh(… h …).
+        source=rf"\bweight_(ih|hh)|\b{_STATE}\w*(, \w+)* = (?=.*\b{_STATE}\w*\b(?!\()).*(tanh|sigmoid|[Cc]ell)\w*\(",
     ),
     Idiom(
         "histograms",

@@ -134,6 +134,9 @@ LINES = [
     ("worker", "self.cache[index] = decode(path)", (), "kept_by_a_worker"),
     ("fetch", "total = len(list(loader))", (), "loader_counted"),
     ("rest", "h = torch.tanh(x[:, t] @ w + h @ u)", (), "recurrence_by_hand"),
+    ("rest", "hidden = give.sigmoid() * cell.tanh()", (), "recurrence_by_hand"),
+    ("rest", "h, c = self.cell(x[t], (h, c))", (), "recurrence_by_hand"),
+    ("forward", "h = torch.tanh(self.filter(x)) * torch.sigmoid(self.gate(x))", (), ""),
     ("rest", "with torch.autograd.profiler.profile():", (), "profiled"),
     ("rest", "model.train()", (), "mode_switched"),
     (
