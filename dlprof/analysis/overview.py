@@ -72,7 +72,7 @@ def _several(job: Job, *path: str) -> list[str]:
             for key in path:
                 at = at.get(key) if isinstance(at, Mapping) else None
             if at not in (None, "", [], {}):
-                values[str(at)] = None
+                values[", ".join(map(str, at)) if isinstance(at, list) else str(at)] = None
                 break
     return list(values)
 
@@ -114,7 +114,7 @@ def _of_device(job: Job = needs(JOB)) -> list[Fact]:
     section.add("name", _device(job))
     section.add("type", _several(job, "device", "type"))
     section.add("memory", [size(float(n)) for n in _several(job, "device", "memory_bytes") if n.isdigit()])
-    section.add("capability", _several(job, "device", "capability"))
+    section.add("capability", [c.replace(", ", ".") for c in _several(job, "device", "capability")])
     for key in ("count", "affinity", "quota", "torch_threads", "units"):
         section.add(f"cpu {key.replace('_', ' ')}", _several(job, "cpu", key))
     return section.facts

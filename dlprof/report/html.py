@@ -29,7 +29,7 @@ from dlprof.files import compact
 from dlprof.plain import NBSP, command_line, plain
 from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
-from dlprof.result import SAVING, Outcome, Place, Proposal, Result
+from dlprof.result import SAVING, Fact, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
 
@@ -73,7 +73,7 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
     _share_range([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
-        sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
+        sections.setdefault(fact.section, []).append((fact.name, _fact(fact)))
     keys = {card.outcome.id: card.key for card in (*cards, *apart)}
     return template("report.html").render(
         title=f"{formatting.name(result)} · {plain(shown.headline, 120)}",
@@ -165,11 +165,13 @@ def _by_relevance(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=lambda o: (-(drawing.number(o.lost_share or o.share) or 0.0), -often[o.why], o.why))
 
 
-def _fact(name: str, value: str) -> str:
-    """Format large numbers; `compare` and other readers of facts need them unformatted."""
-    if not value.isdecimal() or len(value) < LONG_NUMBER:
-        return value
-    return formatting.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
+def _fact(fact: Fact) -> str:
+    """Format large numbers, but for versions; `compare` and other readers of facts need them unformatted."""
+    if not fact.value.isdecimal() or len(fact.value) < LONG_NUMBER or fact.section == "Software":
+        return fact.value
+    if fact.name.endswith("bytes"):
+        return formatting.quantity(float(fact.value), "bytes")
+    return f"{int(fact.value):,}"
 
 
 LONG_NUMBER = 5  # digits that are hard to read without commas

@@ -38,6 +38,10 @@ def test_a_run_is_named_and_a_fact_in_which_ranks_differ_shows_all_its_values(tm
     info = overview.run_info(run.job, ["a warning"])
     assert (info.path, info.ranks, info.missing_ranks, info.world_size) == ("run", (0, 1), (), 2)
     assert (info.device, info.torch, info.warnings) == ("CPU", "2.13.0", ("a warning",))
+    # Lists are written as people write them.
+    facts = FACTS | {"device": {"capability": [9, 0]}, "cpu": {"units": ["avx2", "fma"]}}
+    device = known(measured(recorded(tmp_path / "gpu", (None, STEPS, facts)), *overview.SECTIONS), "Device")
+    assert (device["capability"], device["cpu units"]) == ("9.0", "avx2, fma")
     # One that left next to nothing has facts all the same.
     bare = measured(recorded(tmp_path / "bare", (None, [], {})), *overview.SECTIONS)
     assert known(bare, "Job")

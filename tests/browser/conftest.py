@@ -1,13 +1,17 @@
-"""The browser of these tests, one for each file."""
+"""The browser of these tests, one for each file, and how it opens a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fixtures.browsers import chromium
+from dlprof.report import html
+from dlprof.result import Result
+from tests.fixtures import results
+from tests.fixtures.browsers import Open, chromium, log
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -16,3 +20,24 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     yield from chromium(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture
+def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
+    """Return a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def opened(shown: str | Result, theme: str = "light") -> webdriver.Chrome:
+        page = tmp_path / "report.html"
+        result = results.ALL[shown]() if isinstance(shown, str) else shown
+        page.write_text(html.render(result), encoding="utf-8", newline="\n")
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        log(browser, "browser")
+        log(browser, "performance")
+        browser.get(page.as_uri())
+        drawn = "return document.documentElement.dataset.drawn === 'all'"
+        WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
+        return browser
+
+    return opened

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,36 +20,12 @@ from dlprof.read.run import open_run
 from dlprof.report import brief, html, notebook
 from dlprof.report.compare import page as compare_page
 from dlprof.report.figures import drawing
-from dlprof.result import Result
 from tests.browser.test_exports import PERFETTO, ROWS, served
 from tests.fixtures import comparisons, hosts, results, runs, traces
-from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
+from tests.fixtures.browsers import AXE, NEEDS_BROWSER, Open, complaints, grave_faults, log, requests
 from tests.fixtures.runs import MS
 
 pytestmark = NEEDS_BROWSER
-
-
-Open = Callable[..., webdriver.Chrome]
-
-
-@pytest.fixture
-def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
-    """Return a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
-
-    def opened(shown: str | Result, theme: str = "light") -> webdriver.Chrome:
-        page = tmp_path / "report.html"
-        result = results.ALL[shown]() if isinstance(shown, str) else shown
-        page.write_text(html.render(result), encoding="utf-8", newline="\n")
-        features = [{"name": "prefers-color-scheme", "value": theme}]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        log(browser, "browser")
-        log(browser, "performance")
-        browser.get(page.as_uri())
-        drawn = "return document.documentElement.dataset.drawn === 'all'"
-        WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
-        return browser
-
-    return opened
 
 
 def rgb(colour: str) -> str:
@@ -398,71 +372,6 @@ def test_in_a_notebook_the_page_draws_every_figure_in_its_frame(browser: webdriv
     assert complaints(browser) == []
 
 
-def narrow(browser: webdriver.Chrome, width: int = 390) -> None:
-    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-
-# What stands outside the screen, or of a region of a table; figures scroll their own labels.
-CUT = """
-document.querySelectorAll('details').forEach(d => d.open = true);
-return new Promise(done => setTimeout(() => done([...document.querySelectorAll('body *')].filter(e => {
-  const r = e.getBoundingClientRect();
-  const region = e.closest('.scroll');
-  const end = region ? region.getBoundingClientRect().right : innerWidth;
-  return r.width && r.height && r.right > end + 1 && !e.closest('.chart, .skip, .stacked > thead');
-}).map(e => e.outerHTML.slice(0, 120))), 300));
-"""
-
-
-@pytest.mark.parametrize("name", ["training", "died", "healthy", "many", "tables"])
-def test_nothing_is_cut_on_a_narrow_screen(opened: Open, name: str) -> None:
-    browser = opened(name)
-    try:
-        narrow(browser)
-        WebDriverWait(browser, 20).until(lambda b: b.execute_script("return innerWidth") == 390)
-        assert browser.execute_script(CUT) == []
-        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-# Boxes on paper that overlap, of elements that stand beside or below each other.
-OVERLAPS = """
-const boxes = [...document.querySelectorAll(
-  '.screen > *, .made > *, .next li, section > h2, section > h3, section > .box, article.finding, .finding > *, ' +
-  'tbody tr, main > section, footer')].filter(e => e.getClientRects().length && !e.closest('.chart'));
-const found = [];
-for (const [i, a] of boxes.entries()) for (const b of boxes.slice(i + 1)) {
-  if (a.contains(b) || b.contains(a)) continue;
-  const [p, q] = [a.getBoundingClientRect(), b.getBoundingClientRect()];
-  if (p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 1 && q.top < p.bottom - 1)
-    found.push([a.outerHTML.slice(0, 90), b.outerHTML.slice(0, 90)]);
-}
-return found;
-"""
-A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
-
-
-@pytest.mark.parametrize(("name", "most"), [("training", 5), ("healthy", 3), ("died", 4)])
-def test_a_printed_report_is_a_few_pages_on_which_nothing_lies_over_another(opened: Open, name: str, most: int) -> None:
-    browser = opened(name)
-    pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"])
-    assert 1 <= len(re.findall(rb"/Type /Page\b", pdf)) <= most
-    narrow(browser, 703)  # pixels between the margins of A4
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    try:
-        assert browser.execute_script(OVERLAPS) == []
-        tables = "return [...document.querySelectorAll('table')].filter(t => t.getClientRects().length)"
-        wide = ".filter(t => t.scrollWidth > t.closest('.box, .finding, section, header').clientWidth).length"
-        assert browser.execute_script(tables + wide) == 0
-        heads = "return [...document.querySelectorAll('thead th')].map(t => getComputedStyle(t).position)"
-        assert set(browser.execute_script(heads)) <= {"static"}
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
 @pytest.mark.parametrize("allowed", [True, False])
 def test_the_buttons_copy_the_command_and_the_report_for_an_agent(opened: Open, allowed: bool) -> None:
     browser = opened("ddp")
@@ -515,3 +424,16 @@ def test_perfetto_is_handed_the_timeline_by_a_click_and_asked_for_nothing_before
     drawn = next(p for p in results.ddp().panels if p.shape == "timeline").rows
     assert sorted(spans) == sorted([str(row[3]), row[2] // 1000] for row in drawn)
     assert lanes == [[len({row[0] for row in drawn})]]
+
+
+def test_the_bar_of_a_share_is_as_long_in_every_column(opened: Open) -> None:
+    browser = opened("ddp")
+    bars = browser.execute_script(
+        "return [...document.querySelectorAll('.share')].filter(e => e.clientWidth).map(e => {"
+        "  const style = getComputedStyle(e), inside = e.clientWidth - parseFloat(style.paddingRight);"
+        "  return [parseFloat(style.getPropertyValue('--w')), parseFloat(style.backgroundSize), inside]; })"
+    )
+    assert len(bars) > 3
+    whole = bars[0][1] / bars[0][0] * 100
+    assert whole > 60
+    assert [bar for bar in bars if abs(bar[1] - bar[0] * whole / 100) > 0.1 or whole > bar[2] + 0.5] == []

@@ -81,8 +81,16 @@ def test_the_page_holds_what_the_result_holds(pages: dict[str, Page]) -> None:
     assert "no rule could be checked" not in pages["healthy"].text
     assert pages["healthy"].of("article") == []
     facts = (Fact("Model", "parameters", "272474"), Fact("Model", "parameter bytes", "1089896"))
-    page = html.render(replace(results.healthy(), facts=(*facts, Fact("Loader", "batch size", "1024"))))
-    assert all(text in page for text in ("272,474", "1.09\u00a0MB", ">1024<"))
+    others = (Fact("Loader", "batch size", "1024"), Fact("Software", "cudnn", "91900"))
+    page = html.render(replace(results.healthy(), facts=facts + others))
+    assert all(text in page for text in ("272,474", "1.09\u00a0MB", ">1024<", ">91900<"))
+
+
+def test_the_mean_of_the_ranks_is_set_apart_and_an_operator_of_that_name_is_not() -> None:
+    operators = Panel("table", "Operators", (("mean", 3), ("add", 2)), columns=("operator", "calls"))
+    marked = '<tr class="mean">'
+    assert marked in html.render(results.ddp())
+    assert marked not in html.render(replace(results.healthy(), panels=(operators,)))
 
 
 # What the first screen says, in its order.

@@ -18,7 +18,9 @@
   // Fields of a specification that hold colours; a text that looks like a colour stays what it is.
   const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor", "fillcolor"]);
   const printed = 680; // pixels between the margins of an A4 page
-  const narrow = 480; // pixels; narrower figures have fewer ticks
+  const small = window.matchMedia("(max-width: 560px)"); // as in page.css
+  const narrow = 480; // pixels; narrower figures have fewer ticks and shorter labels
+  const letter = 6.6; // pixels of a letter in a figure, in the mean
   let printing = false;
 
   function themed(value, key) {
@@ -32,7 +34,7 @@
   function draw(name) {
     const element = document.getElementById("chart-" + name);
     const { data, layout } = themedFor(figures[name]);
-    if (element.clientWidth < narrow && !layout.xaxis.tickvals) layout.xaxis.nticks = 4;
+    if (element.clientWidth < narrow && !printing) fold(layout, element.clientWidth);
     const config = {
       displaylogo: false,
       displayModeBar: false, // it covers the figure, and the keys below do the same
@@ -66,7 +68,21 @@
     }
   }
 
-  const letter = 6.6; // pixels of a letter in a frame, in the mean
+  // The first letters of a name; "" where they would be too few.
+  const short = (name, most) =>
+    name.length <= most ? name : most > 3 ? name.slice(0, most - 1).replace(/&[^;]*$/, "") + "…" : "";
+
+  // In a narrow figure the labels beside it take less than half of it, and those below it do not touch.
+  function fold({ margin, xaxis, yaxis }, width) {
+    const most = Math.round(0.45 * width);
+    if (margin.l > most) {
+      margin.l = most;
+      yaxis.ticktext = yaxis.ticktext?.map((name) => short(name, Math.floor(most / letter) - 1));
+    }
+    if (xaxis.tickvals) return;
+    xaxis.nticks = Math.max(2, Math.floor((width - margin.l - margin.r) / 50));
+    xaxis.tickangle = 0;
+  }
 
   // Names of frames are cut to the width of the frames.
   function fit(chart) {
@@ -75,7 +91,7 @@
     const { base, x } = chart.data[0];
     const shown = figures[chart.id.slice("chart-".length)].data[0].text.map((name, i) => {
       const most = Math.floor((Math.min(base[i] + x[i], high) - Math.max(base[i], low)) * scale) - 1;
-      return name.length <= most ? name : most > 3 ? name.slice(0, most - 1).replace(/&[^;]*$/, "") + "…" : "";
+      return short(name, most);
     });
     Plotly.restyle(chart, { text: [shown] });
   }
@@ -259,12 +275,15 @@
   // On a narrow screen a table that would be cut becomes a list, with the headings beside the cells.
   function stack() {
     for (const table of document.querySelectorAll(".scroll > table")) {
+      const region = table.parentElement;
+      const { scrollTop } = region; // lost where the table is shorter for a moment
       table.classList.remove("stacked");
-      const cut = table.scrollWidth > table.parentElement.clientWidth;
-      if (!cut || !table.parentElement.clientWidth || !window.matchMedia("(max-width: 560px)").matches) continue;
+      const cut = table.scrollWidth > region.clientWidth;
+      if (!cut || !region.clientWidth || !small.matches) continue;
       const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);
       for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => i && heads[i] && (cell.dataset.head = heads[i]));
       table.classList.add("stacked");
+      region.scrollTop = scrollTop;
     }
   }
   stack();
@@ -357,6 +376,7 @@
 
   document.querySelectorAll(".chart[tabindex]").forEach((chart) => chart.addEventListener("keydown", steer));
   night.addEventListener("change", drawAll);
+  small.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => reprint(true));
   window.addEventListener("afterprint", () => reprint(false));
   drawAll();

@@ -1,0 +1,224 @@
+"""Reports on paper and on a narrow screen: nothing lies over another, and what is cut is seen to go on."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from PIL import Image, ImageStat
+from selenium import webdriver
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+from dlprof.report.compare import page as compare_page
+from dlprof.result import Result
+from tests.fixtures import comparisons, results
+from tests.fixtures.browsers import NEEDS_BROWSER, Open
+
+pytestmark = NEEDS_BROWSER
+
+A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
+BETWEEN_MARGINS = 703  # pixels of the width of A4
+LIGHT = 250  # of 255: a card's pixels are lighter
+MARGIN = 12 / 25.4 * 72  # points, as page.css has it
+PDFTOTEXT = shutil.which("pdftotext")
+
+
+def deep() -> Result:
+    """Return a report whose model has more modules than its region of the screen shows."""
+    encoder = results.encoder()
+    layers = tuple(results.module(f"layers.{n}", f"Layer{n}", 1, 3.0, own=3.0) for n in range(60))
+    return replace(results.training(), modules=replace(encoder, rows=(encoder.rows[0], *layers)))
+
+
+# Reports, and how many sheets each may take.
+PRINTED = {
+    "training": (results.training, 5),
+    "healthy": (results.healthy, 3),
+    "died": (results.died, 4),
+    "deep": (deep, 5),
+}
+REPORTS = pytest.mark.parametrize(("report", "most"), PRINTED.values(), ids=PRINTED)
+
+
+@contextmanager
+def screen(browser: webdriver.Chrome, width: int, media: str = "") -> Iterator[None]:
+    """Show the page on a screen of a width, or as on paper."""
+    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media})
+    try:
+        WebDriverWait(browser, 20).until(lambda b: b.execute_script("return innerWidth") == width)
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# Texts that overlap, in pairs: the boxes of their lines, without what an element that clips leaves out and without a
+# sixth above and below, where lines that are set tightly have no ink.
+OVERLAPS = """
+const lines = [];
+const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (words.nextNode()) {
+  const text = words.currentNode;
+  if (!text.data.trim() || text.parentElement.closest('script, style, noscript, .skip')) continue;
+  const range = document.createRange();
+  range.selectNodeContents(text);
+  for (const r of range.getClientRects()) {
+    const line = { left: r.left, right: r.right, top: r.top + r.height / 6, bottom: r.bottom - r.height / 6, text };
+    for (let e = text.parentElement; e; e = e.parentElement) {
+      if (e.ownerSVGElement || getComputedStyle(e).overflow === 'visible') continue;
+      const clip = e.getBoundingClientRect();
+      for (const [side, most] of [['left', 'max'], ['right', 'min'], ['top', 'max'], ['bottom', 'min']])
+        line[side] = Math[most](line[side], clip[side]);
+    }
+    if (line.right - line.left > 1 && line.bottom - line.top > 1) lines.push(line);
+  }
+}
+lines.sort((a, b) => a.top - b.top);
+const found = [];
+for (const [i, a] of lines.entries()) for (let j = i + 1; j < lines.length && lines[j].top < a.bottom - 1; j++) {
+  const b = lines[j];
+  if (a.left < b.right - 1 && b.left < a.right - 1) found.push([a.text.data.slice(0, 60), b.text.data.slice(0, 60)]);
+}
+return [lines.length, found];
+"""
+# Boxes whose border would be cut by the edge of the paper's area, and headings of tables that print as they scroll.
+EDGES = """
+const shown = (what) => [...document.querySelectorAll(what)].filter(e => e.getClientRects().length);
+const outside = shown('.box, .finding, pre, table').filter(e => {
+  const r = e.getBoundingClientRect();
+  return r.left < .5 || r.right > innerWidth - .5;
+});
+const heads = shown('thead th').filter(e => getComputedStyle(e).position !== 'static');
+const repeated = shown('thead').filter(e => getComputedStyle(e).display === 'table-header-group');
+return [...outside, ...heads, ...repeated].map(e => e.outerHTML.slice(0, 120));
+"""
+
+
+@REPORTS
+def test_on_paper_no_text_lies_over_another(opened: Open, report: Any, most: int) -> None:
+    browser = opened(report())
+    pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"])
+    assert 1 <= len(re.findall(rb"/Type /Page\b", pdf)) <= most
+    with screen(browser, BETWEEN_MARGINS, "print"):
+        lines, found = browser.execute_script(OVERLAPS)
+        assert (lines > 20, found) == (True, [])
+        assert browser.execute_script(EDGES) == []
+        # It would tell.
+        rise = "document.querySelector('#facts').style.marginTop = '-60px'"
+        browser.execute_script(rise)
+        assert browser.execute_script(OVERLAPS)[1]
+
+
+WORD = re.compile(r'<word xMin="(\S+)" yMin="(\S+)" xMax="(\S+)" yMax="(\S+)">(.*?)</word>')
+
+
+@pytest.mark.skipif(not PDFTOTEXT, reason="pdftotext (poppler-utils) is not installed")
+@REPORTS
+def test_on_the_printed_sheets_each_word_has_a_place_of_its_own(
+    opened: Open, tmp_path: Path, report: Any, most: int
+) -> None:
+    pdf = tmp_path / "report.pdf"
+    pdf.write_bytes(base64.b64decode(opened(report()).execute_cdp_cmd("Page.printToPDF", A4)["data"]))
+    told = subprocess.run([str(PDFTOTEXT), "-bbox", str(pdf), "-"], capture_output=True, text=True, check=True).stdout
+    sheets = told.split("<page ")[1:]
+    for sheet in sheets:
+        wide, high = (float(n) for n in re.findall(r'(?:width|height)="(\S+)"', sheet)[:2])
+        words = [(*map(float, found[:4]), found[4]) for found in WORD.findall(sheet)]
+        assert words, "a sheet is empty"
+        outside = [w for w in words if w[0] < MARGIN - 1 or w[2] > wide - MARGIN + 1 or w[3] > high - MARGIN + 1]
+        assert outside == []
+        # Of a line's height a quarter above and below has no ink of most letters.
+        inked = [(x, y + (b - y) / 4, r, b - (b - y) / 4, text) for x, y, r, b, text in words]
+        over = [
+            (p[4], q[4])
+            for p, q in combinations(inked, 2)
+            if p[0] < q[2] - 1 and q[0] < p[2] - 1 and p[1] < q[3] - 0.5 and q[1] < p[3] - 0.5
+        ]
+        assert over == []
+
+
+# Elements with an end outside the screen or outside their region, and texts that an element clips without saying so:
+# with an ellipsis, or as the parts of a bar, which stand in its legend. Figures cut their own frames' names.
+CUT = """
+document.querySelectorAll('details').forEach(d => d.open = true);
+const done = arguments[0];
+const all = (what) => [...document.querySelectorAll(what)].filter(e => e.getClientRects().length);
+const beyond = (e, region) => {
+  const r = e.getBoundingClientRect();
+  const end = region?.getBoundingClientRect() ?? { right: innerWidth };
+  return r.width && r.height && (r.right > end.right + 1 || (e.ownerSVGElement && r.bottom > end.bottom + 1));
+};
+const clipped = (e) => {
+  if (e.scrollWidth <= e.clientWidth + 1 && e.scrollHeight <= e.clientHeight + 1) return false;
+  const style = getComputedStyle(e);
+  const said = style.textOverflow === 'ellipsis' || style.webkitLineClamp !== 'none' || e.matches('.bar i');
+  return e.clientWidth && style.overflow === 'hidden' && !said;
+};
+setTimeout(() => done([
+  ...all('body :not(.chart *, .skip, .stacked > thead, .stacked > thead *)')
+    .filter(e => beyond(e, e.closest('.scroll')) || clipped(e)),
+  ...all('.chart :is(.xtick text, .xtitle)').filter(e => beyond(e, e.closest('.chart'))),
+].map(e => e.outerHTML.slice(0, 200))), 500);
+"""
+
+
+def cut(browser: webdriver.Chrome, side: str) -> list[WebElement]:
+    """Return the regions that go on to the right or below."""
+    inner, outer = ("scrollWidth", "clientWidth") if side == "right" else ("scrollHeight", "clientHeight")
+    asked = "return [...document.querySelectorAll('.scroll')].filter(e => e.%s > e.%s + 1)"
+    return list(browser.execute_script(asked % (inner, outer)))
+
+
+def shaded(browser: webdriver.Chrome, region: WebElement, side: str, at_end: bool = False) -> bool:
+    """Tell whether a region, scrolled to its beginning or its end, is darker than a card along a side of its rows."""
+    scrolled = "const [e, end] = arguments; e.scrollTo(end ? 1e6 : 0, end ? 1e6 : 0);"
+    row = "const [r, one] = [e, e.querySelector('tbody tr')].map(e => e.getBoundingClientRect());"
+    place = "return [r.left, one.top, r.right, r.bottom, one.height, scrollY].map(Math.floor)"
+    left, top, right, bottom, high, above = browser.execute_script(scrolled + row + place, region, at_end)
+    lines = {"right": (right - 4, top, 1, high), "below": (left, bottom - 4, right - left, 1)}
+    x, y, wide, high = lines[side]
+    clip = {"x": x, "y": y + above, "width": wide, "height": high, "scale": 1}
+    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+    pixels = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("L")
+    return ImageStat.Stat(pixels).median[0] < LIGHT
+
+
+@pytest.mark.parametrize("before", [1280, 390])
+@pytest.mark.parametrize("name", ["training", "died", "healthy", "many", "tables"])
+def test_nothing_is_cut_on_a_narrow_screen_without_a_hint(opened: Open, name: str, before: int) -> None:
+    """Neither where the page was loaded on it, nor where its window was made narrow."""
+    browser = opened(name)
+    with screen(browser, 390):
+        if before == 390:
+            browser.refresh()
+            drawn = "return document.documentElement.dataset.drawn === 'all'"
+            WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
+        assert browser.execute_async_script(CUT) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+        below = cut(browser, "below")
+        assert [r for r in below if not shaded(browser, r, "below") or shaded(browser, r, "below", True)] == []
+        assert below or name in ("died", "healthy")
+        assert cut(browser, "right") == []
+
+
+def test_a_table_that_goes_on_to_the_right_says_so_until_its_end(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = tmp_path / "compare.html"
+    page.write_text(compare_page.render(comparisons.ALL["large"]()), encoding="utf-8", newline="\n")
+    browser.get(page.as_uri())
+    with screen(browser, 390):
+        wide = cut(browser, "right")
+        assert wide
+        assert [r for r in wide if not shaded(browser, r, "right") or shaded(browser, r, "right", True)] == []
