@@ -57,6 +57,7 @@ PRINTED = {
     "  1  input_wait    −11.6 ms": "The training loop waits",
     "dlprof: out already holds a run": "already holds a run",
     "dlprof: sbatch did not take the job": "sbatch did not take the job",
+    "! SLURM job 12 (restart 1)": "before this start of it",
     "srun: Job step aborted": "was ended by signal",
     "#!/bin/bash": "# Written by dlprof slurm.",
     "runs/a  python train.py": "its own time (before the backward pass) is the longest",
@@ -68,6 +69,7 @@ PRINTED = {
 # Python that is not run: what a block has, and why.
 PYTHON = {
     "torch.cuda": "needs a GPU",
+    "run.queue()": "of a job on GPUs: docs/notebook.ipynb, which a test executes, and tests/test_api.py",
     "wandb.init": "needs W&B: tests/frameworks/test_callbacks.py",
     "TrainerCallback": "needs transformers: tests/frameworks/test_callbacks.py",
     "LightningCallback": "needs lightning: tests/frameworks/test_callbacks.py",
