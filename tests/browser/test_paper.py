@@ -20,10 +20,14 @@ from selenium import webdriver
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
 from dlprof.report.compare import page as compare_page
 from dlprof.result import Result
 from tests.fixtures import comparisons, results
 from tests.fixtures.browsers import NEEDS_BROWSER, Open
+from tests.fixtures.places import TRACES
 
 pytestmark = NEEDS_BROWSER
 
@@ -31,6 +35,7 @@ A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "prin
 BETWEEN_MARGINS = 703  # pixels of the width of A4
 LIGHT = 250  # of 255: a card's pixels are lighter
 MARGIN = 12 / 25.4 * 72  # points, as page.css has it
+RECORDED = TRACES / "h200" / "g02_resnet_layout"
 PDFTOTEXT = shutil.which("pdftotext")
 
 
@@ -41,14 +46,27 @@ def deep() -> Result:
     return replace(results.training(), modules=replace(encoder, rows=(encoder.rows[0], *layers)))
 
 
+def recorded() -> Result:
+    """Return the report of a recording of a GPU."""
+    return diagnose(open_run(RECORDED), RULES, jobs=1)
+
+
 # Reports, and how many sheets each may take.
-PRINTED = {
-    "training": (results.training, 5),
-    "healthy": (results.healthy, 3),
-    "died": (results.died, 4),
-    "deep": (deep, 5),
-}
-REPORTS = pytest.mark.parametrize(("report", "most"), PRINTED.values(), ids=PRINTED)
+REPORTS = pytest.mark.parametrize(
+    ("report", "most"),
+    [
+        pytest.param(results.training, 5, id="training"),
+        pytest.param(results.healthy, 3, id="healthy"),
+        pytest.param(results.died, 4, id="died"),
+        pytest.param(deep, 5, id="deep"),
+        pytest.param(
+            recorded,
+            4,
+            id="recorded",
+            marks=(pytest.mark.long, pytest.mark.skipif(not RECORDED.is_dir(), reason="needs the reference traces")),
+        ),
+    ],
+)
 
 
 @contextmanager
@@ -196,8 +214,9 @@ def shaded(browser: webdriver.Chrome, region: WebElement, side: str, at_end: boo
     return ImageStat.Stat(pixels).median[0] < LIGHT
 
 
-@pytest.mark.parametrize("before", [1280, 390])
-@pytest.mark.parametrize("name", ["training", "died", "healthy", "many", "tables"])
+@pytest.mark.parametrize(
+    ("name", "before"), [*((n, 1280) for n in ("training", "died", "healthy", "many", "tables")), ("training", 390)]
+)
 def test_nothing_is_cut_on_a_narrow_screen_without_a_hint(opened: Open, name: str, before: int) -> None:
     """Neither where the page was loaded on it, nor where its window was made narrow."""
     browser = opened(name)

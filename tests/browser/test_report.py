@@ -346,6 +346,15 @@ def test_no_complaint_and_no_request(browser: webdriver.Chrome, tmp_path: Path, 
     assert browser.execute_script("return document.scripts.length") == 0
 
 
+def test_differences_are_drawn_as_wide_as_their_column(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    show_comparison(browser, tmp_path, "large")
+    wide = "return [...document.querySelectorAll('.diff')].map(e => [e.clientWidth, e.firstChild.clientWidth])"
+    drawn = browser.execute_script(wide)
+    assert drawn
+    assert min(column for column, _ in drawn) > 90
+    assert max(bar / column for column, bar in drawn) > 0.4
+
+
 @pytest.mark.parametrize("width", [380, 1280])
 @pytest.mark.parametrize("name", ["large", "hostile"])
 def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: Path, name: str, width: int) -> None:

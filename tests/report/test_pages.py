@@ -16,13 +16,17 @@ from jinja2 import DictLoader, Environment
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
 from dlprof.plain import NBSP
+from dlprof.read.run import open_run
 from dlprof.report import brief, html, looks, notebook, terminal, tried, tried_text
 from dlprof.result import CATEGORIES, Blame, Change, Fact, ForeignLoad, Outcome, Panel, Place, Result, RunInfo, TimePart
 from dlprof.result.tried import Attempt, Gain, Tried, Verdict
 from dlprof.trial.planning import named
 from tests.fixtures import results
 from tests.fixtures.pages import Page
+from tests.fixtures.places import TRACES
 
 # The page.
 
@@ -84,6 +88,15 @@ def test_the_page_holds_what_the_result_holds(pages: dict[str, Page]) -> None:
     others = (Fact("Loader", "batch size", "1024"), Fact("Software", "cudnn", "91900"))
     page = html.render(replace(results.healthy(), facts=facts + others))
     assert all(text in page for text in ("272,474", "1.09\u00a0MB", ">1024<", ">91900<"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (TRACES / "h200").is_dir(), reason="needs the reference traces")
+def test_of_a_recording_it_says_what_is_known_and_why_the_device_was_traced_for_longer() -> None:
+    words = said(Page(html.render(diagnose(open_run(TRACES / "h200" / "g02_resnet_layout"), RULES, jobs=1))))
+    assert "2,313 samples/s" in words
+    assert "nknown for this run" not in words
+    assert "The span of 332.0 ms is longer than the 5 traced steps, 279.5 ms together: what the device" in words
 
 
 def test_the_mean_of_the_ranks_is_set_apart_and_an_operator_of_that_name_is_not() -> None:
