@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image, ImageStat
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -172,7 +173,6 @@ def test_on_the_printed_sheets_each_word_has_a_place_of_its_own(
 # with an ellipsis, or as the parts of a bar, which stand in its legend. Figures cut their own frames' names.
 CUT = """
 document.querySelectorAll('details').forEach(d => d.open = true);
-const done = arguments[0];
 const all = (what) => [...document.querySelectorAll(what)].filter(e => e.getClientRects().length);
 const beyond = (e, region) => {
   const r = e.getBoundingClientRect();
@@ -185,12 +185,22 @@ const clipped = (e) => {
   const said = style.textOverflow === 'ellipsis' || style.webkitLineClamp !== 'none' || e.matches('.bar i');
   return e.clientWidth && style.overflow === 'hidden' && !said;
 };
-setTimeout(() => done([
+return [
   ...all('body :not(.chart *, .skip, .stacked > thead, .stacked > thead *)')
     .filter(e => beyond(e, e.closest('.scroll')) || clipped(e)),
   ...all('.chart :is(.xtick text, .xtitle)').filter(e => beyond(e, e.closest('.chart'))),
-].map(e => e.outerHTML.slice(0, 200))), 500);
+].map(e => e.outerHTML.slice(0, 200));
 """
+
+
+def cut_for_good(browser: webdriver.Chrome) -> list[str]:
+    """Return what is still cut when the figures have been drawn anew."""
+    drawn = "return document.documentElement.dataset.drawn === 'all'"
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
+    with suppress(TimeoutException):
+        WebDriverWait(browser, 20).until(lambda b: b.execute_script(CUT) == [])
+    return list(browser.execute_script(CUT))
 
 
 def cut(browser: webdriver.Chrome, side: str) -> list[WebElement]:
@@ -202,16 +212,19 @@ def cut(browser: webdriver.Chrome, side: str) -> list[WebElement]:
 
 def shaded(browser: webdriver.Chrome, region: WebElement, side: str, at_end: bool = False) -> bool:
     """Tell whether a region, scrolled to its beginning or its end, is darker than a card along a side of its rows."""
-    scrolled = "const [e, end] = arguments; e.scrollTo(end ? 1e6 : 0, end ? 1e6 : 0);"
-    row = "const [r, one] = [e, e.querySelector('tbody tr')].map(e => e.getBoundingClientRect());"
-    place = "return [r.left, one.top, r.right, r.bottom, one.height, scrollY].map(Math.floor)"
-    left, top, right, bottom, high, above = browser.execute_script(scrolled + row + place, region, at_end)
-    lines = {"right": (right - 4, top, 1, high), "below": (left, bottom - 4, right - left, 1)}
-    x, y, wide, high = lines[side]
-    clip = {"x": x, "y": y + above, "width": wide, "height": high, "scale": 1}
-    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
-    pixels = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("L")
-    return ImageStat.Stat(pixels).median[0] < LIGHT
+    scrolled = (
+        "const [e, x, y] = arguments; e.scrollIntoView({block: 'end', behavior: 'instant'});"
+        "e.style.scrollbarWidth = 'none';"
+        "e.scrollTo(x, y); dispatchEvent(new Event('resize'));"  # as a phone's address bar does
+        "const [r, one] = [e, e.querySelector('tbody tr')].map(e => e.getBoundingClientRect());"
+        "return [r.left, one.top, r.right, r.bottom, one.bottom].map(Math.floor)"
+    )
+    to = 1e6 if at_end else 0
+    x, y = (to, 0) if side == "right" else (0, to)
+    left, top, right, bottom, low = browser.execute_script(scrolled, region, x, y)
+    shot = Image.open(io.BytesIO(base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"])))
+    line = (right - 4, top, right - 3, low) if side == "right" else (left, bottom - 4, right, bottom - 3)
+    return ImageStat.Stat(shot.convert("L").crop(line)).median[0] < LIGHT
 
 
 @pytest.mark.parametrize(
@@ -223,9 +236,7 @@ def test_nothing_is_cut_on_a_narrow_screen_without_a_hint(opened: Open, name: st
     with screen(browser, 390):
         if before == 390:
             browser.refresh()
-            drawn = "return document.documentElement.dataset.drawn === 'all'"
-            WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
-        assert browser.execute_async_script(CUT) == []
+        assert cut_for_good(browser) == []
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
         below = cut(browser, "below")
         assert [r for r in below if not shaded(browser, r, "below") or shaded(browser, r, "below", True)] == []

@@ -124,6 +124,7 @@
 
   // One after the other; scrolling and clicking are handled between two.
   async function drawAll() {
+    delete document.documentElement.dataset.drawn;
     for (const name of Object.keys(figures)) {
       await draw(name);
       await new Promise((resume) => setTimeout(resume));
