@@ -199,7 +199,7 @@ def test_a_sigterm_waits_for_the_files_that_the_end_of_the_script_leaves(tmp_pat
                 time.sleep(0.0005)
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=late, daemon=True).start()
-        train(600)
+        train(1200)
         """,
     )
     done = launch(wrapped(tmp_path / "run", [sys.executable, ends], "--window", "2,1,1000000"), tmp_path)

@@ -197,7 +197,7 @@ def test_sweeps_trials_studies_and_answers_come_back_as_they_were() -> None:
     known = scale.Scaling((scale.Transfers("all_reduce", 2, 1, 1.0, 5e4, None),), 1e5, None, (-1.0, 1.0))
     assert msgspec.convert(msgspec.to_builtins(known), scale.Scaling) == known
     answers = stored.plain(scale.Answers(1e8, (scale.Answer(("workers 4",), 5e7),), None, None))
-    assert answers["alone"][0] == {"changes": ("workers 4",), "step_ns": 5e7, "why": "", "unknown": ()}
+    assert answers["alone"][0] == {"changes": ("workers 4",), "step_ns": 5e7, "why": "", "error_ns": 0.0, "unknown": ()}
 
 
 @pytest.mark.parametrize("data", [None, [], {"format": 2}, {"format": 1}, {**sweep.to_json(SWEEP), "points": 3}])

@@ -396,9 +396,10 @@ def test_the_queue_is_drawn_with_what_waits_longest_in_it(tmp_path: Path) -> Non
     assert "event" in what
     assert (length.shape, length.columns) == ("lines", ("into the trace_ns", "rank 0"))
     # Ranks are drawn on one time, and short waits leave no table.
-    other = waiting(wait=1_000)
+    one, other = ahead(), waiting(wait=1_000)
+    one["distributedInfo"] |= {"world_size": 2}
     other["distributedInfo"] |= {"rank": 1, "world_size": 2}
-    (length,) = draw(host.QUEUE_PICTURE, met(ahead(), other)(tmp_path / "b"))
+    (length,) = draw(host.QUEUE_PICTURE, met(one, other)(tmp_path / "b"))
     assert length.columns == ("into the trace_ns", "rank 0", "rank 1")
     assert "behind its host" in length.note
     assert max(float(str(row[1])) for row in length.rows if row[1] not in (None, "")) <= 8

@@ -53,7 +53,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     _TIMES_ZERO: (
         "computes rows of which all but {} are then multiplied by zero",
         "multiply only the rows whose weight is not zero: of each expert those routed to it"
-        " (`rows = weight.nonzero()`, then `out.index_add_(0, rows, expert(x[rows]) * weight[rows])`)",
+        " (`rows = weight.nonzero()`, then `out.index_add_(0, rows, …)` of what it makes of `x[rows]`)",
     ),
     "repeated": (
         "computes what was computed before in the same step, of the same tensors",
