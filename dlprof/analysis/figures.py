@@ -30,7 +30,7 @@ from dlprof.analysis.panel import cells
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import lengths_ns, spread
 from dlprof.analysis.step.whole_job import run_parts
-from dlprof.analysis.stragglers.alike import members_of
+from dlprof.analysis.stragglers.late_ranks import members_of
 from dlprof.analysis.throughput.rates import scaling, throughput
 from dlprof.analysis.timeline.device import device_time
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means

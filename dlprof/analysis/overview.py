@@ -14,7 +14,7 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import host_clocks
+from dlprof.analysis.communication.collectives import host_clocks
 from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.compute.peaks import arithmetic
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs, per_rank

@@ -26,7 +26,7 @@ from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.blame import blame
-from dlprof.analysis.communication.matching import host_clocks, matched
+from dlprof.analysis.communication.collectives import host_clocks, matched
 from dlprof.analysis.engine import (
     JOB,
     RANK,

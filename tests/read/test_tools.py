@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dlprof import schema
-from dlprof.analysis.communication.matching import matched
+from dlprof.analysis.communication.collectives import matched
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels.machine import SAMPLES_PICTURE
 from dlprof.errors import DlprofError

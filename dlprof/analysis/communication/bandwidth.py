@@ -17,8 +17,16 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import NO_SIZES, NOBODY, exposed, window_steps
-from dlprof.analysis.communication.matching import SENT, exposed_between, instances, matched
+from dlprof.analysis.communication.collectives import (
+    NO_SIZES,
+    NOBODY,
+    SENT,
+    exposed,
+    exposed_between,
+    instances,
+    matched,
+    window_steps,
+)
 from dlprof.analysis.compute.peaks import nvlink
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.analysis.step.breakdown import breakdown, part

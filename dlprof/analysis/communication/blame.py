@@ -15,8 +15,16 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.collectives import Nanoseconds, collectives
-from dlprof.analysis.communication.matching import SENT, SYNCHRONOUS, culprits, exposed_waits, matched, places
+from dlprof.analysis.communication.collectives import (
+    SENT,
+    SYNCHRONOUS,
+    Nanoseconds,
+    collectives,
+    culprits,
+    exposed_waits,
+    matched,
+    places,
+)
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.partition import partition

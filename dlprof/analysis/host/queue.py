@@ -12,11 +12,18 @@ from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import device_work
-from dlprof.analysis.timeline.idle import Idle, first_after, idle
-from dlprof.analysis.timeline.launches import NOT_LINKED, Launches, Queue, launch_queue, launches
-from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, timing
-from dlprof.analysis.timeline.traced import TracedSteps, trace_window
+from dlprof.analysis.timeline.device import (
+    NOT_LINKED,
+    Idle,
+    Launches,
+    Queue,
+    device_work,
+    first_after,
+    idle,
+    launch_queue,
+    launches,
+)
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, TracedSteps, timing, trace_window
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.units import short

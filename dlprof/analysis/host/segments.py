@@ -16,8 +16,8 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, needs, within_rank
 from dlprof.analysis.modules.frames import forward_rows
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import Launches, launches
 from dlprof.analysis.timeline.host import is_on_device, on_training_thread
-from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.read.kineto.patterns import ENGINE

@@ -14,11 +14,9 @@ from dlprof.analysis.engine import Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.analysis.host.gaps import host_gaps
 from dlprof.analysis.host.segments import Segments, segments
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.device import NOT_LINKED, Idle, device_work, has_device, idle
 from dlprof.analysis.timeline.host import on_training_thread
-from dlprof.analysis.timeline.idle import Idle, idle
-from dlprof.analysis.timeline.launched_work import SYNCHRONISING
-from dlprof.analysis.timeline.launches import NOT_LINKED
+from dlprof.analysis.timeline.replay import SYNCHRONISING
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured

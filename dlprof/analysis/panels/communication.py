@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlprof.analysis.communication.bandwidth import bandwidth, exchanged, size_class
-from dlprof.analysis.communication.matching import SENT, unmatched
+from dlprof.analysis.communication.collectives import SENT, unmatched
 from dlprof.analysis.communication.recorder import rank_places, whole_calls
 from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.panel import Picture, table

@@ -8,9 +8,9 @@ import pandas as pd
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.panel import MOST_RANKS, Picture, table
-from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
 from dlprof.analysis.pipeline.chunks import SCHEDULE, pipeline_chunks
 from dlprof.analysis.pipeline.pipeline_plans import schedules
+from dlprof.analysis.pipeline.pipes import bubbles, stage_lengths
 from dlprof.analysis.pipeline.schedules import short
 from dlprof.analysis.timeline import host
 from dlprof.result import Panel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.communication.matching import bare_waits
+from dlprof.analysis.communication.collectives import bare_waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points, rows, table
 from dlprof.analysis.step.run_clock import began_ns, first_times, step_times

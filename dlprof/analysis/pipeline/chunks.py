@@ -27,9 +27,8 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
 from dlprof.analysis.pipeline.schedules import ACTIONS, GPIPE, LOOPED, ONE_F_ONE_B, V_SHAPED, Action, grid, runs
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.device import Launches, device_work, has_device, launches
 from dlprof.analysis.timeline.host import is_on_device, on_training_thread
-from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.steady import light_steps, standard_error
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import DoesNotApply, NotMeasured

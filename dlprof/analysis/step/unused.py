@@ -9,8 +9,7 @@ from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per
 from dlprof.analysis.host.stacks import LEAST_SAMPLES, own_lines
 from dlprof.analysis.source.line_shares import call_sites
 from dlprof.analysis.source.patches import Call
-from dlprof.analysis.timeline.patterns import Pattern, patterns, periodic
-from dlprof.analysis.timeline.stalls import stall_means
+from dlprof.analysis.timeline.stalls import Pattern, patterns, periodic, stall_means
 from dlprof.analysis.timeline.steady import standard_error, steady_steps
 from dlprof.analysis.timeline.steps import phases_of_step
 from dlprof.errors import NotMeasured

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waiting, waits
+from dlprof.analysis.communication.collectives import waiting, waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.blocked import alone_usage, steady_usage
 from dlprof.analysis.step.breakdown import breakdown, part

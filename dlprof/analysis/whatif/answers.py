@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import transfers
-from dlprof.analysis.communication.exchange_plans import Fit, fitted
-from dlprof.analysis.communication.overlap import exposed_transfer
+from dlprof.analysis.communication.exchange_plans import Fit, exposed_transfer, fitted
 from dlprof.analysis.engine import (
     ALSO,
     JOB,

@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.communication.blame import MOST_REASONS, accounts, blame, charged
-from dlprof.analysis.communication.collectives import collectives
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import collectives, waits
 from dlprof.analysis.engine import Measured, by_rank
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.communication.collectives import NO_GROUP, collectives, point_to_point
-from dlprof.analysis.communication.matching import matched, unmatched
+from dlprof.analysis.communication.collectives import NO_GROUP, collectives, matched, point_to_point, unmatched
 from dlprof.analysis.engine import RankData, by_rank
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.errors import NotMeasured

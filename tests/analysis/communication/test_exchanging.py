@@ -11,14 +11,16 @@ from typing import Any, cast
 import pytest
 
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES
-from dlprof.analysis.communication.exchange_plans import exchange_plans, fitted, unbroadcast
-from dlprof.analysis.communication.overlap import (
+from dlprof.analysis.communication.exchange_plans import (
     activations,
+    exchange_plans,
     exposed_transfer,
+    fitted,
     free_to_hide,
     gradients,
     idle_cores,
     overlap,
+    unbroadcast,
 )
 from dlprof.analysis.communication.rules import exposed_communication, small_collectives
 from dlprof.analysis.engine import Job, Measured

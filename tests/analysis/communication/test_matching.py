@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.communication.matching import NO_PEERS, bare_waits, matched, unmatched, waits
+from dlprof.analysis.communication.collectives import NO_PEERS, bare_waits, matched, unmatched, waits
 from dlprof.analysis.engine import by_rank
 from dlprof.analysis.step.savings import own_time, saving, saving_input
 from dlprof.errors import NotMeasured

@@ -17,7 +17,7 @@ from dlprof.analysis.engine import RankFacts
 from dlprof.analysis.input import fetch_replay as replay
 from dlprof.analysis.input import input_waits as waits
 from dlprof.analysis.input import loader
-from dlprof.analysis.input.loader_advice import changes, forecasts_of, predicted_steps
+from dlprof.analysis.input.rules.input_wait import changes, forecasts_of, predicted_steps
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import Timing, step_means

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
+from dlprof.analysis.pipeline.pipes import bubbles, stage_lengths
 from dlprof.analysis.pipeline.rules.pipeline_bubble import RULE
 from dlprof.analysis.pipeline.schedules import Action, Grid, grid, replay
 from dlprof.analysis.step.breakdown import breakdown, part

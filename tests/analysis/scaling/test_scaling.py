@@ -13,10 +13,20 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.analysis.communication.bandwidth import bus_factor
-from dlprof.analysis.scaling.predictions import Lateness, studied, uncertainty
-from dlprof.analysis.scaling.replayed import COLUMNS, Change, replays, replays_of
+from dlprof.analysis.scaling.predictions import (
+    COLUMNS,
+    Change,
+    Fits,
+    Lateness,
+    fitted,
+    grown,
+    predicted_ns,
+    replays,
+    replays_of,
+    studied,
+    uncertainty,
+)
 from dlprof.analysis.scaling.study import Named, sizes
-from dlprof.analysis.scaling.transfers import Fits, fitted, grown, predicted_ns
 from dlprof.result import Fact, ForeignLoad, Result, TimePart
 from dlprof.result.scale import TRANSFER, WAITING, Fit, Scaling, Study, Transfers
 from tests.fixtures import runs, traces

@@ -15,11 +15,11 @@ from dlprof.analysis.engine import Maybe, by_rank
 from dlprof.analysis.engine.ranks import Job, RankAnswer
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.step.savings import own_time
-from dlprof.analysis.stragglers.alike import members
 from dlprof.analysis.stragglers.late_ranks import (
     Reason,
     late_ranks,
     longer_because,
+    members,
     short_collectives,
     straggling,
     workload,

@@ -16,8 +16,7 @@ import pytest
 from dlprof.analysis.engine import Measured, RankData
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import spread
-from dlprof.analysis.timeline.patterns import periodic
-from dlprof.analysis.timeline.stalls import compilations, stall_means, stalled_steps
+from dlprof.analysis.timeline.stalls import compilations, periodic, stall_means, stalled_steps
 from dlprof.analysis.timeline.steady import (
     STRETCHES,
     error_in_turn,

@@ -15,8 +15,7 @@ import pytest
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.steps import timing
-from dlprof.analysis.timeline.traced import NO_STEP, main_stream, trace_window
+from dlprof.analysis.timeline.steps import NO_STEP, main_stream, timing, trace_window
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
