@@ -8,7 +8,7 @@ Each kind has two measures: its chains, which `source/where.py` finds lines for,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +17,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.analysis.chains.calls import Calls, Chain, calls, chains, replaced
+from dlprof.analysis.chains.calls import Calls, Chain, Replaced, calls, chains, replaced
 from dlprof.analysis.compute.products import operands, sizes
 from dlprof.analysis.engine import RANK, Frame, RankFacts, needs, per_rank, within_rank
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, has_device
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS
 from dlprof.errors import NotMeasured
+
+# ---- GELU, as GPT's and BERT's first code has it
 
 TANH, ERF = "tanh", "erf"
 
@@ -49,12 +51,15 @@ def gelu_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device
 
 
 @per_rank
-def gelus(
-    gelu_chains: list[Chain] = needs(gelu_chains), replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced)
-) -> pd.DataFrame:
+def gelus(gelu_chains: list[Chain] = needs(gelu_chains), replaced: Replaced = needs(replaced)) -> pd.DataFrame:
     """Return GELU by separate operators, with the columns of `calls.replaced`; `form`: TANH or ERF."""
     return replaced(gelu_chains)
 
+
+# ---- cross entropies by separate operators, or from a float32 copy of 16-bit logits
+#
+# `log_softmax` and `nll_loss` are what PyTorch's own consists of, so nothing is saved there. Nor with `log_softmax` and
+# `gather`: its gradient is written as often (0.9 to 1.0 of the time from 1,000 classes on, measured on a CPU).
 
 LOG, HOT_TARGETS, SUM, SHIFTED, EXP, COPY = (
     "the log of a softmax",
@@ -100,9 +105,7 @@ def loss_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device
 
 
 @per_rank
-def losses(
-    loss_chains: list[Chain] = needs(loss_chains), replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced)
-) -> pd.DataFrame:
+def losses(loss_chains: list[Chain] = needs(loss_chains), replaced: Replaced = needs(replaced)) -> pd.DataFrame:
     """Return losses that move their logits more often than cross entropy, with the columns of `calls.replaced`."""
     return replaced(loss_chains)
 
@@ -118,6 +121,8 @@ def _copied(calls: Calls) -> Iterator[Chain]:
             back = np.union1d(calls.made(first, last), [softmax + 1])
             yield Chain(COPY, "backward", back, _COPIED_LEFT)
 
+
+# ---- normalisation: mean, variance, square root, multiply and add
 
 LAYER, RMS = "mean and variance", "mean of squares"
 
@@ -145,18 +150,7 @@ _FACTOR_AS_WIDE = 0.25
 @within_rank
 def norm_chains(calls: Calls = needs(calls), has_device: bool = needs(has_device)) -> list[Chain]:
     """Return the chains of operators that normalise."""
-    return list(_norms(calls, has_device))
-
-
-@per_rank
-def norms(
-    norm_chains: list[Chain] = needs(norm_chains), replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced)
-) -> pd.DataFrame:
-    """Return normalisations by separate operators, with the columns of `calls.replaced`; `form`: LAYER or RMS."""
-    return replaced(norm_chains)
-
-
-def _norms(calls: Calls, has_device: bool) -> Iterator[Chain]:
+    found: list[Chain] = []
     for form, pattern in ((RMS, _RMS), (LAYER, _LAYER)):
         if not has_device and form not in _NORM_ON_CPU:
             continue
@@ -166,7 +160,14 @@ def _norms(calls: Calls, has_device: bool) -> Iterator[Chain]:
         for text, places in alike.items():
             for first in places if _is_norm(calls, form, text, places) else ():
                 last = first + len(text)
-                yield from chains(calls, form, first, last, _left(calls, form, first, last, has_device))
+                found += chains(calls, form, first, last, _left(calls, form, first, last, has_device))
+    return found
+
+
+@per_rank
+def norms(norm_chains: list[Chain] = needs(norm_chains), replaced: Replaced = needs(replaced)) -> pd.DataFrame:
+    """Return normalisations by separate operators, with the columns of `calls.replaced`; `form`: LAYER or RMS."""
+    return replaced(norm_chains)
 
 
 def _is_norm(calls: Calls, form: str, text: str, places: Sequence[int]) -> bool:
@@ -192,7 +193,9 @@ def _left(calls: Calls, form: str, first: int, last: int, has_device: bool) -> t
     return _WITH_CASTS if casts and form == RMS else _NORM_ON_DEVICE[form]
 
 
-GROWING = "cat in a loop"
+# ---- tensors that grow by `cat` in a loop: each call copies the whole tensor, so its time rises evenly
+
+_GROWING = "cat in a loop"
 
 _CAT = re.compile("2")
 
@@ -215,19 +218,7 @@ _READS = 0.3
 @within_rank
 def growing_chains(calls: Calls = needs(calls)) -> list[Chain]:
     """Return the calls of `cat` in loops in which a tensor grows."""
-    return list(_growing(calls))
-
-
-@per_rank
-def growing_cats(
-    growing_chains: list[Chain] = needs(growing_chains),
-    replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced),
-) -> pd.DataFrame:
-    """Return the time of growing tensors in loops, as `calls.replaced` does; a fix leaves each loop's last call."""
-    return replaced(growing_chains)
-
-
-def _growing(calls: Calls) -> Iterator[Chain]:
+    found: list[Chain] = []
     alike: dict[tuple[int, str], list[NDArray[np.int64]]] = {}
     for places in _loops(calls):
         if calls.ns[places].sum() > 0:
@@ -238,7 +229,16 @@ def _growing(calls: Calls) -> Iterator[Chain]:
             for places in same:
                 for place in places[part].tolist():
                     left = float(place == places[part][-1])
-                    yield from chains(calls, GROWING, place, place + 1, (left, left))
+                    found += chains(calls, _GROWING, place, place + 1, (left, left))
+    return found
+
+
+@per_rank
+def growing_cats(
+    growing_chains: list[Chain] = needs(growing_chains), replaced: Replaced = needs(replaced)
+) -> pd.DataFrame:
+    """Return the time of growing tensors in loops, as `calls.replaced` does; a fix leaves each loop's last call."""
+    return replaced(growing_chains)
 
 
 def _loops(calls: Calls) -> Iterator[NDArray[np.int64]]:
@@ -287,6 +287,8 @@ def _gain(ns: NDArray[np.float64], third: int) -> float:
     return float(ns[-third:].mean() - ns[:third].mean())
 
 
+# ---- products with one-hot rows, which select rows of a matrix: an embedding does that without a product
+
 ONE_HOT, GRADIENT = "one_hot and a product", "the product's gradient"
 
 _HOT_PRODUCT = re.compile(r"ht*1")
@@ -298,33 +300,28 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 def one_hot_chains(
     calls: Calls = needs(calls), spans: Frame = needs(schema.SPANS), rank: RankFacts = needs(RANK)
 ) -> list[Chain]:
-    """Return products with one-hot rows, and their gradients."""
-    return list(_selecting(calls, spans, rank.facts))
-
-
-@per_rank
-def one_hots(
-    one_hot_chains: list[Chain] = needs(one_hot_chains),
-    replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced),
-) -> pd.DataFrame:
-    """Return products with one-hot rows, and their gradients, as `calls.replaced` does.
+    """Return products with one-hot rows, and their gradients.
 
     An embedding takes at most the product's time × the share of bytes that it moves: N rows of h read and written, of
     the N × V, V × h and N × h that the product moves; in the backward pass also the whole matrix. Where shapes are not
     known, all of the product's time stays.
     """
-    return replaced(one_hot_chains)
-
-
-def _selecting(calls: Calls, spans: pd.DataFrame, facts: Mapping[str, Any]) -> Iterator[Chain]:
+    found: list[Chain] = []
     for first, last in calls.find(_HOT_PRODUCT):
         places = np.arange(first, last)
-        shape = _shape(calls, spans, last - 1) or _counted(facts)
+        shape = _shape(calls, spans, last - 1) or _counted(rank.facts)
         forward, backward = _shares(*shape) if shape else (1.0, 1.0)
         whole = calls.took(places)
-        yield Chain(ONE_HOT, "forward", places, forward * calls.took(places[-1:]) / whole if whole else 1.0)
+        found.append(Chain(ONE_HOT, "forward", places, forward * calls.took(places[-1:]) / whole if whole else 1.0))
         if shape and len(made := calls.made(last - 1, last)):
-            yield Chain(GRADIENT, "backward", made, backward)
+            found.append(Chain(GRADIENT, "backward", made, backward))
+    return found
+
+
+@per_rank
+def one_hots(one_hot_chains: list[Chain] = needs(one_hot_chains), replaced: Replaced = needs(replaced)) -> pd.DataFrame:
+    """Return products with one-hot rows, and their gradients, as `calls.replaced` does."""
+    return replaced(one_hot_chains)
 
 
 def _shares(rows: int, words: int, width: int) -> tuple[float, float]:
@@ -361,6 +358,8 @@ def _counted(facts: Mapping[str, Any]) -> tuple[int, int, int] | None:
     return None
 
 
+# ---- recurrent networks that are written out: the same cell again and again, a product, gates, elementwise operators
+
 LSTM, GRU, RNN, CELLS = "LSTM", "GRU", "RNN", "cells in a loop"
 
 # The same few operators at least so many times in a row: no network has as many layers of one kind with gates.
@@ -389,8 +388,7 @@ def recurrent_chains(calls: Calls = needs(calls), rank: RankFacts = needs(RANK))
 
 @per_rank
 def recurrent_loops(
-    recurrent_chains: list[Chain] = needs(recurrent_chains),
-    replaced: Callable[[Sequence[Chain]], pd.DataFrame] = needs(replaced),
+    recurrent_chains: list[Chain] = needs(recurrent_chains), replaced: Replaced = needs(replaced)
 ) -> pd.DataFrame:
     """Return the time of written-out recurrent networks, as `calls.replaced` does; a fix leaves two kernels a turn."""
     return replaced(recurrent_chains)

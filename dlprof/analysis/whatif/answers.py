@@ -39,7 +39,7 @@ from dlprof.analysis.engine import (
 )
 from dlprof.analysis.estimate import error_of
 from dlprof.analysis.input.fetch_replay import replayed
-from dlprof.analysis.input.input_waits import Paces, correction, input_waits, paces, trusted
+from dlprof.analysis.input.input_waits import AllLoopTimes, correction, input_waits, loop_times, trusted
 from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import own_time, saving, saving_input
@@ -71,7 +71,7 @@ class Known:
     step_series: Maybe[Frame] = maybe(step_series)
     breakdown: Maybe[Frame] = maybe(breakdown)
     input_waits: Maybe[Frame] = maybe(input_waits)
-    paces: Maybe[Paces] = maybe(paces)
+    loop_times: Maybe[AllLoopTimes] = maybe(loop_times)
     exposed_transfer: Maybe[pd.Series[float]] = maybe(exposed_transfer)
     fitted: Maybe[Fit | None] = maybe(fitted)
     transfers: Maybe[Frame] = maybe(transfers)
@@ -189,7 +189,7 @@ def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: 
     step = known.mean_step_ns
     if change.input == PERFECT:
         return (1 - then) * step
-    recordings = known.paces.or_none()
+    recordings = known.loop_times.or_none()
     if recordings is not None and not _lacks_batches(recordings, rank):
         return step - _with_loader(recordings, rank, change, then / now if now else 1.0)
     if change.of_input:
@@ -222,7 +222,7 @@ def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknow
         if waits is None:
             raise NotMeasured(known.input_waits.why())
         return removed + wait
-    recordings = known.paces.or_none()
+    recordings = known.loop_times.or_none()
     if recordings is not None and not _lacks_batches(recordings, rank):
         loop = max(own_ns - wait, 1.0)
         return known.mean_step_ns - _with_loader(recordings, rank, change, max(loop - removed, 1.0) / loop)
@@ -231,7 +231,7 @@ def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknow
     return removed
 
 
-def _with_loader(recordings: Paces, rank: int, change: Asked, own: float) -> float:
+def _with_loader(recordings: AllLoopTimes, rank: int, change: Asked, own: float) -> float:
     """Return a rank's step if the loop's own work takes `own` times as long and the loader changes as requested."""
     now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
@@ -248,7 +248,7 @@ def _with_loader(recordings: Paces, rank: int, change: Asked, own: float) -> flo
     return correction(recordings, rank, now)(replayed(then, workers)).step_ns
 
 
-def _lacks_batches(recordings: Paces, rank: int) -> bool:
+def _lacks_batches(recordings: AllLoopTimes, rank: int) -> bool:
     try:
         trusted(recordings, rank)
     except NotMeasured:
@@ -258,7 +258,7 @@ def _lacks_batches(recordings: Paces, rank: int) -> bool:
 
 def _why(known: Known, rank: int) -> str:
     try:
-        trusted(known.paces.get(), rank)
+        trusted(known.loop_times.get(), rank)
     except NotMeasured as e:
         return str(e)
     return ""
