@@ -511,9 +511,6 @@ def host_clocks(matched: Frame = needs(matched), job: Job = needs(JOB)) -> pd.Da
     return _clocks(job, matched)
 
 
-_NONE = np.empty(0, dtype=np.int64)
-
-
 @across_ranks
 def bare_waits(matched: Frame = needs(matched), exposed: Frame = needs(exposed)) -> pd.DataFrame:
     """Return the rows of `matched` with by, the rank that came last to the same collective, and waited_ns, the part of
@@ -577,10 +574,10 @@ def places(values: pd.Series[Any] | NDArray[Any]) -> dict[Any, NDArray[np.int64]
 def exposed_between(exposed: pd.DataFrame, ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
     """Return how much exposed communication lies in each of some ranks' times, ns; an overlap is the earliest's."""
     start, stop = _apart(ranks, begin, end)
-    found, rows = np.zeros(len(ranks), dtype=np.int64), places(ranks)
-    for rank, intervals in _by_rank(exposed).items():
-        mine = rows.get(rank, _NONE)
-        found[mine] = iv.within(intervals, start[mine], stop[mine])
+    found, bare = np.zeros(len(ranks), dtype=np.int64), _by_rank(exposed)
+    for rank, mine in places(ranks).items():
+        if rank in bare:
+            found[mine] = iv.within(bare[rank], start[mine], stop[mine])
     return found
 
 
@@ -596,7 +593,7 @@ def _apart(ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> tuple[Na
 def _of_steps(exposed: pd.DataFrame) -> pd.Series[int]:
     """Return the exposed communication of each rank and step, ns."""
     return (
-        exposed.assign(exposed_ns=exposed["end_ns"] - exposed["start_ns"]).groupby(["rank", "step"])["exposed_ns"].sum()
+        (exposed["end_ns"] - exposed["start_ns"]).groupby([exposed["rank"], exposed["step"]]).sum().rename("exposed_ns")
     )
 
 

@@ -596,10 +596,11 @@ _AT_ONCE = {
 }
 
 
-_LESS = "exchange half as often: add up the gradients of two batches before the optimizer steps"
-
-
-_HALF = change(_LESS, numerics=True, training=True)
+_HALF = change(
+    "exchange half as often: add up the gradients of two batches before the optimizer steps",
+    numerics=True,
+    training=True,
+)
 
 
 # What to change where nothing of the job is known but its trace, by the best plan.

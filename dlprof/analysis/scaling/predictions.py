@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
-from typing import cast
+from statistics import NormalDist
+from typing import Literal, cast
 
 import numpy as np
 import pandas as pd
@@ -90,12 +91,8 @@ def _fits(key: tuple[str, bool], rows: Sequence[Transfers]) -> Fits:
     if len({row.ranks for row in rows}) < 2:
         # Nothing shows whether the start grows: it may all be hops, or none of it.
         flat = _fit(key, rows, "")
-        ranks = rows[0].ranks
-        hops = _hops("ring", ranks)
-        return Fits(
-            flat,
-            Fit(key[0], 0.0, flat.start_ns / hops, flat.ns_per_byte, "ring", flat.off, key[1]),
-        )
+        hop_ns = flat.start_ns / _hops("ring", rows[0].ranks)
+        return Fits(flat, Fit(key[0], 0.0, hop_ns, flat.ns_per_byte, "ring", flat.off, key[1]))
     ring, tree = _fit(key, rows, "ring"), _fit(key, rows, "tree")
     best, other = (ring, tree) if ring.off <= tree.off else (tree, ring)
     clear = other.off > max(_CLEARLY * best.off, _EXACT)
@@ -106,7 +103,7 @@ def _hops(form: str, ranks: int) -> float:
     return {"ring": ranks - 1.0, "tree": math.log2(ranks)}.get(form, 0.0)
 
 
-def _fit(key: tuple[str, bool], rows: Sequence[Transfers], form: str) -> Fit:
+def _fit(key: tuple[str, bool], rows: Sequence[Transfers], form: Literal["ring", "tree", ""]) -> Fit:
     """Fit the three terms, none of them below 0, to the rows; relative errors count, each row by its time in a step."""
     took = np.array([row.transfer_ns for row in rows])
     moved = np.array([(row.bytes or 0.0) * bus_factor(row.collective, row.ranks) for row in rows])
@@ -115,8 +112,7 @@ def _fit(key: tuple[str, bool], rows: Sequence[Transfers], form: str) -> Fit:
     start, hop, byte = _not_negative(terms / took[:, np.newaxis], np.ones(len(rows)), weight / weight.max())
     left = terms @ np.array([start, hop, byte]) / took - 1
     off = float(np.sqrt(np.average(left**2, weights=weight)))
-    named = form if form in ("ring", "tree") else ""
-    return Fit(key[0], start, hop, byte, named, off, key[1])  # type: ignore[arg-type]
+    return Fit(key[0], start, hop, byte, form, off, key[1])
 
 
 def _not_negative(
@@ -598,8 +594,6 @@ def _drawn(values: Sequence[float], points: int, *, tail: bool = False) -> NDArr
 
 def _normal(points: int) -> NDArray[np.float64]:
     """Return so many evenly spaced quantiles of the standard normal distribution."""
-    from statistics import NormalDist
-
     draw = NormalDist()
     return np.array([draw.inv_cdf((n + 0.5) / points) for n in range(points)])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.communication.blame import MOST_REASONS, accounts, blame, charged
+from dlprof.analysis.communication.blame import MOST_REASONS, accounts, blame
 from dlprof.analysis.communication.collectives import collectives, waits
 from dlprof.analysis.engine import Measured, by_rank
 from dlprof.analysis.step.breakdown import breakdown, part
@@ -18,7 +18,7 @@ from tests.fixtures import runs, traces
 from tests.fixtures.exchanges import held_up, late_by, meeting
 from tests.fixtures.runs import MS, asked
 
-NEEDS = (accounts, blame, charged, collectives, own_time, waits)
+NEEDS = (accounts, blame, attributed_waits, collectives, own_time, waits)
 US = 1_000
 
 
@@ -62,7 +62,7 @@ def test_many_ranks_on_hosts_whose_clocks_are_apart_blame_the_same_one(tmp_path:
     run = run_of(tmp_path, held_up(*more, clocks=clocks, hosts=[f"node-{r // 4}" for r in range(ranks)]))
     expected = {r: 3 * (2 * MS - more[r]["computation"]) for r in range(ranks) if r != culprit}
     assert by_rank(run.frame(waits), "wait_ns") == pytest.approx(expected | {culprit: 0}, abs=3)
-    frame = run.frame(charged)
+    frame = run.frame(attributed_waits)
     assert set(frame["culprit"]) == {culprit}
     assert by_rank(frame, "ns") == pytest.approx(expected, abs=3)
     # What the trace does not tell is the clocks' rounding, and no more.
@@ -183,14 +183,14 @@ CHAINS: dict[str, tuple[list[dict[str, Any]], dict[tuple[int, int, str], float]]
 
 @pytest.mark.parametrize(("made", "expected"), CHAINS.values(), ids=CHAINS)
 def test_the_blame_is_handed_on_to_where_the_chain_begins(made: Any, expected: Any, tmp_path: Path) -> None:
-    assert rows(run_of(tmp_path, made).frame(charged)) == pytest.approx(expected)
+    assert rows(run_of(tmp_path, made).frame(attributed_waits)) == pytest.approx(expected)
 
 
 def test_sixty_four_ranks_wait_for_one_that_few_of_them_meet(tmp_path: Path) -> None:
     # Eight hosts of eight: each host meets, then those of one place on every host. Only host 1 meets rank 13 itself.
     hosts = tuple(tuple(range(h, h + 8)) for h in range(0, 64, 8))
     places = tuple(tuple(range(p, 64, 8)) for p in range(8))
-    found = run_of(tmp_path, meeting(64, hosts, places, late={13: (IN, 2 * MS)})).frame(charged)
+    found = run_of(tmp_path, meeting(64, hosts, places, late={13: (IN, 2 * MS)})).frame(attributed_waits)
     assert by_rank(found, "ns") == pytest.approx({r: 2 * MS for r in range(64) if r != 13})
     assert (set(found["culprit"]), set(found["category"])) == ({13}, {IN})
 
