@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.communication.blame import MOST_REASONS, accounts, blame
+from dlprof.analysis.communication.blame import MOST_REASONS, accounts, attributed_waits, blame
 from dlprof.analysis.communication.collectives import collectives, waits
 from dlprof.analysis.engine import Measured, by_rank
 from dlprof.analysis.step.breakdown import breakdown, part
