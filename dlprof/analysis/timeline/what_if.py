@@ -222,15 +222,11 @@ class WhatIf:
     def left(
         self, durations: NDArray[np.int64], calls: float = 1.0, *, fetch: float = 1.0, python: float = 1.0
     ) -> float:
-        """Return how long the step is with other durations of its work, and of its calls, as a multiple of the step.
+        """Return how long the step is with other durations of its work, as a multiple of the step.
 
-        `fetch`, `python`: the same of the wait for data, and of the script's own Python.
+        `calls`, `fetch` and `python` are the shares that are left of the host's time, as in `gain_ns`.
         """
         return self._ratio(self.replay.step_ns(self._kept(fetch, python, calls), durations))
-
-    def ratio(self, durations: NDArray[np.int64], *, fetch: float = 1.0, host: float = 1.0) -> float:
-        """Return the same with only a share left of the wait for data, and of the host's calls and Python."""
-        return self._ratio(self.replay.step_ns(self._kept(fetch, host, host), durations))
 
     def _ratio(self, then_ns: float) -> float:
         return then_ns / self.step_ns if self.step_ns > 0 else 1.0

@@ -317,7 +317,9 @@ def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
             for left in LEFT if one.network is not None else (1.0,):
                 durations = _durations(one, work, steps.replay.durations, left)
                 share = 1 / one.host if one.host else 1.0
-                rows += [(n, fetch, left, steps.ratio(durations, fetch=fetch, host=share)) for fetch in (0.0, 1.0)]
+                rows += [
+                    (n, fetch, left, steps.left(durations, share, fetch=fetch, python=share)) for fetch in (0.0, 1.0)
+                ]
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     return rank.call(ratios)
