@@ -395,16 +395,18 @@ def test_large_exchanges_take_half_as_long_for_half_the_bytes(tmp_path: Path) ->
     assert set(gains(planned(tmp_path / "no gradients", gpu_step() + gathers, fsdp=True))) == {"hidden"}
 
 
-@pytest.mark.parametrize("now", [0.01, 1.0])
-def test_small_buckets_that_mostly_start_become_few(tmp_path: Path, now: float) -> None:
+def test_small_buckets_that_mostly_start_become_few(tmp_path: Path) -> None:
     plans = planned(tmp_path, small_buckets(), ddp=DDP).frame(exchange_plans).set_index("key")
     assert plans["bucket_cap_mb"].dropna().to_dict() == {"bucket": 1.0}
     # Forty exchanges of 2.02 MB take 4.202 ms: 1.277 ms more than 39/40 of 3 ms. Two take 0.402 ms, half of it open.
     assert plans.loc["bucket", "change"] == "`bucket_cap_mb=1` (is 1)"
     assert plans.loc["bucket", "gain_ns"] == pytest.approx(1.277 * MS - 0.201 * MS, rel=1e-3)
-    # The rule names the buckets of the best plan, unless they are there.
-    run = planned(tmp_path / "many", small_buckets(100), ddp=DDP | {"bucket_cap_mb": now})
-    found = ask(RULE, tmp_path / "many" / "run")
+
+
+@pytest.mark.parametrize("now", [0.01, 1.0])
+def test_the_buckets_of_the_best_plan_are_named_unless_they_are_there(tmp_path: Path, now: float) -> None:
+    run = planned(tmp_path, small_buckets(100), ddp=DDP | {"bucket_cap_mb": now})
+    found = ask(RULE, tmp_path / "run")
     assert gains(run)["bucket"] == pytest.approx(found.saving_ns)
     named = [s for c in found.changes for s in c.settings if s.name == "bucket_cap_mb"]
     assert named[0] == Setting("bucket_cap_mb", now, 25.0 if now == 1.0 else 1.0)

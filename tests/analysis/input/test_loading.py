@@ -14,11 +14,13 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import RankFacts
+from dlprof.analysis.host.rules import host_bound
 from dlprof.analysis.input import fetch_replay as replay
 from dlprof.analysis.input import input_waits as waits
 from dlprof.analysis.input import loader
+from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.input.rules.input_wait import changes, forecasts_of, predicted_steps
-from dlprof.analysis.rules import RULES
+from dlprof.analysis.memory.rules import pageable_copy
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import Timing, step_means
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -597,7 +599,7 @@ real = pytest.mark.skipif(not H200.is_dir(), reason="the reference traces are no
 
 @cache
 def diagnosed(name: str) -> Result:
-    return diagnose(open_run(H200 / name), RULES, jobs=1)
+    return diagnose(open_run(H200 / name), (input_wait.RULE, host_bound.RULE, pageable_copy.RULE), jobs=1)
 
 
 def outcome(name: str, rule: str) -> Outcome:

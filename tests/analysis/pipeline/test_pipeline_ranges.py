@@ -22,7 +22,7 @@ from tests.fixtures.runs import MS, asked
 from tests.fixtures.stages import STAGES
 
 WORDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-STEPS = 4
+STEPS = 3
 
 
 def named(schedule: str, action: Action) -> str:
