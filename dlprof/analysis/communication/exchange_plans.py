@@ -562,9 +562,7 @@ def _compressed(
 # The start dominates collectives below a tenth of DDP's buckets. A few of them are hardly worth a change.
 _OF_BUCKET = 2_500_000
 
-
 _FEW = 8
-
 
 # Changes for collectives in the forward pass, by kind; experts: all-to-alls of their tokens; "": any other.
 _AT_ONCE = {
@@ -595,13 +593,11 @@ _AT_ONCE = {
     ),
 }
 
-
 _HALF = change(
     "exchange half as often: add up the gradients of two batches before the optimizer steps",
     numerics=True,
     training=True,
 )
-
 
 # What to change where nothing of the job is known but its trace, by the best plan.
 _UNKNOWN_JOB = {

@@ -308,35 +308,28 @@ def _chance(n: int, share: float) -> Times:
 
 _MS, _MB = 1e6, 1e6
 
-
 # CPU time of the training thread and of the worker: for a batch, for each of its tensors, and for each megabyte.
 # Measured with batches of 1 to 40 tensors of 1 kB to 4 MB, torch 2.13 on two cores of an AMD EPYC.
 _TAKING = (0.2 * _MS, 0.15 * _MS, 0.3 * _MS)
 
-
 _SENDING = (0.2 * _MS, 0.16 * _MS, 0.9 * _MS)
-
 
 # What `default_collate` takes longer in a worker, which allocates each tensor in shared memory: for each tensor, and
 # for each megabyte. Measured on a host of that kind with batches of 0.2 to 12 MB: 0.85 to 1.04 ms a megabyte, and never
 # less than this share of all collating.
 _SHARED, _LESS = (0.1 * _MS, 0.9 * _MS), 0.75
 
-
 # A host may be faster or slower than that one by this factor.
 HOSTS_DIFFER = 2.0
 
-
 # The tensors of a batch if they were not counted: features and targets, and at most a recommender's tables.
 _USUAL, _MANY = 2, 32
-
 
 # The cost of a millisecond of a worker's computing for an operator that is split over all cores, ms: more than one, as
 # all its threads wait at its end for the one that lost its core, and caches are cold afterwards. Measured: 1.3 for
 # convolutions of tens of milliseconds (workloads/ddp_resnet.py, two threads on two cores), 1.6 for those of one
 # millisecond (pytorch/examples mnist).
 BARRIER = 1.4
-
 
 LEAST_BARRIER, MOST_BARRIER = 1.0, 2.0
 

@@ -181,7 +181,6 @@ def starving(
 # The fewest fetches of each worker with which their order is known.
 _ENOUGH = 3
 
-
 # The batches of a step are a whole number if their mean is within this share of one: a run may end within a step.
 _UNEVEN = 0.1
 

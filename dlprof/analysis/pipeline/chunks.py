@@ -43,29 +43,22 @@ NO_PIPELINE = "no pipeline: no step of one was recorded, and no trace shows anyt
 
 _STEPS, _MOST_ROWS = 40, 4_000  # that travel of a rank's chunks at most, spread over the run
 
-
 # The names of ranges, and each pass in such a name: stage ("": the rank's only one), initial, micro-batch.
 _RANGE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(\d+F\d+;\d+B\d+\)OVERLAP_F_B|(Forward|Backward) \d+")
 
-
 _PASS = re.compile(r"(\d*)([FBIW])[a-z ]*(\d+)")
-
 
 # Around each function of the backward pass, on whatever thread.
 _EVALUATES = "autograd::engine::evaluate_function"
 
-
 WHICH = "the traces do not show which ranks are one pipeline: record the job with dlprof"
-
 
 _NO_ORDER = (
     "the trace sends from rank to rank, but names no stage or micro-batch (pipelines that are not"
     " torch.distributed.pipelining's do not), and what lies between is not in 1F1B's order: record the job with dlprof"
 )
 
-
 _Pass = tuple[int, str, int, int, int]
-
 
 _COLUMNS = ["stage", "action", "microbatch", "start_ns", "end_ns"]
 

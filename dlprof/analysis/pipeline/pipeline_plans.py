@@ -246,7 +246,6 @@ def _cut(stages: NDArray[np.float64], count: int) -> list[float]:
 
 _TOOK = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 
-
 GRID, FORMULA = "replayed", "closed form"
 
 

@@ -280,9 +280,7 @@ def _predicted_ns(
     return 0.0 if mine is None else mine.predicted_ns(size, ranks)[other]
 
 
-def replays_of(
-    paths: Mapping[int, Sequence[Path]], jobs: int | None = None
-) -> Callable[[int, Sequence[Change], Mapping[tuple[str, bool], Fits]], dict[int, tuple[float, float]]]:
+def replays_of(paths: Mapping[int, Sequence[Path]], jobs: int | None = None) -> Replays:
     """Return a function that replays the runs at these paths, by their number of ranks.
 
     At most MOST_RANKS ranks of a run are replayed, spread evenly. It returns {} where nothing can be replayed.
@@ -323,13 +321,6 @@ _ALWAYS = 0.005
 # Replays the runs of a size, given by its ranks, with changes: the place of a change → its step over the measured one
 # by the better fits, and by the others. {}: nothing can be replayed.
 Replays = Callable[[int, Sequence[Change], Mapping[tuple[str, bool], Fits]], Mapping[int, tuple[float, float]]]
-
-
-def no_replays(
-    _ranks: int, _changes: Sequence[Change], _fits: Mapping[tuple[str, bool], Fits]
-) -> Mapping[int, tuple[float, float]]:
-    """Replay nothing."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -457,7 +448,7 @@ class Model:
         return 1e9 / step_ns * size.samples * (1.0 if self.strong else ranks / size.ranks)
 
 
-def studied(name: str, sizes: Sizes, targets: Sequence[int] = TARGETS, replays: Replays = no_replays) -> Study:
+def studied(name: str, sizes: Sizes, targets: Sequence[int] = TARGETS, replays: Replays = lambda *_: {}) -> Study:
     """Return a study: the sizes, what they say of other numbers of ranks, and how well they say it of the largest."""
     study = Study(name, sizes.mode, sizes.sizes, left_out=sizes.left_out, doubts=sizes.doubts)
     known = tuple(
@@ -517,16 +508,12 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]
 # Where the tail begins.
 TAIL = 0.9
 
-
 # At least so many ranks show their distribution; with fewer, a normal one is assumed.
 ENOUGH_RANKS = 64
 
-
 _POINTS = 512  # of each distribution: their sum has the square of it
 
-
 _ALONE = 1 << 15  # of one whose other is nothing
-
 
 _INTEGRAL = 4096
 

@@ -396,13 +396,10 @@ def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: 
 # percentiles of 400,000 simulated samples of so many normal values.
 _RANKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 80, 100)
 
-
 _Q = (0.941, 0.766, 0.641, 0.563, 0.508, 0.467, 0.411, 0.375, 0.330, 0.300, 0.280, 0.255, 0.224, 0.206, 0.195, 0.185)
-
 
 # Above a hundred ranks: so many standard deviations below the mean.
 _SIGMAS_BELOW = 3.0
-
 
 # Fewer collectives than this show nothing.
 ENOUGH = 3

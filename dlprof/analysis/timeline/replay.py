@@ -49,7 +49,6 @@ WAIT_NS = 20_000
 # A set of host time, and the share of it that is left.
 Kept = tuple[iv.Intervals, float]
 
-
 # A run of work (see Replay._runs): its stream, what it adds, its end by its launches, the waits before its launch, what
 # its first piece waits for, how long after that it ends, whether it is gone, and its last piece.
 _Run = tuple[int, int, int, int, int, int, bool, int]

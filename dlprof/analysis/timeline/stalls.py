@@ -29,10 +29,8 @@ from dlprof.errors import NotMeasured
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
-
 # What a rank passes on: the most expensive compilations, and the longest of the steps that stalled.
 MOST_COMPILATIONS = 200
-
 
 MOST_STEPS = 10_000
 

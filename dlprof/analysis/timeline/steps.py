@@ -69,7 +69,6 @@ _EARLIER_NS, _EARLIER = 1_000_000, 0.02
 # The step of work that was launched between two steps that do not follow each other (in validation, say).
 NO_STEP = -2
 
-
 # The traced steps on the host: windows (n, 2) in ns, their numbers, and "step", or "trace" for the whole trace.
 Marks = tuple[iv.Intervals, NDArray[np.int64], str]
 
