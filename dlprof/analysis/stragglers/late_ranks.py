@@ -16,9 +16,8 @@ rank that waits is not the one that is unlike the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -253,17 +252,25 @@ def straggling(
     job: Job = needs(JOB),
 ) -> LateRanks:
     """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
-    cuts: tuple[Callable[[LateRanks], LateRanks], ...] = (
-        partial(_unowned, breakdown, own_time),
-        partial(_with_reason, workload, sample_means, held_down, expert_balance, job),
-        partial(_uncrowded, sample_means, job),
-        _shared_out,
-    )
     late = late_ranks
-    for cut in cuts:
-        if late.share < NOTABLE_SHARE:
-            return late
-        late = cut(late)
+    if late.share < NOTABLE_SHARE:
+        return late
+    late = _unowned(breakdown, own_time, late)
+    if late.share < NOTABLE_SHARE:
+        return late
+    if late.cause == "computation":
+        because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
+        late = replace(late, because=because)
+        if because.owner:
+            return late.cut(0.0, f"{late.behind}, as {because.words}: see {because.owner}")
+        # The others on their host have the cores that the late ranks lack.
+        lacks = without_core(sample_means, job, late.lead.ranks)
+        why = f"{late.behind}, as it waits for a core for {percent(lacks)} more of the time than the job's other"
+        late = late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
+        if because.shared and late.share >= NOTABLE_SHARE:
+            # They have more of the model: sharing the work out evenly saves no more than this.
+            share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
+            late = late.cut(share, f"{late.behind}, as {because.words}; shared out evenly, that saves {percent(share)}")
     return late if late.share < NOTABLE_SHARE else replace(late, why="")
 
 
@@ -278,29 +285,6 @@ def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -
     share = late.share * (1 - float(owned.sum()) / max(float(more.sum()), 1.0))
     late = late.cut(share, f"{late.behind}, as it {does}: see {owner}")
     return replace(late, more={str(c): float(ns) for c, ns in more.items()}, cause=str(more[list(CAUSES)].idxmax()))
-
-
-def _with_reason(
-    workload: Maybe[pd.DataFrame],
-    sample_means: Maybe[pd.DataFrame],
-    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
-    expert_balance: Maybe[Balance],
-    job: Job,
-    late: LateRanks,
-) -> LateRanks:
-    """Find why the ranks compute longer, and save nothing where another rule answers for that."""
-    if late.cause != "computation":
-        return late
-    because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
-    left = late.cut(0.0, f"{late.behind}, as {because.words}: see {because.owner}") if because.owner else late
-    return replace(left, because=because)
-
-
-def _uncrowded(sample_means: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:
-    """Leave out what the ranks lack of cores that the others on their host have."""
-    lacks = without_core(sample_means, job, late.lead.ranks) if late.cause == "computation" else 0.0
-    why = f"{late.behind}, as it waits for a core for {percent(lacks)} more of the time than the job's other"
-    return late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
 
 
 def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, ...]) -> float:
@@ -319,14 +303,6 @@ def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, .
     if not neighbours or not everywhere or outside(sampled) or not {*late, *neighbours} <= set(waited.index):
         return 0.0
     return max(float(waited[list(late)].mean() - waited[neighbours].mean()), 0.0)
-
-
-def _shared_out(late: LateRanks) -> LateRanks:
-    """Keep what sharing the work out evenly saves, where the late ranks have more of the model."""
-    if not late.because.shared:
-        return late
-    share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
-    return late.cut(share, f"{late.behind}, as {late.because.words}; shared out evenly, that saves {percent(share)}")
 
 
 def longer_because(
