@@ -76,7 +76,7 @@ def test_it_adds_up_to_the_waiting_however_many_reasons_there_are(
     # Every rank is the last in one step: each waits for all the others, for a little.
     most, ranks = 3, 6
     monkeypatch.setattr("dlprof.analysis.communication.blame.MOST_REASONS", most)
-    more = [{"host": 100_000} if r else {} for r in range(ranks)]
+    more = [{} if r else {"host": 100_000} for r in range(ranks)]
     made = held_up(*more)
     steps = [held_up(*(more[r:] + more[:r]), steps=1) for r in range(ranks)]
     period = made[0]["traceEvents"][0]["dur"]
