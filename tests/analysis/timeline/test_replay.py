@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.timeline.replay import MOST_WORK, Replay, replay_of
-from dlprof.analysis.timeline.what_if import HostClock, TracedCalls, WhatIf, calibrated, usual_ns, what_if
+from dlprof.analysis.timeline.replay import MOST_WORK, HostClock, Replay, replay_of
+from dlprof.analysis.timeline.what_if import TracedCalls, WhatIf, calibrated, usual_ns, what_if
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
