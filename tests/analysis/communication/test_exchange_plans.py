@@ -116,31 +116,13 @@ def silent(**keys: Any) -> dict[str, Any]:
 # Of one rank all that is exposed may be waiting.
 EXPOSED: dict[str, tuple[Made, str, float, float, str, str]] = {
     # A quarter of the transfer, the last bucket, has nothing to hide behind.
-    "found": (
-        reducing(),
-        "found",
-        0.3,
-        0.4,
-        "at most",
-        "40 % of each step is communication that nothing hides; computation",
-    ),
+    "found": (reducing(), "found", 0.3, 0.4, "at most",
+              "40 % of each step is communication that nothing hides; computation"),
     "hidden": (reducing(hidden=390_000), "clear", 0.0075, 0.01, "", ""),
-    "more than computing": (
-        reducing(takes=800_000),
-        "found",
-        0.2,
-        0.8,
-        "at most",
-        "nothing hides; computation could hide 20",
-    ),
-    "one of two": (
-        reducing(takes=800_000)[:1],
-        "found",
-        0.2,
-        0.8,
-        "at most",
-        "nothing hides, or waiting for ranks that are not here; computation could hide 20 %.",
-    ),
+    "more than computing": (reducing(takes=800_000), "found", 0.2, 0.8, "at most",
+                            "nothing hides; computation could hide 20"),
+    "one of two": (reducing(takes=800_000)[:1], "found", 0.2, 0.8, "at most",
+                   "nothing hides, or waiting for ranks that are not here; computation could hide 20 %."),
     "nothing to hide behind": (reducing(takes=980_000), "found", 0.49, 0.98, "at most", "bytes would save at most 49"),
     "in 16 bits": (reducing(takes=980_000, dtype="BFloat16"), "found", 0.49, 0.98, "training", "would save 49 %."),
     "all may be waiting": (reducing(takes=980_000)[:1], "found", 0.98, 0.98, "at most", "ranks that are not here."),
@@ -152,7 +134,7 @@ EXPOSED: dict[str, tuple[Made, str, float, float, str, str]] = {
     "apart": (apart(), "found", 0.15, 0.2, "at most", "of them do not overlap in time"),
     "one rank": ([silent(world_size=1)], "does_not_apply", 0, 0, "", "one rank"),
     "no collectives": ([silent(rank=0), silent(rank=1)], "not_measured", 0, 0, "", NO_COLLECTIVES),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("made", "state", "share", "lost", "how", "told"), EXPOSED.values(), ids=EXPOSED)
