@@ -447,7 +447,8 @@ def main() -> None:
         asked = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False)
         table = "".join(f"{text}\n" for _, text in rows)
         part = _PART.format(right=right, all=len(rows), version=asked.stdout.strip(), table=table)
-        page, count = re.subn(r"(?<=<!-- made by make slurm -->\n).*?(?=<!-- until here -->)", part, given.out.read_text(), flags=re.S)
+        between = re.compile(r"(?<=<!-- made by make slurm -->\n).*?(?=<!-- until here -->)", re.DOTALL)
+        page, count = between.subn(lambda _: part, given.out.read_text())
         if not count:
             parser.error(f"{given.out} has no line <!-- made by make slurm -->")
         given.out.write_text(page)
