@@ -172,10 +172,9 @@ def reader(module: str, function: str = "read") -> Callable[[Path, str], Reading
 # The modules below dlprof.read with a FORMAT, or a tuple of several. The first that recognises a file reads it.
 FORMATS: tuple[str, ...] = (
     "gpu_logs.nvidia_smi",
-    "gpu_logs.nvidia_dmon",
-    "gpu_logs.dcgm",
+    "gpu_logs.dmon",
     "gpu_logs.amd_smi",
-    "gpu_logs.sampled",
+    "gpu_logs.readings",
     "dumps.flight_recorder",
     "dumps.memory_snapshot",
     "nsys.format",

@@ -1,7 +1,7 @@
 """Lists dlprof's own files that are read for a rank; each is read into a Reading.
 
-Formats of other tools are in formats.py. logs.py reads logs of rows and logs of samplers. Any other format has its own
-module with `read(path)`, which imports no other reader.
+Formats of other tools are in formats.py. logs.py reads logs, and facts.py JSON objects. Any other format has its
+own module with `read(path)`, which imports no other reader.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ SOURCES: tuple[Source, ...] = (
         ("held.json",),
         ("held",),
         "it was not counted what memory holds (`dlprof wrap` and `dlprof run` do, in the tenth step or a later one)",
-        _lazily("held", "read"),
+        _lazily("facts", "read_held"),
     ),
     _samples("host", of_host=True),
     Source(
@@ -130,7 +130,7 @@ SOURCES: tuple[Source, ...] = (
         ("lines.jsonl",),
         ("lines",),
         "no lines were counted (`--lines MODULE:FUNCTION` counts them)",
-        _lazily("lines", "read"),
+        _lazily("logs", "read_lines"),
     ),
     _log("loading", _NO_LOADING, "kind", "start_ns", "dur_ns", "count", "step"),
     _log(
@@ -151,7 +151,7 @@ SOURCES: tuple[Source, ...] = (
         ("overrides.json",),
         ("overrides",),
         "no setting was overridden (`--set NAME=VALUE` does that)",
-        _lazily("overrides", "read"),
+        _lazily("facts", "read_overrides"),
     ),
     _log(
         "chunks",
@@ -174,7 +174,7 @@ SOURCES: tuple[Source, ...] = (
         phase="rest",  # an older dlprof writes neither phase nor count
         count=1,
     ),
-    Source("steps", ("steps.jsonl",), ("steps",), f"no record of every step {_ONLY}", _lazily("steps", "read")),
+    Source("steps", ("steps.jsonl",), ("steps",), f"no record of every step {_ONLY}", _lazily("logs", "read_steps")),
     Source(
         "torch_trace",
         ("trace.json.gz", "trace.json"),

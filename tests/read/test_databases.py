@@ -28,8 +28,7 @@ from dlprof.read.nsys import export
 from dlprof.read.nsys import format as of_nsys
 from dlprof.read.nsys.format import Process, of_process, piece_of, processes_of
 from dlprof.read.rocprof import process
-from dlprof.read.rocprof import rocpd as rocpd_reader
-from dlprof.read.rocprof.text import read_csv, read_json
+from dlprof.read.rocprof.process import read_csv, read_database, read_json
 from dlprof.read.run import open_run
 from dlprof.read.sources import Reading
 from simulator import nsys
@@ -702,7 +701,7 @@ def comparable(spans: pd.DataFrame) -> pd.DataFrame:
 def test_spans_and_steps_of_a_database_are_those_of_the_process(exported: Path, tmp_path: Path) -> None:
     path = rocpd.write(tmp_path / "4000_results.db", given(exported, 0))
     assert known(path) == "rocpd"
-    made = rocpd_reader.read(path)
+    made = read_database(path)
     ours, theirs = map(comparable, (made.tables["spans"], given(exported, 0)))
     assert (len(ours) > 500, ours.equals(theirs)) == (True, True)
     expected = export.read(exported, open_run(exported).ranks[0].pieces["nsys"]).tables["traced_steps"]
@@ -714,7 +713,7 @@ def test_spans_and_steps_of_a_database_are_those_of_the_process(exported: Path, 
     assert all(lane.startswith("device:") for lane in devices)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
-    cut = rocpd_reader.read(path)
+    cut = read_database(path)
     assert len(cut.tables["spans"]) <= len(made.tables["spans"])
     assert any("cannot be read to its end" in warning for warning in cut.warnings)
 
@@ -742,7 +741,7 @@ def test_databases_of_a_job_are_numbered_by_their_environment_and_give_the_same_
     into.close()
     source.close()
     pieces = [rank.pieces["rocpd"] for rank in open_run(first).ranks]
-    left, right = (rocpd_reader.read(first, piece).tables["spans"] for piece in pieces)
+    left, right = (read_database(first, piece).tables["spans"] for piece in pieces)
     assert not left["start_ns"].equals(right["start_ns"])
 
 
@@ -750,10 +749,10 @@ def test_other_hostile_and_damaged_databases(exported: Path, tmp_path: Path) -> 
     other = exports.tables(tmp_path / "other.db", T=[{"start": 1}])
     assert known(other) is None
     with pytest.raises(DlprofError, match="no kernel in it"):
-        rocpd_reader.read(other)
+        read_database(other)
     # A table without the columns that the schema has, and numbers that are none.
     odd = exports.tables(tmp_path / "odd.db", rocpd_kernel_dispatch_1=[{"pid": 1, "start": "x", "end": None}])
-    made = rocpd_reader.read(odd)
+    made = read_database(odd)
     assert [table.empty for table in (made.tables["spans"], made.tables["traced_steps"])] == [True, True]
     assert any("1 events without a usable time" in warning for warning in made.warnings)
     data = rocpd.write(tmp_path / "x.db", given(exported, 0).head(60)).read_bytes()
@@ -765,7 +764,7 @@ def test_other_hostile_and_damaged_databases(exported: Path, tmp_path: Path) -> 
         (tmp_path / "y.db").write_bytes(damaged)
         known(tmp_path / "y.db")
         with suppress(DlprofError):
-            read += len(rocpd_reader.read(tmp_path / "y.db").tables) > 0
+            read += len(read_database(tmp_path / "y.db").tables) > 0
     assert read > 15
 
 

@@ -24,13 +24,20 @@ from dlprof.cli import cli
 from dlprof.commands.report import analyse
 from dlprof.errors import DlprofError
 from dlprof.read import facts, limits, mixture
-from dlprof.read.folders import Window, described, is_cut, named_process, of_one_job, whole, windows_of
 from dlprof.read.formats import Head
 from dlprof.read.kineto import torch_trace
-from dlprof.read.mixture import gather, one_file
-from dlprof.read.opening import Inside, open_file
-from dlprof.read.run import FORMAT, TRACE, Rank, open_run
-from dlprof.read.unpacking import unpacked
+from dlprof.read.mixture import (
+    Window,
+    described,
+    gather,
+    is_cut,
+    named_process,
+    one_file,
+    whole,
+    windows_of,
+)
+from dlprof.read.opening import Inside, open_file, unpacked
+from dlprof.read.run import FORMAT, TRACE, Rank, of_one_job, open_run
 from dlprof.units import listed
 from tests.fixtures import dialects, dumps, jobs, runs, traces
 from tests.fixtures.claims import add_facts
@@ -1037,7 +1044,7 @@ def test_nothing_of_an_archive_leads_out_of_its_folder(
 def test_no_more_is_unpacked_than_the_limits_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEAST_UNPACKED", len(DATA) - 100)
     monkeypatch.setattr(limits, "MOST_UNPACKED", 1)
-    monkeypatch.setattr("dlprof.read.unpacking.MOST_MEMBERS", 5)
+    monkeypatch.setattr("dlprof.read.opening.MOST_MEMBERS", 5)
     many = tarred({f"{n}.json": b"{}" for n in range(50)})
     for name in ("rank3.json.xz", "job.tar.gz", "job.zip", "many.tar"):
         (tmp_path / name).write_bytes(many if name == "many.tar" else PACKED[name][0])

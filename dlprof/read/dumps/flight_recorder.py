@@ -15,7 +15,8 @@ from typing import Any
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.dumps import plain_pickle
+from dlprof.read.dumps import pickles
+from dlprof.read.dumps.pickles import Sites
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_ENTRIES, MOST_RANKS, limit
@@ -32,7 +33,7 @@ _RANKS = re.compile(r"\s*\[([\d,\s]*)\]\s*")
 def recognise(head: Head) -> Sequence[Part]:
     """Return one part if a file is a pickle or JSON with the recorder's entries. Only its name holds the rank."""
     start = head.start
-    if plain_pickle.is_pickle(start):
+    if pickles.is_pickle(start):
         mine = b"pg_config" in start or (b"profiling_name" in start and b"record_id" in start)
     else:
         names = head.first if head.opens in ("{", "[") else b""
@@ -57,16 +58,14 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     issued. A file that is cut off is read up to the cut. Raises DlprofError if it is no such dump, or holds more than
     plain data.
     """
-    data, cut = plain_pickle.bytes_of(path)
+    data, cut = pickles.bytes_of(path)
     try:
-        held, ends = plain_pickle.load(data) if plain_pickle.is_pickle(data[:4]) else _json(data)
-    except plain_pickle.NotPlain as e:
+        held, ends = pickles.load(data) if pickles.is_pickle(data[:4]) else _json(data)
+    except pickles.NotPlain as e:
         raise DlprofError(f"{path}: not read as a dump of the flight recorder: {e}") from None
     entries = held if isinstance(held, list) else held.get("entries") if isinstance(held, dict) else None
     if not isinstance(entries, list):
         raise DlprofError(f"{path}: no dump of the flight recorder: it has no entries")
-    from dlprof.read.dumps.frames import Sites
-
     sites = Sites()
     most = limit(MOST_ENTRIES)
     rows = [row for entry in entries[:most] if (row := _row(entry, sites)) is not None]
@@ -115,7 +114,7 @@ def _json(data: bytes) -> tuple[Any, bool]:
     try:
         return json.loads(text), False
     except RecursionError:
-        raise plain_pickle.NotPlain("collections within each other, too many") from None
+        raise pickles.NotPlain("collections within each other, too many") from None
     except ValueError:
         pass
     begin = re.search(r'"entries"\s*:\s*\[', text)
@@ -129,7 +128,7 @@ def _json(data: bytes) -> tuple[Any, bool]:
             break
         entries.append(entry)
     if not entries:
-        raise plain_pickle.NotPlain("broken JSON")
+        raise pickles.NotPlain("broken JSON")
     return {"entries": entries}, True
 
 

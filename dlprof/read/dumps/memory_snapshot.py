@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.dumps import plain_pickle
+from dlprof.read.dumps import pickles
+from dlprof.read.dumps.pickles import Sites
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_ROWS, limit, too_many
@@ -34,7 +35,7 @@ _LARGEST = 1 << 62
 
 def recognise(head: Head) -> Sequence[Part]:
     """Return one part where a file is a pickle that begins with the allocator's segments."""
-    if not plain_pickle.is_pickle(head.start):
+    if not pickles.is_pickle(head.start):
         return ()
     start = head.start
     mine = (b"segments" in start and b"segment_type" in start) or (b"device_traces" in start)
@@ -48,17 +49,15 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     A file that is cut off is read up to the cut. Raises DlprofError if it is no such snapshot, or holds
     more than plain data.
     """
-    data, cut = plain_pickle.bytes_of(path)
+    data, cut = pickles.bytes_of(path)
     try:
-        held, ends = plain_pickle.load(data)
-    except plain_pickle.NotPlain as e:
+        held, ends = pickles.load(data)
+    except pickles.NotPlain as e:
         raise DlprofError(f"{path}: not read as a memory snapshot: {e}") from None
     segments = held if isinstance(held, list) else held.get("segments") if isinstance(held, dict) else None
     traces = held.get("device_traces") if isinstance(held, dict) else None
     if not isinstance(segments, list) or not (segments or traces):
         raise DlprofError(f"{path}: a pickle, and no memory snapshot: it has no segments")
-    from dlprof.read.dumps.frames import Sites
-
     sites = Sites()
     left = [limit(MOST_ROWS)]
     blocks = _Columns(schema.MEMORY_BLOCKS)

@@ -227,7 +227,7 @@ def nanoseconds(values: list[Any]) -> Ints:
     if given.dtype.kind == "i":
         usable = (given > -LATEST_US) & (given < LATEST_US)
         return np.where(usable, np.where(usable, given, 0) * 1000, NO_TIME)
-    return np.array([_exact(v) for v in values], dtype=np.int64)
+    return np.array([ns_of(v) for v in values], dtype=np.int64)
 
 
 def exact_nanoseconds(values: list[Any]) -> Ints:
@@ -239,7 +239,8 @@ def exact_nanoseconds(values: list[Any]) -> Ints:
     return ns
 
 
-def _exact(value: Any) -> int:
+def ns_of(value: Any) -> int:
+    """Return microseconds, as a number or a text with one, as nanoseconds; NO_TIME for what is no time."""
     try:
         # A bool is 0 or 1, as in arrays of numbers: the result must not depend on its neighbours.
         us = value if isinstance(value, Decimal) else Decimal(int(value) if isinstance(value, bool) else str(value))

@@ -18,16 +18,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.read.clocks import aligned
 from dlprof.read.columnar import recurring
-from dlprof.read.columnar.rows import Ranges
+from dlprof.read.columnar.rows import Ranges, aligned
 from dlprof.read.kineto import prefetch
-from dlprof.read.kineto.autograd import Made
-from dlprof.read.kineto.event_columns import KIND, Processes, Rows
+from dlprof.read.kineto.event_columns import KIND, Made, Processes, Rows
 from dlprof.read.kineto.events import label
-from dlprof.read.kineto.headers import groups_in, header_facts
+from dlprof.read.kineto.format import groups_in, header_facts
 from dlprof.read.kineto.patterns import ENGINE
-from dlprof.read.kineto.split.decoding import decode
+from dlprof.read.kineto.split import decode
 from dlprof.read.sources import Reading
 
 _WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]

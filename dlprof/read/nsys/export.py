@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.clocks import aligned
 from dlprof.read.columnar import recurring
 from dlprof.read.columnar.database import MISSING, Database, open_database
-from dlprof.read.columnar.rows import LONGEST, SAID, Ranges, Rows, annotation_rows, numbered, spans_of, split
+from dlprof.read.columnar.rows import LONGEST, SAID, Ranges, Rows, aligned, annotation_rows, numbered, spans_of, split
 from dlprof.read.kineto.patterns import copy_of, kind_of
 from dlprof.read.nsys.format import THREADS, Process, of_process, processes_in
 from dlprof.read.sources import Reading
