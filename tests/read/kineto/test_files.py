@@ -309,7 +309,8 @@ def test_cut_at_any_byte_the_events_before_are_given(tmp_path: Path, layout: tra
     path = traces.write(tmp_path / f"trace{suffix}", small(layout))
     data, whole = path.read_bytes(), torch_trace.read(path)
     counts, read_rows = [], []
-    for cut in reversed(range(len(data))):
+    stride = 1 if layout == "kineto" else 7
+    for n, cut in enumerate(range(len(data) - 1, -1, -stride)):
         os.truncate(path, cut)
         file = json_stream.TraceFile(path, decode)
         try:
@@ -320,7 +321,7 @@ def test_cut_at_any_byte_the_events_before_are_given(tmp_path: Path, layout: tra
         assert file.keys == {k: made[k] for k in file.keys}
         assert file.cut or not found or len(found) == len(made["traceEvents"])
         counts.append(len(found))
-        if cut % 23 == len(data) % 23:
+        if n % (21 // stride) == 0:
             read_rows.append(part_of(path, whole))
     assert counts == sorted(counts, reverse=True), "the later the cut, the more is read"
     assert (counts[0], len(set(counts)) >= 4) == (len(made["traceEvents"]), True)
@@ -333,7 +334,7 @@ def test_any_byte_changed_raises_nothing_but_words(tmp_path: Path, packed: bool)
     rng = random.Random(0)
     data = gzip.compress(small("compact"), mtime=0) if packed else small("compact")
     path = tmp_path / ("trace.json.gz" if packed else "trace.json")
-    for _ in range(200):
+    for _ in range(80):
         broken = bytearray(data)
         for _ in range(rng.choice((1, 1, 3))):
             broken[rng.randrange(len(broken))] = rng.choice((0, 9, 34, 44, 91, 92, 93, 123, 125, rng.randrange(256)))
@@ -358,15 +359,16 @@ def test_a_real_trace_cut_anywhere(tmp_path: Path, packed: bool) -> None:
     assert counts[-1] > 1000
 
 
-def test_damage_within_packed_data_leaves_what_comes_before(tmp_path: Path) -> None:
-    path = traces.write(tmp_path / "trace.json.gz", traces.training(steps=3000))
+def test_damage_within_packed_data_leaves_what_comes_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_stream, "_PACKED", 4 << 10)
+    path = traces.write(tmp_path / "trace.json.gz", traces.training(steps=300))
     data = bytearray(path.read_bytes())
-    assert len(data) > 3 * (64 << 10)
+    assert len(data) > 3 * (4 << 10)
     data[-1000:-500] = bytes(500)
     path.write_bytes(data)
     reading = torch_trace.read(path)
     assert any("gzip data are damaged" in w for w in reading.warnings)
-    assert 1000 < len(reading.tables["spans"]) < 51_000
+    assert 100 < len(reading.tables["spans"]) < 5_100
 
 
 def test_the_standard_librarys_gzip_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
