@@ -159,16 +159,6 @@ def beginning(
     return lambda head: (Part(rank_of(head.name)),) if begins(head.first) else ()
 
 
-def reader(module: str, function: str = "read") -> Callable[[Path, str], Reading]:
-    """Return a function of a module below dlprof.read, which is imported, with pandas, when a file is read."""
-
-    def read(path: Path, piece: str) -> Reading:
-        reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, piece)
-        return reading
-
-    return read
-
-
 # The modules below dlprof.read with a FORMAT, or a tuple of several. The first that recognises a file reads it.
 FORMATS: tuple[str, ...] = (
     "gpu_logs.nvidia_smi",

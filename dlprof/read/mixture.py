@@ -582,9 +582,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x28\xb5\x2f\xfd", "packed with zstd: unpack it with `zstd -d FILE`"),
 )
 
-
 _TAR = (257, b"ustar")
-
 
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"<svg|<\?xml[^>]*>\s*<svg"), "a picture"),

@@ -72,12 +72,12 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
         raise DlprofError(f"{path}: cannot be read: {e.strerror or e}") from e
 
 
-def read_file(path: Path) -> bytes:
-    """Return all of a small file; raise DlprofError if it is larger than MOST_TEXT."""
+def read_file(path: Path, most: int = MOST_TEXT) -> bytes:
+    """Return all of a file; raise DlprofError if it is larger than `most` bytes."""
     with open_file(path) as file:
-        data = file.read(MOST_TEXT + 1 if limited() else -1)
-    if len(data) > limit(MOST_TEXT):
-        raise DlprofError(f"{path}: larger than {MOST_TEXT >> 20} MB: not read (--no-limits reads it)")
+        data = file.read(most + 1 if limited() else -1)
+    if len(data) > limit(most):
+        raise DlprofError(f"{path}: larger than {most >> 20} MB: not read (--no-limits reads it)")
     return data
 
 

@@ -26,10 +26,8 @@ _Frame = tuple[str, str, str]
 
 _Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
-
 # File, line and text of a line of the user's.
 _Text = tuple[str, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], Annotated[str, msgspec.Meta(max_length=400)]]
-
 
 # File, line, and the line where the innermost loop around it begins.
 _Loop = tuple[str, int, int]

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.read.columnar.database import MISSING
 from dlprof.read.kineto.patterns import collective_of, kind_of
+from dlprof.read.limits import LONGEST_NS
 from dlprof.units import duration
-
-_LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,13 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
     In order of start, the longer first. `main`: the rank's device. `base`: ns added to all times.
     """
     keep = [
-        np.flatnonzero((r.start != MISSING) & (r.end >= r.start) & (r.end - r.start <= _LONGEST_NS) & _fits(r, base))
+        np.flatnonzero(
+            # With the base added, times still fit into 64 bits.
+            (r.start != MISSING)
+            & (np.abs(r.start) < 2**62 - base)
+            & (r.end >= r.start)
+            & (r.end - r.start <= LONGEST_NS)
+        )
         for r in every
     ]
     lost = sum(len(r.start) - len(k) for r, k in zip(every, keep, strict=True))
@@ -117,17 +122,17 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
     size = column(lambda r: r.bytes if len(r.bytes) else np.full(len(r.name), -1, dtype=np.int64))[order]
     columns = {
         "lane": _lanes(column(lambda r: r.device)[order], column(lambda r: r.stream)[order], max(main, 0)),
-        "kind": _coded(kinds, of, schema.KINDS),
-        "name": _coded(texts, of),
+        "kind": coded(kinds, of, schema.KINDS),
+        "name": coded(texts, of),
         "start_ns": start[order] + base,
         "dur_ns": (end - start)[order],
         "launch": column(lambda r: r.launch)[order],
         "bytes": size,
-        "copy": _coded([d[0] for d in directions], of),
-        "memory": _coded([d[1] for d in directions], of),
-        "collective": _coded(collectives, of),
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape", "forward_thread")},
+        "copy": coded([d[0] for d in directions], of),
+        "memory": coded([d[1] for d in directions], of),
+        "collective": coded(collectives, of),
+        **{name: coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
+        **{name: coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape", "forward_thread")},
         "sequence": nothing,
         "peer": nothing.copy(),
         "autograd": nothing.copy(),
@@ -135,19 +140,13 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
     return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False), lost
 
 
-def _fits(rows: Rows, base: int) -> NDArray[np.bool_]:
-    """Return which starts still fit into 64 bits after the base is added."""
-    fits: NDArray[np.bool_] = np.abs(rows.start) < 2**62 - base
-    return fits
-
-
 def _lanes(device: NDArray[np.int64], stream: NDArray[np.int64], main: int) -> Any:
     pairs, of = np.unique(np.column_stack((device, stream)), axis=0, return_inverse=True)
     names = [f"{'host' if d < 0 else 'device' if d == main else f'device{d}'}:{number}" for d, number in pairs.tolist()]
-    return _coded(names, of.reshape(-1))
+    return coded(names, of.reshape(-1))
 
 
-def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str] = ()) -> Any:
+def coded(texts: Sequence[str], of: NDArray[Any], categories: Sequence[str] = ()) -> Any:
     """Return a categorical from indices into `texts`, which may repeat; only used texts become categories."""
     used = np.flatnonzero(np.bincount(of, minlength=len(texts)))
     chosen = list(categories) or sorted({texts[i] for i in used.tolist()})
@@ -160,9 +159,7 @@ def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str
 # What torch.autograd.profiler.emit_nvtx appends to an operator's name.
 SAID = (", seq = ", ", op_id = ", ", sizes = ", ", input_op_ids = ")
 
-
 OPERATOR = re.compile("|".join(map(re.escape, SAID)))
-
 
 LONGEST = 2_000  # characters of a name
 
@@ -208,7 +205,9 @@ def aligned(spans: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         return spans, []
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     blocking = linked[(codes == of.get("copy", -1))[linked]]
-    blocking = blocking[_from_device(spans.iloc[blocking])]
+    # Of copies from the device into pageable memory the calls return when they are done.
+    copied = spans.iloc[blocking]
+    blocking = blocking[((copied["copy"] == "DtoH") & (copied["memory"] == "pageable")).to_numpy(dtype=bool)]
     rows, at = _calls_of(linked[:: -(-len(linked) // _MOST)], calls, launch)
     if len(rows) < _FEWEST:
         return spans, []
@@ -231,12 +230,6 @@ def aligned(spans: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     )
     moved["launch"] = np.where(device, -1, launch)
     return moved, [f"the clocks of host and device do not fit: {wrong}; {_UNLINKED}"]
-
-
-def _from_device(copies: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which copies go from the device into pageable memory: their calls return when they are done."""
-    found: NDArray[np.bool_] = ((copies["copy"] == "DtoH") & (copies["memory"] == "pageable")).to_numpy(dtype=bool)
-    return found
 
 
 def _calls_of(

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.dumps import pickles
-from dlprof.read.dumps.pickles import Sites
+from dlprof.read.dumps.pickles import Columns, Sites
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_ENTRIES, MOST_RANKS, limit
@@ -68,7 +67,10 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         raise DlprofError(f"{path}: no dump of the flight recorder: it has no entries")
     sites = Sites()
     most = limit(MOST_ENTRIES)
-    rows = [row for entry in entries[:most] if (row := _row(entry, sites)) is not None]
+    columns = Columns("recorder_calls")
+    for entry in entries[:most]:
+        if (row := _row(entry, sites)) is not None:
+            columns.add(row)
     warnings = []
     if cut or ends:
         warnings.append(f"{path.name}: its end is missing: what comes before is used")
@@ -76,7 +78,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         warnings.append(
             f"{path.name}: holds more than {most:,} collectives: the first are used (--no-limits reads all)"
         )
-    bad = min(len(entries), most) - len(rows)
+    bad = min(len(entries), most) - columns.count
     if bad > 0:
         warnings.append(f"{path.name}: {bad:,} malformed entries are left out")
     about = held if isinstance(held, dict) else {}
@@ -91,21 +93,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     }
     if world:
         facts["world_size"] = world
-    return Reading({"recorder_calls": _frame(rows)}, facts, tuple(warnings))
-
-
-def _frame(rows: list[tuple[Any, ...]]) -> Any:
-    import numpy as np
-    import pandas as pd
-
-    columns = list(zip(*rows, strict=True)) or [()] * len(schema.RECORDER_CALLS)
-    made = {
-        name: pd.Series(pd.Categorical(values) if values else [], dtype=schema.CATEGORY if not values else None)
-        if dtype == schema.CATEGORY
-        else np.array(values, dtype=dtype)
-        for (name, dtype), values in zip(schema.RECORDER_CALLS.items(), columns, strict=True)
-    }
-    return schema.check("recorder_calls", pd.DataFrame(made))
+    return Reading({"recorder_calls": columns.frame()}, facts, tuple(warnings))
 
 
 def _json(data: bytes) -> tuple[Any, bool]:

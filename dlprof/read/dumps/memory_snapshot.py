@@ -6,14 +6,13 @@ What it holds at the moment is in `segments`, of any version; what happened befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.dumps import pickles
-from dlprof.read.dumps.pickles import Sites
+from dlprof.read.dumps.pickles import Columns, Sites
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_ROWS, limit, too_many
@@ -60,10 +59,10 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         raise DlprofError(f"{path}: a pickle, and no memory snapshot: it has no segments")
     sites = Sites()
     left = [limit(MOST_ROWS)]
-    blocks = _Columns(schema.MEMORY_BLOCKS)
+    blocks = Columns("memory_blocks")
     for row in _blocks(segments, sites, left):
         blocks.add(row)
-    events = _Columns(schema.MEMORY_EVENTS)
+    events = Columns("memory_events")
     for row in _events(traces if isinstance(traces, list) else [], sites, left):
         events.add(row)
     warnings = []
@@ -71,46 +70,15 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         warnings.append(f"{path.name}: its end is missing: what comes before is used")
     if left[0] <= 0:
         warnings.append(too_many(path, "events and blocks", MOST_ROWS))
-    tables: dict[str, pd.DataFrame] = {"memory_blocks": blocks.frame("memory_blocks")}
+    tables: dict[str, pd.DataFrame] = {"memory_blocks": blocks.frame()}
     lacks = {}
     if events.count:
-        tables["memory_events"] = events.frame("memory_events")
+        tables["memory_events"] = events.frame()
     else:
         lacks["memory_events"] = (
             "the snapshot has no events (torch.cuda.memory._record_memory_history() before the first step brings them)"
         )
     return Reading(tables, {"allocator": _settings(held)}, tuple(warnings), lacks)
-
-
-class _Columns:
-    """Collects the rows of a table, column by column."""
-
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        self._columns = columns
-        self._rows: list[list[Any]] = [[] for _ in columns]
-        self._add = [rows.append for rows in self._rows]
-        self.count = 0
-
-    def add(self, row: tuple[Any, ...]) -> None:
-        """Add a row, a value for each column."""
-        for add, value in zip(self._add, row, strict=True):
-            add(value)
-        self.count += 1
-
-    def frame(self, table: str) -> pd.DataFrame:
-        """Return the table."""
-        import numpy as np
-        import pandas as pd
-
-        made = {
-            name: pd.Categorical(rows) if dtype == schema.CATEGORY else np.array(rows, dtype=dtype)
-            for (name, dtype), rows in zip(self._columns.items(), self._rows, strict=True)
-        }
-        frame = pd.DataFrame(made)
-        for name, dtype in self._columns.items():
-            if dtype == schema.CATEGORY and not len(frame):
-                frame[name] = pd.Series([], dtype=schema.CATEGORY)
-        return schema.check(table, frame)
 
 
 def _number(value: Any) -> int:

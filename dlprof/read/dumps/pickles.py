@@ -15,8 +15,9 @@ import re
 import zlib
 from pathlib import Path
 from struct import Struct, error
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.limits import (
     MOST_CONTAINERS,
@@ -27,7 +28,10 @@ from dlprof.read.limits import (
     limit,
     most_unpacked,
 )
-from dlprof.read.opening import open_file
+from dlprof.read.opening import read_file
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # A list of references only, like a stack. Most of a snapshot is such lists; each is made once and reused.
 _REFERENCES = re.compile(rb"\](\x94?)\(((?:j[\s\S]{4}|h[\s\S]){1,2000})e(?!\()")
@@ -54,14 +58,10 @@ def bytes_of(path: Path) -> tuple[bytes, bool]:
 
     Raises DlprofError if it cannot be read, is larger than MOST_WHOLE, or unpacks to far more than real dumps do.
     """
-    most = limit(MOST_WHOLE)
-    with open_file(path) as file:
-        raw = file.read(most + 1 if most < 1 << 62 else -1)
-    if len(raw) > most:
-        raise DlprofError(f"{path}: larger than {MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")
+    raw = read_file(path, MOST_WHOLE)
     if not raw.startswith(b"\x1f\x8b"):
         return raw, False
-    most = min(most, most_unpacked(len(raw)))
+    most = min(limit(MOST_WHOLE), most_unpacked(len(raw)))
     unpacker = zlib.decompressobj(wbits=31)
     try:
         data = unpacker.decompress(raw, most + 1 if most < 1 << 60 else 0)
@@ -343,3 +343,28 @@ def site_of(frames: Any) -> Site:
     if library:
         return Site(library, inner)
     return Site(f"backward of {node or 'some node'}" if node or engine else inner, inner)
+
+
+class Columns:
+    """Collects the rows of a table, column by column."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self._rows: list[list[Any]] = [[] for _ in schema.TABLES[table]]
+        self._add = [rows.append for rows in self._rows]
+        self.count = 0
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        """Add a row, a value for each column."""
+        for add, value in zip(self._add, row, strict=True):
+            add(value)
+        self.count += 1
+
+    def frame(self) -> pd.DataFrame:
+        """Return the table."""
+        import pandas as pd
+
+        if not self.count:
+            return schema.empty(self.table)
+        columns = dict(zip(schema.TABLES[self.table], self._rows, strict=True))
+        return schema.check(self.table, pd.DataFrame(columns).astype(dict(schema.TABLES[self.table])))

@@ -37,7 +37,6 @@ _OPERATION = re.compile(rb'"name"\s*:\s*"NEGOTIATE_[A-Z]+"')
 
 # As many occurrences of a tensor make steps.
 _LEAST_STEPS = 3
-_LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 _COLLECTIVES = {
     "ALLREDUCE": "all_reduce",
@@ -196,7 +195,7 @@ def _timeline(path: Path, _stamp: tuple[int, int]) -> _Timeline:
 
 def _add(timeline: _Timeline, name: str, pid: Any, start: int, dur: int, args: bytes) -> None:
     """Add an event, if it is one of those that tell of collectives and has a usable time."""
-    if not (abs(start) < 2**62 and 0 <= dur <= _LONGEST_NS):
+    if not (abs(start) < 2**62 and 0 <= dur <= limits.LONGEST_NS):
         return
     tensor = pid if type(pid) is int and 0 <= pid < 2**62 else -1
     if name.isdecimal():

@@ -8,11 +8,12 @@ once a trace names a module, or an operator with which a script may have printed
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import compress
 from pathlib import Path
@@ -65,8 +66,6 @@ _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
 _NO_KIND = -1
 Processes = frozenset[Scalar] | None  # the processes to read events of; None: all
-# A trace of ten years is a broken clock.
-_LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 
 class Names(dict[tuple[str, str], int]):
@@ -171,12 +170,20 @@ class Rows:
 
 def decode(path: Path, processes: Processes = None) -> Rows:
     """Return the rows of a file, or of some of its processes; raise DlprofError if it is no trace or unreadable."""
+    with no_garbage_collection():
+        try:
+            return _decoded(path, processes, exact=False)
+        except BlurredTimes:
+            return _decoded(path, processes, exact=True)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage, which would cost half of the time: there are very many objects, and no cycles."""
     was_on = gc.isenabled()
-    gc.disable()  # collecting garbage would cost half of the time: there are very many objects, and no cycles
+    gc.disable()
     try:
-        return _decoded(path, processes, exact=False)
-    except BlurredTimes:
-        return _decoded(path, processes, exact=True)
+        yield
     finally:
         if was_on:
             gc.enable()
@@ -309,7 +316,7 @@ class Reader:
         start = exact_nanoseconds([e.ts for e in events])
         dur = nanoseconds([e.dur for e in events])
         kind = np.array(names.kind, dtype=np.int8)[what]
-        known, timed, lasting = kind != _NO_KIND, start != NO_TIME, (dur >= 0) & (dur <= _LONGEST_NS)
+        known, timed, lasting = kind != _NO_KIND, start != NO_TIME, (dur >= 0) & (dur <= limits.LONGEST_NS)
         for i in np.flatnonzero(~known).tolist():
             if not NO_ROWS.fullmatch(events[i].cat):
                 self.unknown[events[i].cat or "none"] += 1
@@ -394,7 +401,6 @@ class Reader:
 
 # How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
 _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
-
 
 # No rank sends so many rows, nor elements.
 _MOST_ROWS = 1 << 48

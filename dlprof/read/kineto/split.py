@@ -39,7 +39,7 @@ import msgspec
 
 from dlprof.errors import DlprofError
 from dlprof.read.kineto import event_columns
-from dlprof.read.kineto.event_columns import Processes, Reader, Rows, opened
+from dlprof.read.kineto.event_columns import Processes, Reader, Rows, no_garbage_collection, opened
 from dlprof.read.kineto.events import BlurredTimes, Event, decoder
 from dlprof.read.kineto.json_stream import BLOCK, NOT_JSON, TraceFile, elements, repaired
 from dlprof.read.opening import open_file
@@ -217,14 +217,11 @@ class Decoding:
 
     def rows(self) -> Rows:
         """Return the rows of the file; may be called once. Raises BlurredTimes, and DlprofError if it is no trace."""
-        was_on = gc.isenabled()
-        gc.disable()
         try:
-            return self._joined()
+            with no_garbage_collection():
+                return self._joined()
         finally:
             self.close()
-            if was_on:
-                gc.enable()
 
     def close(self) -> None:
         """Drop what was decoded, and have no further span decoded."""
@@ -347,7 +344,6 @@ _TASK = struct.Struct("<5q")  # number, buffer, span
 _POST = struct.Struct("<3q")  # process, start and length of its message; length 0: the process is done
 
 IN_FILE = -1  # as a task's buffer: the file is not packed
-
 
 # A pipe holds at least a page. All tasks of an unpacked file are in it before a process takes one.
 MOST_SPANS = mmap.PAGESIZE // _TASK.size

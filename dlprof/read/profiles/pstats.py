@@ -168,9 +168,7 @@ FORMAT = Format(
     record="python -m cProfile -o profile.prof train.py",
 )
 
-
 _REFERENCED = 0x80
-
 
 _END = object()
 _PLAIN = {"N": None, "T": True, "F": False, "0": _END}

@@ -75,23 +75,14 @@ def reading(
     devices, often = np.unique(kernels.device, return_counts=True)
     main = int(devices[often.argmax()]) if len(devices) else 0
     spans, lost = spans_of([kernels, copies, calls, annotation_rows(named)], main)
-    about, found = dict(facts), None
     spans, odd = aligned(spans)
     more = [*odd, *([f"{lost:,} events without a usable time are left out"] if lost else [])]
+    steps, way = schema.empty("traced_steps"), dict[str, Any]()
     if len(kernels.name):
-        launched = recurring.launched(kernels, calls)
-        found = recurring.find(named, launched)
-        if found is None:
-            again = recurring.loop(launched)
-            about |= {"loop": again.fact} if again else {}
-            more.append(recurring.none_found(again, _MARKS))
-        else:
-            about["steps_by"] = f"{found.way} ({found.sure})"
-    tables = {
-        "spans": schema.check("spans", spans),
-        "traced_steps": schema.check("traced_steps", recurring.table(found)),
-    }
-    return Reading(tables, about, (*warnings, *(f"{name}: {line}" for line in (*more, _NO_BASE))))
+        steps, way, none_found = recurring.traced_steps(named, kernels, calls, _MARKS)
+        more += none_found
+    tables = {"spans": schema.check("spans", spans), "traced_steps": schema.check("traced_steps", steps)}
+    return Reading(tables, {**facts, **way}, (*warnings, *(f"{name}: {line}" for line in (*more, _NO_BASE))))
 
 
 _KERNELS = "kernel_trace.csv"
@@ -182,10 +173,8 @@ def read_json(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
 
     from dlprof.read.kineto.json_stream import NOT_JSON
 
-    most = limits.limit(limits.MOST_WHOLE)
-    with opening.open_file(path) as file:
-        packed = file.read(most + 1)
-    most = min(most, limits.most_unpacked(len(packed)))
+    packed = opening.read_file(path, limits.MOST_WHOLE)
+    most = min(limits.limit(limits.MOST_WHOLE), limits.most_unpacked(len(packed)))
     data = opening.gunzipped(packed, most + 1)
     if len(data) > most:
         raise DlprofError(f"{path}: larger than {limits.MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")

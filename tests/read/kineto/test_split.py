@@ -349,7 +349,7 @@ def test_late_keys_large_events_glued_files_and_refusals(tmp_path: Path, both: B
     if suffix == ".json.gz":
         path.write_bytes(gzip.compress(data[:20_000]) + gzip.compress(data[20_000:]) + b"\0" * 512)
         both.spans(path, least=10)
-        packed = bytearray(traces.write(path, training(steps=150)).read_bytes())
+        packed = bytearray(traces.write(path, training(steps=400)).read_bytes())
         packed[len(packed) * 2 // 3 : len(packed) * 2 // 3 + 200] = bytes(200)
         path.write_bytes(packed)
         both.spans(path, least=10)
