@@ -227,15 +227,13 @@ def read_held(path: Path) -> Reading:
     if rows is None:
         raise DlprofError(f"{path.name} is broken (it has no rows)")
     whole = [row for row in rows[: limit(MOST_LISTED)] if all(row.get(name) is not None for name in row_shape)]
-    frame = pd.DataFrame({name: [_short(row[name]) for row in whole] for name in row_shape})
+    frame = pd.DataFrame(whole, columns=list(row_shape))
+    texts = [name for name, kind in row_shape.items() if kind is str]
+    frame[texts] = frame[texts].map(lambda text: text[:_MOST_TEXT])
     warnings = list(reading.warnings)
     if odd := len(rows) - len(whole):
         warnings.append(f"{path.name}: {odd:,} rows of another kind, or too many, are left out")
     return Reading({"held": schema.check("held", frame.astype(dict(schema.HELD)))}, {"held": about}, tuple(warnings))
-
-
-def _short(value: Any) -> Any:
-    return value[:_MOST_TEXT] if isinstance(value, str) else value
 
 
 _MOST_APPLIED = 1 << 62

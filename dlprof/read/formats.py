@@ -81,11 +81,6 @@ class Head:
         """The same as text; bytes that are no UTF-8 are replaced."""
         return self.first.decode(errors="replace")
 
-    @property
-    def lines(self) -> list[str]:
-        """The first lines, the last of them perhaps cut."""
-        return self.text.splitlines()
-
     @cached_property
     def is_text(self) -> bool:
         """Whether the beginning holds no byte that text does not have."""

@@ -308,7 +308,7 @@ def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
             ranks.append(Rank(index, files, recorded))
         else:
             ranks.append(Rank(index, {**files, NSYS: exported[0]}, recorded, pieces={NSYS: exported[1]}))
-    return ranks, warnings + together(of_ranks, "ranks")
+    return ranks, warnings + once_each(of_ranks, "ranks")
 
 
 @dataclass
@@ -439,10 +439,10 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
 def _of_hosts(inside: Inside) -> list[str]:
     """Return the warnings of the hosts' samplers, each text once."""
     files = [host / "warnings.txt" for host in run_folder.in_hosts(inside.root)]
-    return together([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
+    return once_each([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
 
 
-def together(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
+def once_each(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
     """Return each warning once, prefixed with the name that has it, or with the number of names and `kind`."""
     who: dict[str, list[str]] = {}
     for name, text in warnings:

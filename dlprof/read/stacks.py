@@ -112,9 +112,9 @@ def read(path: Path) -> Reading:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
     frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
     known = [{"file": f, "line": at, "text": text, "loop": loops.get((f, at), 0)} for (f, at), text in texts.items()]
-    told: dict[str, object] = {"bursts": bursts, "seconds": ns / 1e9}
-    told |= {name: of for name, of in (("lines", known), ("start", start)) if of}
-    facts = {"stacks": told} if (bursts or start) and seen else {}
+    seen_of: dict[str, object] = {"bursts": bursts, "seconds": ns / 1e9}
+    seen_of |= {name: of for name, of in (("lines", known), ("start", start)) if of}
+    facts = {"stacks": seen_of} if (bursts or start) and seen else {}
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 

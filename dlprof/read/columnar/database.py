@@ -117,12 +117,9 @@ class Database:
         try:
             yield from self._connection.execute(sql, args)
         except _ERRORS as e:
-            self._note(table, e)
-
-    def _note(self, table: str, error: Exception) -> None:
-        line = f"{self.name}: {table} cannot be read to its end ({error}): what comes before is used"
-        if line not in self.damage:
-            self.damage.append(line)
+            line = f"{self.name}: {table} cannot be read to its end ({e}): what comes before is used"
+            if line not in self.damage:
+                self.damage.append(line)
 
 
 def _quoted(name: str) -> str:

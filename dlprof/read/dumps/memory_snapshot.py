@@ -21,11 +21,9 @@ from dlprof.read.sources import Reading
 if TYPE_CHECKING:
     import pandas as pd
 
-ACTIONS = frozenset(
-    (
-        *("alloc", "free_requested", "free_completed", "oom", "snapshot"),
-        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
-    )
+ACTIONS = (
+    *("alloc", "free_requested", "free_completed", "oom", "snapshot"),
+    *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
 )
 STATES = ("active_allocated", "active_awaiting_free", "inactive")
 
@@ -86,10 +84,6 @@ def _number(value: Any) -> int:
     return value if type(value) is int and -_LARGEST < value < _LARGEST else -1
 
 
-def _known(action: Any) -> bool:
-    return isinstance(action, str) and action in ACTIONS
-
-
 def _pool(value: Any) -> str:
     """Return the memory pool's id as text; "": the default one, or unknown."""
     if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(n) is int for n in value) and any(value):
@@ -104,14 +98,8 @@ def _blocks(segments: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[
             continue
         device, stream = _number(segment.get("device", 0)), _number(segment.get("stream"))
         base, size = _number(segment.get("address", 0)), _number(segment.get("total_size"))
-        of = (
-            device,
-            base,
-            size,
-            stream,
-            _pool(segment.get("segment_pool_id")),
-            int(bool(segment.get("is_expandable"))),
-        )
+        pool, expandable = _pool(segment.get("segment_pool_id")), int(bool(segment.get("is_expandable")))
+        of = (device, base, size, stream, pool, expandable)
         at = base
         blocks = segment.get("blocks")
         for block in blocks if isinstance(blocks, list) else ():
@@ -144,7 +132,7 @@ def _events(traces: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[An
             left[0] -= 1
             if left[0] <= 0:
                 return
-            if not isinstance(event, dict) or not _known(event.get("action")):
+            if not isinstance(event, dict) or event.get("action") not in ACTIONS:
                 continue
             at = event.get("time_us")
             category = event.get("category")

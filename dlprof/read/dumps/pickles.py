@@ -155,7 +155,9 @@ class _Machine:
                 body = whole[2]
                 made = known.get(body)
                 if made is None:
-                    made = known[body] = [memo[_place(far, near)] for far, near in _REFERENCE.findall(body)]
+                    made = known[body] = [
+                        memo[_U4.unpack(far)[0] if far else near[0]] for far, near in _REFERENCE.findall(body)
+                    ]
                 if whole[1]:
                     memo[len(memo)] = made
                 push(made)
@@ -231,10 +233,6 @@ class _Machine:
             name = next((op.name for op in pickletools.opcodes if op.code == chr(code)), f"byte {code:#04x}")
             raise NotPlain(f"more than plain data ({name})")
         return at
-
-
-def _place(far: bytes, near: bytes) -> int:
-    return int(_U4.unpack(far)[0]) if far else near[0]
 
 
 def _put(stack: list[Any], mark: int) -> None:

@@ -87,7 +87,7 @@ def read_nvidia(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one p
         elif not processes:
             found.add(row["gpu"], at, [(_NVIDIA[n][0], v * _NVIDIA[n][1]) for n, v in values.items() if v is not None])
         else:
-            _together(found, held, row["gpu"], (at, row["pid"]), values)
+            _add_process(found, held, row["gpu"], (at, row["pid"]), values)
     if found is None:
         raise DlprofError(f"{path}: not a log of nvidia-smi dmon or pmon: it has no header (# gpu ...)")
     for gpu in list(held):
@@ -95,7 +95,7 @@ def read_nvidia(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one p
     return found.reading()
 
 
-def _together(
+def _add_process(
     found: Readings,
     held: dict[str, tuple[str, dict[str, float]]],
     gpu: str,

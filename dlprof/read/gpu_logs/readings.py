@@ -88,15 +88,12 @@ def time_of(text: str) -> tuple[int, str] | None:
     if "-" not in text:
         return None
     try:
-        at = datetime.fromisoformat(_six_digits(text.replace("Z", "+00:00") if text.endswith("Z") else text))
+        # `date --iso-8601=ns` writes nanoseconds after a comma; Python reads six digits.
+        text = re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
+        at = datetime.fromisoformat(text.replace("Z", "+00:00") if text.endswith("Z") else text)
     except ValueError:
         return None
     return _ns(at), LOCAL if at.tzinfo is None else ZONE
-
-
-def _six_digits(text: str) -> str:
-    """Convert `date --iso-8601=ns`, with nanoseconds after a comma, to what Python can read."""
-    return re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
 
 
 def _ns(at: datetime) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 from dlprof import nsys
 from dlprof.errors import DlprofError
 from dlprof.read.columnar.database import MISSING, Database, open_database
-from dlprof.read.formats import Format, Head, Part
-from dlprof.read.sources import Reading, lazily
+from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.sources import lazily
 
 # What a file begins with (".nsys-rep", ".qdrep" before 2021).
 _SQLITE, _REPORT = b"SQLite format 3\0", b"NVIDIA Tegra Profiler Report"
@@ -145,10 +145,6 @@ def _is_report(head: Head) -> Sequence[Part]:
         return (Part(),)
 
 
-def _is_any_report(head: Head) -> Sequence[Part]:
-    return (Part(),) if head.start.startswith(_REPORT) else ()
-
-
 def _parts(path: Path, export: Path) -> tuple[Part, ...]:
     """Return a part for each process; where it is the only one, the file's name may tell its rank."""
     from dlprof.read.kineto.patterns import rank_in
@@ -188,10 +184,6 @@ def _exported(path: Path) -> Path:
 _read = lazily("nsys.export")
 
 
-def _read_report(path: Path, piece: str) -> Reading:
-    return _read(_exported(path), piece)
-
-
 _LACKS = {
     "memory": "nsys does not see PyTorch's allocator (`dlprof wrap` samples it)",
     "stacks": "nsys' samples of the CPU are not read: py-spy records Python's stacks (`py-spy record -f raw`)",
@@ -220,7 +212,7 @@ FORMAT = (
         title="report of Nsight Systems",
         recognised='its first words: "NVIDIA Tegra Profiler Report"',
         recognise=_is_report,
-        read=_read_report,
+        read=lambda path, piece: _read(_exported(path), piece),
         tables=("spans", "traced_steps"),
         brings="the same as its export: that beside it, else one that nsys makes in a temporary folder",
         record="nsys profile --trace=cuda,nvtx --cuda-graph-trace=node …",
@@ -230,7 +222,7 @@ FORMAT = (
         name="nsys_report_unread",
         title="report of Nsight Systems, without nsys",
         recognised='its first words: "NVIDIA Tegra Profiler Report"',
-        recognise=_is_any_report,
+        recognise=lambda head: WHOLE if head.start.startswith(_REPORT) else (),
         left=_HOW,
         record="nsys profile",
     ),
