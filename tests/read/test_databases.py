@@ -31,6 +31,7 @@ from dlprof.read.rocprof import process
 from dlprof.read.rocprof.process import read_csv, read_database, read_json
 from dlprof.read.run import open_run
 from dlprof.read.sources import Reading
+from dlprof.result import Result
 from simulator import nsys
 from tests.fixtures import dialects, exports, rocpd
 from tests.fixtures.exports import HOST, PID, kernel, mark, text
@@ -297,6 +298,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.exported(tmp_path_factory.mktemp("nsys") / "x.sqlite", version=2024)
 
 
+@pytest.fixture(scope="module")
+def exported_result(exported: Path) -> Result:
+    return analyse(exported, 1)
+
+
 @pytest.mark.parametrize("version", nsys.VERSIONS)
 def test_every_version_gives_the_rows_of_a_torch_trace(version: int, traced: Path, tmp_path: Path) -> None:
     run = open_run(exports.exported(tmp_path / "x.sqlite", version=version))
@@ -341,8 +347,8 @@ def test_rows_in_any_order_are_the_same_rows(exported: Path, tmp_path: Path) -> 
             assert one.sort_values(by, ignore_index=True).equals(other.sort_values(by, ignore_index=True))
 
 
-def test_rules_and_figures_are_those_of_the_torch_trace(traced: Path, exported: Path) -> None:
-    ours, theirs = (analyse(path, 1) for path in (exported, traced))
+def test_rules_and_figures_are_those_of_the_torch_trace(traced: Path, exported_result: Result) -> None:
+    ours, theirs = exported_result, analyse(traced, 1)
     assert (ours.window, ours.time) == (theirs.window, theirs.time)
     assert [(o.id, o.saving_ns) for o in ours.found] == [(o.id, o.saving_ns) for o in theirs.found]
     assert ours.found
@@ -719,13 +725,13 @@ def test_spans_and_steps_of_a_database_are_those_of_the_process(exported: Path, 
 
 
 def test_databases_of_a_job_are_numbered_by_their_environment_and_give_the_same_findings(
-    exported: Path, tmp_path: Path
+    exported: Path, exported_result: Result, tmp_path: Path
 ) -> None:
     for place, rank in enumerate((1, 0)):
         rocpd.write(tmp_path / f"job/{place}.db", given(exported, rank), place, {"RANK": str(rank)})
     run = open_run(tmp_path / "job")
     assert [(rank.index, rank.files["rocpd"].name) for rank in run.ranks] == [(0, "1.db"), (1, "0.db")]
-    ours, theirs = analyse(tmp_path / "job", 1), analyse(exported, 1)
+    ours, theirs = analyse(tmp_path / "job", 1), exported_result
     assert ours.window is not None
     assert theirs.window is not None
     assert ours.window.step_ns == theirs.window.step_ns
