@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, beginning
-from dlprof.read.gpu_logs.readings import Readings, lines_in, number
+from dlprof.read.gpu_logs.readings import Readings, lines_in, number, scaled
 from dlprof.read.sources import Reading
 
 # Column → metric of the table "samples", and its scale. sm is the share of the time in which some kernel ran.
@@ -81,13 +81,12 @@ def read_nvidia(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one p
             continue
         row = dict(zip(names, words, strict=False))
         at = " ".join(row[name] for name in ("date", "time") if name in row)
-        values = {name: number(word) for name, word in row.items() if name in _NVIDIA and word != "-"}
         if not row["gpu"].isdigit():
             found.bad += 1
         elif not processes:
-            found.add(row["gpu"], at, [(_NVIDIA[n][0], v * _NVIDIA[n][1]) for n, v in values.items() if v is not None])
+            found.add(row["gpu"], at, scaled(row.items(), _NVIDIA))
         else:
-            _add_process(found, held, row["gpu"], (at, row["pid"]), values)
+            _add_process(found, held, at, row)
     if found is None:
         raise DlprofError(f"{path}: not a log of nvidia-smi dmon or pmon: it has no header (# gpu ...)")
     for gpu in list(held):
@@ -96,22 +95,17 @@ def read_nvidia(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one p
 
 
 def _add_process(
-    found: Readings,
-    held: dict[str, tuple[str, dict[str, float]]],
-    gpu: str,
-    row: tuple[str, str],
-    values: Mapping[str, float | None],
+    found: Readings, held: dict[str, tuple[str, dict[str, float]]], at: str, row: Mapping[str, str]
 ) -> None:
     """Add a process to its GPU; the same process again, or another time, begins the next reading."""
-    at, pid = row
+    gpu, pid = row["gpu"], row["pid"]
     before = held.get(gpu)
     if before is not None and (before[0] != at or f"pid {pid}" in before[1]):
         _close(found, held, gpu)
     sums = held.setdefault(gpu, (at, {}))[1]
     sums[f"pid {pid}"] = 1.0
     for name in _OF_PROCESSES:
-        value = values.get(name)
-        if value is not None:
+        if (value := number(row.get(name, ""))) is not None:
             sums[name] = sums.get(name, 0.0) + value
 
 
@@ -146,8 +140,7 @@ def read_dcgm(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one pie
         if len(words) != len(names):
             found.bad += 1
             continue
-        values = [(_DCGM[n], number(word)) for n, word in zip(names, words, strict=True) if n in _DCGM]
-        found.add(row[1], "", [(metric, v * scale) for (metric, scale), v in values if v is not None])
+        found.add(row[1], "", scaled(zip(names, words, strict=True), _DCGM))
     return found.reading()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +66,20 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def scaled(words: Iterable[tuple[str, str]], metrics: Mapping[str, tuple[str, float]]) -> Iterator[tuple[str, float]]:
+    """Yield metric and value of each named word that is a number; of several of one metric, the first.
+
+    `metrics`: name → metric of the table "samples", and its scale.
+    """
+    done: set[str] = set()
+    for name, word in words:
+        metric, scale = metrics.get(name, ("", 0.0))
+        value = number(word) if metric and metric not in done else None
+        if value is not None:
+            done.add(metric)
+            yield metric, value * scale
+
+
 def time_of(text: str) -> tuple[int, str] | None:
     """Return a time in ns and which of ZONE, LOCAL and DAY it is; DAY: since midnight. None: it is no time."""
     text = text.strip()
@@ -120,7 +134,7 @@ class Readings:
         self._rows = 0
         self._full = False
 
-    def add(self, gpu: str, at: str, values: Iterable[tuple[str, float | None]]) -> None:
+    def add(self, gpu: str, at: str, values: Iterable[tuple[str, float]]) -> None:
         """Take the readings of one GPU at one time; a time that is none makes them bad."""
         if self._timed:
             when = time_of(at)
@@ -136,11 +150,10 @@ class Readings:
             self._full = True
             return
         for metric, value in values:
-            if value is not None:
-                times, found = self._found.setdefault((f"{self.tool} {gpu}".strip(), metric), ([], []))
-                times.append(at_ns)
-                found.append(value)
-                self._rows += 1
+            times, found = self._found.setdefault((f"{self.tool} {gpu}".strip(), metric), ([], []))
+            times.append(at_ns)
+            found.append(value)
+            self._rows += 1
 
     def _of_day(self, at: int) -> int:
         """Return a time of day with the midnights that the log has passed."""
