@@ -7,7 +7,6 @@ file itself does not.
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import as_utf8, open_file
+from dlprof.read.opening import as_utf8, gunzipped, open_file
 from dlprof.read.sources import Reading
 
 # Bytes of a file, unpacked, that a format may use to recognise it.
@@ -64,7 +63,7 @@ class Head:
     @cached_property
     def start(self) -> bytes:
         """The first few kilobytes, enough for a magic number or a header line."""
-        return as_utf8(_unpacked(self._raw, _SNIFFED) if self.is_packed else self._raw)
+        return as_utf8(gunzipped(self._raw, _SNIFFED))
 
     @cached_property
     def first(self) -> bytes:
@@ -74,7 +73,7 @@ class Head:
                 raw = file.read(HEAD_BYTES)
         except DlprofError:
             return self.start
-        return as_utf8(_unpacked(raw, HEAD_BYTES) if self.is_packed else raw)
+        return as_utf8(gunzipped(raw, HEAD_BYTES))
 
     @cached_property
     def text(self) -> str:
@@ -90,13 +89,6 @@ class Head:
     def opens(self) -> str:
         """The first character that is no space: "{" or "[" of JSON; "" of an empty file."""
         return self.start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1].decode(errors="replace")
-
-
-def _unpacked(raw: bytes, most: int) -> bytes:
-    try:
-        return zlib.decompressobj(wbits=31).decompress(raw, most)
-    except zlib.error:
-        return b""
 
 
 @dataclass(frozen=True, kw_only=True)

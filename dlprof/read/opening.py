@@ -318,11 +318,8 @@ def _beginning(path: Path) -> bytes:
 
 def _is_packed_again(path: Path) -> bool:
     """Return whether a gzip file holds an archive or another packed file."""
-    try:
-        with open_file(path) as file:
-            begins = zlib.decompressobj(wbits=31).decompress(file.read(1 << 12), 1 << 10)
-    except zlib.error:
-        return False
+    with open_file(path) as file:
+        begins = gunzipped(file.read(1 << 12), 1 << 10)
     return begins.startswith((_GZIP, _XZ, _BZIP2, _ZIP)) or begins[_TAR_AT:].startswith(_TAR)
 
 

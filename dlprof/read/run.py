@@ -144,11 +144,10 @@ _MOST_STARTS = 64
 def _unended(folder: Path) -> str:
     """Return a warning that the job's end was not recorded. It still runs if its files were just written to."""
     written = 0.0
-    for path in itertools.chain(
-        *(f.glob("*.jsonl") for f in (*run_folder.in_ranks(folder), *run_folder.in_hosts(folder)))
-    ):
-        with suppress(OSError):
-            written = max(written, path.stat().st_mtime)
+    for place in (*run_folder.in_ranks(folder), *run_folder.in_hosts(folder)):
+        for path in place.glob("*.jsonl"):
+            with suppress(OSError):
+                written = max(written, path.stat().st_mtime)
     if time.time() - written < _STILL_S:
         return "the job still runs, or ended just now: the figures are of what was recorded so far"
     return "the recording was cut off: the end of the job was not recorded"
@@ -162,12 +161,16 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
         raise DlprofError(
             f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
         )
-    tasks = info.get("tasks") or _tasks(inside)
+    # Each task of a job wrote its own file.
+    files = (path for path in run_folder.in_tasks(folder) if path.suffix == ".json" and inside.holds(path))
+    tasks = info.get("tasks") or [_facts(inside, path, facts.TASK)[0] for path in files]
     if info and tasks and info.get("end_ns") is None:
         info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
     warnings += _earlier(folder, info)
-    warnings += _of_hosts(inside)
+    of_hosts = [host / "warnings.txt" for host in run_folder.in_hosts(folder)]
+    said = [(path.parent.name, line) for path in of_hosts for line in inside.text(path).splitlines()]
+    warnings += once_each(said, "hosts")
     ranks, odd = _ranks(inside, window)
     warnings += odd
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
@@ -229,12 +232,6 @@ def _earlier(folder: Path, info: Mapping[str, Any]) -> list[str]:
     later = max((info.get("start_ns") or 0) - ended, 0) if ended else None
     waited = f"; it was started again {duration(later)} later" if later is not None else ""
     return [f"{info['batch']}: before this start of it, {few(said, 4)}{waited}"]
-
-
-def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
-    """Return the facts of each task of a job; each wrote its own file."""
-    files = (path for path in run_folder.in_tasks(inside.root) if path.suffix == ".json")
-    return [_facts(inside, path, facts.TASK)[0] for path in files if inside.holds(path)]
 
 
 def _foreign(where: Path, found: Gathered) -> Run:
@@ -434,12 +431,6 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
         f"task {who[0]} {end}" if len(who) == 1 else f"{len(who)} tasks {end}: {few(who, _MOST_NAMED)}"
         for end, who in ends.items()
     ]
-
-
-def _of_hosts(inside: Inside) -> list[str]:
-    """Return the warnings of the hosts' samplers, each text once."""
-    files = [host / "warnings.txt" for host in run_folder.in_hosts(inside.root)]
-    return once_each([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
 
 
 def once_each(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
