@@ -165,10 +165,10 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
             _beside(f, ranks)
     every = (*_uses(found, ranks), *taken)
     # Of the files left out, a user may expect known formats and JSON to be read.
-    names = [f"{one.path.name} ({one.left})" for one in every if one.format and one.format.read is None]
-    names += [one.path.name for one in every if not one.format and one.path.name.endswith(_TRACES)]
-    if names:
-        warnings.append(f"left out: {few(names, 8)}")
+    unread = [f"{one.path.name} ({one.left})" for one in every if one.format and one.format.read is None]
+    unread += [one.path.name for one in every if not one.format and one.path.name.endswith(_TRACES)]
+    if unread:
+        warnings.append(f"left out: {few(unread, 8)}")
     return Gathered(dict(sorted(ranks.files.items())), ranks.pieces, (*every, *linked), tuple(warnings))
 
 
