@@ -23,7 +23,7 @@ from dlprof.analysis.input.loader import before_forward, loader_means
 from dlprof.analysis.machine.samples import foreign_load, sample_means
 from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.panel import MOST_RANKS
-from dlprof.analysis.throughput.rates import of_throughput
+from dlprof.analysis.step.throughput import of_throughput
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means
 from dlprof.analysis.timeline.what_if import replayed_steps
 from dlprof.errors import NotMeasured

@@ -11,7 +11,6 @@ from dlprof.analysis.compute.kernels import UNITS
 from dlprof.analysis.compute.operators import (
     heaviest_kernels,
     heaviest_operators,
-    kernels_of,
     of_ranks,
     operators,
     work,
@@ -92,7 +91,8 @@ def draw_kernels(
     """List the kernels, as the mean of the ranks, and the copies of the rank with the least hidden ones."""
     panels = []
     with suppress(NotMeasured, MeasureFailed):
-        panels.append(_kernels(heaviest_kernels.get(), kernels_of(work.get())["rank"].unique().tolist()))
+        ranks = work.get().loc[work.get()["kind"] == "kernel", "rank"].unique().tolist()
+        panels.append(_kernels(heaviest_kernels.get(), ranks))
     with suppress(NotMeasured, MeasureFailed):
         exposed = copies.get().groupby("rank")["exposed_ns"].sum()
         panels += [copy_table(copies.get(), int(str(exposed.idxmax())))] if len(exposed) else []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from dlprof.analysis.communication.experts import Balance, destinations, expert_balance, routed
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
-from dlprof.analysis.experts.tokens import Balance, destinations, expert_balance, routed
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
-from dlprof.analysis.memory.memory import memory_series, memory_state
-from dlprof.analysis.memory.snapshot import OTHERS, memory_curve, memory_holders, memory_peak
+from dlprof.analysis.memory.memory import memory_series
+from dlprof.analysis.memory.snapshot import OTHERS, memory_curve, memory_holders, memory_peak, memory_state
 from dlprof.analysis.panel import MOST_RANKS, Picture, points, table
 from dlprof.analysis.step.run_clock import step_times
 from dlprof.result import Panel

@@ -7,7 +7,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.panel import Picture, points
-from dlprof.analysis.precision.scalers import ON_DEVICE, scale_changes, scalers
+from dlprof.analysis.step.scalers import ON_DEVICE, scale_changes, scalers
 from dlprof.result import Panel
 
 
