@@ -25,7 +25,7 @@ from time import perf_counter_ns, sleep
 from types import FrameType
 from typing import Any
 
-from dlprof.record.calls.attribution import is_wrapper, passed
+from dlprof.record.attribution import is_wrapper, passed
 
 # If our code takes longer, as in a system call that hangs, Ctrl-C must get through.
 _WAITS_NS = 1_000_000_000

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlprof import redaction
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.observed import Observed
 
 _MOST = 500

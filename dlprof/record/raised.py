@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from dlprof import redaction
-from dlprof.record.calls.frames import own_files
+from dlprof.record.calls import own_files
 
 _MOST_TEXT = 2_000  # characters of an error's text
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dlprof.record import handlers
-from dlprof.record.calls.attribution import passed, passed_over
+from dlprof.record.attribution import passed, passed_over
 
 NUMBER = signal.SIGUSR1
 

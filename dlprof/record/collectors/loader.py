@@ -16,7 +16,7 @@ from typing import Any
 from dlprof import marks
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.device.cpu import KernelCounters, used_between
 from dlprof.record.hooks import Patch, at_uninstall, hidden, put, watch_method
 from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from dlprof.record.calls.attribution import passed, passing
-from dlprof.record.device.device import Events
+from dlprof.record.attribution import passed, passing
+from dlprof.record.device.gpu import Events
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder

@@ -12,7 +12,7 @@ from typing import Any
 
 from dlprof import redaction
 from dlprof.files import write
-from dlprof.record.calls.frames import own_files, read_source
+from dlprof.record.calls import own_files, read_source
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 

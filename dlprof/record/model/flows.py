@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dlprof.record.calls.frames import Place
+from dlprof.record.calls import Place
 
 # Of a product, at most this share is used where it is kept; and so many kinds are.
 _LITTLE = 0.5
@@ -387,9 +387,8 @@ def _kept(kind: str, call: Call, used: float = 0.0, **more: Any) -> list[dict[st
     """Return the entry of a call; nothing where no line of the script's has made it."""
     if call.place is None:
         return []
-    where = {name: getattr(call.place, name) for name in ("file", "line", "function", "source")}
     counted = {"operator": call.operator, "dtype": call.dtype, "shape": call.shape, "flops": call.flops}
-    return [{"kind": kind, **where, **counted, "used": used, **more}]
+    return [{"kind": kind, **call.place.quoted, **counted, "used": used, **more}]
 
 
 def _is_low(product: Call, weight: Any) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 from dlprof.overrides import Value
 from dlprof.plain import words_of
 from dlprof.record import handlers
-from dlprof.record.calls.attribution import passed, passing
-from dlprof.record.calls.frames import own_files
+from dlprof.record.attribution import passed, passing
+from dlprof.record.calls import own_files
 from dlprof.redaction import shown
 
 

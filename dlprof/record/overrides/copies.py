@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlprof.overrides import Value
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import put
 from dlprof.record.overrides.constructors import Effects

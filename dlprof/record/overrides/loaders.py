@@ -13,7 +13,7 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record import handlers
-from dlprof.record.calls.attribution import passed, passing
+from dlprof.record.attribution import passed, passing
 from dlprof.record.hooks import watch_method
 from dlprof.record.loaders import worker_info
 from dlprof.record.overrides.constructors import Effects, Kind, wanted, watched

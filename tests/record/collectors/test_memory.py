@@ -32,7 +32,6 @@ for n in range(20):
     time.sleep(0.05)
 """
 
-
 needs_no_cuda = pytest.mark.skipif(hasattr(torch._C, "_cuda_memoryStats"), reason="this PyTorch has one for CUDA")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import dlprof
+from dlprof.record.collectors.compiled import Compiled, around, innermost, is_inside, kept, parameters_of, read
 from dlprof.record.hooks import uninstall
-from dlprof.record.model.compiled import Compiled, around, innermost, is_inside, kept, parameters_of, read
 from tests.fixtures import worlds
 from tests.fixtures.in_process import run_plainly, run_recorded
 

@@ -19,8 +19,7 @@ import pytest
 
 from dlprof.record.collectors.facts import _device
 from dlprof.record.collectors.steps import Steps
-from dlprof.record.device.device import Events, RankDevice, most_on
-from dlprof.record.device.graphs import Graphs
+from dlprof.record.device.gpu import Events, Graphs, RankDevice, most_on
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.jobs import facts, launch, record, rows

@@ -23,9 +23,9 @@ from typing import Any
 
 from dlprof.files import write
 from dlprof.plain import words_of
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.hooks import put
-from dlprof.record.model.names import names_of_all
+from dlprof.record.model.names import alive, names_of_all
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
@@ -88,8 +88,7 @@ class Compiled:
         if recorder is None or not recorder.window.get("modules"):
             return
         self._recorder = None
-        models = [model for ref in recorder.observed.models if (model := ref()) is not None]
-        names = {module: path for module, (path, _) in names_of_all(models).items()}
+        names = {module: path for module, (path, _) in names_of_all(alive(recorder.observed.models)).items()}
         graphs, self._graphs, later, self._later, self._left = self._graphs, [], self._later, [], 0
         if self._error:
             recorder.warn(f"which modules compiled kernels are of is not known: {self._error}")
@@ -258,43 +257,22 @@ _VIEW = re.compile(
     r"|split\w*|unbind|detach)(?:_\d+)?"
 )
 
-
 _NAMES = re.compile(r"\s*# (?:\w+(?: Sorted)? )?Source Nodes: \[([^\]]*)\]")
-
-
 _MAPPED = re.compile(r"#   (\w+) => (.*)")
-
-
 _KERNEL = re.compile(r"(\w+) = async_compile\.")
-
-
 _BODY = re.compile(r"\s*def (?:call|partition_\d+)\(")
-
-
 _END = re.compile(r"def (?:get_args|benchmark_compiled_module)\(")
-
-
 _ARGUMENTS = re.compile(r"\s+(\w+(?:, \w+)*),? = args$")
-
-
 _RETURNS = re.compile(r"\s+return \((.*)\)$")
-
 
 _CALL = re.compile(
     r"\s+(?:[\w, ]+ = )?(?:(?P<made>\w+)\.run|extern_kernels\.(?P<extern>\w+)"
     r"|(?:torch\.ops\.(?P<space>\w+)|aten)\.(?P<operator>\w+)(?:\.\w+)*|(?P<inner>cpp_\w+))(?P<args>\(.*)"
 )
 
-
 _RESULT = re.compile(r"\s+(\w+) = ")
-
-
 _TENSOR = re.compile(r"\b(?!stream\d)([a-zA-Z_]\w*)\b")
-
-
 _PARAMETER = re.compile(r"primals_(\d+)")
-
-
 _OUT = re.compile(r"\bout=(?:reinterpret_tensor\()?(\w+)")
 
 

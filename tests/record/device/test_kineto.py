@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dlprof.record.device import relay
-from dlprof.record.device.profiler import Kineto
+from dlprof.record.device.kineto import Kineto
 from tests.fixtures.devices import Devices
 from tests.fixtures.in_process import in_c
 from tests.fixtures.jobs import environment
@@ -91,7 +91,7 @@ def test_what_is_kept_is_bounded() -> None:
 JOB = """
 import json, os, subprocess, sys, threading, time
 import torch
-from dlprof.record.device.profiler import Kineto
+from dlprof.record.device.kineto import Kineto
 
 kineto = Kineto(on_device=True)
 

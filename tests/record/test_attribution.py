@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.calls.attribution import passed_over
+from dlprof.record.attribution import passed_over
 from tests.fixtures.jobs import launch, tiny, wrapped
 from tests.fixtures.overriding import sets
 
@@ -112,7 +112,6 @@ def main():
 
 main()
 """
-
 
 # Settings that put more wrappers in the way and change nothing that warns.
 OVERRIDDEN = (
