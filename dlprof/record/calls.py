@@ -224,7 +224,7 @@ _MOST_BYTES = 256 << 10
 class Files:
     """Keeps which files the script opened; the digests are taken when the facts are written.
 
-    `directory`: the one that the job was started in, with its slash. `since`: when the process started to be watched.
+    `directory`: the one that the job was started in, with its slash. `since`: when the process began to be recorded.
     """
 
     def __init__(self, directory: str, since: float) -> None:

@@ -106,9 +106,9 @@ class Nvtx:
         for name in (*_GATHERING, *_REDUCING, *_SPREADING, *_POINT_TO_POINT):
             original = getattr(distributed, name, None)
             if original is not None:
-                watched = named(f"dlprof::{name}", original)
-                put(distributed, name, watched)
-                put(distributed.distributed_c10d, name, watched)
+                wrapper = named(f"dlprof::{name}", original)
+                put(distributed, name, wrapper)
+                put(distributed.distributed_c10d, name, wrapper)
 
 
 class _Range(NamedTuple):

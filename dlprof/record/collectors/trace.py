@@ -193,7 +193,8 @@ class Trace:
             if full := recorder.device.is_full():
                 self._done = True
                 window["state"] = "declined"
-                recorder.warn(f"no trace: {full}, and the profiler needs some (smaller batches leave it, or --no-trace)")
+                advice = "the profiler needs some (smaller batches leave it, or --no-trace)"
+                recorder.warn(f"no trace: {full}, and {advice}")
                 return
             last = first + window["active"] - 1
             if self._due is not None and window["state"] == "waiting":

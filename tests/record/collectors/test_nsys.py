@@ -102,8 +102,8 @@ def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path)
             closed.append(open_ranges.pop())
     assert open_ranges == []
     # Training is noticed in the first backward pass. Each epoch asks once more than it has batches, and for a start.
-    told = {name.removeprefix("dlprof::"): closed.count(name) for name in closed}
-    assert told == {"fetch": 8, "forward": 5, "mine": 5, "backward": 6, "all_reduce": 6, "optimizer": 6}
+    counts = {name.removeprefix("dlprof::"): closed.count(name) for name in closed}
+    assert counts == {"fetch": 8, "forward": 5, "mine": 5, "backward": 6, "all_reduce": 6, "optimizer": 6}
     assert closed[:4] == ["dlprof::backward", "dlprof::all_reduce", "dlprof::optimizer", "dlprof::fetch"]
     numbered = [name for what, name in seen if what == "start"]
     assert numbered == [f"dlprof::step {row['step']}" for row in rows(rank)] + [f"dlprof::step {len(rows(rank))}"]
@@ -156,55 +156,33 @@ class Job:
             if self.due is not None and self.row.number >= self.due:
                 self.due = self.capture.step([done])
 
-    def window(self, only: str = "") -> list[Any]:
-        """Return where nsys was started and stopped, or all calls in their order."""
-        return (
-            [at for what, at in self.called if what != "synchronize"]
-            if only == "steps"
-            else [w for w, _ in self.called]
-        )
 
-
-ONCE = ["synchronize", "start", "synchronize", "stop"]
-
-
-def test_the_window_is_that_which_was_asked_for_after_a_step_that_is_not_marked(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("asked", "step_ns", "captures", "steps", "start", "stop"),
+    [
+        # Steps 8, 9 and 10 are recorded, and step 7, which is not marked, is heard.
+        ("6,2,3", 10_000_000, 0, 30, 7, 11),
+        ("on", 10_000_000, 0, 30, 11, 17),
+        ("on", 2_000_000_000, 0, 30, 3, 6),  # slow steps: sooner and shorter
+        ("2,1,2", 10_000_000, 6, 12, 7, 10),  # nothing is asked of the device while a graph is captured
+        ("2,1,5", 10_000_000, 0, 5, 2, 5),  # the job ends inside of the window
+    ],
+)
+def test_when_nsys_starts_and_stops(
+    asked: str, step_ns: int, captures: int, steps: int, start: int, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(monkeypatch, "6,2,3")
-    job.steps(30)
-    # Steps 8, 9 and 10 are recorded, and step 7 is heard. Nothing is left in the queue where nsys starts and stops.
-    assert job.called == [("synchronize", 0), ("start", 7), ("synchronize", 0), ("stop", 11)]
-    assert job.recorder.window == {"first_step": 8, "last_step": 10}
-    assert {7, 8, 9, 10} <= set(job.profiled)
-    assert job.due is None
-
-
-@pytest.mark.parametrize(("step_ns", "at"), [(2_000_000_000, [3, 6]), (10_000_000, [11, 17])])
-def test_the_window_of_slow_steps_comes_sooner_and_is_shorter(
-    step_ns: int, at: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(monkeypatch, "on", step_ns)
-    job.steps(30)
-    assert job.window("steps") == at
-
-
-def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, "2,1,2")
+    job = Job(monkeypatch, asked, step_ns)
     job.clock.capturing = True
-    job.steps(6)
+    job.steps(captures)
     assert not job.called
     job.clock.capturing = False
-    job.steps(6)
-    assert job.window() == ONCE
-
-
-def test_a_job_that_ends_inside_the_window_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, "2,1,5")
-    job.steps(5)
+    job.steps(steps - captures)
     job.capture.stop()
-    job.capture.stop()
-    assert (job.window(), job.recorder.window["last_step"]) == (ONCE, 4)
+    # Nothing is left in the queue where nsys starts and stops.
+    assert job.called == [("synchronize", 0), ("start", start), ("synchronize", 0), ("stop", stop)]
+    assert job.recorder.window == {"first_step": start + 1, "last_step": stop - 1}
+    assert {*range(start, min(stop, steps - 1))} <= set(job.profiled)
+    assert (job.due is None) == (steps > stop)
 
 
 def test_without_a_gpu_or_without_being_asked_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

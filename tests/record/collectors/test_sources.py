@@ -15,7 +15,8 @@ from tests.fixtures.in_process import run_recorded
 pytest.importorskip("torch", reason="recording needs torch")
 
 BODY = """
-import torch
+import os, torch
+os.utime(__file__, (0, 0))  # as if it was older than the recording
 import pack.early  # the secret: hunter2
 password = "hunter2"
 model = torch.nn.Linear(8, 1)
@@ -35,7 +36,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], P
     """
     for name in ("app/pack/early.py", "app/pack/late.py", "lib/beside.py", "app/pack/large.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x = 'hunter2' + str(1)\n" + "y = 1\n" * (500_000 if "large" in name else 0))
+        (tmp_path / name).write_text("x = 'hunter2' + str(1)\n" + "#" * (3 << 20 if "large" in name else 0))
+    monkeypatch.chdir(tmp_path / "app")
     for folder in ("app", "lib"):
         monkeypatch.syspath_prepend(tmp_path / folder)
 

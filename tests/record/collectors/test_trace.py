@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -20,7 +19,7 @@ from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.in_process import in_c, run_recorded
-from tests.fixtures.jobs import facts, launch, record, rows, tiny, wrapped
+from tests.fixtures.jobs import facts, record, rows
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -193,38 +192,6 @@ def test_a_rank_that_records_no_trace_marks_the_steps_in_which_others_do(
         assert bool(getattr(job.profiler, "calls", ())) == (state == "exported")
         assert (job.recorder.folder / "trace.json").exists() == (state == "exported")
         assert job.recorder.warnings == []
-
-
-MESH = """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    for epoch in range(3):
-        for batch in DataLoader(data, batch_size=8):
-            train(batch)
-    del model
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow  # tests/record/test_ranks.py shows which ranks these are, and the test above what the others do
-def test_one_rank_of_each_stage_records_a_trace_and_none_waits_for_it(tmp_path: Path) -> None:
-    """Ranks 0 and 2 are the pipeline of rank 0, by the names of the process groups alone."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(tiny(tmp_path, MESH))]
-    options = ["--window", "5,1,3", "--ranks", "per-stage", "--no-sample"]
-    done = launch(wrapped(tmp_path / "run", [sys.executable, *torchrun], *options), tmp_path)
-    assert done.returncode == 0, done.stderr
-    folders = [tmp_path / f"run/ranks/{rank:05d}" for rank in range(4)]
-    windows = [facts(folder)["window"]["state"] for folder in folders]
-    assert windows == ["exported", "not_asked", "exported", "not_asked"]
-    assert [(folder / "trace.json.gz").exists() for folder in folders] == [True, False, True, False]
-    marked = [[row["step"] for row in rows(folder) if row["profiled"]] for folder in folders]
-    assert marked == [marked[0]] * 4
-    assert [sum(row["optimizer_steps"] for row in rows(folder)) for folder in folders] == [24] * 4
 
 
 # Rank 0, and another rank whose clock or steps differ a little; the second is a step ahead, at times.

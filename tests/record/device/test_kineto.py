@@ -206,12 +206,6 @@ def test_a_script_that_changes_or_closes_its_stderr_is_recorded_all_the_same(tmp
     assert json.loads(done.stdout.splitlines()[-1])["errors"] is None
 
 
-def test_on_a_cpu_kineto_is_silent_and_nobody_listens(tmp_path: Path) -> None:
-    done = run(f"kineto = Kineto(on_device=False)\ntrace({str(tmp_path / 'trace.json')!r})\nend()")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout.splitlines()[-1]) == {"errors": None, "level": None}
-
-
 @pytest.mark.parametrize(
     ("cuda", "said", "captured", "will", "found", "left"),
     [
