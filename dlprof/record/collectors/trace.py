@@ -178,7 +178,9 @@ class Trace:
                 return
             self._of_inference = not recorder.clock.trains
             first = self._first_step(number)
-            if not self._is_wanted():
+            # The rank's pipeline stage is known only when the window is due.
+            pipeline = (recorder.observed.pipeline or {}).get("ranks")
+            if not is_among(self._ranks, recorder.run, recorder.rank, pipeline):
                 window.update(state="not_asked", asked=self._ranks)
                 # By so many steps the windows of other ranks may be extended.
                 more = _MOST_MORE if recorder.device.index is not None else 0
@@ -251,12 +253,6 @@ class Trace:
             first += _AHEAD
             self._agreed.write(f"first {self._windows}", first)
         return int(first)
-
-    def _is_wanted(self) -> bool:
-        """Return whether --ranks names this rank. Its pipeline stage is known only when the window is due."""
-        recorder = self._recorder
-        pipeline = (recorder.observed.pipeline or {}).get("ranks")
-        return is_among(self._ranks, recorder.run, recorder.rank, pipeline)
 
     def _stand_by(self, number: int) -> None:
         """Mark the steps in which other ranks trace: these are slow then, and this rank waits for them."""

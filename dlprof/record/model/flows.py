@@ -127,7 +127,7 @@ class _Values:
         self._calls.add(key)
         for n, t in enumerate(made):
             # What was there before the step, and is written into, is another one each time.
-            there = _storage(t) in given and self._was_given(t)
+            there = _storage(t) in given and _storage(t) in self._places
             self._of[_storage(t)] = hash((key, n)), None if there else of
         return again, of
 
@@ -152,9 +152,6 @@ class _Values:
             n = self._places[_storage(t)] = len(self._given)
             self._given.append((weakref.ref(t), t._version))
         return hash((n, t._version)), None if t.requires_grad else frozenset((n,))  # which is trained
-
-    def _was_given(self, t: Any) -> bool:
-        return _storage(t) in self._places
 
     def _next(self) -> int:
         self._fresh += 1

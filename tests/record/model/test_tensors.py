@@ -27,50 +27,45 @@ from dlprof.record.model.tensors import (
 from dlprof.record.observed import Observed
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
+checkpointing = pytest.importorskip("torch.utils.checkpoint")
 nn = torch.nn
-OWNER = ("layer", "Linear")
+F = nn.functional
 
 
-def sums(storages: Storages) -> dict[str, list[int]]:
-    """Return tensors, bytes and full bytes, by part."""
-    return {row[0]: found for row, found in storages.rows.items()}
+WHOLE, TWICE = torch.zeros(100), torch.zeros(8, dtype=torch.bfloat16)
+SPARSE = torch.sparse_coo_tensor([[0, 5]], torch.ones(2, 3), (10, 3), check_invariants=True)
+# Tensors, and of each data type how many there are and their bytes, in their order.
+STORED: dict[str, tuple[list[Any], dict[str, list[list[int]]]]] = {
+    "views have their own bytes": (
+        [WHOLE[:30], WHOLE[30:90], WHOLE[90:95].expand(7, 5)],
+        {"float32": [[1, 120], [1, 240], [1, 40]]},
+    ),
+    "the first also what is left": ([WHOLE[:30], WHOLE[30:50]], {"float32": [[1, 320], [1, 80]]}),
+    "what is there twice counts once": (
+        [TWICE, TWICE.view(2, 4), TWICE.detach().t()],
+        {"bfloat16": [[1, 16], [1, 0], [1, 0]]},
+    ),
+    "what a view keeps alive": ([torch.zeros(1_000)[:1]], {"float32": [[1, 4_000]]}),
+    "sparse": ([SPARSE], {"int64": [[1, 2 * 8]], "float32": [[1, 6 * 4]]}),
+    "made of others": (
+        [torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)],
+        {"float32": [[3, 6 * 3 * 4]]},  # values, offsets, lengths
+    ),
+}
 
 
-def stored(*tensors: tuple[str, Any]) -> Storages:
+@pytest.mark.parametrize("name", STORED)
+def test_the_bytes_of_storages(name: str) -> None:
+    tensors, expected = STORED[name]
     storages = Storages()
-    for part, tensor in tensors:
-        storages.add(part, OWNER, tensor)
-    return storages
-
-
-def test_views_have_their_own_bytes_and_the_first_what_is_left() -> None:
-    whole = torch.zeros(100)
-    views = ("parameter", whole[:30]), ("gradient", whole[30:90]), ("buffer", whole[90:95].expand(7, 5))
-    storages = stored(*views)
-    assert sums(storages) == {"parameter": [1, 120, 120], "gradient": [1, 240, 240], "buffer": [1, 40, 40]}
+    for n, tensor in enumerate(tensors):
+        storages.add(str(n), ("layer", "Linear"), tensor)
     storages.settle()
-    assert sum(size for _, size, _ in storages.rows.values()) == whole.untyped_storage().nbytes()
-
-
-def test_what_is_there_twice_is_counted_once_and_what_a_view_keeps_alive_counts_whole() -> None:
-    one = torch.zeros(8, dtype=torch.bfloat16)
-    storages = stored(*(("activation", tensor) for tensor in (one, one.view(2, 4), one.detach().t())))
-    storages.settle()
-    assert storages.rows == {("activation", *OWNER, "cpu", "bfloat16", 0): [3, 16, 16]}
-    kept = stored(("activation", torch.zeros(1_000)[:1]))
-    kept.settle()
-    assert sums(kept) == {"activation": [1, 4_000, 4_000]}
-
-
-def test_sparse_tensors_and_those_made_of_others() -> None:
-    sparse = torch.sparse_coo_tensor([[0, 5]], torch.ones(2, 3), (10, 3), check_invariants=True)
-    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-    found = {
-        (row[0], row[4]): size
-        for row, (_, size, _) in stored(("gradient", sparse), ("activation", jagged)).rows.items()
-    }
-    expected = {("gradient", "int64"): 2 * 8, ("gradient", "float32"): 6 * 4, ("activation", "float32"): 6 * 3 * 4}
-    assert {key: found[key] for key in expected} == expected
+    found: dict[str, list[list[int]]] = {}
+    for (*_, dtype, _), (count, size, full) in storages.rows.items():
+        assert size == full
+        found.setdefault(dtype, []).append([count, size])
+    assert {dtype: found[dtype] for dtype in expected} == expected
 
 
 def test_tensors_without_memory_and_those_copied_on_write_or_within_functorch() -> None:
@@ -268,11 +263,6 @@ def test_what_comes_to_the_address_of_what_is_gone_is_seen() -> None:
     assert len(observed.optimizers) == 20
 
 
-checkpointing = pytest.importorskip("torch.utils.checkpoint")
-nn = torch.nn
-F = nn.functional
-
-
 def kept(loss: Any, *without: Any) -> dict[str, int]:
     """Return the bytes that a graph keeps, by data type, but for those of some tensors."""
     left = {one.untyped_storage()._cdata for one in without}
@@ -318,25 +308,45 @@ def nested(x: Any, layer: Any) -> Any:
     return checkpointing.checkpoint(lambda x: inner(inner(x)), x, use_reentrant=False)
 
 
-ROWS = 8 * 16 * 4  # bytes of the input below
+def pooled(x: Any, layers: Any) -> Any:
+    conv, norm = layers
+    return F.max_pool2d(norm(conv(x)).relu(), 2)
+
+
+ROWS = 8 * 16 * 4  # bytes of an input of 8 rows and 16 columns
+MAP = 2 * 8 * 8 * 8  # values of the convolution's result
 
 
 @pytest.mark.parametrize(
-    ("compute", "layer", "size"),
+    ("compute", "layers", "sizes"),
     [
         # The input is kept for the weight's gradient, and the outputs of exp (8 × 4): the sum needs none.
-        (lambda x, layer: layer(x + 0).exp(), (16, 4), ROWS + 8 * 4 * 4),
-        (lambda x, _: offloaded(x), (1, 1), ROWS),
-        (lambda x, layer: spared(x + 2, layer), (16, 32), ROWS + 8 * 32 * 4),
-        (lambda x, layer: nested(x + 2, layer), (16, 16), ROWS),
-        (lambda x, _: Own.apply(x), (1, 1), 2 * ROWS),
+        (lambda x, layer: layer(x + 0).exp(), nn.Linear(16, 4), {"float32": ROWS + 8 * 4 * 4}),
+        (lambda x, _: offloaded(x), nn.Identity(), {"float32": ROWS}),
+        (lambda x, layer: spared(x + 2, layer), nn.Linear(16, 32), {"float32": ROWS + 8 * 32 * 4}),
+        (lambda x, layer: nested(x + 2, layer), nn.Linear(16, 16), {"float32": ROWS}),
+        (lambda x, _: Own.apply(x), nn.Identity(), {"float32": 2 * ROWS}),
+        # Its result (for the norm), the norm's means and deviations, the relu's result, the pool's indices.
+        (
+            pooled,
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)),
+            {"float32": (MAP + 2 * 8 + MAP) * 4, "int64": MAP // 4 * 8},
+        ),
     ],
-    ids=["a layer", "offloaded", "a checkpoint that spares products", "checkpoints in a checkpoint", "on a context"],
+    ids=[
+        "a layer",
+        "offloaded",
+        "a checkpoint that spares products",
+        "nested checkpoints",
+        "on a context",
+        "a convolution",
+    ],
 )
-def test_bytes_and_the_backward_pass_after_it(compute: Any, layer: tuple[int, int], size: int) -> None:
-    made, x = nn.Linear(*layer), torch.randn(8, 16, requires_grad=True)
-    loss = compute(x, made).sum()
-    assert kept(loss, *made.parameters()) == {"float32": size}
+def test_bytes_and_the_backward_pass_after_it(compute: Any, layers: Any, sizes: dict[str, int]) -> None:
+    x = torch.randn(*((2, 3, 10, 10) if compute is pooled else (8, 16)), requires_grad=compute is not pooled)
+    loss = compute(x, layers).sum()
+    images = [x] if compute is pooled else []
+    assert kept(loss, *images, *layers.parameters(), *layers.buffers()) == sizes
     loss.backward()
 
 
@@ -344,16 +354,6 @@ def test_a_graph_that_was_used_up_keeps_nothing() -> None:
     loss = torch.randn(10, requires_grad=True).exp().sum()
     loss.backward()
     assert kept(loss) == kept(torch.zeros(3)) == {}
-
-
-def test_a_convolution_with_batch_norm_relu_and_pooling() -> None:
-    conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-    x = torch.randn(2, 3, 10, 10)
-    loss = F.max_pool2d(norm(conv(x)).relu(), 2).sum()
-    # The convolution's output (for the norm), the norm's means and deviations, the relu's output, the pool's indices.
-    map_ = 2 * 8 * 8 * 8
-    known = (x, *conv.parameters(), *norm.parameters(), *norm.buffers())
-    assert kept(loss, *known) == {"float32": (map_ + 2 * 8 + map_) * 4, "int64": map_ // 4 * 8}
 
 
 def test_attention_keeps_no_scores_where_a_fused_kernel_computes_it() -> None:
