@@ -218,7 +218,7 @@ class _Look:
             if tensor.requires_grad or len(self._inputs) >= _MOST_INPUTS:
                 continue
             for one in tensors.plain(tensor):
-                known = tensors.of(one)
+                known = tensors.storage_of(one)
                 if known is not None and known[0] not in self._known:
                     self._inputs.add(known[0])
                     self._batch[known[0]] = (known[1], str(one.device), tensors.dtype_of(one))

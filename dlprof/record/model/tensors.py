@@ -82,7 +82,7 @@ class Model:
         for parameter, owner in self._shared:
             if parameter.requires_grad:
                 whole = self.full.get(id(parameter), parameter.numel()) * parameter.element_size()
-                into.add_bytes("shared", owner, str(parameter.device), dtype_of(parameter), 0, whole)
+                into.add_like("shared", owner, parameter, 0, whole)
         for module, owner in self.modules:
             for buffer in module._buffers.values():
                 if buffer is not None:
@@ -96,7 +96,7 @@ class Model:
                 into.add("gradient", owner, gradient, full=self.full.get(id(parameter)))
             elif id(parameter) in self._in_buckets and parameter.requires_grad:
                 size = parameter.numel() * parameter.element_size()
-                into.add_bytes("gradient", owner, str(parameter.device), dtype_of(parameter), size)
+                into.add_like("gradient", owner, parameter, size, size)
 
     def count_gathered(self, into: Storages) -> None:
         """Count the parameters that FSDP has gathered from all ranks and not freed yet."""
@@ -112,7 +112,7 @@ class Model:
             for parameter in module._module_parameters:
                 if parameter.requires_grad:
                     size = parameter.numel() * parameter.element_size()
-                    into.add_bytes("communication", owner, str(parameter.device), dtype_of(parameter), size)
+                    into.add_like("communication", owner, parameter, size, size)
 
 
 def models_of(observed: Observed) -> list[Model]:
@@ -268,29 +268,25 @@ class Storages:
         if full is None and type(tensor).__name__ == "DTensor":
             full = int(tensor.numel())  # of the whole, of which this rank has a part
         for one in plain(tensor):
-            known = of(one)
+            known = storage_of(one)
             if known is None:
                 continue
             key, size = known
-            device, dtype, item = str(one.device), dtype_of(one), one.element_size()
-            sums = self._sums(part, owner, device, dtype, trainable)
+            sums = self._sums(part, owner, one, trainable)
             left = self._left.setdefault(key, [size, sums])
-            own = min(one.numel() * item, left[0])
+            own = min(one.numel() * one.element_size(), left[0])
             left[0] -= own
-            whole = own if full is None else full * item
-            for i, more in enumerate((1, own, whole)):
-                sums[i] += more
-            added.append((device, dtype, own, whole))
+            whole = own if full is None else full * one.element_size()
+            _add(sums, own, whole)
+            added.append((str(one.device), dtype_of(one), own, whole))
         return added
 
-    def add_bytes(self, part: str, owner: Owner, device: str, dtype: str, size: int, full: int | None = None) -> None:
+    def add_like(self, part: str, owner: Owner, like: Any, size: int, full: int) -> None:
         """Count a tensor that has its storage alone; `full` is its bytes before sharding, or of what it shares."""
-        sums = self._sums(part, owner, device, dtype, trainable=False)
-        for i, more in enumerate((1, size, size if full is None else full)):
-            sums[i] += more
+        _add(self._sums(part, owner, like), size, full)
 
-    def _sums(self, part: str, owner: Owner, device: str, dtype: str, trainable: bool) -> list[int]:
-        return self.rows.setdefault((part, *owner, device, dtype, int(trainable)), [0, 0, 0])
+    def _sums(self, part: str, owner: Owner, tensor: Any, trainable: bool = False) -> list[int]:
+        return self.rows.setdefault((part, *owner, str(tensor.device), dtype_of(tensor), int(trainable)), [0, 0, 0])
 
     def by_device(self) -> dict[str, int]:
         """Return the bytes of all rows, by device."""
@@ -311,7 +307,13 @@ class Storages:
         return key in self._left
 
 
-def of(tensor: Any) -> tuple[Key, int] | None:
+def _add(sums: list[int], size: int, full: int) -> None:
+    sums[0] += 1
+    sums[1] += size
+    sums[2] += full
+
+
+def storage_of(tensor: Any) -> tuple[Key, int] | None:
     """Return a key of a plain tensor's storage, unique while it is alive, and its bytes; None if it has none."""
     try:
         if tensor.device.type == "meta" or type(tensor).__name__ in _UNREAL:
@@ -546,7 +548,7 @@ def _enclosed(function: Any, kind: str) -> Any:
 
 def _keep(tensor: Any, number: int, graph: Graph) -> None:
     for one in plain(tensor):
-        known = of(one)
+        known = storage_of(one)
         if known is None:
             continue
         key, size = known

@@ -18,9 +18,9 @@ from dlprof.record.model.tensors import (
     Storages,
     count_idle,
     models_of,
-    of,
     plain,
     state_of,
+    storage_of,
     tensors_in,
     walk,
 )
@@ -74,21 +74,21 @@ def test_tensors_without_memory_and_those_copied_on_write_or_within_functorch() 
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.zeros(4))
     for tensor in (torch.zeros(4, device="meta"), fake, torch.zeros(2, 2).to_mkldnn()):
-        assert [of(one) for one in plain(tensor)] == [None]
+        assert [storage_of(one) for one in plain(tensor)] == [None]
     first = torch.zeros(1_000)
     second = torch._lazy_clone(first)
-    assert None not in (of(first), of(second))
+    assert None not in (storage_of(first), storage_of(second))
     assert torch._C._is_cow_tensor(first)  # looking has not copied it
     assert torch._C._is_cow_tensor(second)
     found: list[Any] = []
     whole = torch.zeros(3, 5)
 
     def look(x: Any) -> Any:
-        found.extend(of(one) for one in plain(x))
+        found.extend(storage_of(one) for one in plain(x))
         return x * 2
 
     torch.vmap(look)(whole)
-    assert found == [of(whole)]
+    assert found == [storage_of(whole)]
 
 
 def test_tensors_in_nested_values() -> None:
