@@ -210,10 +210,10 @@ PAIRS = {
 def test_the_windows_of_two_ranks_are_of_the_same_steps(
     name: str, ahead: int, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, *durations = PAIRS[name]
+    asked, first, second = PAIRS[name]
     jobs = two_ranks(tmp_path, monkeypatch, devices, asked)
-    jobs[1].steps(durations[1][:ahead])
-    in_turns(jobs, *durations, ahead)
+    jobs[1].steps(second[:ahead])
+    in_turns(jobs, first, second, ahead)
     windows = [job.trace.window for job in jobs]
     assert [w["state"] for w in windows] == ["exported"] * 2
     assert windows[0]["first_step"] == windows[1]["first_step"]
