@@ -22,7 +22,7 @@ from dlprof.record.collectors.steps import Steps
 from dlprof.record.device.gpu import Events, Graphs, RankDevice
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
-from tests.fixtures.jobs import facts, launch, record, rows
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, record, rows
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -467,7 +467,7 @@ FORKS = """
         torch.cuda.current_device, torch.cuda.is_current_stream_capturing = lambda: 0, lambda: False
     model = nn.Linear(8, 1).to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(5):
+    for _ in range(2):
         for rows in DataLoader(torch.randn(12, 8), 2, num_workers=1):
             model(rows.to(model.weight.device)).sum().backward()
             optimizer.step()
@@ -481,7 +481,7 @@ FORKS = """
 def test_no_event_of_ours_is_destroyed_in_a_forks_child(tmp_path: Path, on: str) -> None:
     if (on == "gpu") != torch.cuda.is_available():
         pytest.skip("needs a CUDA device" if on == "gpu" else "has a CUDA device")
-    done = record(job_of(tmp_path, FORKS), folder=tmp_path / "run", options=["--no-trace"])
+    done = record(job_of(tmp_path, COMPILES_NOTHING + dedent(FORKS)), folder=tmp_path / "run", options=["--no-trace"])
     assert done.stdout == "7\n"
     assert any(row["device_step_ns"] > 0 for row in rows(tmp_path / "run/ranks/00000"))
 
