@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import dlprof
-from dlprof import trackers
+from dlprof import profiling
 from dlprof.result import Proposal, Result, change
 from tests.fixtures import results
 from tests.fixtures.jobs import TORCHRUN, environment, launch, record, rows, tiny
@@ -188,15 +188,15 @@ class Keeps:
 
 def test_of_trackers_one_that_fails_keeps_nothing_from_the_next() -> None:
     result, kept = results.ALL["ddp"](), Keeps()
-    trackers.log(result, Path("run/report.html"), [Refuses(), kept], 7)
-    assert kept.figures == (trackers.figures_of(result), 7)
+    profiling.log_verdict(result, Path("run/report.html"), [Refuses(), kept], 7)
+    assert kept.figures == (profiling.figures_of(result), 7)
 
 
 def test_the_figures_that_are_logged() -> None:
     result: Result = results.ALL["ddp"]()
     assert result.window
     first = Proposal(change("num_workers=6"), ("input_wait",), "step", 100.0, 80.0, 1.25)
-    figures = trackers.figures_of(replace(result, changes=(first,), window=replace(result.window, mfu=0.4)))
+    figures = profiling.figures_of(replace(result, changes=(first,), window=replace(result.window, mfu=0.4)))
     waits = [part.share for part in result.time if part.category == "input_wait"]
     expected = {
         "dlprof/first_change_speedup": 1.25,
@@ -205,4 +205,4 @@ def test_the_figures_that_are_logged() -> None:
         "dlprof/input_wait_share": pytest.approx(sum(waits) / len({part.rank for part in result.time})),
     }
     assert {name: figures[name] for name in expected} == expected
-    assert trackers.figures_of(replace(result, window=None, time=(), changes=())) == {}
+    assert profiling.figures_of(replace(result, window=None, time=(), changes=())) == {}

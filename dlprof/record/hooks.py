@@ -10,6 +10,7 @@ Also hooks that see where the script makes its loaders, wrappers and optimizers,
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -19,9 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dlprof import marks
+from dlprof import marks, redaction
 from dlprof.plain import words_of
-from dlprof.record import handlers, options
+from dlprof.record import signals
 from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
 from dlprof.record.calls.files import Files
 from dlprof.record.calls.frames import Frames
@@ -32,8 +33,7 @@ from dlprof.record.loaders import forget_passes
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.observed import Observed
 from dlprof.record.recorder import Collector, Recorder
-from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import Phases
+from dlprof.record.step_clock import Phases, StepClock
 
 _ABSENT = object()  # the attribute was inherited: undone by deleting ours
 
@@ -102,8 +102,8 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iter
         _watch_loaders(recorder.clock)
         _watch_graphs(Graphs(recorder))
         watch(recorder.observed.calls, _is_traced(), put, hidden)
-        handlers.watch(put, at_uninstall)
-        options.watch(recorder.observed, put)
+        signals.watch(put, at_uninstall)
+        _watch_options(recorder.observed)
         recorder.observed.calls.files.watch(at_uninstall)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
@@ -561,3 +561,43 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
                 calls.see("fsdp")
 
     put(torch.nn.Module, "__init_subclass__", classmethod(hidden(__init_subclass__)))
+
+
+_MOST = 500
+
+
+def _watch_options(observed: Observed) -> None:
+    """Keep the options of the command line as argparse knows them: names, and which switches are on, but no value.
+
+    Options of click, typer, hydra and absl are not seen.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: Any, args: Any = None, *more: Any, **others: Any) -> Any:
+        with passing:
+            found = original(self, args, *more, **others)
+        try:
+            observed.options |= _options(self, args, found[0])
+            observed.news = True
+        except Exception:  # noqa: BLE001 - the script's own classes: its options are then not named
+            observed.options.clear()
+        return found
+
+    put(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+
+def _options(parser: argparse.ArgumentParser, args: Any, namespace: Any) -> dict[str, dict[str, Any]]:
+    """Return the options of a parser that reads the command line, or a part of it, by name."""
+    line = sys.argv[1:]
+    if args is not None and not (set(args) <= set(line) and (args or not line)):
+        return {}
+    found = {}
+    for action in parser._actions[:_MOST]:
+        names = [name for name in action.option_strings if redaction.is_option(name) and not redaction.is_secret(name)]
+        value = getattr(namespace, action.dest, None)
+        if names and action.dest.isidentifier() and action.dest != "help":
+            name = next((name for name in names if name.startswith("--")), names[0])
+            is_on = value is True or (action.nargs == 0 and isinstance(value, (int, str)) and bool(value))
+            found[name] = {"name": name, "dest": action.dest, "switch": action.nargs == 0, "on": is_on}
+    return found

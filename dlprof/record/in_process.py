@@ -18,9 +18,8 @@ from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
 from dlprof.record.launch import options
-from dlprof.record.launch.folder import RunFolder, compress, opened
+from dlprof.record.launch.folder import RunFolder, compress, opened, task_of
 from dlprof.record.launch.supervisor import Samplers, applied, must_be_linux, recorded, whole_run
-from dlprof.record.launch.tasks import task_of
 from dlprof.record.ranks import process_group
 from dlprof.record.recorder import say
 from dlprof.redaction import shown

@@ -28,8 +28,7 @@ from dlprof.record.device import cpu
 from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
-from dlprof.record.launch.stopping import StopAfter
-from dlprof.record.launch.watching import Watch
+from dlprof.record.launch.watching import StopAfter, Watch
 from dlprof.record.ranks import local_rank, words_here
 
 # The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than

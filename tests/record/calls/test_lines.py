@@ -17,9 +17,9 @@ import pytest
 from dlprof.record.calls import frames
 from dlprof.record.calls.frames import MOST_FILE_BYTES, Frames, own_files
 from dlprof.record.calls.seen import LOOKS, PLACES, Calls
+from dlprof.record.failures import memory_failure
 from dlprof.record.hooks import watch
 from dlprof.record.loaders import LoaderSeen
-from dlprof.record.raised import memory_failure
 from tests.fixtures.jobs import facts, record, tiny
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -359,7 +359,7 @@ def test_the_error_that_ends_a_process_is_known_at_its_exit(tmp_path: Path) -> N
     script = tmp_path / "train.py"
     script.write_text(
         "import atexit\n"
-        "from dlprof.record.raised import memory_failure\n"
+        "from dlprof.record.failures import memory_failure\n"
         "atexit.register(lambda: print(memory_failure()['site']))\n"
         "def forward():\n    return bytearray(1 << 55)\n"
         "forward()\n"

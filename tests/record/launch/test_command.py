@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 import dlprof
+from dlprof import nsys
 from dlprof.errors import DlprofError
+from dlprof.nsys import Nsys
 from dlprof.overrides import Outcome
 from dlprof.read.run import open_run
 from dlprof.record.collectors.facts import Facts
 from dlprof.record.device import cpu
-from dlprof.record.launch import nsys, options, supervisor
+from dlprof.record.launch import options, supervisor
 from dlprof.record.launch.child import Lingering, Suspensions
-from dlprof.record.launch.folder import RunFolder
-from dlprof.record.launch.nsys import Nsys
+from dlprof.record.launch.folder import RunFolder, batch_of, host_count, task_of
 from dlprof.record.launch.process import started
 from dlprof.record.launch.supervisor import Ended, left, missing, outcomes, recorded, supervise, unapplied
-from dlprof.record.launch.tasks import batch_of, host_count, task_of
 from dlprof.record.ranks import find_rank
 from tests.fixtures.jobs import environment, launch, only_child, state, until, wrapped
 
@@ -356,10 +356,10 @@ def test_a_window_of_nsys_is_opened_by_the_job_and_tasks_of_a_host_have_reports_
     assert {"--cuda-graph-trace=node", "--kill=none", f"--output={tmp_path / 'nsys'}"} <= set(whole)
     env = {"PATH": str(tmp_path)}
     with pytest.raises(DlprofError, match="no nsys on the PATH"):
-        nsys.launcher(env, window=True)
+        nsys.launcher(env, None, window=True)
     program(tmp_path)
-    assert nsys.launcher(env, window=True).name == "nsys"
-    assert nsys.launcher({**env, "SLURM_PROCID": "3"}, window=False).name == "nsys-3"
+    assert nsys.launcher(env, None, window=True).name == "nsys"
+    assert nsys.launcher(env, "3", window=False).name == "nsys-3"
 
 
 def test_what_nsys_left_is_exported_or_named(tmp_path: Path) -> None:

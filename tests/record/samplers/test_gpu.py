@@ -22,9 +22,7 @@ import pynvml
 import pytest
 
 import dlprof
-from dlprof.record.samplers.amd import AmdSampler
-from dlprof.record.samplers.driver import DriverSampler
-from dlprof.record.samplers.gpu import GpuSampler, Traffic
+from dlprof.record.samplers.gpu import AmdSampler, DriverSampler, GpuSampler, Traffic
 from dlprof.record.samplers.sampling import Host, sample
 from tests.fixtures.jobs import environment, until
 from tests.fixtures.sampling import host_with, rows
