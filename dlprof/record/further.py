@@ -179,8 +179,8 @@ class Further:
         if agreed.follows or apart:
             self._lengths = None  # rank 0's are looked at
         if agreed.follows:
-            return self._told()
-        steps, why = self._asked(), "asked"
+            return self._from_rank_0()
+        steps, why = self._requested(), "asked"
         if steps is None and self._lengths is not None and self._lengths.slower:
             steps, why, self._lengths = STEPS, "slower", None
         if steps is None:
@@ -195,8 +195,8 @@ class Further:
         agreed.write(f"window {self._number}", first)  # the last one: who reads it finds the others
         return Due(self._number, first, steps, why)
 
-    def _told(self) -> Due | None:
-        """Return what rank 0 has said."""
+    def _from_rank_0(self) -> Due | None:
+        """Return the window that rank 0 has written to the store."""
         name = f"window {self._number + 1}"
         if (first := self._agreed.read(name)) is None:
             return None
@@ -204,7 +204,7 @@ class Further:
         steps, slower = self._agreed.read(f"{name} steps"), self._agreed.read(f"{name} slower")
         return Due(self._number, first, steps or STEPS, "slower" if slower else "asked")
 
-    def _asked(self) -> int | None:
+    def _requested(self) -> int | None:
         """Return how many steps a new file asks for; None: there is none, or it makes no sense."""
         written = self._written()
         if written in (0, self._taken):

@@ -101,7 +101,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iter
         _watch_optimizers(recorder)
         _watch_loaders(recorder.clock)
         _watch_graphs(Graphs(recorder))
-        watch(recorder.observed.calls, _is_traced(), put, hidden)
+        watch_calls(recorder.observed.calls)
         signals.watch(put, at_uninstall)
         _watch_options(recorder.observed)
         recorder.observed.calls.files.watch(at_uninstall)
@@ -178,18 +178,11 @@ def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
         wrap_if_known(one)
 
 
-def _is_traced() -> Callable[[], bool]:
-    """Return a function that Dynamo reads as True, so that it reads nothing that follows; else it costs little."""
-    import torch
-
-    return getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
-
-
 def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
-    is_traced, is_captured, passed_on = _is_traced(), clock.is_captured, passed
+    is_traced, is_captured, passed_on = torch.compiler.is_dynamo_compiling, clock.is_captured, passed
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == ("_compiled_call_impl", "_call_impl")
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
@@ -237,7 +230,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
 def _watch_autograd(clock: StepClock) -> None:
     import torch
 
-    is_traced, is_captured = _is_traced(), clock.is_captured
+    is_traced, is_captured = torch.compiler.is_dynamo_compiling, clock.is_captured
 
     def timed(original: Callable[..., Any]) -> Any:
         is_backward = original.__name__ == "backward"
@@ -270,10 +263,11 @@ def _watch_autograd(clock: StepClock) -> None:
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
+    import torch
     from torch.amp.grad_scaler import GradScaler
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    is_traced, clock, observed = _is_traced(), recorder.clock, recorder.observed
+    is_traced, clock, observed = torch.compiler.is_dynamo_compiling, recorder.clock, recorder.observed
     is_captured = clock.is_captured
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -335,7 +329,7 @@ def _watch_graphs(graphs: Graphs) -> None:
     if not all(hasattr(kind, name) for name in ("capture_begin", "capture_end", "replay")):
         return  # the steps of other jobs are marked without it
     beginning, ending, replaying = kind.capture_begin, kind.capture_end, kind.replay
-    is_traced = _is_traced()
+    is_traced = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(beginning)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -468,13 +462,12 @@ def _watch_loaders(clock: StepClock) -> None:
 # Classes of modules that come when a script imports them, by the kind of call that makes one.
 _LATER = {"FullyShardedDataParallel": "fsdp"}
 
-
 # A class that `fully_shard` makes of a module's has this one among its bases.
 _SHARDED = "FSDPModule"
 
 
-def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object], hidden: Callable[..., Any]) -> None:
-    """Put wrappers in place of what makes and calls these, by `put` and `hidden` of hooks.py."""
+def watch_calls(calls: Calls) -> None:
+    """See where the script makes its loaders, wrappers and optimizers, and what else it calls."""
     import torch
     from torch.amp.autocast_mode import autocast
     from torch.amp.grad_scaler import GradScaler
@@ -485,7 +478,7 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
     def seeing(original: Any, see: Callable[[Any], object]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_traced():
+            if torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             if not calls.off:
                 see(args[0] if args else None)

@@ -33,11 +33,13 @@ from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns, sleep
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dlprof.record.calls.attribution import is_wrapper, passed
 from dlprof.record.log import Descriptor, moved
-from dlprof.record.step_clock import Phases
+
+if TYPE_CHECKING:
+    from dlprof.record.recorder import Recorder
 
 # If our code takes longer, as in a system call that hangs, Ctrl-C must get through.
 _WAITS_NS = 1_000_000_000
@@ -216,27 +218,10 @@ class _Default(int):
         self.handle(number, frame)
 
 
-class Recording(Protocol):
-    """What is ended: the recorder."""
-
-    stopping: tuple[int, int]  # the thread that writes the files right now, and since when
-    has_stopped: threading.Event
-
-    @property
-    def clock(self) -> Phases:
-        """The clock of the steps."""
-
-    def save(self) -> None:
-        """Bring the last steps to the disk."""
-
-    def stop(self, ended: str, *, at_once: bool = False) -> None:
-        """End the recording."""
-
-
 class Ending:
     """Ends a recording with its process."""
 
-    def __init__(self, recorder: Recording) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._handler = _Default(signal.SIG_DFL)
         self._handler.handle = self._terminated

@@ -17,19 +17,21 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dlprof.record import guarded
 from dlprof.record.captured import unseen
 from dlprof.record.loaders import FetchWatcher, LoaderSeen, Pass, look_at, samples_of
 from dlprof.record.observed import Observed
 
+if TYPE_CHECKING:
+    from dlprof.record.recorder import Recorder
+
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _NONE = (0, 0, 0, 0)
 _UNTOLD = (0, 0)
 PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
 _RANGES = tuple(f"dlprof::{phase}" for phase in PHASES)
-
 
 # The marks that the first loader takes over from.
 WEAKER = ("optimizer", "replay", "backward", "forward")
@@ -282,27 +284,11 @@ class Watcher(Protocol):
         """See it end."""
 
 
-class Driver(Protocol):
-    """What the clock calls: the recorder."""
-
-    def begin(self) -> None:
-        """Start recording: the process has just begun to train."""
-
-    def infer(self) -> None:
-        """Start recording a process that only infers."""
-
-    def steps_due(self) -> None:
-        """Take the steps that have ended."""
-
-    def fail(self, error: Exception) -> None:
-        """Switch the recording off, since it failed."""
-
-
 @dataclass(slots=True, eq=False)
 class Phases:
     """The phases of the step that is being measured. They nest, and their times exclude each other."""
 
-    _driver: Driver
+    _recorder: Recorder
     row: Row = field(default_factory=lambda: Row(0, 0))
     owner: int = 0  # the thread that trains
     off: bool = False
@@ -345,7 +331,7 @@ class Phases:
 
     def fail(self, error: Exception) -> None:
         """Switch the recording off, since a hook failed."""
-        self._driver.fail(error)
+        self._recorder.fail(error)
 
     def open_range(self, name: str) -> Any:
         """Open a named range if a trace is recorded, and return it: its __exit__ closes it. Else return None."""
@@ -704,12 +690,12 @@ class StepClock(Phases):
         if self.started:
             self.done.append(cells)
             if now >= self.due_ns or row.number >= self.due_step or observed.news:
-                self._driver.steps_due()
+                self._recorder.steps_due()
         else:
             if len(self.done) < _EARLY_STEPS:
                 self.done.append(cells)
             if self.may_infer and is_inference(cells, self.done, now):
-                self._driver.infer()
+                self._recorder.infer()
 
     def owns(self, phase: int) -> bool:
         """Return whether this thread trains: the first one that calls, until another runs backward or an optimizer."""
@@ -745,7 +731,7 @@ class StepClock(Phases):
         else:
             self._beginning = True
             try:
-                self._driver.begin()
+                self._recorder.begin()
             finally:
                 self._beginning = False
         self.trains = self.started

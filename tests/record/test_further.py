@@ -106,7 +106,6 @@ TRAINING = """
     dist.destroy_process_group()
 """
 
-
 _PLAIN_STEPS = 1_500  # more than the recorded job makes, whose steps take 20 ms or more
 
 

@@ -22,7 +22,6 @@ from tests.fixtures.jobs import TORCHRUN, environment, facts, launch, record, ro
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-
 DDP = """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -334,12 +335,6 @@ def test_a_rank_that_hangs_does_not_hold_up_an_elastic_restart(tmp_path: Path) -
     assert [len(rows(path)) for path in sorted(ranks.iterdir())] == [25] * 4
 
 
-def test_a_script_that_takes_the_default_back_ends_by_it(tmp_path: Path) -> None:
-    process = begun(tmp_path, "train(5)\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\nhang()")
-    process.terminate()
-    assert process.wait(20) == -signal.SIGTERM
-
-
 def test_a_script_and_a_forks_child_find_the_handlers_that_they_find_without_us(tmp_path: Path) -> None:
     chains = script(
         tmp_path,
@@ -398,6 +393,7 @@ def test_whoever_kills_what_he_started_kills_the_job(tmp_path: Path) -> None:
     assert until(lambda: not words(rank))
     assert facts(tmp_path / "run/ranks/00000")["ended"] == f"signal {int(signal.SIGTERM)}"
     assert len(rows(tmp_path / "run/ranks/00000")) >= 25
+    assert json.loads((tmp_path / "run/run.json").read_text())["end_ns"] is None
 
 
 @pytest.mark.long

@@ -122,7 +122,6 @@ def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any)
 # A script may take this long to save a checkpoint before it ends.
 _PATIENCE_S = 15.0
 
-
 _MOST_NAMED = 8
 
 
@@ -159,7 +158,6 @@ class Lingering:
 # Suspensions longer than the sum of both are noticed.
 _EVERY_S = 2.0
 
-
 _LATE_S = 1.5
 
 
@@ -195,7 +193,6 @@ class Suspensions:
 
 _SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: the kernel sent it to the whole group, as for Ctrl-C on a terminal
 
-
 PASSED_ON = {
     signal.SIGHUP,
     signal.SIGINT,
@@ -208,7 +205,6 @@ PASSED_ON = {
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 }
 
-
 # The program of the witness: it writes which signals reach it, and their senders.
 _WITNESS = """
 import os, signal, sys
@@ -217,15 +213,12 @@ while True:
     os.write(1, b"%d %d\\n" % (seen.si_signo, seen.si_pid))
 """
 
-
 # A signal may take this long to reach all processes that its sender named; one to this process alone waits as long.
 _TOGETHER_S = 0.1
-
 
 # `timeout` and others signal the process and then its group. The kernel makes one of two such signals of a process that
 # has not taken the first yet, as it mostly has not; this one has, and takes the second within this time.
 _AT_ONCE_S = 0.05
-
 
 # The witness may take this long to write a signal: on a busy host it waits for a core like all others.
 _WRITTEN_S = 5.0

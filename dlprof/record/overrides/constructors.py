@@ -128,9 +128,7 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
 # in every step.
 _MOST_KEPT = 8
 
-
 _MOST_LOOKS = 64
-
 
 Place = tuple[str, int, str]  # file, line and function
 

@@ -30,7 +30,7 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
         return
     models = _Models(asked, effects)
     original: Any = torch.nn.Module.__call__
-    is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+    is_traced = torch.compiler.is_dynamo_compiling
     is_captured = capture_test()  # a graph that the script keeps is as the script has it
     within_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
     state = local()  # .inside: this thread is in the outermost model's call

@@ -273,7 +273,7 @@ class _NvidiaGpu(Gpu):
         self._nvml = nvml = sampler.driver
         self._handle = self._whole = handle = _handle(nvml, uuid)
         self._instance: int | None = None  # of a slice, within its GPU
-        if _is_slice(nvml, handle):
+        if _is_slice(nvml, handle, sampler.refusals):
             self._whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             self._instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
         whole, is_slice = self._whole, self._instance is not None
@@ -398,9 +398,8 @@ def _errors(nvml: Any, names: Iterable[str]) -> tuple[type[Exception], ...]:
     return tuple(error for error in found if error is not None)
 
 
-def _is_slice(nvml: Any, handle: Any) -> bool:
+def _is_slice(nvml: Any, handle: Any, refusals: Errors) -> bool:
     """Return whether a handle is of a slice; before drivers had slices none is."""
-    refusals: tuple[type[Exception], ...] = (*_errors(nvml, _REFUSED), AttributeError)
     try:
         answer = nvml.nvmlDeviceIsMigDeviceHandle(handle)
     except refusals:
@@ -423,25 +422,19 @@ def _handle(nvml: Any, uuid: str) -> Any:
 # From one reading to the next, and to the second look at counters of links.
 LEAST_S, COUNT_S = 1.0, 0.1
 
-
 _LONGEST_NS = 130_000_000
 
-
 _FASTEST_GENERATION = 4
-
 
 _PCIE_FIELDS = {
     197: "pcie_sent_bytes_per_s",
     198: "pcie_received_bytes_per_s",
 }  # NVML_FI_DEV_PCIE_COUNT_TX_BYTES, RX_BYTES
 
-
 RATES = frozenset(_PCIE_FIELDS.values())
-
 
 # The member of nvmlValue_t that holds a value, by nvmlValueType_t.
 MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-
 
 Errors = tuple[type[Exception], ...]
 

@@ -202,21 +202,18 @@ class Periodic:
         self.host = host
 
 
-def claim(run: Path) -> socket.socket | None:
-    """Make this the process that samples this host for a run, as long as the socket is open; None: another one does.
+def claimed_name(run: Path) -> str:
+    """Return the name that the process has which samples this host for a run.
 
-    A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers
-    of other names may share it, with the host's network.
+    It is the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers of
+    other names may share it, with the host's network.
     """
-    return _bound(_name(run))
-
-
-def _name(run: Path) -> str:
     what = os.fsencode(run.resolve()) + f"\0{os.uname().nodename}\0{boot()}".encode()
     return f"\0dlprof-{hashlib.sha256(what).hexdigest()[:32]}"
 
 
-def _bound(name: str) -> socket.socket | None:
+def claim(name: str) -> socket.socket | None:
+    """Take that name for this process, as long as the socket is open; None: another one has it."""
     claimed = socket.socket(socket.AF_UNIX)
     try:
         claimed.bind(name)
@@ -233,8 +230,8 @@ def over(end: int, seconds: float) -> bool:
 
 def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
     """Drive the samplers of this host until the job is over; or wait to, while another process does."""
-    name = _name(run)  # once: processes that wait do not access the disk
-    while (claimed := _bound(name)) is None:
+    name = claimed_name(run)  # once: processes that wait do not access the disk
+    while (claimed := claim(name)) is None:
         if over(end, _CLAIM_AGAIN_S):
             return
     with claimed:
