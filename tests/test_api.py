@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -204,15 +203,10 @@ def test_frames_are_listed_by_subject_in_plain_words(run: Run) -> None:
         assert listed[column].str.match(r"[A-Z`]").all()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run",
-        "gpu",
-        "memory",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("dlrm_v100_8ranks", "h200/g01_gpt_fp32")),
-    ],
-)
+FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in ("dlrm_v100_8ranks", "h200/g01_gpt_fp32")]
+
+
+@pytest.mark.parametrize("name", ["run", "gpu", "memory", *FURTHER])
 def test_what_is_not_known_is_na_and_never_minus_one(name: str, request: pytest.FixtureRequest) -> None:
     if name in ("run", "gpu"):
         opened = request.getfixturevalue(name)
@@ -254,31 +248,6 @@ def test_every_figure_of_the_report_is_a_figure_of_plotly(run: Run) -> None:
         assert len(figure.data)
     with pytest.raises(DlprofError, match="did you mean timeline"):
         run.figure("timelin")
-
-
-CELLS = """
-import dlprof
-run = dlprof.open({path!r})
-run
-# cell
-run.frame("breakdown").groupby("category")["ns"].sum()["input_wait"]
-# cell
-print(run.figure("breakdown").to_json())
-"""
-
-
-@pytest.mark.long
-def test_a_notebook_shows_the_verdict_and_the_frames(path: Path, run: Run) -> None:
-    cells = [nbformat.v4.new_code_cell(text) for text in CELLS.format(path=str(path)).split("# cell\n")]  # type: ignore[no-untyped-call]
-    done = NotebookClient(nbformat.v4.new_notebook(cells=cells)).execute()  # type: ignore[no-untyped-call]
-    shown, value, figure = (cell.outputs[0] for cell in done.cells)
-    assert shown.data["text/html"] == run._repr_html_()
-    assert run.findings["title"].iloc[0] in shown.data["text/html"]
-    measured = run.frame("breakdown")
-    assert float(value.data["text/plain"].strip("np.float64()")) == pytest.approx(
-        measured.loc[measured["category"] == "input_wait", "ns"].sum()
-    )
-    assert json.loads(figure.text)["data"]
 
 
 @pytest.mark.long

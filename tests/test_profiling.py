@@ -151,7 +151,7 @@ RANKS = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [TORCHRUN, ()], ids=["torchrun", "multiprocessing"])
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param((), id="multiprocessing", marks=pytest.mark.slow)])
 def test_ranks_record_into_one_folder_and_rank_0_waits_for_all_and_says_so_once(
     launcher: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from dlprof.plain import tell
 from dlprof.record.device.cpu import KernelCounters
-from dlprof.record.launch.process import awaits, family, running, tied
+from dlprof.record.launch.process import awaits, family, running, start, tied
 
 # A suspension that both a signal and the clock show within this time counts once.
 _TOGETHER_NS = 1_000_000_000
@@ -62,8 +62,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             tell(f"{command[0]}: {said}" + ("; leave out the -- to run it under Python" if is_script else ""))
             return (127 if missing else 126) << 8, resumed
         waiter = threading.Thread(target=_signal_end, args=(child.pid, threading.get_ident()), daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-            waiter.start()
+        start(waiter)
         suspensions.start()
         while True:
             # Never with a timeout: in a process that was suspended for longer than that, Python returns a signal that
@@ -137,8 +136,7 @@ class Lingering:
         if self._timer is None:
             self._timer = threading.Timer(self._patience_s, self._say)
             self._timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-                self._timer.start()
+            start(self._timer)
 
     def ended(self) -> None:
         """Cancel the warning."""
@@ -171,8 +169,7 @@ class Suspensions:
 
     def start(self) -> None:
         """Start; if no more threads are allowed, no suspension will be noticed."""
-        with contextlib.suppress(RuntimeError):
-            self._thread.start()
+        start(self._thread)
 
     def end(self) -> list[int]:
         """Return when this process continued after each suspension, Unix ns."""

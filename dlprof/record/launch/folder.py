@@ -389,7 +389,8 @@ class Local:
         try:
             with self._alone():
                 for rank in ranks:
-                    _move(rank, self.run / "ranks" / rank.relative_to(self.folder / "ranks"))
+                    _copy(rank, self.run / "ranks" / rank.relative_to(self.folder / "ranks"))
+                    shutil.rmtree(rank, ignore_errors=True)
                 _copy(run_folder.host_folder(self.folder, host), _host_of(self.run, host))
                 self._sign.unlink(missing_ok=True)
                 if not any((self.folder / _HERE).iterdir()) and not any(run_folder.in_ranks(self.folder)):
@@ -415,12 +416,6 @@ def _host_of(run: Path, host: str) -> Path:
         if (folder / BOOT).read_text().strip() != boot():
             return folder.with_name(longer(folder.name, boot()))
     return folder
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move a folder to another disk: what is there is whole, or is still here."""
-    _copy(source, target)
-    shutil.rmtree(source, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -98,6 +100,12 @@ def keep_memory() -> None:
         return
     mallopt(_M_TRIM_THRESHOLD, _KEPT)
     mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, if this process is allowed any more of them."""
+    with contextlib.suppress(RuntimeError):
+        thread.start()
 
 
 def tie(number: signal.Signals, parent: int) -> None:

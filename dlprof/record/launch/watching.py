@@ -21,7 +21,7 @@ from typing import Any
 from dlprof import run_folder
 from dlprof.plain import tell, words_of
 from dlprof.record.failures import LEAST_S, seconds
-from dlprof.record.launch.process import family, has_ended, running, stat_of
+from dlprof.record.launch.process import family, has_ended, running, start, stat_of
 from dlprof.record.ranks import words_here
 
 _LOOK_S, _SELDOM_S = 2.0, 10.0  # the second one where a job may stand still for a minute anyway
@@ -53,8 +53,7 @@ class Watch:
         """Begin to watch; it never keeps the job from anything."""
         if self._asked != "off":
             self._thread = threading.Thread(target=self._watch, name="dlprof watch", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-                self._thread.start()
+            start(self._thread)
 
     def end(self) -> None:
         """Watch no more."""
@@ -185,8 +184,7 @@ class StopAfter:
         """Watch the job of this process, which has just been started."""
         if self._most:
             self._thread = threading.Thread(target=self._watch, args=(child,), name="dlprof stop", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-                self._thread.start()
+            start(self._thread)
 
     def end(self) -> None:
         """Watch no more; on return no process is left of a job that was asked to end."""

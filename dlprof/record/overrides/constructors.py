@@ -34,6 +34,7 @@ class Kind:
     def __init__(self, settings: Mapping[str, Value], effects: Effects) -> None:
         self.wanted = settings
         self.effects = effects
+        self.making: list[int] = []  # those that are being made: a class may call the constructor above it
 
     def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments to make an object with instead of those given; an override that it leaves is noted."""
@@ -71,16 +72,13 @@ def _bound(
     return bound
 
 
-def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor that makes objects of a kind with changed arguments.
-
-    `making`: the objects that are being made; a class may call the constructor above it, which changes nothing then.
-    """
+def watched(kind: Kind, original: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor that makes objects of a kind with changed arguments."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def __init__(made: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
-        if id(made) in making:
+        if id(made) in kind.making:
             with passing:
                 return original(made, *args, **kwargs)
         bound = _bound(signature, made, args, kwargs)
@@ -88,7 +86,7 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
             with passing:
                 return original(made, *args, **kwargs)  # which says what is wrong
         given = dict(bound.arguments)
-        making.append(id(made))
+        kind.making.append(id(made))
         try:
             try:
                 changed = kind.change(made, given)
@@ -111,7 +109,7 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
                     original(*bound.args, **bound.kwargs)
                 return None
         finally:
-            making.remove(id(made))
+            kind.making.remove(id(made))
         try:
             for setting in kind.wanted:
                 if setting in changed:
@@ -218,8 +216,8 @@ def install_loaders(asked: Mapping[str, Value], effects: Effects) -> None:
     """Have loaders made with the settings asked for, those of torchdata too."""
     from torch.utils.data import DataLoader
 
-    loaders, making = _Loaders(wanted(asked, "loader"), effects), list[int]()
-    watch_method(DataLoader, "__init__", functools.partial(watched, loaders, making))
+    loaders = _Loaders(wanted(asked, "loader"), effects)
+    watch_method(DataLoader, "__init__", functools.partial(watched, loaders))
     watch_method(DataLoader, "_get_iterator", loaders.starting)
 
 
@@ -336,7 +334,7 @@ def install_ddp(asked: Mapping[str, Value], effects: Effects) -> None:
     settings = wanted(asked, "ddp")
     hook = settings.pop("comm_hook", None)
     wrapping = _Wrapping(settings, None if hook is None else str(hook), effects)
-    making = watched(wrapping, [], DistributedDataParallel.__init__)
+    making = watched(wrapping, DistributedDataParallel.__init__)
     if hook is not None:
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             put(DistributedDataParallel, name, wrapping.registering(getattr(DistributedDataParallel, name)))
@@ -404,11 +402,11 @@ def install_optimizers(asked: Mapping[str, Value], effects: Effects) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    optimizers, making = _Optimizers(wanted(asked, "optimizer"), effects), list[int]()
+    optimizers = _Optimizers(wanted(asked, "optimizer"), effects)
     for kind in {k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}:
         # A class that inherits its constructor has that of the class above.
         if "__init__" in vars(kind) and not optimizers.wanted.keys().isdisjoint(_parameters(kind)):
-            put(kind, "__init__", watched(optimizers, making, vars(kind)["__init__"]))
+            put(kind, "__init__", watched(optimizers, vars(kind)["__init__"]))
     at_uninstall(register_optimizer_step_pre_hook(hide(optimizers.before_step, with_callees=True)).remove)
 
 
@@ -426,7 +424,6 @@ class _Optimizers(Kind):
         self._keys: list[set[str]] = []  # of the groups of parameters that the optimizer being made was given
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # looked at before their first step
         self._before: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
-        self.before_step = self._hook()
 
     def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of an optimizer; its groups of parameters are a list, to be read a second time."""
@@ -453,26 +450,22 @@ class _Optimizers(Kind):
         if changed:
             self._before[made] = {name: given[name] for name in changed if name != "params"}
 
-    def _hook(self) -> Any:
-        """Return what is called before each step."""
-
-        def before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            try:
-                if optimizer in self._known:
-                    return
-                self._known.add(optimizer)
-                before = self._before.pop(optimizer, None)
-                if before is None:
-                    self._explain(optimizer)
-                elif self.wanted.get("fused") and "fused" in before and (why := _not_fused(optimizer)):
-                    self.effects.failed("optimizer.fused", why, undone=True)
-                    for group in optimizer.param_groups:
-                        group.update(before)
-                    vars(optimizer).pop("_step_supports_amp_scaling", None)
-            except Exception as e:  # noqa: BLE001 - the script's step goes on
-                self.fail(e)
-
-        return before_step
+    def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Look at an optimizer before its first step; called before each."""
+        try:
+            if optimizer in self._known:
+                return
+            self._known.add(optimizer)
+            before = self._before.pop(optimizer, None)
+            if before is None:
+                self._explain(optimizer)
+            elif self.wanted.get("fused") and "fused" in before and (why := _not_fused(optimizer)):
+                self.effects.failed("optimizer.fused", why, undone=True)
+                for group in optimizer.param_groups:
+                    group.update(before)
+                vars(optimizer).pop("_step_supports_amp_scaling", None)
+        except Exception as e:  # noqa: BLE001 - the script's step goes on
+            self.fail(e)
 
     def _explain(self, optimizer: Any) -> None:
         """Note of an optimizer whose constructor was not changed that it takes no such setting."""
