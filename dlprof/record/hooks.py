@@ -475,10 +475,12 @@ def watch_calls(calls: Calls) -> None:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    is_traced = torch.compiler.is_dynamo_compiling
+
     def seeing(original: Any, see: Callable[[Any], object]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
+            if is_traced():
                 return original(*args, **kwargs)
             if not calls.off:
                 see(args[0] if args else None)
@@ -556,7 +558,7 @@ def watch_calls(calls: Calls) -> None:
     put(torch.nn.Module, "__init_subclass__", classmethod(hidden(__init_subclass__)))
 
 
-_MOST = 500
+_MOST_OPTIONS = 500
 
 
 def _watch_options(observed: Observed) -> None:
@@ -586,7 +588,7 @@ def _options(parser: argparse.ArgumentParser, args: Any, namespace: Any) -> dict
     if args is not None and not (set(args) <= set(line) and (args or not line)):
         return {}
     found = {}
-    for action in parser._actions[:_MOST]:
+    for action in parser._actions[:_MOST_OPTIONS]:
         names = [name for name in action.option_strings if redaction.is_option(name) and not redaction.is_secret(name)]
         value = getattr(namespace, action.dest, None)
         if names and action.dest.isidentifier() and action.dest != "help":
