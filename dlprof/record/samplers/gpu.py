@@ -27,14 +27,14 @@ import contextlib
 import io
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
 from dlprof.plain import words_of
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Periodic, RankHere, line
+from dlprof.record.samplers.sampling import RankHere, Sampler, line
 
 Reading = Mapping[str, float]
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Gpu:
         return row
 
 
-class DriverSampler(Periodic, ABC):
+class DriverSampler(Sampler):
     """Writes gpu.jsonl of each rank here that trains on a GPU of one vendor: keys as metrics of the table `samples`."""
 
     name: str

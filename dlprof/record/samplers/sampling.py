@@ -14,10 +14,11 @@ import os
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dlprof import run_folder
 from dlprof.files import BOOT, boot, longer
@@ -49,7 +50,7 @@ class RankHere:
     device: Mapping[str, Any] = field(compare=False)  # type, uuid, name ...; empty if unknown
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """One source of measurements of a host; it lives on the only thread of the samplers' process.
 
     start and tick may raise: the sampler is then off. A child process that a sampler starts must be tied to this one
@@ -57,18 +58,22 @@ class Sampler(Protocol):
     """
 
     name: str
+    host: Host
 
     @property
     def period_s(self) -> float:
-        """The seconds to the next tick, read after each."""
+        """The seconds to the next tick, read after each: as its host's, where a sampler has none of its own."""
+        return self.host.period_s
 
     def start(self, host: Host) -> None:
         """Begin: host.folder exists. Ranks come later, host.ranks is empty as yet."""
+        self.host = host
 
+    @abstractmethod
     def tick(self) -> None:
         """Take one reading; host.ranks has just been brought up to date."""
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 - most hold nothing in memory
         """End, and leave what is in memory on disk. The end of the user's command waits for it: be quick."""
 
 
@@ -185,21 +190,6 @@ class Host:
         if since is None:
             return None
         return RankHere(int(facts["rank"]), word.folder, facts["pid"], since, facts.get("device") or {})
-
-
-class Periodic:
-    """A sampler that reads at its host's period."""
-
-    host: Host
-
-    @property
-    def period_s(self) -> float:
-        """The seconds to the next reading."""
-        return self.host.period_s
-
-    def start(self, host: Host) -> None:
-        """Remember the host."""
-        self.host = host
 
 
 def claimed_name(run: Path) -> str:
