@@ -135,6 +135,8 @@ def _calls() -> str:
     return ""
 
 
+# -- errors
+
 _MOST_TEXT = 2_000  # characters of an error's text
 
 # What PyTorch's allocator of host memory says in a RuntimeError.

@@ -190,6 +190,8 @@ def watch(put: Callable[..., object], at_uninstall: Callable[[Callable[[], objec
         put(module, original.__name__, wrapper)
 
 
+# -- SIGTERM
+
 # How long the main thread may take to start the handler. It gets longer while a trace is open: only the main thread can
 # close it, and a step may spend that long in C.
 _BEGINS_S, _BEGINS_TRACED_S = 0.25, 1.0

@@ -360,6 +360,8 @@ def _gzip(path: Path) -> Any:
     return opener(path, "wb")
 
 
+# -- on a disk of the node
+
 _HERE = "supervisors"  # a file for each that records here
 
 
@@ -423,6 +425,8 @@ def _copy(source: Path, target: Path) -> None:
     if source.is_dir():
         shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
+
+# -- tasks: which of which job a command is
 
 # Variables with the number of a task among those that one launcher has started.
 _NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

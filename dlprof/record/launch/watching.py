@@ -154,6 +154,8 @@ class Watch:
         ]
 
 
+# -- ending a job
+
 _POLL_S = 0.2
 
 # How long the processes of a run may take to end by themselves. The step log is written every half second anyway.

@@ -208,6 +208,8 @@ class Effects:
         return None
 
 
+# -- loaders
+
 # What only a loader with workers may be given, and what one without has instead.
 _OF_WORKERS = {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None, "timeout": 0}
 
@@ -322,6 +324,8 @@ def _give(loader: Any, settings: Mapping[str, Any]) -> None:
     loader.multiprocessing_context = settings["multiprocessing_context"] if workers else None
 
 
+# -- DistributedDataParallel
+
 _HOOK = "ddp.comm_hook"
 # torch 2.13 has it for `broadcast_buffers`, which warns since; with this one buffers are sent as a model is wrapped.
 _SYNC = "forward_sync_buffers"
@@ -392,6 +396,8 @@ class _Wrapping(Kind):
 
         return register
 
+
+# -- optimizers
 
 # An optimizer takes one of them.
 _OTHER = {"fused": "foreach", "foreach": "fused"}

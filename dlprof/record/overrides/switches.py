@@ -171,21 +171,23 @@ def see_environment(asked: Mapping[str, Value], before: Mapping[str, Any], effec
             effects.took(name, before.get(variable), placed=False)
 
 
-_NAME = "copy.non_blocking"
+# -- copies to a device; those from a device stay: the host may read them at once
+
+_COPY = "copy.non_blocking"
 
 
 def install_copies(asked: Mapping[str, Value], effects: Effects) -> None:
     """Have Tensor.to and Tensor.cuda wait, or not wait, as asked for."""
     import torch
 
-    if _NAME not in asked:
+    if _COPY not in asked:
         return
     tensor: Any = torch.Tensor
     for name, target in (("to", _target_of_to), ("cuda", lambda _args, _kwargs: "cuda")):
-        put(tensor, name, _watched(getattr(tensor, name), target, bool(asked[_NAME]), effects))
+        put(tensor, name, _copying(getattr(tensor, name), target, bool(asked[_COPY]), effects))
 
 
-def _watched(original: Any, target: Any, value: bool, effects: Effects) -> Any:
+def _copying(original: Any, target: Any, value: bool, effects: Effects) -> Any:
     is_captured = capture_test()  # a graph that the script keeps is as the script has it
 
     @functools.wraps(original)
@@ -195,13 +197,13 @@ def _watched(original: Any, target: Any, value: bool, effects: Effects) -> Any:
             # torch's own calls move a model's parameters.
             copied = not is_captured() and tensor.device.type == "cpu" and target(args, kwargs) not in ("", "cpu")
             if copied and not by_torch(2):
-                args, kwargs, before = _changed(args, kwargs, value)
+                args, kwargs, before = _with_non_blocking(args, kwargs, value)
         except Exception as e:  # noqa: BLE001 - the copy is made as the script says
-            effects.failed(_NAME, e)
+            effects.failed(_COPY, e)
         with passing:
             result = original(tensor, *args, **kwargs)
         if before is not None:
-            effects.took(_NAME, before)
+            effects.took(_COPY, before)
         return result
 
     return copy
@@ -219,7 +221,7 @@ def _target_of_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return torch.device(where).type
 
 
-def _changed(
+def _with_non_blocking(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], value: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Return the arguments with non_blocking as asked for, and what it was.

@@ -154,6 +154,8 @@ class DriverSampler(Sampler):
         return gpu.read() if gpu is not None else None
 
 
+# -- NVIDIA
+
 _ALL_LINKS = 0xFFFFFFFF  # nvml.h: the scope that adds up a GPU's NVLinks
 
 # Field → name, scale and scope, all of them counters that only grow. What heat and a power brake alone held down is not
@@ -496,6 +498,8 @@ def is_countable(nvml: Any, handle: Any) -> bool:
         return True
     return generation <= _FASTEST_GENERATION
 
+
+# -- AMD
 
 # Statuses of amdsmi.h: what a GPU, driver or user lacks now it lacks for good; without a driver all GPUs do.
 _AMD_REFUSED = ("NOT_SUPPORTED", "NOT_YET_IMPLEMENTED", "NO_PERM", "FAIL_LOAD_SYMBOL", "INVAL")
