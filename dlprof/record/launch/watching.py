@@ -21,7 +21,7 @@ from typing import Any
 from dlprof import run_folder
 from dlprof.plain import tell, words_of
 from dlprof.record.failures import LEAST_S, seconds
-from dlprof.record.launch.process import family, has_ended, running, start, stat_of
+from dlprof.record.launch.process import family, has_ended, running, start, started_with, stat_of
 from dlprof.record.ranks import words_here
 
 _LOOK_S, _SELDOM_S = 2.0, 10.0  # the second one where a job may stand still for a minute anyway
@@ -278,15 +278,9 @@ def processes_of(root: int, folder: Path, supervisor: int | None = None) -> set[
     roots = [
         pid
         for pid, stat in known.items()
-        if (pid == root and os.getpid() in (root, int(stat[1]))) or int(stat[3]) == root or _is_marked(pid, marks)
+        if (pid == root and os.getpid() in (root, int(stat[1]))) or int(stat[3]) == root or started_with(pid, marks)
     ]
     return set(family(roots, known)) - {os.getpid()}
-
-
-def _is_marked(pid: int, marks: set[bytes]) -> bool:
-    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
-        return marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    return False
 
 
 def end(root: int, folder: Path, supervisor: int | None = None) -> None:

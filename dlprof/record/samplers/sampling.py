@@ -23,7 +23,7 @@ from typing import Any
 from dlprof import run_folder
 from dlprof.files import BOOT, boot, longer
 from dlprof.plain import tell, words_of
-from dlprof.record.launch.process import started
+from dlprof.record.launch.process import started, started_with
 from dlprof.record.log import Log
 from dlprof.record.ranks import Word, words_here
 
@@ -165,7 +165,7 @@ class Host:
             else:
                 self.ranks = (*self.ranks, rank)
 
-    def loaded(self) -> Iterator[int]:
+    def loaded(self) -> list[int]:
         """Return the processes of this run here that have loaded torch, and run: ranks, launchers, workers.
 
         Costs one stat of the run's folder while no process comes. Raises OSError where none has come yet.
@@ -177,12 +177,9 @@ class Host:
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                     said = json.loads(text)
                     self._loaded += [int(said["pid"])] if said.get("torch") else []
-        run = b"\0DLPROF_RUN=" + os.fsencode(self.run) + b"\0"
-        for pid in self._loaded:
-            with contextlib.suppress(OSError):
-                # The list may be of another host of this name.
-                if run in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    yield pid
+        run = b"DLPROF_RUN=" + os.fsencode(self.run)
+        # The list may be of another host of this name.
+        return [pid for pid in self._loaded if started_with(pid, {run})]
 
     def _here(self, word: Word, facts: Any) -> RankHere | None:
         here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot
