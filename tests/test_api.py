@@ -175,18 +175,15 @@ def test_one_rank_that_exchanges_nothing_has_no_overlap(tmp_path: Path) -> None:
         dlprof.open(traces.write(tmp_path / "trace.json", kernel)).overlap()
 
 
-def test_two_runs_compared(gpu: Run, run: Run, path: Path, tmp_path: Path) -> None:
-    traces.write(tmp_path / "rank0.json", traces.training(5, rank=0, world_size=2))
-    traces.write(tmp_path / "rank1.json", traces.training(5, rank=1, world_size=2))
-    other = dlprof.open(tmp_path)
-    found = gpu.compare(other)
+def test_two_runs_compared(gpu: Run, run: Run, tmp_path: Path) -> None:
+    found = gpu.compare(gpu)
     columns = ["kind", "name", "a_ns", "b_ns", "change_ns", "noise_ns", "verdict", "a_calls", "b_calls"]
     assert list(found.columns) == columns
     assert found["kind"].unique().tolist() == ["step", "part", "collective", "kernel", "operator", "range"]
     assert set(found["change_ns"]) == {0.0}
     assert found["a_ns"][0] == gpu.breakdown()["step_ns"].mean()
     assert found.attrs.keys() == {"doubts", "not_compared"}
-    assert len(gpu.figure("compare", other).data) == 2
+    assert len(gpu.figure("compare", gpu).data) == 2
     with pytest.raises(DlprofError, match="no such file"):
         gpu.compare(tmp_path / "nothing")
     traces.write(tmp_path / "unmarked.json", traces.trace(traces.op("aten::mm", 0, 10)))
