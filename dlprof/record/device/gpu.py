@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.model.names import alive, parameters_of
-from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import FORWARD, Row
+from dlprof.record.step_clock import FORWARD, Row, StepClock
 
 if TYPE_CHECKING:
     from dlprof.record.recorder import Recorder
