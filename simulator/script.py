@@ -23,7 +23,7 @@ from simulator.machine import Simulated
 FOLDER, FILE = "/home/user/", "train.py"
 LIBRARIES = "/opt/venv/lib/python3.12/site-packages"
 
-# The recorder looks so often at a call of a kind (LOOKS in dlprof/record/calls/seen.py), and once at what makes an
+# The recorder looks so often at a call of a kind (LOOKS in dlprof/record/calls.py), and once at what makes an
 # object or is seen in the one step whose operators it counts.
 _LOOKS = 64
 _EACH_STEP = ("autocast", "backward")

@@ -167,7 +167,7 @@ def _trace() -> str:
     if "CUDA" not in about["traces"]:
         found = "traces operators on the CPU, and no work on the GPU: this torch has no CUPTI"
         raise _Answer(found, "install a build of torch with Kineto and CUPTI, as the official ones are")
-    # At this level Kineto also logs calls of CUPTI that fail; see dlprof/record/device/profiler.py.
+    # At this level Kineto also logs calls of CUPTI that fail; see dlprof/record/device/kineto.py.
     env = os.environ | {"KINETO_LOG_LEVEL": "2"}
     done = _run([sys.executable, "-c", _ONE_KERNEL], "one kernel was to be profiled: ", env=env)
     errors = cupti.short(

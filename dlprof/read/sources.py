@@ -78,16 +78,16 @@ def _samples(name: str, *, of_host: bool = False) -> Source:
 
 # By the name of a source.
 _RECORDERS = {
-    "compiled": "model/compiled.py",
+    "compiled": "collectors/compiled.py",
     "fetches": "collectors/loader.py",
     "flight_recorder": "still.py",
     "gpu": "samplers/gpu.py",
-    "held": "model/held.py",
+    "held": "collectors/held.py",
     "host": "samplers/host.py",
     "lines": "collectors/lines.py",
     "loading": "collectors/loader.py",
-    "loss_scale": "model/loss_scale.py",
-    "losses": "model/losses.py",
+    "loss_scale": "collectors/losses.py",
+    "losses": "collectors/losses.py",
     "memory": "collectors/memory.py",
     "modules": "collectors/trace.py",
     "overrides": "collectors/overrides.py",

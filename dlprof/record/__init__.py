@@ -34,11 +34,11 @@ thread that trains.
 * **Tracebacks.** They must not show our frames: a wrapper calls the original in a block `with passing`, or has
   `passed` take its frame out of what it raises again. Not where Dynamo traces it.
 * **Warnings.** They must name the script's lines as without us. `hooks.put` and `hooks.hidden` have them count no frame
-  of a wrapper, if it calls the original from its own frame. See calls/attribution.py for other wrappers.
+  of a wrapper, if it calls the original from its own frame. See attribution.py for other wrappers.
 * **CUDA graphs.** While one is captured, no thread may ask the device anything: the capture would fail. Collectors
-  neither start, step nor stop meanwhile, and no step ends. See graphs.py.
+  neither start, step nor stop meanwhile, and no step ends. See device/gpu.py.
 * **The device.** Never wake a GPU that the script does not use, never synchronise, never wait for an event. See
-  device/device.py.
+  device/gpu.py.
 * **Cost.** A step touches few objects and calls few functions: our code and data are not in the processor's caches when
   a step comes back to us. Collectors hear of many steps at once. Import neither numpy nor pandas.
 * **Memory.** Keep weak references to the script's objects, put no attribute on a model or an optimizer, and bound every

@@ -25,7 +25,7 @@ from typing import Any
 
 from dlprof import redaction
 from dlprof.files import write
-from dlprof.record.calls.frames import own_files
+from dlprof.record.calls import own_files
 from dlprof.record.step_clock import StepClock
 
 STILL, ASK, FLIGHT = "still.json", "ask", "flight_recorder.json"

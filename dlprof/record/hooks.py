@@ -23,12 +23,10 @@ from typing import Any
 from dlprof import marks, redaction
 from dlprof.plain import words_of
 from dlprof.record import signals
-from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
-from dlprof.record.calls.files import Files
-from dlprof.record.calls.frames import Frames
-from dlprof.record.calls.seen import Calls
+from dlprof.record.attribution import in_place_of, passed, passed_over, passing
+from dlprof.record.calls import Calls, Files, Frames
 from dlprof.record.captured import capture_test
-from dlprof.record.device.graphs import Graphs
+from dlprof.record.device.gpu import Graphs
 from dlprof.record.loaders import forget_passes
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.observed import Observed

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from dlprof.record.calls.seen import Calls
+from dlprof.record.calls import Calls
 from dlprof.record.loaders import LoaderSeen, Padding, Pass, Referable, adopt, begin_pass, loader_of, settings_of
-from dlprof.record.model.dropped import Dropped
 from dlprof.record.model.names import parameters_of
+from dlprof.record.model.parameters import Dropped
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
 _MOST = 100

@@ -21,7 +21,7 @@ from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
 
 from dlprof.plain import tell, words_of
-from dlprof.record.device.device import RankDevice
+from dlprof.record.device.gpu import RankDevice
 from dlprof.record.failures import Still
 from dlprof.record.loaders import FetchWatcher, worker_info
 from dlprof.record.log import file_of

@@ -35,7 +35,7 @@ from time import perf_counter_ns, sleep
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dlprof.record.calls.attribution import is_wrapper, passed
+from dlprof.record.attribution import is_wrapper, passed
 from dlprof.record.log import Descriptor, moved
 
 if TYPE_CHECKING:

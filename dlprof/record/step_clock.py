@@ -404,10 +404,10 @@ class StepClock(Phases):
     grad_enabled: Callable[[], bool] = lambda: True  # torch's, once there is one
     may_infer: bool = True  # what this process infers is recorded
     trained_from: int = 0  # number of the first step that trained, or inferred until then
-    capturing: bool = False  # a CUDA graph is being captured on the training thread; see graphs.py
+    capturing: bool = False  # a CUDA graph is being captured on the training thread; see device/gpu.py
     end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
     fetch_watcher: FetchWatcher | None = None
-    losses: Any = None  # what sees the losses of backward passes, where they are asked for; see model/losses.py
+    losses: Any = None  # what sees the losses of backward passes, where they are asked for; see collectors/losses.py
     done: list[tuple[Any, ...]] = field(default_factory=list)  # the cells of Steps that were not passed on yet
     due_ns: int = 0  # they are passed on at the first step that ends then or later, or
     due_step: int = NO_STEP  # when this one begins

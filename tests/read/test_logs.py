@@ -323,7 +323,7 @@ def test_the_phase_is_what_the_recorder_would_have_counted(frames: str, phase: s
 
 
 @pytest.mark.parametrize(
-    "last", ["steps_due (/x/dlprof/record/recorder.py:9)", "go (/x/dlprof/record/device/profiler.py:4)"]
+    "last", ["steps_due (/x/dlprof/record/recorder.py:9)", "go (/x/dlprof/record/device/kineto.py:4)"]
 )
 def test_the_recorders_own_work_is_no_part_of_the_job(last: str, tmp_path: Path) -> None:
     work = f"main (train.py:3);next (/x/dlprof/record/hooks.py:4);{last};p ({LIB}/profiler/p.py:1)"

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from dlprof.record import signals
-from dlprof.record.calls.attribution import passed, passed_over
+from dlprof.record.attribution import passed, passed_over
 from tests.fixtures.jobs import (
     COMPILES_NOTHING,
     environment,

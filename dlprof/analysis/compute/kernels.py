@@ -9,7 +9,7 @@ The device's time by kind of kernel has a floor, the least that the device needs
 operator is its FLOPs ÷ the peak of their precision or its bytes ÷ the memory's bandwidth, whichever is
 longer (Williams et al., Roofline, 2009), summed over its shapes, and no longer than it takes: a cache is faster. It
 counts to one kind: what a convolution spends on changes of layout has no floor, for no script asks for that. Bytes are
-counted in one step (record.device.traffic.py). Recordings without them have those of each module: products have their
+counted in one step (record/collectors/flops.py). Recordings without them have those of each module: products have their
 shapes, and the rest is the floor of all other kinds combined. Work with unknown sizes keeps its recorded time.
 """
 

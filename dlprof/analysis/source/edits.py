@@ -60,9 +60,9 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls/frames.py.
+    """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls.py.
 
-    `takes`, `torch`, `whole`, `values`: as in record/calls/seen.py. `job`: what the ranks recorded besides.
+    `takes`, `torch`, `whole`, `values`: as in record/calls.py. `job`: what the ranks recorded besides.
     """
 
     kind: str

@@ -56,7 +56,7 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Concern:
-    """What a finding is about: kinds of calls (record/calls/seen.py), phases, and the loader's role.
+    """What a finding is about: kinds of calls (record/calls.py), phases, and the loader's role.
 
     `called`: only the phase's lines that were seen in a library's function of this name.
     """

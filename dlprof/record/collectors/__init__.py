@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dlprof.record.collectors.capture import Capture
+from dlprof.record.collectors.compiled import Compiled
 from dlprof.record.collectors.facts import Facts
 from dlprof.record.collectors.flops import Flops
+from dlprof.record.collectors.held import Held
 from dlprof.record.collectors.lines import Lines
 from dlprof.record.collectors.loader import Loader
+from dlprof.record.collectors.losses import Losses, LossScale
 from dlprof.record.collectors.memory import Memory
-from dlprof.record.collectors.nvtx import Nvtx
+from dlprof.record.collectors.nsys import Capture, Nvtx
 from dlprof.record.collectors.overrides import Overrides
 from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.collectors.sources import Sources
 from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
-from dlprof.record.collectors.trace import Trace
-from dlprof.record.model.compiled import Compiled
-from dlprof.record.model.held import Held
-from dlprof.record.model.loss_scale import LossScale
-from dlprof.record.model.losses import Losses
-from dlprof.record.model.routing import Routing
+from dlprof.record.collectors.trace import Routing, Trace
 
 # Capture stands behind Nvtx, whose last range in the window has ended when that closes; Compiled behind Trace, whose
 # window has ended then; Held behind Flops and Trace, whose un-timed steps it uses.

@@ -25,8 +25,8 @@ from dlprof.record import guarded
 from dlprof.record.device import cpu
 from dlprof.record.failures import last_error, memory_failure
 from dlprof.record.launch.folder import batch_of
-from dlprof.record.model.names import children_of, class_of, modules_of, parameters_of, problems, unwrapped
-from dlprof.record.model.subnormal import subnormal_shares
+from dlprof.record.model.names import alive, children_of, class_of, modules_of, parameters_of, problems, unwrapped
+from dlprof.record.model.parameters import subnormal_shares
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
@@ -36,7 +36,6 @@ from dlprof.record.step_clock import Step
 _FREE = 50
 _LOOK_NS, _MOST_LOOKS = 1_000_000_000, 64
 _REST = 1000
-
 
 # Variables in which launchers name a job to its ranks: the same in all of them, and in no other job at that time.
 _LAUNCH = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
@@ -118,8 +117,8 @@ class Facts:
         self._began_ns = self._began_ns or last.start_ns
         self._look_ns = last.end_ns + max((last.end_ns - self._began_ns) // 2, _LOOK_NS)
         observed = self._recorder.observed
-        alive = [[one for ref in refs if (one := ref()) is not None] for refs in (observed.models, observed.optimizers)]
-        shares = _ask(subnormal_shares, *alive, name="which values are subnormal")
+        models, optimizers = alive(observed.models), alive(observed.optimizers)
+        shares = _ask(subnormal_shares, models, optimizers, name="which values are subnormal")
         if shares and len(self._subnormal) < _MOST_LOOKS:
             self._subnormal.append({"step": last.number, **shares})
             observed.news = observed.news or any(shares[name] > 0 for name in shares)
@@ -207,10 +206,9 @@ class Facts:
         None where no parameter of a model is in an optimizer, as where these have copies. What was found last stays
         once the objects are gone.
         """
-        alive = [one for one in (reference() for reference in models) if one is not None]
-        holders = [one for one in (reference() for reference in optimizers) if one is not None]
-        if alive and holders:
-            self._idle = _ask(_without_optimizer, alive, holders, name="which parameters are in an optimizer")
+        models, optimizers = alive(models), alive(optimizers)
+        if models and optimizers:
+            self._idle = _ask(_without_optimizer, models, optimizers, name="which parameters are in an optimizer")
         return self._idle
 
 

@@ -20,11 +20,11 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.plain import words_of
-from dlprof.record.calls.attribution import passed_over, passing
-from dlprof.record.calls.frames import Place
+from dlprof.record.attribution import passed_over, passing
+from dlprof.record.calls import Place
 from dlprof.record.captured import capture_test
 from dlprof.record.model.flows import Call, Flows
-from dlprof.record.model.names import Functions, modules_of
+from dlprof.record.model.names import Functions, alive, modules_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import BACKWARD, FETCH, OPTIMIZER, PHASES, Step, StepClock
 
@@ -147,8 +147,7 @@ class Flops:
         self._tries += 1
         self._thread = get_ident()
         self._follows = True
-        models = [model for ref in recorder.observed.models if (model := ref()) is not None]
-        self._counts = _Counts(recorder.clock, recorder.module_ranges.follow(models))
+        self._counts = _Counts(recorder.clock, recorder.module_ranges.follow(alive(recorder.observed.models)))
         self._mode = _mode(self._counts)
         recorder.switched_off = self.stop
         self._mode.__enter__()
@@ -203,7 +202,7 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
         return "the script has a dispatch mode of its own"
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     frames: Mapping[str, int] = getattr(dynamo, "counters", {}).get("frames", {})
-    modules = [m for ref in recorder.observed.models if (model := ref()) is not None for m in modules_of(model)]
+    modules = [m for model in alive(recorder.observed.models) for m in modules_of(model)]
     names = {type(m).__name__ for m in modules}
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in modules)
     if any(frames.values()) or "OptimizedModule" in names or compiled:
@@ -233,8 +232,7 @@ class _Counts:
         self._others: Counter[str] = Counter()  # calls of operators without a formula
         self._one_hot: set[tuple[int, int]] = set()  # values and classes of one-hot tensors
         # The script's lines that call operators, by their phase and the last phase before them.
-        self._lines: dict[tuple[str, str, Any, int], Counter[str]] = {}
-        self._places: dict[tuple[str, str, Any, int], Place] = {}
+        self._lines: dict[tuple[str, str, Any, int], tuple[Place, Counter[str]]] = {}
         self._callers: dict[tuple[Any, int], Place] = {}  # of the functions that these lines are in
         self._after = "fetch" if clock.row.fetches else "optimizer"
         self.over = False
@@ -301,31 +299,24 @@ class _Counts:
         frame, place = found
         caller = None
         if (above := calls.line(frame.f_back)) is not None:
-            at = above[0].f_code, above[0].f_lineno
-            caller = self._callers.get(at) or self._callers.setdefault(at, above[1]())
+            line = above[0].f_code, above[0].f_lineno
+            caller = self._callers.get(line) or self._callers.setdefault(line, above[1]())
         key = (phase, self._after, frame.f_code, frame.f_lineno)
         if key not in self._lines:
             if len(self._lines) >= _MOST_LINES:
                 return None, None
-            self._places[key] = place()
-        self._lines.setdefault(key, Counter())[name] += 1
-        return self._places[key], caller
+            self._lines[key] = place(), Counter()
+        at, operators = self._lines[key]
+        operators[name] += 1
+        return at, caller
 
     def _of_lines(self) -> list[dict[str, Any]]:
         """Return the entries of facts.json for the lines with the most calls."""
-        busiest = sorted(self._lines.items(), key=lambda item: -item[1].total())[:_KEPT_LINES]
+        busiest = sorted(self._lines.items(), key=lambda item: -item[1][1].total())[:_KEPT_LINES]
         return [
-            {
-                "phase": phase,
-                "after": after,
-                **{
-                    name: getattr(self._places[phase, after, code, line], name)
-                    for name in ("file", "line", "function", "source")
-                },
-                "calls": calls.total(),
-                "operators": dict(calls.most_common(_MOST_NAMES)),
-            }
-            for (phase, after, code, line), calls in busiest
+            {"phase": phase, "after": after, **place.quoted}
+            | {"calls": operators.total(), "operators": dict(operators.most_common(_MOST_NAMES))}
+            for (phase, after, _, _), (place, operators) in busiest
         ]
 
     def facts(self) -> dict[str, Any]:
@@ -457,16 +448,11 @@ _FORMULAS: Mapping[str, Callable[[Any, Any], int]] = {
     "aten::scaled_dot_product_attention": _attention,
 }
 
-
 _MOST_COUNTED = 60
-
 
 # Elementwise operators that PyTorch does not tag as such (torch.Tag.pointwise), beside those over lists of tensors.
 _FILLS = "copy_ fill_ zero_ ones_like zeros_like full_like"
-
-
 _UNTAGGED = f"_to_copy native_dropout masked_fill_ leaky_relu_backward mse_loss_backward {_FILLS}".split()
-
 
 # The argument of which no value is read: it is overwritten, or only its shape matters.
 _UNREAD = dict.fromkeys(f"{_FILLS} new_zeros new_ones normal_ uniform_ bernoulli_ random_".split(), 0)
@@ -475,11 +461,7 @@ _UNREAD |= {"nll_loss_backward": 1, "max_pool2d_with_indices_backward": 1}
 
 # Of their first argument these use what indices point at: no more bytes than all else has.
 _PARTS = "embedding _embedding_bag gather index index_select take nll_loss_forward masked_select"
-
-
 _PART = f"{_PARTS} index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_".split()
-
-
 _Sized = list[tuple[Any, int, int]]  # tensors, each with its storage and the bytes of it that count
 
 

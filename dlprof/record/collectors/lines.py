@@ -27,7 +27,7 @@ from typing import Any
 from dlprof import redaction
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.calls.frames import own_files
+from dlprof.record.calls import own_files
 from dlprof.record.hooks import at_uninstall, hidden, hide, put
 from dlprof.record.log import Log
 from dlprof.record.ranks import folder_of_rank

@@ -16,7 +16,7 @@ from typing import Any
 from dlprof import marks
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.device.cpu import KernelCounters, used_between
 from dlprof.record.hooks import Patch, at_uninstall, hidden, put, watch_method
 from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
@@ -29,7 +29,7 @@ from dlprof.record.step_clock import Step
 _MOST_ROWS = 4_096
 
 # If the training thread fetches itself, the kernel's counters are read only if a fetch takes at least this long.
-_WORTH_ASKING_NS = 2_000_000
+_WORTH_READING_NS = 2_000_000
 
 # Batches ready, batches in preparation and the worker that is next: unknown.
 _UNKNOWN = (-1, -1, -1)
@@ -106,7 +106,7 @@ class Loader:
         tasks = getattr(iterator, "_task_info", None)
         try:
             if tasks is None:
-                if self._last_fetch_ns > _WORTH_ASKING_NS and self._counters is not None:
+                if self._last_fetch_ns > _WORTH_READING_NS and self._counters is not None:
                     self._before = self._counters.all()
                 return
             outstanding = iterator._tasks_outstanding
@@ -129,7 +129,7 @@ class Loader:
             used: tuple[int, ...] = _UNREAD
             if over.fetches:
                 self._last_fetch_ns = took_ns
-                over.asks = took_ns > _WORTH_ASKING_NS
+                over.asks = took_ns > _WORTH_READING_NS
                 if self._before is not _UNREAD and self._counters is not None:
                     used = used_between(self._before, self._counters.all())
                     self._before = _UNREAD
@@ -152,7 +152,7 @@ class Loader:
         if over.fetches:
             self._counters = self._counters or KernelCounters(whole_process=False)
             fetcher.collate_fn = self._fetches.timed_collate(fetcher.collate_fn)
-            over.asks = self._last_fetch_ns > _WORTH_ASKING_NS
+            over.asks = self._last_fetch_ns > _WORTH_READING_NS
         if pins := getattr(getattr(iterator, "_pin_memory_thread", None), "native_id", None):
             if self._pins is not None:
                 self._pins.close()

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from dlprof.record.calls.attribution import passed, passing
-from dlprof.record.device.device import Events
+from dlprof.record import guarded
+from dlprof.record.attribution import passed, passing
+from dlprof.record.device.gpu import Events
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
@@ -178,43 +179,38 @@ class Pipeline:
 
     # -- measuring
 
+    @guarded
     def _begin(self, schedule: Any) -> bool:
-        """Begin to measure a schedule's step; return False if it is not measured."""
+        """Begin to measure a schedule's step; return whether it is measured."""
         recorder = self._recorder
         if recorder is None or self._call is not None or get_ident() != self._thread:
             return False  # a call within another is the schedule's own eval()
-        try:
-            if not schedule._has_backward or recorder.clock.capturing or recorder.device.capturing():
-                return False  # an evaluation, or work that is captured into a CUDA graph and runs later
-            if schedule is not self._schedule:
-                self._see(schedule, recorder)
-            now = time.perf_counter_ns()
-            self._rows = min(_ROWS_AT_FIRST, self._rows + (now - self._rows_ns) * _ROWS_A_SECOND / 1e9)
-            self._rows_ns = now
-            if self._events is not None and self._rows <= 0:
-                return False  # only whole steps have device times
-            self._call = _Call(now, self._rows > 0, self._events.record() if self._events is not None else None)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self.fail(e)
-            return False
+        if not schedule._has_backward or recorder.clock.capturing or recorder.device.capturing():
+            return False  # an evaluation, or work that is captured into a CUDA graph and runs later
+        if schedule is not self._schedule:
+            self._see(schedule, recorder)
+        now = time.perf_counter_ns()
+        self._rows = min(_ROWS_AT_FIRST, self._rows + (now - self._rows_ns) * _ROWS_A_SECOND / 1e9)
+        self._rows_ns = now
+        if self._events is not None and self._rows <= 0:
+            return False  # only whole steps have device times
+        self._call = _Call(now, self._rows > 0, self._events.record() if self._events is not None else None)
         return True
 
+    @guarded
     def _end(self) -> None:
         recorder, call, self._call = self._recorder, self._call, None
         if recorder is None or call is None:
             return
-        try:
-            call.step = recorder.clock.row.number
-            if call.detailed:
-                self._rows -= len(call.chunks)
-            call.ended = self._now()
-            if self._events is None:
-                self._add(recorder, call)
-            # A call has no times if the stream was captured when one of its chunks began or ended.
-            elif all(event is not None for event in call.events()):
-                self._waiting.append(call)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self.fail(e)
+        call.step = recorder.clock.row.number
+        if call.detailed:
+            self._rows -= len(call.chunks)
+        call.ended = self._now()
+        if self._events is None:
+            self._add(recorder, call)
+        # A call has no times if the stream was captured when one of its chunks began or ended.
+        elif all(event is not None for event in call.events()):
+            self._waiting.append(call)
 
     def _see(self, schedule: Any, recorder: Recorder) -> None:
         """Keep which schedule runs, and over which stages."""

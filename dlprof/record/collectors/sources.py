@@ -12,7 +12,7 @@ from typing import Any
 
 from dlprof import redaction
 from dlprof.files import write
-from dlprof.record.calls.frames import own_files, read_source
+from dlprof.record.calls import own_files, read_source
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
 
@@ -34,12 +34,12 @@ class Sources:
         self._read: dict[str, bytes | None] = {}
         self._left = _MOST_BYTES
         # A run of a trial is thrown away.
-        self._is_asked = os.environ.get("DLPROF_SOURCES") != "off" and not os.environ.get("DLPROF_TRIAL")
+        self._is_wanted = os.environ.get("DLPROF_SOURCES") != "off" and not os.environ.get("DLPROF_TRIAL")
         self._since = time.time()
 
     def start(self, recorder: Recorder) -> None:
         """Read what is imported by now: the script may be edited while it runs."""
-        if self._is_asked and recorder.rank == 0:
+        if self._is_wanted and recorder.rank == 0:
             self._recorder = recorder
             self._look(recorder)
 
@@ -77,5 +77,5 @@ class Sources:
 
 
 def _file(module: Any) -> str:
-    name = getattr(module, "__dict__", {}).get("__file__")  # a lazy module may import what it is asked for
+    name = getattr(module, "__dict__", {}).get("__file__")  # getattr of a lazy module may import
     return name if isinstance(name, str) else ""

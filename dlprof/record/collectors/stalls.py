@@ -16,7 +16,7 @@ from typing import Any
 from dlprof import redaction
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder

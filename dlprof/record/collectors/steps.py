@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from dlprof.record.device.device import UNKNOWN, DeviceClock
+from dlprof.record.device.gpu import UNKNOWN, DeviceClock
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step, kind_of

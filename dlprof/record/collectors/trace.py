@@ -25,12 +25,12 @@ from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
-from dlprof.record.device.profiler import Kineto
+from dlprof.record.device.kineto import Kineto
 from dlprof.record.further import WARMUP, Agreed, Due, Further
 from dlprof.record.hooks import Patch, hidden, put
-from dlprof.record.model.names import rows_of
+from dlprof.record.model.names import alive, rows_of
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
@@ -101,7 +101,7 @@ class Trace:
         self._further = Further(self._agreed)
         self._is_nsys = text == "nsys"
         self._due: Due | None = None  # the window that the fields above are of; None: the first
-        self._told_first: int | None = None  # the first step of the window, as rank 0 says
+        self._agreed_first: int | None = None  # the first step of the window, as rank 0 says
         self._ends = False  # it was decided when the window ends
         self._windows = 0  # that came to nothing before this one
         self._untraced: deque[int] = deque(maxlen=_COMPARED)  # ns of the last steps of training before the window
@@ -128,10 +128,11 @@ class Trace:
             clock.row.profiled = 1
             if not self._stands_by:
                 self._kineto.leave()
-        if self._of_inference and clock.trains and self._done and not self._settling and self._due is None:
-            self._begin_anew()
-        if self._done and not self._settling and not self._is_nsys and (due := self._further.due(done)) is not None:
-            self._begin_further(due)
+        if self._done:
+            if self._of_inference and clock.trains and self._due is None:
+                self._begin_anew()
+            elif not self._is_nsys and (due := self._further.due(done)) is not None:
+                self._begin_further(due)
         self._now_ns = done[-1].end_ns
         if not self._first_ns:
             self._first_ns = next((s.end_ns for s in done if s.number >= clock.trained_from), 0)
@@ -176,11 +177,12 @@ class Trace:
                 return
             self._of_inference = not recorder.clock.trains
             first = self._first_step(number)
-            if not self._is_wanted():
+            # The rank's pipeline stage is known only when the window is due.
+            pipeline = (recorder.observed.pipeline or {}).get("ranks")
+            if not is_among(self._ranks, recorder.run, recorder.rank, pipeline):
                 window.update(state="not_asked", asked=self._ranks)
-                more = (
-                    _MOST_MORE if recorder.device.index is not None else 0
-                )  # by which the windows of other ranks may be extended
+                # By so many steps the windows of other ranks may be extended.
+                more = _MOST_MORE if recorder.device.index is not None else 0
                 self._stands_by, self._stands = True, range(first, first + window["active"] + more)
                 self._stand_by(number)
                 return
@@ -192,9 +194,8 @@ class Trace:
             if full := recorder.device.is_full():
                 self._done = True
                 window["state"] = "declined"
-                recorder.warn(
-                    f"no trace: {full}, and the profiler needs some (smaller batches leave it, or --no-trace)"
-                )
+                advice = "the profiler needs some (smaller batches leave it, or --no-trace)"
+                recorder.warn(f"no trace: {full}, and {advice}")
                 return
             last = first + window["active"] - 1
             if self._due is not None and window["state"] == "waiting":
@@ -233,7 +234,7 @@ class Trace:
                     self._ours(self._profiler.start_trace)
                 self._recording = True
                 recorder.clock.ranges.append(self._named)
-                recorder.module_ranges.start(self._models())
+                recorder.module_ranges.start(alive(recorder.observed.models))
                 self._exchanges = name_exchanges(recorder.module_ranges)
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
@@ -245,18 +246,12 @@ class Trace:
             return max(self._due.first, number)
         slow = self._recorder.clock.position < window["skip"]
         first = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
-        if self._told_first is not None:
-            return max(self._told_first, number)
+        if self._agreed_first is not None:
+            return max(self._agreed_first, number)
         if slow and self._agreed.leads:
             first += _AHEAD
             self._agreed.write(f"first {self._windows}", first)
         return int(first)
-
-    def _is_wanted(self) -> bool:
-        """Return whether --ranks names this rank. Its pipeline stage is known only when the window is due."""
-        recorder = self._recorder
-        pipeline = (recorder.observed.pipeline or {}).get("ranks")
-        return is_among(self._ranks, recorder.run, recorder.rank, pipeline)
 
     def _stand_by(self, number: int) -> None:
         """Mark the steps in which other ranks trace: these are slow then, and this rank waits for them."""
@@ -278,9 +273,9 @@ class Trace:
         self._agreed.connect(self._recorder.run.name)
         if self._agreed.follows and clock.position < skip:
             if self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS / 2:
-                self._told_first = self._agreed.read(f"first {self._windows}")
-            if self._told_first is not None:
-                return bool(clock.row.number < self._told_first - min(self.window["warmup"], _WARMUP_SLOW))
+                self._agreed_first = self._agreed.read(f"first {self._windows}")
+            if self._agreed_first is not None:
+                return bool(clock.row.number < self._agreed_first - min(self.window["warmup"], _WARMUP_SLOW))
             slow = slow and passed >= _ALONE * _SKIP_NS
         return clock.position < skip and not slow
 
@@ -288,7 +283,7 @@ class Trace:
         """Wait for the window of training: the trace so far is of a validation before it."""
         self._done = self._of_inference = self._stands_by = False
         self._first_ns = 0
-        self._ends, self._told_first = False, None
+        self._ends, self._agreed_first = False, None
         self._windows += 1
         self._traced, self._untraced = [], deque(maxlen=_COMPARED)
         self.window.update(state="waiting", first_step=None, last_step=None, export_ns=None, extended=0)
@@ -353,9 +348,8 @@ class Trace:
         except Exception:
             self._report()
             raise
-        self._thread.end = _End(
-            functools.partial(self._thread_ends, profiler)
-        )  # in this order: a previous one ends first
+        # In this order: a previous one ends first.
+        self._thread.end = _End(functools.partial(self._thread_ends, profiler))
         self._profiler = profiler
 
     def _close(self, state: str) -> None:
@@ -422,13 +416,10 @@ class Trace:
         try:
             took = ranges.measure() if ranges.count else None
             self.window["modules"] = {"ranges": ranges.count, "ns_each": took}
-            rows = rows_of(self._models(), ranges.flops, ranges.moved)
+            rows = rows_of(alive(self._recorder.observed.models), ranges.flops, ranges.moved)
             write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         except Exception as e:  # noqa: BLE001 - it calls the script's own classes
             self._recorder.warn(f"the model's modules are not known: {words_of(e)}")
-
-    def _models(self) -> list[Any]:
-        return [model for ref in self._recorder.observed.models if (model := ref()) is not None]
 
     def _ours(self, call: Callable[[], Any]) -> None:
         """Call the profiler. It synchronizes the current device, which must be the rank's: another would be woken."""
@@ -591,3 +582,69 @@ def _named(original: Callable[..., Any], ranges: Ranges, moves: str, place: int)
                 opened.__exit__(None, None, None)
 
     return hidden(call)
+
+
+# Names take memory and time. Larger groups use NCCL, whose sizes are in the trace anyway.
+_MOST_RANKS = 64
+
+
+class Routing:
+    """Records the sizes of all-to-alls as ranges in the trace: torch's profiler does not record them for gloo.
+
+    Only while the profiler records. "dlprof::all_to_all 3,5>4,1": 3 and 5 rows go to the ranks, 4 and 1 come from them.
+    """
+
+    name = "routing"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        # Now, when torch was just imported: later the script may have imported the original under its own name.
+        self._wrap()
+
+    def start(self, recorder: Recorder) -> None:
+        """Record sizes from now on, while the profiler records."""
+        self._recorder = recorder
+
+    def step(self, done: Sequence[Step]) -> None:
+        """Do nothing: the ranges are in the trace."""
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self._recorder = None
+
+    def _wrap(self) -> None:
+        import torch
+        import torch.distributed as distributed
+
+        original: Callable[..., Any] | None = getattr(distributed, "all_to_all_single", None)
+        if original is None:  # a torch without torch.distributed
+            return
+        profiler: Any = torch.autograd.profiler
+        is_compiling, is_captured, named = torch.compiler.is_compiling, capture_test(), unseen_range()
+
+        @functools.wraps(original)
+        def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or self._recorder is None or not profiler._is_profiler_enabled or is_captured():
+                return original(*args, **kwargs)
+            name = self._name(*args, **kwargs)
+            with passing, contextlib.nullcontext() if name is None else named(name):
+                return original(*args, **kwargs)
+
+        wrapped = hidden(all_to_all_single)
+        put(distributed, "all_to_all_single", wrapped)
+        put(distributed.distributed_c10d, "all_to_all_single", wrapped)
+
+    def _name(
+        self, _output: Any = None, _input: Any = None, takes: Any = None, gives: Any = None, *_: Any, **more: Any
+    ) -> str | None:
+        """Return the name of a call's range; None if its sizes are unknown."""
+        try:
+            takes = more.get("output_split_sizes", takes) or ()
+            gives = more.get("input_split_sizes", gives) or ()
+            if len(takes) > _MOST_RANKS or not all(type(n) is int for n in (*takes, *gives)):
+                return None
+            return f"dlprof::all_to_all {','.join(map(str, gives))}>{','.join(map(str, takes))}"
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            if self._recorder is not None:
+                self._recorder.drop(self, e)
+            return None

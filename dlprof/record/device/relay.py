@@ -40,7 +40,7 @@ _PACKET = select.PIPE_BUF
 
 def relay(pipe: int, stderr: int, kept: int, everything: bool) -> None:
     """Read packets to the end of the pipe; pass on what is no message of Kineto's, and keep its warnings and errors."""
-    room = _MOST_KEPT
+    left = _MOST_KEPT  # bytes that may still be kept
     keeping = ended = False  # in a message that is longer than a packet; after one whose line is not ended yet
     while packet := os.read(pipe, _PACKET):
         found = MESSAGE.match(packet)
@@ -50,10 +50,10 @@ def relay(pipe: int, stderr: int, kept: int, everything: bool) -> None:
             continue
         if everything:
             _pass_on(stderr, packet)
-        if found is not None and found[1] in KEPT_LEVELS and room > 0:
+        if found is not None and found[1] in KEPT_LEVELS and left > 0:
             # One line each, so that a reader can split them.
             text = packet[:_MOST_EACH].strip().replace(b"\n", b" ") + b"\n"
-            room -= len(text)
+            left -= len(text)
             os.write(kept, text)
         keeping = len(packet) == _PACKET and (found is not None or keeping)
         ended = not keeping and packet[-1:] != b"\n"

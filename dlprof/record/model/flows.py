@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dlprof.record.calls.frames import Place
+from dlprof.record.calls import Place
 
 # Of a product, at most this share is used where it is kept; and so many kinds are.
 _LITTLE = 0.5
@@ -127,7 +127,7 @@ class _Values:
         self._calls.add(key)
         for n, t in enumerate(made):
             # What was there before the step, and is written into, is another one each time.
-            there = _storage(t) in given and self._was_given(t)
+            there = _storage(t) in given and _storage(t) in self._places
             self._of[_storage(t)] = hash((key, n)), None if there else of
         return again, of
 
@@ -152,9 +152,6 @@ class _Values:
             n = self._places[_storage(t)] = len(self._given)
             self._given.append((weakref.ref(t), t._version))
         return hash((n, t._version)), None if t.requires_grad else frozenset((n,))  # which is trained
-
-    def _was_given(self, t: Any) -> bool:
-        return _storage(t) in self._places
 
     def _next(self) -> int:
         self._fresh += 1
@@ -387,9 +384,8 @@ def _kept(kind: str, call: Call, used: float = 0.0, **more: Any) -> list[dict[st
     """Return the entry of a call; nothing where no line of the script's has made it."""
     if call.place is None:
         return []
-    where = {name: getattr(call.place, name) for name in ("file", "line", "function", "source")}
     counted = {"operator": call.operator, "dtype": call.dtype, "shape": call.shape, "flops": call.flops}
-    return [{"kind": kind, **where, **counted, "used": used, **more}]
+    return [{"kind": kind, **call.place.quoted, **counted, "used": used, **more}]
 
 
 def _is_low(product: Call, weight: Any) -> bool:

@@ -23,9 +23,13 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
 }
 
-
 # Errors that methods of the script's own classes have raised, by method, until the user is warned.
 problems: dict[str, str] = {}
+
+
+def alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return the objects of weak references that are still there."""
+    return [one for reference in references if (one := reference()) is not None]
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -145,7 +149,6 @@ def unwrapped(module: Any) -> Any:
 
 # The parts of a step in which modules compute.
 PARTS = ("forward", "recompute", "backward")
-
 
 # Functions beyond this number are counted without their modules.
 _MOST = 200_000

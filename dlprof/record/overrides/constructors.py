@@ -18,8 +18,8 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.plain import words_of
-from dlprof.record.calls.attribution import passed, passing
-from dlprof.record.calls.frames import own_files
+from dlprof.record.attribution import passed, passing
+from dlprof.record.calls import own_files
 from dlprof.record.hooks import at_uninstall, hide, put, watch_method
 from dlprof.record.loaders import worker_info
 from dlprof.record.signals import handler_runs

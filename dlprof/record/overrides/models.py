@@ -12,7 +12,7 @@ from threading import local
 from typing import Any
 
 from dlprof.overrides import Value
-from dlprof.record.calls.attribution import passed, passing
+from dlprof.record.attribution import passed, passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, hide, put
 from dlprof.record.overrides.constructors import Effects

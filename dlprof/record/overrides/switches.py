@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from dlprof.overrides import Value
-from dlprof.record.calls.attribution import passing
+from dlprof.record.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import at_uninstall, put
 from dlprof.record.overrides.constructors import Effects

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dlprof import redaction
-from dlprof.record.calls.frames import MOST_FILE_BYTES, MOST_SOURCE, own_files
+from dlprof.record.calls import MOST_FILE_BYTES, MOST_SOURCE, own_files
 from dlprof.record.launch.process import OF_THE_JOB, has_ended, stat_of, tied, wait_or_kill
 from dlprof.record.samplers.sampling import Host, RankHere, Sampler
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.compute.rules import dense_gradient, unused_gradients
-from dlprof.record.model.dropped import Dropped
+from dlprof.record.model.parameters import Dropped
 from tests.fixtures.asking import ask
 from tests.fixtures.jobs import facts, launch, wrapped
 

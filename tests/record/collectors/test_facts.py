@@ -19,7 +19,6 @@ from tests.fixtures.jobs import DLPROF, facts, launch
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-
 SETTINGS = """
 import torch
 from torch import nn

@@ -105,7 +105,7 @@ class Broken(Slow):
         return super().__getitem__(i)
 class Late(Slow):
     def __getitem__(self, i):
-        time.sleep(20 if i == 20 else 0)
+        time.sleep(2.5 if i == 20 else 0)
         return super().__getitem__(i)
 raised = []
 for failing in (
@@ -318,7 +318,7 @@ def test_files_grow_no_faster_than_their_budget(tmp_path: Path, monkeypatch: pyt
         assert len(rows) < 100
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_job_that_uses_up_what_was_made_ahead_is_as_slow_as_its_loader(tmp_path: Path) -> None:
     # Four workers make a batch every 100 ms, and 16 of them while the first step takes its time; the loop takes 25 ms.
     body = """

@@ -71,7 +71,7 @@ def test_a_recorded_script_has_the_settings_and_what_each_did_is_written_and_sai
     assert facts(tmp_path / "run/ranks/00000")["loaders"][0]["num_workers"] == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_and_a_launcher_that_sets_the_variable_itself(tmp_path: Path) -> None:
     script = tiny(tmp_path, LOOP)
     launcher = tmp_path / "launcher.sh"

@@ -49,7 +49,7 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
     body = """
     class Slow:
         def __reduce__(self):
-            time.sleep(0.2)  # as if it went over a network
+            time.sleep(0.05)  # as if it went over a network
             return (list, ())
     gc.disable()  # but for the script's own collections
     for step in range(40):

@@ -90,9 +90,11 @@ def test_after_so_many_steps_short_ones_that_are_alike_share_a_line(job: Job, mo
 
 def test_a_shared_line_is_full_after_so_much_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlprof.record.collectors.steps._EACH_STEPS", 0)
-    job.steps.step([step(n, 15) for n in range(7)])
+    job.device.known = {"a": 4}
+    job.steps.step([step(n, 15, device="a") for n in range(7)])
     job.steps.stop()
-    assert [(row["step"], row.get("steps", 1)) for row in job.rows()] == [(0, 3), (3, 3), (6, 1)]
+    lines = [(row["step"], row.get("steps", 1), row["device_step_ns"]) for row in job.rows()]
+    assert lines == [(0, 3, 12), (3, 3, 12), (6, 1, 4)]
 
 
 @pytest.mark.slow

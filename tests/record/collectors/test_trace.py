@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -20,7 +19,7 @@ from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.in_process import in_c, run_recorded
-from tests.fixtures.jobs import facts, launch, record, rows, tiny, wrapped
+from tests.fixtures.jobs import facts, record, rows
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -66,8 +65,8 @@ class Job:
     ) -> None:
         monkeypatch.setenv("DLPROF_WINDOW", asked)
         self.now = 0
-        monkeypatch.setattr("dlprof.record.device.profiler._default_level", lambda: None)
-        monkeypatch.setattr("dlprof.record.device.profiler._TEAR_DOWN_S", 0.0)
+        monkeypatch.setattr("dlprof.record.device.kineto._default_level", lambda: None)
+        monkeypatch.setattr("dlprof.record.device.kineto._TEAR_DOWN_S", 0.0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: devices is not None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
         self.profiler = Profiler(devices)
@@ -79,10 +78,13 @@ class Job:
             self.recorder.clock.end()
         self.recorder.begin()
         self.recorder.clock.trains = True
-        (self.trace,) = self.recorder._collectors
+        (trace,) = self.recorder._collectors
+        assert isinstance(trace, Trace)
+        self.trace = trace
 
-    def steps(self, durations: Sequence[int]) -> None:
-        """Run steps of so many ms."""
+    def steps(self, durations: Sequence[int]) -> list[int]:
+        """Run steps of so many ms; return those that are marked as profiled, which is known once they have begun."""
+        marked = []
         for dur in durations:
             row = self.recorder.clock.row
             done = Step(row.number, self.now, dur * MS, -1, 0, 0, 0, 0, 0, 1, 1, 1, 0, row.profiled, None)
@@ -90,6 +92,24 @@ class Job:
             row.number += 1
             row.profiled = 0
             self.trace.step([done])
+            marked += [row.number] if row.profiled else []
+        return marked
+
+
+def two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, devices: Devices | None, asked: str) -> list[Job]:
+    """Return the jobs of two ranks that share a store."""
+    store = torch.distributed.HashStore()
+    jobs = [Job(folder / str(rank), monkeypatch, devices, asked) for rank in range(2)]
+    for rank, job in enumerate(jobs):
+        job.trace._agreed.share(store, rank)
+    return jobs
+
+
+def in_turns(jobs: Sequence[Job], first: Sequence[int], second: Sequence[int], ahead: int) -> None:
+    """Have both make a step after the other; the second is so many steps ahead."""
+    for n in range(len(first)):
+        jobs[0].steps(first[n : n + 1])
+        jobs[1].steps(second[n + ahead : n + ahead + 1])
 
 
 @pytest.fixture
@@ -97,13 +117,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     made = Devices(monkeypatch)
     made.awake = {1}
     return made
-
-
-def window(job: Job, durations: Sequence[int]) -> dict[str, Any]:
-    job.steps(durations)
-    assert job.recorder.warnings == []
-    assert isinstance(job.trace, Trace)
-    return job.trace.window
 
 
 UNTRACED = [95, 96, 95, 300, 96, 95, 96, 95, 96, 95, 95, 95]  # two of them warm the profiler up
@@ -140,88 +153,45 @@ def test_the_steps_of_the_window(
 ) -> None:
     devices = Devices(monkeypatch) if on_device else None
     job = Job(tmp_path, monkeypatch, devices, asked)
-    told = window(job, [*durations, *[95] * 5] if on_device else durations)
-    assert told["state"] == ("exported" if steps[0] else "waiting")
-    assert (told["first_step"], told["last_step"], told["extended"]) == (*steps, extended)
+    job.steps([*durations, *[95] * 5] if on_device else durations)
+    window = job.trace.window
+    assert job.recorder.warnings == []
+    assert window["state"] == ("exported" if steps[0] else "waiting")
+    assert (window["first_step"], window["last_step"], window["extended"]) == (*steps, extended)
     cuda = torch.profiler.ProfilerActivity.CUDA
     if devices is not None:
         # It synchronises the rank's device and wakes no other.
         assert job.profiler.calls == [("prepare", 1), ("start", 1), ("stop", 1)]
-        assert (cuda in job.profiler.activities, told["cupti_torn_down"], devices.current) == (True, True, 0)
+        assert (cuda in job.profiler.activities, window["cupti_torn_down"], devices.current) == (True, True, 0)
     elif steps[0]:
-        assert (cuda in job.profiler.activities, told["cupti_torn_down"], told["errors"]) == (False, None, None)
+        assert (cuda in job.profiler.activities, window["cupti_torn_down"], window["errors"]) == (False, None, None)
 
 
 @pytest.mark.parametrize(
-    ("asked", "durations", "steps"),
+    ("asked", "durations", "on_device", "steps"),
     [
-        ("10,2,5", [100] * 25, range(10, 19)),  # two warm up, and after the export in step 17 one step more feels it
-        ("", [100] * 25, range(10, 19)),
-        ("", [60_000, *[2_000] * 9], range(3, 9)),  # by time
+        # Two warm up, and after the export in step 17 one step more feels it.
+        ("10,2,5", [100] * 25, False, range(10, 19)),
+        ("", [100] * 25, False, range(10, 19)),
+        ("", [60_000, *[2_000] * 9], False, range(3, 9)),  # by time
+        ("10,2,5", [95] * 30, True, range(10, 22)),  # the windows of others may be extended
     ],
 )
-def test_a_rank_that_is_asked_for_no_trace_marks_the_steps_in_which_others_trace(
-    asked: str, durations: Sequence[int], steps: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_records_no_trace_marks_the_steps_in_which_others_do(
+    asked: str, durations: Sequence[int], on_device: bool, steps: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for ranks, state in (("all", "exported"), ("1,last,0", "exported"), ("1-7", "not_asked")):
+    devices = Devices(monkeypatch) if on_device else None
+    kinds = (
+        (("1-7", "not_asked"),) if on_device else (("all", "exported"), ("1,last,0", "exported"), ("1-7", "not_asked"))
+    )
+    for ranks, state in kinds:
         monkeypatch.setenv("DLPROF_RANKS", ranks)
-        job = Job(tmp_path / ranks, monkeypatch, None, asked)
-        marked = []
-        for dur in durations:
-            job.steps([dur])
-            marked.append(job.recorder.clock.row.profiled)
-        assert isinstance(job.trace, Trace)
+        job = Job(tmp_path / ranks, monkeypatch, devices, asked)
+        assert job.steps(durations) == [*steps], ranks
         assert job.trace.window["state"] == state
-        # Of a step that has just begun it is known whether it is traced.
-        assert [n + 1 for n, profiled in enumerate(marked) if profiled] == [*steps], ranks
         assert bool(getattr(job.profiler, "calls", ())) == (state == "exported")
         assert (job.recorder.folder / "trace.json").exists() == (state == "exported")
         assert job.recorder.warnings == []
-
-
-def test_a_rank_on_a_device_stands_by_for_as_long_as_others_windows_may_take(
-    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DLPROF_RANKS", "1")
-    job = Job(tmp_path, monkeypatch, devices)
-    marked = []
-    for _ in range(30):
-        job.steps([95])
-        marked.append(job.recorder.clock.row.profiled)
-    assert [n + 1 for n, profiled in enumerate(marked) if profiled] == [*range(10, 22)]
-    assert not hasattr(job.profiler, "calls")
-
-
-MESH = """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    for epoch in range(3):
-        for batch in DataLoader(data, batch_size=8):
-            train(batch)
-    del model
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-def test_one_rank_of_each_stage_records_a_trace_and_none_waits_for_it(tmp_path: Path) -> None:
-    """Ranks 0 and 2 are the pipeline of rank 0, by the names of the process groups alone."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(tiny(tmp_path, MESH))]
-    options = ["--window", "5,1,3", "--ranks", "per-stage", "--no-sample"]
-    done = launch(wrapped(tmp_path / "run", [sys.executable, *torchrun], *options), tmp_path)
-    assert done.returncode == 0, done.stderr
-    folders = [tmp_path / f"run/ranks/{rank:05d}" for rank in range(4)]
-    windows = [facts(folder)["window"]["state"] for folder in folders]
-    assert windows == ["exported", "not_asked", "exported", "not_asked"]
-    assert [(folder / "trace.json.gz").exists() for folder in folders] == [True, False, True, False]
-    marked = [[row["step"] for row in rows(folder) if row["profiled"]] for folder in folders]
-    assert marked == [marked[0]] * 4
-    assert [sum(row["optimizer_steps"] for row in rows(folder)) for folder in folders] == [24] * 4
 
 
 # Rank 0, and another rank whose clock or steps differ a little; the second is a step ahead, at times.
@@ -240,18 +210,11 @@ PAIRS = {
 def test_the_windows_of_two_ranks_are_of_the_same_steps(
     name: str, ahead: int, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, *durations = PAIRS[name]
-    store = torch.distributed.HashStore()
-    jobs = [Job(tmp_path / str(rank), monkeypatch, devices, asked) for rank in range(2)]
-    for rank, job in enumerate(jobs):
-        assert isinstance(job.trace, Trace)
-        job.trace._agreed.share(store, rank)
-    leader, other = jobs
-    other.steps(durations[1][:ahead])
-    for n in range(len(durations[0])):
-        leader.steps(durations[0][n : n + 1])
-        other.steps(durations[1][n + ahead : n + ahead + 1])
-    windows = [job.trace.window for job in jobs if isinstance(job.trace, Trace)]
+    asked, first, second = PAIRS[name]
+    jobs = two_ranks(tmp_path, monkeypatch, devices, asked)
+    jobs[1].steps(second[:ahead])
+    in_turns(jobs, first, second, ahead)
+    windows = [job.trace.window for job in jobs]
     assert [w["state"] for w in windows] == ["exported"] * 2
     assert windows[0]["first_step"] == windows[1]["first_step"]
     assert windows[0]["last_step"] == windows[1]["last_step"]
@@ -271,18 +234,11 @@ def test_a_later_window_is_of_the_same_steps_on_both_ranks(
     ahead: int, durations: list[int], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second rank is a step ahead, at times; rank 0 alone has the file in its run folder."""
-    store = torch.distributed.HashStore()
-    jobs = [Job(tmp_path / str(rank), monkeypatch, None, "off") for rank in range(2)]
-    for rank, job in enumerate(jobs):
-        assert isinstance(job.trace, Trace)
-        job.trace._agreed.share(store, rank)
-    leader, other = jobs
-    leader.steps(durations[:10])
-    other.steps(durations[: 10 + ahead])
+    jobs = two_ranks(tmp_path, monkeypatch, None, "off")
+    jobs[0].steps(durations[:10])
+    jobs[1].steps(durations[: 10 + ahead])
     (tmp_path / "0" / ASK).write_text('{"steps": 3}')
-    for n in range(10, len(durations) - ahead):
-        leader.steps(durations[n : n + 1])
-        other.steps(durations[n + ahead : n + ahead + 1])
+    in_turns(jobs, durations[10 : -ahead or None], durations[10:], ahead)
     ((ours,), (theirs,)) = (job.recorder.windows for job in jobs)
     assert (ours["state"], theirs["state"], ours["number"], theirs["number"]) == ("exported", state, 2, 2)
     assert ours["last_step"] - ours["first_step"] == 2
@@ -317,7 +273,6 @@ def test_a_store_that_is_gone_ends_the_agreement_alone(tmp_path: Path, monkeypat
 
     for rank in range(2):
         job = Job(tmp_path / str(rank), monkeypatch, None, "")
-        assert isinstance(job.trace, Trace)
         job.trace._agreed.share(Gone(), rank)
         job.steps([*SLOWLY, *[1_000] * 9])
         assert (job.trace.window["state"], job.recorder.warnings) == ("exported", [])
@@ -327,7 +282,6 @@ def test_training_after_an_inference_has_a_window_of_its_own(tmp_path: Path, mon
     job = Job(tmp_path, monkeypatch, None, "")
     clock = job.recorder.clock
     clock.trains = False
-    assert isinstance(job.trace, Trace)
     job.steps([500] * 30)
     assert job.trace.window["state"] == "exported"
     clock._train()
@@ -362,13 +316,11 @@ def test_a_full_gpu_has_no_window(
     monkeypatch.setattr(torch.cuda, "mem_get_info", of)
     job = Job(tmp_path, monkeypatch, devices)
     job.steps([95] * 25)
-    assert isinstance(job.trace, Trace)
     assert job.trace.window["state"] == state
-    told = [warning for warning in job.recorder.warnings if "MiB of the GPU are free" in warning]
-    assert len(told) == (state == "declined")
+    assert len(job.recorder.warnings) == (state == "declined")
 
 
-def test_what_kineto_said_is_told_once_with_what_to_do(
+def test_kinetos_errors_are_warned_of_once_with_what_to_do(
     tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path, monkeypatch, devices)
@@ -377,9 +329,8 @@ def test_what_kineto_said_is_told_once_with_what_to_do(
     def close(self: Any) -> None:
         self.errors = [f"WARNING:2026-01-02 03:04:05 17:18 CuptiActivityApi.cpp:360] {error}"]
 
-    monkeypatch.setattr("dlprof.record.device.profiler.Kineto.close", close)
+    monkeypatch.setattr("dlprof.record.device.kineto.Kineto.close", close)
     job.steps([*UNTRACED, *[95] * 9])
-    assert isinstance(job.trace, Trace)
     assert job.trace.window["errors"] == [error]
     (warning,) = job.recorder.warnings
     assert error in warning
@@ -394,7 +345,6 @@ def test_nothing_is_stopped_while_a_graph_is_captured(
     devices.capturing = True
     job.recorder.stop("exit")
     assert ("stop", 1) not in job.profiler.calls
-    assert isinstance(job.trace, Trace)
     assert job.trace.window["state"] == "failed"
 
 
@@ -472,9 +422,9 @@ def test_a_real_window_has_the_devices_work_and_leaves_the_scripts_profiler_alon
     assert done.stdout == "True\n"
     assert "Completed Stage" not in done.stderr
     rank = tmp_path / "run/ranks/00000"
-    told = facts(rank)
-    window = told["window"]
-    assert (window["state"], window["errors"], told["warnings"]) == ("exported", [], [])
+    known = facts(rank)
+    window = known["window"]
+    assert (window["state"], window["errors"], known["warnings"]) == ("exported", [], [])
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     assert window["cupti_torn_down"] == (cuda >= (12, 6))
     assert len(rows(rank)) == 81

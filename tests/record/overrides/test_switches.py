@@ -93,6 +93,7 @@ def test_loader_workers_keep_one_thread_and_what_torch_refuses_is_refused() -> N
 
 def test_objects_are_frozen_when_training_begins() -> None:
     effects = Effects({"gc.freeze": True})
+    gc.unfreeze()  # what other tests have frozen
     try:
         switches.install({"gc.freeze": True}, effects)
         assert done(effects, "gc.freeze") == (0, [], None)

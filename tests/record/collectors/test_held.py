@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.facts import read_held
-from dlprof.record.model import state
+from dlprof.record.model import tensors
 from tests.fixtures.in_process import run_plainly, run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, facts, launch, rows, wrapped
 
@@ -215,7 +215,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 def test_bytes_of_scripts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A process that has run thousands of tests is larger than most jobs.
-    monkeypatch.setattr(state, "_MOST_BLOCKS", sys.maxsize)
+    monkeypatch.setattr(tensors, "_MOST_BLOCKS", sys.maxsize)
     body, parts, expected = SCRIPTS[name]
     run_recorded(tmp_path, LOOP + body, flops="off" if name == "validation" else "auto")
     table, beside = told(tmp_path / "run")

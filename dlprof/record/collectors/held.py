@@ -1,7 +1,7 @@
 """Counts a rank's memory in one step, tensor by tensor: held.json.
 
 Parameters, buffers and optimizer state are counted when the step has ended, gradients after each backward pass, and
-activations before it, from the autograd graph (saved.py). The chosen step is one whose time is not used anyway: that in
+activations before it (tensors.py). The chosen step is one whose time is not used anyway: that in
 which floating-point operations are counted, that in which the profiler warms up, or that after the trace window. If
 there is no such step, another one is taken.
 """
@@ -19,10 +19,12 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof import files
+from dlprof.record import guarded
 from dlprof.record.captured import unseen
 from dlprof.record.hooks import hide
-from dlprof.record.model import saved, state
-from dlprof.record.model.state import Key, Storages, count_idle, models_of, state_of
+from dlprof.record.model import tensors
+from dlprof.record.model.names import alive
+from dlprof.record.model.tensors import Key, Storages, count_idle, models_of, state_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import FETCH, Step
 
@@ -136,13 +138,13 @@ class _Look:
         self._known = Storages()
         for model in self._models:
             model.count(self._known)
-        self._calls = saved.Calls()
+        self._calls = tensors.ModuleCalls()
         self._backward = False
         self._counts = [0, 0]  # how often gradients were counted before and after backward passes
         self._inputs: set[Key] = set()
         self._batch: dict[Key, tuple[int, str, str]] = {}  # inputs since the last backward pass: bytes, device, dtype
         self._largest_batch = self._batch
-        self._fullest = saved.Fullest()
+        self._fullest = tensors.Fullest()
         self._graphs = self._nodes = self._recomputed = 0
         self._unseen: Counter[str] = Counter()
         self._why = ""  # why activations are not counted
@@ -151,39 +153,33 @@ class _Look:
         self._gathered: dict[tuple[Any, ...], list[int]] = {}
         self._most_gradients = self._most_there = -1
         self._most_anonymous: int | None = None
-        if self._next_number is None or not saved.can_walk():
+        if self._next_number is None or not tensors.can_walk():
             self._why = f"PyTorch shows from 2.10 on what a graph keeps, and this is {torch.__version__}"
 
     # -- what the hooks call
 
+    @guarded
     @unseen
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Record that a module is called; return whether `leave` must be called after it."""
+        calls = self._calls
         if self._why or self._backward or self.error:
             return False
-        try:
-            if get_ident() != self._recorder.clock.owner:
-                self._by_module = False  # nodes of different threads have the same numbers
-                return False
-            calls = self._calls
-            if len(calls) >= _MOST_CALLS:
-                self._by_module = False
-                return False
-            if not calls.depth:
-                self._see_inputs(args, kwargs)
-            calls.enter(id(module), self._next_number())
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+        # Nodes of different threads have the same numbers.
+        if get_ident() != self._recorder.clock.owner or len(calls) >= _MOST_CALLS:
+            self._by_module = False
             return False
+        if not calls.depth:
+            self._see_inputs(args, kwargs)
+        calls.enter(id(module), self._next_number())
         return True
 
+    @guarded
     def leave(self) -> None:
         """Record that the call of the innermost module ends."""
-        try:
-            self._calls.leave(self._next_number())
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+        self._calls.leave(self._next_number())
 
+    @guarded
     @unseen
     def begin_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count activations before an outermost backward pass."""
@@ -191,12 +187,10 @@ class _Look:
         if self.error or self._recorder.clock.capturing:
             return
         began = perf_counter_ns()
-        try:
-            self._see_graph(args, kwargs)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+        self._see_graph(args, kwargs)
         self.cost_ns += perf_counter_ns() - began
 
+    @guarded
     @unseen
     def end_backward(self) -> None:
         """Count gradients after the backward pass."""
@@ -205,43 +199,39 @@ class _Look:
         if self.error or self._counts[1] > _MOST_COUNTS or self._recorder.clock.capturing:
             return
         began = perf_counter_ns()
-        try:
-            self._batch = {}
-            gradients = self._count_gradients()
-            size = sum(gradients.by_device().values())
-            if size > self._most_gradients:
-                self._most_gradients, self._gradients = size, gradients.rows
-                self._see_moment("gradients", gradients)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+        self._batch = {}
+        gradients = self._count_gradients()
+        size = sum(gradients.by_device().values())
+        if size > self._most_gradients:
+            self._most_gradients, self._gradients = size, gradients.rows
+            self._see_moment("gradients", gradients)
         self.cost_ns += perf_counter_ns() - began
+
+    def fail(self, error: Exception) -> None:
+        """Count no more; the collector raises this after the step."""
+        self.error = self.error or error
 
     # -- inner workings
 
-    def _fail(self, error: Exception) -> None:
-        self.error = self.error or error
-
     def _see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in state.tensors_in((args, kwargs)):
+        for tensor in tensors.tensors_in((args, kwargs)):
             if tensor.requires_grad or len(self._inputs) >= _MOST_INPUTS:
                 continue
-            for one in state.plain(tensor):
-                known = state.of(one)
+            for one in tensors.plain(tensor):
+                known = tensors.storage_of(one)
                 if known is not None and known[0] not in self._known:
                     self._inputs.add(known[0])
-                    self._batch[known[0]] = (known[1], str(one.device), state.dtype_of(one))
+                    self._batch[known[0]] = (known[1], str(one.device), tensors.dtype_of(one))
 
     def _see_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._graphs += 1
-        if len(self._batch) > 0 and _size_of(self._batch) > _size_of(self._largest_batch):
+        if _size_of(self._batch) > _size_of(self._largest_batch):
             self._largest_batch = self._batch
-        obstacle = self._why or _obstacle()
+        self._why = self._why or _obstacle()
         size = 0
-        if obstacle:
-            self._why = obstacle
-        else:
+        if not self._why:
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            graph = saved.walk(roots)
+            graph = tensors.walk(roots)
             if not graph.whole:
                 self._why = "the graph has too many nodes"
             self._by_module = self._by_module and not kwargs.get("create_graph")
@@ -261,7 +251,7 @@ class _Look:
             self._most_there, self._gathered = size, gathered.rows
             self._see_moment("backward", gradients)
 
-    def _activations(self, graph: saved.Graph) -> dict[Key, saved.Kept]:
+    def _activations(self, graph: tensors.Graph) -> dict[Key, tensors.Kept]:
         """Return what a graph keeps, without the tensors that are counted elsewhere."""
         gathered = Storages()
         for model in self._models:
@@ -296,13 +286,15 @@ class _Look:
         rows = Storages()
         for model in self._models:
             model.count(rows)
-        alive = (optimizer for ref in self._recorder.observed.optimizers if (optimizer := ref()) is not None)
-        optimizers = [state_of(optimizer, self._models, rows) for optimizer in alive]
+        optimizers = [state_of(one, self._models, rows) for one in alive(self._recorder.observed.optimizers)]
         count_idle(self._models, rows)
         for model in self._models:
             model.count_buckets(rows)
         rows.settle()
-        every = [rows.rows, self._gathered, self._gradients, self._input_rows(), self._activation_rows()]
+        inputs: dict[tuple[Any, ...], list[int]] = {}
+        for size, device, dtype in self._largest_batch.values():
+            _add(inputs, ("input", *self._whole, device, dtype, 0), size)
+        every = [rows.rows, self._gathered, self._gradients, inputs, self._activation_rows()]
         return {
             "state": "counted",
             "step": self.step,
@@ -322,18 +314,12 @@ class _Look:
             "process": {"anonymous_bytes": self._most_anonymous},
         }
 
-    def _input_rows(self) -> dict[tuple[Any, ...], list[int]]:
-        rows: dict[tuple[Any, ...], list[int]] = {}
-        for size, device, dtype in self._largest_batch.values():
-            _add(rows, ("input", *self._whole, device, dtype, 0), size)
-        return rows
-
     def _activation_rows(self) -> dict[tuple[Any, ...], list[int]]:
         rows: dict[tuple[Any, ...], list[int]] = {}
         if self._why:
             return rows
-        names: dict[int, state.Owner] = {}
-        parameters: dict[int, state.Owner] = {}
+        names: dict[int, tensors.Owner] = {}
+        parameters: dict[int, tensors.Owner] = {}
         for model in self._models:
             names = {**model.names, **names}
             parameters = {**model.parameters, **parameters}

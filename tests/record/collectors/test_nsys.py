@@ -1,4 +1,4 @@
-"""The NVTX ranges of real jobs, as a tool gets them: a library of our own listens where nsys would."""
+"""NVTX ranges of real jobs, as a library that listens in nsys' place gets them; when nsys' window opens and closes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import itertools
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dlprof.record.collectors.nsys import Capture
 from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, rows, wrapped
 
-pytest.importorskip("torch", reason="recording needs torch")
+torch = pytest.importorskip("torch", reason="recording needs torch")
 
 # What NVTX hands to the tool that NVTX_INJECTION64_PATH names: tables of the functions that it may set. The numbers
 # are those of the NVTX 3 headers (nvtxTypes.h, nvtxDetail/nvtxTypes.h).
@@ -98,8 +102,8 @@ def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path)
             closed.append(open_ranges.pop())
     assert open_ranges == []
     # Training is noticed in the first backward pass. Each epoch asks once more than it has batches, and for a start.
-    told = {name.removeprefix("dlprof::"): closed.count(name) for name in closed}
-    assert told == {"fetch": 8, "forward": 5, "mine": 5, "backward": 6, "all_reduce": 6, "optimizer": 6}
+    counts = {name.removeprefix("dlprof::"): closed.count(name) for name in closed}
+    assert counts == {"fetch": 8, "forward": 5, "mine": 5, "backward": 6, "all_reduce": 6, "optimizer": 6}
     assert closed[:4] == ["dlprof::backward", "dlprof::all_reduce", "dlprof::optimizer", "dlprof::fetch"]
     numbered = [name for what, name in seen if what == "start"]
     assert numbered == [f"dlprof::step {row['step']}" for row in rows(rank)] + [f"dlprof::step {len(rows(rank))}"]
@@ -108,10 +112,86 @@ def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path)
 
 
 def test_without_nvtx_one_line_says_so_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     if hasattr(torch._C, "_nvtx"):
         pytest.skip("this PyTorch has NVTX")
     monkeypatch.setitem(sys.modules, "nvtx", None)
     run_recorded(tmp_path, JOB, nvtx=True, warnings=1)
     assert "no NVTX ranges" in facts(tmp_path / "run/ranks/00000")["warnings"][0]
     assert len(rows(tmp_path / "run/ranks/00000")) == 7
+
+
+class Job:
+    """Steps of 10 ms, or of another length."""
+
+    due: int | None = 0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, asked: str, step_ns: int = 10_000_000) -> None:
+        monkeypatch.setenv("DLPROF_CAPTURE", asked)
+        self.called: list[tuple[str, int]] = []
+        self.cuda = True
+        self.step_ns, self.now = step_ns, 0
+        self.row = SimpleNamespace(number=0, profiled=0)
+        self.clock: Any = SimpleNamespace(row=self.row, trains=True, capturing=False)
+        device = SimpleNamespace(index=0, capturing=lambda: False)
+        self.recorder: Any = SimpleNamespace(clock=self.clock, device=device, window={})
+        for what in ("start", "stop"):
+            note = partial(lambda what: self.called.append((what, self.row.number)), what)
+            monkeypatch.setattr(torch.cuda.profiler, what, note)
+        for what in ("is_available", "is_initialized"):
+            monkeypatch.setattr(torch.cuda, what, lambda: self.cuda)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda index: self.called.append(("synchronize", index)))
+        self.capture = Capture()
+        recorder: Any = self.recorder
+        self.capture.start(recorder)
+        self.profiled: list[int] = []
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            done: Any = SimpleNamespace(number=self.row.number, start_ns=self.now, dur_ns=self.step_ns)
+            self.now += self.step_ns
+            if self.row.profiled:
+                self.profiled.append(self.row.number)
+            self.row.number, self.row.profiled = self.row.number + 1, 0
+            self.clock.position = self.row.number
+            if self.due is not None and self.row.number >= self.due:
+                self.due = self.capture.step([done])
+
+
+@pytest.mark.parametrize(
+    ("asked", "step_ns", "captures", "steps", "start", "stop"),
+    [
+        # Steps 8, 9 and 10 are recorded, and step 7, which is not marked, is heard.
+        ("6,2,3", 10_000_000, 0, 30, 7, 11),
+        ("on", 10_000_000, 0, 30, 11, 17),
+        ("on", 2_000_000_000, 0, 30, 3, 6),  # slow steps: sooner and shorter
+        ("2,1,2", 10_000_000, 6, 12, 7, 10),  # nothing is asked of the device while a graph is captured
+        ("2,1,5", 10_000_000, 0, 5, 2, 5),  # the job ends inside of the window
+    ],
+)
+def test_when_nsys_starts_and_stops(
+    asked: str, step_ns: int, captures: int, steps: int, start: int, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(monkeypatch, asked, step_ns)
+    job.clock.capturing = True
+    job.steps(captures)
+    assert not job.called
+    job.clock.capturing = False
+    job.steps(steps - captures)
+    job.capture.stop()
+    # Nothing is left in the queue where nsys starts and stops.
+    assert job.called == [("synchronize", 0), ("start", start), ("synchronize", 0), ("stop", stop)]
+    assert job.recorder.window == {"first_step": start + 1, "last_step": stop - 1}
+    assert {*range(start, min(stop, steps - 1))} <= set(job.profiled)
+    assert (job.due is None) == (steps > stop)
+
+
+def test_without_a_gpu_or_without_being_asked_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, "1,1,1")
+    job.cuda = False
+    with pytest.raises(RuntimeError, match="uses no GPU"):  # which switches the collector off, and says so
+        job.steps(5)
+    job.capture.stop()
+    assert not job.called
+    job = Job(monkeypatch, "")
+    job.steps(5)
+    assert (job.due, job.called) == (None, [])

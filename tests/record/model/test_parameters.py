@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.model.subnormal import subnormal_shares
+from dlprof.record.model.parameters import subnormal_shares
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 

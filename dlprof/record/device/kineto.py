@@ -59,16 +59,20 @@ class Kineto:
     def preparing(self) -> Iterator[None]:
         """Have Kineto begin, which sets how much it reports; afterwards it reports as much as without us."""
         if not self._users_level:
-            _put(_LEVEL, _WARNINGS if self._relay is not None and self._listens else _SILENCE)
+            _put(_LEVEL, _WARNINGS if self._keeps else _SILENCE)
         try:
             with self.listening():
                 yield
         finally:
             if not self._users_level:
                 _put(_LEVEL, None)
-                default = _default_level() if self._relay is not None and self._listens else None
-                if default is not None:
+                if self._keeps and (default := _default_level()) is not None:
                     default()
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether what it reports is kept."""
+        return self._relay is not None and self._listens
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -23,9 +23,10 @@ from typing import Any
 
 from dlprof.files import write
 from dlprof.plain import words_of
-from dlprof.record.calls.attribution import passing
+from dlprof.record import guarded
+from dlprof.record.attribution import passing
 from dlprof.record.hooks import put
-from dlprof.record.model.names import names_of_all
+from dlprof.record.model.names import alive, names_of_all
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
 
@@ -88,8 +89,7 @@ class Compiled:
         if recorder is None or not recorder.window.get("modules"):
             return
         self._recorder = None
-        models = [model for ref in recorder.observed.models if (model := ref()) is not None]
-        names = {module: path for module, (path, _) in names_of_all(models).items()}
+        names = {module: path for module, (path, _) in names_of_all(alive(recorder.observed.models)).items()}
         graphs, self._graphs, later, self._later, self._left = self._graphs, [], self._later, [], 0
         if self._error:
             recorder.warn(f"which modules compiled kernels are of is not known: {self._error}")
@@ -120,24 +120,21 @@ class Compiled:
 
         put(wrapper, "__call__", __call__)
 
+    @guarded
     def _begin(self, model: Any) -> bool:
-        """Record the modules of a graph that is about to be compiled; return False if it is not recorded."""
+        """Record the modules of a graph that is about to be compiled; return whether it is recorded."""
         if self._left <= 0:
             return False
-        try:
-            self._wrap_results()
-            graph = _Graph(_compilation())
-            for node in model.graph.nodes:
-                modules = [int(m[0]) for key in node.meta.get("nn_module_stack") or () if (m := re.match(r"\d+", key))]
-                if node.op == "placeholder":
-                    owned = re.search(r"_(?:parameters|buffers)_", node.name)
-                    graph.inputs.append(modules[-1] if modules and owned else 0)
-                elif modules:
-                    graph.nodes[node.name] = modules[-1]
-                self._left -= 1
-        except Exception as e:  # noqa: BLE001 - the script's model is compiled all the same
-            self._fail(e)
-            return False
+        self._wrap_results()
+        graph = _Graph(_compilation())
+        for node in model.graph.nodes:
+            modules = [int(m[0]) for key in node.meta.get("nn_module_stack") or () if (m := re.match(r"\d+", key))]
+            if node.op == "placeholder":
+                owned = re.search(r"_(?:parameters|buffers)_", node.name)
+                graph.inputs.append(modules[-1] if modules and owned else 0)
+            elif modules:
+                graph.nodes[node.name] = modules[-1]
+            self._left -= 1
         self._graphs.append(graph)
         self._open.graphs.append(graph)
         return True
@@ -156,19 +153,21 @@ class Compiled:
         def post_compile(made: Any, *args: Any, **kwargs: Any) -> Any:
             with passing:
                 result = original(made, *args, **kwargs)
-            try:
-                key, text = made._fx_graph_cache_key, str(made.source_code)
-                if key and self._open.graphs:
-                    self._open.graphs[-1].codes[str(key)] = text
-                elif key and self._left > 0 and len(self._later) < _MOST_LATER:
-                    self._later.append((_compilation(), str(key), text))
-            except Exception as e:  # noqa: BLE001 - the script's model is compiled all the same
-                self._fail(e)
+            self._keep_code(made)
             return result
 
         put(kind, "post_compile", post_compile)
 
-    def _fail(self, error: Exception) -> None:
+    @guarded
+    def _keep_code(self, made: Any) -> None:
+        key, text = made._fx_graph_cache_key, str(made.source_code)
+        if key and self._open.graphs:
+            self._open.graphs[-1].codes[str(key)] = text
+        elif key and self._left > 0 and len(self._later) < _MOST_LATER:
+            self._later.append((_compilation(), str(key), text))
+
+    def fail(self, error: Exception) -> None:
+        """Record no more graphs; the script's model is compiled all the same."""
         self._left, self._error = 0, words_of(error)
 
 
@@ -258,43 +257,22 @@ _VIEW = re.compile(
     r"|split\w*|unbind|detach)(?:_\d+)?"
 )
 
-
 _NAMES = re.compile(r"\s*# (?:\w+(?: Sorted)? )?Source Nodes: \[([^\]]*)\]")
-
-
 _MAPPED = re.compile(r"#   (\w+) => (.*)")
-
-
 _KERNEL = re.compile(r"(\w+) = async_compile\.")
-
-
 _BODY = re.compile(r"\s*def (?:call|partition_\d+)\(")
-
-
 _END = re.compile(r"def (?:get_args|benchmark_compiled_module)\(")
-
-
 _ARGUMENTS = re.compile(r"\s+(\w+(?:, \w+)*),? = args$")
-
-
 _RETURNS = re.compile(r"\s+return \((.*)\)$")
-
 
 _CALL = re.compile(
     r"\s+(?:[\w, ]+ = )?(?:(?P<made>\w+)\.run|extern_kernels\.(?P<extern>\w+)"
     r"|(?:torch\.ops\.(?P<space>\w+)|aten)\.(?P<operator>\w+)(?:\.\w+)*|(?P<inner>cpp_\w+))(?P<args>\(.*)"
 )
 
-
 _RESULT = re.compile(r"\s+(\w+) = ")
-
-
 _TENSOR = re.compile(r"\b(?!stream\d)([a-zA-Z_]\w*)\b")
-
-
 _PARAMETER = re.compile(r"primals_(\d+)")
-
-
 _OUT = re.compile(r"\bout=(?:reinterpret_tensor\()?(\w+)")
 
 

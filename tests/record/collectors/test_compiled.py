@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import dlprof
+from dlprof.record.collectors.compiled import Compiled, around, innermost, is_inside, kept, parameters_of, read
 from dlprof.record.hooks import uninstall
-from dlprof.record.model.compiled import Compiled, around, innermost, is_inside, kept, parameters_of, read
 from tests.fixtures import worlds
 from tests.fixtures.in_process import run_plainly, run_recorded
 
@@ -73,7 +73,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_compiler
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["whole", "blocks", "ddp"])
+@pytest.mark.parametrize("how", ["whole", "blocks", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_products_are_of_the_layers_that_they_are_of(
     how: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

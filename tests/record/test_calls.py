@@ -1,27 +1,29 @@
-"""Which lines of the user's are named, what is kept of them, and within which bounds: by hand, and of a real script."""
+"""Which lines and files of the user's are named, what is kept of them, and within which bounds."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dlprof.record import calls as module
 from dlprof.record import hooks
-from dlprof.record.calls import frames
-from dlprof.record.calls.frames import MOST_FILE_BYTES, Frames, own_files
-from dlprof.record.calls.seen import LOOKS, PLACES, Calls
+from dlprof.record.calls import LOOKS, MOST_FILE_BYTES, PLACES, Calls, Files, Frames, own_files
 from dlprof.record.failures import memory_failure
 from dlprof.record.hooks import watch_calls
 from dlprof.record.loaders import LoaderSeen
-from tests.fixtures.jobs import facts, record, tiny
+from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import TINY, facts, record, tiny
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -73,7 +75,7 @@ def test_the_innermost_librarys_frame_is_passed_and_named_unless_it_is_ours(
 ) -> None:
     library = tmp_path / "lib/site-packages/fancy"
     if is_ours:  # installed beside the libraries
-        monkeypatch.setattr(frames, "_OURS", f"{library}{os.sep}")
+        monkeypatch.setattr(module, "_OURS", f"{library}{os.sep}")
     look = Look(tmp_path)
     names = look.run(library / "loop.py", "class Trainer:\n    def train(self):\n        return look()\n")
     names = look.run(library / "trainer.py", "def train():\n    Trainer().train()\n", **names)
@@ -272,7 +274,6 @@ NAMED = {
     "model": [('model.to("cpu")', "wrapped")],
 }
 
-
 FIRST = """
 def check():
     model(torch.randn(2, 8))
@@ -291,16 +292,16 @@ for _ in range(12):
 """
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not POSITIONS, reason="without columns a call's text is not known")
-def test_the_forward_pass_that_is_named_is_the_one_that_trains(tmp_path: Path) -> None:
-    script = tiny(tmp_path, FIRST)
-    record(script, folder=tmp_path / "run", options=["--no-trace"])
-    known, text = facts(tmp_path / "run/ranks/00000"), script.read_text().splitlines()
-    named = [text[call["line"] - 1].strip() for call in known["calls"] if call["kind"] == "forward"]
+def test_the_forward_pass_that_is_named_is_the_one_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_recorded(tmp_path, TINY + FIRST)
+    text, calls = (TINY + FIRST).splitlines(), facts(tmp_path / "run/ranks/00000")["calls"]
+    named = [text[call["line"] - 1].strip() for call in calls if call["kind"] == "forward"]
     assert named == ["model(torch.randn(2, 8)).sum().backward()"]
 
 
+# FSDP's classes are seen as they are imported: in a process that has not done so.
 @pytest.mark.long
 @pytest.mark.skipif(not POSITIONS, reason="without columns Dynamo's calls look like the user's")
 def test_the_lines_of_a_training_loop_and_of_what_wraps_a_model(tmp_path: Path) -> None:
@@ -369,3 +370,53 @@ def test_the_error_that_ends_a_process_is_known_at_its_exit(tmp_path: Path) -> N
     )
     out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert (out.returncode, out.stdout) == (1, f"forward ({script}:5)\n")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_what_the_script_read_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = tmp_path / "outside.yaml"
+    job = tmp_path / "job"
+    (job / "conf").mkdir(parents=True)
+    texts = {
+        "conf/a.yaml": "a: 1\n",
+        "own_module.py": "X = 1\n",
+        "run.sh": "python own_module.py\n",
+        "Makefile": "all:\n",
+    }
+    texts |= {"written.json": "{}", "later.json": "{}", "unread.yaml": "", "a.txt": "", "large.json": " " * (300 << 10)}
+    for name, text in texts.items():
+        (job / name).write_text(text)
+    outside.write_text("")
+    monkeypatch.setattr(module, "_MOST", 10_000)  # this process has the modules of all tests
+    monkeypatch.chdir(job)
+    monkeypatch.syspath_prepend(str(job))
+    os.utime(job / "Makefile", (time.time() + 60,) * 2)  # written later than the job was started
+    undo: list[Callable[[], object]] = []
+    seen = Files(f"{job}/", time.time() + 1)
+    seen.watch(undo.append)
+    importlib.import_module("own_module")
+    for name in ("conf/a.yaml", "conf/../conf/a.yaml", "a.txt", "large.json", "later.json", str(outside)):
+        Path(name).read_text()
+    Path("written.json").write_text("{}")
+    Path("written.json").read_text()
+    first = {row["file"]: row["digest"] for row in seen.facts()}
+    Path("later.json").write_text("[]")
+    known = {row["file"]: row["digest"] for row in seen.facts()}
+    expected = {name: digest(texts[name]) for name in ("conf/a.yaml", "own_module.py", "run.sh")} | {"Makefile": ""}
+    assert {name: known[name] for name in known if not name.startswith("tests")} == expected
+    assert first == known | {"later.json": digest("{}")}
+    (leave,) = undo
+    leave()
+    Path("unread.yaml").read_text()
+    assert seen.facts() == [{"file": name, "digest": digest} for name, digest in known.items()]
+    del sys.modules["own_module"]
+
+
+def test_an_odd_event_costs_the_script_nothing(tmp_path: Path) -> None:
+    seen = Files(f"{tmp_path}/", time.time())
+    for args in ((), ("a.yaml",), (b"a.yaml", "r", 0), (3, None, 0), ("a.yaml", "r", None)):
+        seen.see("open", args)
+    assert seen.facts() == []

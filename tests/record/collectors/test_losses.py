@@ -1,21 +1,96 @@
-"""Real gradient scalers under dlprof: what they skipped, and their scale, as they tell it themselves."""
+"""Losses are recorded bit for bit, the same with a seed; skipped steps and the scale are as a scaler has them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlprof.analysis.engine import RankData
+from dlprof.read.run import open_run
 from dlprof.record import hooks
-from dlprof.record.model import loss_scale
-from dlprof.record.model.loss_scale import LossScale
+from dlprof.record.collectors import losses as module
+from dlprof.record.collectors.losses import LossScale
 from dlprof.record.observed import Observed
 from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import rows
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
+
+# It seeds nothing itself but on request, and draws from all that is seeded.
+DRAWS = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+if seeds:
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+data = TensorDataset(torch.randn(32, 8), torch.randn(32, 1))
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+kept = []
+for epoch in range(2):
+    for x, y in DataLoader(data, batch_size=4, shuffle=True):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x + random.random() + np.random.rand()), y)
+        kept.append(loss.item())
+        if scaled:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            torch.autograd.backward([loss], retain_graph=True) if epoch else loss.backward()
+            torch.autograd.grad(loss, model.parameters()) if epoch else None
+            optimizer.step()
+"""
+
+
+@pytest.fixture
+def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return what records the script with a seed, and returns its losses, which are those that it has computed."""
+
+    def record(seed: str, *, rank: int = 0, seeds: bool = False, scaled: bool = False) -> list[str]:
+        monkeypatch.setenv("DLPROF_LOSSES", seed)
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        run, text = str(len(list(tmp_path.iterdir()))), f"seeds, scaled = {seeds}, {scaled}" + DRAWS
+        # Rank 0 says that reading them waits for the device.
+        script = run_recorded(tmp_path, text, run=run, flops="off", warnings=int(rank == 0))
+        table = RankData(open_run(tmp_path / run).ranks[0]).table("losses")
+        assert table["step"].tolist() == list(range(16))
+        assert table["loss"].tolist() == script["kept"]
+        return [loss.hex() for loss in script["kept"]]
+
+    return record
+
+
+def test_losses_are_the_same_with_a_ranks_own_seed(
+    losses: Callable[..., list[str]],
+) -> None:
+    first = losses("7")
+    assert [losses(seed, rank=rank) == first for seed, rank in (("7", 0), ("8", 0), ("7", 1), ("6", 1))] == [
+        *(True, False, False, True)
+    ]
+
+
+def test_a_scaler_is_taken_out_and_the_scripts_own_seed_wins(losses: Callable[..., list[str]]) -> None:
+    assert losses("7", seeds=True, scaled=True) == losses("8", seeds=True, scaled=True)
+
+
+def test_what_cannot_be_read_costs_the_losses_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLPROF_LOSSES", "1")
+    body = DRAWS.replace("loss.backward()", "loss.as_subclass(Odd).backward()").replace("[loss]", "loss")
+    odd = "\nclass Odd(torch.Tensor):\n    def item(self): raise OSError('no')\n"
+    text = "seeds = scaled = False" + body.replace("kept = []", f"kept = []{odd}")
+    run_recorded(tmp_path, text, warnings=2)
+    known = json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())
+    assert known["warnings"][1].startswith("losses is off: no;")
+    assert sum(row["kind"] == "train" for row in rows(tmp_path / "run/ranks/00000")) == 16
+
 
 JOB = """
 import torch
@@ -46,7 +121,6 @@ for epoch in range(4):
             scaler.load_state_dict(scaler.state_dict() | {"scale": 64.0, "_growth_tracker": 3})
         scales.append(scaler.get_scale())
 """
-
 
 # FSDP's, which scales and updates in its own way; it exchanges what overflowed, here with itself.
 SHARDED = """import torch.distributed as dist
@@ -104,7 +178,7 @@ class Clock:
 
 def test_a_fused_optimizer_on_a_device_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the scale does not lie in the host's memory, nothing is read, and from there on nothing is claimed."""
-    monkeypatch.setattr(loss_scale, "_on_host", lambda _scaler: False)
+    monkeypatch.setattr(module, "_on_host", lambda _scaler: False)
     recorder: Any = type("Recorder", (), {"clock": Clock(), "observed": Observed()})()
     followed = Followed()
     followed._recorder = recorder

@@ -19,11 +19,10 @@ import pytest
 
 from dlprof.record.collectors.facts import _device
 from dlprof.record.collectors.steps import Steps
-from dlprof.record.device.device import Events, RankDevice, most_on
-from dlprof.record.device.graphs import Graphs
+from dlprof.record.device.gpu import Events, Graphs, RankDevice
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
-from tests.fixtures.jobs import facts, launch, record, rows
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, record, rows
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -52,37 +51,31 @@ SPREAD = Model(Parameter(5, "cuda", 0), Parameter(30, "cuda", 2), Parameter(900,
 
 
 @pytest.mark.parametrize(
-    ("models", "optimizers", "index"),
+    ("models", "optimizers", "index", "other"),
     [
-        ([SPREAD], [], 0),
-        ([SPREAD, Model(Parameter(70, "cuda", 3))], [], 3),
-        ([Model(Parameter(9, "cpu"))], [], None),
-        ([torch.nn.Linear(2, 2)], [], None),
-        ([Broken()], [], 1),
-        ([], [Optimizer(Parameter(3, "cuda", 1))], 1),
+        ([SPREAD], [], 0, None),
+        ([SPREAD, Model(Parameter(70, "cuda", 3))], [], 3, None),
+        ([Model(Parameter(4, "cuda", 1), Parameter(4, "cuda", 0))], [], 0, None),
+        ([Model(Parameter(9, "cpu"), Parameter(9, "meta"))], [], None, None),
+        ([torch.nn.Linear(2, 2)], [], None, None),
+        ([Broken()], [], 1, None),
+        ([], [Optimizer(Parameter(3, "cuda", 1))], 1, None),
         # What an optimizer steps may have been moved to the host: modules come first.
-        ([Model(Parameter(1, "cuda", 2))], [Optimizer(Parameter(3, "cuda", 1))], 2),
+        ([Model(Parameter(1, "cuda", 2))], [Optimizer(Parameter(3, "cuda", 1))], 2, None),
+        ([Model(Parameter(9, "cpu"), Parameter(9, "xpu", 0))], [], None, "xpu"),
+        ([Model(Parameter(9, "hpu", 0))], [], None, "hpu"),
     ],
 )
-def test_the_device_is_where_most_parameters_are(models: Any, optimizers: Any, index: int | None) -> None:
+def test_the_device_is_where_most_parameters_are(
+    models: Any, optimizers: Any, index: int | None, other: str | None
+) -> None:
     device = RankDevice()
     device.look([weakref.ref(m) for m in models], [weakref.ref(o) for o in optimizers])
-    assert device.index == index
-    assert most_on([Parameter(4, "cuda", 1), Parameter(4, "cuda", 0)]) == 0
-
-
-@pytest.mark.parametrize("kind", ["xpu", "hpu", "mtia"])
-def test_another_accelerator_is_named_and_is_no_cpu(kind: str) -> None:
-    model = Model(Parameter(9, "cpu"), Parameter(9, kind, 0))
-    device = RankDevice()
-    device.look([weakref.ref(model)], [])
-    assert (device.index, device.other) == (None, kind)
-    recorder: Any = SimpleNamespace(device=device)
-    told = _device(recorder)
-    assert (told["type"], bool(told["name"]), told["index"]) == (kind, True, None)
-    plain = RankDevice()
-    plain.look([weakref.ref(mine := Model(Parameter(9, "cpu"), Parameter(9, "meta")))], [])
-    assert (plain.other, len(list(mine.parameters()))) == (None, 2)
+    assert (device.index, device.other) == (index, other)
+    if index is None:
+        recorder: Any = SimpleNamespace(device=device)
+        described = _device(recorder)
+        assert (described["type"], bool(described["name"]), described["index"]) == (other or "cpu", True, None)
 
 
 def test_a_model_that_comes_later_is_looked_at_and_one_that_was_seen_is_not_again() -> None:
@@ -137,11 +130,11 @@ def test_events_are_recorded_on_their_device_never_in_a_graph_and_used_again(mon
 class Job:
     """A script's calls, as the hooks pass them on, on a host or a simulated device."""
 
-    def __init__(self, folder: Path, devices: Devices | None = None, device: int = 0) -> None:
+    def __init__(self, folder: Path, devices: Devices | None = None) -> None:
         self.recorder = Recorder(folder, [Steps])
         self.graphs = Graphs(self.recorder)
-        self.devices, self.device = devices, device
-        self.model = Model(Parameter(4, "cpu" if devices is None else "cuda", device))
+        self.devices, self.device = devices, 0
+        self.model = Model(Parameter(4, "cpu" if devices is None else "cuda", 0))
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
         self.iterator = SimpleNamespace(_dlprof_pass=None)
 
@@ -197,85 +190,9 @@ class Job:
         assert self.recorder.warnings == []
         return rows(self.recorder.folder)
 
-    def times(self) -> list[int]:
-        return [line["device_step_ns"] for line in self.lines()]
-
 
 def counts(steps: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
     return [(step["kind"], step["backwards"], step["optimizer_steps"]) for step in steps]
-
-
-def test_a_step_lasts_from_the_end_of_the_one_before_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = Devices(monkeypatch)
-    job = Job(tmp_path, devices)
-    for n in range(6):
-        job.step(device_ns=(40 + n) * MS, before_ns=2 * MS)
-    # The host is through with all six, and the device with none: only the first, which has no beginning, is written.
-    assert len(rows(job.recorder.folder)) == 1
-    devices.now_ns = 1_000 * MS
-    assert job.times() == [-1] + [(42 + n) * MS for n in range(1, 6)]
-
-
-def test_times_stay_right_while_events_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = Devices(monkeypatch)
-    job = Job(tmp_path, devices)
-    for n in range(300):
-        job.step(device_ns=(10 + n % 7) * MS, before_ns=1 * MS)
-        devices.now_ns = max(devices.queued_ns[0] - 45 * MS, 0)  # three to four steps behind
-    devices.now_ns = devices.queued_ns[0]
-    assert job.times()[1:] == [(11 + n % 7) * MS for n in range(1, 300)]
-    assert devices.events < 10
-
-
-def test_what_the_device_waits_between_steps_belongs_to_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is another device woken where the rank never set its own."""
-    devices = Devices(monkeypatch)
-    job = Job(tmp_path, devices, device=1)
-    for _ in range(4):
-        job.step(device_ns=10 * MS)
-        devices.now_ns = devices.queued_ns[1] + 30 * MS  # the host waits for the device, and then for its loader
-    assert job.times()[1:] == [40 * MS] * 3
-    assert devices.awake == {1}
-
-
-def test_a_step_that_is_captured_has_no_time_and_its_successor_no_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = Devices(monkeypatch)
-    job = Job(tmp_path, devices)
-    for n in range(6):
-        job.step(device_ns=5 * MS, during=lambda n=n: setattr(devices, "capturing", n == 2))  # type: ignore[misc]
-        devices.capturing = False
-        devices.now_ns = devices.queued_ns[0]
-    assert job.times() == [-1, 5 * MS, -1, -1, 5 * MS, 5 * MS]
-
-
-def test_a_model_on_another_device_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = Devices(monkeypatch)
-    job = Job(tmp_path, devices)
-    larger = Model(Parameter(100, "cuda", 1))
-    for n in range(6):
-        if n == 3:
-            job.model, job.device = larger, 1
-        job.step(device_ns=5 * MS)
-        devices.now_ns = max(devices.queued_ns)
-    # The fourth ends on the first device, where it did nothing.
-    assert job.times() == [-1, 5 * MS, 5 * MS, 0, -1, 5 * MS]
-
-
-def test_steps_that_share_a_line_share_their_device_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlprof.record.collectors.steps._EACH_STEPS", 2)
-    devices = Devices(monkeypatch)
-    job = Job(tmp_path, devices)
-    for _ in range(8):
-        job.step(device_ns=1 * MS, before_ns=1 * MS)
-        devices.now_ns = devices.queued_ns[0]
-    *_, last = job.lines()
-    assert (last["steps"], last["device_step_ns"]) == (6, 12 * MS)
 
 
 def plainly(job: Job) -> None:
@@ -388,12 +305,46 @@ def test_steps_that_replay_graphs(script: Any, steps: Any, mark: str, graphs: in
         assert all(line["forward_ns"] > 0 for line in lines)
 
 
-def test_a_replayed_step_lasts_from_the_end_of_the_one_before_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = Devices(monkeypatch)
+def behind(job: Job, devices: Devices) -> None:
+    """The device is three to four steps behind the host; events are used again."""
+    for n in range(300):
+        job.step(device_ns=(10 + n % 7) * MS, before_ns=1 * MS)
+        assert len(rows(job.recorder.folder)) < max(n - 2, 2)  # those that the device is through with
+        devices.now_ns = max(devices.queued_ns[0] - 45 * MS, 0)
+    devices.now_ns = devices.queued_ns[0]
+    assert devices.events < 10
+
+
+def waiting(job: Job, devices: Devices) -> None:
+    """The host waits for the device, and then for its loader. No other device is woken."""
+    job.model, job.device = Model(Parameter(4, "cuda", 1)), 1
+    for _ in range(4):
+        job.step(device_ns=10 * MS)
+        devices.now_ns = devices.queued_ns[1] + 30 * MS
+    assert devices.awake == {1}
+
+
+def capturing(job: Job, devices: Devices) -> None:
+    """A step that is captured has no time, and its successor no beginning."""
+    for n in range(6):
+        job.step(device_ns=5 * MS, during=lambda n=n: setattr(devices, "capturing", n == 2))  # type: ignore[misc]
+        devices.capturing = False
+        devices.now_ns = devices.queued_ns[0]
+
+
+def moving(job: Job, devices: Devices) -> None:
+    """A larger model is on another device. The fourth step ends on the first one, where it did nothing."""
+    larger = Model(Parameter(100, "cuda", 1))
+    for n in range(6):
+        if n == 3:
+            job.model, job.device = larger, 1
+        job.step(device_ns=5 * MS)
+        devices.now_ns = max(devices.queued_ns)
+
+
+def replaying(job: Job, devices: Devices) -> None:
+    """A step is a replay of a graph."""
     devices.launch(0)
-    job = Job(tmp_path)
     job.train()
 
     def work() -> None:
@@ -408,7 +359,26 @@ def test_a_replayed_step_lasts_from_the_end_of_the_one_before_on_the_device(
         devices.launch(9 * MS)
         job.graphs.end_replay(graph)
         devices.now_ns = devices.queued_ns[0]
-    assert job.times()[1:] == [11 * MS] * 3
+
+
+# What a job does, and how long its steps take on the device, each from the end of the one before; -1: not known.
+TIMES: dict[Callable[[Job, Devices], None], list[int]] = {
+    behind: [-1] + [(11 + n % 7) * MS for n in range(1, 300)],
+    waiting: [-1] + [40 * MS] * 3,
+    capturing: [-1, 5 * MS, -1, -1, 5 * MS, 5 * MS],
+    moving: [-1, 5 * MS, 5 * MS, 0, -1, 5 * MS],
+    replaying: [-1] + [11 * MS] * 3,
+}
+
+
+@pytest.mark.parametrize("script", TIMES)
+def test_steps_are_timed_on_the_device(
+    script: Callable[[Job, Devices], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices(monkeypatch)
+    job = Job(tmp_path, devices)
+    script(job, devices)
+    assert [line["device_step_ns"] for line in job.lines()] == TIMES[script]
 
 
 def job_of(folder: Path, text: str) -> Path:
@@ -497,7 +467,7 @@ FORKS = """
         torch.cuda.current_device, torch.cuda.is_current_stream_capturing = lambda: 0, lambda: False
     model = nn.Linear(8, 1).to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(5):
+    for _ in range(2):
         for rows in DataLoader(torch.randn(12, 8), 2, num_workers=1):
             model(rows.to(model.weight.device)).sum().backward()
             optimizer.step()
@@ -511,7 +481,7 @@ FORKS = """
 def test_no_event_of_ours_is_destroyed_in_a_forks_child(tmp_path: Path, on: str) -> None:
     if (on == "gpu") != torch.cuda.is_available():
         pytest.skip("needs a CUDA device" if on == "gpu" else "has a CUDA device")
-    done = record(job_of(tmp_path, FORKS), folder=tmp_path / "run", options=["--no-trace"])
+    done = record(job_of(tmp_path, COMPILES_NOTHING + dedent(FORKS)), folder=tmp_path / "run", options=["--no-trace"])
     assert done.stdout == "7\n"
     assert any(row["device_step_ns"] > 0 for row in rows(tmp_path / "run/ranks/00000"))
 

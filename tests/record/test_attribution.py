@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.calls.attribution import passed_over
+from dlprof.record.attribution import passed_over
 from tests.fixtures.jobs import launch, tiny, wrapped
 from tests.fixtures.overriding import sets
 
@@ -113,26 +113,18 @@ def main():
 main()
 """
 
-
 # Settings that put more wrappers in the way and change nothing that warns.
-OVERRIDDEN = (
-    "torch.autocast=off",
-    "model.memory_format=contiguous_format",
-    "torch.compile=off",
-    "optimizer.foreach=False",
-    "loader.prefetch_factor=2",
-    "torch.num_threads=1",
-)
+OVERRIDDEN = "torch.autocast=off model.memory_format=contiguous_format torch.compile=off optimizer.foreach=False"
+OVERRIDDEN += " loader.prefetch_factor=2 torch.num_threads=1"
 
 
 @pytest.mark.long
-def test_warnings_of_a_script_are_the_same_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", ["", pytest.param(OVERRIDDEN, marks=pytest.mark.slow)])
+def test_warnings_of_a_script_are_the_same_recorded(settings: str, tmp_path: Path) -> None:
     command = [sys.executable, str(tiny(tmp_path, WARNING))]
     plain = launch(command, tmp_path).stderr
     assert plain.count("Warning: ") >= 20
-    for settings in ((), OVERRIDDEN):
-        run = tmp_path / f"run-{len(settings)}"
-        options = ("--window", "1,0,1", "--allow-numerics", *sets(*settings))
-        recorded = launch(wrapped(run, command, *options), tmp_path).stderr
-        assert [line for line in recorded.splitlines() if not line.startswith("dlprof: ")] == plain.splitlines()
-        assert (run / "ranks/00000/steps.jsonl").exists()
+    options = ("--window", "1,0,1", "--allow-numerics", *sets(*settings.split()))
+    recorded = launch(wrapped(tmp_path / "run", command, *options), tmp_path).stderr
+    assert [line for line in recorded.splitlines() if not line.startswith("dlprof: ")] == plain.splitlines()
+    assert (tmp_path / "run/ranks/00000/steps.jsonl").exists()

@@ -14,7 +14,7 @@ from typing import Any
 # The file's own name stays at the end, and the source in a traceback: it is found by the module's loader.
 _NOT_COUNTED = "importlib_bootstrap"
 
-_OURS = __file__.rpartition("calls/")[0]  # as co_filename is written
+_OURS = __file__.rpartition("attribution")[0]  # as co_filename is written
 _in_place: list[CodeType] = []  # of wrappers that look like another function; there is one of them a recording
 
 

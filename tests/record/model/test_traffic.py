@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from dlprof.record.collectors.flops import Traffic  # noqa: E402
 
-N = 1_000
+N = 500
 UNIT = 4 * N * N  # a square matrix in float32
 
 
@@ -54,10 +54,10 @@ def test_an_operator_reads_its_operands_once_and_writes_its_result() -> None:
 
 
 def test_what_is_overwritten_or_only_pointed_into_is_not_read_whole() -> None:
-    table, a, b = torch.ones(100 * N, N, requires_grad=True), square(), square()
+    table, a, b = torch.ones(10 * N, N, requires_grad=True), square(), square()
     ids, labels = torch.arange(N), torch.zeros(N, dtype=torch.long)
     picked = 8 * N + UNIT
-    large = torch.ones(100 * N, N)
+    large = torch.ones(10 * N, N)
     by = counted(lambda: (functional.embedding(ids, table), a.copy_(b), a.zero_(), large.index_put_((ids,), b)))["by"]
     assert by["embedding"] == 8 * N + UNIT + picked  # rows of the table, as many as are asked for
     assert (by["copy_"], by["zero_"]) == (2 * UNIT, UNIT)
