@@ -362,9 +362,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook."""
-        from dlprof.report.notebook import render
+        from dlprof.report.html import cell
 
-        return render(self.result)
+        return cell(self.result)
 
 
 def _with_na(frame: pd.DataFrame) -> pd.DataFrame:

@@ -148,7 +148,7 @@ def report(
         raise click.UsageError("--dask has its own number of workers (local:4), and reads what is not kept")
     result = _analysed_for_page(path, jobs, quiet, window=window, dask=dask, cache=cache, kept_only=kept_only)
     if redact:
-        from dlprof.report.sharing import shareable
+        from dlprof.result.stored import shareable
 
         result = shareable(result)
     if form in ("md", "brief"):

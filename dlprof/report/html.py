@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, command_line, plain
-from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
+from dlprof.report import brief, first, formatting, logged, looks, tried, verdict
 from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
 from dlprof.result import SAVING, Fact, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
@@ -375,7 +375,7 @@ def template(name: str) -> Template:
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
-    environment.filters["in_model"] = in_model.named
+    environment.filters["in_model"] = modules.named
     environment.filters |= {"factor": first.factor, "between": first.between, "place": screen.place}
     environment.filters["kilobytes"] = lambda text: formatting.quantity(len(text.encode()), "bytes")
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
@@ -399,3 +399,44 @@ class Compiled(FileSystemBytecodeCache):
         """Write a compiled template, or nothing where the folder cannot be written."""
         with suppress(OSError):
             super().dump_bytecode(bucket)
+
+
+_CELL_ROW = Markup(
+    "<tr><td style='text-align:left'>{}</td><td>{}</td><td>{}</td><td style='text-align:left'>{}</td></tr>"
+)
+
+
+def cell(result: Result) -> str:
+    """Return what a notebook's cell shows, without a script and readable in both themes.
+
+    The headline, the findings with their savings and changes, and what the reader must know first.
+    """
+    diagnosis, gain, _ = verdict.headline(result)
+    parts = [
+        Markup("<p style='opacity:.7'>{}</p>").format(first.summary(result)),
+        Markup("<p><strong>{}</strong> {}</p>").format(diagnosis, gain),
+    ]
+    notices = verdict.notices(result)
+    if notices:
+        parts.append(Markup("<ul>{}</ul>").format(Markup("").join(map(Markup("<li>{}</li>").format, notices))))
+    for heading, found in (("finding", result.found), (verdict.APART.lower(), result.if_training_may_change)):
+        heads = "".join(f"<th>{head}</th>" for head in (heading, "would save", "speedup", "change"))
+        rows = Markup("").join(map(_cell_row, found))
+        parts += [Markup(f"<table><tr>{heads}</tr>{{}}</table>").format(rows)] if found else []
+    return str(Markup("").join(parts))
+
+
+def framed(result: Result) -> str:
+    """Return what a notebook's cell shows, and below it the whole report in a frame, which can be folded.
+
+    The frame has an origin of its own: what the page runs reaches nothing of the notebook's.
+    """
+    frame = "<iframe sandbox='allow-scripts' style='width:100%;height:48em;border:0' srcdoc='{}'></iframe>"
+    whole = Markup(f"<details open><summary>Report</summary>{frame}</details>").format(render(result))
+    return cell(result) + str(whole)
+
+
+def _cell_row(outcome: Outcome) -> Markup:
+    said = [f"{plain(c.text, 400)}{verdict.OTHERWISE if c.training else ''}" for c in outcome.changes]
+    changes = Markup("<br>").join(said)
+    return _CELL_ROW.format(plain(outcome.title, 200), formatting.saving(outcome), formatting.speedup(outcome), changes)

@@ -98,7 +98,7 @@ def fix(
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.commands.prove.try_ import by_hand, measured, print_tried
     from dlprof.commands.report import analyse, shown, width
-    from dlprof.report.tried_text import kept
+    from dlprof.report.terminal import to_keep
     from dlprof.result.tried import to_json
     from dlprof.trial.copies import edit_in
     from dlprof.trial.fixing import fixed
@@ -138,7 +138,7 @@ def fix(
     else:
         print_tried(found)
         there = f"cd {trial.job.cwd} && " if Path.cwd() != trial.job.cwd else ""
-        for line in (*kept(found, made.words, made.lines, width()), *by_hand(trial)):
+        for line in (*to_keep(found, made.words, made.lines, width()), *by_hand(trial)):
             say(line)
         if made.patch.text and written and not why:
             say(f"Written into {', '.join(made.lines)}. To undo: {there}patch -R -p1 < {shown(file)}")

@@ -157,9 +157,9 @@ def try_run(
 def print_tried(found: Tried, *, err: bool = False) -> None:
     """Print what was tried, for people."""
     from dlprof.commands.report import width
-    from dlprof.report.tried_text import render
+    from dlprof.report.terminal import trial
 
-    click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
+    click.echo(plain(trial(found, width()), keep="\n"), nl=False, err=err)
 
 
 def measured(path: Path, result: Result, trial: Trial, stop: Callable[[], bool], quiet: bool) -> Tried:

@@ -11,7 +11,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
-from dlprof.report.in_model import spelled
+from dlprof.report.figures.modules import spelled
 from dlprof.result import Result
 from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart
 
