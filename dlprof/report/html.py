@@ -27,8 +27,8 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, command_line, plain
-from dlprof.report import brief, first, formatting, logged, looks, tried, verdict
-from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
+from dlprof.report import brief, first, formatting, looks, tried, verdict
+from dlprof.report.figures import drawing, memory, modules, ranks, screen, shapes
 from dlprof.result import SAVING, Fact, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
@@ -60,14 +60,14 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
     """
     run = run or command_line((plain(result.run.path, 300),))
     agent, shown = brief.markdown(result, run, named), first.first(result, run, named)
-    stack, waited = parts.stack(result), parts.blame(result)
+    stack, waited = ranks.stack(result), ranks.blame(result)
     of = formatting.numbers(result)
     found = sorted(result.found, key=lambda o: of.get(o.id, len(of) + 1))
     cards = [_card(str(place), of.get(o.id, 0), o) for place, o in enumerate(found, 1)]
     apart = [_card(f"training-{n}", of.get(o.id, 0), o) for n, o in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
-    many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
-    figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
+    many, tree, held = ranks.many(result), modules.shown(result), memory.shown(result.footprint)
+    figures = {"where": stack, "waits": waited, **ranks.many_specs(many), **modules.specs(tree), **memory.specs(held)}
     figures |= {**{f"evidence-{c.key}": c.evidence for c in (*cards, *apart)}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
@@ -104,9 +104,9 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
         many=many,
         tree=tree,
         held=held,
-        device=parts.device(result),
-        kinds=logged.table(result),
-        limits=logged.sentences(result)[0],
+        device=ranks.device(result),
+        kinds=ranks.device_kinds(result),
+        limits=verdict.device_floor(result)[0],
         host=verdict.host_limited(result),
         cards=cards,
         apart=apart,

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import first as screen
-from dlprof.report import formatting, logged, looks, verdict
+from dlprof.report import formatting, looks, verdict
 from dlprof.report import tried as trials
 from dlprof.report.figures import memory, modules
 from dlprof.result import Outcome, Result, TimePart
@@ -34,7 +34,7 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     width = max(width, NARROWEST)
     paint = painter(colour)
     one = screen.first(result, run, named)
-    measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
+    measured = (verdict.described(result) if result.window is None else "") or formatting.steps(result)
     head = _first(wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), 3, width, "")
     head += ["", *(paint(line, "1") for line in _first(wrap(one.headline, width, "  "), 4, width, "  "))]
     dot = f"{screen.KNOWN[one.lead.known][0]} " if one.lead and one.known else ""
@@ -151,7 +151,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     width = max(width, NARROWEST)
     paint = painter(colour)
     diagnosis, gain, _ = verdict.headline(result)
-    measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
+    measured = (verdict.described(result) if result.window is None else "") or formatting.steps(result)
     lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
     lines += wrap(gain, width, "  ")
@@ -169,7 +169,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     for sentence in verdict.blamed(result):
         lines += wrap(sentence, width, "  ")
     lines += _modules(result, width)
-    if said := logged.sentences(result)[0]:
+    if said := verdict.device_floor(result)[0]:
         lines += ["", *wrap(said, width, "  ")]
     if held := memory.sentence(result.footprint):
         lines += ["", *wrap(held, width, "  ")]

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP, plain
-from dlprof.report import first, formatting, html, logged, terminal, verdict
-from dlprof.report.figures import drawing, modules, screen, shapes
+from dlprof.report import first, formatting, html, terminal, verdict
+from dlprof.report.figures import drawing, modules, ranks, screen, shapes
 from dlprof.result import (
     Blame,
     Fact,
@@ -405,10 +405,10 @@ def test_the_headline_of_a_profile_or_a_log_of_gpus(one: Profile | GpuLog, parts
 
 
 def test_absurd_profiles_and_empty_logs_and_a_snapshot_beside_a_profile() -> None:
-    assert logged.of_logs(read(Profile("p", "t", "ns", 1.0, "f", "", 0, 7.0))) is None
-    assert logged.of_logs(read()) is None
-    assert logged.of_logs(read(GpuLog("x", 0, 0.0, memory_used_bytes=9e9, memory_total_bytes=1e9))) is not None
-    assert "400" in logged.described(read(PROFILE, GPU))
+    assert verdict.of_logs(read(Profile("p", "t", "ns", 1.0, "f", "", 0, 7.0))) is None
+    assert verdict.of_logs(read()) is None
+    assert verdict.of_logs(read(GpuLog("x", 0, 0.0, memory_used_bytes=9e9, memory_total_bytes=1e9))) is not None
+    assert "400" in verdict.described(read(PROFILE, GPU))
     peak = MemoryPeak(0, 0, 5e8, 6e8, "forward (a.py:1)", 1e8)
     diagnosis, gain = headline(Result(RunInfo("run"), None, memory=(peak,), profiles=(PROFILE,)))
     assert "decode (data.py:41)" in diagnosis
@@ -429,7 +429,7 @@ def healthy(work: DeviceWork | None, step_ms: float = 50, **window: Any) -> Resu
 
 
 def said(*args: Any, **window: Any) -> list[str]:
-    return [words(one) for one in logged.sentences(healthy(*args, **window))]
+    return [words(one) for one in verdict.device_floor(healthy(*args, **window))]
 
 
 def test_the_floor_of_a_step_and_what_is_farthest_above_it() -> None:
@@ -465,13 +465,13 @@ def test_no_bound_is_given_where_the_device_is_not_the_limit(work: DeviceWork, w
 
 def test_the_table_of_work_has_rates_and_floors_and_says_what_is_missing() -> None:
     def table(work: DeviceWork) -> Any:
-        return logged.table(replace(results.healthy(), device_work=work))
+        return ranks.device_kinds(replace(results.healthy(), device_work=work))
 
     norm, convolution, layout = ([words(cell) for cell in row] for row in table(WORK).table.rows)
     assert convolution == ["convolution", "216", "10.0 ms", "21 %", "311", "1.30 TB", "4.00 ms", "6.00 ms"]
     assert norm[4:] == ["—", "451.6 GB", "3.00 ms", "28.0 ms"]
     assert layout[4:] == ["—", "—", "0 ns", "7.00 ms"]
-    assert logged.table(results.healthy()) is None
+    assert ranks.device_kinds(results.healthy()) is None
     why = "the limits of Else are not known"
     assert why in table(DeviceWork((replace(NORM, floor_ns=None),), why=why)).note
     shared = table(DeviceWork((replace(NORM, shared_ns=31.0 * MS),), 8.0 * MS, shared_floor_ns=8.0 * MS))
