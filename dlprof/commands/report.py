@@ -24,7 +24,7 @@ from dlprof.units import count
 if TYPE_CHECKING:
     from dlprof.analysis.engine import Done
     from dlprof.read.run import Run
-    from dlprof.report.compare.summary import Summary
+    from dlprof.report.summary import Summary
     from dlprof.result import Result
 
 # Variables that a launcher sets in each of its processes: its number, from 0, and how many there are. SLURM_NTASKS does
@@ -406,7 +406,7 @@ def write_files(result: Result, path: Path, out: Path | None, *, redact: bool = 
 
 def print_summary(summary: Summary, data: Mapping[str, Any], form: str) -> None:
     """Print a summary, or its data as JSON."""
-    from dlprof.report.compare import summary as summaries
+    from dlprof.report import summary as summaries
 
     click.echo(compact(data) if form == "json" else summaries.text(summary, width(), colour()), nl=form == "json")
 
@@ -425,7 +425,7 @@ def write_summary(
 
     Raises DlprofError if they cannot be written.
     """
-    from dlprof.report.compare import summary as summaries
+    from dlprof.report import summary as summaries
 
     try:
         page = write_into(folder, out, {f"{file}.json": compact(data), f"{file}.html": summaries.page(summary)})

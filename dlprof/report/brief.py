@@ -107,10 +107,6 @@ def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Bri
     """Return what a report on `path` says first, in at most so many bytes of JSON."""
     diagnosis, gain, _ = verdict.headline(result)
     states, window = formatting.by_state(result), result.window
-    ranks = max(len({part.rank for part in result.time}), 1)
-    time: dict[str, float] = {}
-    for part in result.time:
-        time[part.category] = time.get(part.category, 0.0) + part.share / ranks
     tries = named if result.run.command else _nothing  # traces have no command that could be run again
     every = tuple(_cure(o, tries) for o in (*result.found, *result.if_training_may_change))
     steps = tuple(_step(number, one, tries) for number, one in enumerate(result.changes, 1))
@@ -123,7 +119,9 @@ def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Bri
         verdict=_text(diagnosis, _LONG),
         gain=_text(gain),
         time={
-            plain(name, 40): _number(time[name]) for name in sorted(time, key=lambda n: -time[n]) if time[name] > 0.001
+            plain(name, 40): _number(share)
+            for name, share in formatting.mean_shares(result.time).items()
+            if share > 0.001
         },
         changes=steps,
         findings=every,

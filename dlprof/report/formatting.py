@@ -285,6 +285,15 @@ def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:
     return dict(sorted(((c, s / n) for c, s in sums.items()), key=lambda item: -item[1]))
 
 
+def mean_ns(time: Sequence[TimePart]) -> dict[str, float]:
+    """Return the parts of the mean step, ns by category, as the mean over ranks."""
+    n = len({part.rank for part in time})
+    sums: dict[str, float] = {}
+    for part in time:
+        sums[part.category] = sums.get(part.category, 0.0) + part.ns / n
+    return sums
+
+
 def outliers(time: Sequence[TimePart], count: int) -> list[int]:
     """Return up to `count` ranks whose breakdown differs most from the mean, the farthest first.
 

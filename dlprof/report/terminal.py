@@ -88,10 +88,7 @@ def _before_and_after(result: Result, one: screen.First, width: int, colour: boo
 
     Of a job that ran out of memory, bars of that, on the scale of what there was.
     """
-    ranks = len({part.rank for part in result.time})
-    before: dict[str, float] = {}
-    for part in result.time:
-        before[part.category] = before.get(part.category, 0.0) + part.ns / ranks
+    before = formatting.mean_ns(result.time)
     whole = sum(before.values())
     written: Callable[[float], str] = formatting.duration
     bars = [("step", before), ("after", screen.after(result, one.lead) if one.lead else {})]

@@ -181,7 +181,7 @@ def _study(
     from dlprof.analysis.scaling.study import Named, sizes
     from dlprof.commands.prove.compare import name_of, result_of
     from dlprof.commands.report import write_summary
-    from dlprof.report.compare.scale import summary
+    from dlprof.report.studies import of_study
     from dlprof.result.scale import to_json
 
     runs, broken, places = list[Named](), list(left_out), dict[int, list[Path]]()
@@ -200,4 +200,4 @@ def _study(
         raise DlprofError("; ".join(["none of these runs has a size", *(f"{n}: {w}" for n, w in found.left_out)]))
     script = script_of(found.runs[0][0].result) or found.runs[0][0].name
     study = studied(script, found, targets or TARGETS, replays_of(places, jobs))
-    write_summary(summary(study), to_json(study), "scale", "dlprof-scale", out, form, show=show)
+    write_summary(of_study(study), to_json(study), "scale", "dlprof-scale", out, form, show=show)

@@ -61,7 +61,7 @@ def sweep(
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.commands.report import print_summary, shown, write_summary
     from dlprof.overrides import changes_numbers
-    from dlprof.report.compare.sweep import summary
+    from dlprof.report.studies import of_sweep
     from dlprof.result.sweep import to_json
     from dlprof.trial.job import Job
     from dlprof.trial.running import stopping
@@ -112,7 +112,7 @@ def sweep(
         tell(f"OMP_NUM_THREADS={each} for every process, so that points with one and with several compare")
     with stopping() as asks:
         done = swept(going, job, folder, options, asks, tell)
-    outcome = summary(done)
+    outcome = of_sweep(done)
     if any(p.readings for p in done.points):
         write_summary(outcome, to_json(done), "sweep", "", folder, form, show=show)
     else:
