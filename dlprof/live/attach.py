@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.live.doing import WAITS, activity, role_of
 from dlprof.live.gather import family_of, ranks_of
-from dlprof.live.look import Frame, is_own, line_of, mine, with_stacks
+from dlprof.live.look import WAITS, Frame, activity, is_own, line_of, mine, role_of, with_stacks
 from dlprof.read.stacks import read as read_stacks
 from dlprof.record.samplers.stacks import find, without_commands
 

@@ -15,9 +15,21 @@ from typing import Any, NamedTuple
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
-from dlprof.live.doing import WORDS, doing, jobs, role_of
 from dlprof.live.follow import Follower, RankNow, of
-from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
+from dlprof.live.look import (
+    WORDS,
+    Frame,
+    Process,
+    Thread,
+    below,
+    disks,
+    doing,
+    jobs,
+    mine,
+    role_of,
+    texts_of,
+    with_stacks,
+)
 from dlprof.live.standstill import Rank, Seen
 from dlprof.plain import plain
 from dlprof.record.failures import ASK, FLIGHT, STILL

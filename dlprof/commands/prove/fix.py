@@ -101,9 +101,8 @@ def fix(
     from dlprof.report.terminal import to_keep
     from dlprof.result.tried import to_json
     from dlprof.trial.copies import edit_in
-    from dlprof.trial.fixing import fixed
     from dlprof.trial.running import stopping
-    from dlprof.trial.search import Options, prepared
+    from dlprof.trial.search import Options, fixed, prepared
 
     run = ctx.meta.get(_RUN)
     if run is None and not command:

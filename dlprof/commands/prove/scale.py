@@ -16,7 +16,7 @@ from dlprof.errors import DlprofError
 
 if TYPE_CHECKING:
     from dlprof.trial.job import Job
-    from dlprof.trial.sweep.sizes import Recorded
+    from dlprof.trial.sweep import Recorded
 
 _MOST_RANKS = 1 << 20
 
@@ -55,6 +55,7 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
 )
 @click.option("--batch", type=click.IntRange(min=1), help="Batch of each rank; with strong, of all ranks.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=2, show_default=True, help="Recordings of each size.")
+# The trace window is over after 60 steps.
 @click.option("--steps", type=click.IntRange(60, 1_000_000), default=60, show_default=True, help="Steps of each.")
 @jobs
 @no_limits
@@ -112,10 +113,10 @@ def scale(
         if not quiet:
             say(f"dlprof: {line}", err=True)
 
-    from dlprof.trial.sweep.sizes import Options, record_sizes
+    from dlprof.trial.sweep import record_sizes
 
     with stopping() as asks:
-        done = record_sizes(todo, folder, Options(minutes, steps, repeat), asks, tell)
+        done = record_sizes(todo, folder, asks, tell, minutes=minutes, steps=steps, rounds=repeat)
     found = [path for _, of in sorted(done.paths.items()) for path in of]
     if found:
         _study(found, _lacking(done), targets, folder, form, jobs, show=show, quiet=quiet)
@@ -135,7 +136,7 @@ def _jobs(
     """Return the job of each size; raise DlprofError or UsageError where there is none."""
     from dlprof.commands.run import count_gpus, find_workload, launcher
     from dlprof.trial.job import Job
-    from dlprof.trial.sweep.sizes import filled_for
+    from dlprof.trial.sweep import filled_for
 
     strong = mode == "strong"
     env = {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}

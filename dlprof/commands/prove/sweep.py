@@ -65,7 +65,7 @@ def sweep(
     from dlprof.result.sweep import to_json
     from dlprof.trial.job import Job
     from dlprof.trial.running import stopping
-    from dlprof.trial.sweep.sweeping import (
+    from dlprof.trial.sweep import (
         Options,
         axis,
         begun,
