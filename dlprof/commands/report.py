@@ -406,9 +406,13 @@ def write_files(result: Result, path: Path, out: Path | None, *, redact: bool = 
 
 def print_summary(summary: Summary, data: Mapping[str, Any], form: str) -> None:
     """Print a summary, or its data as JSON."""
+    click.echo(_in_form(summary, data, form))
+
+
+def _in_form(summary: Summary, data: Mapping[str, Any], form: str) -> str:
     from dlprof.report import summary as summaries
 
-    click.echo(compact(data) if form == "json" else summaries.text(summary, width(), colour()), nl=form == "json")
+    return compact(data) if form == "json" else summaries.text(summary, width(), colour()).removesuffix("\n")
 
 
 def write_summary(
@@ -427,10 +431,19 @@ def write_summary(
     """
     from dlprof.report import summary as summaries
 
+    files = {f"{file}.json": compact(data), f"{file}.html": summaries.page(summary)}
+    write_page(_in_form(summary, data, form), files, folder, out, form, show=show)
+
+
+def write_page(verdict: str, files: Mapping[str, str], folder: str, out: Path | None, form: str, *, show: bool) -> None:
+    """Print a verdict, and write files, of which the last is a page, into `out` or a new folder `folder`.
+
+    Raises DlprofError if they cannot be written.
+    """
     try:
-        page = write_into(folder, out, {f"{file}.json": compact(data), f"{file}.html": summaries.page(summary)})
+        page = write_into(folder, out, files)
     finally:
-        print_summary(summary, data, form)
+        click.echo(verdict)
     if form != "json":
         say(f"page: {shown(page)}")
     if show:

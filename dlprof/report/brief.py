@@ -6,7 +6,6 @@ What does not fit is left out from the end, and counted. result.json has everyth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,9 +19,6 @@ from dlprof.result.stored import schema_of
 FORMAT = 1
 MOST_MARKDOWN, MOST_JSON = 2_000, 8_000
 _SENTENCE, _LONG, _LINES = 200, 400, 8
-
-# What makes a change from outside, as words for `dlprof try --set`; None: nothing does.
-Named = Callable[[Change], Mapping[str, str] | None]
 
 
 class At(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,7 +99,7 @@ class Brief(msgspec.Struct, frozen=True, omit_defaults=True):
     next: str = ""
 
 
-def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Brief:
+def brief(result: Result, path: str, named: first.Named, most: int = MOST_JSON) -> Brief:
     """Return what a report on `path` says first, in at most so many bytes of JSON."""
     diagnosis, gain, _ = verdict.headline(result)
     states, window = formatting.by_state(result), result.window
@@ -152,7 +148,7 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof brief {FORMAT}", **made}
 
 
-def markdown(result: Result, path: str, named: Named) -> str:
+def markdown(result: Result, path: str, named: first.Named) -> str:
     """Return the first screen of a report on `path` as plain Markdown of at most MOST_MARKDOWN bytes."""
     said = brief(result, path, named)
     name = _text(formatting.name(result))
@@ -210,7 +206,7 @@ def _finding(number: int, one: Cure, run: str) -> str:
     return "\n".join(lines)
 
 
-def _cure(outcome: Outcome, named: Named) -> Cure:
+def _cure(outcome: Outcome, named: first.Named) -> Cure:
     change = outcome.changes[0] if outcome.changes else Change("")
     place = change.at or next((p for p in outcome.where if p.line), None)
     margin = formatting.margin(outcome).partition(NBSP)[2]
@@ -229,7 +225,7 @@ def _cure(outcome: Outcome, named: Named) -> Cure:
     )
 
 
-def _step(number: int, one: Proposal, named: Named) -> Step:
+def _step(number: int, one: Proposal, named: first.Named) -> Step:
     low, high = (None if bound is None else _number(min(bound, 1e3)) for bound in (one.low, one.high))
     return Step(
         number=number,

@@ -236,12 +236,6 @@ def throughput(t: Throughput) -> str:
     return f"{said} a rank" if t.of == "rank" else said
 
 
-def rates(t: Throughput) -> list[tuple[str, str]]:
-    """Return the figures of a throughput with what each is of: tokens where they are known, else samples."""
-    known = (t.tokens_per_s, "tokens") if t.tokens_per_s is not None else (t.samples_per_s, "samples")
-    return [(digits(known[0]), f"{known[1]} a second{' and rank' if t.of == 'rank' else ''}")] if known[0] else []
-
-
 def all_traced(result: Result) -> bool:
     """Return whether only traced steps are known."""
     return result.window is not None and result.window.source == "trace"

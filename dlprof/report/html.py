@@ -67,7 +67,9 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
     apart = [_card(f"training-{n}", of.get(o.id, 0), o) for n, o in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     many, tree, held = ranks.many(result), modules.shown(result), memory.shown(result.footprint)
-    figures = {"where": stack, "waits": waited, **ranks.many_specs(many), **modules.specs(tree), **memory.specs(held)}
+    figures = {"where": stack, "waits": waited}
+    figures |= {"ranks": many.by_category, "pairs": many.by_pair} if many else {}
+    figures |= modules.specs(tree) | ({"memory": held.bars} if held else {})
     figures |= {**{f"evidence-{c.key}": c.evidence for c in (*cards, *apart)}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])

@@ -37,7 +37,7 @@ from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result, is_line
 from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict, student
 from dlprof.trial.copies import by_edit, made_by, to_link
-from dlprof.trial.job import Job, keep, kept, merged, repeatable
+from dlprof.trial.job import Job, keep, kept, merged, refuse_inside, repeatable
 from dlprof.trial.measuring import (
     MOST_LOSSES,
     Compared,
@@ -50,7 +50,7 @@ from dlprof.trial.measuring import (
     losses_of,
 )
 from dlprof.trial.planning import WORTH, Candidate, Plan, named, plan
-from dlprof.trial.running import QUICK, Failed, Runner, Stopped
+from dlprof.trial.running import QUICK, Failed, Runner, Stopped, limit_s
 
 Settings = Mapping[str, Value]
 Words = tuple[tuple[str, Value], ...]
@@ -64,9 +64,6 @@ LEAST_PAIRS = 2
 
 # The job itself must reach its steps within this share of the time, or no change could be measured.
 FIRST_SHARE = 0.5
-
-# A run with a change is ended as too slow after this many times the job's own time plus these seconds (for a compiler).
-_LONGER, _MORE_S = 3.0, 120.0
 
 
 @dataclass
@@ -268,7 +265,7 @@ class Search:
         if self._left() < need * self._longest_s:
             raise _OutOfTime
         before = self._one(base)
-        run = self._timed(settings, min(self._left(), _LONGER * self._longest_s + _MORE_S), of_base=False)
+        run = self._timed(settings, limit_s(self._left(), self._longest_s), of_base=False)
         if isinstance(run, Failed):
             # The base's last run can still be used, although this run came after it.
             if run.over and self._left() <= 0:
@@ -443,8 +440,7 @@ class Trial:
 
 def prepared(path: Path, result: Result, options: Options, environ: Mapping[str, str]) -> Trial:
     """Return what will be tried on a run, and how; raise DlprofError if its job cannot be started again."""
-    if environ.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {environ['DLPROF_RUN']}")
+    refuse_inside(environ)
     run = open_run(path)
     if not run.recorded or not path.is_dir():
         raise DlprofError(f"{path}: no run that `dlprof wrap` or `dlprof run` recorded, so it cannot be run again")

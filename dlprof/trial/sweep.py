@@ -34,16 +34,13 @@ from dlprof.read.run import open_run
 from dlprof.redaction import words
 from dlprof.result.sweep import FILE, Axis, Point, Reading, Sweep, from_json, to_json
 from dlprof.trial.job import Job
-from dlprof.trial.running import Failed, Runner, Stopped
+from dlprof.trial.running import Failed, Runner, Stopped, limit_s
 from dlprof.units import count, duration, few
 
 # The only setting with predictions: they come from a replay of the loader's batches.
 WORKERS = "loader.num_workers"
 
 RECORDED, RUNS = "recorded", "runs"  # in the folder of a sweep
-
-# A point is ended after this many times the longest one so far plus these seconds.
-_LONGER, _MORE_S = 3.0, 120.0
 
 # Points that are not told apart are measured in so many times as many rounds.
 _MOST_TIMES = 3
@@ -178,7 +175,7 @@ class Running:
     def read(self, place: int, point: Point) -> None:
         """Run a point, and keep its reading, or why it has none."""
         started = time.monotonic()
-        limit = min(self.left(), _LONGER * self.longest_s + _MORE_S) if self.longest_s else self.left()
+        limit = limit_s(self.left(), self.longest_s)
         found = self._runner(point.values)(settings(point.values, self.of_command), limit)
         if isinstance(found, Failed):
             if found.over and self.left() <= 0:
@@ -401,9 +398,8 @@ def record_sizes(
             work.mkdir()
             runner = Runner(jobs[ranks], work, steps, stopped, recording=_RECORDING, keep=path)
             began = time.monotonic()
-            limit = min(left, _LONGER * longest + _MORE_S) if longest else left
             try:
-                found = runner({}, limit)
+                found = runner({}, limit_s(left, longest))
             except Stopped:
                 done.lacking = "it was interrupted before all sizes were recorded as often as asked"
                 return done

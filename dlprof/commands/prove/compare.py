@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, rarely, say, show
+from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, rarely, show
 from dlprof.errors import DlprofError
 from dlprof.files import compact
 from dlprof.read.opening import open_file, read_file
@@ -42,23 +42,15 @@ def compare(
         compare_runs((a, b, *more), out, form, jobs, show=show, quiet=quiet)
         return
     from dlprof.analysis.compare import code, comparison
-    from dlprof.commands.report import browse, colour, shown, width, write_into
+    from dlprof.commands.report import colour, width, write_page
     from dlprof.report import comparison as shown_comparison
 
     before, after = result_of(a, jobs, quiet), result_of(b, jobs, quiet)
     compared = comparison.compare(before, after, code.changed(before, after, a, b))
     data = compact(comparison.to_json(compared))
     verdict = data if form == "json" else shown_comparison.text(compared, width(), colour())
-    try:
-        page = write_into(
-            "dlprof-compare", out, {"compare.json": data, "compare.html": shown_comparison.page(compared)}
-        )
-    finally:
-        click.echo(verdict)
-    if form != "json":
-        say(f"page: {shown(page)}")
-    if show:
-        browse(page)
+    files = {"compare.json": data, "compare.html": shown_comparison.page(compared)}
+    write_page(verdict, files, "dlprof-compare", out, form, show=show)
 
 
 def compare_runs(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, minutes, no_limits, out, quiet, rarely, say
+from dlprof.commands import form, minutes, no_limits, out, quiet, rarely, say, teller
 from dlprof.commands.configured import CONFIG
 from dlprof.commands.prove.try_ import in_place
 from dlprof.commands.recording import checked_by
@@ -155,13 +155,12 @@ def _recorded(words: Sequence[str], out: Path | None, stop_after: str, quiet: bo
     from dlprof.commands import new_folder
     from dlprof.record.launch.process import tied
     from dlprof.trial.copies import quiet_trackers
+    from dlprof.trial.job import refuse_inside
     from dlprof.trial.running import DLPROF
 
-    if os.environ.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {os.environ['DLPROF_RUN']}")
+    refuse_inside(os.environ)
     folder = out or new_folder(f"runs/{name_of(words)}-fix")
-    if not quiet:
-        say(f"dlprof: recording into {folder} for {stop_after}; the script runs in this folder, as it is", err=True)
+    teller(quiet)(f"recording into {folder} for {stop_after}; the script runs in this folder, as it is")
     of_ours = ["-o", str(folder), "--no-report", "--quiet", "--stop-after", stop_after]
     process = subprocess.Popen(
         [*DLPROF, "wrap", *of_ours, "--", *words],

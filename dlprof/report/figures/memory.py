@@ -54,11 +54,6 @@ def shown(footprint: Footprint | None) -> Memory | None:
     return Memory(bars, f"rank {footprint.rank}", _modules(footprint), _changes(footprint))
 
 
-def specs(memory: Memory | None) -> dict[str, Figure | None]:
-    """Return the figure by the key under which the page draws it."""
-    return {"memory": memory.bars} if memory else {}
-
-
 def sentence(footprint: Footprint | None) -> str:
     """Name the largest parts of the highest peak among the ranks, in one line; "" where memory was not counted."""
     if footprint is None or not footprint.devices:

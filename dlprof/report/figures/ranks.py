@@ -386,11 +386,6 @@ def many(result: Result) -> Many | None:
     return Many(table, _unlike(result, members), _by_category(result, groups, parts, table), _by_pair(result, members))
 
 
-def many_specs(many: Many | None) -> dict[str, Figure | None]:
-    """Return the figures by the keys under which the page draws them."""
-    return {"ranks": many.by_category, "pairs": many.by_pair} if many else {}
-
-
 def by_group(members: Sequence[Member]) -> dict[str, list[Member]]:
     """Return the ranks that are similar to their group, by group, the largest groups first within a stage's name."""
     found: dict[str, list[Member]] = {}
