@@ -86,10 +86,15 @@ def test_what_was_found_is_said_though_it_cannot_be_written(tmp_path: Path) -> N
 
 
 def test_open_gives_the_page_to_the_browser(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = set[str]()
-    monkeypatch.setattr("webbrowser.open", lambda page: opened.add(page) is None)
+    opened: list[str] = []
+
+    def browse(page: str) -> bool:
+        opened.append(page)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", browse)
     assert run(job, "-o", "out", "--open").exit_code == 0
-    assert opened == {(job.parent / "out" / "report.html").resolve().as_uri()}
+    assert opened == [(job.parent / "out" / "report.html").resolve().as_uri()]
 
 
 SCRIPT = """\
